@@ -21,7 +21,7 @@ from engines.fast.blocks import Blocks
 from engines.fast.blocks_step import BlocksStep
 from engines.fast.interface import StepParts
 from engines.fast.writers import writers_of
-from pipelines.fast.vectors import BlockVectors
+from pipelines.models.vectors import BlockVectors
 
 TEXT, IMAGE = "text", "image"
 """The streams of the shard plans, in the order of their rows."""

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from engines.core.kernel import Kernel
 from engines.core.model import ModelInputs
-from pipelines.models.attention.cosmos_call import (
+from pipelines.models.cosmos.call import (
     CLIP_SHAPE,
     LATENTS,
     NOISY_FRAMES,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
-from pipelines.models.architecture import Architecture, Config, num_patches
+from pipelines.models.spec import Config, ModelSpec, num_patches
 from pipelines.models.usual_defaults import PICTURE
 
 if TYPE_CHECKING:
@@ -38,23 +38,6 @@ SHARD_PLAN = ShardPlan(
 )
 
 
-def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
-    num_image = num_patches(arguments["hidden_states"].shape[2:], (config["patch_size"],) * 2)
-    return {TOKENS: num_image + arguments["text_bth"].shape[1]}
-
-
-def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Any]:
-    import torch
-
-    return {"prompt_embeds": [torch.zeros(num_tokens or TYPICAL_TOKENS, config["text_in_dim"])]}
-
-
-def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    from pipelines.blocks import attention
-
-    attention.set_kernel(module, unmasked(kernel))
-
-
 def unmasked(kernel: Kernel) -> Kernel:
     """One prompt is as long as it is: its mask, which masks nothing, would only forbid the fastest attention."""
 
@@ -72,27 +55,42 @@ def unmasked(kernel: Kernel) -> Kernel:
     return attend
 
 
-def defaults(path: Path) -> Defaults:
-    """What diffusers' blocks say."""
-    return replace(
-        PICTURE,
-        true_cfg_scale=4.0,
-        size_multiple=2 ** len(read_config(path, "vae")["block_out_channels"]) * _patch(path),
-    )
-
-
 def _patch(path: Path) -> int:
     patch: int = read_config(path, "transformer").get("patch_size", 1)
     return patch
 
 
-ARCHITECTURE = Architecture(
-    family="ernie_image",
-    defaults=defaults,
-    shard_plan=lambda config: SHARD_PLAN,
-    stream_lengths=stream_lengths,
-    heads=lambda config: (config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"]),
-    blank_conditioning=blank_conditioning,
-    set_kernel=set_kernel,
-    eager_only="computes a part of itself under an autocast of its own",
-)
+class ErnieImageSpec(ModelSpec):
+    family = "ernie_image"
+    eager_only = "computes a part of itself under an autocast of its own"
+
+    def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
+        num_image = num_patches(arguments["hidden_states"].shape[2:], (config["patch_size"],) * 2)
+        return {TOKENS: num_image + arguments["text_bth"].shape[1]}
+
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Any]:
+        import torch
+
+        return {"prompt_embeds": [torch.zeros(num_tokens or TYPICAL_TOKENS, config["text_in_dim"])]}
+
+    def set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
+        from pipelines.blocks import attention
+
+        attention.set_kernel(module, unmasked(kernel))
+
+    def defaults(self, path: Path) -> Defaults:
+        """What diffusers' blocks say."""
+        return replace(
+            PICTURE,
+            true_cfg_scale=4.0,
+            size_multiple=2 ** len(read_config(path, "vae")["block_out_channels"]) * _patch(path),
+        )
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        return SHARD_PLAN
+
+    def heads(self, config: Config) -> tuple[int, int]:
+        return (config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"])
+
+
+SPEC = ErnieImageSpec()

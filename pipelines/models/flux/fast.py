@@ -11,9 +11,9 @@ from torch.nn import functional
 from engines.core.fast_model import Precision
 from engines.core.model import Arguments, ModelInputs
 from engines.fast.blocks import Blocks, DualBlock, SingleBlock
-from pipelines.fast.arranged import gemm, joint_norms, joint_projections, norms, pair, part_gemm, stacked
-from pipelines.fast.mmdit import MMDiTWeights, pair_rotation
-from pipelines.fast.vectors import dual_vectors, vectors_of
+from pipelines.models.arranged import gemm, joint_norms, joint_projections, norms, pair, part_gemm, stacked
+from pipelines.models.mmdit import MMDiTWeights, pair_rotation
+from pipelines.models.vectors import dual_vectors, vectors_of
 
 
 class FluxWeights(MMDiTWeights):

@@ -14,16 +14,16 @@ from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGat
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import vae_scale
-from pipelines.models.architecture import Architecture, Config, text_and_image
 from pipelines.models.channels import check_channels
 from pipelines.models.linears import QUERY_KEY_VALUE, Linears, joint_attention_linears, mlp_linears
+from pipelines.models.spec import Config, ModelSpec, lazy, text_and_image
 from pipelines.models.usual_defaults import PICTURE
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from engines.core.fast_model import Precision
-    from engines.core.kernel import Kernel
+    from engines.core.fast_model import ArrangeWeights
+    from engines.core.model import Arguments
     from pipelines.request import MediaRequest
 
 TEXT, IMAGE = "text", "image"
@@ -57,75 +57,60 @@ SHARD_PLAN = ShardPlan(
 )
 
 
-stream_lengths = text_and_image
-
-
-def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
-    import torch
-
-    return {
-        "prompt_embeds": torch.zeros(1, num_tokens, config["joint_attention_dim"]),
-        "pooled_prompt_embeds": torch.zeros(1, config["pooled_projection_dim"]),
-    }
-
-
-def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
-    """Returns the blank picture of an editor that needs one, and takes it in the request's size."""
-    import torch
-
-    scale, channels = vae_scale(path), read_config(path, "transformer")["in_channels"] // PATCH**2
-    return {"image_latents": torch.zeros(1, channels, request.height // scale, request.width // scale)}
-
-
-def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The timestep rounded as ``FluxPipeline`` does it, before it is divided and not after."""
-    return {**call, "timestep": step["t"].to(call["hidden_states"].dtype).flatten() / 1000}
-
-
 EDITOR: Mapping[str, Any] = {"guidance_scale": 2.5, "takes_strength": False, "strength": 1.0}
 """What differs where a picture is edited by words (the scale from FLUX.1-Kontext-dev's card)."""
 
 
-def defaults(path: Path) -> Defaults:
-    """FLUX.1-dev's if the model takes a guidance scale, else FLUX.1-schnell's."""
-    config = read_config(path, "transformer")
-    check_channels(path, "transformer", given=config.get("out_channels") or config["in_channels"])
-    distilled: bool = config["guidance_embeds"]
-    known = replace(
-        PICTURE,
-        num_inference_steps=28 if distilled else 4,
-        guidance_scale=3.5 if distilled else 0.0,
-        size_multiple=vae_scale(path) * PATCH,
-        max_pictures=1,
-        takes_strength=True,
-        strength=0.6,
-        max_tokens=MAX_TOKENS if distilled else MAX_TOKENS_SCHNELL,
-    )
-    return replace(known, **EDITOR) if "Kontext" in str(read_index(path).get("_class_name")) else known
-
-
-def set_kernel(module: nn.Module, kernel: Kernel) -> None:
+class FluxSpec(ModelSpec):
+    family = "flux"
+    set_kernel = lazy("pipelines.models.flux.attention:set_kernel")
     """Sets a processor of ours: TensorRT does not parse what diffusers' own exports to for sizes that vary."""
-    from pipelines.models.attention.flux import set_kernel
 
-    set_kernel(module, kernel)
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+        import torch
+
+        return {
+            "prompt_embeds": torch.zeros(1, num_tokens, config["joint_attention_dim"]),
+            "pooled_prompt_embeds": torch.zeros(1, config["pooled_projection_dim"]),
+        }
+
+    def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
+        """Returns the blank picture of an editor that needs one, and takes it in the request's size."""
+        import torch
+
+        scale, channels = vae_scale(path), read_config(path, "transformer")["in_channels"] // PATCH**2
+        return {"image_latents": torch.zeros(1, channels, request.height // scale, request.width // scale)}
+
+    def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The timestep rounded as ``FluxPipeline`` does it, before it is divided and not after."""
+        return {**call, "timestep": step["t"].to(call["hidden_states"].dtype).flatten() / 1000}
+
+    def defaults(self, path: Path) -> Defaults:
+        """FLUX.1-dev's if the model takes a guidance scale, else FLUX.1-schnell's."""
+        config = read_config(path, "transformer")
+        check_channels(path, "transformer", given=config.get("out_channels") or config["in_channels"])
+        distilled: bool = config["guidance_embeds"]
+        known = replace(
+            PICTURE,
+            num_inference_steps=28 if distilled else 4,
+            guidance_scale=3.5 if distilled else 0.0,
+            size_multiple=vae_scale(path) * PATCH,
+            max_pictures=1,
+            takes_strength=True,
+            strength=0.6,
+            max_tokens=MAX_TOKENS if distilled else MAX_TOKENS_SCHNELL,
+        )
+        return replace(known, **EDITOR) if "Kontext" in str(read_index(path).get("_class_name")) else known
+
+    def stream_lengths(self, config: Config, arguments: Arguments) -> Mapping[str, int]:
+        return text_and_image(arguments)
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        return SHARD_PLAN
+
+    def fast_weights(self, config: Config) -> ArrangeWeights:
+        weights: ArrangeWeights = lazy("pipelines.models.flux.fast:FluxWeights")
+        return weights
 
 
-def fast(transformer: nn.Module, precision: Precision) -> Any:
-    """The weights, arranged for a hand-ordered step."""
-    from pipelines.fast.flux import FluxWeights
-
-    return FluxWeights(transformer, precision)
-
-
-ARCHITECTURE = Architecture(
-    family="flux",
-    defaults=defaults,
-    shard_plan=lambda config: SHARD_PLAN,
-    stream_lengths=stream_lengths,
-    blank_conditioning=blank_conditioning,
-    blank_pictures=blank_pictures,
-    adapted=adapted,
-    set_kernel=set_kernel,
-    fast=lambda config: fast,
-)
+SPEC = FluxSpec()

@@ -120,7 +120,7 @@ class KeepOutsideStep(ModularPipelineBlocks):  # type: ignore[misc]
         return components, block_state
 
 
-def mend(blocks: Any) -> None:
+def patch_blocks(blocks: Any) -> None:
     if not isinstance(blocks, Flux2KleinAutoBlocks | Flux2KleinBaseAutoBlocks):
         return
     blocks._workflow_map = {**blocks._workflow_map, **WORKFLOW}

@@ -11,14 +11,16 @@ from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGat
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import vae_scale
-from pipelines.models.architecture import Architecture, Config, text_and_image
 from pipelines.models.linears import GATED, joint_attention_linears
+from pipelines.models.spec import Config, ModelSpec, lazy, text_and_image
 from pipelines.models.usual_defaults import PICTURE
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from engines.core.fast_model import Precision
+    from engines.core.fast_model import ArrangeWeights
+    from engines.core.model import Arguments
+
 
 TEXT, IMAGE = "text", "image"
 PATCH = 2
@@ -33,31 +35,6 @@ SHARDS = (
 )
 DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
 MLPS = ("ff", "ff_context")
-
-
-def shard_plan(config: Config) -> ShardPlan:
-    """Single-stream blocks have queries, keys, values and an MLP in one projection, and their results in another."""
-    heads = config["num_attention_heads"] * config["attention_head_dim"]
-    gated = int(heads * config["mlp_ratio"])
-    return ShardPlan(
-        streams=(TEXT, IMAGE),
-        blocks=(DOUBLE, SINGLE),
-        shards=SHARDS,
-        gathers=(TokenGather(module="proj_out", dim=1, stream=IMAGE),),
-        linears=(
-            *joint_attention_linears(f"{DOUBLE}.*.attn"),
-            *(ColumnLinear(pattern=f"{DOUBLE}.*.{mlp}.linear_in", segments=GATED) for mlp in MLPS),
-            *(RowLinear(pattern=f"{DOUBLE}.*.{mlp}.linear_out") for mlp in MLPS),
-            ColumnLinear(pattern=f"{SINGLE}.*.attn.to_qkv_mlp_proj", segments=(heads, heads, heads, gated, gated)),
-            RowLinear(pattern=f"{SINGLE}.*.attn.to_out", segments=(heads, gated)),
-        ),
-    )
-
-
-def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
-    import torch
-
-    return {"prompt_embeds": torch.zeros(1, num_tokens, config["joint_attention_dim"])}
 
 
 DEV = replace(
@@ -78,35 +55,48 @@ KLEIN = replace(DEV, num_inference_steps=4, guidance_scale=0.0, **INPAINTING)
 KLEIN_BASE = replace(DEV, guidance_scale=0.0, true_cfg_scale=4.0, **INPAINTING)
 
 
-def defaults(path: Path) -> Defaults:
-    return replace(_known_defaults(path), size_multiple=vae_scale(path) * PATCH)
-
-
 def _known_defaults(path: Path) -> Defaults:
     if read_config(path, "transformer").get("guidance_embeds", True):
         return DEV
     return KLEIN if read_index(path).get("is_distilled") else KLEIN_BASE
 
 
-def mend(blocks: Any) -> None:
-    from pipelines.models.mended.flux2_masks import mend
+class Flux2Spec(ModelSpec):
+    family = "flux2"
+    patch_blocks = lazy("pipelines.models.flux2.patches:patch_blocks")
 
-    mend(blocks)
+    def stream_lengths(self, config: Config, arguments: Arguments) -> Mapping[str, int]:
+        return text_and_image(arguments)
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        """Single-stream blocks have one projection for queries, keys, values and MLP, and one for their results."""
+        heads = config["num_attention_heads"] * config["attention_head_dim"]
+        gated = int(heads * config["mlp_ratio"])
+        return ShardPlan(
+            streams=(TEXT, IMAGE),
+            blocks=(DOUBLE, SINGLE),
+            shards=SHARDS,
+            gathers=(TokenGather(module="proj_out", dim=1, stream=IMAGE),),
+            linears=(
+                *joint_attention_linears(f"{DOUBLE}.*.attn"),
+                *(ColumnLinear(pattern=f"{DOUBLE}.*.{mlp}.linear_in", segments=GATED) for mlp in MLPS),
+                *(RowLinear(pattern=f"{DOUBLE}.*.{mlp}.linear_out") for mlp in MLPS),
+                ColumnLinear(pattern=f"{SINGLE}.*.attn.to_qkv_mlp_proj", segments=(heads, heads, heads, gated, gated)),
+                RowLinear(pattern=f"{SINGLE}.*.attn.to_out", segments=(heads, gated)),
+            ),
+        )
+
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+        import torch
+
+        return {"prompt_embeds": torch.zeros(1, num_tokens, config["joint_attention_dim"])}
+
+    def defaults(self, path: Path) -> Defaults:
+        return replace(_known_defaults(path), size_multiple=vae_scale(path) * PATCH)
+
+    def fast_weights(self, config: Config) -> ArrangeWeights:
+        weights: ArrangeWeights = lazy("pipelines.models.flux2.fast:Flux2Weights")
+        return weights
 
 
-def fast(transformer: nn.Module, precision: Precision) -> Any:
-    """The weights, arranged for a hand-ordered step."""
-    from pipelines.fast.flux2 import Flux2Weights
-
-    return Flux2Weights(transformer, precision)
-
-
-ARCHITECTURE = Architecture(
-    family="flux2",
-    defaults=defaults,
-    shard_plan=shard_plan,
-    stream_lengths=text_and_image,
-    blank_conditioning=blank_conditioning,
-    mend=mend,
-    fast=lambda config: fast,
-)
+SPEC = Flux2Spec()

@@ -19,5 +19,5 @@ class RewrittenIfCan(Flux3AutoPromptUpsampleStep):  # type: ignore[misc]  # diff
         return super().__call__(pipeline, state)
 
 
-def mend(blocks: Any) -> None:
+def patch_blocks(blocks: Any) -> None:
     replace_blocks(blocks, Flux3AutoPromptUpsampleStep, RewrittenIfCan)

@@ -14,15 +14,14 @@ from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGat
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.image_sizes import vae_scale
-from pipelines.models.architecture import Architecture, Config
 from pipelines.models.linears import GATED, attention_linears
+from pipelines.models.spec import Config, ModelSpec, lazy
 from pipelines.models.usual_defaults import PICTURE, distilled
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from engines.core.kernel import Kernel
     from engines.core.model import Arguments
 
 TEXT, IMAGE, SEEN = "text", "image", "seen"
@@ -59,57 +58,39 @@ SHARD_PLAN = ShardPlan(
 )
 
 
-def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
-    return {stream: arguments[key].shape[1] if key in arguments else 0 for stream, ((key, _), _) in INPUTS.items()}
-
-
-def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
-    import torch
-
-    return {"prompt_embeds": torch.zeros(1, min(num_tokens, TYPICAL_TOKENS), config["joint_attention_dim"])}
-
-
-def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Any]:
-    """Pictures to look at, in the request's size."""
-    import torch
-
-    side, channels = vae_scale(path) * PATCH, read_config(path, "transformer").get("cond_in_channels", 128)
-    shape = (1, channels, request.height // side, request.width // side)
-    return {"image_cond_latents": [torch.zeros(shape) for _ in range(request.num_pictures)]}
-
-
-def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    from pipelines.blocks import attention
-    from pipelines.models.attention.heads import count_heads
-
-    attention.set_kernel(module, kernel)
-    count_heads(module)
-
-
-def mend(blocks: Any) -> None:
-    from pipelines.models.mended.flux3_prompts import mend
-
-    mend(blocks)
-
-
 BASE = replace(PICTURE, true_cfg_scale=3.5, max_pictures=4, max_tokens=MAX_TOKENS)
 """What diffusers' blocks say of the base model, and below of the distilled one."""
 DISTILLED = distilled(BASE, 16)
 
 
-def defaults(path: Path) -> Defaults:
-    known = DISTILLED if read_config(path, "transformer").get("flow_map") else BASE
-    return replace(known, size_multiple=vae_scale(path) * PATCH)
+class Flux3Spec(ModelSpec):
+    family = "flux3"
+    counts_heads = True
+    eager_split = "has blocks that see one stream of tokens alone"
+    patch_blocks = lazy("pipelines.models.flux3.patches:patch_blocks")
+
+    def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
+        return {stream: arguments[key].shape[1] if key in arguments else 0 for stream, ((key, _), _) in INPUTS.items()}
+
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+        import torch
+
+        return {"prompt_embeds": torch.zeros(1, min(num_tokens, TYPICAL_TOKENS), config["joint_attention_dim"])}
+
+    def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
+        """Pictures to look at, in the request's size."""
+        import torch
+
+        side, channels = vae_scale(path) * PATCH, read_config(path, "transformer").get("cond_in_channels", 128)
+        shape = (1, channels, request.height // side, request.width // side)
+        return {"image_cond_latents": [torch.zeros(shape) for _ in range(request.num_pictures)]}
+
+    def defaults(self, path: Path) -> Defaults:
+        known = DISTILLED if read_config(path, "transformer").get("flow_map") else BASE
+        return replace(known, size_multiple=vae_scale(path) * PATCH)
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        return SHARD_PLAN
 
 
-ARCHITECTURE = Architecture(
-    family="flux3",
-    defaults=defaults,
-    shard_plan=lambda config: SHARD_PLAN,
-    stream_lengths=stream_lengths,
-    blank_conditioning=blank_conditioning,
-    blank_pictures=blank_pictures,
-    mend=mend,
-    set_kernel=set_kernel,
-    eager_split="has blocks that see one stream of tokens alone",
-)
+SPEC = Flux3Spec()

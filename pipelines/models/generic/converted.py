@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard, named_like
-from pipelines.models.architecture import Architecture, Config
-from pipelines.models.unknown.outline import empty, repeated_blocks
+from pipelines.models.generic.outline import empty, repeated_blocks
+from pipelines.models.generic.spec import GenericSpec
+from pipelines.models.spec import Config
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,26 +37,16 @@ def can_be_divided(module_class: Any) -> bool:
     return len(gathers) == 1 and "." not in gathers[0]
 
 
-def converted(whole: Architecture, module_class: Any) -> Architecture:
-    """``whole``, which runs on one rank, with the plan of its class."""
-    plan = ConvertedPlan(module_class)
-    return replace(whole, shard_plan=plan.shard_plan, stream_lengths=plan.stream_lengths, set_kernel=set_kernel)
+class ConvertedSpec(GenericSpec):
+    """A class that is divided by diffusers' own plan.
 
+    Plans are cached by configuration, lengths of streams by the shapes of a call.
+    """
 
-def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    """Sets the kernel through diffusers' dispatcher, but not where the keys are a text that every rank has whole."""
-    from pipelines.blocks import attention
-
-    attention.set_kernel(module, kernel, local=tuple(_crossing(module)))
-
-
-@dataclass(frozen=True)
-class ConvertedPlan:
-    """What it finds for a configuration is kept, and the lengths of streams for the shapes of a call."""
-
-    module_class: Any
-    _plans: dict[str, ShardPlan] = field(default_factory=dict)
-    _lengths: dict[tuple[str, str], Mapping[str, int]] = field(default_factory=dict)
+    def __init__(self, module_class: Any) -> None:
+        super().__init__(module_class)
+        self._plans: dict[str, ShardPlan] = {}
+        self._lengths: dict[tuple[str, str], Mapping[str, int]] = {}
 
     def shard_plan(self, config: Config) -> ShardPlan:
         key = _key(config)
@@ -71,6 +61,12 @@ class ConvertedPlan:
             plan, module = self.shard_plan(config), empty(self.module_class, config)
             self._lengths[key] = _seen_lengths(module, plan, arguments) if plan.shards else {IMAGE: 1}
         return self._lengths[key]
+
+    def set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
+        """Set the kernel through diffusers' dispatcher, but not where the keys are a text that every rank has whole."""
+        from pipelines.blocks import attention
+
+        attention.set_kernel(module, kernel, local=tuple(_crossing(module)))
 
 
 def _converted(module_class: Any, module: nn.Module) -> ShardPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from pipelines.models.architecture import Config
+from pipelines.models.spec import Config
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,21 +8,18 @@ no known step to check itself with.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ShardPlan
 from pipelines.defaults import Defaults
 from pipelines.directory import DENOISERS, part_class, read_config
-from pipelines.models.architecture import Architecture, Config
 from pipelines.models.channels import check_channels
+from pipelines.models.generic.outline import empty, repeated_blocks
 from pipelines.models.predictions import blank_like
-from pipelines.models.unknown.outline import empty, repeated_blocks
+from pipelines.models.spec import Config, ModelSpec
 from pipelines.modular import open_modular
 
 if TYPE_CHECKING:
@@ -30,8 +27,6 @@ if TYPE_CHECKING:
 
     from engines.core.kernel import Kernel
     from engines.core.model import Arguments
-
-logger = logging.getLogger(__name__)
 
 TOKENS = "tokens"
 """The one stream of a class that is not divided."""
@@ -53,57 +48,6 @@ U_NET = "unet"
 """Pipelines of these round down the steps that a picture's strength leaves, and those of transformers up."""
 
 
-def generic(class_name: str) -> Architecture:
-    """ValueError if diffusers has no such class."""
-    from pipelines.models.unknown.converted import can_be_divided, converted
-
-    module_class = getattr(import_module("diffusers"), class_name, None)
-    if module_class is None:
-        raise ValueError(f"diffusers has no class {class_name}, and no file here knows it")
-    whole = Architecture(
-        family=class_name,
-        defaults=defaults,
-        shard_plan=partial(shard_plan, module_class),
-        stream_lengths=stream_lengths,
-        heads=heads,
-        blank_conditioning=None,
-        blank=blank,
-        forward=forward,
-        answer=answer,
-        set_kernel=keep_attention,
-    )
-    if can_be_divided(module_class):
-        logger.warning("%s has no file here: it is divided by diffusers' own plan, if at all", class_name)
-        return converted(whole, module_class)
-    logger.warning("%s has no file here, and no plan in diffusers: it runs on one rank a gang", class_name)
-    return whole
-
-
-def shard_plan(module_class: Any, config: Config) -> ShardPlan:
-    """Nothing is cut; the blocks are those that the class says are repeated, which compile."""
-    blocks = repeated_blocks(empty(module_class, config))
-    return ShardPlan(streams=(TOKENS,), blocks=blocks, shards=(), gathers=(), linears=())
-
-
-def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
-    return {TOKENS: 1}
-
-
-def heads(config: Config) -> tuple[int, int]:
-    number = next((config[name] for name in HEADS if isinstance(config.get(name), int)), None)
-    dim = next((config[name] for name in HEAD_DIMS if isinstance(config.get(name), int)), None)
-    width = next((config[name] for name in WIDTHS if isinstance(config.get(name), int)), None)
-    if number is None:
-        return UNKNOWN_HEADS
-    if dim is None and width is not None:
-        dim = width // number
-    return (number, dim) if dim is not None else UNKNOWN_HEADS
-
-
-def keep_attention(module: nn.Module, kernel: Kernel) -> None:
-    """Leaves the class its own attention: on one rank there is nothing to exchange."""
-
-
 class Prediction(tuple[Any, ...]):
     """What diffusers' transformers answer, with or without ``return_dict``."""
 
@@ -112,68 +56,94 @@ class Prediction(tuple[Any, ...]):
         return self[0]
 
 
-def blank(config: Config, call: Mapping[str, Any]) -> Prediction:
-    """Zeros in the form of the latents, with fewer channels where more go in than come out."""
-    name = next(name for name in LATENTS if name in call)
-    if isinstance(call[name], list | tuple):
-        return Prediction(([blank_like(x) for x in call[name]],))
-    latents, num_channels = call[name], config.get("out_channels")
-    shape = list(latents.shape)
-    if latents.ndim >= 4 and isinstance(num_channels, int):
-        shape[1] = min(shape[1], num_channels)
-    return Prediction((blank_like(latents, shape),))
+class GenericSpec(ModelSpec):
+    """A class that runs whole, on one rank a gang, by attention of its own."""
 
+    has_known_conditioning = False
 
-def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
-    """The first tensor of the output, as most transformers have one."""
-    output: Any = module(**call, return_dict=False)[0]
-    if not isinstance(output, list | tuple):
-        prediction: Tensor = output
-        return prediction
-    (only,) = output
-    one: Tensor = only
-    return one
+    def __init__(self, module_class: Any) -> None:
+        self.module_class, self.family = module_class, str(module_class.__name__)
 
+    def shard_plan(self, config: Config) -> ShardPlan:
+        """Nothing is cut; the blocks are those that the class says are repeated, which compile."""
+        blocks = repeated_blocks(empty(self.module_class, config))
+        return ShardPlan(streams=(TOKENS,), blocks=blocks, shards=(), gathers=(), linears=())
 
-def answer(config: Config, call: Mapping[str, Any], prediction: Tensor) -> Prediction:
-    name = next(name for name in LATENTS if name in call or f"{name}.0" in call)
-    return Prediction(([prediction],) if isinstance(call[name], list | tuple) else (prediction,))
+    def stream_lengths(self, config: Config, arguments: Arguments) -> Mapping[str, int]:
+        return {TOKENS: 1}
 
+    def heads(self, config: Config) -> tuple[int, int]:
+        number = next((config[name] for name in HEADS if isinstance(config.get(name), int)), None)
+        dim = next((config[name] for name in HEAD_DIMS if isinstance(config.get(name), int)), None)
+        width = next((config[name] for name in WIDTHS if isinstance(config.get(name), int)), None)
+        if number is None:
+            return UNKNOWN_HEADS
+        if dim is None and width is not None:
+            dim = width // number
+        return (number, dim) if dim is not None else UNKNOWN_HEADS
 
-def defaults(path: Path) -> Defaults:
-    """What the pipeline's blocks say; where they say nothing, what many models do."""
-    pipeline = open_modular(path)
-    inputs = {spec.name: spec.default for spec in pipeline.blocks.inputs if spec.name is not None}
-    outputs = {spec.name for spec in pipeline.blocks.outputs}
-    is_video = "videos" in outputs
-    width, height = _size(pipeline, inputs, CLIP if is_video else PICTURE)
-    guider = next((part for name, part in vars(pipeline).items() if name == "guider"), None)
-    scales = (getattr(pipeline, name, None) for name in TEMPORAL_SCALES)
-    temporal = int(_first(*scales, 4)) if is_video else 1
-    num_frames = _first(inputs.get("num_frames"), getattr(pipeline, "default_num_frames", None), NUM_FRAMES)
-    num_frames = 1 + (num_frames - 1) // temporal * temporal
-    return Defaults(
-        kind="video" if is_video else "image",
-        width=width,
-        height=height,
-        num_frames=num_frames if is_video else 1,
-        fps=int(_first(inputs.get("fps"), inputs.get("frame_rate"), FPS)) if is_video else 0,
-        num_inference_steps=int(_first(inputs.get("num_inference_steps"), NUM_STEPS)),
-        guidance_scale=float(_first(inputs.get("guidance_scale"), 0.0)),
-        **_guidance(guider),
-        size_multiple=_size_multiple(pipeline, path),
-        frame_multiple=temporal,
-        max_pixels=max(2048 * 2048 if not is_video else 1280 * 720, width * height),
-        max_frames=max(LONGEST_CLIP, num_frames) if is_video else 1,
-        max_steps=100,
-        max_pictures=int("image" in inputs),
-        **_masks(path),
-        takes_mask="mask_image" in inputs,
-        takes_strength="strength" in inputs,
-        strength=float(_first(inputs.get("strength"), 1.0)),
-        rounds_steps_down=part_class(path, U_NET) is not None,
-        max_tokens=int(_first(inputs.get("max_sequence_length"), 0)),
-    )
+    def set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
+        """Leaves the class its own attention: on one rank there is nothing to exchange."""
+
+    def blank_prediction(self, config: Config, call: Mapping[str, Any]) -> Prediction:
+        """Zeros in the form of the latents, with fewer channels where more go in than come out."""
+        name = next(name for name in LATENTS if name in call)
+        if isinstance(call[name], list | tuple):
+            return Prediction(([blank_like(x) for x in call[name]],))
+        latents, num_channels = call[name], config.get("out_channels")
+        shape = list(latents.shape)
+        if latents.ndim >= 4 and isinstance(num_channels, int):
+            shape[1] = min(shape[1], num_channels)
+        return Prediction((blank_like(latents, shape),))
+
+    def forward(self, module: nn.Module, call: Mapping[str, Any]) -> Tensor:
+        """The first tensor of the output, as most transformers have one."""
+        output: Any = module(**call, return_dict=False)[0]
+        if not isinstance(output, list | tuple):
+            prediction: Tensor = output
+            return prediction
+        (only,) = output
+        one: Tensor = only
+        return one
+
+    def to_output(self, config: Config, call: Mapping[str, Any], prediction: Tensor) -> Prediction:
+        name = next(name for name in LATENTS if name in call or f"{name}.0" in call)
+        return Prediction(([prediction],) if isinstance(call[name], list | tuple) else (prediction,))
+
+    def defaults(self, path: Path) -> Defaults:
+        """What the pipeline's blocks say; where they say nothing, what many models do."""
+        pipeline = open_modular(path)
+        inputs = {spec.name: spec.default for spec in pipeline.blocks.inputs if spec.name is not None}
+        outputs = {spec.name for spec in pipeline.blocks.outputs}
+        is_video = "videos" in outputs
+        width, height = _size(pipeline, inputs, CLIP if is_video else PICTURE)
+        guider = next((part for name, part in vars(pipeline).items() if name == "guider"), None)
+        scales = (getattr(pipeline, name, None) for name in TEMPORAL_SCALES)
+        temporal = int(_first(*scales, 4)) if is_video else 1
+        num_frames = _first(inputs.get("num_frames"), getattr(pipeline, "default_num_frames", None), NUM_FRAMES)
+        num_frames = 1 + (num_frames - 1) // temporal * temporal
+        return Defaults(
+            kind="video" if is_video else "image",
+            width=width,
+            height=height,
+            num_frames=num_frames if is_video else 1,
+            fps=int(_first(inputs.get("fps"), inputs.get("frame_rate"), FPS)) if is_video else 0,
+            num_inference_steps=int(_first(inputs.get("num_inference_steps"), NUM_STEPS)),
+            guidance_scale=float(_first(inputs.get("guidance_scale"), 0.0)),
+            **_guidance(guider),
+            size_multiple=_size_multiple(pipeline, path),
+            frame_multiple=temporal,
+            max_pixels=max(2048 * 2048 if not is_video else 1280 * 720, width * height),
+            max_frames=max(LONGEST_CLIP, num_frames) if is_video else 1,
+            max_steps=100,
+            max_pictures=int("image" in inputs),
+            **_masks(path),
+            takes_mask="mask_image" in inputs,
+            takes_strength="strength" in inputs,
+            strength=float(_first(inputs.get("strength"), 1.0)),
+            rounds_steps_down=part_class(path, U_NET) is not None,
+            max_tokens=int(_first(inputs.get("max_sequence_length"), 0)),
+        )
 
 
 def _masks(path: Path) -> dict[str, Any]:

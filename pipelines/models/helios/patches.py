@@ -56,7 +56,7 @@ def block_noise_BCFHW(
     return noise.permute(0, 1, 2, 3, 5, 4, 6).reshape(batch, channels, frames, height, width).to(device)
 
 
-def mend(blocks: Any) -> None:
+def patch_blocks(blocks: Any) -> None:
     """Blocks that loop over steps themselves also show a bar for each chunk, which nobody can turn off."""
     replace_blocks(blocks, HeliosAddNoiseToImageLatentsStep, NoiseOnCpu)
     denoise.sample_block_noise = block_noise_BCFHW

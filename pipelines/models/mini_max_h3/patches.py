@@ -51,7 +51,7 @@ def _on_cpu(state: PipelineState, names: tuple[str, ...]) -> Iterator[None]:
         state.set(name, value)
 
 
-def mend(blocks: Any) -> None:
+def patch_blocks(blocks: Any) -> None:
     replace_blocks(blocks, MiniMaxH3PrepareLayoutStep, LayoutOnCpu)
     replace_blocks(blocks, MiniMaxH3SetTimestepsStep, TimestepsOnCpu)
     replace_blocks(blocks, MiniMaxH3LoopSchedulerStep, StepOnCopy)

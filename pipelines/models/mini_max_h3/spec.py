@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
-from pipelines.models.architecture import Architecture, Config
 from pipelines.models.linears import GATED, attention_linears, mlp_linears
 from pipelines.models.predictions import all_outputs, blank_like, parted
+from pipelines.models.spec import Config, ModelSpec, lazy
 from pipelines.models.usual_defaults import CLIP
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from engines.core.kernel import Kernel
     from engines.core.model import Arguments
 
 TOKENS = "tokens"
@@ -50,106 +49,86 @@ SHARD_PLAN = ShardPlan(
 )
 
 
-def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
-    return {TOKENS: arguments["position_ids"].shape[0]}
-
-
-def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
-    import torch
-
-    num_tokens = num_tokens or TYPICAL_TOKENS
-    tags = torch.ones(num_tokens, dtype=torch.long)
-    return {"prompt_embeds": torch.zeros(1, num_tokens, config["text_dim"]), "text_token_tags": tags}
-
-
-def blank(config: Config, call: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    return blank_like(call["hidden_states"]), blank_like(call["audio_hidden_states"])
-
-
-def answer(config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[Tensor, ...]:
-    return parted(prediction, blank(config, call))
-
-
-def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    from pipelines.blocks import attention
-    from pipelines.models.attention.heads import count_heads
-
-    attention.set_kernel(module, kernel, local=(REFINERS,))
-    count_heads(module)
-
-
-def estimate(loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
-    """Rows of the frames that a clip begins and ends with have no noise, and come first."""
-    if getattr(loop_state, "noise_pred", None) is None:
-        return None
-    latents, num_known = loop_state.latents.clone(), loop_state.num_condition_video_rows
-    latents[num_known:] += sigma * loop_state.noise_pred[0, num_known:].float()
-    return {"latents": latents}
-
-
-def inputs(path: Path, request: MediaRequest) -> Mapping[str, Any]:
-    """Diffusers counts the end of the last step as one. That there are pictures decides what ranks do as well."""
-    pictures = dict.fromkeys(("image", "last_image")[: request.num_pictures], "shown")
-    return {"num_inference_steps": request.num_inference_steps + 1, **pictures}
-
-
-def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Any]:
-    import torch
-
-    unit, channels = vae_scale(path), read_config(path, "vae").get("latent_channels", 24)
-    shape = (1, channels, 1, request.height // unit, request.width // unit)
-    return {
-        "condition_latents": [torch.zeros(shape) for _ in range(request.num_pictures)],
-        "keyframe_anchors": ("first", "last")[: request.num_pictures],
-    }
-
-
-def mend(blocks: Any) -> None:
-    from pipelines.models.mended.mini_max_h3_steps import mend
-
-    mend(blocks)
-
-
 def vae_scale(path: Path) -> int:
     return math.prod(read_config(path, "vae").get("spatial_downsample_factors", (2, 2, 2, 2)))
 
 
-def defaults(path: Path) -> Defaults:
-    """What diffusers' blocks say. They make 5 + 17 n frames, of which a request may want fewer."""
-    patch = read_config(path, "transformer").get("patch_size", (1, 2, 2))
-    return replace(
-        CLIP,
-        width=1344,
-        height=768,
-        num_frames=124,
-        num_inference_steps=49,
-        true_cfg_scale=1.0,
-        size_multiple=vae_scale(path) * patch[-1],
-        frame_multiple=1,
-        min_frames=120,
-        max_pixels=1344 * 768,
-        max_frames=345,
-        max_pictures=2,
-        make_sound=True,
-    )
+class MiniMaxH3Spec(ModelSpec):
+    family = "minimax_h3"
+    local_attention = (REFINERS,)
+    counts_heads = True
+    fits_pictures = True
+    has_own_guidance = True
+    unused_parts = ("transformer_ref",)
+    patch_blocks = lazy("pipelines.models.mini_max_h3.patches:patch_blocks")
+
+    def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
+        return {TOKENS: arguments["position_ids"].shape[0]}
+
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+        import torch
+
+        num_tokens = num_tokens or TYPICAL_TOKENS
+        tags = torch.ones(num_tokens, dtype=torch.long)
+        return {"prompt_embeds": torch.zeros(1, num_tokens, config["text_dim"]), "text_token_tags": tags}
+
+    def blank_prediction(self, config: Config, call: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        return blank_like(call["hidden_states"]), blank_like(call["audio_hidden_states"])
+
+    def to_output(self, config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[Tensor, ...]:
+        return parted(prediction, self.blank_prediction(config, call))
+
+    def estimate_final(self, loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
+        """Rows of the frames that a clip begins and ends with have no noise, and come first."""
+        if getattr(loop_state, "noise_pred", None) is None:
+            return None
+        latents, num_known = loop_state.latents.clone(), loop_state.num_condition_video_rows
+        latents[num_known:] += sigma * loop_state.noise_pred[0, num_known:].float()
+        return {"latents": latents}
+
+    def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
+        """Diffusers counts the end of the last step as one. That there are pictures decides what ranks do as well."""
+        pictures = dict.fromkeys(("image", "last_image")[: request.num_pictures], "shown")
+        return {"num_inference_steps": request.num_inference_steps + 1, **pictures}
+
+    def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
+        import torch
+
+        unit, channels = vae_scale(path), read_config(path, "vae").get("latent_channels", 24)
+        shape = (1, channels, 1, request.height // unit, request.width // unit)
+        return {
+            "condition_latents": [torch.zeros(shape) for _ in range(request.num_pictures)],
+            "keyframe_anchors": ("first", "last")[: request.num_pictures],
+        }
+
+    def defaults(self, path: Path) -> Defaults:
+        """What diffusers' blocks say. They make 5 + 17 n frames, of which a request may want fewer."""
+        patch = read_config(path, "transformer").get("patch_size", (1, 2, 2))
+        return replace(
+            CLIP,
+            width=1344,
+            height=768,
+            num_frames=124,
+            num_inference_steps=49,
+            true_cfg_scale=1.0,
+            size_multiple=vae_scale(path) * patch[-1],
+            frame_multiple=1,
+            min_frames=120,
+            max_pixels=1344 * 768,
+            max_frames=345,
+            max_pictures=2,
+            make_sound=True,
+        )
+
+    def forward(self, module: nn.Module, call: Mapping[str, Any]) -> Tensor:
+        return all_outputs(module, call)
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        return SHARD_PLAN
+
+    def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The auto-encoder makes nothing of fewer latent frames."""
+        return {"latents": latents["latents"][:, :, :PREVIEW_LATENTS]}
 
 
-ARCHITECTURE = Architecture(
-    family="minimax_h3",
-    defaults=defaults,
-    shard_plan=lambda config: SHARD_PLAN,
-    stream_lengths=stream_lengths,
-    blank_conditioning=blank_conditioning,
-    blank_pictures=blank_pictures,
-    frames_from_pictures=True,
-    blank=blank,
-    forward=all_outputs,
-    answer=answer,
-    set_kernel=set_kernel,
-    estimate=estimate,
-    first_frame=lambda _, latents: {"latents": latents["latents"][:, :, :PREVIEW_LATENTS]},
-    inputs=inputs,
-    mend=mend,
-    guides_itself=True,
-    idle_parts=("transformer_ref",),
-)
+SPEC = MiniMaxH3Spec()

@@ -11,16 +11,13 @@ from torch.nn import functional
 from engines.core.fast_model import Precision
 from engines.core.model import Arguments, ModelInputs
 from engines.fast.blocks import Blocks, DualBlock
-from pipelines.fast.arranged import joint_norms, joint_projections, pair
-from pipelines.fast.mmdit import MMDiTWeights
-from pipelines.fast.vectors import dual_vectors, vectors_of
-
-UNKNOWN = ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope", "guidance_embeds")
-"""Settings of transformers that this step does not compute."""
+from pipelines.models.arranged import joint_norms, joint_projections, pair
+from pipelines.models.mmdit import MMDiTWeights
+from pipelines.models.vectors import dual_vectors, vectors_of
 
 
 class QwenWeights(MMDiTWeights):
-    """A ``QwenImageTransformer2DModel`` with none of ``UNKNOWN``."""
+    """A ``QwenImageTransformer2DModel`` with none of ``WITHOUT_FAST_STEP``."""
 
     def __init__(self, transformer: nn.Module, precision: Precision, window: int) -> None:
         super().__init__(transformer, arranged_blocks(transformer, precision))

@@ -20,7 +20,7 @@ from engines.core.kernel import Kernel, Prefix
 from engines.core.model import Arguments
 from engines.parallel.attention.local import local_kernel
 from engines.parallel.copies import is_weightless
-from pipelines.models.attention.qwen21_call import CONDITION, GRIDS, LATENTS, PLACES, SLOT, TEXT, TIMESTEP, num_seen
+from pipelines.models.qwen_image21.call import CONDITION, GRIDS, LATENTS, PLACES, SLOT, TEXT, TIMESTEP, num_seen
 
 KEYS_VALUES, ROTATION = "seen_keys_values", "rotation"
 """Inputs beside the module's own: (layers, keys and values, B, P tokens that are seen, H, D), keys rotated; and what

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, MutableMapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
-
-from pipelines.models.architecture import Config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,25 +18,13 @@ SLOT = 4
 """Latent tokens that a place for a picture in the prompt stands for."""
 
 
-def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
-    """What is painted apart from what is seen, and the latter the same tensors in every step of a job."""
-    num_painted = math.prod(call[GRIDS][0][-1])
-    return {
-        LATENTS: call[LATENTS][:, -num_painted:],
-        TIMESTEP: call[TIMESTEP],
-        TEXT: call[TEXT],
-        GRIDS: call[GRIDS],
-        **_lasting(call, num_painted),
-    }
-
-
 def num_seen(arguments: Mapping[str, Any]) -> int:
     """The tokens of the prompt, with those of pictures in their places."""
     num_latents = arguments[CONDITION].shape[1] if CONDITION in arguments else 0
     return int(arguments[TEXT].shape[1] + num_latents - num_latents // SLOT)
 
 
-def _lasting(call: Mapping[str, Any], num_painted: int) -> Mapping[str, Tensor]:
+def constant_inputs(call: Mapping[str, Any], num_painted: int) -> Mapping[str, Tensor]:
     """The blocks make these anew at every step, of what comes with the prompt: its tensor tells whose they are."""
     text, latents = call[TEXT], call[LATENTS]
     if text not in _known():

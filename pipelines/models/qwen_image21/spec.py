@@ -6,6 +6,7 @@ values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +15,15 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.image_sizes import clip_vae_scale
-from pipelines.models.architecture import Architecture, Config
-from pipelines.models.attention.qwen21_call import LATENTS, PLACES, TEXT, adapted, num_seen
 from pipelines.models.linears import attention_linears
+from pipelines.models.qwen_image21.call import GRIDS, LATENTS, PLACES, TEXT, TIMESTEP, constant_inputs, num_seen
+from pipelines.models.spec import Config, ModelSpec, lazy
 from pipelines.models.usual_defaults import PICTURE
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from engines.core.kernel import Kernel
-    from engines.core.model import Arguments, ModelInputs
+    from engines.core.model import Arguments
 
 SEEN, PAINTED = "seen", "painted"
 BLOCKS = "transformer_blocks"
@@ -51,61 +51,51 @@ SHARD_PLAN = ShardPlan(
 """Blocks take, in place of a mask, the keys and values of what is seen (see ``attention.qwen21``)."""
 
 
-def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
-    return {SEEN: num_seen(arguments), PAINTED: arguments[LATENTS].shape[1]}
-
-
-def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
-    import torch
-
-    num_tokens = TYPICAL_TOKENS if num_tokens in (0, MAX_TOKENS) else num_tokens
-    return {
-        "prompt_embeds": torch.zeros(1, num_tokens, config["context_in_dim"]),
-        "prompt_embeds_mask": torch.ones(1, num_tokens, dtype=torch.long),
-        "image_pad_mask": torch.zeros(1, num_tokens, dtype=torch.bool),
-    }
-
-
-def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    from pipelines.models.attention import qwen21
-
-    qwen21.set_kernel(module, kernel)
-
-
-def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
-    from pipelines.models.attention import qwen21
-
-    return qwen21.forward(module, call)
-
-
-def hoisted(module: nn.Module, arguments: Arguments) -> ModelInputs:
+class QwenImage21Spec(ModelSpec):
+    family = "qwen"
+    reads_values = True
+    eager_only = "finds out where words and pictures lie in a prompt"
+    forward = lazy("pipelines.models.qwen_image21.attention:forward")
+    set_kernel = lazy("pipelines.models.qwen_image21.attention:set_kernel")
+    hoisted = lazy("pipelines.models.qwen_image21.attention:hoisted")
     """The words, and pictures to look at: their keys and values."""
-    from pipelines.models.attention import qwen21
 
-    return qwen21.hoisted(module, arguments)
+    def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
+        return {SEEN: num_seen(arguments), PAINTED: arguments[LATENTS].shape[1]}
+
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+        import torch
+
+        num_tokens = TYPICAL_TOKENS if num_tokens in (0, MAX_TOKENS) else num_tokens
+        return {
+            "prompt_embeds": torch.zeros(1, num_tokens, config["context_in_dim"]),
+            "prompt_embeds_mask": torch.ones(1, num_tokens, dtype=torch.long),
+            "image_pad_mask": torch.zeros(1, num_tokens, dtype=torch.bool),
+        }
+
+    def defaults(self, path: Path) -> Defaults:
+        """Returns the pipeline's own arguments in diffusers."""
+        return replace(
+            PICTURE,
+            num_inference_steps=40,
+            size_multiple=2 * clip_vae_scale(path, 4),
+            max_pictures=MAX_PICTURES,
+            max_tokens=MAX_TOKENS,
+        )
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        return SHARD_PLAN
+
+    def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
+        """What is painted apart from what is seen, and the latter the same tensors in every step of a job."""
+        num_painted = math.prod(call[GRIDS][0][-1])
+        return {
+            LATENTS: call[LATENTS][:, -num_painted:],
+            TIMESTEP: call[TIMESTEP],
+            TEXT: call[TEXT],
+            GRIDS: call[GRIDS],
+            **constant_inputs(call, num_painted),
+        }
 
 
-def defaults(path: Path) -> Defaults:
-    """Returns the pipeline's own arguments in diffusers."""
-    return replace(
-        PICTURE,
-        num_inference_steps=40,
-        size_multiple=2 * clip_vae_scale(path, 4),
-        max_pictures=MAX_PICTURES,
-        max_tokens=MAX_TOKENS,
-    )
-
-
-ARCHITECTURE = Architecture(
-    family="qwen",
-    defaults=defaults,
-    shard_plan=lambda config: SHARD_PLAN,
-    stream_lengths=stream_lengths,
-    blank_conditioning=blank_conditioning,
-    adapted=adapted,
-    forward=forward,
-    set_kernel=set_kernel,
-    hoisted=hoisted,
-    reads_values=True,
-    eager_only="finds out where words and pictures lie in a prompt",
-)
+SPEC = QwenImage21Spec()

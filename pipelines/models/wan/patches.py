@@ -20,5 +20,5 @@ class LastFrameAsItIs(WanImageCropResizeStep):  # type: ignore[misc]  # diffuser
         return components, state
 
 
-def mend(blocks: Any) -> None:
+def patch_blocks(blocks: Any) -> None:
     replace_blocks(blocks, WanImageCropResizeStep, LastFrameAsItIs)

@@ -15,18 +15,17 @@ from engines.core.shard_plan import ColumnLinear, FullWidthNorm, ShardPlan, Toke
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import latent_sizes, space_time_scales
-from pipelines.models.architecture import Architecture, Config, first_latent_frame, num_patches
 from pipelines.models.channels import check_channels
 from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
 from pipelines.models.predictions import of_fewer_channels
+from pipelines.models.spec import Config, ModelSpec, first_latent_frame, lazy, num_patches
 from pipelines.models.usual_defaults import CLIP
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from engines.core.kernel import Kernel
-    from engines.core.model import Arguments, ModelInputs
+    from engines.core.model import Arguments
 
 VIDEO = "video"
 ATTENTIONS = ("blocks.*.attn1", "blocks.*.attn2")
@@ -52,18 +51,6 @@ PICTURE_TOKENS = 257
 """What CLIP makes of a picture: 16 x 16 patches and one token for all (arXiv:2103.00020, ViT-H/14 at 224)."""
 
 
-def shard_plan(config: Config) -> ShardPlan:
-    """Timesteps are cut like the tokens, where each token has its own."""
-    return ShardPlan(
-        streams=(VIDEO,),
-        blocks=("blocks",),
-        shards=(*SHARDS, TIMESTEP_SHARD) if expands_timesteps(config) else SHARDS,
-        gathers=(TokenGather(module="proj_out", dim=1, stream=VIDEO),),
-        linears=(*LINEARS, *PICTURE_LINEARS) if attends_to_pictures(config) else LINEARS,
-        carried=("hidden_states",),
-    )
-
-
 def expands_timesteps(config: Config) -> bool:
     """Whether the transformer takes one timestep a token (Wan 2.2 TI2V)."""
     return bool(config.get("pipeline", {}).get("expand_timesteps"))
@@ -72,62 +59,6 @@ def expands_timesteps(config: Config) -> bool:
 def attends_to_pictures(config: Config) -> bool:
     """Whether cross-attention has keys of pictures beside those of the text (Wan 2.1 image to video)."""
     return config.get("added_kv_proj_dim") is not None
-
-
-def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
-    return {VIDEO: num_patches(arguments["hidden_states"].shape[2:], config["patch_size"])}
-
-
-def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
-    import torch
-
-    tokens = MAX_TOKENS if attends_to_pictures(config) else num_tokens
-    return {"prompt_embeds": torch.zeros(1, tokens, config["text_dim"])}
-
-
-def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
-    """Frames as the auto-encoder has them with a mask of which are known, and what CLIP sees in each picture."""
-    import torch
-
-    config, sizes = read_config(path, "transformer"), latent_sizes(request, space_time_scales(path))
-    channels = config["in_channels"] - config["out_channels"]
-    values = {"image_condition_latents": torch.zeros(1, channels, *sizes)}
-    if attends_to_pictures(config):
-        values["image_embeds"] = torch.zeros(request.num_pictures, PICTURE_TOKENS, config["image_dim"])
-    return values
-
-
-def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Diffusers' blocks round the timestep to the dtype of the prompt, and know one for all tokens."""
-    timestep_B = step["t"].float().expand(call["timestep"].shape[0])
-    if not expands_timesteps(config):
-        return {**call, "timestep": timestep_B}
-    return {**call, "timestep": timestep_B[:, None].expand(-1, stream_lengths(config, call)[VIDEO])}
-
-
-def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    from pipelines.models.attention.wan import set_kernel
-
-    set_kernel(module, kernel)
-
-
-def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
-    from pipelines.models.attention.wan_text import forward
-
-    return forward(module, call)
-
-
-def mend(blocks: Any) -> None:
-    from pipelines.models.mended.wan_pictures import mend
-
-    mend(blocks)
-
-
-def hoisted(module: nn.Module, inputs: ModelInputs) -> ModelInputs:
-    """The text's keys and values."""
-    from pipelines.models.attention.wan_text import hoisted_text
-
-    return hoisted_text(module, inputs)
 
 
 LARGE = replace(CLIP, num_frames=81, fps=16, max_frames=81, max_tokens=MAX_TOKENS)
@@ -141,16 +72,6 @@ SMALL = replace(LARGE, **SMALL_SIZE)
 TWO_EXPERTS = replace(LARGE, num_inference_steps=40, true_cfg_scale=4.0)
 """The card's guidance scale for high noise. It gives 3.0 for low noise; a request has one scale, which serves both."""
 PER_TOKEN_TIME = replace(LARGE, height=704, num_frames=121, fps=24, max_frames=121)
-
-
-def defaults(path: Path) -> Defaults:
-    """The defaults of the published model that the folder resembles, with its own grid."""
-    (spatial, temporal), patch = space_time_scales(path), read_config(path, "transformer")["patch_size"]
-    return replace(
-        _from_pictures(path) if begins_with_pictures(path) else _known_defaults(path),
-        size_multiple=math.lcm(SIZE_MULTIPLE, spatial * patch[1], spatial * patch[2]),
-        frame_multiple=temporal,
-    )
 
 
 def _known_defaults(path: Path) -> Defaults:
@@ -189,22 +110,70 @@ def _from_pictures(path: Path) -> Defaults:
     return replace(LARGE, **SMALL_SIZE, **ONE_PICTURE)
 
 
-ARCHITECTURE = Architecture(
-    family="wan",
-    defaults=defaults,
-    shard_plan=shard_plan,
-    stream_lengths=stream_lengths,
-    blank_conditioning=blank_conditioning,
-    blank=of_fewer_channels,
-    adapted=adapted,
-    forward=forward,
-    set_kernel=set_kernel,
-    blank_pictures=blank_pictures,
-    frames_from_pictures=True,
-    mend=mend,
-    hoisted=hoisted,
-    first_frame=first_latent_frame,
-    float32_parts=("vae", "image_encoder"),
-    needs_negative=True,
-    frames_apart=True,
-)
+class WanSpec(ModelSpec):
+    family = "wan"
+    fits_pictures = True
+    float32_parts = ("vae", "image_encoder")
+    needs_negative = True
+    decodes_frames_apart = True
+    forward = lazy("pipelines.models.wan.text:forward")
+    set_kernel = lazy("pipelines.models.wan.attention:set_kernel")
+    patch_blocks = lazy("pipelines.models.wan.patches:patch_blocks")
+    hoisted = lazy("pipelines.models.wan.text:hoisted_text")
+    """The text's keys and values."""
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        """Timesteps are cut like the tokens, where each token has its own."""
+        return ShardPlan(
+            streams=(VIDEO,),
+            blocks=("blocks",),
+            shards=(*SHARDS, TIMESTEP_SHARD) if expands_timesteps(config) else SHARDS,
+            gathers=(TokenGather(module="proj_out", dim=1, stream=VIDEO),),
+            linears=(*LINEARS, *PICTURE_LINEARS) if attends_to_pictures(config) else LINEARS,
+            carried=("hidden_states",),
+        )
+
+    def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
+        return {VIDEO: num_patches(arguments["hidden_states"].shape[2:], config["patch_size"])}
+
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+        import torch
+
+        tokens = MAX_TOKENS if attends_to_pictures(config) else num_tokens
+        return {"prompt_embeds": torch.zeros(1, tokens, config["text_dim"])}
+
+    def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
+        """Frames as the auto-encoder has them with a mask of which are known, and what CLIP sees in each picture."""
+        import torch
+
+        config, sizes = read_config(path, "transformer"), latent_sizes(request, space_time_scales(path))
+        channels = config["in_channels"] - config["out_channels"]
+        values = {"image_condition_latents": torch.zeros(1, channels, *sizes)}
+        if attends_to_pictures(config):
+            values["image_embeds"] = torch.zeros(request.num_pictures, PICTURE_TOKENS, config["image_dim"])
+        return values
+
+    def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Diffusers' blocks round the timestep to the dtype of the prompt, and know one for all tokens."""
+        timestep_B = step["t"].float().expand(call["timestep"].shape[0])
+        if not expands_timesteps(config):
+            return {**call, "timestep": timestep_B}
+        return {**call, "timestep": timestep_B[:, None].expand(-1, self.stream_lengths(config, call)[VIDEO])}
+
+    def defaults(self, path: Path) -> Defaults:
+        """The defaults of the published model that the folder resembles, with its own grid."""
+        (spatial, temporal), patch = space_time_scales(path), read_config(path, "transformer")["patch_size"]
+        return replace(
+            _from_pictures(path) if begins_with_pictures(path) else _known_defaults(path),
+            size_multiple=math.lcm(SIZE_MULTIPLE, spatial * patch[1], spatial * patch[2]),
+            frame_multiple=temporal,
+        )
+
+    def blank_prediction(self, config: Config, call: Mapping[str, Any]) -> tuple[Tensor]:
+        return of_fewer_channels(config, call)
+
+    def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
+        return first_latent_frame(latents)
+
+
+SPEC = WanSpec()

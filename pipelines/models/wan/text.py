@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.core.model import ModelInputs
-from pipelines.models.attention.wan import cross_keys_and_values
+from pipelines.models.wan.attention import cross_keys_and_values
 
 PICTURES = "encoder_hidden_states_image"
 KEYS_VALUES = "text_keys_values"

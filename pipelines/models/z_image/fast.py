@@ -18,8 +18,8 @@ from engines.fast.interface import HeadExchange, StepParts
 from engines.fast.kernels import Modulation, norm_modulate
 from engines.fast.sandwich import NUM_VECTORS, SandwichBlock, SandwichStep
 from engines.fast.writers import writers_of
-from pipelines.fast.arranged import gemm, norms, stacked
-from pipelines.models.attention.z_image_text import filled, filling, padded_length
+from pipelines.models.arranged import gemm, norms, stacked
+from pipelines.models.z_image.text import filled, filling, padded_length
 
 IMAGE, TEXT = "image", "text"
 """The streams, in the order of their rows."""

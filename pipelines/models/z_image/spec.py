@@ -15,17 +15,16 @@ from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGat
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.image_sizes import vae_scale
-from pipelines.models.architecture import Architecture, Config, num_patches
-from pipelines.models.attention.z_image_text import PADDED_TO, padded_length
 from pipelines.models.linears import attention_linears
 from pipelines.models.predictions import blank_like
+from pipelines.models.spec import Config, ModelSpec, lazy, num_patches
 from pipelines.models.usual_defaults import PICTURE, distilled
+from pipelines.models.z_image.text import PADDED_TO, padded_length
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from engines.core.fast_model import ArrangeWeights, FastWeights, Precision
-    from engines.core.kernel import Kernel
+    from engines.core.fast_model import ArrangeWeights
     from engines.core.model import Arguments
 
 TOKENS = "tokens"
@@ -52,63 +51,7 @@ SHARD_PLAN = ShardPlan(
 REFINERS = ("noise_refiner.*.attention", "context_refiner.*.attention")
 
 
-def stream_lengths(config: Config, arguments: Arguments) -> dict[str, int]:
-    num_image = num_patches(arguments["x.0"].shape[2:], (PATCH, PATCH))
-    num_text = arguments["cap_feats.0"].shape[0]
-    return {TOKENS: padded_length(num_image) + padded_length(num_text)}
-
-
-def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Any]:
-    import torch
-
-    return {"prompt_embeds": [torch.zeros(num_tokens, config["cap_feat_dim"])]}
-
-
-def blank(config: Config, call: Mapping[str, Any]) -> tuple[list[Tensor]]:
-    return ([blank_like(x) for x in call["x"]],)
-
-
 PROMPTS = ("prompt_embeds", "negative_prompt_embeds")
-
-
-def filled(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The transformer fills prompts up itself; where that is done before, those of up to 32 tokens have one shape."""
-    from pipelines.models.attention.z_image_text import filled
-
-    return {name: [filled(text) for text in value] if name in PROMPTS else value for name, value in values.items()}
-
-
-def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
-    """The prediction ``x_CFHW`` of one picture."""
-    from pipelines.models.attention.z_image_text import filling_replaced
-
-    with filling_replaced(module):
-        (prediction,) = module(**call, return_dict=False)[0]
-    picture: Tensor = prediction
-    return picture
-
-
-def answer(config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[list[Tensor]]:
-    return ([prediction],)
-
-
-def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    from pipelines.blocks import attention
-    from pipelines.models.attention.heads import count_heads
-
-    attention.set_kernel(module, kernel, local=REFINERS)
-    count_heads(module)
-
-
-def fast(config: Config) -> ArrangeWeights | None:
-    """A transformer that sees pictures through SigLIP has no hand-ordered step."""
-    return arranged if config.get("siglip_feat_dim") is None else None
-
-
-def arranged(transformer: nn.Module, precision: Precision) -> FastWeights:
-    from pipelines.fast.z_image import ZImageWeights
-
-    return ZImageWeights(transformer, precision)
 
 
 FROM_PROMPT: dict[str, Any] = {"true_cfg_scale": 5.0, "guidance_offset": 1.0}
@@ -120,27 +63,63 @@ BASE_SHIFT = 6.0
 """Of the schedule; Turbo's is 3. In all else their published configurations are the same."""
 
 
-def defaults(path: Path) -> Defaults:
-    """Returns Z-Image's or Turbo's, by the schedule. A ``troupe.json`` in the folder says otherwise."""
-    known = BASE if read_config(path, "scheduler").get("shift", 1.0) >= BASE_SHIFT else TURBO
-    return replace(known, size_multiple=math.lcm(SIZE_MULTIPLE, vae_scale(path) * PATCH))
+class ZImageSpec(ModelSpec):
+    family = "z_image"
+    local_attention = REFINERS
+    counts_heads = True
+    short_prompts = (2 * PADDED_TO,)
+    latents = "x.0"
+    timestep = "t"
+    eager_only = "computes a part of itself under an autocast of its own"
+
+    def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
+        num_image = num_patches(arguments["x.0"].shape[2:], (PATCH, PATCH))
+        num_text = arguments["cap_feats.0"].shape[0]
+        return {TOKENS: padded_length(num_image) + padded_length(num_text)}
+
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Any]:
+        import torch
+
+        return {"prompt_embeds": [torch.zeros(num_tokens, config["cap_feat_dim"])]}
+
+    def blank_prediction(self, config: Config, call: Mapping[str, Any]) -> tuple[list[Tensor]]:
+        return ([blank_like(x) for x in call["x"]],)
+
+    def pad_conditioning(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The transformer pads prompts itself; padded before, those of up to 32 tokens have one shape."""
+        from pipelines.models.z_image.text import filled
+
+        return {name: [filled(text) for text in value] if name in PROMPTS else value for name, value in values.items()}
+
+    def forward(self, module: nn.Module, call: Mapping[str, Any]) -> Tensor:
+        """The prediction ``x_CFHW`` of one picture."""
+        from pipelines.models.z_image.text import filling_replaced
+
+        with filling_replaced(module):
+            (prediction,) = module(**call, return_dict=False)[0]
+        picture: Tensor = prediction
+        return picture
+
+    def to_output(self, config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[list[Tensor]]:
+        return ([prediction],)
+
+    def fast_weights(self, config: Config) -> ArrangeWeights | None:
+        """A transformer that sees pictures through SigLIP has no hand-ordered step."""
+        if config.get("siglip_feat_dim") is not None:
+            return None
+        weights: ArrangeWeights = lazy("pipelines.models.z_image.fast:ZImageWeights")
+        return weights
+
+    def defaults(self, path: Path) -> Defaults:
+        """Returns Z-Image's or Turbo's, by the schedule. A ``troupe.json`` in the folder says otherwise."""
+        known = BASE if read_config(path, "scheduler").get("shift", 1.0) >= BASE_SHIFT else TURBO
+        return replace(known, size_multiple=math.lcm(SIZE_MULTIPLE, vae_scale(path) * PATCH))
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        return SHARD_PLAN
+
+    def heads(self, config: Config) -> tuple[int, int]:
+        return (config["n_heads"], config["dim"] // config["n_heads"])
 
 
-ARCHITECTURE = Architecture(
-    family="z_image",
-    defaults=defaults,
-    shard_plan=lambda config: SHARD_PLAN,
-    stream_lengths=stream_lengths,
-    heads=lambda config: (config["n_heads"], config["dim"] // config["n_heads"]),
-    blank_conditioning=blank_conditioning,
-    blank=blank,
-    filled=filled,
-    short_prompts=(2 * PADDED_TO,),
-    forward=forward,
-    answer=answer,
-    set_kernel=set_kernel,
-    fast=fast,
-    latents="x.0",
-    timestep="t",
-    eager_only="computes a part of itself under an autocast of its own",
-)
+SPEC = ZImageSpec()
