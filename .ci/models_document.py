@@ -26,7 +26,7 @@ from pipelines.blocks.tree import Sections
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
 from pipelines.loading import PUBLISHED, published_models
-from pipelines.models.registry import ARCHITECTURES, load_architecture
+from pipelines.models.registry import FAMILY_FOLDERS, load_spec
 from pipelines.modular import open_modular
 
 ROOT = Path(__file__).parents[1]
@@ -107,7 +107,7 @@ def is_denoiser(name: str) -> bool:
 def row(name: str) -> tuple[str, ...]:
     kind = transformer_of(name)
     ways_of = strategies(kind)
-    hoisted = load_architecture(kind.__name__).hoisted
+    hoisted = load_spec(kind.__name__).hoisted
     once = (inspect.getdoc(hoisted) or "yes").splitlines()[0].rstrip(".") if hoisted is not None else "—"
     models = [model for model in published_models() if pipeline_of(model) == name]
     return (
@@ -139,14 +139,13 @@ def shown(name: str) -> str:
 
 def family_of(name: str) -> str:
     kind = transformer_of(name).__name__
-    return load_architecture(kind).family if kind in ARCHITECTURES else ""
+    return load_spec(kind).family if kind in FAMILY_FOLDERS else ""
 
 
 def workflows(name: str) -> list[str]:
     blocks = blocks_of(name)
-    architecture = load_architecture(transformer_of(name).__name__)
-    if architecture.mend is not None:
-        architecture.mend(blocks)
+    spec = load_spec(transformer_of(name).__name__)
+    spec.patch_blocks(blocks)
     try:
         return list(blocks.available_workflows)
     except NotImplementedError:
@@ -158,13 +157,13 @@ def strategies(kind: Any) -> str:
     """What the plan allows for the configuration that is the default of the class."""
     parameters = inspect.signature(kind.__init__).parameters.values()
     config = {one.name: one.default for one in parameters if one.default is not one.empty}
-    known = ways(load_architecture(kind.__name__).shard_plan(config))
-    return ", ".join(known) + ("" if kind.__name__ in ARCHITECTURES or len(known) < 2 else " (by diffusers' plan)")
+    known = ways(load_spec(kind.__name__).shard_plan(config))
+    return ", ".join(known) + ("" if kind.__name__ in FAMILIES or len(known) < 2 else " (by diffusers' plan)")
 
 
 def is_uncaptured(kind: Any) -> bool:
     """Whether steps over divided weights are not captured: what ``hoisted`` makes is made in each of them there."""
-    return load_architecture(kind.__name__).reads_values and "tensor" in strategies(kind).split(", ")
+    return load_spec(kind.__name__).reads_values and "tensor" in strategies(kind).split(", ")
 
 
 def ways(plan: ShardPlan) -> tuple[str, ...]:

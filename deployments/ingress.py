@@ -50,7 +50,7 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
         checkpoint = Checkpoint.open(model.source, weights=False)
         cards[model.name] = ModelCard(
             name=model.name,
-            family=checkpoint.architecture.family,
+            family=checkpoint.spec.family,
             created=changed_at_s(checkpoint.path),
             defaults=checkpoint.defaults,
             aliases=model.aliases,

@@ -15,7 +15,7 @@ from pipelines.description import Description, read_description
 from pipelines.directory import part_folder
 from pipelines.loading import resolve_configuration, resolve_dtype, resolve_path
 from pipelines.lora.source import LoraSource
-from pipelines.models.registry import architecture_of, transformer_class
+from pipelines.models.registry import spec_of, transformer_class
 from pipelines.own_defaults import with_own_defaults
 from pipelines.request import MediaRequest
 from pipelines.schedules import with_schedule
@@ -51,7 +51,7 @@ class Checkpoint:
         file: Path | None = None,
     ) -> None:
         self.path, self.loras, self.file = path, tuple(loras), file
-        self.architecture = architecture_of(path)
+        self.spec = spec_of(path)
         self._device, self._dtype = device, dtype
 
     @classmethod
@@ -91,15 +91,15 @@ class Checkpoint:
 
     @cached_property
     def defaults(self) -> Defaults:
-        """The architecture's, the scheduler's and the folder's own. Read without torch."""
-        return with_own_defaults(self.path, with_schedule(self.path, self.architecture.defaults(self.path)))
+        """The model's, the scheduler's and the folder's own. Read without torch."""
+        return with_own_defaults(self.path, with_schedule(self.path, self.spec.defaults(self.path)))
 
     def eager_only(self, *, is_split: bool) -> str:
         """Which class its transformer is of, and why its forward becomes no graph outside torch; empty if it does.
 
         ``is_split``: ranks share the tokens.
         """
-        reason = self.architecture.eager_only or (self.architecture.eager_split if is_split else "")
+        reason = self.spec.eager_only or (self.spec.eager_split if is_split else "")
         return f"{transformer_class(self.path)} {reason}" if reason else ""
 
     @cached_property
@@ -144,7 +144,7 @@ class Checkpoint:
             from pipelines.lora.model import with_loras
 
             model = with_loras(model, self.loras, type(self._opened.pipeline))
-        if typical is None or self.architecture.blank_conditioning is None:
+        if typical is None or not self.spec.has_known_conditioning:
             return model
         return replace(model, typical_lengths=model.stream_lengths(self.first_step(typical)[0].arguments))
 
@@ -181,7 +181,7 @@ class Checkpoint:
 
     def typical_step(self) -> tuple[Branch, ...]:
         """The branches of a step of the model's default request; none where ``first_steps`` are not known."""
-        if self.architecture.blank_conditioning is None:
+        if not self.spec.has_known_conditioning:
             return ()
         return self.first_step(self.defaults.request())
 
@@ -192,12 +192,12 @@ class Checkpoint:
 
         Where steps grow on the way, one of each kind; where prompts have windows, of short prompts as well, as where
         the engine ``fills_prompts`` up. None where a step cannot be known before a request
-        (``Architecture.blank_conditioning``).
+        (``ModelSpec.blank_conditioning``).
         """
-        if self.architecture.blank_conditioning is None:
-            logger.info("nothing is prepared before the first request: %s is not known here", self.architecture.family)
+        if not self.spec.has_known_conditioning:
+            logger.info("nothing is prepared before the first request: %s is not known here", self.spec.family)
             return ()
-        short = (*self.architecture.short_prompts, *(self.architecture.windowed_prompts if fills_prompts else ()))
+        short = (*self.spec.short_prompts, *(self.spec.windowed_prompts if fills_prompts else ()))
         names, prompts = tuple(modules), (self.defaults.max_tokens, *short)
         requests = [self.defaults.request(size) for size in sizes]
         states = (self._begun(request, num_tokens) for request in requests for num_tokens in prompts)
@@ -231,7 +231,7 @@ class Checkpoint:
         opened = self._opened
         modules = {name: load(name) for name in opened.transformers}
         probe = BlocksProbe(opened=opened, defaults=self.defaults, modules=tuple(modules))
-        return as_denoiser(modules, self.architecture, opened.part_config(opened.transformers[0]), probe)
+        return as_denoiser(modules, self.spec, opened.part_config(opened.transformers[0]), probe)
 
     def _without_weights(self) -> DenoiserModel:
         from engines.parallel.weight_files import WeightFiles

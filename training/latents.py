@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pipelines.models.pictures.flux import PATCH
+from pipelines.models.flux.spec import PATCH
 
 
 def pack(latents_BCHW: Tensor) -> Tensor:

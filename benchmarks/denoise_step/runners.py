@@ -31,9 +31,9 @@ from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import HoistedCache
 from engines.torch_engine.options import TorchOptions
-from pipelines.fast.flux import FluxWeights
 from pipelines.models.bare.flux import as_denoiser
-from pipelines.models.pictures.flux import SHARD_PLAN, stream_lengths
+from pipelines.models.flux.fast import FluxWeights
+from pipelines.models.flux.spec import SHARD_PLAN, SPEC
 
 SMALL_SIDE = 128
 STRATEGIES = ("ulysses", "allgather_kv", "ring", "hybrid")
@@ -145,7 +145,7 @@ class Bench:
     def _fast(self, case: Case) -> tuple[Step, Callable[[], None]]:
         inputs = self.inputs(case.side, case.batch)
         team = self._team(case)
-        layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths({}, inputs), team.context.size)
+        layout = TokenLayout.of(SHARD_PLAN.streams, SPEC.stream_lengths({}, inputs), team.context.size)
         weights = self.weights(case.precision)
         fast = FastStep(weights, team, layout, latents=inputs[LATENTS], peer_memory=case.peer_memory)
         around = _without_exchange if case.exchange == "none" else nullcontext

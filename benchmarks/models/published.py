@@ -57,9 +57,9 @@ class PublishedModel:
         batch: int = 1,
     ) -> PublishedModel:
         """``size`` of the picture or clip and tokens of the prompt; unsaid they are ``PICTURE`` and ``PICTURE_TOKENS``,
-        and of a clip the model's own; on a CPU the size is small. Where jobs fill prompts up (``Architecture.filled``),
-        ``num_tokens`` is to be a length that needs no filling, or the two calls differ. Of a step's forwards the first
-        ``num_branches`` are kept. Each is one of ``batch`` pictures with noise of their own and the same prompt.
+        and of a clip the model's own; on a CPU the size is small. Where jobs pad prompts
+        (``ModelSpec.pad_conditioning``), ``num_tokens`` must be a length without padding, or the two calls differ. The
+        first ``num_branches`` forwards of a step are kept, each of ``batch`` pictures with the same prompt.
         ValueError for unknown names, sizes that the model does not make, more branches than a step has, and a batch
         of what comes one by one.
         """
@@ -110,7 +110,7 @@ class PublishedModel:
     def denoiser(self) -> DenoiserModel:
         """The module with the project's plan; its attention is ours from now on."""
         (name, *_), config = self.opened.transformers, self.opened.part_config(self.opened.transformers[0])
-        return as_denoiser({name: self.module}, self.opened.architecture, config, probe=tuple)
+        return as_denoiser({name: self.module}, self.opened.spec, config, probe=tuple)
 
 
 def in_batch(branch: Branch, call: Mapping[str, Any], size: int) -> tuple[Branch, dict[str, Any]]:

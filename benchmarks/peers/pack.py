@@ -28,7 +28,7 @@ REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 PYTHON = "3.12"
 NEWEST_GLIBC = 34
 """2.34: the one that SGLang's wheel asks for."""
-ARCHITECTURE = 90
+SPEC = 90
 """That of H100 and H200."""
 
 TRIMMED = "vllm/_C_stable_libtorch.abi3.so"
@@ -87,7 +87,7 @@ def contents(wheel: Path) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
                 continue
             content = opened.read(info)
             if info.filename == TRIMMED:
-                content = only_for(content, ARCHITECTURE)
+                content = only_for(content, SPEC)
             member = tarfile.TarInfo(info.filename)
             member.size, member.mtime = len(content), calendar.timegm(info.date_time)
             yield member, content

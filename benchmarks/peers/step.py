@@ -17,7 +17,7 @@ from benchmarks.models.making import without_init
 from benchmarks.peers.sglang import Compiled, sglang_step
 from benchmarks.peers.vllm_omni import vllm_omni_step
 from engines.core.fast_model import Precision
-from pipelines.models.attention.flux import set_kernel
+from pipelines.models.flux.attention import set_kernel
 
 SGLANG_COMPILED: dict[str, Compiled] = {"sglang": "", "sglang-compiled": "whole", "sglang-blocks": "blocks"}
 

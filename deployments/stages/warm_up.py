@@ -76,8 +76,8 @@ def warm_decoder(decoder: BlocksDecoder, spec: StageSpec, checkpoint: Checkpoint
     Without such sizes it is a preview of the model's own: all frames of a clip take a CPU longer than they spare.
     """
     defaults, sizes = checkpoint.defaults, spec.model.denoiser.warm_sizes
-    if checkpoint.architecture.blank_conditioning is None:
-        logger.info("nothing is decoded before the first request: %s is not known here", checkpoint.architecture.family)
+    if not checkpoint.spec.has_known_conditioning:
+        logger.info("nothing is decoded before the first request: %s is not known here", checkpoint.spec.family)
         return np.zeros((1, defaults.height, defaults.width, 3), np.uint8)
     with in_turn(spec.stage):
         with decoder.preparing():

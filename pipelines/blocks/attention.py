@@ -67,7 +67,7 @@ def dispatch(
     if is_causal:
         raise ValueError(
             "this model attends causally, and its processor does not say where in the sequence its tokens are: give it "
-            "one that does (a kernel's `prefix`), or none of our kernels (`set_kernel` of its architecture)"
+            "one that does (a kernel's `prefix`), or none of our kernels (`set_kernel` of its spec)"
         )
     if scale is not None and scale != query.shape[-1] ** -0.5:
         query = query * (scale * query.shape[-1] ** 0.5)
@@ -89,3 +89,15 @@ def key_mask(mask: Tensor) -> Tensor:
 def _route(module: ModuleType) -> None:
     if getattr(module, "dispatch_attention_fn", None) is dispatch_attention_fn:
         module.dispatch_attention_fn = dispatch  # type: ignore[attr-defined]
+
+
+def count_heads(module: nn.Module) -> None:
+    """Set ``heads`` of each attention to those of its (possibly tensor-parallel) query projection.
+
+    Diffusers' processors split features by it.
+    """
+    for inner in module.modules():
+        each: Any = inner
+        if hasattr(each, "to_q"):
+            each.head_dim = getattr(each, "head_dim", None) or each.inner_dim // each.heads
+            each.heads = each.to_q.out_features // each.head_dim

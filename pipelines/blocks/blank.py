@@ -37,7 +37,7 @@ class BlocksProbe:
     modules: tuple[str, ...]
 
     def __call__(self) -> tuple[Branch, ...]:
-        if self.opened.architecture.blank_conditioning is None:
+        if not self.opened.spec.has_known_conditioning:
             return ()
         multiple = self.defaults.size_multiple
         frames = 1 + PROBE_FRAMES * self.defaults.frame_multiple if self.defaults.kind == "video" else 1
@@ -66,7 +66,7 @@ class BlocksProbe:
 
     def _knows_guidance(self) -> bool:
         """A model that guides itself may be distilled, and then refuses to."""
-        return self.defaults.true_cfg_scale > 1 or not self.opened.architecture.guides_itself
+        return self.defaults.true_cfg_scale > 1 or not self.opened.spec.has_own_guidance
 
 
 def first_step(
@@ -84,16 +84,13 @@ def blank_conditioning(
 
     ValueError where nothing is known of that.
     """
-    make = opened.architecture.blank_conditioning
-    if make is None:
-        raise ValueError(f"a step of {opened.architecture.family} is not known before there is a request")
 
     def prompt() -> dict[str, Any]:
-        blank = make(opened.part_config(opened.transformers[0]), num_tokens)
+        blank = opened.spec.blank_conditioning(opened.part_config(opened.transformers[0]), num_tokens)
         return {name: _filled(x, generator) for name, x in blank.items()}
 
-    is_guided = request.true_cfg_scale > 1 or opened.architecture.needs_negative
-    is_guided = is_guided and not opened.architecture.guides_itself
+    is_guided = request.true_cfg_scale > 1 or opened.spec.needs_negative
+    is_guided = is_guided and not opened.spec.has_own_guidance
     values, negative = prompt(), prompt() if is_guided else None
     said = {"batch_size": 1, "dtype": opened.dtype}
     needed = opened.input_names((opened.sections.denoise,))
@@ -101,9 +98,9 @@ def blank_conditioning(
     if negative is not None and _has_guiders(opened):
         values |= {f"negative_{name}": x for name, x in negative.items()}
         negative = None
-    pictures = opened.architecture.blank_pictures
-    if request.num_pictures and pictures is not None:
-        values |= {name: _filled(x, generator) for name, x in pictures(opened.path, request).items()}
+    if request.num_pictures:
+        pictures = opened.spec.blank_pictures(opened.path, request)
+        values |= {name: _filled(x, generator) for name, x in pictures.items()}
     return Conditioning(values=values, kinds={}, dtype=torch.float32, negative=negative)
 
 

@@ -133,11 +133,9 @@ class BlocksDecoder:
 
     def preview(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
         """Opaque frames from unfinished latents: of layers, what they show together."""
-        first = self._opened.architecture.first_frame
-        if first is not None:
-            config = self._opened.part_config(self._opened.transformers[0])
-            latents = {**latents, **first(config, latents)}
-        frames_FHWC = self.decode(latents, request)
+        config = self._opened.part_config(self._opened.transformers[0])
+        first = self._opened.spec.first_frame(config, latents)
+        frames_FHWC = self.decode({**latents, **first}, request)
         return laid_over_white(frames_FHWC)[None] if request.num_layers else frames_FHWC
 
     def pixels(self, latents: Mapping[str, Any]) -> Tensor:
@@ -149,7 +147,7 @@ class BlocksDecoder:
         """Whether the auto-encoder decodes a clip piece by piece, and nothing looks at all of it: a guardrail would."""
         vae = getattr(self._pipeline, "vae", None)
         is_judged = getattr(self._pipeline, "requires_safety_checker", False)
-        return self._opened.architecture.frames_apart and not is_judged and vae is not None and decodes_in_chunks(vae)
+        return self._opened.spec.decodes_frames_apart and not is_judged and vae is not None and decodes_in_chunks(vae)
 
     def _run(self, latents: Mapping[str, Any]) -> PipelineState:
         values = self._values(latents)

@@ -61,7 +61,7 @@ class BlocksEncoder:
         self, opened: OpenedPipeline, max_tokens: int = 0, *, fits_pictures: bool = False, compiled: bool = False
     ) -> None:
         self._opened = opened
-        self._cuts_pictures = fits_pictures or opened.architecture.frames_from_pictures
+        self._cuts_pictures = fits_pictures or opened.spec.fits_pictures
         self._sections = opened.sections.encode
         self._pipeline = opened.load(self._sections)
         self._prepared = compile_encoders(self._pipeline) if compiled else ()
@@ -89,7 +89,7 @@ class BlocksEncoder:
 
     def _encoded(self, request: MediaRequest, pictures: InputPictures) -> tuple[PipelineState, NoiseState | None]:
         """The blocks' values, and where the generator stands unless that is where its seed puts it."""
-        set_scale(self._pipeline, max(request.true_cfg_scale, 2.0 if self._opened.architecture.needs_negative else 1.0))
+        set_scale(self._pipeline, max(request.true_cfg_scale, 2.0 if self._opened.spec.needs_negative else 1.0))
         if self._cuts_pictures:
             pictures = pictures.cut_to(request.width, request.height)
         inputs = self._opened.inputs_of(request, pictures)
@@ -108,7 +108,7 @@ class BlocksEncoder:
         return state, None if before == after else after
 
     def _guides_itself(self) -> bool:
-        return self._opened.architecture.guides_itself or bool(guiders_of(self._pipeline))
+        return self._opened.spec.has_own_guidance or bool(guiders_of(self._pipeline))
 
     def _values(self, state: PipelineState) -> dict[str, Any]:
         """What the encoding blocks made and others read; not what a request says anyway."""

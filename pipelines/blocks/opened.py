@@ -24,8 +24,8 @@ from pipelines.blocks.requests import PICTURES, inputs_of
 from pipelines.blocks.steps.stand_in import StandIn
 from pipelines.blocks.tree import Sections
 from pipelines.directory import part_class, part_folder, read_config, read_index
-from pipelines.models.architecture import Architecture
-from pipelines.models.registry import load_architecture
+from pipelines.models.registry import load_spec
+from pipelines.models.spec import ModelSpec
 from pipelines.modular import open_modular
 from pipelines.parts.checked import check_finite
 from pipelines.parts.folders import file_of, has_scales, load_folder
@@ -57,8 +57,7 @@ class OpenedPipeline:
         self.blocks: Any = self.pipeline.blocks
         self.sections = Sections.of(self.blocks)
         self._configs: dict[str, Any] = {}
-        if self.architecture.mend is not None:
-            self.architecture.mend(self.blocks)
+        self.spec.patch_blocks(self.blocks)
 
     @cached_property
     def inputs(self) -> Mapping[str, Any]:
@@ -67,7 +66,7 @@ class OpenedPipeline:
 
     def inputs_of(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> dict[str, Any]:
         """The inputs that ``request`` decides; ``pictures`` are the encoder's alone."""
-        named, own = inputs_of(request, self.inputs, pictures), self.architecture.inputs(self.path, request)
+        named, own = inputs_of(request, self.inputs, pictures), self.spec.pipeline_inputs(self.path, request)
         return {**named, **own, **{name: named[name] for name in PICTURES if name in named}}
 
     def input_names(self, sections: Iterable[str]) -> frozenset[str]:
@@ -85,11 +84,11 @@ class OpenedPipeline:
     @cached_property
     def transformers(self) -> tuple[str, ...]:
         """The parts whose forwards a gang makes: those of diffusers' classes that have weights and are looped over."""
-        return tuple(name for name in self._denoisers if name not in self.architecture.idle_parts)
+        return tuple(name for name in self._denoisers if name not in self.spec.unused_parts)
 
     @cached_property
-    def architecture(self) -> Architecture:
-        return load_architecture(self.part_class(self._denoisers[0]).__name__)
+    def spec(self) -> ModelSpec:
+        return load_spec(self.part_class(self._denoisers[0]).__name__)
 
     @cached_property
     def _denoisers(self) -> tuple[str, ...]:
@@ -117,7 +116,7 @@ class OpenedPipeline:
         """Returns a pipeline for the blocks of ``sections`` alone: their models loaded, of all others the outline."""
         wanted = set(self._parts(sections))
         pipeline = self._with_parts(lambda name: self.load_part(name) if name in wanted else self._outline(name))
-        self.architecture.complete(pipeline)
+        self.spec.complete_pipeline(pipeline)
         return pipeline
 
     @cached_property
@@ -139,7 +138,7 @@ class OpenedPipeline:
         is_read_here = issubclass(spec.type_hint, ModelMixin) and (is_on_gpu or has_scales(folder))
         if is_read_here and (model := self._read_part(name, folder)) is not None:
             return model
-        dtype = torch.float32 if name in self.architecture.float32_parts else self.dtype
+        dtype = torch.float32 if name in self.spec.float32_parts else self.dtype
         return load_folder(spec, folder, self.models_device, dtype).eval().requires_grad_(False)
 
     def _read_part(self, name: str, folder: Path) -> Any:
@@ -198,7 +197,7 @@ class OpenedPipeline:
     def _with_parts(self, make: Any) -> Any:
         pipeline = copy.copy(self.pipeline)
         for name in self._parts(self.blocks.sub_blocks):
-            setattr(pipeline, name, None if name in self.architecture.idle_parts else make(name))
+            setattr(pipeline, name, None if name in self.spec.unused_parts else make(name))
         return pipeline
 
     def _outline(self, name: str) -> Any:
@@ -213,9 +212,9 @@ class OpenedPipeline:
         return self.load_part(name) if part.__module__.startswith("diffusers.") else None
 
     def _stand_in(self, name: str) -> StandIn:
-        config, known = self.part_config(name), self.architecture
-        parts = {part: getattr(self._outline(name), part) for part in known.used_by_blocks}
-        return StandIn(name, self.part_class(name), config, self.models_device, self.dtype, known.blank, parts)
+        parts = {part: getattr(self._outline(name), part) for part in self.spec.block_modules}
+        config, blank = self.part_config(name), self.spec.blank_prediction
+        return StandIn(name, self.part_class(name), config, self.models_device, self.dtype, blank, parts)
 
 
 def _loaded(spec: Any) -> Any:

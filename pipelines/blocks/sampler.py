@@ -45,10 +45,10 @@ class BlocksSampler:
 
     def __init__(self, opened: OpenedPipeline) -> None:
         self._opened, self._blocks = opened, opened.blocks
-        self._architecture = opened.architecture
+        self._spec = opened.spec
         self._pipeline = opened.for_ranks
         self._decoder_reads = opened.input_names(opened.sections.decode) - {"generator"}
-        self._is_fast = self._architecture.fast(opened.part_config(opened.transformers[0])) is not None
+        self._is_fast = self._spec.fast_weights(opened.part_config(opened.transformers[0])) is not None
         self._noted: tuple[Noted, ...] = ()
         self._known_timesteps: Recent[tuple[Steps, Tensor]] = Recent(MAX_JOBS)
         """By the identity of a job's steps, which are held so that nothing else can have it."""
@@ -116,7 +116,7 @@ class BlocksSampler:
             predictions = (guided(predictions, state.request.true_cfg_scale),)
         config = self._opened.part_config(self._opened.transformers[0])
         answered = zip(noted.exchange.calls, predictions, strict=True)
-        answers = tuple(self._architecture.answer(config, call, prediction) for (_, call), prediction in answered)
+        answers = tuple(self._spec.to_output(config, call, prediction) for (_, call), prediction in answered)
         changes = passes.finish(tree.block_at(self._blocks, state.loop), self._pipeline, noted, answers)
         return replace(state, **changes, step=state.step + 1, kept=kept)
 
@@ -137,14 +137,14 @@ class BlocksSampler:
         """
         if state.is_over_rounds and state.step < len(state.steps):
             noted, *_ = self._note(state)
-            in_round = self._architecture.in_round(noted.loop_state, noted.call)
+            in_round = self._spec.round_values(noted.loop_state, noted.call)
             return _on_cpu(self._finished(state, noted.loop_state, in_round))
         solver = state.parts.get("scheduler")
         sigmas, place = (getattr(solver, name, None) for name in ("sigmas", "step_index"))
         if sigmas is None or place is None:
             return self.latents(state)
         # The solver's own place: where a picture is painted over, its schedule begins in the middle.
-        expected = self._architecture.estimate(state.loop_state, float(sigmas[min(place, len(sigmas) - 1)]))
+        expected = self._spec.estimate_final(state.loop_state, float(sigmas[min(place, len(sigmas) - 1)]))
         return _on_cpu(self._finished(state, state.loop_state, expected or {}))
 
     def _values(self, request: MediaRequest, conditioning: Conditioning) -> PipelineState:
@@ -165,7 +165,7 @@ class BlocksSampler:
             return None
         dtypes = {encoded: self._opened.dtype}
         here = {name: on_device(value, self._opened.device, dtypes) for name, value in values.items()}
-        return self._architecture.filled(here)
+        return self._spec.pad_conditioning(here)
 
     def _note(self, state: BlocksState) -> tuple[Noted, ...]:
         """The step's calls: those of the pipeline itself, then those for a negative prompt that it does not know."""
@@ -206,13 +206,13 @@ class BlocksSampler:
     def _noted_timesteps(self, state: BlocksState) -> Tensor:
         notes = (self._note_one(replace(state, step=step), {}) for step in range(len(state.steps)))
         calls = zip((note.exchange.calls[0] for note in notes), state.steps, strict=True)
-        name = self._architecture.timestep
+        name = self._spec.timestep
         timesteps = [self._adapted(call, step)[name].flatten()[:1] for call, step in calls]
         return torch.cat(timesteps).to(self._opened.models_device)
 
     def _adapted(self, call: Call, step: Mapping[str, Any]) -> Mapping[str, Any]:
         name, inputs = call
-        return self._architecture.adapted(self._opened.part_config(name), inputs, step)
+        return self._spec.adapt_call(self._opened.part_config(name), inputs, step)
 
     def _finished(
         self, state: BlocksState, loop_state: BlockState, expected: Mapping[str, Any] = MappingProxyType({})

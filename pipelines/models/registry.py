@@ -2,57 +2,68 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import cast
 
 from pipelines.directory import DENOISERS, part_class, read_index
-from pipelines.models.architecture import Architecture
+from pipelines.models.spec import ModelSpec
 
-ARCHITECTURES = {
-    "Cosmos3OmniTransformer": "clips.cosmos",
-    "ErnieImageTransformer2DModel": "pictures.ernie_image",
-    "Flux2Transformer2DModel": "pictures.flux2",
-    "Flux3Transformer2DModel": "pictures.flux3",
-    "FluxTransformer2DModel": "pictures.flux",
-    "HeliosTransformer3DModel": "clips.helios",
-    "HunyuanVideo15Transformer3DModel": "clips.hunyuan_video",
-    "Krea2Transformer2DModel": "pictures.krea2",
-    "LTX2VideoTransformer3DModel": "clips.ltx2",
-    "LTXVideoTransformer3DModel": "clips.ltx",
-    "MiniMaxH3Transformer3DModel": "clips.mini_max_h3",
-    "QwenImage21Transformer2DModel": "pictures.qwen21",
-    "QwenImageTransformer2DModel": "pictures.qwen",
-    "SD3Transformer2DModel": "pictures.sd3",
-    "WanTransformer3DModel": "clips.wan",
-    "ZImageTransformer2DModel": "pictures.z_image",
+logger = logging.getLogger(__name__)
+
+FAMILY_FOLDERS = {
+    "Cosmos3OmniTransformer": "cosmos",
+    "ErnieImageTransformer2DModel": "ernie_image",
+    "Flux2Transformer2DModel": "flux2",
+    "Flux3Transformer2DModel": "flux3",
+    "FluxTransformer2DModel": "flux",
+    "HeliosTransformer3DModel": "helios",
+    "HunyuanVideo15Transformer3DModel": "hunyuan_video",
+    "Krea2Transformer2DModel": "krea2",
+    "LTX2VideoTransformer3DModel": "ltx2",
+    "LTXVideoTransformer3DModel": "ltx",
+    "MiniMaxH3Transformer3DModel": "mini_max_h3",
+    "QwenImage21Transformer2DModel": "qwen_image21",
+    "QwenImageTransformer2DModel": "qwen_image",
+    "SD3Transformer2DModel": "sd3",
+    "WanTransformer3DModel": "wan",
+    "ZImageTransformer2DModel": "z_image",
 }
-"""Class name to the file below this folder whose ``ARCHITECTURE`` it is."""
+"""Class name of a transformer to the folder of its family, whose ``spec.SPEC`` it is."""
 
 
-def architecture_of(path: Path) -> Architecture:
-    """What is known of the transformer of a diffusers folder. ValueError for other folders and unknown classes."""
-    return load_architecture(transformer_class(path))
+def spec_of(path: Path) -> ModelSpec:
+    """Return the spec of the transformer of a diffusers folder. ValueError for other folders and unknown classes."""
+    return load_spec(transformer_class(path))
 
 
 def transformer_class(path: Path) -> str:
-    """The class of the transformer of a diffusers folder. ValueError for other folders."""
+    """Return the name of the transformer's class. ValueError for a folder that is not a diffusers pipeline's."""
     named = [name for part in DENOISERS if (name := part_class(path, part)) is not None]
     if not named:
         raise ValueError(f"{path} holds a {read_index(path).get('_class_name')}, which has no transformer")
     return named[0]
 
 
-def load_architecture(class_name: str) -> Architecture:
-    """What the class's own file says, else what can be said of any class of diffusers (``generic``)."""
-    if class_name in ARCHITECTURES:
-        return cast(Architecture, import_module(f"pipelines.models.{ARCHITECTURES[class_name]}").ARCHITECTURE)
-    return _generic(class_name)
+def load_spec(class_name: str) -> ModelSpec:
+    """Return the family's spec, else a generic one. ValueError if diffusers has no such class."""
+    if class_name in FAMILY_FOLDERS:
+        return cast(ModelSpec, import_module(f"pipelines.models.{FAMILY_FOLDERS[class_name]}.spec").SPEC)
+    return _generic_spec(class_name)
 
 
 @cache
-def _generic(class_name: str) -> Architecture:
-    from pipelines.models.unknown.generic import generic
+def _generic_spec(class_name: str) -> ModelSpec:
+    module_class = getattr(import_module("diffusers"), class_name, None)
+    if module_class is None:
+        raise ValueError(f"diffusers has no class {class_name}, and no family here knows it")
+    from pipelines.models.generic.converted import ConvertedSpec, can_be_divided
+    from pipelines.models.generic.spec import GenericSpec
 
-    return generic(class_name)
+    if can_be_divided(module_class):
+        logger.warning("%s has no family here: it is divided by diffusers' own plan, if at all", class_name)
+        return ConvertedSpec(module_class)
+    logger.warning("%s has no family here, and no plan in diffusers: it runs on one rank a gang", class_name)
+    return GenericSpec(module_class)

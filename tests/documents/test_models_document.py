@@ -17,7 +17,7 @@ from engines.planner.profile import profile
 from engines.planner.step_cost import StepCost
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import published_models
-from pipelines.models.registry import ARCHITECTURES, load_architecture
+from pipelines.models.registry import FAMILY_FOLDERS, load_spec
 from tests.support.fenced import ROOT
 
 DOCUMENT = ROOT / "docs" / "models.md"
@@ -59,11 +59,11 @@ def test_the_readme_promises_of_a_model_what_its_own_row_says(program: ModuleTyp
 
 def test_every_known_class_is_in_it() -> None:
     text = DOCUMENT.read_text()
-    assert all(f"`{name}`" in text for name in ARCHITECTURES)
+    assert all(f"`{name}`" in text for name in FAMILY_FOLDERS)
 
 
 def test_every_known_family_has_a_row_in_the_readme(program: ModuleType) -> None:
-    assert {load_architecture(name).family for name in ARCHITECTURES} == {*program.FAMILIES}
+    assert {load_spec(name).family for name in FAMILY_FOLDERS} == {*program.FAMILIES}
 
 
 def test_every_published_model_is_a_model_of_its_own_pipeline(program: ModuleType) -> None:
@@ -75,7 +75,7 @@ def test_every_published_model_is_a_model_of_its_own_pipeline(program: ModuleTyp
 def test_proofs_are_found_by_what_tests_build(program: ModuleType) -> None:
     found = {pipeline: [str(proof) for proof in proofs] for pipeline, proofs in program.proofs().items()}
     assert "`models/test_gangs.py` (1, 2, 4)" in found["ZImageModularPipeline"]
-    layered = ["`models/pictures/test_layers.py` (1)", "`models/pictures/test_picture_inputs.py` (1, 2, 4)"]
+    layered = ["`models/test_layers.py` (1)", "`models/test_picture_inputs.py` (1, 2, 4)"]
     assert found["QwenImageLayeredModularPipeline"] == layered
     assert "AnimaModularPipeline" not in found
     assert not any("test_start" in file for files in found.values() for file in files), "it compares with nothing"
@@ -150,7 +150,7 @@ def test_models_that_were_timed_link_to_reports(program: ModuleType) -> None:
 
 
 def test_a_model_whose_heads_alone_are_divided_is_not_called_one_rank(program: ModuleType) -> None:
-    plan = load_architecture("FluxTransformer2DModel").shard_plan({})
+    plan = load_spec("FluxTransformer2DModel").shard_plan({})
     assert program.ways(plan)[:3] == ("ulysses", "ring", "allgather_kv")
     assert program.ways(replace(plan, shards=(), carried=())) == ("guidance", "tensor")
     assert program.ways(replace(plan, shards=(), linears=(), carried=())) == ("one rank",)

@@ -25,7 +25,7 @@ def test_every_import_resolves(path: Path) -> None:
 
 
 def test_a_name_that_has_moved_is_seen() -> None:
-    cell = "%%writefile my.py\nfrom pipelines.models import flux2\nimport pipelines.nowhere\nimport os, json as j"
+    cell = "%%writefile my.py\nfrom pipelines.models import flux9\nimport pipelines.nowhere\nimport os, json as j"
     assert [resolves(*one) for one in imports(cell)] == [False, False, True, True]
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from pipelines.models.registry import ARCHITECTURES, load_architecture
+from pipelines.models.registry import FAMILY_FOLDERS, load_spec
 from tests.engines.tensorrt_engine.export.test_diffusers_models import MAKERS, TENSOR_ALONE
 from tests.engines.tensorrt_engine.support.cases import KEYS
 from tests.support.fenced import ROOT
@@ -22,18 +22,18 @@ def rows() -> dict[str, tuple[str, str]]:
 
 
 def test_every_known_class_has_a_row() -> None:
-    assert list(rows()) == sorted(ARCHITECTURES)
+    assert list(rows()) == sorted(FAMILY_FOLDERS)
 
 
-@pytest.mark.parametrize("class_name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("class_name", sorted(FAMILY_FOLDERS))
 def test_a_row_says_what_the_code_does(class_name: str) -> None:
     engines, why = rows()[class_name]
-    architecture = load_architecture(class_name)
-    if architecture.eager_only:
-        assert (engines, why) == ("refused", architecture.eager_only)
+    spec = load_spec(class_name)
+    if spec.eager_only:
+        assert (engines, why) == ("refused", spec.eager_only)
         return
-    assert engines.startswith("on one rank, and with `tensor`" if architecture.eager_split else "yes")
+    assert engines.startswith("on one rank, and with `tensor`" if spec.eager_split else "yes")
     file, case = re.findall(r"`(test_\w+\.py)`: (\w+)", f"{engines} {why}")[0]
     assert case in CASES[file]
-    assert (case in TENSOR_ALONE) == bool(architecture.eager_split)
-    assert architecture.eager_split in why
+    assert (case in TENSOR_ALONE) == bool(spec.eager_split)
+    assert spec.eager_split in why

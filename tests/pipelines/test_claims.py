@@ -19,8 +19,8 @@ from PIL import Image
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from tests.engines.support.gloo import gang
-from tests.pipelines.models.clips.test_video import CLIPS, largest_difference
 from tests.pipelines.models.test_gangs import CASES, TOLERANCE, Case, request_of
+from tests.pipelines.models.test_video import CLIPS, largest_difference
 from tests.pipelines.support.checkpoints import tiny
 from tests.pipelines.support.references.own_call import own_latents
 from tests.pipelines.support.references.video import Clip, Latents, counted, denoised

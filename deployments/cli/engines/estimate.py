@@ -105,7 +105,7 @@ def make_estimate(options: EstimateOptions) -> Estimate | WeightsAlone:
     checkpoint = Checkpoint.of_configuration(options.model, "cpu", dtype)
     model, request = checkpoint.weightless(), options.request(checkpoint.defaults)
     check_divisible(model, "one that fits", options.num_ranks)
-    if checkpoint.architecture.blank_conditioning is None:
+    if not checkpoint.spec.has_known_conditioning:
         weights = [weight for module in model.modules.values() for weight in module.parameters()]
         return WeightsAlone(
             model=options.model,

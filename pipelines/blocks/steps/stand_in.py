@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pipelines.models.unknown.outline import empty
+from pipelines.models.generic.outline import empty
 
 Call = tuple[str, Mapping[str, Any]]
 """The component that was called, and its keyword arguments."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
 from pipelines.blocks import denoiser
-from pipelines.models.pictures.flux import ARCHITECTURE, PATCH
+from pipelines.models.flux.spec import PATCH, SPEC
 
 PROBE_SEED = 20240801
 PROBE_TEXT, PROBE_HEIGHT, PROBE_WIDTH = 22, 12, 20
@@ -21,7 +21,7 @@ PROBE_TEXT, PROBE_HEIGHT, PROBE_WIDTH = 22, 12, 20
 def as_denoiser(transformer: Any) -> DenoiserModel:
     """``transformer`` (a ``FluxTransformer2DModel``) with its plan; its attention calls the local kernel now."""
     probe = FluxProbe(config=transformer.config, device=transformer.device, dtype=transformer.dtype)
-    return denoiser.as_denoiser({"transformer": transformer}, ARCHITECTURE, transformer.config, probe)
+    return denoiser.as_denoiser({"transformer": transformer}, SPEC, transformer.config, probe)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

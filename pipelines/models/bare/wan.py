@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
 from pipelines.blocks import denoiser
-from pipelines.models.clips.wan import ARCHITECTURE
+from pipelines.models.wan.spec import SPEC
 
 PROBE_SEED = 20250225
 PROBE_TEXT = 22
@@ -30,7 +30,7 @@ def as_denoiser(modules: Mapping[str, Any], *, expand_timesteps: bool = False) -
         dtype=first.dtype,
     )
     config = {**first.config, "pipeline": {"expand_timesteps": expand_timesteps}}
-    return denoiser.as_denoiser(modules, ARCHITECTURE, config, probe)
+    return denoiser.as_denoiser(modules, SPEC, config, probe)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

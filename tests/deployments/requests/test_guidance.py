@@ -44,7 +44,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     checkpoint = Checkpoint(folder)
     theirs = getattr(diffusers, name).from_pretrained(folder)
     theirs.set_progress_bar_config(disable=True)
-    card = ModelCard(name="m", family=checkpoint.architecture.family, created=0, defaults=checkpoint.defaults)
+    card = ModelCard(name="m", family=checkpoint.spec.family, created=0, defaults=checkpoint.defaults)
     return card, load_pipeline(checkpoint), theirs
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,8 +95,9 @@ def test_an_encoder_sees_words_and_pictures(pictures: Path, calls: Calls) -> Non
 
 
 def test_nothing_is_decoded_of_what_nobody_knows(pictures: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    unknown = replace(Checkpoint(pictures).architecture, blank_conditioning=None)
-    monkeypatch.setattr("pipelines.checkpoint.architecture_of", lambda path: unknown)
+    unknown = copy(Checkpoint(pictures).spec)
+    unknown.has_known_conditioning = False
+    monkeypatch.setattr("pipelines.checkpoint.spec_of", lambda path: unknown)
     VaeDecoder(spec_of(pictures, "64x48"))
     assert [call[0] for call in calls] == ["encode_frames"] * 3
 

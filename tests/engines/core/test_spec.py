@@ -93,12 +93,12 @@ def test_features_that_do_not_divide(family: str, message: str) -> None:
     """Wan 2.1: the 12 heads of 1.3B allow three ranks and the 40 heads of 14B five, their MLPs do not."""
     from diffusers import WanTransformer3DModel
 
-    from pipelines.models.clips.wan import shard_plan
+    from pipelines.models.wan.spec import SPEC
 
     heads, features, layers = {"small": (12, 8960, 1), "large": (40, 13824, 1)}[family]
     with torch.device("meta"):
         module = WanTransformer3DModel(num_attention_heads=heads, ffn_dim=features, num_layers=layers)
-    divided = split_features(module, shard_plan({}))
+    divided = split_features(module, SPEC.shard_plan({}))
     with pytest.raises(ValueError, match=re.escape(message)):
         ParallelSpec(tensor=int(message.split()[1])).check(num_heads=heads, features=divided)
     ParallelSpec(tensor=4).check(num_heads=heads, features=divided)

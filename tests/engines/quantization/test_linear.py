@@ -13,7 +13,7 @@ from engines.core.differences import relative_difference
 from engines.core.precision import Scheme
 from engines.quantization.calibration import load_calibration, recording, save_calibration
 from engines.quantization.linear import LAYERS, QuantLinear, swap_linears
-from pipelines.models.pictures.flux import SHARD_PLAN
+from pipelines.models.flux.spec import SHARD_PLAN
 from tests.engines.support import models
 
 ERROR = {"fp8": 0.05, "int8": 0.02}

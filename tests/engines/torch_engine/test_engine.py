@@ -21,7 +21,7 @@ from engines.quantization.calibration import recording, save_calibration
 from engines.torch_engine.checks import check_fast_path
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.options import TorchOptions
-from pipelines.fast.mmdit import FastMMDiT
+from pipelines.models.mmdit import FastMMDiT
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
 
@@ -105,7 +105,7 @@ def test_the_fast_path_is_checked_against_the_module() -> None:
 
 def predict_fast(strategy: str, ranks: tuple[int, ...] | None) -> tuple[Tensor, ...]:
     engine = TorchEngine(models.model("flux"), strategy=strategy, fast=True)
-    with patch("pipelines.fast.mmdit.FastMMDiT.step", autospec=True, side_effect=FastMMDiT.step) as step:
+    with patch("pipelines.models.mmdit.FastMMDiT.step", autospec=True, side_effect=FastMMDiT.step) as step:
         predicted = engine.predict(mixed(), ranks or (dist.get_rank(),))
     assert bool(step.call_count) == (ranks is None or "tensor" not in strategy)
     engine.close()

@@ -15,8 +15,8 @@ from engines.core.model import LATENTS, Arguments, Branch, ModelInputs, Schedule
 from engines.parallel.communication.mesh import team_of_one
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import HoistedCache
-from pipelines.fast.flux import FluxWeights
-from pipelines.models.pictures.flux import SHARD_PLAN, stream_lengths
+from pipelines.models.flux.fast import FluxWeights
+from pipelines.models.flux.spec import SHARD_PLAN, SPEC
 from tests.engines.support import models
 
 TIMESTEPS_S = torch.tensor([0.9, 0.6, 0.2])
@@ -25,7 +25,7 @@ TIMESTEPS_S = torch.tensor([0.9, 0.6, 0.2])
 def parts() -> tuple[Branch, Any, FastStep]:
     (branch,) = models.branches("flux", "even")
     weights = FluxWeights(models.transformer("flux"), "native")
-    layout = TokenLayout.of(SHARD_PLAN.streams, stream_lengths({}, branch.inputs), 1)
+    layout = TokenLayout.of(SHARD_PLAN.streams, SPEC.stream_lengths({}, branch.inputs), 1)
     fast = FastStep(weights, team_of_one(), layout, latents=branch.inputs[LATENTS])
     return branch, weights, fast
 

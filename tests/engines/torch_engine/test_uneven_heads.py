@@ -20,7 +20,7 @@ from engines.core.rank import RankContext
 from engines.registry import load_engine
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import PARTS_FROM_TOKENS, where_even
-from pipelines.fast.mmdit import FastMMDiT
+from pipelines.models.mmdit import FastMMDiT
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
 
@@ -88,7 +88,7 @@ def expected() -> Tensor:
 def predict(strategy: str, fast: bool, broken: bool = False) -> Tensor:
     engine = TorchEngine(model(), strategy=strategy.split()[0], fast=fast)
     with no_exchange(broken), in_parts("in parts" in strategy):
-        with patch("pipelines.fast.mmdit.FastMMDiT.step", autospec=True, side_effect=FastMMDiT.step) as step:
+        with patch("pipelines.models.mmdit.FastMMDiT.step", autospec=True, side_effect=FastMMDiT.step) as step:
             (prediction,) = engine.predict(models.branches("flux", "uneven"), EVERYONE)
         assert bool(step.call_count) == fast
     engine.close()

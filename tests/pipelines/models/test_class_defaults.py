@@ -15,7 +15,7 @@ from torch import nn
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, named_like
 from engines.core.spec import ParallelSpec
 from engines.parallel.tensor import split_features
-from pipelines.models.registry import load_architecture
+from pipelines.models.registry import load_spec
 
 DEGREES = {
     "Flux2Transformer2DModel": (2, 4, 8),
@@ -34,7 +34,7 @@ def published(name: str) -> Any:
 
 
 def plan_of(name: str) -> ShardPlan:
-    return load_architecture(name).shard_plan(published(name).config)
+    return load_spec(name).shard_plan(published(name).config)
 
 
 @pytest.mark.parametrize("name", DEGREES)
@@ -55,7 +55,7 @@ def test_places_exist(name: str) -> None:
 @pytest.mark.parametrize("name", DEGREES)
 def test_features_divide_by_the_usual_degrees(name: str) -> None:
     module, plan = published(name), plan_of(name)
-    num_heads, _ = load_architecture(name).heads(module.config)
+    num_heads, _ = load_spec(name).heads(module.config)
     for degree in DEGREES[name]:
         ParallelSpec(tensor=degree).check(num_heads=num_heads, features=split_features(module, plan))
 

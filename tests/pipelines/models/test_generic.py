@@ -44,17 +44,17 @@ WHOLE = {
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> Any:
-    with patch.dict(registry.ARCHITECTURES, clear=True):
+    with patch.dict(registry.FAMILY_FOLDERS, clear=True):
         yield
 
 
 def unknown_denoised(folder: Path, request: MediaRequest, strategy: str, conditioning: bytes) -> Tensor:
-    with patch.dict(registry.ARCHITECTURES, clear=True):
+    with patch.dict(registry.FAMILY_FOLDERS, clear=True):
         return denoised(folder, request, strategy, conditioning)
 
 
 def unknown_without_exchange(folder: Path, request: MediaRequest, strategy: str, conditioning: bytes) -> Tensor:
-    with patch.dict(registry.ARCHITECTURES, clear=True):
+    with patch.dict(registry.FAMILY_FOLDERS, clear=True):
         return without_exchange(folder, request, strategy, conditioning)
 
 

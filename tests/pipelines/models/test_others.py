@@ -13,7 +13,7 @@ import torch
 
 from engines.core.transport.packing import pack
 from pipelines.checkpoint import Checkpoint
-from pipelines.models.registry import load_architecture
+from pipelines.models.registry import load_spec
 from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import (
@@ -94,7 +94,7 @@ def test_the_plan_covers_the_published_size(class_name: str) -> None:
 
     with torch.device("meta"):
         module = getattr(diffusers, class_name)()
-    plan = load_architecture(class_name).shard_plan(module.config)
+    plan = load_spec(class_name).shard_plan(module.config)
     for name in [shard.module for shard in plan.shards] + [gather.module for gather in plan.gathers]:
         assert named_like(module, name)
     names = [name for name, _ in module.named_modules()]

@@ -10,8 +10,7 @@ import pytest
 
 from engines.core.differences import relative_difference
 from tests.engines.support.gloo import gang
-from tests.pipelines.models.clips import test_video
-from tests.pipelines.models.pictures import test_picture_inputs
+from tests.pipelines.models import test_picture_inputs, test_video
 
 EDITS = [
     ("flux kontext", "ring"),

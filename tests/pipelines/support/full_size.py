@@ -60,7 +60,7 @@ def _light(x: Any) -> Any:
 
 def _blank(opened: OpenedPipeline, request: MediaRequest, num_tokens: int) -> Conditioning:
     """As its encoders' outputs are shaped, also for classes that no file here says it of."""
-    if opened.architecture.blank_conditioning is not None:
+    if opened.spec.has_known_conditioning:
         return blank_conditioning(opened, request, num_tokens)
     config = opened.part_config(opened.transformers[0])
     if "llm_features_dim" in config:

@@ -11,7 +11,7 @@ from engines.core.spec import ParallelSpec
 from engines.tensorrt_engine.export.exported import export
 from engines.tensorrt_engine.export.trace import offline_team
 from pipelines.checkpoint import Checkpoint
-from pipelines.models.registry import ARCHITECTURES, load_architecture
+from pipelines.models.registry import FAMILY_FOLDERS, load_spec
 from tests.pipelines.support.checkpoints import (
     tiny_flux3,
     tiny_helios,
@@ -54,6 +54,6 @@ def test_an_export_for_two_ranks_says_why_not(class_name: str, tmp_path: Path) -
 
 
 def test_no_other_class_is_refused_before_it_is_tried() -> None:
-    known = {name: load_architecture(name) for name in ARCHITECTURES}
+    known = {name: load_spec(name) for name in FAMILY_FOLDERS}
     assert {name for name, one in known.items() if one.eager_only or one.eager_split} == {*REFUSED}
     assert [name for name, one in known.items() if one.eager_split] == ["Flux3Transformer2DModel"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource
-from pipelines.models.clips import helios
+from pipelines.models.helios import spec as helios
 from pipelines.request import Lora, MediaRequest
 from tests.pipelines.support.checkpoints import (
     tiny_cosmos,
@@ -65,7 +65,7 @@ def as_given(folder: Path, request: MediaRequest, images: Images, change: Change
 
 
 def chunks(folder: Path, request: MediaRequest, images: Images, change: Change) -> Latents:
-    state = own_state(folder, request, change=change, **helios.inputs(folder, request))
+    state = own_state(folder, request, change=change, **helios.SPEC.pipeline_inputs(folder, request))
     return {"latents": torch.cat(state.get("latent_chunks"), dim=2)}
 
 

@@ -1,1 +1,0 @@
-"""Hand-ordered steps of models, made of ``engines.fast``."""

@@ -1,1 +1,0 @@
-"""Attention of models that diffusers' dispatcher does not do for, with what is made once a job of it."""

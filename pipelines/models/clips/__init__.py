@@ -1,1 +1,0 @@
-"""What the project knows of transformers that make clips, some with sound, and pictures as clips of one frame."""

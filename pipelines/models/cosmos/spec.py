@@ -1,0 +1,198 @@
+"""Cosmos 3 (Nano, Super and models of the same layout): pictures, clips, and clips with sound, from words or a picture.
+
+One transformer has two halves: one for the text, which is computed once a job and whole on every rank, and one for what
+is generated, whose tokens (the clip's, then the sound's) are divided and see the text's keys and values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import part_class, read_config, read_index
+from pipelines.image_sizes import latent_sizes, space_time_scales
+from pipelines.models.cosmos.call import (
+    CLIP_SHAPE,
+    LATENTS,
+    NOISY_FRAMES,
+    POSITIONS,
+    SOUND_SHAPE,
+    TEXT_IDS,
+    TIMESTEP,
+    as_output,
+    grid,
+    latents_of,
+    num_sound_tokens,
+)
+from pipelines.models.predictions import blank_like
+from pipelines.models.spec import Config, ModelSpec, lazy
+from pipelines.models.usual_defaults import CLIP
+from pipelines.request import MediaRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engines.core.model import Arguments
+
+TEXT, GENERATED = "text", "generated"
+TYPICAL_TOKENS = 300
+"""The length of a prompt with the sentences that the pipeline adds."""
+NEVER_A_DIM = 2
+"""Inputs that bring the text's length along, and are not cut: they have fewer dims."""
+
+MLPS = ("mlp", "mlp_moe_gen")
+GATED = "silu"
+"""``hidden_act`` of models whose MLPs have a gate."""
+
+QUERIES, KEYS_AND_VALUES = ("to_q", "add_q_proj"), ("to_k", "to_v", "add_k_proj", "add_v_proj")
+SHARDS = (
+    TokenShard(module="", where="input", key=TEXT_IDS, dim=NEVER_A_DIM, stream=TEXT),
+    TokenShard(module="", where="input", key=POSITIONS, dim=NEVER_A_DIM, stream=TEXT),
+    TokenShard(module="rotary_emb", where="output", key=0, dim=1, stream=GENERATED),
+    TokenShard(module="rotary_emb", where="output", key=1, dim=1, stream=GENERATED),
+    TokenShard(module="layers.0", where="input", key="gen_seq", dim=0, stream=GENERATED),
+    TokenShard(module="layers.*", where="input", key="und_seq", dim=2, stream=TEXT),
+)
+
+
+def makes_sound(path: Path) -> bool:
+    has_tokenizer = part_class(path, "sound_tokenizer") is not None
+    return has_tokenizer and bool(read_config(path, "transformer").get("sound_gen"))
+
+
+class CosmosSpec(ModelSpec):
+    family = "cosmos"
+    has_own_guidance = True
+    decodes_frames_apart = True
+    forward = lazy("pipelines.models.cosmos.attention:forward")
+    set_kernel = lazy("pipelines.models.cosmos.attention:set_kernel")
+    hoisted = lazy("pipelines.models.cosmos.attention:hoisted_text")
+    """The whole half for the text: its keys and values."""
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        """Layers take, in place of text, its keys and values (``und_seq``, see ``attention.cosmos``)."""
+        into, head = ("gate_proj", "up_proj") if config["hidden_act"] == GATED else ("up_proj",), config["head_dim"]
+        return ShardPlan(
+            streams=(TEXT, GENERATED),
+            blocks=("layers",),
+            shards=SHARDS,
+            gathers=(TokenGather(module="norm_moe_gen", dim=0, stream=GENERATED),),
+            linears=(
+                *(ColumnLinear(pattern=f"layers.*.self_attn.{name}") for name in QUERIES),
+                *(ColumnLinear(pattern=f"layers.*.self_attn.{name}", unit=head) for name in KEYS_AND_VALUES),
+                *(RowLinear(pattern=f"layers.*.self_attn.{name}") for name in ("to_out", "to_add_out")),
+                *(ColumnLinear(pattern=f"layers.*.{mlp}.{name}") for mlp in MLPS for name in into),
+                *(RowLinear(pattern=f"layers.*.{mlp}.down_proj") for mlp in MLPS),
+            ),
+        )
+
+    def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
+        num_generated = math.prod(grid(config, arguments)) + num_sound_tokens(arguments)
+        return {TEXT: arguments[TEXT_IDS].shape[0], GENERATED: num_generated}
+
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Any]:
+        """Token ids, all different: the pipeline has no text encoder."""
+        ids = [number % config["vocab_size"] for number in range(num_tokens or TYPICAL_TOKENS)]
+        return {"cond_input_ids": ids, "uncond_input_ids": ids}
+
+    def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
+        """The clip as the auto-encoder has it, of which the first frame is given."""
+        import torch
+
+        channels, sizes = read_config(path, "vae")["z_dim"], latent_sizes(request, space_time_scales(path))
+        return {"x0_tokens_vision": torch.zeros(1, channels, *sizes), "vision_condition_frames": [0]}
+
+    def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
+        """The blocks take the scale of true guidance by the other's name. Clips of models that can sound do, unless the
+        request wants none: then there are no tokens for it either.
+
+        They would look for layers quantised by ModelOpt in the transformer, which is elsewhere.
+        """
+        return {
+            "guidance_scale": max(request.true_cfg_scale, 1.0),
+            "mixed_precision_format": "none",
+            "enable_sound": request.num_frames > 1 and request.sound is not False and makes_sound(path),
+        }
+
+    def complete_pipeline(self, pipeline: Any) -> None:
+        """Adds the guardrail, which the model's licence asks for and which is in no folder.
+
+        ValueError if it is not installed, unless the folder's index says that it is not wanted.
+        """
+        if not pipeline.requires_safety_checker:
+            return
+        try:
+            pipeline.enable_safety_checker()
+        except ImportError as error:
+            raise ValueError(
+                "this model checks prompts and frames with cosmos_guardrail, which is not installed: run `pip install "
+                'cosmos_guardrail`, or set "enable_safety_checker" to false in the index of the folder'
+            ) from error
+
+    def estimate_final(self, loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
+        """Returns the clip's estimate; where its frames are given the velocity is zero."""
+        velocity, latents = getattr(loop_state, "velocity_vision", None), loop_state.latents
+        return None if velocity is None else {"latents": latents - sigma * velocity}
+
+    def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the clip's first frame, without sound."""
+        return {"latents": latents["latents"][:, :, :1], "sound_latents": None}
+
+    def defaults(self, path: Path) -> Defaults:
+        """From the pipeline's arguments in diffusers, as on its page, where pictures are as large as clips. Distilled
+        models have a schedule of their own."""
+        (spatial, temporal), sigmas = space_time_scales(path), read_index(path).get("distilled_sigmas")
+        return replace(
+            CLIP,
+            picture_width=CLIP.width,
+            picture_height=CLIP.height,
+            num_frames=189,
+            num_inference_steps=len(sigmas) if sigmas else 35,
+            true_cfg_scale=1.0 if sigmas else 6.0,
+            size_multiple=spatial,
+            frame_multiple=temporal,
+            max_frames=189,
+            min_steps=len(sigmas) if sigmas else 1,
+            max_steps=len(sigmas) if sigmas else 100,
+            max_pictures=1,
+            make_sound=makes_sound(path),
+        )
+
+    def heads(self, config: Config) -> tuple[int, int]:
+        return (config["num_attention_heads"], config["head_dim"])
+
+    def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
+        """Clip and sound in one tensor, ``latents_1N``; ``noisy_frames_F`` are the latent frames that are not given.
+
+        What no step changes is passed on as it came, so that engines know it again.
+        """
+        import torch
+
+        latents = latents_of(call)
+        shapes = zip((CLIP_SHAPE, SOUND_SHAPE), (tuple(x.shape[-4:]) for x in latents), strict=False)
+        return {
+            LATENTS: torch.cat([x.flatten() for x in latents])[None],
+            TIMESTEP: call["vision_timesteps"][:1],
+            TEXT_IDS: call["input_ids"],
+            POSITIONS: call["position_ids"],
+            NOISY_FRAMES: call["vision_noisy_frame_indexes"][0],
+            **dict(shapes),
+        }
+
+    def blank_prediction(self, config: Config, call: Mapping[str, Any]) -> tuple[Any, ...]:
+        return as_output([blank_like(x) for x in latents_of(call)])
+
+    def to_output(self, config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[Any, ...]:
+        import torch
+
+        latents = latents_of(call)
+        parts = torch.split(prediction[0], [x.numel() for x in latents])
+        return as_output([part.reshape(x.shape) for part, x in zip(parts, latents, strict=True)])
+
+
+SPEC = CosmosSpec()

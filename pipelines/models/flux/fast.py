@@ -1,0 +1,78 @@
+"""FLUX.1's transformer as a hand-ordered step, equal to ``FluxTransformer2DModel.forward``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engines.core.fast_model import Precision
+from engines.core.model import Arguments, ModelInputs
+from engines.fast.blocks import Blocks, DualBlock, SingleBlock
+from pipelines.models.arranged import gemm, joint_norms, joint_projections, norms, pair, part_gemm, stacked
+from pipelines.models.mmdit import MMDiTWeights, pair_rotation
+from pipelines.models.vectors import dual_vectors, vectors_of
+
+
+class FluxWeights(MMDiTWeights):
+    """A ``FluxTransformer2DModel``, whose query, key and value weights become views of stacked ones."""
+
+    def __init__(self, transformer: nn.Module, precision: Precision) -> None:
+        super().__init__(transformer, arranged_blocks(transformer, precision))
+
+    def rotations(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
+        text, image = (pair_rotation(self.module.pos_embed(arguments[ids])) for ids in ("txt_ids", "img_ids"))
+        return text, image
+
+    def embedded_times(self, inputs: ModelInputs, timesteps_SB: Tensor) -> Tensor:
+        pooled_BC, dtype = inputs["pooled_projections"], inputs["hidden_states"].dtype
+        steps, batch = timesteps_SB.shape[0], pooled_BC.shape[0]
+        times = [timesteps_SB.to(dtype).expand(steps, batch).flatten() * 1000]
+        if "guidance" in inputs:
+            times.append(inputs["guidance"].to(dtype).repeat(steps) * 1000)
+        temb_XC: Tensor = self.module.time_text_embed(*times, pooled_BC.repeat(steps, 1))
+        return temb_XC.view(steps, batch, -1)
+
+    def vectors(self, temb_XC: Tensor) -> Tensor:
+        module, active_XC = self.module, functional.silu(temb_XC)
+        found = [
+            dual_vectors(block.norm1_context.linear, block.norm1.linear, active_XC)
+            for block in module.transformer_blocks
+        ]
+        found += [vectors_of(block.norm.linear, active_XC) for block in module.single_transformer_blocks]
+        return torch.cat((*found, vectors_of(module.norm_out.linear, active_XC)))
+
+
+@torch.no_grad()
+def arranged_blocks(transformer: nn.Module, precision: Precision) -> Blocks:
+    duals, singles = (transformer.get_submodule(name) for name in ("transformer_blocks", "single_transformer_blocks"))
+    return Blocks(
+        duals=tuple(_dual(block, precision) for block in duals.children()),
+        singles=tuple(_single(block, precision) for block in singles.children()),
+        precision=precision,
+    )
+
+
+def _dual(block: Any, precision: Precision) -> DualBlock:
+    attn, text, image = block.attn, block.ff_context.net, block.ff.net
+    return DualBlock(
+        qkv=joint_projections(attn, precision),
+        out=pair(attn.to_add_out, attn.to_out[0], precision),
+        up=pair(text[0].proj, image[0].proj, precision),
+        down=pair(text[2], image[2], precision),
+        head_norms_S2D=joint_norms(attn),
+    )
+
+
+def _single(block: Any, precision: Precision) -> SingleBlock:
+    attn, out = block.attn, block.proj_out
+    channels = out.out_features
+    return SingleBlock(
+        qkv=stacked((attn.to_q, attn.to_k, attn.to_v), precision),
+        up=gemm(block.proj_mlp, precision),
+        out_mlp=part_gemm(out, precision, columns=slice(channels, None), bias_N=out.bias),
+        out_attention=part_gemm(out, precision, columns=slice(channels)),
+        head_norms_S2D=norms(attn.norm_q, attn.norm_k)[None],
+    )

@@ -1,0 +1,116 @@
+"""FLUX.1 (dev, schnell, Kontext and models of the same layout).
+
+The modulation layers, the embedders and the per-head norms stay whole on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config, read_index
+from pipelines.image_sizes import vae_scale
+from pipelines.models.channels import check_channels
+from pipelines.models.linears import QUERY_KEY_VALUE, Linears, joint_attention_linears, mlp_linears
+from pipelines.models.spec import Config, ModelSpec, lazy, text_and_image
+from pipelines.models.usual_defaults import PICTURE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engines.core.fast_model import ArrangeWeights
+    from engines.core.model import Arguments
+    from pipelines.request import MediaRequest
+
+TEXT, IMAGE = "text", "image"
+DUAL, SINGLE = "transformer_blocks.*", "single_transformer_blocks.*"
+MLP_RATIO = 4
+"""Width of the MLP of a block over the width of its attention, fixed in diffusers' class."""
+PATCH = 2
+MAX_TOKENS, MAX_TOKENS_SCHNELL = 512, 256
+
+SHARDS = (
+    TokenShard(module="", where="input", key="hidden_states", dim=1, stream=IMAGE),
+    TokenShard(module="", where="input", key="encoder_hidden_states", dim=1, stream=TEXT),
+    TokenShard(module="", where="input", key="img_ids", dim=0, stream=IMAGE),
+    TokenShard(module="", where="input", key="txt_ids", dim=0, stream=TEXT),
+)
+
+DUAL_LINEARS = (*joint_attention_linears(f"{DUAL}.attn"), *mlp_linears(f"{DUAL}.ff", f"{DUAL}.ff_context"))
+SINGLE_LINEARS: Linears = (
+    *(ColumnLinear(pattern=f"{SINGLE}.attn.{name}") for name in QUERY_KEY_VALUE),
+    ColumnLinear(pattern=f"{SINGLE}.proj_mlp"),
+    RowLinear(pattern=f"{SINGLE}.proj_out", segments=(1, MLP_RATIO)),
+)
+
+SHARD_PLAN = ShardPlan(
+    streams=(TEXT, IMAGE),
+    blocks=("transformer_blocks", "single_transformer_blocks"),
+    shards=SHARDS,
+    gathers=(TokenGather(module="proj_out", dim=1, stream=IMAGE),),
+    linears=(*DUAL_LINEARS, *SINGLE_LINEARS),
+    carried=("encoder_hidden_states", "hidden_states"),
+)
+
+
+EDITOR: Mapping[str, Any] = {"guidance_scale": 2.5, "takes_strength": False, "strength": 1.0}
+"""What differs where a picture is edited by words (the scale from FLUX.1-Kontext-dev's card)."""
+
+
+class FluxSpec(ModelSpec):
+    family = "flux"
+    set_kernel = lazy("pipelines.models.flux.attention:set_kernel")
+    """Sets a processor of ours: TensorRT does not parse what diffusers' own exports to for sizes that vary."""
+
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+        import torch
+
+        return {
+            "prompt_embeds": torch.zeros(1, num_tokens, config["joint_attention_dim"]),
+            "pooled_prompt_embeds": torch.zeros(1, config["pooled_projection_dim"]),
+        }
+
+    def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
+        """Returns the blank picture of an editor that needs one, and takes it in the request's size."""
+        import torch
+
+        scale, channels = vae_scale(path), read_config(path, "transformer")["in_channels"] // PATCH**2
+        return {"image_latents": torch.zeros(1, channels, request.height // scale, request.width // scale)}
+
+    def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The timestep rounded as ``FluxPipeline`` does it, before it is divided and not after."""
+        return {**call, "timestep": step["t"].to(call["hidden_states"].dtype).flatten() / 1000}
+
+    def defaults(self, path: Path) -> Defaults:
+        """FLUX.1-dev's if the model takes a guidance scale, else FLUX.1-schnell's."""
+        config = read_config(path, "transformer")
+        check_channels(path, "transformer", given=config.get("out_channels") or config["in_channels"])
+        distilled: bool = config["guidance_embeds"]
+        known = replace(
+            PICTURE,
+            num_inference_steps=28 if distilled else 4,
+            guidance_scale=3.5 if distilled else 0.0,
+            size_multiple=vae_scale(path) * PATCH,
+            max_pictures=1,
+            takes_strength=True,
+            strength=0.6,
+            max_tokens=MAX_TOKENS if distilled else MAX_TOKENS_SCHNELL,
+        )
+        return replace(known, **EDITOR) if "Kontext" in str(read_index(path).get("_class_name")) else known
+
+    def stream_lengths(self, config: Config, arguments: Arguments) -> Mapping[str, int]:
+        return text_and_image(arguments)
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        return SHARD_PLAN
+
+    def fast_weights(self, config: Config) -> ArrangeWeights:
+        weights: ArrangeWeights = lazy("pipelines.models.flux.fast:FluxWeights")
+        return weights
+
+
+SPEC = FluxSpec()

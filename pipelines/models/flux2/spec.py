@@ -1,0 +1,102 @@
+"""FLUX.2 (dev, klein and models of the same layout). Pictures to look at are more tokens of the image's stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config, read_index
+from pipelines.image_sizes import vae_scale
+from pipelines.models.linears import GATED, joint_attention_linears
+from pipelines.models.spec import Config, ModelSpec, lazy, text_and_image
+from pipelines.models.usual_defaults import PICTURE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engines.core.fast_model import ArrangeWeights
+    from engines.core.model import Arguments
+
+
+TEXT, IMAGE = "text", "image"
+PATCH = 2
+"""Latent values along the side of a token."""
+MAX_TOKENS = 512
+
+SHARDS = (
+    TokenShard(module="", where="input", key="hidden_states", dim=1, stream=IMAGE),
+    TokenShard(module="", where="input", key="encoder_hidden_states", dim=1, stream=TEXT),
+    TokenShard(module="", where="input", key="img_ids", dim=1, stream=IMAGE),
+    TokenShard(module="", where="input", key="txt_ids", dim=1, stream=TEXT),
+)
+DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
+MLPS = ("ff", "ff_context")
+
+
+DEV = replace(
+    PICTURE,
+    guidance_scale=4.0,
+    max_pictures=4,
+    max_tokens=MAX_TOKENS,
+)
+"""The others differ in a few values (each from its model card on the hub)."""
+INPAINTING: Mapping[str, Any] = {
+    "takes_mask": True,
+    "takes_strength": True,
+    "strength": 0.8,
+    "strength_needs_mask": True,
+}
+"""diffusers paints inside masks with klein alone; the strength is its own."""
+KLEIN = replace(DEV, num_inference_steps=4, guidance_scale=0.0, **INPAINTING)
+KLEIN_BASE = replace(DEV, guidance_scale=0.0, true_cfg_scale=4.0, **INPAINTING)
+
+
+def _known_defaults(path: Path) -> Defaults:
+    if read_config(path, "transformer").get("guidance_embeds", True):
+        return DEV
+    return KLEIN if read_index(path).get("is_distilled") else KLEIN_BASE
+
+
+class Flux2Spec(ModelSpec):
+    family = "flux2"
+    patch_blocks = lazy("pipelines.models.flux2.patches:patch_blocks")
+
+    def stream_lengths(self, config: Config, arguments: Arguments) -> Mapping[str, int]:
+        return text_and_image(arguments)
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        """Single-stream blocks have one projection for queries, keys, values and MLP, and one for their results."""
+        heads = config["num_attention_heads"] * config["attention_head_dim"]
+        gated = int(heads * config["mlp_ratio"])
+        return ShardPlan(
+            streams=(TEXT, IMAGE),
+            blocks=(DOUBLE, SINGLE),
+            shards=SHARDS,
+            gathers=(TokenGather(module="proj_out", dim=1, stream=IMAGE),),
+            linears=(
+                *joint_attention_linears(f"{DOUBLE}.*.attn"),
+                *(ColumnLinear(pattern=f"{DOUBLE}.*.{mlp}.linear_in", segments=GATED) for mlp in MLPS),
+                *(RowLinear(pattern=f"{DOUBLE}.*.{mlp}.linear_out") for mlp in MLPS),
+                ColumnLinear(pattern=f"{SINGLE}.*.attn.to_qkv_mlp_proj", segments=(heads, heads, heads, gated, gated)),
+                RowLinear(pattern=f"{SINGLE}.*.attn.to_out", segments=(heads, gated)),
+            ),
+        )
+
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+        import torch
+
+        return {"prompt_embeds": torch.zeros(1, num_tokens, config["joint_attention_dim"])}
+
+    def defaults(self, path: Path) -> Defaults:
+        return replace(_known_defaults(path), size_multiple=vae_scale(path) * PATCH)
+
+    def fast_weights(self, config: Config) -> ArrangeWeights:
+        weights: ArrangeWeights = lazy("pipelines.models.flux2.fast:Flux2Weights")
+        return weights
+
+
+SPEC = Flux2Spec()

@@ -1,0 +1,96 @@
+"""FLUX.3 and its distilled form (a flow map, which is told the time that a step leads to).
+
+Text, picture and pictures to look at first attend to themselves alone, each in blocks of its own, then all to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config
+from pipelines.image_sizes import vae_scale
+from pipelines.models.linears import GATED, attention_linears
+from pipelines.models.spec import Config, ModelSpec, lazy
+from pipelines.models.usual_defaults import PICTURE, distilled
+from pipelines.request import MediaRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engines.core.model import Arguments
+
+TEXT, IMAGE, SEEN = "text", "image", "seen"
+PATCH = 2
+"""Latent values along the side of a token."""
+MAX_TOKENS = 8192
+TYPICAL_TOKENS = 80
+"""Prompts are filled up to multiples of it, and what they are filled with is attended to."""
+
+OF_TEXT, OF_IMAGE, OF_SEEN = "txt_mode_blocks", "mode_blocks.image", "mode_blocks.image_cond"
+TOGETHER = "single_transformer_blocks"
+BLOCKS = (OF_TEXT, OF_IMAGE, OF_SEEN, TOGETHER)
+INPUTS = {
+    IMAGE: (("hidden_states", 1), ("img_ids", 0)),
+    TEXT: (("encoder_hidden_states", 1), ("txt_ids", 0)),
+    SEEN: (("image_cond_hidden_states", 1), ("image_cond_ids", 0)),
+}
+
+SHARD_PLAN = ShardPlan(
+    streams=(TEXT, IMAGE, SEEN),
+    blocks=BLOCKS,
+    shards=tuple(
+        TokenShard(module="", where="input", key=key, dim=dim, stream=stream)
+        for stream, keys in INPUTS.items()
+        for key, dim in keys
+    ),
+    gathers=(TokenGather(module="proj_out", dim=1, stream=IMAGE),),
+    linears=(
+        *attention_linears(*(f"{block}.*.attn" for block in BLOCKS)),
+        *(ColumnLinear(pattern=f"{block}.*.ff.linear_in", segments=GATED) for block in BLOCKS),
+        *(RowLinear(pattern=f"{block}.*.ff.linear_out") for block in BLOCKS),
+    ),
+    alone=((OF_TEXT, TEXT), (OF_IMAGE, IMAGE), (OF_SEEN, SEEN)),
+)
+
+
+BASE = replace(PICTURE, true_cfg_scale=3.5, max_pictures=4, max_tokens=MAX_TOKENS)
+"""What diffusers' blocks say of the base model, and below of the distilled one."""
+DISTILLED = distilled(BASE, 16)
+
+
+class Flux3Spec(ModelSpec):
+    family = "flux3"
+    counts_heads = True
+    eager_split = "has blocks that see one stream of tokens alone"
+    patch_blocks = lazy("pipelines.models.flux3.patches:patch_blocks")
+
+    def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
+        return {stream: arguments[key].shape[1] if key in arguments else 0 for stream, ((key, _), _) in INPUTS.items()}
+
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+        import torch
+
+        return {"prompt_embeds": torch.zeros(1, min(num_tokens, TYPICAL_TOKENS), config["joint_attention_dim"])}
+
+    def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
+        """Pictures to look at, in the request's size."""
+        import torch
+
+        side, channels = vae_scale(path) * PATCH, read_config(path, "transformer").get("cond_in_channels", 128)
+        shape = (1, channels, request.height // side, request.width // side)
+        return {"image_cond_latents": [torch.zeros(shape) for _ in range(request.num_pictures)]}
+
+    def defaults(self, path: Path) -> Defaults:
+        known = DISTILLED if read_config(path, "transformer").get("flow_map") else BASE
+        return replace(known, size_multiple=vae_scale(path) * PATCH)
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        return SHARD_PLAN
+
+
+SPEC = Flux3Spec()

@@ -1,0 +1,1 @@
+"""Transformer classes of diffusers without a family here."""

@@ -1,0 +1,188 @@
+"""What holds of a transformer class that no file of its own knows: it runs as its pipeline calls it.
+
+A class with diffusers' ``_cp_plan`` is divided by it (see ``converted``); any other runs whole, on one rank a gang, by
+attention of its own. Sizes, steps and guidance come from the pipeline's blocks, and a folder's ``troupe.json`` may say
+better. Nothing is known of the shapes of its conditioning, so a gang prepares nothing before its first request, and has
+no known step to check itself with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ShardPlan
+from pipelines.defaults import Defaults
+from pipelines.directory import DENOISERS, part_class, read_config
+from pipelines.models.channels import check_channels
+from pipelines.models.generic.outline import empty, repeated_blocks
+from pipelines.models.predictions import blank_like
+from pipelines.models.spec import Config, ModelSpec
+from pipelines.modular import open_modular
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from engines.core.kernel import Kernel
+    from engines.core.model import Arguments
+
+TOKENS = "tokens"
+"""The one stream of a class that is not divided."""
+LATENTS = ("hidden_states", "sample", "latents", "x")
+"""What transformers call the latents that they predict for."""
+HEADS = ("num_attention_heads", "num_heads", "n_heads", "heads")
+HEAD_DIMS = ("attention_head_dim", "head_dim", "dim_head")
+WIDTHS = ("hidden_size", "inner_dim", "dim")
+UNKNOWN_HEADS = (1, 64)
+"""Where the configuration does not say: attention that is not divided is only tried out with it."""
+SCALES = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
+TEMPORAL_SCALES = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
+PICTURE, CLIP = (1024, 1024), (832, 480)
+NUM_FRAMES, FPS, NUM_STEPS = 81, 24, 50
+LONGEST_CLIP = 257
+LATENT_CHANNELS = 4
+"""What diffusers' auto-encoder for pictures has where its configuration does not say."""
+U_NET = "unet"
+"""Pipelines of these round down the steps that a picture's strength leaves, and those of transformers up."""
+
+
+class Prediction(tuple[Any, ...]):
+    """What diffusers' transformers answer, with or without ``return_dict``."""
+
+    @property
+    def sample(self) -> Any:
+        return self[0]
+
+
+class GenericSpec(ModelSpec):
+    """A class that runs whole, on one rank a gang, by attention of its own."""
+
+    has_known_conditioning = False
+
+    def __init__(self, module_class: Any) -> None:
+        self.module_class, self.family = module_class, str(module_class.__name__)
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        """Nothing is cut; the blocks are those that the class says are repeated, which compile."""
+        blocks = repeated_blocks(empty(self.module_class, config))
+        return ShardPlan(streams=(TOKENS,), blocks=blocks, shards=(), gathers=(), linears=())
+
+    def stream_lengths(self, config: Config, arguments: Arguments) -> Mapping[str, int]:
+        return {TOKENS: 1}
+
+    def heads(self, config: Config) -> tuple[int, int]:
+        number = next((config[name] for name in HEADS if isinstance(config.get(name), int)), None)
+        dim = next((config[name] for name in HEAD_DIMS if isinstance(config.get(name), int)), None)
+        width = next((config[name] for name in WIDTHS if isinstance(config.get(name), int)), None)
+        if number is None:
+            return UNKNOWN_HEADS
+        if dim is None and width is not None:
+            dim = width // number
+        return (number, dim) if dim is not None else UNKNOWN_HEADS
+
+    def set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
+        """Leaves the class its own attention: on one rank there is nothing to exchange."""
+
+    def blank_prediction(self, config: Config, call: Mapping[str, Any]) -> Prediction:
+        """Zeros in the form of the latents, with fewer channels where more go in than come out."""
+        name = next(name for name in LATENTS if name in call)
+        if isinstance(call[name], list | tuple):
+            return Prediction(([blank_like(x) for x in call[name]],))
+        latents, num_channels = call[name], config.get("out_channels")
+        shape = list(latents.shape)
+        if latents.ndim >= 4 and isinstance(num_channels, int):
+            shape[1] = min(shape[1], num_channels)
+        return Prediction((blank_like(latents, shape),))
+
+    def forward(self, module: nn.Module, call: Mapping[str, Any]) -> Tensor:
+        """The first tensor of the output, as most transformers have one."""
+        output: Any = module(**call, return_dict=False)[0]
+        if not isinstance(output, list | tuple):
+            prediction: Tensor = output
+            return prediction
+        (only,) = output
+        one: Tensor = only
+        return one
+
+    def to_output(self, config: Config, call: Mapping[str, Any], prediction: Tensor) -> Prediction:
+        name = next(name for name in LATENTS if name in call or f"{name}.0" in call)
+        return Prediction(([prediction],) if isinstance(call[name], list | tuple) else (prediction,))
+
+    def defaults(self, path: Path) -> Defaults:
+        """What the pipeline's blocks say; where they say nothing, what many models do."""
+        pipeline = open_modular(path)
+        inputs = {spec.name: spec.default for spec in pipeline.blocks.inputs if spec.name is not None}
+        outputs = {spec.name for spec in pipeline.blocks.outputs}
+        is_video = "videos" in outputs
+        width, height = _size(pipeline, inputs, CLIP if is_video else PICTURE)
+        guider = next((part for name, part in vars(pipeline).items() if name == "guider"), None)
+        scales = (getattr(pipeline, name, None) for name in TEMPORAL_SCALES)
+        temporal = int(_first(*scales, 4)) if is_video else 1
+        num_frames = _first(inputs.get("num_frames"), getattr(pipeline, "default_num_frames", None), NUM_FRAMES)
+        num_frames = 1 + (num_frames - 1) // temporal * temporal
+        return Defaults(
+            kind="video" if is_video else "image",
+            width=width,
+            height=height,
+            num_frames=num_frames if is_video else 1,
+            fps=int(_first(inputs.get("fps"), inputs.get("frame_rate"), FPS)) if is_video else 0,
+            num_inference_steps=int(_first(inputs.get("num_inference_steps"), NUM_STEPS)),
+            guidance_scale=float(_first(inputs.get("guidance_scale"), 0.0)),
+            **_guidance(guider),
+            size_multiple=_size_multiple(pipeline, path),
+            frame_multiple=temporal,
+            max_pixels=max(2048 * 2048 if not is_video else 1280 * 720, width * height),
+            max_frames=max(LONGEST_CLIP, num_frames) if is_video else 1,
+            max_steps=100,
+            max_pictures=int("image" in inputs),
+            **_masks(path),
+            takes_mask="mask_image" in inputs,
+            takes_strength="strength" in inputs,
+            strength=float(_first(inputs.get("strength"), 1.0)),
+            rounds_steps_down=part_class(path, U_NET) is not None,
+            max_tokens=int(_first(inputs.get("max_sequence_length"), 0)),
+        )
+
+
+def _masks(path: Path) -> dict[str, Any]:
+    """A U-Net for masks sees the mask and what it leaves beside its own latents. ValueError for other channels."""
+    if part_class(path, U_NET) is None:
+        return {}
+    latents = int(read_config(path, "vae").get("latent_channels", LATENT_CHANNELS))
+    if read_config(path, U_NET).get("in_channels", latents) == 2 * latents + 1:
+        return {"min_pictures": 1, "needs_mask": True}
+    check_channels(path, U_NET, latents)
+    return {}
+
+
+def _guidance(guider: Any) -> dict[str, Any]:
+    from pipelines.blocks.guidance import counts_from_prompt
+
+    if guider is None or not guider._enabled:
+        return {"true_cfg_scale": 1.0}
+    offset = float(counts_from_prompt(guider))
+    return {"true_cfg_scale": float(getattr(guider, "guidance_scale", 1.0)) + offset, "guidance_offset": offset}
+
+
+def _size(pipeline: Any, inputs: Mapping[str, Any], usual: tuple[int, int]) -> tuple[int, int]:
+    names = zip(("width", "height"), usual, strict=True)
+    width, height = (_first(getattr(pipeline, f"default_{name}", None), inputs.get(name), side) for name, side in names)
+    return width, height
+
+
+def _size_multiple(pipeline: Any, path: Path) -> int:
+    """Pixels a latent value, times latent values a token; at least 16, which auto-encoders with other names have."""
+    scale = max(int(getattr(pipeline, name, 1)) for name in SCALES)
+    parts = (part for part in DENOISERS if part_class(path, part) is not None)
+    patch = max((_patch(read_config(path, part).get("patch_size", 1)) for part in parts), default=1)
+    return math.lcm(16, scale * patch)
+
+
+def _patch(written: Any) -> int:
+    return int(written[-1]) if isinstance(written, list | tuple) else int(written or 1)
+
+
+def _first(*values: Any) -> Any:
+    return next(value for value in values if value is not None)

@@ -1,0 +1,133 @@
+"""HunyuanVideo 1.5: clip and text attend to one another in every block; of the text, padding is masked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config
+from pipelines.models.linears import joint_attention_linears, mlp_linears
+from pipelines.models.predictions import of_fewer_channels
+from pipelines.models.spec import Config, ModelSpec, first_latent_frame, lazy, num_patches
+from pipelines.models.usual_defaults import CLIP
+from pipelines.request import MediaRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engines.core.model import Arguments
+
+VIDEO, TEXT = "video", "text"
+PROMPT_TOKENS = 1000
+GLYPH_TOKENS = 256
+PICTURE_TOKENS = 729
+"""The pipeline's own limits of tokens: the prompt, words to be written in the clip, and what SigLIP makes of a picture
+(27 x 27 patches)."""
+
+SHARDS = (
+    TokenShard(module="rope", where="output", key=0, dim=0, stream=VIDEO),
+    TokenShard(module="rope", where="output", key=1, dim=0, stream=VIDEO),
+    TokenShard(module="transformer_blocks.0", where="input", key="hidden_states", dim=1, stream=VIDEO),
+    TokenShard(module="transformer_blocks.0", where="input", key="encoder_hidden_states", dim=1, stream=TEXT),
+    TokenShard(module="transformer_blocks.*", where="input", key="attention_mask", dim=1, stream=TEXT),
+)
+BLOCK = "transformer_blocks.*"
+LINEARS = (*joint_attention_linears(f"{BLOCK}.attn"), *mlp_linears(f"{BLOCK}.ff", f"{BLOCK}.ff_context"))
+
+
+def begins_with_picture(config: Config) -> bool:
+    return bool(config["task_type"] == "i2v")
+
+
+LOW = 640
+"""``target_size`` of the models for 480p."""
+
+
+class HunyuanVideoSpec(ModelSpec):
+    family = "hunyuan_video"
+    fits_pictures = True
+    needs_negative = True
+    decodes_frames_apart = True
+    eager_only = "masks keys (text of several lengths)"
+    patch_blocks = lazy("pipelines.models.hunyuan_video.patches:patch_blocks")
+    forward = lazy("pipelines.models.hunyuan_video.attention:forward")
+    set_kernel = lazy("pipelines.models.hunyuan_video.attention:set_kernel")
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        return ShardPlan(
+            streams=(VIDEO, TEXT),
+            blocks=("transformer_blocks",),
+            shards=SHARDS,
+            gathers=(TokenGather(module="proj_out", dim=1, stream=VIDEO),),
+            linears=LINEARS,
+            carried=("hidden_states", "encoder_hidden_states"),
+        )
+
+    def stream_lengths(self, config: Config, arguments: Arguments) -> Mapping[str, int]:
+        patch = (config["patch_size_t"], config["patch_size"], config["patch_size"])
+        text = ("encoder_hidden_states", "encoder_hidden_states_2", "image_embeds")
+        return {
+            VIDEO: num_patches(arguments["hidden_states"].shape[2:], patch),
+            TEXT: sum(int(arguments[name].shape[1]) for name in text if name in arguments),
+        }
+
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+        import torch
+
+        return {
+            "prompt_embeds": torch.zeros(1, PROMPT_TOKENS, config["text_embed_dim"]),
+            "prompt_embeds_mask": torch.ones(1, PROMPT_TOKENS),
+            "prompt_embeds_2": torch.zeros(1, GLYPH_TOKENS, config["text_embed_2_dim"]),
+            "prompt_embeds_mask_2": torch.ones(1, GLYPH_TOKENS),
+        }
+
+    def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
+        import torch
+
+        vae, config = read_config(path, "vae"), read_config(path, "transformer")
+        sides = (side // vae["spatial_compression_ratio"] for side in (request.height, request.width))
+        return {
+            "image_latents": torch.zeros(1, vae["latent_channels"], 1, *sides),
+            "image_embeds": torch.zeros(1, PICTURE_TOKENS, config["image_embed_dim"]),
+        }
+
+    def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A model of words alone is given zeros for a picture, to which nothing attends."""
+        if begins_with_picture(config):
+            return call
+        return {name: value for name, value in call.items() if name != "image_embeds"}
+
+    def complete_pipeline(self, pipeline: Any) -> None:
+        from pipelines.models.hunyuan_video.autoencoder import frame_by_frame
+
+        if getattr(pipeline, "vae", None) is not None:
+            frame_by_frame(pipeline.vae)
+
+    def defaults(self, path: Path) -> Defaults:
+        """From the model card (tencent/HunyuanVideo-1.5): 121 frames at 24 a second, 50 steps, a scale of 6."""
+        vae, config = read_config(path, "vae"), read_config(path, "transformer")
+        width, height = (1280, 720) if config["target_size"] > LOW else (848, 480)
+        num_pictures = int(begins_with_picture(config))
+        return replace(
+            CLIP,
+            width=width,
+            height=height,
+            true_cfg_scale=6.0,
+            size_multiple=vae["spatial_compression_ratio"] * config["patch_size"],
+            frame_multiple=vae["temporal_compression_ratio"],
+            min_pictures=num_pictures,
+            max_pictures=num_pictures,
+        )
+
+    def blank_prediction(self, config: Config, call: Mapping[str, Any]) -> tuple[Tensor]:
+        return of_fewer_channels(config, call)
+
+    def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
+        return first_latent_frame(latents)
+
+
+SPEC = HunyuanVideoSpec()

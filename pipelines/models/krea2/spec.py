@@ -1,0 +1,72 @@
+"""Krea 2 and its distilled form: one stream of text and picture. The layers that fuse the text are whole on every rank.
+
+Its guider counts from the conditional prediction (``cond + scale * (cond - uncond)``), and so do its scales here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import read_index
+from pipelines.image_sizes import clip_vae_scale
+from pipelines.models.spec import Config, ModelSpec
+from pipelines.models.usual_defaults import PICTURE, distilled
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engines.core.model import Arguments
+
+TOKENS = "tokens"
+BLOCKS = "transformer_blocks"
+PATCH = 2
+MAX_TOKENS = 512
+"""Each prompt is padded to as many; a mask says which are its own."""
+
+
+BASE = replace(PICTURE, num_inference_steps=28, true_cfg_scale=5.5, guidance_offset=1.0, max_tokens=MAX_TOKENS)
+"""What diffusers' blocks say of the base model, and below of the distilled one. Their scale of 4.5 is counted from the
+prompt's own prediction."""
+TURBO = distilled(BASE, 8)
+
+
+class Krea2Spec(ModelSpec):
+    family = "krea2"
+    local_attention = ("text_fusion.layerwise_blocks.*.attn", "text_fusion.refiner_blocks.*.attn")
+    eager_only = "masks keys (text of several lengths)"
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        """Tokens are joined after the last block, where the text is cut off."""
+        return ShardPlan(
+            streams=(TOKENS,),
+            blocks=(BLOCKS,),
+            shards=(
+                TokenShard(module=f"{BLOCKS}.0", where="input", key="hidden_states", dim=1, stream=TOKENS),
+                TokenShard(module=f"{BLOCKS}.*", where="input", key="attention_mask", dim=3, stream=TOKENS),
+                TokenShard(module="rotary_emb", where="output", key=0, dim=0, stream=TOKENS),
+                TokenShard(module="rotary_emb", where="output", key=1, dim=0, stream=TOKENS),
+            ),
+            gathers=(TokenGather(module=f"{BLOCKS}.{config['num_layers'] - 1}", dim=1, stream=TOKENS),),
+            linears=(),
+        )
+
+    def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
+        return {TOKENS: arguments["encoder_hidden_states"].shape[1] + arguments["hidden_states"].shape[1]}
+
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+        import torch
+
+        features = torch.zeros(1, num_tokens, config["num_text_layers"], config["text_hidden_dim"])
+        return {"prompt_embeds": features, "prompt_embeds_mask": torch.ones(1, num_tokens, dtype=torch.bool)}
+
+    def defaults(self, path: Path) -> Defaults:
+        known = TURBO if read_index(path).get("is_distilled") else BASE
+        return replace(known, size_multiple=PATCH * clip_vae_scale(path, 3))
+
+
+SPEC = Krea2Spec()

@@ -1,0 +1,152 @@
+"""LTX-2: a clip and its sound, as two streams of tokens that attend to each other (arXiv:2601.03233).
+
+The tokens of the sound are few (25 a second) and stay whole on every rank, as the text does. They attend to the clip's,
+which are split; what the ranks make of them is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ColumnLinear, FeatureTable, ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
+from pipelines.models.ltx.spec import LTXSpec, vae_scales
+from pipelines.models.predictions import all_outputs, blank_like, parted
+from pipelines.models.spec import Config
+from pipelines.models.usual_defaults import CLIP
+from pipelines.request import MediaRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+VIDEO = "video"
+MAX_TOKENS = 1024
+"""The pipeline's own limit."""
+SOUND_RATE = 25
+"""Tokens of sound a second."""
+BLOCKS = "transformer_blocks"
+TO_WHOLE = tuple(f"{BLOCKS}.*.{name}" for name in ("attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn"))
+"""Attentions to text and to sound."""
+TO_CLIP = tuple(f"{BLOCKS}.*.{name}" for name in ("attn1", "video_to_audio_attn"))
+ATTENTIONS = (*TO_CLIP, *TO_WHOLE)
+SWITCHES = ("spatio_temporal_guidance_blocks", "isolate_modalities")
+"""What passes of guidance differ in beside the prompt."""
+POSITIONS = ("rope", "audio_rope", "cross_attn_rope", "cross_attn_audio_rope")
+
+LINEARS = (
+    *attention_linears(*ATTENTIONS),
+    *query_key_norms(*ATTENTIONS),
+    *mlp_linears(f"{BLOCKS}.*.ff", f"{BLOCKS}.*.audio_ff"),
+)
+GATED = {
+    "gated_attn": ("attn1", "attn2", "audio_to_video_attn"),
+    "audio_gated_attn": ("audio_attn1", "audio_attn2", "video_to_audio_attn"),
+}
+"""Attentions that may have a gate for each head, by the setting that says so: that of their queries."""
+
+
+def gates(config: Config) -> tuple[ColumnLinear, ...]:
+    """What gives each head its gate, where attentions have one (LTX-2.3)."""
+    named = [name for setting, names in GATED.items() if config.get(setting) for name in names]
+    return tuple(ColumnLinear(pattern=f"{BLOCKS}.*.{name}.to_gate_logits") for name in named)
+
+
+class LTX2Spec(LTXSpec):
+    family = "ltx2"
+    local_attention = TO_WHOLE
+    counts_heads = True
+    block_modules = ("rope", "audio_rope")
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        """Norms and positions take the features of all heads together."""
+        by_head = config["rope_type"] == "split"
+        token_dim = 2 if by_head else 1
+        return ShardPlan(
+            streams=(VIDEO,),
+            blocks=(BLOCKS,),
+            shards=(
+                TokenShard(module="", where="input", key="hidden_states", dim=1, stream=VIDEO),
+                TokenShard(module="", where="input", key="timestep", dim=1, stream=VIDEO),
+                *(
+                    TokenShard(module=name, where="output", key=key, dim=token_dim, stream=VIDEO)
+                    for name in ("rope", "cross_attn_rope")
+                    for key in (0, 1)
+                ),
+            ),
+            gathers=(TokenGather(module="proj_out", dim=1, stream=VIDEO),),
+            linears=(*LINEARS, *gates(config)),
+            carried=("hidden_states", "audio_hidden_states"),
+            tables=tuple(FeatureTable(pattern=name, dim=1 if by_head else 2) for name in POSITIONS),
+            free=SWITCHES,
+        )
+
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+        """The connectors' output for each stream; a transformer with projections of its own takes more features."""
+        import torch
+
+        own = config["caption_channels"] if config["use_prompt_embeddings"] else None
+        video, sound = own or config["cross_attention_dim"], own or config["audio_cross_attention_dim"]
+        return {
+            "connector_prompt_embeds": torch.zeros(1, num_tokens, video),
+            "connector_audio_prompt_embeds": torch.zeros(1, num_tokens, sound),
+            "connector_attention_mask": torch.ones(1, num_tokens, dtype=torch.int64),
+        }
+
+    def blank_prediction(self, config: Config, call: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        clip, sound = (call[name] for name in ("hidden_states", "audio_hidden_states"))
+        channels = (config["out_channels"], config["audio_out_channels"])
+        return blank_like(clip, (*clip.shape[:2], channels[0])), blank_like(sound, (*sound.shape[:2], channels[1]))
+
+    def to_output(self, config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[Tensor, ...]:
+        return parted(prediction, self.blank_prediction(config, call))
+
+    def estimate_final(self, loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
+        """Guidance mixes finished latents here. The picture that a clip begins with has no noise."""
+        clip = getattr(loop_state, "noise_pred_video", None)
+        if clip is None:
+            return None
+        mask, latents = getattr(loop_state, "conditioning_mask", None), loop_state.latents
+        clip = clip if clip.shape == latents.shape else clip.flatten(2).mT
+        kept = clip if mask is None else latents.where(mask[..., None] > 0, clip.to(latents.dtype))
+        return {"latents": kept, "audio_latents": loop_state.noise_pred_audio}
+
+    def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
+        """One frame lasts as long as a token of sound: at a high rate there would be none, and nothing is made then."""
+        return {"frame_rate": min(request.fps, SOUND_RATE)} if request.num_frames == 1 else {}
+
+    def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
+        frames = 1 + (latents["num_frames"] - 1) // config["vae_scale_factors"][0]
+        return {"latents": latents["latents"][:, : latents["latents"].shape[1] // frames], "num_frames": 1}
+
+    def defaults(self, path: Path) -> Defaults:
+        """What diffusers' pipeline does by default, which is from the model card (Lightricks/LTX-2).
+
+        The auto-encoder mirrors latents at their edges, for which it takes two in a row.
+        """
+        spatial, temporal = vae_scales(path)
+        return replace(
+            CLIP,
+            width=768,
+            height=512,
+            num_inference_steps=30,
+            true_cfg_scale=3.0,
+            size_multiple=spatial,
+            min_side=2 * spatial,
+            frame_multiple=temporal,
+            max_pixels=1920 * 1088,
+            max_frames=257,
+            max_pictures=1,
+            make_sound=True,
+            max_tokens=MAX_TOKENS,
+        )
+
+    def forward(self, module: nn.Module, call: Mapping[str, Any]) -> Tensor:
+        return all_outputs(module, call)
+
+
+SPEC = LTX2Spec()

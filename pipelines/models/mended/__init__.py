@@ -1,1 +1,0 @@
-"""Blocks of diffusers that are faulty, and what stands in their place; blocks that it lacks."""

@@ -1,0 +1,70 @@
+"""Qwen-Image's transformer as a hand-ordered step, equal to ``QwenImageTransformer2DModel.forward`` without a mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from engines.core.fast_model import Precision
+from engines.core.model import Arguments, ModelInputs
+from engines.fast.blocks import Blocks, DualBlock
+from pipelines.models.arranged import joint_norms, joint_projections, pair
+from pipelines.models.mmdit import MMDiTWeights
+from pipelines.models.vectors import dual_vectors, vectors_of
+
+
+class QwenWeights(MMDiTWeights):
+    """A ``QwenImageTransformer2DModel`` with none of ``WITHOUT_FAST_STEP``."""
+
+    def __init__(self, transformer: nn.Module, precision: Precision, window: int) -> None:
+        super().__init__(transformer, arranged_blocks(transformer, precision))
+        self.window = window
+
+    def text(self, text_BTD: Tensor) -> Tensor:
+        text_BTC: Tensor = self.module.txt_in(self.module.txt_norm(text_BTD))
+        return text_BTC
+
+    def image(self, latents_SBD: Tensor) -> Tensor:
+        image_SBC: Tensor = self.module.img_in(latents_SBD)
+        return image_SBC
+
+    def rotations(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
+        num_text, device = arguments["encoder_hidden_states"].shape[1], arguments["hidden_states"].device
+        image_SP, text_TP = self.module.pos_embed(arguments["img_shapes"], max_txt_seq_len=num_text, device=device)
+        return _of_complex(text_TP), _of_complex(image_SP)
+
+    def embedded_times(self, inputs: ModelInputs, timesteps_SB: Tensor) -> Tensor:
+        latents = inputs["hidden_states"]
+        steps, batch = timesteps_SB.shape[0], latents.shape[0]
+        times_X = timesteps_SB.to(latents.dtype).expand(steps, batch).flatten()
+        temb_XC: Tensor = self.module.time_text_embed(times_X, latents)
+        return temb_XC.view(steps, batch, -1)
+
+    def vectors(self, temb_XC: Tensor) -> Tensor:
+        module, active_XC = self.module, functional.silu(temb_XC)
+        found = [dual_vectors(block.txt_mod[1], block.img_mod[1], active_XC) for block in module.transformer_blocks]
+        return torch.cat((*found, vectors_of(module.norm_out.linear, active_XC)))
+
+
+@torch.no_grad()
+def arranged_blocks(transformer: nn.Module, precision: Precision) -> Blocks:
+    blocks = transformer.get_submodule("transformer_blocks").children()
+    return Blocks(duals=tuple(_dual(block, precision) for block in blocks), singles=(), precision=precision)
+
+
+def _dual(block: Any, precision: Precision) -> DualBlock:
+    attn, text, image = block.attn, block.txt_mlp.net, block.img_mlp.net
+    return DualBlock(
+        qkv=joint_projections(attn, precision),
+        out=pair(attn.to_add_out, attn.to_out[0], precision),
+        up=pair(text[0].proj, image[0].proj, precision),
+        down=pair(text[2], image[2], precision),
+        head_norms_S2D=joint_norms(attn),
+    )
+
+
+def _of_complex(turns_LP: Tensor) -> Tensor:
+    return torch.stack((turns_LP.real, turns_LP.imag)).float()

@@ -1,0 +1,140 @@
+"""Qwen-Image and its editors. Pictures to edit are more tokens of the image's stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config, read_index
+from pipelines.image_sizes import clip_vae_scale
+from pipelines.models.linears import joint_attention_linears, mlp_linears
+from pipelines.models.spec import Config, ModelSpec, lazy, text_and_image, without_prompt_mask
+from pipelines.models.usual_defaults import PICTURE
+from pipelines.request import MediaRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engines.core.fast_model import ArrangeWeights
+    from engines.core.model import Arguments
+
+TEXT, IMAGE = "text", "image"
+BLOCKS = "transformer_blocks"
+MAX_TOKENS = 1024
+WITHOUT_FAST_STEP = ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope", "guidance_embeds")
+"""Settings of transformers that the hand-ordered step does not compute."""
+PROMPT_WINDOW = 64
+"""Prompts that are filled up have a multiple of so many tokens."""
+
+LINEARS = (
+    *joint_attention_linears(f"{BLOCKS}.*.attn"),
+    *mlp_linears(f"{BLOCKS}.*.img_mlp", f"{BLOCKS}.*.txt_mlp"),
+)
+
+SHARD_PLAN = ShardPlan(
+    streams=(TEXT, IMAGE),
+    blocks=(BLOCKS,),
+    shards=(
+        TokenShard(module=f"{BLOCKS}.0", where="input", key="hidden_states", dim=1, stream=IMAGE),
+        TokenShard(module=f"{BLOCKS}.0", where="input", key="encoder_hidden_states", dim=1, stream=TEXT),
+        TokenShard(module=f"{BLOCKS}.*", where="input", key="modulate_index", dim=1, stream=IMAGE),
+        TokenShard(module="pos_embed", where="output", key=0, dim=0, stream=IMAGE),
+        TokenShard(module="pos_embed", where="output", key=1, dim=0, stream=TEXT),
+    ),
+    gathers=(TokenGather(module="proj_out", dim=1, stream=IMAGE),),
+    linears=LINEARS,
+    carried=("encoder_hidden_states", "hidden_states"),
+    free=("encoder_hidden_states", "encoder_hidden_states_mask"),
+)
+
+
+EDITOR: Mapping[str, Any] = {"min_pictures": 1, "strength_needs_mask": True}
+WORDS_ALONE: Mapping[str, Any] = {"min_pictures": 1, "takes_mask": False, "takes_strength": False, "strength": 1.0}
+LAYERED: Mapping[str, Any] = {
+    **WORDS_ALONE,
+    "width": 640,
+    "height": 640,
+    "size_multiple": 32,
+    "max_pixels": 1024 * 1088,
+    "enlarges_pictures": True,
+    "describes_pictures": True,
+    "num_layers": 4,
+    "max_layers": 10,
+}
+"""It was made for as many pixels as 640 x 640 and 1024 x 1024 have, in any shape whose sides are multiples of 32."""
+EDITORS: Mapping[str, Mapping[str, Any]] = {
+    "QwenImageEditPipeline": EDITOR,
+    "QwenImageEditInpaintPipeline": EDITOR,
+    "QwenImageEditPlusPipeline": {**WORDS_ALONE, "max_pictures": 3, "num_inference_steps": 40},
+    "QwenImageLayeredPipeline": LAYERED,
+}
+"""What differs where a picture is edited by words. Three pictures are what Edit-Plus was made for (its card)."""
+
+
+class QwenImageSpec(ModelSpec):
+    family = "qwen"
+    windowed_prompts = (PROMPT_WINDOW, 2 * PROMPT_WINDOW)
+    forward = lazy("pipelines.models.qwen_image.forward:forward")
+    patch_blocks = lazy("pipelines.models.qwen_image.patches:patch_blocks")
+
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+        import torch
+
+        return {
+            "prompt_embeds": torch.zeros(1, num_tokens, config["joint_attention_dim"]),
+            "prompt_embeds_mask": torch.ones(1, num_tokens, dtype=torch.long),
+        }
+
+    def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
+        """Editors of several pictures take a list. Where there are layers, these are the frames."""
+        import torch
+
+        unit, channels = clip_vae_scale(path, 3), read_config(path, "transformer").get("out_channels", 16)
+        shape = (1, channels, 1, request.height // unit, request.width // unit)
+        pictures = [torch.zeros(shape).movedim(2, 1 if request.num_layers else 2) for _ in range(request.num_pictures)]
+        return {"image_latents": pictures if "Plus" in read_index(path)["_class_name"] else pictures[0]}
+
+    def defaults(self, path: Path) -> Defaults:
+        """Qwen-Image's; an editor takes pictures."""
+        name = str(read_index(path).get("_class_name"))
+        known = replace(
+            PICTURE,
+            width=1328,
+            height=1328,
+            true_cfg_scale=4.0,
+            size_multiple=2 * clip_vae_scale(path, 3),
+            max_pictures=1,
+            takes_mask=True,
+            takes_strength=True,
+            strength=0.9,
+            max_tokens=MAX_TOKENS,
+        )
+        return replace(known, **EDITORS[name]) if name in EDITORS else known
+
+    def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
+        """A model that describes pictures does so in English, as its card has it, and not in Chinese."""
+        return {"use_en_prompt": True} if request.num_layers else {}
+
+    def fast_weights(self, config: Config) -> ArrangeWeights | None:
+        """Transformers with one of ``WITHOUT_FAST_STEP`` have no hand-ordered step."""
+        if any(config.get(name) for name in WITHOUT_FAST_STEP):
+            return None
+        weights: ArrangeWeights = partial(lazy("pipelines.models.qwen_image.fast:QwenWeights"), window=PROMPT_WINDOW)
+        return weights
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        return SHARD_PLAN
+
+    def stream_lengths(self, config: Config, arguments: Arguments) -> Mapping[str, int]:
+        return text_and_image(arguments)
+
+    def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
+        return without_prompt_mask(call)
+
+
+SPEC = QwenImageSpec()

@@ -1,0 +1,179 @@
+"""Qwen-Image 2.1's blocks for the painted picture alone: words, and pictures to look at, are seen by their keys.
+
+These come first, and see no more than what is before them (each picture itself as well); so no step changes them where
+they have a time of their own, and their keys and values are made once a job. Every rank makes them whole; they are then
+divided like those of a stream of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21Attention, apply_rotary_emb_qwen
+from torch import Tensor, nn
+
+from engines.core.kernel import Kernel, Prefix
+from engines.core.model import Arguments
+from engines.parallel.attention.local import local_kernel
+from engines.parallel.copies import is_weightless
+from pipelines.models.qwen_image21.call import CONDITION, GRIDS, LATENTS, PLACES, SLOT, TEXT, TIMESTEP, num_seen
+
+KEYS_VALUES, ROTATION = "seen_keys_values", "rotation"
+"""Inputs beside the module's own: (layers, keys and values, B, P tokens that are seen, H, D), keys rotated; and what
+the picture's queries and keys are rotated by, complex, (N, D / 2)."""
+
+Segment = tuple[int, int, bool]
+"""Where a run of tokens begins and ends, and whether it is text."""
+
+
+class Segments(NamedTuple):
+    """The runs of what is seen, and the kernel that they attend by. It is chosen before a block runs: a compiled one
+    cannot look for packages and devices."""
+
+    kernel: Kernel
+    runs: tuple[Segment, ...]
+
+
+class PaintedProcessor:
+    """Attention of the painted tokens to those that are seen and to their own, by ``kernel``."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __call__(
+        self,
+        attn: QwenImage21Attention,
+        hidden_states: Tensor,
+        attention_mask: Tensor,
+        rotary_emb: Tensor,
+        layer_cache: list[Tensor] | None = None,
+        segments: Segments | None = None,
+        **unused: None,
+    ) -> Tensor:
+        """In place of a mask it takes ``seen_2BPHD``. With ``segments`` the tokens are those that are seen, of which
+        it appends that to ``layer_cache``."""
+        q_BLHD, k_BLHD, v_BLHD = _queries_keys_values(attn, hidden_states, rotary_emb)
+        if layer_cache is not None:
+            assert segments is not None, "only what is seen is kept"
+            layer_cache.append(torch.stack((k_BLHD, v_BLHD)))
+            out_BLHD = _attend_seen(q_BLHD, k_BLHD, v_BLHD, segments)
+        else:
+            k_BMHD, v_BMHD = torch.cat((attention_mask, torch.stack((k_BLHD, v_BLHD))), dim=2).unbind(0)
+            out_BLHD, _ = self.kernel(q_BLHD, k_BMHD, v_BMHD)
+        out_BLC: Tensor = attn.to_out[0](out_BLHD.flatten(2))
+        return out_BLC
+
+
+def set_kernel(module: nn.Module, kernel: Kernel) -> None:
+    """Makes the painted tokens' attention call ``kernel``. From now on ``module`` is called by ``forward``."""
+    processor: Any = PaintedProcessor(kernel)
+    blocks: Any = module.get_submodule("transformer_blocks")
+    for block in blocks:
+        block.attn.set_processor(processor)
+
+
+def forward(module: Any, call: Mapping[str, Any]) -> Tensor:
+    """The velocity of the picture that is painted, (B, N, C)."""
+    made = {name: call[name] for name in (KEYS_VALUES, ROTATION) if name in call}
+    made = made or seen(module, call, call[TIMESTEP])
+    x_BLC: Tensor = module.img_in(call[LATENTS])
+    temb_BC, modulation_BC = _modulation(module, call[TIMESTEP], x_BLC)
+    for block, seen_2BPHD in zip(module.transformer_blocks, made[KEYS_VALUES], strict=True):
+        x_BLC = block(x_BLC, modulation_BC, made[ROTATION], seen_2BPHD)
+    velocity_BNC: Tensor = module.proj_out(module.norm_out(x_BLC, temb_BC))
+    return velocity_BNC
+
+
+def hoisted(module: Any, arguments: Arguments) -> dict[str, Tensor]:
+    """Returns what no step changes: nothing of a model whose words have the picture's time."""
+    if not module.config.causal_condition:
+        return {}
+    return seen(module, arguments, arguments[TIMESTEP])
+
+
+def seen(module: Any, call: Mapping[str, Any], timestep: Tensor) -> dict[str, Tensor]:
+    """Returns the keys and values of the words, and pictures to look at, in all blocks of ``module``, whose linears may
+    be split by heads; and the picture's rotation.
+
+    They take half a megabyte a token of the published model in bfloat16. Not one module is called: hooks on them cut
+    the tokens of the picture.
+    """
+    if call[TEXT].is_meta or is_weightless(module):  # no places are known on "meta"; what comes once is not counted
+        return _blank(module, call)
+    if torch.compiler.is_exporting():
+        raise ValueError(
+            "in this model words and pictures to look at lie where a prompt says, which no TensorRT engine finds out: "
+            "use engine: torch"
+        )
+    text_BTC, is_place_T = module.txt_in(call[TEXT]), call[PLACES][0]
+    repeats_T, num = torch.where(is_place_T, SLOT, 1), num_seen(call)
+    x_BPC, is_place_P = (
+        torch.repeat_interleave(x, repeats_T, dim, output_size=num) for x, dim in ((text_BTC, 1), (is_place_T, 0))
+    )
+    if CONDITION in call:
+        x_BPC[:, is_place_P] = module.img_in.forward(call[CONDITION])
+    grids = call[GRIDS][0]
+    is_picture_M = torch.cat((is_place_P, is_place_P.new_ones(math.prod(grids[-1]))))
+    rotation_MD = module.pos_embed.forward(grids, is_picture_M, device=x_BPC.device)
+    numbers_M, _ = module.build_token_metadata(is_picture_M, grids)
+    time = timestep.new_zeros(1) if module.config.causal_condition else timestep
+    _, modulation_BC = _modulation(module, time, x_BPC)
+    kept = list[Tensor]()
+    runs = tuple(_segments(numbers_M[:num].tolist()))
+    segments = Segments(kernel=local_kernel(x_BPC.device, x_BPC.dtype), runs=runs)
+    for block in module.transformer_blocks:
+        how = {"rotary_emb": rotation_MD[:num], "layer_cache": kept, "segments": segments}
+        x_BPC = block.forward(x_BPC, modulation_BC, **how)
+    return {KEYS_VALUES: torch.stack(kept), ROTATION: rotation_MD[num:].clone()}
+
+
+def _modulation(module: Any, timestep: Tensor, x_BLC: Tensor) -> tuple[Tensor, Tensor]:
+    temb_BC: Tensor = module.time_text_embed(timestep.to(x_BLC.dtype), x_BLC)
+    return temb_BC, module.modulation(temb_BC)
+
+
+def _queries_keys_values(attn: Any, x_BLC: Tensor, rotation_LD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The number of heads is read off, since a tensor-parallel rank holds only some."""
+    head_dim = attn.inner_dim // attn.heads
+    q_BLHD, k_BLHD, v_BLHD = (
+        torch.unflatten(to(x_BLC), -1, (-1, head_dim)) for to in (attn.to_q, attn.to_k, attn.to_v)
+    )
+    q_BLHD, k_BLHD = (
+        apply_rotary_emb_qwen(norm(x).to(v_BLHD.dtype), rotation_LD, use_real=False)
+        for norm, x in ((attn.norm_q, q_BLHD), (attn.norm_k, k_BLHD))
+    )
+    return q_BLHD, k_BLHD, v_BLHD
+
+
+def _segments(numbers: list[int]) -> Iterator[Segment]:
+    """Runs of tokens of one number: those of text are -1, those of a picture its own."""
+    start = 0
+    for number, run in groupby(numbers):
+        end = start + len(list(run))
+        yield start, end, number < 0
+        start = end
+
+
+def _attend_seen(q_BPHD: Tensor, k_BPHD: Tensor, v_BPHD: Tensor, segments: Segments) -> Tensor:
+    """Each token sees all of the segments before its own, and of its own all if it is a picture."""
+    places_P = torch.arange(q_BPHD.shape[1], device=q_BPHD.device)
+    out = []
+    for start, end, is_text in segments.runs:
+        prefix = Prefix(reach_L=places_P[start:end] + 1, place_M=places_P[:end]) if is_text else None
+        out.append(segments.kernel(q_BPHD[:, start:end], k_BPHD[:, :end], v_BPHD[:, :end], prefix=prefix)[0])
+    return torch.cat(out, dim=1)
+
+
+def _blank(module: Any, call: Mapping[str, Any]) -> dict[str, Tensor]:
+    blocks, x_BNC = module.transformer_blocks, call[LATENTS]
+    attn = blocks[0].attn
+    head_dim = attn.inner_dim // attn.heads
+    heads = attn.to_k.out_features // head_dim
+    return {
+        KEYS_VALUES: x_BNC.new_empty(len(blocks), 2, x_BNC.shape[0], num_seen(call), heads, head_dim),
+        ROTATION: x_BNC.new_empty(x_BNC.shape[1], head_dim // 2, dtype=torch.complex64),
+    }

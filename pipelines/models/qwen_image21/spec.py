@@ -1,0 +1,101 @@
+"""Qwen-Image 2.1: words, and pictures to look at, see what is before them; the picture that is painted sees all.
+
+So they are made once a job, whole on every rank, and the tokens of the picture are divided, which see their keys and
+values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.image_sizes import clip_vae_scale
+from pipelines.models.linears import attention_linears
+from pipelines.models.qwen_image21.call import GRIDS, LATENTS, PLACES, TEXT, TIMESTEP, constant_inputs, num_seen
+from pipelines.models.spec import Config, ModelSpec, lazy
+from pipelines.models.usual_defaults import PICTURE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engines.core.model import Arguments
+
+SEEN, PAINTED = "seen", "painted"
+BLOCKS = "transformer_blocks"
+TYPICAL_TOKENS, MAX_TOKENS = 64, 4096
+"""Of a prompt, for steps that nobody asked for, and at most: the pipeline has no limit, the transformer 8192 places."""
+MAX_PICTURES = 3
+"""As many as the editors before it were made for."""
+
+SHARD_PLAN = ShardPlan(
+    streams=(SEEN, PAINTED),
+    blocks=(BLOCKS,),
+    shards=(
+        TokenShard(module="img_in", where="output", key=0, dim=1, stream=PAINTED),
+        TokenShard(module=f"{BLOCKS}.*", where="input", key="rotary_emb", dim=0, stream=PAINTED),
+        TokenShard(module=f"{BLOCKS}.*", where="input", key="attention_mask", dim=2, stream=SEEN),
+    ),
+    gathers=(TokenGather(module="proj_out", dim=1, stream=PAINTED),),
+    linears=(
+        *attention_linears(f"{BLOCKS}.*.attn"),
+        *(ColumnLinear(pattern=f"{BLOCKS}.*.img_mlp.{name}") for name in ("proj", "gate_layer")),
+        RowLinear(pattern=f"{BLOCKS}.*.img_mlp.out"),
+    ),
+    free=(TEXT, PLACES),
+)
+"""Blocks take, in place of a mask, the keys and values of what is seen (see ``attention.qwen21``)."""
+
+
+class QwenImage21Spec(ModelSpec):
+    family = "qwen"
+    reads_values = True
+    eager_only = "finds out where words and pictures lie in a prompt"
+    forward = lazy("pipelines.models.qwen_image21.attention:forward")
+    set_kernel = lazy("pipelines.models.qwen_image21.attention:set_kernel")
+    hoisted = lazy("pipelines.models.qwen_image21.attention:hoisted")
+    """The words, and pictures to look at: their keys and values."""
+
+    def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
+        return {SEEN: num_seen(arguments), PAINTED: arguments[LATENTS].shape[1]}
+
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+        import torch
+
+        num_tokens = TYPICAL_TOKENS if num_tokens in (0, MAX_TOKENS) else num_tokens
+        return {
+            "prompt_embeds": torch.zeros(1, num_tokens, config["context_in_dim"]),
+            "prompt_embeds_mask": torch.ones(1, num_tokens, dtype=torch.long),
+            "image_pad_mask": torch.zeros(1, num_tokens, dtype=torch.bool),
+        }
+
+    def defaults(self, path: Path) -> Defaults:
+        """Returns the pipeline's own arguments in diffusers."""
+        return replace(
+            PICTURE,
+            num_inference_steps=40,
+            size_multiple=2 * clip_vae_scale(path, 4),
+            max_pictures=MAX_PICTURES,
+            max_tokens=MAX_TOKENS,
+        )
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        return SHARD_PLAN
+
+    def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
+        """What is painted apart from what is seen, and the latter the same tensors in every step of a job."""
+        num_painted = math.prod(call[GRIDS][0][-1])
+        return {
+            LATENTS: call[LATENTS][:, -num_painted:],
+            TIMESTEP: call[TIMESTEP],
+            TEXT: call[TEXT],
+            GRIDS: call[GRIDS],
+            **constant_inputs(call, num_painted),
+        }
+
+
+SPEC = QwenImage21Spec()

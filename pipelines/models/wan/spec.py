@@ -1,0 +1,179 @@
+"""Wan 2.1 and 2.2 (and models of the same layout).
+
+The text stays whole on every rank (cross-attention needs all of it), as do the embedders and the modulation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ColumnLinear, FullWidthNorm, ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config, read_index
+from pipelines.image_sizes import latent_sizes, space_time_scales
+from pipelines.models.channels import check_channels
+from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
+from pipelines.models.predictions import of_fewer_channels
+from pipelines.models.spec import Config, ModelSpec, first_latent_frame, lazy, num_patches
+from pipelines.models.usual_defaults import CLIP
+from pipelines.request import MediaRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engines.core.model import Arguments
+
+VIDEO = "video"
+ATTENTIONS = ("blocks.*.attn1", "blocks.*.attn2")
+SIZE_MULTIPLE = 16
+"""The reference pipeline refuses other sizes, whatever the auto-encoder."""
+MAX_TOKENS = 512
+SMALL_LAYERS = 30
+
+SHARDS = (
+    TokenShard(module="rope", where="output", key=0, dim=1, stream=VIDEO),
+    TokenShard(module="rope", where="output", key=1, dim=1, stream=VIDEO),
+    TokenShard(module="blocks.0", where="input", key="hidden_states", dim=1, stream=VIDEO),
+)
+TIMESTEP_SHARD = TokenShard(module="", where="input", key="timestep", dim=1, stream=VIDEO)
+
+LINEARS = (*attention_linears(*ATTENTIONS), *query_key_norms(*ATTENTIONS), *mlp_linears("blocks.*.ffn"))
+PICTURE_LINEARS: tuple[ColumnLinear | FullWidthNorm, ...] = (
+    ColumnLinear(pattern="blocks.*.attn2.add_k_proj"),
+    ColumnLinear(pattern="blocks.*.attn2.add_v_proj"),
+    FullWidthNorm(pattern="blocks.*.attn2.norm_added_k"),
+)
+PICTURE_TOKENS = 257
+"""What CLIP makes of a picture: 16 x 16 patches and one token for all (arXiv:2103.00020, ViT-H/14 at 224)."""
+
+
+def expands_timesteps(config: Config) -> bool:
+    """Whether the transformer takes one timestep a token (Wan 2.2 TI2V)."""
+    return bool(config.get("pipeline", {}).get("expand_timesteps"))
+
+
+def attends_to_pictures(config: Config) -> bool:
+    """Whether cross-attention has keys of pictures beside those of the text (Wan 2.1 image to video)."""
+    return config.get("added_kv_proj_dim") is not None
+
+
+LARGE = replace(CLIP, num_frames=81, fps=16, max_frames=81, max_tokens=MAX_TOKENS)
+"""Wan 2.1 14B; the others differ in a few values (each from its model card on the hub)."""
+
+SMALL_SIZE: dict[str, Any] = {"width": 832, "height": 480}
+ONE_PICTURE: dict[str, Any] = {"min_pictures": 1, "max_pictures": 1}
+PICTURE_PIPELINES = ("WanImageToVideoPipeline", "WanImage2VideoModularPipeline", "Wan22Image2VideoModularPipeline")
+
+SMALL = replace(LARGE, **SMALL_SIZE)
+TWO_EXPERTS = replace(LARGE, num_inference_steps=40, true_cfg_scale=4.0)
+"""The card's guidance scale for high noise. It gives 3.0 for low noise; a request has one scale, which serves both."""
+PER_TOKEN_TIME = replace(LARGE, height=704, num_frames=121, fps=24, max_frames=121)
+
+
+def _known_defaults(path: Path) -> Defaults:
+    """Wan 2.2 A14B has two transformers, TI2V 5B a timestep a token; Wan 2.1 comes with 30 or 40 layers.
+
+    ValueError for a transformer that sees more than the latents of a clip.
+    """
+    config, index = read_config(path, "transformer"), read_index(path)
+    check_channels(path, "transformer", given=config.get("out_channels", config.get("in_channels")))
+    if index.get("boundary_ratio") is not None:
+        return TWO_EXPERTS
+    if index.get("expand_timesteps"):
+        return PER_TOKEN_TIME
+    return SMALL if config["num_layers"] <= SMALL_LAYERS else LARGE
+
+
+def begins_with_pictures(path: Path) -> bool:
+    """ValueError for a folder whose pipeline diffusers has blocks for, but not with a timestep a token."""
+    if read_index(path)["_class_name"] not in PICTURE_PIPELINES:
+        return False
+    if read_index(path).get("expand_timesteps"):
+        raise ValueError(
+            f"{path} begins clips with a picture and has a timestep a token, which diffusers has no blocks for; as a "
+            "WanPipeline it makes clips from words"
+        )
+    return True
+
+
+def _from_pictures(path: Path) -> Defaults:
+    """Wan 2.2 A14B has no keys of pictures; the model of Wan 2.1 for first and last frame has a place for each."""
+    config = read_config(path, "transformer")
+    if not attends_to_pictures(config):
+        return replace(TWO_EXPERTS, **SMALL_SIZE, true_cfg_scale=3.5, **ONE_PICTURE)
+    if config.get("pos_embed_seq_len") is not None:
+        return replace(LARGE, true_cfg_scale=5.5, min_pictures=2, max_pictures=2)
+    return replace(LARGE, **SMALL_SIZE, **ONE_PICTURE)
+
+
+class WanSpec(ModelSpec):
+    family = "wan"
+    fits_pictures = True
+    float32_parts = ("vae", "image_encoder")
+    needs_negative = True
+    decodes_frames_apart = True
+    forward = lazy("pipelines.models.wan.text:forward")
+    set_kernel = lazy("pipelines.models.wan.attention:set_kernel")
+    patch_blocks = lazy("pipelines.models.wan.patches:patch_blocks")
+    hoisted = lazy("pipelines.models.wan.text:hoisted_text")
+    """The text's keys and values."""
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        """Timesteps are cut like the tokens, where each token has its own."""
+        return ShardPlan(
+            streams=(VIDEO,),
+            blocks=("blocks",),
+            shards=(*SHARDS, TIMESTEP_SHARD) if expands_timesteps(config) else SHARDS,
+            gathers=(TokenGather(module="proj_out", dim=1, stream=VIDEO),),
+            linears=(*LINEARS, *PICTURE_LINEARS) if attends_to_pictures(config) else LINEARS,
+            carried=("hidden_states",),
+        )
+
+    def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
+        return {VIDEO: num_patches(arguments["hidden_states"].shape[2:], config["patch_size"])}
+
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
+        import torch
+
+        tokens = MAX_TOKENS if attends_to_pictures(config) else num_tokens
+        return {"prompt_embeds": torch.zeros(1, tokens, config["text_dim"])}
+
+    def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
+        """Frames as the auto-encoder has them with a mask of which are known, and what CLIP sees in each picture."""
+        import torch
+
+        config, sizes = read_config(path, "transformer"), latent_sizes(request, space_time_scales(path))
+        channels = config["in_channels"] - config["out_channels"]
+        values = {"image_condition_latents": torch.zeros(1, channels, *sizes)}
+        if attends_to_pictures(config):
+            values["image_embeds"] = torch.zeros(request.num_pictures, PICTURE_TOKENS, config["image_dim"])
+        return values
+
+    def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Diffusers' blocks round the timestep to the dtype of the prompt, and know one for all tokens."""
+        timestep_B = step["t"].float().expand(call["timestep"].shape[0])
+        if not expands_timesteps(config):
+            return {**call, "timestep": timestep_B}
+        return {**call, "timestep": timestep_B[:, None].expand(-1, self.stream_lengths(config, call)[VIDEO])}
+
+    def defaults(self, path: Path) -> Defaults:
+        """The defaults of the published model that the folder resembles, with its own grid."""
+        (spatial, temporal), patch = space_time_scales(path), read_config(path, "transformer")["patch_size"]
+        return replace(
+            _from_pictures(path) if begins_with_pictures(path) else _known_defaults(path),
+            size_multiple=math.lcm(SIZE_MULTIPLE, spatial * patch[1], spatial * patch[2]),
+            frame_multiple=temporal,
+        )
+
+    def blank_prediction(self, config: Config, call: Mapping[str, Any]) -> tuple[Tensor]:
+        return of_fewer_channels(config, call)
+
+    def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
+        return first_latent_frame(latents)
+
+
+SPEC = WanSpec()

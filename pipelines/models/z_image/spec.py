@@ -1,0 +1,125 @@
+"""Z-Image and Z-Image-Turbo: one stream of picture and text, both padded to multiples of 32 tokens.
+
+The refiners before it (4 of 34 layers, each over a part of the tokens) are computed whole on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config
+from pipelines.image_sizes import vae_scale
+from pipelines.models.linears import attention_linears
+from pipelines.models.predictions import blank_like
+from pipelines.models.spec import Config, ModelSpec, lazy, num_patches
+from pipelines.models.usual_defaults import PICTURE, distilled
+from pipelines.models.z_image.text import PADDED_TO, padded_length
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from engines.core.fast_model import ArrangeWeights
+    from engines.core.model import Arguments
+
+TOKENS = "tokens"
+PATCH = 2
+MAX_TOKENS = 512
+SIZE_MULTIPLE = 16
+"""Diffusers' blocks refuse other sizes, whatever the auto-encoder."""
+
+SHARD_PLAN = ShardPlan(
+    streams=(TOKENS,),
+    blocks=("layers",),
+    shards=(
+        TokenShard(module="layers.0", where="input", key="x", dim=1, stream=TOKENS),
+        TokenShard(module="layers.*", where="input", key="freqs_cis", dim=1, stream=TOKENS),
+    ),
+    gathers=(TokenGather(module=f"all_final_layer.{PATCH}-1", dim=1, stream=TOKENS),),
+    linears=(
+        *attention_linears("layers.*.attention"),
+        *(ColumnLinear(pattern=f"layers.*.feed_forward.{name}") for name in ("w1", "w3")),
+        RowLinear(pattern="layers.*.feed_forward.w2"),
+    ),
+    free=("cap_feats.0",),
+)
+REFINERS = ("noise_refiner.*.attention", "context_refiner.*.attention")
+
+
+PROMPTS = ("prompt_embeds", "negative_prompt_embeds")
+
+
+FROM_PROMPT: dict[str, Any] = {"true_cfg_scale": 5.0, "guidance_offset": 1.0}
+"""A guidance of 4 on the model's page, which counts it from the prompt's own prediction."""
+BASE = replace(PICTURE, **FROM_PROMPT, max_pictures=1, takes_strength=True, strength=0.6, max_tokens=MAX_TOKENS)
+"""As on the model's page, with 50 steps."""
+TURBO = distilled(BASE, 9)
+BASE_SHIFT = 6.0
+"""Of the schedule; Turbo's is 3. In all else their published configurations are the same."""
+
+
+class ZImageSpec(ModelSpec):
+    family = "z_image"
+    local_attention = REFINERS
+    counts_heads = True
+    short_prompts = (2 * PADDED_TO,)
+    latents = "x.0"
+    timestep = "t"
+    eager_only = "computes a part of itself under an autocast of its own"
+
+    def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
+        num_image = num_patches(arguments["x.0"].shape[2:], (PATCH, PATCH))
+        num_text = arguments["cap_feats.0"].shape[0]
+        return {TOKENS: padded_length(num_image) + padded_length(num_text)}
+
+    def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Any]:
+        import torch
+
+        return {"prompt_embeds": [torch.zeros(num_tokens, config["cap_feat_dim"])]}
+
+    def blank_prediction(self, config: Config, call: Mapping[str, Any]) -> tuple[list[Tensor]]:
+        return ([blank_like(x) for x in call["x"]],)
+
+    def pad_conditioning(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The transformer pads prompts itself; padded before, those of up to 32 tokens have one shape."""
+        from pipelines.models.z_image.text import filled
+
+        return {name: [filled(text) for text in value] if name in PROMPTS else value for name, value in values.items()}
+
+    def forward(self, module: nn.Module, call: Mapping[str, Any]) -> Tensor:
+        """The prediction ``x_CFHW`` of one picture."""
+        from pipelines.models.z_image.text import filling_replaced
+
+        with filling_replaced(module):
+            (prediction,) = module(**call, return_dict=False)[0]
+        picture: Tensor = prediction
+        return picture
+
+    def to_output(self, config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[list[Tensor]]:
+        return ([prediction],)
+
+    def fast_weights(self, config: Config) -> ArrangeWeights | None:
+        """A transformer that sees pictures through SigLIP has no hand-ordered step."""
+        if config.get("siglip_feat_dim") is not None:
+            return None
+        weights: ArrangeWeights = lazy("pipelines.models.z_image.fast:ZImageWeights")
+        return weights
+
+    def defaults(self, path: Path) -> Defaults:
+        """Returns Z-Image's or Turbo's, by the schedule. A ``troupe.json`` in the folder says otherwise."""
+        known = BASE if read_config(path, "scheduler").get("shift", 1.0) >= BASE_SHIFT else TURBO
+        return replace(known, size_multiple=math.lcm(SIZE_MULTIPLE, vae_scale(path) * PATCH))
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        return SHARD_PLAN
+
+    def heads(self, config: Config) -> tuple[int, int]:
+        return (config["n_heads"], config["dim"] // config["n_heads"])
+
+
+SPEC = ZImageSpec()

@@ -1,0 +1,149 @@
+"""FLUX.3 on gangs of Gloo ranks, against the pipeline's own call."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.core.differences import relative_difference
+from engines.core.shard_plan import named_like
+from engines.parallel.attention import strategy as strategies
+from engines.torch_engine.engine import TorchEngine
+from pipelines.checkpoint import Checkpoint
+from pipelines.models.flux3.spec import SHARD_PLAN
+from pipelines.run import Pipeline, load_pipeline
+from tests.engines.support.gloo import gang
+from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
+from tests.pipelines.support.checkpoints.tiny_flux3 import (
+    LOAD_PROCESSOR,
+    Flux3Processor,
+    encode_as_given,
+    flux3,
+    flux3_distilled,
+)
+from tests.pipelines.support.references.own_call import own_state
+from tests.pipelines.support.references.picture_cases import PictureCase, images_of, pictures_of, request_of
+
+TWO = ((40, 48), (50, 34))
+CASES = {
+    "two pictures": PictureCase(make=flux3, pictures=TWO, changes={"true_cfg_scale": 1.0}),
+    "words": PictureCase(make=flux3, pictures=()),
+    "distilled": PictureCase(make=flux3_distilled, pictures=()),
+    "distilled, one picture": PictureCase(make=flux3_distilled, pictures=TWO[1:]),
+}
+SOME, *OTHERS = CASES
+ALL = [SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+STRATEGIES = {
+    1: ("ulysses",),
+    2: (*CONTEXT, "tensor", "guidance"),
+    4: (*CONTEXT, "hybrid", "tensor", "tensor2xulysses2"),
+}
+
+
+def loaded(folder: Path) -> Pipeline:
+    checkpoint = Checkpoint(folder)
+    with patch(LOAD_PROCESSOR, lambda *_, **__: Flux3Processor()):
+        return load_pipeline(checkpoint, TorchEngine(checkpoint.denoiser(), strategy="ulysses"))
+
+
+@cache
+def encoded(folder: Path, name: str) -> bytes:
+    """The conditioning as it travels, made once in a process: what strategies differ in comes after it."""
+    pictures, request = pictures_of(CASES[name]), request_of(CASES[name], folder)
+    with patch(LOAD_PROCESSOR, lambda *_, **__: Flux3Processor()):
+        return pickle.dumps(Checkpoint(folder).text_encoder().encode(request, pictures))
+
+
+def denoised(folder: Path, name: str, strategy: str) -> Tensor:
+    checkpoint, ranks = Checkpoint(folder), tuple(range(dist.get_world_size()))
+    engine, sampler = TorchEngine(checkpoint.denoiser(), strategy=strategy), checkpoint.sampler()
+    state = sampler.begin(request_of(CASES[name], folder), pickle.loads(encoded(folder, name)))
+    for _ in range(sampler.num_steps(state)):
+        state = pickle.loads(pickle.dumps(state))
+        state = sampler.advance(state, engine.predict(sampler.branches(state), ranks))
+    engine.close()
+    latents: Tensor = sampler.latents(state)["latents"]
+    return latents
+
+
+def without_exchange(folder: Path, name: str) -> Tensor:
+    """Each rank attends to its own tokens alone."""
+    with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
+        return denoised(folder, name, "ulysses")
+
+
+def unaware(folder: Path, name: str) -> Tensor:
+    """Blocks of one stream take its padding for tokens, as if all streams were there."""
+    with patch("engines.core.layout.TokenLayout.of_stream", lambda layout, stream: layout):
+        return denoised(folder, name, "ulysses")
+
+
+@cache
+def own_latents(folder: Path, name: str) -> Tensor:
+    images, case = images_of(CASES[name]), CASES[name]
+    with patch(LOAD_PROCESSOR, lambda *_, **__: Flux3Processor()):
+        state = own_state(folder, request_of(case, folder), change=encode_as_given, image=images or None)
+    latents: Tensor = state.get("latents")
+    assert latents.std() > 0.1
+    return latents
+
+
+@pytest.mark.parametrize("num_ranks", STRATEGIES)
+@pytest.mark.parametrize("name", ALL)
+def test_latents_equal_the_pipelines_own(name: str, num_ranks: int, folders: Callable[[Any], Path]) -> None:
+    folder = folders(CASES[name].make)
+    for strategy in STRATEGIES[num_ranks]:
+        for latents in gang(num_ranks).run(denoised, folder, name, strategy):
+            assert relative_difference(latents, own_latents(folder, name)) <= TOLERANCE, strategy
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_without_the_exchange_they_do_not(num_ranks: int, folders: Callable[[Any], Path]) -> None:
+    folder = folders(CASES[SOME].make)
+    for latents in gang(num_ranks).run(without_exchange, folder, SOME):
+        assert relative_difference(latents, own_latents(folder, SOME)) > 10 * TOLERANCE
+
+
+def test_nor_where_blocks_of_one_stream_do_not_know_its_padding(folders: Callable[[Any], Path]) -> None:
+    folder = folders(CASES[SOME].make)
+    for latents in gang(4).run(unaware, folder, SOME):
+        assert relative_difference(latents, own_latents(folder, SOME)) > 10 * TOLERANCE
+
+
+def test_the_picture_has_the_size_asked_for(folders: Callable[[Any], Path]) -> None:
+    folder = folders(CASES[SOME].make)
+    pipeline, request = loaded(folder), request_of(CASES[SOME], folder)
+    *_, middle, last = pipeline.states(request, pictures_of(CASES[SOME]))
+    for latents in (pipeline.sampler.preview(middle), pipeline.sampler.latents(last)):
+        frames = pipeline.decoder.decode(latents, request)
+        assert (frames.shape, frames.dtype) == ((1, request.height, request.width, 3), np.uint8)
+
+
+@pytest.mark.parametrize("make", [flux3, pytest.param(flux3_distilled, marks=pytest.mark.slow)])
+def test_a_known_step_checks_a_gang(make: Callable[[Path], Path], folders: Callable[[Any], Path]) -> None:
+    model = Checkpoint(folders(make)).denoiser()
+    branches = model.probe()
+    assert len(branches) == 2
+    assert any(number % 4 for number in model.stream_lengths(branches[0].arguments).values())
+
+
+def test_the_plan_covers_the_published_size() -> None:
+    from diffusers import Flux3Transformer2DModel
+
+    with torch.device("meta"):
+        module = Flux3Transformer2DModel()
+    names = [name for name, _ in module.named_modules()]
+    assert all(any(rule.matches(name) for name in names) for rule in SHARD_PLAN.linears)
+    assert len(SHARD_PLAN.blocks_of(module)) == 3 * 5 + 28
+    for name in (*(gather.module for gather in SHARD_PLAN.gathers), *(name for name, _ in SHARD_PLAN.alone)):
+        assert named_like(module, name)

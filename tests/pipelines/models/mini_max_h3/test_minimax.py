@@ -1,0 +1,179 @@
+"""MiniMax-H3 on gangs of Gloo ranks, against the pipeline's own call: clips with sound, from words and pictures."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from engines.core.differences import relative_difference
+from engines.core.shard_plan import named_like
+from engines.core.transport.packing import pack
+from engines.parallel.attention import strategy as strategies
+from engines.torch_engine.engine import TorchEngine
+from pipelines.checkpoint import Checkpoint
+from pipelines.models.mini_max_h3.spec import SHARD_PLAN
+from pipelines.request import MediaRequest
+from pipelines.run import Pipeline, load_pipeline
+from tests.engines.support.gloo import gang
+from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
+from tests.pipelines.support.checkpoints.tiny_minimax import LOAD_PROCESSOR, MiniMaxProcessor, minimax_h3
+from tests.pipelines.support.references.own_call import own_state
+from tests.pipelines.support.references.video import Clip, Latents, pictures_of
+
+NAMES = ("latents", "audio_latents")
+
+
+def own_latents(folder: Path, request: MediaRequest, images: tuple[Any, ...]) -> Latents:
+    """Diffusers counts the end of the last step as one more."""
+    shown = dict(zip(("image", "last_image"), images, strict=False))
+    state = own_state(folder, request, **shown, num_inference_steps=request.num_inference_steps + 1)
+    return {name: state.get(name) for name in NAMES}
+
+
+SOME: dict[str, Any] = {"make": minimax_h3, "reference": own_latents, "sides": (2, 3), "num_latent_frames": 120}
+CASES = {
+    "words": Clip(**SOME, strategies=("tensor", "pipeline", "hybrid", "guidance")),
+    "first frame": Clip(**SOME, num_pictures=1),
+    "first and last frame": Clip(**SOME, num_pictures=2, strategies=("tensor",)),
+}
+STEADY = "first and last frame"
+GANGS = [
+    pytest.param(name, num_ranks, marks=() if (name, num_ranks) == (STEADY, 4) else pytest.mark.slow)
+    for name in CASES
+    for num_ranks in (1, 2, 4)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return minimax_h3(tmp_path_factory.mktemp("minimax"))
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Callable[[str], Latents]:
+    def of(name: str) -> Latents:
+        request = CASES[name].request(folder)
+        with patch(LOAD_PROCESSOR, lambda *_, **__: MiniMaxProcessor()):
+            return CASES[name].reference(folder, request, CASES[name].images(request))
+
+    return cache(of)
+
+
+def loaded(folder: Path) -> Pipeline:
+    checkpoint = Checkpoint(folder)
+    with patch(LOAD_PROCESSOR, lambda *_, **__: MiniMaxProcessor()):
+        return load_pipeline(checkpoint, TorchEngine(checkpoint.denoiser(), strategy="ulysses"))
+
+
+@cache
+def encoded(folder: Path, name: str) -> bytes:
+    """The conditioning as it travels, made once in a process: what strategies differ in comes after it."""
+    request = CASES[name].request(folder)
+    with patch(LOAD_PROCESSOR, lambda *_, **__: MiniMaxProcessor()):
+        conditioning = Checkpoint(folder).text_encoder().encode(request, pictures_of(CASES[name].images(request)))
+    pack(conditioning, torch.device("cpu"))
+    return pickle.dumps(conditioning)
+
+
+def denoised(folder: Path, name: str, strategy: str) -> dict[str, Any]:
+    """The state is sent before each step."""
+    checkpoint, ranks = Checkpoint(folder), tuple(range(dist.get_world_size()))
+    engine, sampler = TorchEngine(checkpoint.denoiser(), strategy=strategy), checkpoint.sampler()
+    state = sampler.begin(CASES[name].request(folder), pickle.loads(encoded(folder, name)))
+    pack(state, torch.device("cpu"))
+    for _ in range(sampler.num_steps(state)):
+        state = pickle.loads(pickle.dumps(state))
+        state = sampler.advance(state, engine.predict(sampler.branches(state), ranks))
+    engine.close()
+    return dict(sampler.latents(state))
+
+
+def without_exchange(folder: Path, name: str) -> dict[str, Any]:
+    """Each rank attends to its own tokens alone."""
+    with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
+        return denoised(folder, name, "ulysses")
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), GANGS)
+def test_latents_equal_the_pipelines_own(
+    name: str, num_ranks: int, folder: Path, expected: Callable[[str], Latents]
+) -> None:
+    several = [one for one in CASES[name].strategies if (one, num_ranks) != ("pipeline", 4)]
+    for strategy in (*CONTEXT, *several) if num_ranks > 1 else ("ulysses",):
+        for latents in gang(num_ranks).run(denoised, folder, name, strategy):
+            for part, own in expected(name).items():
+                assert own.std() > 0.1
+                assert relative_difference(latents[part], own) <= TOLERANCE, (strategy, part)
+
+
+def test_without_the_exchange_they_do_not(folder: Path, expected: Callable[[str], Latents]) -> None:
+    for latents in gang(2).run(without_exchange, folder, STEADY):
+        for part, own in expected(STEADY).items():
+            assert relative_difference(latents[part], own) > 10 * TOLERANCE
+
+
+def test_frames_and_sound_last_as_long_as_was_asked_for(folder: Path) -> None:
+    """The model makes 124 frames; of a preview few are decoded."""
+    pipeline, request = loaded(folder), CASES[STEADY].request(folder)
+    *_, middle, last = pipeline.states(request, pictures_of(CASES[STEADY].images(request)))
+    media = pipeline.decoder.decode_all(pipeline.sampler.latents(last), request)
+    assert media.frames_FHWC.shape == (120, request.height, request.width, 3)
+    assert media.sound is not None
+    assert media.sound.samples_CT.shape == (2, round(207 * 8 * 120 / 124))
+    silent = pipeline.decoder.decode_all(pipeline.sampler.latents(last), replace(request, sound=False))
+    assert silent.sound is None
+    assert np.array_equal(silent.frames_FHWC, media.frames_FHWC)
+    preview = pipeline.decoder.preview(pipeline.sampler.preview(middle), request)
+    assert preview.shape == (22, request.height, request.width, 3)
+
+
+def test_a_step_leaves_its_state_as_it_was(folder: Path) -> None:
+    pipeline, request = loaded(folder), CASES["words"].request(folder)
+    state = pipeline.sampler.begin(request, pipeline.text_encoder.encode(request))
+    before = state.loop_state.latents.clone()
+    pipeline.sampler.advance(state, pipeline.engine.predict(pipeline.sampler.branches(state), (0,)))
+    assert torch.equal(state.loop_state.latents, before)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_gang_prepares_with_blank_steps(name: str, folder: Path) -> None:
+    """Of the inputs of those that somebody asks for, but for the tokens of words and of what is seen in pictures."""
+    checkpoint, request = Checkpoint(folder), CASES[name].request(folder)
+    assert list(checkpoint.denoiser().modules) == ["transformer"]
+    assert checkpoint.num_steps(request) == request.num_inference_steps
+    (blank,) = checkpoint.first_step(request)
+    pipeline = loaded(folder)
+    encoded = pipeline.text_encoder.encode(request, pictures_of(CASES[name].images(request)))
+    (real,) = pipeline.sampler.branches(pipeline.sampler.begin(request, encoded))
+    assert {key: x.dtype for key, x in blank.inputs.items()} == {key: x.dtype for key, x in real.inputs.items()}
+    assert blank.inputs["hidden_states"].shape == real.inputs["hidden_states"].shape
+    assert len(checkpoint.denoiser().probe()) == 2
+
+
+def test_too_short_a_clip_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="num_frames is 119; it must be at least 120"):
+        Checkpoint(folder).defaults.check_num_frames(119)
+
+
+def test_the_plan_covers_the_published_size() -> None:
+    """What the class has as its defaults is the published model: 61.7 GiB in bfloat16."""
+    from diffusers import MiniMaxH3Transformer3DModel
+
+    with torch.device("meta"):
+        module = MiniMaxH3Transformer3DModel()
+    names = [name for name, _ in module.named_modules()]
+    assert all(any(rule.matches(name) for name in names) for rule in SHARD_PLAN.linears)
+    assert len(SHARD_PLAN.blocks_of(module)) == 50
+    for place in (*(shard.module for shard in SHARD_PLAN.shards), *(one.module for one in SHARD_PLAN.gathers)):
+        assert named_like(module, place)
+    assert round(sum(weight.numel() for weight in module.parameters()) * 2 / 2**30, 1) == 61.7

@@ -1,0 +1,89 @@
+"""Hand-ordered steps of FLUX.2, Qwen-Image and Z-Image give their module's own answer, alone and on Gloo ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.core.differences import relative_difference
+from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.fast_step import FastStep
+from pipelines.checkpoint import Checkpoint
+from pipelines.run import PlainEngine
+from tests.engines.support.gloo import gang
+from tests.pipelines.support.checkpoints import tiny_pictures, tiny_qwen
+from tests.pipelines.support.checkpoints.first_steps import first_step
+
+BOUND = 1e-5
+MAKERS = {
+    "flux2 dev": tiny_pictures.flux2_dev,
+    "flux2 klein": tiny_pictures.flux2_klein,
+    "qwen": tiny_qwen.qwen,
+    "qwen edit": tiny_qwen.qwen_edit,
+    "z image": tiny_pictures.z_image,
+}
+STRATEGIES = [("ulysses", 2), ("ring", 2), ("hybrid", 4)]
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda name: MAKERS[name](tmp_path_factory.mktemp("model")))
+
+
+def expected(folder: Path) -> tuple[Tensor, ...]:
+    return PlainEngine(model=Checkpoint(folder).denoiser()).predict(first_step(folder))
+
+
+def predicted(folder: Path, strategy: str, precision: str = "native") -> tuple[tuple[Tensor, ...], int]:
+    """The answers, and how often a hand-ordered step ran."""
+    ranks = tuple(range(torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1))
+    engine = TorchEngine(Checkpoint(folder).denoiser(), strategy=strategy, precision=precision, fast=True)
+    with patch.object(FastStep, "__call__", autospec=True, side_effect=FastStep.__call__) as step:
+        return engine.predict(first_step(folder), ranks), step.call_count
+
+
+def without_exchange(folder: Path) -> tuple[Tensor, ...]:
+    with patch("engines.torch_engine.exchange.heads.start_all_to_all", lambda x, axis: x.clone()):
+        return predicted(folder, "ulysses")[0]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_one_rank_equals_the_module(name: str, folder_of: Callable[[str], Path]) -> None:
+    answers, num_steps = predicted(folder_of(name), "ulysses")
+    assert num_steps == len(answers) == len(first_step(folder_of(name)))
+    assert max(map(relative_difference, answers, expected(folder_of(name)))) <= BOUND
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), STRATEGIES)
+@pytest.mark.parametrize("name", ["flux2 dev", "qwen edit", "z image"])
+def test_ranks_equal_the_module(name: str, strategy: str, num_ranks: int, folder_of: Callable[[str], Path]) -> None:
+    for answers, num_steps in gang(num_ranks).run(predicted, folder_of(name), strategy):
+        assert num_steps == len(answers)
+        assert max(map(relative_difference, answers, expected(folder_of(name)))) <= BOUND
+
+
+@pytest.mark.parametrize("name", ["flux2 dev", "qwen", "z image"])
+def test_a_broken_exchange_shows(name: str, folder_of: Callable[[str], Path]) -> None:
+    for answers in gang(2).run(without_exchange, folder_of(name)):
+        assert max(map(relative_difference, answers, expected(folder_of(name)))) > 1000 * BOUND
+
+
+@pytest.mark.parametrize("name", ["flux2 dev", "qwen", "z image"])
+def test_fp8_is_close(name: str, folder_of: Callable[[str], Path]) -> None:
+    answers, num_steps = predicted(folder_of(name), "ulysses", "fp8")
+    assert num_steps == len(answers)
+    assert 1e-4 < max(map(relative_difference, answers, expected(folder_of(name)))) < 0.1
+
+
+def test_editors_of_other_kinds_run_as_their_module() -> None:
+    """A transformer whose pictures have a time of their own has no hand-ordered step."""
+    architecture: Any = Checkpoint.of_configuration("Qwen-Image").spec
+    assert architecture.fast_weights({"zero_cond_t": False}) is not None
+    assert architecture.fast_weights({"zero_cond_t": True}) is None
