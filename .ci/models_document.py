@@ -27,6 +27,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
 from pipelines.loading import PUBLISHED, published_models
 from pipelines.models.registry import FAMILY_FOLDERS, load_spec
+from pipelines.models.spec import LazyFunction
 from pipelines.modular import open_modular
 
 ROOT = Path(__file__).parents[1]
@@ -108,7 +109,7 @@ def row(name: str) -> tuple[str, ...]:
     kind = transformer_of(name)
     ways_of = strategies(kind)
     hoisted = load_spec(kind.__name__).hoisted
-    once = (inspect.getdoc(hoisted) or "yes").splitlines()[0].rstrip(".") if hoisted is not None else "—"
+    once = once_a_job(hoisted.target) if isinstance(hoisted, LazyFunction) else "—"
     models = [model for model in published_models() if pipeline_of(model) == name]
     return (
         f"`{shown(name)}`",
@@ -123,6 +124,12 @@ def row(name: str) -> tuple[str, ...]:
         ", ".join(str(proof.on_one_rank() if ways_of == "one rank" else proof) for proof in proofs().get(name, ()))
         or "—",
     )
+
+
+def once_a_job(hoist: Any) -> str:
+    """Return what ``hoist`` returns, by the first sentence of its docstring."""
+    sentence = (inspect.getdoc(hoist) or "").split(".")[0].removeprefix("Return ")
+    return sentence[:1].upper() + sentence[1:]
 
 
 @cache
@@ -158,7 +165,7 @@ def strategies(kind: Any) -> str:
     parameters = inspect.signature(kind.__init__).parameters.values()
     config = {one.name: one.default for one in parameters if one.default is not one.empty}
     known = ways(load_spec(kind.__name__).shard_plan(config))
-    return ", ".join(known) + ("" if kind.__name__ in FAMILIES or len(known) < 2 else " (by diffusers' plan)")
+    return ", ".join(known) + ("" if kind.__name__ in FAMILY_FOLDERS or len(known) < 2 else " (by diffusers' plan)")
 
 
 def is_uncaptured(kind: Any) -> bool:

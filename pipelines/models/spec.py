@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from engines.core.model import LATENTS, TIMESTEP
 from pipelines.models.predictions import blank_like, first_output
@@ -34,8 +34,12 @@ class LazyFunction:
     module: str
     name: str
 
+    @property
+    def target(self) -> Callable[..., Any]:
+        return cast(Callable[..., Any], getattr(import_module(self.module), self.name))
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return getattr(import_module(self.module), self.name)(*args, **kwargs)
+        return self.target(*args, **kwargs)
 
 
 def lazy(path: str) -> Any:

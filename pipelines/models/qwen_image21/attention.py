@@ -89,7 +89,7 @@ def forward(module: Any, call: Mapping[str, Any]) -> Tensor:
 
 
 def hoisted(module: Any, arguments: Arguments) -> dict[str, Tensor]:
-    """Returns what no step changes: nothing of a model whose words have the picture's time."""
+    """Return the words, and pictures to look at: their keys and values. Nothing if words have the picture's time."""
     if not module.config.causal_condition:
         return {}
     return seen(module, arguments, arguments[TIMESTEP])
