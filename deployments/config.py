@@ -19,6 +19,7 @@ from deployments.door.settings import DoorSettings
 from deployments.observability.settings import MetricsSettings
 from deployments.stages.config import STRICT, DataType, DecoderConfig, DenoiserConfig, EncoderConfig
 from pipelines.lora.source import LoraSource, check_sources
+from pipelines.request import MetadataLevel
 from pipelines.single_file import with_base
 
 
@@ -95,9 +96,12 @@ class ApiConfig(ApiLimits, ClipLimits):
     Keys and database URL come from the environment, as does ``data_dir`` if not given here. ``max_open_pictures`` is
     by model; without it, it is what the model's gangs take and a little more. ``max_ongoing_requests`` is what Serve
     hands to a replica: more than the API works on, so that it can refuse what is too much.
+
+    ``metadata`` is what pictures and clips say of their requests.
     """
 
     data_dir: Path | None = None
+    metadata: MetadataLevel = "full"
     max_open_pictures: PositiveInt | None = None
     max_ongoing_requests: PositiveInt = 4096
     num_replicas: PositiveInt = 1

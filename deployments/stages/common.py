@@ -17,14 +17,16 @@ from engines.core.transport.parcel import Parcel, Shapes
 from engines.gang.errors import QueueFullError
 from engines.gang.jobs.job import JobEvent
 from pipelines.checkpoint import Checkpoint
+from pipelines.request import MetadataLevel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageSpec:
-    """A model's configuration and that of the one stage in question."""
+    """A model's configuration, that of the one stage in question, and what files say of how they were made."""
 
     model: ModelConfig
     stage: StageConfig
+    metadata: MetadataLevel = "full"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,9 @@ async def test_clips_pictures_and_answers_are_their_owner_s_alone(tmp_path: Path
     try:
         ClipFolders(root=tmp_path / "videos").write("a", "video", b"clip")
         FileShelf(folder=tmp_path / "files", lifetime_s=9, max_bytes=99).put(b"picture", "png", "of-a-key")
-        await KnownRequests(tmp_path / "answers").keep(Turn(file=tmp_path / "answers" / "a", fingerprint="f"), b"picture")
+        await KnownRequests(tmp_path / "answers").keep(
+            Turn(file=tmp_path / "answers" / "a", fingerprint="f"), b"picture"
+        )
         make_private_file(tmp_path / "file")
     finally:
         os.umask(before)
