@@ -194,6 +194,18 @@ def clips(
 
 
 @app.command()
+def show(
+    files: Annotated[list[Path], typer.Argument(help="PNG, JPEG, WebP or MP4.")], as_json: JsonOption = False
+) -> None:
+    """The settings that pictures and clips were made with, from their files. Exit code 1 if one has none."""
+    from deployments.cli.show import show as run
+
+    with errors():
+        all_have_some = run(files, as_json=as_json)
+    raise typer.Exit(0 if all_have_some else 1)
+
+
+@app.command()
 def doctor(
     tensorrt: Annotated[
         bool, typer.Option("--tensorrt", help="Prove what TensorRT engines can do on this host.")

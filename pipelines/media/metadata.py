@@ -11,11 +11,13 @@ import json
 import logging
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
 from pipelines.request import MediaRequest, MetadataLevel
@@ -158,3 +160,53 @@ def _exif(texts: Texts) -> bytes:
 def tags_of(texts: Texts) -> dict[str, str]:
     """Return the tags of an MP4."""
     return {TAGS[keyword]: text for keyword, text in texts.items()}
+
+
+def read_texts(file: Path) -> Texts:
+    """Return the texts of a PNG, JPEG, WebP or MP4, by keyword: ours, and those of other programs.
+
+    ValueError for a file of another kind, OSError for one that cannot be read.
+    """
+    try:
+        with Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
+            texts = dict(getattr(image, "text", {}))
+            return texts | _exif_texts(image.getexif().get_ifd(ExifTags.IFD.Exif))
+    except UnidentifiedImageError:
+        return _mp4_texts(file)
+
+
+def settings_in(texts: Texts) -> dict[str, Any] | None:
+    """Return the fields that ``MetadataWriter`` wrote; None if it did not."""
+    with suppress(ValueError):
+        fields = json.loads(texts.get(TROUPE, ""))
+        if isinstance(fields, dict) and set(SEED_FIELDS) <= set(fields):
+            return fields
+    return None
+
+
+def _exif_texts(tags: Mapping[int, Any]) -> dict[str, str]:
+    comment, note = tags.get(ExifTags.Base.UserComment), tags.get(ExifTags.Base.MakerNote)
+    texts = {PARAMETERS: _user_comment(comment)} if isinstance(comment, bytes) else {}
+    if isinstance(note, bytes) and note.startswith(b"{"):  # a camera's begins otherwise
+        texts[TROUPE] = note.decode(errors="replace")
+    return {keyword: text for keyword, text in texts.items() if text}
+
+
+def _user_comment(comment: bytes) -> str:
+    """Return what a UserComment says. Programs disagree on the order of bytes of its UTF-16."""
+    code, text = comment[:8], comment[8:]
+    if code != UNICODE:
+        return (text if code == ASCII else comment).decode(errors="replace").strip("\0 ")
+    is_big = text[::2].count(0) >= text[1::2].count(0)
+    return text.decode("utf-16-be" if is_big else "utf-16-le", errors="replace")
+
+
+def _mp4_texts(file: Path) -> dict[str, str]:
+    import av  # which pictures do without
+
+    try:
+        with av.open(str(file), format="mp4") as container:
+            tags = dict(container.metadata)
+    except av.InvalidDataError:
+        raise ValueError(f"{file} is no PNG, JPEG, WebP or MP4") from None
+    return {keyword: tags[tag] for keyword, tag in TAGS.items() if tag in tags}
