@@ -68,8 +68,10 @@ def _bind_accounts(args: AppConfig, pythons: Pythons) -> serve.Application | Non
 
 
 def _bind_model(model: ModelConfig, api: ApiConfig, pythons: Pythons) -> dict[str, serve.Application]:
+    provenance = api.provenance.absolute() if api.provenance else None
+
     def bind(name: str, stage_class: Callable[..., Any], config: StageConfig) -> serve.Application:
-        spec = StageSpec(model=model, stage=config, metadata=api.metadata)
+        spec = StageSpec(model=model, stage=config, metadata=api.metadata, provenance=provenance)
         return _bind_stage(name, stage_class, spec, pythons)
 
     if model.stages == "together":

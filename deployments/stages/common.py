@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deployments.config import ModelConfig
+from deployments.config import ModelConfig, ProvenanceConfig
 from deployments.settings import set_defaults
 from deployments.stages.config import StageConfig
 from deployments.stages.devices import stage_devices
@@ -22,11 +22,13 @@ from pipelines.request import MetadataLevel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageSpec:
-    """A model's configuration, that of the one stage in question, and what files say of how they were made."""
+    """A model's configuration, that of the one stage in question, what files say of how they were made, and who
+    signs them."""
 
     model: ModelConfig
     stage: StageConfig
     metadata: MetadataLevel = "full"
+    provenance: ProvenanceConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,9 @@ Chunks = Sequence[tuple[bytes, bytes]]
 
 def encode_png(frame_HWC: NDArray[np.uint8], chunks: Chunks = ()) -> bytes:
     """Differences of neighbours, as runs (``Z_RLE``): six times as fast as trying every filter and looking for older
-    matches, for files of painted pictures that are no larger. ``chunks`` (type and content) go before the pixels. ValueError for other numbers of channels than 1, 3, 4.
+    matches, for files of painted pictures that are no larger. ``chunks`` (type and content) go before the pixels.
+
+    ValueError for other numbers of channels than 1, 3, 4.
     """
     height, width, num_channels = frame_HWC.shape
     if num_channels not in COLOUR_TYPES:

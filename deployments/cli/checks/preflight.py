@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deployments.cli.checks.environment import environment_problems
+from deployments.cli.checks.extras import hint_for
 from deployments.cli.local.proxies import client_problem
 from deployments.config import ModelConfig, ServeConfig
 from deployments.door.door import listen
+from deployments.places import is_open_to_others
 from deployments.settings import Settings
 from deployments.stages.config import ScaledConfig, StageConfig
 from deployments.stages.slicing import must_slice
@@ -17,6 +22,11 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.preconditions import adapter_problems, decoder_problems, weight_problems
 from pipelines.single_file import split_source
 
+if TYPE_CHECKING:
+    from pipelines.media.provenance import Credentials
+
+LAST_DAYS = 30
+"""Of a certificate, in which a start warns of its end."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -31,6 +41,7 @@ def problems(config: ServeConfig) -> Iterator[str]:
     yield from environment_problems(config)
     for model in config.app.models:
         yield from _model(model)
+    yield from _provenance(config)
     yield from _gpus(config)
     yield from _ports(config)
 
@@ -43,6 +54,7 @@ def warnings(config: ServeConfig) -> Iterator[str]:
             f"anybody who reaches {host} can use this server, which asks for no key: set TROUPE_API_KEYS_FILE or "
             "TROUPE_API_KEYS, or say --host 127.0.0.1"
         )
+    yield from _provenance_warnings(config)
     for model in config.app.models:
         stages: dict[str, StageConfig] = {"text_encoder": model.text_encoder}
         if model.stages == "apart":
@@ -103,6 +115,37 @@ def _ports(config: ServeConfig) -> Iterator[str]:
             f"cannot show metrics at port {metrics.port} of {metrics.host}, which is taken: choose another port with "
             "--metrics-port or metrics.port, or 0 and null for none"
         )
+
+
+def _provenance(config: ServeConfig) -> Iterator[str]:
+    try:
+        _ = _credentials(config)
+    except ModuleNotFoundError as error:
+        if (hint := hint_for(str(error.name))) is None:
+            raise
+        yield f"api.provenance: {error.name} is not installed, which signs files: {hint}"
+    except ValueError as error:
+        yield f"api.provenance: {error}"
+
+
+def _provenance_warnings(config: ServeConfig) -> Iterator[str]:
+    with suppress(ModuleNotFoundError, ValueError):  # which `_provenance` says
+        credentials, provenance = _credentials(config), config.app.api.provenance
+        if credentials is None or provenance is None:
+            return
+        if credentials.ends_at - datetime.now(UTC) < timedelta(days=LAST_DAYS):
+            yield f"{provenance.certificate} is valid until {credentials.ends_at:%Y-%m-%d}: get a new one before"
+        if is_open_to_others(provenance.key):
+            yield f"other users can read {provenance.key}: `chmod go= {provenance.key}`"
+
+
+def _credentials(config: ServeConfig) -> Credentials | None:
+    provenance = config.app.api.provenance
+    if provenance is None:
+        return None
+    from pipelines.media.provenance import Credentials
+
+    return Credentials.read(provenance.certificate, provenance.key)
 
 
 def _model(model: ModelConfig) -> Iterator[str]:

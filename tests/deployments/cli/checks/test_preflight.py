@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import pipelines
-from deployments.cli.checks.preflight import check, num_gpus_needed, problems
+from deployments.cli.checks.preflight import check, num_gpus_needed, problems, warnings
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
 from deployments.door.door import listen
@@ -21,6 +22,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.loading import SHIPPED
 from tests.deployments.support.commands import assert_one_line, config_file, troupe
 from tests.deployments.support.live import config_of
+from tests.support.certificates import Authority, Issued
 
 
 def with_model(**model: Any) -> ServeConfig:
@@ -170,3 +172,36 @@ def test_what_a_decoder_can_do_is_known_before_it_is_loaded(options: dict[str, A
         except ValueError as error:
             own = f"the model pictures: {error}"
         assert "; ".join(problems(with_model(path=path, decoder=options))) == own
+
+
+def signing(issued: Issued) -> ServeConfig:
+    provenance = {"certificate": str(issued.certificate), "key": str(issued.key)}
+    return config_of({"pictures": Path("flux-shapes")}, api={"provenance": provenance})
+
+
+def test_credentials_that_cannot_sign_are_told_before_anything_starts(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    of_another = Issued(certificate=authority.issue().certificate, key=authority.issue("other").key)
+    path = config_file(signing(of_another), tmp_path)
+    assert_one_line(troupe("serve", path, "--port", "0"), "api.provenance: the key ", "other.key is not that of the")
+    doctor = troupe("doctor", "--config", path)
+    assert doctor.exit_code == 1
+    assert "is not that of the first certificate" in " ".join(doctor.output.replace("│", " ").split())
+
+
+def test_a_package_that_signs_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "pipelines.media.provenance", raising=False)
+    monkeypatch.setitem(sys.modules, "c2pa", None)
+    (problem,) = problems(signing(Authority(tmp_path).issue()))
+    assert problem == "api.provenance: c2pa is not installed, which signs files: pip install '.[provenance]'"
+
+
+def test_credentials_that_can_sign_and_their_last_days(tmp_path: Path) -> None:
+    issued = Authority(tmp_path).issue()
+    issued.key.chmod(0o600)
+    config = signing(issued)
+    assert list(problems(config)) == []
+    (warning,) = warnings(config)
+    assert warning.startswith(f"{issued.certificate} is valid until 20")
+    issued.key.chmod(0o644)
+    assert list(warnings(config))[1] == f"other users can read {issued.key}: `chmod go= {issued.key}`"
