@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from pipelines.loading import SHIPPED
 from tests.deployments.support.commands import assert_one_line, config_file, troupe
 from tests.deployments.support.live import config_of
 from tests.support.certificates import Authority, Issued
+from tests.support.fenced import blocks
 
 
 def with_model(**model: Any) -> ServeConfig:
@@ -205,3 +207,9 @@ def test_credentials_that_can_sign_and_their_last_days(tmp_path: Path) -> None:
     assert warning.startswith(f"{issued.certificate} is valid until 20")
     issued.key.chmod(0o644)
     assert list(warnings(config))[1] == f"other users can read {issued.key}: `chmod go= {issued.key}`"
+
+
+def test_the_chain_of_the_documents_signs(tmp_path: Path) -> None:
+    (block,) = (block for block in blocks("docs/api.md") if "openssl req" in block.text)
+    subprocess.run(["bash", "-eu", "-c", block.text], cwd=tmp_path, check=True, capture_output=True)
+    assert list(problems(signing(Issued(certificate=tmp_path / "sign.pem", key=tmp_path / "sign.key")))) == []
