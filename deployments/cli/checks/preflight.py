@@ -14,6 +14,7 @@ from deployments.cli.checks.extras import hint_for
 from deployments.cli.local.proxies import client_problem
 from deployments.config import ModelConfig, ServeConfig
 from deployments.door.door import listen
+from deployments.observability.settings import DEFAULT_PORT
 from deployments.places import is_open_to_others
 from deployments.settings import Settings
 from deployments.stages.config import ScaledConfig, StageConfig
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 LAST_DAYS = 30
 """Of a certificate, in which a start warns of its end."""
+NUM_METRICS_PORTS = 100
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -75,6 +77,27 @@ def _asks_for_keys() -> bool:
     return bool(settings.api_keys.get_secret_value()) or settings.api_keys_file is not None
 
 
+def with_metrics_port(config: ServeConfig) -> ServeConfig:
+    """Return ``config`` with a port of its own for metrics, where it says ``auto``: the default one, or the next one
+    that is free. ValueError if none of NUM_METRICS_PORTS is.
+
+    They lie below those that the system gives to whoever asks for any, as all processes of Ray do that start now.
+    """
+    metrics, own = config.app.metrics, config.http_options.port
+    if metrics.port != "auto":
+        return config
+    ports = range(DEFAULT_PORT, DEFAULT_PORT + NUM_METRICS_PORTS)
+    for port in ports:
+        with suppress(ValueError):
+            if port != own:
+                listen(metrics.host, port).close()
+                return config.with_metrics(port)
+    raise ValueError(
+        f"no port of {metrics.host} from {ports[0]} to {ports[-1]} is free for metrics: choose one with --metrics-port "
+        "or metrics.port, or 0 and null for none"
+    )
+
+
 def num_gpus_needed(config: ServeConfig) -> int:
     """Returns the GPUs that the application starts with: no two ranks share one, encoders and decoders may.
 
@@ -103,16 +126,22 @@ def _ports(config: ServeConfig) -> Iterator[str]:
     except ValueError as error:
         yield str(error)  # that of the metrics is taken as well by a server alike: one sentence is enough
         return
-    if metrics.port is None:
+    if metrics.number is None:
         return
-    if metrics.port == http.port:
-        yield f"metrics.port is {metrics.port}, which is the API's own port: choose another"
+    if metrics.port == "auto":
+        try:
+            _ = with_metrics_port(config)
+        except ValueError as error:
+            yield str(error)
+        return
+    if metrics.number == http.port:
+        yield f"metrics.port is {metrics.number}, which is the API's own port: choose another"
         return
     try:
-        listen(metrics.host, metrics.port).close()
+        listen(metrics.host, metrics.number).close()
     except ValueError:
         yield (
-            f"cannot show metrics at port {metrics.port} of {metrics.host}, which is taken: choose another port with "
+            f"cannot show metrics at port {metrics.number} of {metrics.host}, which is taken: choose another port with "
             "--metrics-port or metrics.port, or 0 and null for none"
         )
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import pipelines
-from deployments.cli.checks.preflight import check, num_gpus_needed, problems, warnings
+from deployments.cli.checks import preflight
+from deployments.cli.checks.preflight import check, num_gpus_needed, problems, warnings, with_metrics_port
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
 from deployments.door.door import listen
@@ -131,6 +132,30 @@ def test_a_port_for_metrics_that_is_taken(tmp_path: Path) -> None:
     assert list(problems(config)) == []
     (problem,) = problems(config.with_http(port=port))
     assert "the API's own port" in problem
+
+
+def test_a_port_for_metrics_that_nobody_chose_is_the_next_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, wanted = load_config("laptop").with_http(port=0), preflight.NUM_METRICS_PORTS
+    assert (config.app.metrics.port, config.app.metrics.number) == ("auto", 9464)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = listener.getsockname()[1]
+        monkeypatch.setattr(preflight, "DEFAULT_PORT", taken)
+        assert list(problems(config)) == []
+        found = with_metrics_port(config).app.metrics.number
+        assert found is not None
+        assert taken < found < taken + wanted
+        listen("127.0.0.1", found).close()
+        beside = with_metrics_port(config.with_http(port=found)).app.metrics.number
+        assert beside is not None
+        assert beside > found, "that is the API's own"
+        chosen = config.with_metrics(taken)
+        assert with_metrics_port(chosen) is chosen
+        assert "cannot show metrics" in next(problems(chosen))
+        monkeypatch.setattr(preflight, "NUM_METRICS_PORTS", 1)
+        (problem,) = problems(config)
+        assert problem.startswith(f"no port of 127.0.0.1 from {taken} to {taken} is free for metrics: choose one")
+    assert with_metrics_port(config).app.metrics.number == taken
+    assert with_metrics_port(config.with_metrics(None)).app.metrics.number is None
 
 
 @pytest.mark.parametrize(("name", "expected"), [("laptop", 0), ("gpu1", 1), ("gpu2", 2), ("gpu4", 4), ("gpu8", 8)])
