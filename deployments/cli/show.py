@@ -18,11 +18,13 @@ NOTHING = "no settings: none were written, or a program has removed them"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """What one file says: our own fields if it has them, and all its texts. ``problem``: why it cannot be read."""
+    """What one file says: our own fields if it has them, and all its texts. ``signature``: of a C2PA manifest.
+    ``problem``: why it cannot be read."""
 
     file: Path
     settings: dict[str, Any] | None = None
     texts: Texts
+    signature: dict[str, Any] | None = None
     problem: str | None = None
 
     @classmethod
@@ -32,14 +34,15 @@ class Shown:
             texts = read_texts(file)
         except ValueError as error:
             return cls(file=file, texts={}, problem=str(error))
-        return cls(file=file, settings=settings_in(texts), texts=texts)
+        return cls(file=file, settings=settings_in(texts), texts=texts, signature=_signature(file))
 
     @property
     def has_settings(self) -> bool:
         return self.settings is not None or PARAMETERS in self.texts
 
     def document(self) -> dict[str, Any]:
-        document = {"file": str(self.file), "settings": self.settings, "texts": dict(self.texts)}
+        said = {"settings": self.settings, "texts": dict(self.texts), "signature": self.signature}
+        document = {"file": str(self.file), **said}
         return document if self.problem is None else document | {"problem": self.problem}
 
     def lines(self) -> Iterator[str]:
@@ -57,6 +60,9 @@ class Shown:
             yield f"{self.file}: no settings of Troupe; texts of another program: {', '.join(self.texts)}"
         else:
             yield f"{self.file}: {NOTHING}"
+        if self.signature is not None:
+            state = "and not changed since" if self.signature["is_intact"] else "AND CHANGED SINCE"
+            yield f"  signed by {self.signature['signer']} with {self.signature['software']}, {state}"
 
 
 def show(files: Sequence[Path], *, as_json: bool = False) -> bool:
@@ -69,6 +75,15 @@ def show(files: Sequence[Path], *, as_json: bool = False) -> bool:
             for line in "\n".join(one.lines()).split("\n"):
                 typer.echo(escaped(line))  # whatever a file says is no command to the terminal
     return all(one.has_settings for one in shown)
+
+
+def _signature(file: Path) -> dict[str, Any] | None:
+    """Return what a C2PA manifest says, where the extra `provenance` is installed."""
+    try:
+        from pipelines.media.provenance import signature_of
+    except ModuleNotFoundError:
+        return None
+    return signature_of(file)
 
 
 def _written(value: object) -> str:

@@ -207,6 +207,6 @@ def _mp4_texts(file: Path) -> dict[str, str]:
     try:
         with av.open(str(file), format="mp4") as container:
             tags = dict(container.metadata)
-    except av.InvalidDataError:
+    except (av.FFmpegError, EOFError):
         raise ValueError(f"{file} is no PNG, JPEG, WebP or MP4") from None
     return {keyword: tags[tag] for keyword, tag in TAGS.items() if tag in tags}

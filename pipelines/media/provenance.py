@@ -117,6 +117,33 @@ class ManifestWriter:
         return signed.getvalue()
 
 
+def signature_of(file: Path) -> dict[str, Any] | None:
+    """Return who has signed ``file`` and what its manifest says, in plain JSON; None without one.
+
+    ``is_intact``: nothing was changed since. Whether the signer is to be trusted is not looked at.
+    """
+    context = c2pa.Context.from_dict({"verify": ALONE})
+    with suppress(c2pa.C2paError):
+        reader = c2pa.Reader.try_create(str(file), context=context)
+        manifest = None if reader is None else reader.get_active_manifest()
+        if reader is None or manifest is None:
+            return None
+        with reader:
+            generator, *_ = manifest.get("claim_generator_info", [{}])
+            return {
+                "signer": manifest.get("signature_info", {}).get("common_name"),
+                "is_intact": reader.get_validation_state() != "Invalid",
+                "software": " ".join(str(generator[name]) for name in ("name", "version") if name in generator),
+                "actions": _actions(manifest),
+            }
+    return None
+
+
+def _actions(manifest: Mapping[str, Any]) -> list[Any]:
+    labelled = (one for one in manifest.get("assertions", ()) if one["label"].startswith("c2pa.actions"))
+    return [action for assertion in labelled for action in assertion["data"]["actions"]]
+
+
 def _certificates(file: Path) -> list[x509.Certificate]:
     data = _read(file)
     with suppress(ValueError):

@@ -18,9 +18,11 @@ from deployments.studio.interface import ModelCard
 from pipelines.defaults import Defaults
 from pipelines.media import encode_frames
 from pipelines.media.metadata import MetadataWriter
+from pipelines.media.provenance import Credentials, ManifestWriter
 from pipelines.request import Lora, MediaRequest
 from tests.deployments.support.commands import assert_one_line, troupe
 from tests.deployments.support.fake_studio import CLIPS, PICTURES
+from tests.support.certificates import Authority
 
 FORMATS = ("png", "jpeg", "webp", "mp4")
 FRAMES = np.zeros((1, 32, 48, 3), np.uint8)
@@ -100,6 +102,8 @@ def test_files_without_settings_and_files_that_are_none(tmp_path: Path) -> None:
     info.add_text("workflow", "{}")
     Image.fromarray(FRAMES[0]).save(workflow, pnginfo=info)
     note.write_text("no picture")
+    (tmp_path / "empty.mp4").touch()
+    assert "empty.mp4 is no PNG" in troupe("show", str(tmp_path / "empty.mp4")).stdout
     result = troupe("show", str(bare), str(workflow), str(note))
     assert result.exit_code == 1
     assert result.stdout.splitlines() == [
@@ -108,3 +112,18 @@ def test_files_without_settings_and_files_that_are_none(tmp_path: Path) -> None:
         f"{note} is no PNG, JPEG, WebP or MP4",
     ]
     assert_one_line(troupe("show", str(tmp_path / "nowhere.png")), "nowhere.png")
+
+
+def test_who_has_signed_a_file(tmp_path: Path) -> None:
+    issued = Authority(tmp_path).issue("Paint Inc")
+    manifests = ManifestWriter(Credentials.read(issued.certificate, issued.key), "Troupe", "1.2.3")
+    request = request_of(PICTURES, prompt="a", seed=7)
+    file = written(tmp_path, "webp", request)
+    assert document(file)[0]["signature"] is None
+    file.write_bytes(manifests.sign_for(request, file.read_bytes(), "webp"))
+    lines = troupe("show", str(file)).stdout.splitlines()
+    assert lines[-1] == "  signed by Paint Inc with Troupe 1.2.3, and not changed since"
+    (action,) = document(file)[0]["signature"]["actions"]
+    assert action["parameters"] == {"model": "m"}
+    file.write_bytes(file.read_bytes().replace(b"seed", b"sEEd"))
+    assert troupe("show", str(file)).stdout.splitlines()[-1].endswith("Troupe 1.2.3, AND CHANGED SINCE")
