@@ -11,7 +11,7 @@ from ray import serve
 from ray.serve.config import DEFAULT_METRICS_INTERVAL_S
 
 from deployments.accounts.deployment import AccountsReplica
-from deployments.config import AppConfig, ModelConfig
+from deployments.config import ApiConfig, AppConfig, ModelConfig
 from deployments.forked_workers import Level, Pythons, worker_pythons
 from deployments.ingress import Ingress
 from deployments.names import ACCOUNTS, CODEC, INGRESS, deployment_name
@@ -44,7 +44,7 @@ def build_app(args: AppConfig) -> serve.Application:
         max_ongoing_requests=args.api.max_ongoing_requests,
         **HEALTH,
     )(Ingress)
-    models = {model.name: _bind_model(model, pythons) for model in args.models}
+    models = {model.name: _bind_model(model, args.api, pythons) for model in args.models}
     return ingress.bind(args, models, _bind_accounts(args, pythons))
 
 
@@ -67,9 +67,12 @@ def _bind_accounts(args: AppConfig, pythons: Pythons) -> serve.Application | Non
     return deployment.bind(args.api.key_limits)
 
 
-def _bind_model(model: ModelConfig, pythons: Pythons) -> dict[str, serve.Application]:
+def _bind_model(model: ModelConfig, api: ApiConfig, pythons: Pythons) -> dict[str, serve.Application]:
+    provenance = api.provenance.absolute() if api.provenance else None
+
     def bind(name: str, stage_class: Callable[..., Any], config: StageConfig) -> serve.Application:
-        return _bind_stage(name, stage_class, StageSpec(model=model, stage=config), pythons)
+        spec = StageSpec(model=model, stage=config, metadata=api.metadata, provenance=provenance)
+        return _bind_stage(name, stage_class, spec, pythons)
 
     if model.stages == "together":
         encoder = decoder = bind(f"{CODEC}-{model.name}", Codec, model.text_encoder)

@@ -19,6 +19,7 @@ from deployments.door.settings import DoorSettings
 from deployments.observability.settings import MetricsSettings
 from deployments.stages.config import STRICT, DataType, DecoderConfig, DenoiserConfig, EncoderConfig
 from pipelines.lora.source import LoraSource, check_sources
+from pipelines.request import MetadataLevel
 from pipelines.single_file import with_base
 
 
@@ -89,15 +90,30 @@ class ModelConfig(_Config):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class ProvenanceConfig:
+    """Files in PEM form: ``certificate`` with those of its issuers behind it, and its private ``key``."""
+
+    certificate: Path
+    key: Path
+
+    def absolute(self) -> ProvenanceConfig:
+        return ProvenanceConfig(certificate=self.certificate.absolute(), key=self.key.absolute())
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ApiConfig(ApiLimits, ClipLimits):
     """Limits of the HTTP API, and what its deployment gets.
 
     Keys and database URL come from the environment, as does ``data_dir`` if not given here. ``max_open_pictures`` is
     by model; without it, it is what the model's gangs take and a little more. ``max_ongoing_requests`` is what Serve
     hands to a replica: more than the API works on, so that it can refuse what is too much.
+
+    ``metadata`` is what pictures and clips say of their requests; with ``provenance`` they are signed.
     """
 
     data_dir: Path | None = None
+    metadata: MetadataLevel = "full"
+    provenance: ProvenanceConfig | None = None
     max_open_pictures: PositiveInt | None = None
     max_ongoing_requests: PositiveInt = 4096
     num_replicas: PositiveInt = 1

@@ -38,10 +38,10 @@ def mistakes(error: ValidationError, document: Any, schema: Any) -> list[str]:
     errors = [one for one in error.errors() if not _follows(one, error.errors())]
     misspelt = {_meant(one, schema) for one in errors if one["type"] in UNKNOWN}
     groups: dict[tuple[Place, str], list[Place]] = {}
-    for one in errors:
-        place = tuple(one["loc"])
-        if one["type"] not in MISSING or place not in misspelt:
-            groups.setdefault((_in_any_model(place), _sentence(one, schema)), []).append(place)
+    for place, same in _by_value(errors, schema).items():
+        if same[0]["type"] not in MISSING or place not in misspelt:
+            sentence = " or ".join([_sentence(same[0], schema), *(_allowed(one, schema) for one in same[1:])])
+            groups.setdefault((_in_any_model(place), sentence), []).append(place)
     return [f"{_written(places, document)}{sentence}" for (_, sentence), places in groups.items()]
 
 
@@ -50,6 +50,26 @@ def _follows(error: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> b
     place = tuple(error["loc"])
     inner = (tuple(one["loc"]) for one in errors)
     return error["type"] == "too_short" and any(one[: len(place)] == place and len(one) > len(place) for one in inner)
+
+
+def _by_value(errors: Sequence[Mapping[str, Any]], schema: Any) -> dict[Place, list[Mapping[str, Any]]]:
+    """Returns the errors by where their values are: one that may be of several types has an error for each."""
+    groups: dict[Place, list[Mapping[str, Any]]] = {}
+    for error in errors:
+        place = tuple(error["loc"])
+        groups.setdefault(place[:-1] if _is_choice(_type_at(schema, place[:-1])) else place, []).append(error)
+    return groups
+
+
+def _allowed(error: Mapping[str, Any], schema: Any) -> str:
+    """Returns what else a value might be."""
+    return _sentence(error, schema).rpartition(": it must be ")[2]
+
+
+def _is_choice(schema: Any) -> bool:
+    """Whether a value may be of several types, null left out."""
+    members = [one for one in get_args(schema) if one is not type(None)]
+    return get_origin(schema) in (Union, UnionType) and len(members) > 1
 
 
 def _meant(error: Mapping[str, Any], schema: Any) -> Place:
@@ -74,13 +94,18 @@ def _sentence(error: Mapping[str, Any], schema: Any) -> str:
 
 
 def _keys(schema: Any, place: Place) -> tuple[str, ...]:
-    """Returns the keys that may stand at ``place`` of ``schema``, a type made of models, dataclasses and tuples."""
+    """Returns the keys that may stand at ``place`` of ``schema``."""
+    return tuple(_fields(_section(_type_at(schema, place))))
+
+
+def _type_at(schema: Any, place: Place) -> Any:
+    """Returns the type at ``place`` of ``schema``, which is made of models, dataclasses and tuples; None beyond."""
     for part in place:
         if isinstance(part, int):
             schema = next((one for one in get_args(schema) if one is not ...), None)
         else:
             schema = _fields(_section(schema)).get(part)
-    return tuple(_fields(_section(schema)))
+    return schema
 
 
 def _section(schema: Any) -> Any:

@@ -9,6 +9,8 @@ from pipelines.caching import CacheMode
 
 MediaKind = Literal["image", "video"]
 ServiceTier = Literal["flex", "default", "priority"]
+MetadataLevel = Literal["full", "seed", "none"]
+"""What a file says of its request: all settings, model and seed alone, or nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ NAME = "troupe-serve"
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 NEEDED = (*(f"{package}/" for package in PACKAGES), "pyproject.toml", "README.md", "LICENSE")
 PINNED = ("torch", "diffusers", "ray")
-MODULES = {"tensorrt_rtx_bindings": "tensorrt-rtx-cu13-bindings"}
+MODULES = {"tensorrt_rtx_bindings": "tensorrt-rtx-cu13-bindings", "c2pa": "c2pa-python"}
 """Modules that are called otherwise than the package which has them."""
 
 

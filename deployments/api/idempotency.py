@@ -23,8 +23,8 @@ from starlette.requests import Request
 
 from deployments.api.errors import ApiError
 from deployments.api.files import sweep
+from deployments.places import make_private, write_privately
 from deployments.requests.errors import shown
-from engines.core.storage.files import write_atomically
 
 DAY_S = 86400.0
 MAX_BYTES = 1 << 30
@@ -55,6 +55,7 @@ class Turn:
 class KnownRequests:
     """Answers in ``folder``, by the keys of their requests, for ``lifetime_s`` each and ``max_bytes`` in all.
 
+    Only the server's user can read them: they are prompts and pictures.
     Of requests with one key that come to this replica at once the second waits for the first. An error is no answer:
     the same request may be sent again.
     """
@@ -98,9 +99,10 @@ class KnownRequests:
             return b""
 
     def _write(self, file: Path, data: bytes) -> None:
+        make_private(self._folder)
         own = [path for path in self._folder.glob("*") if OWN.fullmatch(path.name)]
         sweep(own, self._lifetime_s, self._max_bytes, len(data))
-        write_atomically(file, data)
+        write_privately(self._folder, file, data)
 
 
 def fingerprint_of(body: BaseModel) -> str:

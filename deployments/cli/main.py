@@ -99,7 +99,7 @@ def serve(
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the YAML, and serve nothing.")] = False,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; then what is under way has a while to end (the configuration's door.drain_s)."""
-    from deployments.cli.checks.preflight import warnings
+    from deployments.cli.checks.preflight import warnings, with_metrics_port
     from deployments.cli.configuration import config_for, to_yaml
     from deployments.cli.operation.requests import logs_folder, show_requests
     from deployments.cli.operation.servers import announce
@@ -113,10 +113,12 @@ def serve(
         if print_config:
             typer.echo(to_yaml(settings), nl=False)
             return
+        settings = with_metrics_port(settings)
         for warning in warnings(settings):
             typer.echo(f"troupe: warning: {warning}", err=True)
         with started(settings) as url:
             announce(url, settings.app.metrics.url)
+            console.print(f"Metrics: {settings.app.metrics.url or 'none'}", soft_wrap=True)
             console.print(f"Serving at {url} (docs at {url}/docs). Ctrl-C ends it.")
             console.print(f"Logs of its processes: {logs_folder()}", soft_wrap=True)
             show_requests(logs_folder(), log_format, typer.echo)
@@ -191,6 +193,18 @@ def clips(
             download_clip(url, api_key, download, out or Path(f"{download}.mp4"))
         if not delete and not download:
             print_clips(url, api_key, limit, as_json=as_json)
+
+
+@app.command()
+def show(
+    files: Annotated[list[Path], typer.Argument(help="PNG, JPEG, WebP or MP4.")], as_json: JsonOption = False
+) -> None:
+    """The settings that pictures and clips were made with, from their files. Exit code 1 if one has none."""
+    from deployments.cli.show import show as run
+
+    with errors():
+        all_have_some = run(files, as_json=as_json)
+    raise typer.Exit(0 if all_have_some else 1)
 
 
 @app.command()

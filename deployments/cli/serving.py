@@ -22,7 +22,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.app import build_app
-from deployments.cli.checks.preflight import check
+from deployments.cli.checks.preflight import check, with_metrics_port
 from deployments.cli.cluster import local_cluster
 from deployments.cli.waiting import wait_ready
 from deployments.config import AppConfig, ServeConfig
@@ -83,6 +83,7 @@ def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reas
     ended on the way out, on Ctrl-C and SIGTERM too; what is under way then has ``door.drain_s`` to finish. ValueError,
     before anything is started, with all that keeps ``config`` from running here, and if the cluster has Serve running.
     """
+    config = with_metrics_port(config)
     with ExitStack() as stack:  # one end failing, or a second Ctrl-C in it, does not stop the other
         is_local = not ray.is_initialized()
         if is_local:

@@ -43,8 +43,8 @@ class Exposition:
     def __init__(self, settings: MetricsSettings, denoisers: Mapping[str, DeploymentHandle[Any]]) -> None:
         self._settings, self._denoisers = settings, denoisers
         self._ingress: DeploymentHandle[Any] | None = None
-        if settings.port is not None:
-            threading.Thread(target=self._hold, args=(settings.port,), daemon=True, name="metrics").start()
+        if settings.number is not None:
+            threading.Thread(target=self._hold, args=(settings.number,), daemon=True, name="metrics").start()
 
     def _hold(self, port: int) -> None:
         registry = CollectorRegistry()

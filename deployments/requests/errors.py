@@ -72,7 +72,12 @@ def shown(value: object) -> str:
 
 def printable(text: str) -> str:
     """Returns ``text``, short, with all that is no visible character escaped."""
-    return cut("".join(one if one.isprintable() else f"\\u{ord(one):04x}" for one in text[: MAX_SHOWN_CHARS + 1]))
+    return cut(escaped(text[: MAX_SHOWN_CHARS + 1]))
+
+
+def escaped(text: str) -> str:
+    """Returns ``text`` with all that is no visible character escaped."""
+    return "".join(one if one.isprintable() else f"\\u{ord(one):04x}" for one in text)
 
 
 def cut(text: str) -> str:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from deployments.stages.workers import Workers
 from engines.core.transport.parcel import Parcel
 from pipelines.media import Sound, encode_thumbnail
+from pipelines.media.metadata import NO_TEXTS, Texts
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
@@ -35,13 +36,13 @@ class ClipFinisher:
         self._num_threads = min(MAX_THREADS, os.cpu_count() or 1)
         self._groups = ThreadPoolExecutor(self._num_threads, thread_name_prefix="groups")
 
-    def finish(self, latents: Parcel, request: MediaRequest) -> tuple[bytes, bytes]:
-        """Returns the clip, and a thumbnail of its first frame."""
+    def finish(self, latents: Parcel, request: MediaRequest, texts: Texts = NO_TEXTS) -> tuple[bytes, bytes]:
+        """Returns the clip, with ``texts``, and a thumbnail of its first frame."""
         from pipelines.media.clip import ClipEncoder  # PyAV, which pictures do without
 
         with ClipEncoder(request.num_frames, request.fps, self._groups, 2 * self._num_threads) as clip:
             first_HWC, sound = self._decoding.run(self._decode, latents, request, clip)
-            data = self._writing.run(clip.finish, sound)
+            data = self._writing.run(clip.finish, sound, texts)
         return data, self._writing.run(encode_thumbnail, first_HWC)
 
     def _decode(

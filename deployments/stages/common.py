@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deployments.config import ModelConfig
+from deployments.config import ModelConfig, ProvenanceConfig
 from deployments.settings import set_defaults
 from deployments.stages.config import StageConfig
 from deployments.stages.devices import stage_devices
@@ -17,14 +17,18 @@ from engines.core.transport.parcel import Parcel, Shapes
 from engines.gang.errors import QueueFullError
 from engines.gang.jobs.job import JobEvent
 from pipelines.checkpoint import Checkpoint
+from pipelines.request import MetadataLevel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageSpec:
-    """A model's configuration and that of the one stage in question."""
+    """A model's configuration, that of the one stage in question, what files say of how they were made, and who
+    signs them."""
 
     model: ModelConfig
     stage: StageConfig
+    metadata: MetadataLevel = "full"
+    provenance: ProvenanceConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

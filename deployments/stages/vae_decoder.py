@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deployments.config import ProvenanceConfig
+from deployments.names import own_version
 from deployments.observability.logs import request_context
 from deployments.stages.clip_finishing import ClipFinisher
 from deployments.stages.common import Decoded, StageSpec, load_stage
@@ -17,9 +20,15 @@ from deployments.stages.warm_up import outputs, warm_decoder
 from deployments.stages.workers import Workers
 from deployments.studio.interface import Output
 from engines.core.transport.parcel import Parcel
+from pipelines.directory import part_class
 from pipelines.libraries import quick_imports
 from pipelines.media import encode_frames, encode_thumbnail
+from pipelines.media.metadata import MetadataWriter
 from pipelines.request import MediaRequest
+from pipelines.schedules import SCHEDULER
+
+if TYPE_CHECKING:
+    from pipelines.media.provenance import ManifestWriter
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +52,13 @@ class VaeDecoder:
             )
         self._decoding, self._writing = Workers(1, "decoding"), Workers(NUM_ENCODINGS, "encoding")
         self._times, self._keeping = decode_times_of(spec.model, checkpoint.path, devices), Workers(1, "keeping")
+        sampler = part_class(checkpoint.path, SCHEDULER) or ""
+        self._metadata = MetadataWriter(level=spec.metadata, software=f"Troupe {own_version()}", sampler=sampler)
+        self._manifests = _manifest_writer(spec.provenance)
         self._clips = ClipFinisher(self._decoder, self._decoding, self._writing)
         frames_FHWC = self._decoding.run(warm_decoder, self._decoder, spec, checkpoint)
         for request, output in outputs(checkpoint.defaults):
-            self._writing.run(_encode, frames_FHWC, request, output)
+            self._writing.run(self._write, frames_FHWC, request, output)
 
     def expected_s(self, request: MediaRequest, output: Output) -> float | None:
         """Returns the seconds that decoding is predicted to take, None before anything like it was decoded on such a
@@ -74,16 +86,35 @@ class VaeDecoder:
 
     def _finish(self, latents: Parcel, request: MediaRequest, output: Output) -> tuple[tuple[bytes, ...], bytes]:
         if output.format == "mp4":
-            data, thumbnail = self._clips.finish(latents, request)
-            return (data,), thumbnail
+            data, thumbnail = self._clips.finish(latents, request, self._metadata.texts(request))
+            return (self._writing.run(self._signed, data, request, output),), thumbnail
         media = self._decoding.run(lambda: self._decoder.decode_all(latents.open(), request))
-        return self._writing.run(_encode, media.frames_FHWC, request, output)
+        return self._writing.run(self._write, media.frames_FHWC, request, output)
+
+    def _write(
+        self, frames_FHWC: NDArray[np.uint8], request: MediaRequest, output: Output
+    ) -> tuple[tuple[bytes, ...], bytes]:
+        """Returns a clip and its thumbnail, or a picture's layers, each a file."""
+        if request.kind == "video":
+            texts, thumbnail = self._metadata.texts(request), encode_thumbnail(frames_FHWC[0])
+            data = encode_frames(frames_FHWC, output.format, fps=request.fps, texts=texts)
+            return (self._signed(data, request, output),), thumbnail
+        layers = enumerate(np.split(frames_FHWC, len(frames_FHWC)))
+        return tuple(self._write_layer(layer_FHWC, request, output, index) for index, layer_FHWC in layers), b""
+
+    def _write_layer(self, layer_FHWC: NDArray[np.uint8], request: MediaRequest, output: Output, index: int) -> bytes:
+        texts = self._metadata.texts(request, index if request.num_layers else None)
+        data = encode_frames(layer_FHWC, output.format, compression=output.compression, texts=texts)
+        return self._signed(data, request, output)
+
+    def _signed(self, data: bytes, request: MediaRequest, output: Output) -> bytes:
+        return data if self._manifests is None else self._manifests.sign_for(request, data, output.format)
 
 
-def _encode(frames_FHWC: NDArray[np.uint8], request: MediaRequest, output: Output) -> tuple[tuple[bytes, ...], bytes]:
-    """Returns a clip and its thumbnail, or a picture's layers, each a file."""
-    if request.kind == "video":
-        data = encode_frames(frames_FHWC, output.format, compression=output.compression, fps=request.fps)
-        return (data,), encode_thumbnail(frames_FHWC[0])
-    layers = np.split(frames_FHWC, len(frames_FHWC))
-    return tuple(encode_frames(layer, output.format, compression=output.compression) for layer in layers), b""
+def _manifest_writer(provenance: ProvenanceConfig | None) -> ManifestWriter | None:
+    if provenance is None:
+        return None
+    from pipelines.media.provenance import Credentials, ManifestWriter  # the extra `provenance`
+
+    credentials = Credentials.read(provenance.certificate, provenance.key)
+    return ManifestWriter(credentials, "Troupe", own_version())

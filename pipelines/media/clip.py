@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.media.groups import CODEC, QUALITY, Packets, configure, encode_group, evenly_spaced, group_length
+from pipelines.media.metadata import NO_TEXTS, Texts, tags_of
 from pipelines.media.sound import Sound
 
 SOUND_QUALITY = {"b": "192k", "flags": "+bitexact"}
@@ -24,11 +25,13 @@ CONTAINER = {"movflags": "+faststart", "fflags": "+bitexact"}
 Frame = NDArray[np.uint8]
 
 
-def encode_clip(frames_FHWC: NDArray[np.uint8], fps: int, sound: Sound | None = None, num_threads: int = 1) -> bytes:
+def encode_clip(
+    frames_FHWC: NDArray[np.uint8], fps: int, sound: Sound | None = None, num_threads: int = 1, texts: Texts = NO_TEXTS
+) -> bytes:
     """The bytes of a ``ClipEncoder``, from all frames at once. They are the same with any ``num_threads``."""
     with ThreadPoolExecutor(num_threads) as workers, ClipEncoder(len(frames_FHWC), fps, workers) as clip:
         clip.add(frames_FHWC)
-        return clip.finish(sound)
+        return clip.finish(sound, texts)
 
 
 class ClipEncoder:
@@ -56,14 +59,16 @@ class ClipEncoder:
             if len(self._begun) == self._length:
                 self._hand_over()
 
-    def finish(self, sound: Sound | None = None) -> bytes:
-        """Returns the file once all groups are encoded, or raises what the encoder of one raised."""
+    def finish(self, sound: Sound | None = None, texts: Texts = NO_TEXTS) -> bytes:
+        """Returns the file, with ``texts``, once all groups are encoded, or raises what the encoder of one raised."""
         if self._begun:
             self._hand_over()
         assert self._size is not None, "a clip without frames"
         with tempfile.TemporaryDirectory() as folder:  # moving the index to the front reads the file again
             file = Path(folder) / "clip.mp4"
-            _write(file, (group.result() for group in self._groups), self._size, self._fps, sound)
+            with av.open(str(file), "w", options=CONTAINER) as container:
+                container.metadata.update(tags_of(texts))
+                _write(container, (group.result() for group in self._groups), self._size, self._fps, sound)
             return file.read_bytes()
 
     def __enter__(self) -> Self:
@@ -82,19 +87,18 @@ class ClipEncoder:
         self._groups.append(group)
 
 
-def _write(file: Path, groups: Iterable[Packets], size: tuple[int, int], fps: int, sound: Sound | None) -> None:
-    with av.open(str(file), "w", options=CONTAINER) as container:
-        stream: Any = container.add_stream(CODEC, rate=fps, options=QUALITY)
-        configure(stream.codec_context, size, fps)
-        sounding = () if sound is None else ((_add_sound(container, sound), _sound_frame(sound)),)
-        container.start_encoding()  # for its headers: the packets come from encoders like it
-        for packets in evenly_spaced(groups):
-            for packet in packets:
-                packet.stream = stream
-            container.mux(packets)
-        for track, samples in sounding:
-            container.mux(track.encode(samples))
-            container.mux(track.encode(None))
+def _write(container: Any, groups: Iterable[Packets], size: tuple[int, int], fps: int, sound: Sound | None) -> None:
+    stream: Any = container.add_stream(CODEC, rate=fps, options=QUALITY)
+    configure(stream.codec_context, size, fps)
+    sounding = () if sound is None else ((_add_sound(container, sound), _sound_frame(sound)),)
+    container.start_encoding()  # for its headers: the packets come from encoders like it
+    for packets in evenly_spaced(groups):
+        for packet in packets:
+            packet.stream = stream
+        container.mux(packets)
+    for track, samples in sounding:
+        container.mux(track.encode(samples))
+        container.mux(track.encode(None))
 
 
 def _add_sound(container: Any, sound: Sound) -> Any:

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelines.media.metadata import NO_TEXTS, Texts
 from pipelines.media.picture import FORMATS, encode_picture, shrink
 from pipelines.media.sound import Sound
 
@@ -23,12 +24,13 @@ def encode_frames(
     compression: int = 100,
     fps: int = 0,
     sound: Sound | None = None,
+    texts: Texts = NO_TEXTS,
 ) -> bytes:
     """Bytes of a picture (one frame) or a clip, from uint8 frames (frames, height, width, 3). A PNG or WebP may have a
     fourth channel, its opacity.
 
     ``compression`` is 0–100 as in OpenAI's API: what is left of the quality of a JPEG or WebP; PNG is lossless.
-    Clips may have ``sound``.
+    Clips may have ``sound``. ``texts`` are kept in the file, by keyword (``pipelines.media.metadata``).
     ValueError for a picture format with several frames, for JPEG with opacity, for ``fps`` below 1 with mp4, and for
     unknown formats.
     """
@@ -36,12 +38,12 @@ def encode_frames(
     if format == "mp4":
         from pipelines.media.clip import encode_clip
 
-        return encode_clip(frames_FHWC, fps, sound)
+        return encode_clip(frames_FHWC, fps, sound, texts=texts)
     if format not in FORMATS:
         raise ValueError(f"unknown format {format!r}; known: {', '.join(FORMATS)}, mp4")
     if len(frames_FHWC) != 1:
         raise ValueError(f"{format} holds one frame, not {len(frames_FHWC)}; use mp4")
-    return encode_picture(frames_FHWC[0], format, compression)
+    return encode_picture(frames_FHWC[0], format, compression, texts)
 
 
 def encode_thumbnail(frame_HWC: Frames) -> bytes:

@@ -8,14 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from pipelines.media.metadata import MAX_JPEG_EXIF_BYTES, NO_TEXTS, Texts, exif_of, png_chunks
 from pipelines.media.png import encode_png
 
 FORMATS = ("png", "jpeg", "webp")
 WITH_OPACITY = ("png", "webp")
 
 
-def encode_picture(frame_HWC: NDArray[np.uint8], format: str, compression: int) -> bytes:
-    """Bytes of one frame; ``compression`` 0–100 is the quality that JPEG and WebP keep.
+def encode_picture(frame_HWC: NDArray[np.uint8], format: str, compression: int, texts: Texts = NO_TEXTS) -> bytes:
+    """Bytes of one frame; ``compression`` 0–100 is the quality that JPEG and WebP keep. ``texts`` go along.
 
     A fourth channel is opacity: ValueError for a format that has none.
     """
@@ -24,9 +25,10 @@ def encode_picture(frame_HWC: NDArray[np.uint8], format: str, compression: int) 
     if not 0 <= compression <= 100:
         raise ValueError(f"compression {compression}: 0 to 100 is allowed")
     if format == "png":
-        return encode_png(frame_HWC)
+        return encode_png(frame_HWC, png_chunks(texts))
+    exif = exif_of(texts, MAX_JPEG_EXIF_BYTES) if format == "jpeg" else exif_of(texts)
     buffer = io.BytesIO()
-    Image.fromarray(frame_HWC).save(buffer, format=format, quality=compression)
+    Image.fromarray(frame_HWC).save(buffer, format=format, quality=compression, exif=exif)
     return buffer.getvalue()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -32,9 +32,14 @@ MEMORY_LEVEL = 9
 MAX_THREADS = 8
 
 
-def encode_png(frame_HWC: NDArray[np.uint8]) -> bytes:
+Chunks = Sequence[tuple[bytes, bytes]]
+
+
+def encode_png(frame_HWC: NDArray[np.uint8], chunks: Chunks = ()) -> bytes:
     """Differences of neighbours, as runs (``Z_RLE``): six times as fast as trying every filter and looking for older
-    matches, for files of painted pictures that are no larger. ValueError for other numbers of channels than 1, 3, 4.
+    matches, for files of painted pictures that are no larger. ``chunks`` (type and content) go before the pixels.
+
+    ValueError for other numbers of channels than 1, 3, 4.
     """
     height, width, num_channels = frame_HWC.shape
     if num_channels not in COLOUR_TYPES:
@@ -44,7 +49,8 @@ def encode_png(frame_HWC: NDArray[np.uint8]) -> bytes:
     is_last = [number == len(strips) - 1 for number in range(len(strips))]
     parts = list((_threads().map if len(strips) > 1 else map)(_strip, strips, is_last))
     header = struct.pack(">IIBBBBB", width, height, BIT_DEPTH, COLOUR_TYPES[num_channels], 0, 0, 0)
-    return b"".join([SIGNATURE, *_chunk(b"IHDR", header), *_data(parts), *_chunk(b"IEND", b"")])
+    further = (part for kind, content in chunks for part in _chunk(kind, content))
+    return b"".join([SIGNATURE, *_chunk(b"IHDR", header), *further, *_data(parts), *_chunk(b"IEND", b"")])
 
 
 @cache

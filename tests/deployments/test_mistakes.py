@@ -69,6 +69,14 @@ CASES: list[tuple[Callable[[dict[str, Any]], Any], list[str]]] = [
         lambda document: models(document)[0]["denoiser"].update(num_ranks="two"),
         ["models.flux-shapes.denoiser.num_ranks is 'two': it must be a whole number"],
     ),
+    (
+        lambda document: document["applications"][0]["args"].update(metrics={"port": "any"}),
+        ["metrics.port is 'any': it must be a whole number or auto"],
+    ),
+    (
+        lambda document: models(document)[0]["denoiser"].update(torch={"peer_memory": 2}),
+        ["models.flux-shapes.denoiser.torch.peer_memory is 2: it must be true or false or auto"],
+    ),
     (lambda document: models(document)[0].update(path=None), ["models.flux-shapes.path is null: it must be text"]),
     (lambda document: models(document)[0].pop("name"), ["models.0.name is missing"]),
     (

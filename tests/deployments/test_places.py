@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from deployments.api.files import FileShelf
+from deployments.api.idempotency import KnownRequests, Turn
 from deployments.clips.folders import ClipFolders
 from deployments.places import file_refusal, make_folder, make_private, make_private_file, refusal
 
@@ -14,15 +15,18 @@ def modes(root: Path) -> set[int]:
     return {path.stat().st_mode & 0o777 for path in (root, *root.rglob("*"))}
 
 
-def test_clips_and_pictures_are_their_owner_s_alone(tmp_path: Path) -> None:
+async def test_clips_pictures_and_answers_are_their_owner_s_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         ClipFolders(root=tmp_path / "videos").write("a", "video", b"clip")
         FileShelf(folder=tmp_path / "files", lifetime_s=9, max_bytes=99).put(b"picture", "png", "of-a-key")
+        await KnownRequests(tmp_path / "answers").keep(
+            Turn(file=tmp_path / "answers" / "a", fingerprint="f"), b"picture"
+        )
         make_private_file(tmp_path / "file")
     finally:
         os.umask(before)
-    for name in ("videos", "files"):
+    for name in ("videos", "files", "answers"):
         assert modes(tmp_path / name) == {0o700, 0o600}
     assert modes(tmp_path / "file") == {0o600}
 

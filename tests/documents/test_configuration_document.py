@@ -32,6 +32,7 @@ SECTIONS: dict[str, Any] = {
     "denoiser.tensorrt.": TensorRTOptions,
     "denoiser.nccl.": NcclOptions,
     "api.": config.ApiConfig,
+    "provenance.": config.ProvenanceConfig,
     "metrics.": MetricsSettings,
     "door.": DoorSettings,
 }

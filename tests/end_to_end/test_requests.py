@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 from pathlib import Path
 
+import av
 import httpx
 import numpy as np
 import openai
@@ -65,7 +67,7 @@ def test_more_and_fewer_forwards_equal_the_bare_pipeline(url: str, models: dict[
     plain = {"seed": 3, "num_inference_steps": 10}
     data = picture(url, **plain, **changes)
     assert_same_picture(pixels_of(data), bare_frames(models, **plain, **changes)[0])
-    assert data != picture(url, **plain)
+    assert not np.array_equal(pixels_of(data), pixels_of(picture(url, **plain)))
 
 
 def test_a_picture_made_of_a_picture_equals_the_bare_pipeline(official: openai.OpenAI, models: dict[str, Path]) -> None:
@@ -108,7 +110,13 @@ def test_formats(official: openai.OpenAI, url: str, image_format: str) -> None:
 
 def test_by_url(official: openai.OpenAI, url: str) -> None:
     answer = official.images.generate(prompt=PROMPT, response_format="url", extra_body=SMALL | {"seed": 5})
-    assert httpx.get(answer.data[0].url, timeout=TIMEOUT_S).content == picture(url, seed=5)
+    data = httpx.get(answer.data[0].url, timeout=TIMEOUT_S).content
+    assert data == picture(url, seed=5)
+    with Image.open(io.BytesIO(data)) as image:
+        settings = json.loads(image.info["troupe"])
+    assert settings["software"].startswith("Troupe ")
+    assert (settings["prompt"], settings["seed"], settings["size"]) == (PROMPT, 5, SMALL["size"])
+    assert settings["num_inference_steps"] == SMALL["num_inference_steps"]
 
 
 def test_server_timing_and_request_id(official: openai.OpenAI) -> None:
@@ -165,7 +173,11 @@ def test_clip_from_prompt_to_deletion(official: openai.OpenAI, models: dict[str,
     extra = SMALL_CLIP | {"seed": 4, "fps": 8}
     video = official.videos.create_and_poll(prompt=PROMPT, poll_interval_ms=100, extra_body=extra)
     assert (video.status, video.progress, video.seed) == ("completed", 100, 4)
-    frames = frames_of(official.videos.download_content(video.id).read())
+    data = official.videos.download_content(video.id).read()
+    with av.open(io.BytesIO(data)) as container:
+        settings = json.loads(container.metadata["description"])
+    assert (settings["prompt"], settings["seed"], settings["num_frames"]) == (PROMPT, 4, 9)
+    frames = frames_of(data)
     bare = bare_frames(models, model=CLIPS, **extra)
     assert len(frames) == len(bare) == 9
     assert_alike(np.stack(frames), bare)
@@ -183,7 +195,9 @@ def test_clips_with_one_seed_are_the_same_bytes(official: openai.OpenAI) -> None
         )
         return official.videos.download_content(video.id).read()
 
-    assert film(1) == film(1) != film(2)
+    one, again, other = film(1), film(1), film(2)
+    assert one == again
+    assert not np.array_equal(frames_of(one), frames_of(other))
 
 
 async def test_of_jobs_in_flight_the_shortest_ends_first_and_each_sees_its_own_progress(url: str) -> None:

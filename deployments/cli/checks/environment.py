@@ -13,7 +13,7 @@ from deployments.door.door import FOLDER as DOOR_FOLDER
 from deployments.places import file_refusal, is_open_to_others, refusal
 from deployments.settings import Settings, process_environment
 
-KEPT = ("videos", "files", "servers")
+KEPT = ("videos", "files", "answers", "servers")
 """Folders in the data directory that must be writable, and are closed to others."""
 
 

@@ -9,6 +9,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "gpu": ("tensorrt",),
     "rtx": ("tensorrt_rtx_bindings",),
     "postgres": ("asyncpg",),
+    "provenance": ("c2pa", "cryptography"),
     "train": ("matplotlib", "scipy"),
 }
 """Extra to the modules that are imported of what it installs."""

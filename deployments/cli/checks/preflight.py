@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deployments.cli.checks.environment import environment_problems
+from deployments.cli.checks.extras import hint_for
 from deployments.cli.local.proxies import client_problem
 from deployments.config import ModelConfig, ServeConfig
 from deployments.door.door import listen
+from deployments.observability.settings import DEFAULT_PORT
+from deployments.places import is_open_to_others
 from deployments.settings import Settings
 from deployments.stages.config import ScaledConfig, StageConfig
 from deployments.stages.slicing import must_slice
@@ -17,6 +23,12 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.preconditions import adapter_problems, decoder_problems, weight_problems
 from pipelines.single_file import split_source
 
+if TYPE_CHECKING:
+    from pipelines.media.provenance import Credentials
+
+LAST_DAYS = 30
+"""Of a certificate, in which a start warns of its end."""
+NUM_METRICS_PORTS = 100
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -31,6 +43,7 @@ def problems(config: ServeConfig) -> Iterator[str]:
     yield from environment_problems(config)
     for model in config.app.models:
         yield from _model(model)
+    yield from _provenance(config)
     yield from _gpus(config)
     yield from _ports(config)
 
@@ -43,6 +56,7 @@ def warnings(config: ServeConfig) -> Iterator[str]:
             f"anybody who reaches {host} can use this server, which asks for no key: set TROUPE_API_KEYS_FILE or "
             "TROUPE_API_KEYS, or say --host 127.0.0.1"
         )
+    yield from _provenance_warnings(config)
     for model in config.app.models:
         stages: dict[str, StageConfig] = {"text_encoder": model.text_encoder}
         if model.stages == "apart":
@@ -61,6 +75,27 @@ def _asks_for_keys() -> bool:
     except ValueError:
         return True  # which `environment_problems` says
     return bool(settings.api_keys.get_secret_value()) or settings.api_keys_file is not None
+
+
+def with_metrics_port(config: ServeConfig) -> ServeConfig:
+    """Return ``config`` with a port of its own for metrics, where it says ``auto``: the default one, or the next one
+    that is free. ValueError if none of NUM_METRICS_PORTS is.
+
+    They lie below those that the system gives to whoever asks for any, as all processes of Ray do that start now.
+    """
+    metrics, own = config.app.metrics, config.http_options.port
+    if metrics.port != "auto":
+        return config
+    ports = range(DEFAULT_PORT, DEFAULT_PORT + NUM_METRICS_PORTS)
+    for port in ports:
+        with suppress(ValueError):
+            if port != own:
+                listen(metrics.host, port).close()
+                return config.with_metrics(port)
+    raise ValueError(
+        f"no port of {metrics.host} from {ports[0]} to {ports[-1]} is free for metrics: choose one with --metrics-port "
+        "or metrics.port, or 0 and null for none"
+    )
 
 
 def num_gpus_needed(config: ServeConfig) -> int:
@@ -91,18 +126,55 @@ def _ports(config: ServeConfig) -> Iterator[str]:
     except ValueError as error:
         yield str(error)  # that of the metrics is taken as well by a server alike: one sentence is enough
         return
-    if metrics.port is None:
+    if metrics.number is None:
         return
-    if metrics.port == http.port:
-        yield f"metrics.port is {metrics.port}, which is the API's own port: choose another"
+    if metrics.port == "auto":
+        try:
+            _ = with_metrics_port(config)
+        except ValueError as error:
+            yield str(error)
+        return
+    if metrics.number == http.port:
+        yield f"metrics.port is {metrics.number}, which is the API's own port: choose another"
         return
     try:
-        listen(metrics.host, metrics.port).close()
+        listen(metrics.host, metrics.number).close()
     except ValueError:
         yield (
-            f"cannot show metrics at port {metrics.port} of {metrics.host}, which is taken: choose another port with "
+            f"cannot show metrics at port {metrics.number} of {metrics.host}, which is taken: choose another port with "
             "--metrics-port or metrics.port, or 0 and null for none"
         )
+
+
+def _provenance(config: ServeConfig) -> Iterator[str]:
+    try:
+        _ = _credentials(config)
+    except ModuleNotFoundError as error:
+        if (hint := hint_for(str(error.name))) is None:
+            raise
+        yield f"api.provenance: {error.name} is not installed, which signs files: {hint}"
+    except ValueError as error:
+        yield f"api.provenance: {error}"
+
+
+def _provenance_warnings(config: ServeConfig) -> Iterator[str]:
+    with suppress(ModuleNotFoundError, ValueError):  # which `_provenance` says
+        credentials, provenance = _credentials(config), config.app.api.provenance
+        if credentials is None or provenance is None:
+            return
+        if credentials.ends_at - datetime.now(UTC) < timedelta(days=LAST_DAYS):
+            yield f"{provenance.certificate} is valid until {credentials.ends_at:%Y-%m-%d}: get a new one before"
+        if is_open_to_others(provenance.key):
+            yield f"other users can read {provenance.key}: `chmod go= {provenance.key}`"
+
+
+def _credentials(config: ServeConfig) -> Credentials | None:
+    provenance = config.app.api.provenance
+    if provenance is None:
+        return None
+    from pipelines.media.provenance import Credentials
+
+    return Credentials.read(provenance.certificate, provenance.key)
 
 
 def _model(model: ModelConfig) -> Iterator[str]:

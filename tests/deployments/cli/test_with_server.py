@@ -134,6 +134,7 @@ def test_it_is_found_and_looked_at(server: Command, url: str, monkeypatch: pytes
     assert seen[-1].exit_code == 0, seen[-1].output
     assert f"{url} is ready" in seen[-1].output
     assert "clips" in troupe("clips").output
+    assert f"Metrics: http://127.0.0.1:{METRICS_PORT}/metrics" in server.output
 
 
 def test_other_users_of_the_machine_see_nothing(server: Command):

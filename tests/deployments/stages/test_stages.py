@@ -43,7 +43,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 def spec_of(path: Path, **encoder: Any) -> StageSpec:
     model = ModelConfig(name="m", path=str(path), text_encoder=EncoderConfig(**encoder))
-    return StageSpec(model=model, stage=model.text_encoder)
+    return StageSpec(model=model, stage=model.text_encoder, metadata="none")
 
 
 def request_of(path: Path, prompt: str) -> MediaRequest:

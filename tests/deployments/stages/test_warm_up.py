@@ -58,7 +58,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 def spec_of(path: Path, *sizes: str) -> StageSpec:
     denoiser = DenoiserConfig(warm_sizes=tuple(map(Size.parse, sizes)))
     model = ModelConfig(name="m", path=str(path), denoiser=denoiser)
-    return StageSpec(model=model, stage=model.decoder)
+    return StageSpec(model=model, stage=model.decoder, metadata="none")
 
 
 def test_a_decoder_does_each_size_a_preview_and_each_format(pictures: Path, calls: Calls) -> None:

@@ -47,6 +47,7 @@ def test_many_callers_share_few_threads(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(vae_decoder, "encode_frames", encode)
     monkeypatch.setattr(clip_finishing, "encode_thumbnail", encode)
     monkeypatch.setattr(clip, "encode_group", partial(counted, groups, clip.encode_group))
+    (tmp_path / "model_index.json").write_text("{}")
     checkpoint = SimpleNamespace(decoder=lambda **_: decoder, defaults=CLIPS, path=tmp_path)
     monkeypatch.setattr(vae_decoder, "load_stage", lambda spec: checkpoint)
     monkeypatch.setattr(vae_decoder, "warm_decoder", lambda *_: decode())

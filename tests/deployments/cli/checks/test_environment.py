@@ -28,7 +28,7 @@ def test_nothing_is_wrong_and_nothing_is_made(data: Path) -> None:
     assert not data.exists()
 
 
-@pytest.mark.parametrize("name", ["", "videos", "files", "servers"])
+@pytest.mark.parametrize("name", ["", "videos", "files", "answers", "servers"])
 def test_a_data_directory_that_refuses_to_be_written(data: Path, name: str) -> None:
     """The kernel writes to no folder of /proc, for root neither."""
     if name:
@@ -68,11 +68,13 @@ def test_what_others_can_read_is_told(data: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     (tmp_path / "token").touch(0o600)
     data.mkdir(0o755)
-    (data / "videos").mkdir(0o700)
+    for name in ("videos", "answers"):
+        (data / name).mkdir(0o700)
     assert open_to_others() == []
-    (data / "videos").chmod(0o755)
+    for name in ("videos", "answers"):
+        (data / name).chmod(0o755)
     (data / "jobs.sqlite3").touch(0o644)
     (tmp_path / "token").chmod(0o640)
-    assert open_to_others() == [data / "videos", data / "jobs.sqlite3", tmp_path / "token"]
+    assert open_to_others() == [data / "videos", data / "answers", data / "jobs.sqlite3", tmp_path / "token"]
     data.chmod(0o700)
     assert open_to_others() == [tmp_path / "token"], "nobody comes that far"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ import pytest
 import torch
 
 import pipelines
-from deployments.cli.checks.preflight import check, num_gpus_needed, problems
+from deployments.cli.checks import preflight
+from deployments.cli.checks.preflight import check, num_gpus_needed, problems, warnings, with_metrics_port
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
 from deployments.door.door import listen
@@ -21,6 +24,8 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.loading import SHIPPED
 from tests.deployments.support.commands import assert_one_line, config_file, troupe
 from tests.deployments.support.live import config_of
+from tests.support.certificates import Authority, Issued
+from tests.support.fenced import blocks
 
 
 def with_model(**model: Any) -> ServeConfig:
@@ -129,6 +134,30 @@ def test_a_port_for_metrics_that_is_taken(tmp_path: Path) -> None:
     assert "the API's own port" in problem
 
 
+def test_a_port_for_metrics_that_nobody_chose_is_the_next_free_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, wanted = load_config("laptop").with_http(port=0), preflight.NUM_METRICS_PORTS
+    assert (config.app.metrics.port, config.app.metrics.number) == ("auto", 9464)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = listener.getsockname()[1]
+        monkeypatch.setattr(preflight, "DEFAULT_PORT", taken)
+        assert list(problems(config)) == []
+        found = with_metrics_port(config).app.metrics.number
+        assert found is not None
+        assert taken < found < taken + wanted
+        listen("127.0.0.1", found).close()
+        beside = with_metrics_port(config.with_http(port=found)).app.metrics.number
+        assert beside is not None
+        assert beside > found, "that is the API's own"
+        chosen = config.with_metrics(taken)
+        assert with_metrics_port(chosen) is chosen
+        assert "cannot show metrics" in next(problems(chosen))
+        monkeypatch.setattr(preflight, "NUM_METRICS_PORTS", 1)
+        (problem,) = problems(config)
+        assert problem.startswith(f"no port of 127.0.0.1 from {taken} to {taken} is free for metrics: choose one")
+    assert with_metrics_port(config).app.metrics.number == taken
+    assert with_metrics_port(config.with_metrics(None)).app.metrics.number is None
+
+
 @pytest.mark.parametrize(("name", "expected"), [("laptop", 0), ("gpu1", 1), ("gpu2", 2), ("gpu4", 4), ("gpu8", 8)])
 def test_gpus_that_a_start_needs(name: str, expected: int) -> None:
     assert num_gpus_needed(load_config(name)) == expected
@@ -170,3 +199,42 @@ def test_what_a_decoder_can_do_is_known_before_it_is_loaded(options: dict[str, A
         except ValueError as error:
             own = f"the model pictures: {error}"
         assert "; ".join(problems(with_model(path=path, decoder=options))) == own
+
+
+def signing(issued: Issued) -> ServeConfig:
+    provenance = {"certificate": str(issued.certificate), "key": str(issued.key)}
+    return config_of({"pictures": Path("flux-shapes")}, api={"provenance": provenance})
+
+
+def test_credentials_that_cannot_sign_are_told_before_anything_starts(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    of_another = Issued(certificate=authority.issue().certificate, key=authority.issue("other").key)
+    path = config_file(signing(of_another), tmp_path)
+    assert_one_line(troupe("serve", path, "--port", "0"), "api.provenance: the key ", "other.key is not that of the")
+    doctor = troupe("doctor", "--config", path)
+    assert doctor.exit_code == 1
+    assert "is not that of the first certificate" in " ".join(doctor.output.replace("│", " ").split())
+
+
+def test_a_package_that_signs_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "pipelines.media.provenance", raising=False)
+    monkeypatch.setitem(sys.modules, "c2pa", None)
+    (problem,) = problems(signing(Authority(tmp_path).issue()))
+    assert problem == "api.provenance: c2pa is not installed, which signs files: pip install '.[provenance]'"
+
+
+def test_credentials_that_can_sign_and_their_last_days(tmp_path: Path) -> None:
+    issued = Authority(tmp_path).issue()
+    issued.key.chmod(0o600)
+    config = signing(issued)
+    assert list(problems(config)) == []
+    (warning,) = warnings(config)
+    assert warning.startswith(f"{issued.certificate} is valid until 20")
+    issued.key.chmod(0o644)
+    assert list(warnings(config))[1] == f"other users can read {issued.key}: `chmod go= {issued.key}`"
+
+
+def test_the_chain_of_the_documents_signs(tmp_path: Path) -> None:
+    (block,) = (block for block in blocks("docs/api.md") if "openssl req" in block.text)
+    subprocess.run(["bash", "-eu", "-c", block.text], cwd=tmp_path, check=True, capture_output=True)
+    assert list(problems(signing(Issued(certificate=tmp_path / "sign.pem", key=tmp_path / "sign.key")))) == []

@@ -1,0 +1,90 @@
+"""``troupe show``: the settings that pictures and clips were made with, from their files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from deployments.requests.errors import escaped
+from pipelines.media.metadata import PARAMETERS, Texts, read_texts, settings_in
+
+NOTHING = "no settings: none were written, or a program has removed them"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """What one file says: our own fields if it has them, and all its texts. ``signature``: of a C2PA manifest.
+    ``problem``: why it cannot be read."""
+
+    file: Path
+    settings: dict[str, Any] | None = None
+    texts: Texts
+    signature: dict[str, Any] | None = None
+    problem: str | None = None
+
+    @classmethod
+    def of(cls, file: Path) -> Shown:
+        """OSError if there is no such file."""
+        try:
+            texts = read_texts(file)
+        except ValueError as error:
+            return cls(file=file, texts={}, problem=str(error))
+        return cls(file=file, settings=settings_in(texts), texts=texts, signature=_signature(file))
+
+    @property
+    def has_settings(self) -> bool:
+        return self.settings is not None or PARAMETERS in self.texts
+
+    def document(self) -> dict[str, Any]:
+        said = {"settings": self.settings, "texts": dict(self.texts), "signature": self.signature}
+        document = {"file": str(self.file), **said}
+        return document if self.problem is None else document | {"problem": self.problem}
+
+    def lines(self) -> Iterator[str]:
+        """Yield the file's name, and one line a field; the text of another program as it is."""
+        if self.problem is not None:
+            yield self.problem
+        elif self.settings is not None:
+            fields = dict(self.settings)
+            yield f"{self.file}: made by {fields.pop('software')}"
+            yield from (f"  {name}: {_written(value)}" for name, value in fields.items())
+        elif PARAMETERS in self.texts:
+            yield f"{self.file}: settings of another program"
+            yield from self.texts[PARAMETERS].splitlines()
+        elif self.texts:
+            yield f"{self.file}: no settings of Troupe; texts of another program: {', '.join(self.texts)}"
+        else:
+            yield f"{self.file}: {NOTHING}"
+        if self.signature is not None:
+            state = "and not changed since" if self.signature["is_intact"] else "AND CHANGED SINCE"
+            yield f"  signed by {self.signature['signer']} with {self.signature['software']}, {state}"
+
+
+def show(files: Sequence[Path], *, as_json: bool = False) -> bool:
+    """Print what ``files`` say, or the same as one JSON array. Return whether each has settings."""
+    shown = [Shown.of(file) for file in files]
+    if as_json:
+        print(json.dumps([one.document() for one in shown], indent=2))
+    else:
+        for one in shown:
+            for line in "\n".join(one.lines()).split("\n"):
+                typer.echo(escaped(line))  # whatever a file says is no command to the terminal
+    return all(one.has_settings for one in shown)
+
+
+def _signature(file: Path) -> dict[str, Any] | None:
+    """Return what a C2PA manifest says, where the extra `provenance` is installed."""
+    try:
+        from pipelines.media.provenance import signature_of
+    except ModuleNotFoundError:
+        return None
+    return signature_of(file)
+
+
+def _written(value: object) -> str:
+    return value.replace("\n", "\n    ") if isinstance(value, str) else json.dumps(value)

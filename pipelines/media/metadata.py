@@ -1,0 +1,212 @@
+"""The settings of a request inside its file, as texts by keyword.
+
+PNG has them as text chunks (https://www.w3.org/TR/png-3/#11textinfo), JPEG and WebP in EXIF (CIPA DC-008), MP4 as tags
+of its container. ``parameters`` is in the form of AUTOMATIC1111's web UI, which Civitai and most viewers read;
+``troupe`` is JSON with the fields of the API. Neither has a time in it: the same request gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL.PngImagePlugin import PngInfo
+
+from pipelines.request import MediaRequest, MetadataLevel
+
+Texts = Mapping[str, str]
+NO_TEXTS: Texts = MappingProxyType({})
+
+PARAMETERS, TROUPE = "parameters", "troupe"
+TAGS = {PARAMETERS: "comment", TROUPE: "description"}
+"""Text to the tag of an MP4, of those that every player knows."""
+UNICODE, ASCII = b"UNICODE\0", b"ASCII\0\0\0"
+"""How the EXIF tag UserComment begins."""
+MAX_JPEG_EXIF_BYTES = 65533 - 6
+"""Of a JPEG's APP1 segment, less its length and ``Exif\\0\\0``."""
+SEED_FIELDS = ("software", "model", "seed")
+NAMES = {
+    "num_inference_steps": "Steps",
+    "sampler": "Sampler",
+    "true_cfg_scale": "CFG scale",
+    "guidance_scale": "Distilled CFG Scale",
+    "seed": "Seed",
+    "size": "Size",
+    "model": "Model",
+    "strength": "Denoising strength",
+    "num_frames": "Frames",
+    "fps": "FPS",
+    "software": "Version",
+}
+"""Field to its name in ``parameters``, in that text's order."""
+QUOTED = re.compile(r"[,:\n]")
+
+logger = logging.getLogger("troupe.media")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetadataWriter:
+    """``level``: all settings, model and seed alone, or nothing. ``software`` is name and version, ``sampler`` the
+    class of the model's scheduler."""
+
+    level: MetadataLevel
+    software: str
+    sampler: str = ""
+
+    def texts(self, request: MediaRequest, layer: int | None = None) -> Texts:
+        """Return the texts of a file of ``request``, which holds its ``layer`` if it is in layers."""
+        if self.level == "none":
+            return NO_TEXTS
+        fields = {"software": self.software, **_fields(request, layer)}
+        if self.level == "seed":
+            fields = {name: fields[name] for name in SEED_FIELDS}
+        elif self.sampler:
+            fields["sampler"] = self.sampler
+        return {PARAMETERS: parameters(fields), TROUPE: json.dumps(fields)}
+
+
+def _fields(request: MediaRequest, layer: int | None) -> dict[str, Any]:
+    """Return what makes the file again, under the names that the API has for it."""
+    is_clip = request.kind == "video"
+    fields = {
+        "model": request.model,
+        "prompt": request.prompt,
+        "negative_prompt": request.negative_prompt,
+        "seed": request.seed,
+        "size": f"{request.width}x{request.height}",
+        "num_frames": request.num_frames if is_clip else None,
+        "fps": request.fps if is_clip else None,
+        "num_inference_steps": request.num_inference_steps,
+        "guidance_scale": request.guidance_scale or None,
+        "true_cfg_scale": request.true_cfg_scale,
+        "lora": [asdict(lora) for lora in request.loras] or None,
+        "cache": None if request.cache == "off" else request.cache,
+        "strength": request.strength,
+        "generate_sound": request.sound,
+        "num_pictures": request.num_pictures or None,
+        "has_mask": request.has_mask or None,
+        "layers": request.num_layers or None,
+        "layer": layer,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def parameters(fields: Mapping[str, Any]) -> str:
+    """Return ``fields`` in the form of AUTOMATIC1111: prompt, negative prompt, and a line of all else.
+
+    Adapters are in the prompt there, as ``<lora:NAME:SCALE>``.
+    """
+    adapters = "".join(f" <lora:{lora['name']}:{lora['scale']:g}>" for lora in fields.get("lora", ()))
+    lines = [f"{fields['prompt']}{adapters}"] if "prompt" in fields else []
+    if "negative_prompt" in fields:
+        lines.append(f"Negative prompt: {fields['negative_prompt']}")
+    named = ((name, fields[field]) for field, name in NAMES.items() if field in fields)
+    lines.append(", ".join(f"{name}: {_quoted(value)}" for name, value in named))
+    return _plain("\n".join(lines))
+
+
+def _quoted(value: object) -> str:
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return json.dumps(text, ensure_ascii=False) if QUOTED.search(text) else text
+
+
+def _plain(text: str) -> str:
+    """Return ``text`` without what no file can hold: NUL, which ends a text, and halves of characters."""
+    return text.replace("\0", "").encode(errors="replace").decode()
+
+
+def png_chunks(texts: Texts) -> list[tuple[bytes, bytes]]:
+    """Return type and content of a text chunk each: tEXt in Latin-1, iTXt of all else."""
+    info = PngInfo()
+    for keyword, text in texts.items():
+        info.add_text(keyword, text)
+    return [(chunk[0], chunk[1]) for chunk in info.chunks]
+
+
+def exif_of(texts: Texts, max_bytes: float = float("inf")) -> bytes:
+    """Return the EXIF block of a JPEG or WebP; empty without ``texts``.
+
+    Of what takes more than ``max_bytes`` the JSON stays if that is short enough, else ``parameters``, else nothing.
+    """
+    for kept in ((PARAMETERS, TROUPE), (TROUPE,), (PARAMETERS,)):
+        exif = _exif({keyword: texts[keyword] for keyword in kept if keyword in texts})
+        if len(exif) <= max_bytes:
+            return exif
+    logger.warning("settings are left out of a JPEG, which is too short for them", extra={"max_bytes": max_bytes})
+    return b""
+
+
+def _exif(texts: Texts) -> bytes:
+    if not texts:
+        return b""
+    exif = Image.Exif()
+    exif.endian = ">"  # that of the characters in UserComment: some readers take one for the other
+    tags = exif.get_ifd(ExifTags.IFD.Exif)
+    if PARAMETERS in texts:
+        tags[ExifTags.Base.UserComment] = UNICODE + texts[PARAMETERS].encode("utf-16-be")
+    if TROUPE in texts:
+        tags[ExifTags.Base.MakerNote] = texts[TROUPE].encode()
+    return exif.tobytes()
+
+
+def tags_of(texts: Texts) -> dict[str, str]:
+    """Return the tags of an MP4."""
+    return {TAGS[keyword]: text for keyword, text in texts.items()}
+
+
+def read_texts(file: Path) -> Texts:
+    """Return the texts of a PNG, JPEG, WebP or MP4, by keyword: ours, and those of other programs.
+
+    ValueError for a file of another kind, OSError for one that cannot be read.
+    """
+    try:
+        with Image.open(file, formats=("PNG", "JPEG", "WEBP")) as image:
+            texts = dict(getattr(image, "text", {}))
+            return texts | _exif_texts(image.getexif().get_ifd(ExifTags.IFD.Exif))
+    except UnidentifiedImageError:
+        return _mp4_texts(file)
+
+
+def settings_in(texts: Texts) -> dict[str, Any] | None:
+    """Return the fields that ``MetadataWriter`` wrote; None if it did not."""
+    with suppress(ValueError):
+        fields = json.loads(texts.get(TROUPE, ""))
+        if isinstance(fields, dict) and set(SEED_FIELDS) <= set(fields):
+            return fields
+    return None
+
+
+def _exif_texts(tags: Mapping[int, Any]) -> dict[str, str]:
+    comment, note = tags.get(ExifTags.Base.UserComment), tags.get(ExifTags.Base.MakerNote)
+    texts = {PARAMETERS: _user_comment(comment)} if isinstance(comment, bytes) else {}
+    if isinstance(note, bytes) and note.startswith(b"{"):  # a camera's begins otherwise
+        texts[TROUPE] = note.decode(errors="replace")
+    return {keyword: text for keyword, text in texts.items() if text}
+
+
+def _user_comment(comment: bytes) -> str:
+    """Return what a UserComment says. Programs disagree on the order of bytes of its UTF-16."""
+    code, text = comment[:8], comment[8:]
+    if code != UNICODE:
+        return (text if code == ASCII else comment).decode(errors="replace").strip("\0 ")
+    is_big = text[::2].count(0) >= text[1::2].count(0)
+    return text.decode("utf-16-be" if is_big else "utf-16-le", errors="replace")
+
+
+def _mp4_texts(file: Path) -> dict[str, str]:
+    import av  # which pictures do without
+
+    try:
+        with av.open(str(file), format="mp4") as container:
+            tags = dict(container.metadata)
+    except (av.FFmpegError, EOFError):
+        raise ValueError(f"{file} is no PNG, JPEG, WebP or MP4") from None
+    return {keyword: tags[tag] for keyword, tag in TAGS.items() if tag in tags}
