@@ -19,10 +19,12 @@ def psnr_db(given: NDArray[Any], expected: NDArray[Any], peak: float | None = No
     """Returns the peak signal-to-noise ratio of all pixels; of other values than these, ``peak`` is theirs."""
     if np.array_equal(given, expected):
         return IDENTICAL_DB
-    return float(peak_signal_noise_ratio(expected, given, data_range=peak))
+    ratio: Any = peak_signal_noise_ratio
+    return float(ratio(expected, given, data_range=peak))
 
 
 def ssim(given_FHWC: Pixels, expected_FHWC: Pixels) -> float:
     """Returns the structural similarity (Wang et al. 2004, doi:10.1109/TIP.2003.819861), the mean over the frames."""
     pairs = zip(given_FHWC, expected_FHWC, strict=True)
-    return mean(float(structural_similarity(one, other, channel_axis=-1)) for one, other in pairs)
+    similarity: Any = structural_similarity
+    return mean(float(similarity(one, other, channel_axis=-1)) for one, other in pairs)

@@ -161,7 +161,8 @@ def engine_pictures(
     requests = [checkpoint.defaults.request(prompt=text, seed=seed) for seed, (_, text) in enumerate(prompts)]
     pictures = {}
     for num_ranks in sizes:
-        pipeline = load_pipeline(checkpoint, TeamEngine(engine, num_ranks))
+        team: Any = TeamEngine(engine, num_ranks)
+        pipeline = load_pipeline(checkpoint, team)
         pictures[num_ranks] = [pipeline.run(request) for request in requests]
     engine.close()
     return pictures

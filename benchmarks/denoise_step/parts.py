@@ -54,7 +54,7 @@ def median_us(call: Callable[[int], object]) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1000 / CALLS)
-    return statistics.median(times[2:])
+    return float(statistics.median(times[2:]))
 
 
 def attention_parts() -> Iterator[Part]:
@@ -71,7 +71,8 @@ def attention_parts() -> Iterator[Part]:
 
 def sdpa(qkv_3BHLD: Tensor, backend: SDPBackend) -> Tensor:
     with sdpa_kernel(backend):
-        return scaled_dot_product_attention(*qkv_3BHLD.unbind(0))
+        q_BHLD, k_BHLD, v_BHLD = qkv_3BHLD.unbind(0)
+        return scaled_dot_product_attention(q_BHLD, k_BHLD, v_BHLD)
 
 
 def gemm_parts() -> Iterator[Part]:

@@ -178,7 +178,7 @@ def peer_times(model: PublishedModel, reference: Tensor, arguments: Arguments, m
 
 
 def ours(
-    model: PublishedModel, reference: Tensor, arguments: Arguments, strategy: str, fast: bool | None, **options: bool
+    model: PublishedModel, reference: Tensor, arguments: Arguments, strategy: str, fast: bool | None, **options: Any
 ) -> dict[str, Any]:
     """Hand-ordered where there is such a step, unless ``fast`` is False: then the module, its blocks compiled."""
     asked: dict[str, Any] = {"strategy": strategy, "precision": arguments.precision, "fast": fast}

@@ -64,7 +64,7 @@ def low_ranks(module: nn.Module, rank: int) -> Iterator[tuple[str, LowRank]]:
     """Yields an adapter of every linear layer's weight, but for the small ones outside the blocks."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear) and "blocks" in name:
-            draw = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+            draw: Any = {"device": layer.weight.device, "dtype": layer.weight.dtype}
             up_NR = 0.01 * torch.randn(layer.out_features, rank, **draw)
             yield f"{name}.weight", LowRank(up_NR=up_NR, down_RK=torch.randn(rank, layer.in_features, **draw))
 

@@ -78,7 +78,10 @@ def main() -> None:
             results.append(result_of(name, arguments.jobs))
             yield results[-1]
 
-    document = {"machine": f"{platform.machine()}, {platform.system()}", "python": platform.python_version()}
+    document: dict[str, Any] = {
+        "machine": f"{platform.machine()}, {platform.system()}",
+        "python": platform.python_version(),
+    }
     document |= {"torch": torch.__version__, "limit_ms": LIMIT_MS, "jobs": arguments.jobs}
     tell(document, tabled(told(), results), arguments.out)
 

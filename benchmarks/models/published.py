@@ -97,8 +97,9 @@ class PublishedModel:
     def _painted(self, x: Tensor) -> Tensor:
         """``x`` without what a module says of tokens before those of the picture, which no job uses."""
         latents = self.branch.inputs.get(LATENTS)
-        is_longer = latents is not None and x.ndim == latents.ndim == 3 and x.shape[1] > latents.shape[1]
-        return x[:, -latents.shape[1] :] if is_longer else x
+        if latents is None or x.ndim != 3 or latents.ndim != 3:
+            return x
+        return x[:, -latents.shape[1] :] if x.shape[1] > latents.shape[1] else x
 
     def flop(self) -> int:
         """Of matrix products and attention in ``call``: each weight times the tokens that it sees."""

@@ -152,7 +152,8 @@ def _nothing_of(name: str) -> ModuleType:
     """A module that has every name: what asks whether it can be used hears no, and the rest cannot be called."""
     module: Any = ModuleType(name)
     module.__getattr__ = lambda of: (lambda *_, **__: False) if of.startswith("can_use_") else _refuse(of)
-    return module
+    named: ModuleType = module
+    return named
 
 
 def make_importable() -> None:

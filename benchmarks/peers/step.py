@@ -49,7 +49,8 @@ def begin_alone() -> None:
     os.environ.setdefault("LOCAL_RANK", "0")
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        store: Any = torch.distributed
+        dist.init_process_group(backend, store=store.HashStore(), rank=0, world_size=1)
 
 
 def diffusers_step(module: Any, inputs: dict[str, Tensor], maker: str) -> Callable[[], Tensor]:
@@ -88,7 +89,7 @@ def xdit_step(module: Any, inputs: dict[str, Tensor]) -> Callable[[], Tensor]:
 def _prepare_for_xdit(module: Any) -> None:
     attend = _xdit_attention(dist.get_world_size())
 
-    def kernel(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor) -> tuple[Tensor, Tensor]:
+    def kernel(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, /, **_: Any) -> tuple[Tensor, Tensor]:
         out_BHLD = attend(*(x.transpose(1, 2) for x in (q_BLHD, k_BLHD, v_BLHD)))
         return out_BHLD.transpose(1, 2), q_BLHD.new_empty(0)
 

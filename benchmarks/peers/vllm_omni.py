@@ -86,7 +86,7 @@ def has_room(device: torch.device, module: Any) -> bool:
     if device.type != "cuda":
         return True
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    return free_bytes > ROOM * sum(parameter.nbytes for parameter in module.parameters())
+    return bool(free_bytes > ROOM * sum(parameter.nbytes for parameter in module.parameters()))
 
 
 def compile_blocks(transformer: Any, od_config: Any) -> None:

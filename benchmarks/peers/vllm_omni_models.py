@@ -66,7 +66,7 @@ def _cosmos_class() -> Any:
     from vllm_omni.diffusion.models.cosmos3.pipeline_cosmos3 import Cosmos3OmniDiffusersPipeline
     from vllm_omni.diffusion.models.cosmos3.transformer_cosmos3 import Cosmos3VFMTransformer
 
-    class Transformer(Cosmos3VFMTransformer):  # type: ignore[misc]
+    class Transformer(Cosmos3VFMTransformer):
         def __init__(self, od_config: Any, quant_config: Any, **options: Any) -> None:
             assert quant_config is None, "it looks its quantization up in od_config"
             super().__init__(od_config, **options)

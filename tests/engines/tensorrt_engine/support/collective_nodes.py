@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx
 from onnx import helper
 
@@ -27,5 +29,5 @@ def read_collective(node: onnx.NodeProto) -> Collective:
 
 def node_with_groups(collective: Collective, groups: list[int]) -> onnx.NodeProto:
     """Returns a node over some of the ranks alone."""
-    attributes = collective.attributes() | {"groups": groups, "group_size": len(groups)}
+    attributes: Any = collective.attributes() | {"groups": groups, "group_size": len(groups)}
     return helper.make_node(OP_TYPE, ["x"], ["y"], domain=DOMAIN, **attributes)
