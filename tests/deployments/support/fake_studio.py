@@ -142,7 +142,8 @@ class FakeStudio:
     async def _perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent, None]:
         self.before(request)
         eta_s = ETA_S + request.seed % 10 if self.knows_times else None
-        yield Queued(eta_s=eta_s, decode_s=DECODE_S if self.knows_times else None)
+        num_before = len(self.performed) - len(self.finished) - len(self.closed) - 1
+        yield Queued(eta_s=eta_s, decode_s=DECODE_S if self.knows_times else None, num_before=num_before)
         start_s = time.perf_counter()
         num_previews = 0
         for step in range(1, request.num_inference_steps + 1):
