@@ -25,7 +25,7 @@ class Needs:
         """Return how badly a model suits, for ``min``: whether it takes other numbers of pictures, whether it lacks
         something else, and whether it would paint over, or take apart, a picture that is to be changed."""
         takes_number = defaults.min_pictures <= self.num_pictures <= defaults.max_pictures
-        takes_mask = defaults.takes_mask or not self.has_mask
+        takes_mask = defaults.takes_mask if self.has_mask else not defaults.needs_mask
         takes_strength = defaults.takes_strength or self.strength is None
         takes_layers = defaults.max_layers > 0 or self.num_layers is None
         suits = defaults.edits or self.num_pictures == 0 or self.strength is not None or self.num_layers is not None
