@@ -74,5 +74,6 @@ def find_card(cards: Mapping[str, ModelCard], name: object) -> ModelCard:
     for card in cards.values():
         if model == card.name or model in card.aliases:
             return card
-    message = f"There is no model {shown(name)}; models served: {', '.join(cards) or 'none'}"
+    missing = f"There is no model {shown(name)}" if name else "model is empty, and names none"
+    message = f"{missing}; models served: {', '.join(cards) or 'none'}"
     raise RequestError(message, "model", code="model_not_found")
