@@ -35,7 +35,7 @@ def test_without_a_name_a_model_for_the_pictures_is_taken(kind: str, num_picture
 
 
 def test_an_empty_name_is_told_as_such() -> None:
-    with pytest.raises(RequestError, match="^model is empty, and names none; models served: fake-pictures"):
+    with pytest.raises(RequestError, match=r"^model is empty, and names none; models served: fake-pictures"):
         choose_card(CARDS, "", "image")
 
 
