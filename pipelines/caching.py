@@ -45,7 +45,7 @@ def computed_steps(mode: CacheMode, num_steps: int) -> tuple[bool, ...]:
         return (True,) * num_steps
     if num_steps < MIN_STEPS:
         raise ValueError(
-            f"cache is {mode!r}, and there are {num_steps} steps, each of which matters: it needs {MIN_STEPS} or more; "
+            f"cache is {mode!r}, which needs {MIN_STEPS} steps or more, and num_inference_steps is {num_steps}; "
             "ask for more steps, or set cache to off"
         )
     return tuple(PATTERNS[mode].computes(step, num_steps) for step in range(num_steps))

@@ -1,19 +1,21 @@
 """What a model draws, for whoever chooses among models: words, good sizes, prompts to begin with.
 
 A directory says it in its ``troupe.json`` under the key ``card``, with the keys of ``Description``. All are optional;
-an unknown key is an error.
+an unknown key is an error. Text and prompts that it lacks come from what the model takes and makes.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from pipelines.defaults import Defaults
 from pipelines.own_defaults import CARD, FILE_NAME, read_own
 from pipelines.size import Size
+from pipelines.wording import counted
 
 RATIOS = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16))
 
@@ -37,11 +39,48 @@ class Description:
 
 
 NO_DESCRIPTION = Description()
+SCENES = (
+    "a red fox asleep in fresh snow",
+    "a sailing boat on a calm lake, watercolour",
+    'a small bakery at night, a sign says "open"',
+)
+MOVING_SCENES = (
+    "a red fox runs through fresh snow",
+    "waves roll onto a beach, seen from above",
+    "a paper boat drifts down a stream, close-up",
+)
+CHANGES = ("make it a watercolour painting", "put a snowy mountain behind it", "make it night")
+MOTIONS = ("the camera moves slowly closer", "wind moves hair and leaves", "everything begins to move")
+FILLINGS = ("a vase of sunflowers", "an empty wooden table", "a sleeping cat")
+"""Example prompts for words alone, for a picture to change, for one that begins a clip, and for a masked area."""
+
+
+def usual_description(defaults: Defaults) -> Description:
+    """Return what can be said of any model with these ``defaults``: what it makes of what, and example prompts."""
+    fewest, most = defaults.min_pictures, defaults.max_pictures
+    source = counted(most, "picture", "pictures") if fewest == most else f"up to {counted(most, 'picture', 'pictures')}"
+    source = "a picture" if most == 1 else source
+    if defaults.needs_mask:
+        return Description(text="Paints the masked area of a picture, as the prompt says.", prompts=FILLINGS)
+    if defaults.max_layers:
+        return Description(text=f"Takes a picture apart into {counted(defaults.num_layers, 'layer', 'layers')}.")
+    if defaults.kind == "video":
+        if fewest:
+            return Description(text=f"Makes clips from {source} and a prompt.", prompts=MOTIONS)
+        pictures = f", or from {source} and a prompt" if most else ""
+        return Description(text=f"Makes clips from a prompt{pictures}.", prompts=MOVING_SCENES)
+    what = "Changes" if defaults.edits else "Paints over"
+    if fewest:
+        return Description(text=f"{what} {source} as the prompt says.", prompts=CHANGES)
+    pictures = f" {what} {source} as the prompt says." if most else ""
+    return Description(text=f"Makes pictures from a prompt.{pictures}", prompts=SCENES)
 
 
 def read_description(path: Path, defaults: Defaults) -> Description:
-    """Returns what ``path/troupe.json`` says of the model. ValueError for unknown keys, values that are not of these
-    kinds, and sizes that no request may have."""
+    """Return what ``path/troupe.json`` says of the model, and the usual where it says nothing.
+
+    ValueError for unknown keys, values that are not of these kinds, and sizes that no request may have.
+    """
     file, written = path / FILE_NAME, read_own(path).get(CARD, {})
     known = [field.name for field in fields(Description)]
     if not isinstance(written, dict):
@@ -52,13 +91,13 @@ def read_description(path: Path, defaults: Defaults) -> Description:
         words = [value] if name == "text" else value
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise ValueError(f"{file}: {CARD}.{name} must be {'a text' if name == 'text' else 'a list of texts'}")
-    lists = {name: tuple(value) for name, value in written.items() if name != "text"}
+    said: dict[str, Any] = {name: value if name == "text" else tuple(value) for name, value in written.items()}
     try:
-        for text in lists.get("sizes", ()):
+        for text in said.get("sizes", ()):
             check_size(text, defaults)
     except ValueError as error:
         raise ValueError(f"{file}: {CARD}.sizes: {error}") from None
-    return Description(text=written.get("text", ""), **lists)
+    return replace(usual_description(defaults), **said)
 
 
 def check_size(text: str, defaults: Defaults) -> None:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from benchmarks.serving.clients import STAGES, stages_ms
 from benchmarks.spread import Spread
+from deployments.cli.local.proxies import uses_proxies
 
 IMAGES, EDITS, CLIPS = "/v1/images/generations", "/v1/images/edits", "/v1/videos/sync"
 PROMPT = "a small red circle above a large blue square on a white background"
@@ -27,7 +28,7 @@ class Client(httpx.Client):
     not made."""
 
     def __init__(self, url: str, side: int) -> None:
-        super().__init__(base_url=url, timeout=TIMEOUT_S)
+        super().__init__(base_url=url, timeout=TIMEOUT_S, trust_env=uses_proxies(url))
         self.side = side
 
     def painted(self, **fields: Any) -> httpx.Response:

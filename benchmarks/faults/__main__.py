@@ -23,6 +23,7 @@ import httpx
 from benchmarks.faults.kills import Killer
 from benchmarks.faults.traffic import NUM_SEEDS, Tally, Traffic
 from benchmarks.serving.application import Application, serving
+from deployments.cli.local.proxies import uses_proxies
 from deployments.cli.serving import load_config
 
 HEALTHY_WITHIN_S = 300.0
@@ -95,7 +96,7 @@ def healthy_after_s(url: str) -> float | None:
     started_s = time.monotonic()
     while time.monotonic() - started_s < HEALTHY_WITHIN_S:
         try:
-            if httpx.get(f"{url}/health", timeout=10.0).status_code == httpx.codes.OK:
+            if httpx.get(f"{url}/health", timeout=10.0, trust_env=uses_proxies(url)).status_code == httpx.codes.OK:
                 return round(time.monotonic() - started_s, 1)
         except httpx.TransportError:
             pass

@@ -28,6 +28,7 @@ from benchmarks.faults.kills import processes_of
 from benchmarks.faults.timeline import Span, inside, rank_pids, records_of, spans
 from benchmarks.serving.application import Application, serving
 from benchmarks.serving.settings import add_options, config_of
+from deployments.cli.local.proxies import uses_proxies
 from deployments.config import ServeConfig
 
 IMAGES = "/v1/images/generations"
@@ -148,7 +149,8 @@ def ask(url: str, model: str, num_steps: int, at_step: Callable[[int], None] = l
     body = {"model": model, "prompt": "a red circle", "seed": 1, "num_inference_steps": num_steps}
     answer, event = Answer(began_s=time.time()), {}
     wanted = {**body, "stream": True, "stream_progress": True}
-    with httpx.stream("POST", f"{url}{IMAGES}", json=wanted, timeout=TIMEOUT_S) as response:
+    through_proxies = uses_proxies(url)
+    with httpx.stream("POST", f"{url}{IMAGES}", json=wanted, timeout=TIMEOUT_S, trust_env=through_proxies) as response:
         for line in response.iter_lines():
             if line.startswith("data: "):
                 event = json.loads(line.removeprefix("data: "))

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import httpx
 
+from deployments.cli.local.proxies import uses_proxies
+
 Outcome = Literal["right", "wrong_bytes", "refused", "error", "outside_shape"]
 """``refused``: no connection, or one that ended without an answer. ``error``: an answer in OpenAI's shape."""
 
@@ -50,7 +52,7 @@ class Traffic:
     references: dict[tuple[str, int], bytes]
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=TIMEOUT_S)
+        return httpx.Client(base_url=self.url, timeout=TIMEOUT_S, trust_env=uses_proxies(self.url))
 
     def picture(self, seed: int) -> None:
         self._attempt("picture", lambda client: self._picture(client, seed))

@@ -31,6 +31,7 @@ from benchmarks.load.owner import load_owners
 from benchmarks.load.summary import gpu_use, plot, summary
 from benchmarks.serving.application import serving
 from benchmarks.serving.settings import add_options, config_of, told_as
+from deployments.cli.local.proxies import uses_proxies
 from deployments.cli.serving import free_port
 
 
@@ -92,7 +93,9 @@ async def measured(
 
 
 def text_of(metrics: str) -> str:
-    return httpx.get(metrics, timeout=30).raise_for_status().text if metrics else ""
+    if not metrics:
+        return ""
+    return httpx.get(metrics, timeout=30, trust_env=uses_proxies(metrics)).raise_for_status().text
 
 
 def say(document: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from benchmarks.load.client import NO_HEADERS, TIMEOUT_S, answered
 from benchmarks.load.mix import RequestClass
 from benchmarks.serving.settings import told_as
+from deployments.cli.local.proxies import uses_proxies
 from engines.gang.predictions.prediction import StepKey, speedup
 from engines.gang.predictions.step_times import StepTimes
 
@@ -99,8 +100,14 @@ async def measured(
 
     ``metrics`` reads the server's page of them, and is empty where there is none.
     """
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=headers) as client:
+    async with httpx.AsyncClient(
+        base_url=url, timeout=TIMEOUT_S, headers=headers, trust_env=uses_proxies(url)
+    ) as client:
         return {kind.name: await _measured(client, metrics, kind) for kind in kinds}
+
+
+def _client(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=headers, trust_env=uses_proxies(url))
 
 
 async def _measured(client: httpx.AsyncClient, metrics: Callable[[], str], kind: RequestClass) -> Alone:
@@ -145,7 +152,9 @@ async def _one(client: httpx.AsyncClient, kind: RequestClass, seed: int) -> tupl
 
 async def made_ready(url: str, kinds: Sequence[RequestClass], headers: Mapping[str, str] = NO_HEADERS) -> None:
     """One request of each class, so that those after it find all that is made once for a size."""
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, headers=headers) as client:
+    async with httpx.AsyncClient(
+        base_url=url, timeout=TIMEOUT_S, headers=headers, trust_env=uses_proxies(url)
+    ) as client:
         for kind in kinds:
             await _one(client, kind, 0)
 

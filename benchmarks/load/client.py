@@ -13,6 +13,7 @@ import httpx
 from benchmarks.load.arrivals import Arrival
 from benchmarks.load.mix import Kind, RequestClass
 from benchmarks.serving.clients import stages_ms
+from deployments.cli.local.proxies import uses_proxies
 
 TIMEOUT_S = 1200.0
 NO_HEADERS: Mapping[str, str] = {}
@@ -73,7 +74,9 @@ async def send_all(url: str, arrivals: Sequence[Arrival], headers: dict[str, str
     """Sends each at its time, with its owner's key or ``headers``; returns when all have been answered, in the order
     of their arrival."""
     no_limit = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=no_limit, headers=headers) as client:
+    async with httpx.AsyncClient(
+        base_url=url, timeout=TIMEOUT_S, limits=no_limit, headers=headers, trust_env=uses_proxies(url)
+    ) as client:
         start_s = time.perf_counter() + FROM_S
         return await asyncio.gather(*(_send(client, one, start_s) for one in arrivals))
 

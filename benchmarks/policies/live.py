@@ -39,6 +39,7 @@ from benchmarks.policies.comparison import Case, compared
 from benchmarks.policies.shares import told as told_of_owners
 from benchmarks.serving.application import Application, serving
 from benchmarks.serving.settings import add_options, config_of, told_as, with_values
+from deployments.cli.local.proxies import uses_proxies
 from deployments.cli.serving import free_port
 from deployments.config import ServeConfig
 from engines.gang.policies.registry import POLICIES, find_policy
@@ -146,7 +147,8 @@ class Visit:
         return known, {**row, "latest_send_s": latest_s, "ready_s": ready_s, "load": round(os.getloadavg()[0], 1)}
 
     def _metrics(self) -> str:
-        return httpx.get(self._metrics_url, timeout=30).raise_for_status().text
+        url = self._metrics_url
+        return httpx.get(url, timeout=30, trust_env=uses_proxies(url)).raise_for_status().text
 
 
 def line(row: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from deployments.cli.local.proxies import http_client
 from deployments.cli.serving import free_port
 from deployments.config import ServeConfig
 
@@ -158,7 +159,7 @@ def errors(folder: Path) -> Iterator[str]:
 
 def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     end_s = time.monotonic() + READY_WITHIN_S
-    with httpx.Client(base_url=url, timeout=5.0) as client:
+    with http_client(url, base_url=url, timeout=5.0) as client:
         while time.monotonic() < end_s:
             if process.poll() is not None:
                 raise RuntimeError(f"troupe serve ended with {process.returncode}:\n{log.read_text()[-4000:]}")

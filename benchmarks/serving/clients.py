@@ -10,6 +10,7 @@ from itertools import chain
 import httpx
 
 from benchmarks.serving.bare import PROMPT
+from deployments.cli.local.proxies import http_client
 
 STAGES = ("queue", "encode", "denoise", "decode", "total")
 TIMEOUT_S = 600.0
@@ -41,7 +42,7 @@ def ask(url: str, model: str, *, num_clients: int, num_each: int, first_seed: in
 
     def one_client(index: int) -> list[Answer]:
         first = first_seed + index * num_each
-        with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
+        with http_client(url, base_url=url, timeout=TIMEOUT_S) as client:
             return [picture(client, model, seed) for seed in range(first, first + num_each)]
 
     started_s = time.perf_counter()
@@ -72,7 +73,7 @@ def stages_ms(header: str) -> dict[str, float]:
 
 def clip(url: str, model: str) -> None:
     """One clip, from the request to its end."""
-    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
+    with http_client(url, base_url=url, timeout=TIMEOUT_S) as client:
         body = {"model": model, "prompt": "a green triangle moves from left to right on a black background"}
         job = client.post("/v1/videos", json=body).raise_for_status().json()
         while job["status"] in ("queued", "in_progress"):

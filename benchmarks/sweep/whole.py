@@ -17,6 +17,7 @@ from benchmarks.application.client import CLIPS, EDITS, IMAGES, PROMPT, TIMEOUT_
 from benchmarks.application.memory import peak_memory
 from benchmarks.faults.timeline import records_of
 from benchmarks.serving.application import serving
+from deployments.cli.local.proxies import http_client
 from deployments.cli.serving import parse_config
 from deployments.config import ServeConfig
 from pipelines.checkpoint import Checkpoint
@@ -50,7 +51,7 @@ def measured(folder: Path, ranks: int, asked: Asked) -> dict[str, Any]:
     """What the application says of its own times, in milliseconds. RuntimeError where it does not make one of them."""
     defaults = Checkpoint(folder).defaults
     with peak_memory() as peak, serving(config_of(folder, ranks)) as application:
-        with httpx.Client(base_url=application.url, timeout=TIMEOUT_S) as client:
+        with http_client(application.url, base_url=application.url, timeout=TIMEOUT_S) as client:
             found = answers_of(client, defaults, asked)
         messages = {str(record["message"]) for record in records_of(application.logs)}
         ready_s = round(application.ready_s, 1)

@@ -158,6 +158,13 @@ class CompletedEdit(CompletedPicture):
     type: Literal["image_edit.completed"] = "image_edit.completed"
 
 
+class QueuedPicture(Event):
+    type: Literal["troupe.queued"] = "troupe.queued"
+    image_index: int
+    num_before: int = Field(description="Other requests that its gang had when it took this one.")
+    eta_s: float | None = Field(description="Predicted seconds until it is done; null if nothing like it was measured.")
+
+
 class StepProgress(Event):
     type: Literal["troupe.progress"] = "troupe.progress"
     image_index: int
@@ -194,6 +201,9 @@ class Video(BaseModel):
     eta_s: float | None = Field(
         description="Seconds until it is done, by prediction, while it waits or is made; beyond OpenAI."
     )
+    num_before: int | None = Field(
+        description="Clips of its model that wait before it; null unless it waits. Beyond OpenAI."
+    )
     num_previews: int = Field(description="Previews so far, the last at variant=preview; beyond OpenAI.")
     timings: StageTimes | None = Field(description="beyond OpenAI")
 
@@ -217,6 +227,7 @@ class Video(BaseModel):
             num_inference_steps=request.num_inference_steps,
             cache=request.cache,
             eta_s=None if clip.eta_s is None else round(clip.eta_s, 3),
+            num_before=clip.num_before,
             num_previews=clip.num_previews,
             timings=clip.timings,
         )

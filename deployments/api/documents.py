@@ -15,14 +15,15 @@ from deployments.api.answers import (
     ImagesResponse,
     PartialEdit,
     PartialImage,
+    QueuedPicture,
     StepProgress,
     VideoEvent,
 )
 from deployments.api.errors import GPU_HEADER, ErrorBody, ErrorEvent
 from deployments.requests.bodies import EditBody, ImageBody, MediaBody, VideoBody
 
-IMAGE_EVENTS = (PartialImage, CompletedImage, StepProgress, ErrorEvent)
-EDIT_EVENTS = (PartialEdit, CompletedEdit, StepProgress, ErrorEvent)
+IMAGE_EVENTS = (QueuedPicture, PartialImage, CompletedImage, StepProgress, ErrorEvent)
+EDIT_EVENTS = (QueuedPicture, PartialEdit, CompletedEdit, StepProgress, ErrorEvent)
 VIDEO_EVENTS = (VideoEvent, ErrorEvent)
 WITH_PICTURES: tuple[type[MediaBody], ...] = (EditBody, VideoBody)
 UNSEEN_MODELS: tuple[type[BaseModel], ...] = (ImageBody, *WITH_PICTURES, *IMAGE_EVENTS, *EDIT_EVENTS[:2], VideoEvent)

@@ -39,6 +39,8 @@ def generate(
         options = {**options, "lora": [_asked_lora(one) for one in written]}
     model = _model(client, options.get("model"), out, len(images), options | ({} if mask is None else {"mask": mask}))
     kind = _kind(model, out)
+    if kind == "image":
+        _check_mask(model, images, mask)
     body = {"prompt": prompt, **options, "model": model["id"]}
     console.print(f"{model['id']}: {prompt}")
     num_layers = options.get("layers", model["defaults"].get("num_layers", 0))
@@ -100,11 +102,24 @@ def _fits(model: dict[str, Any], out: Path, num_pictures: int) -> bool:
 def _is_second_choice(model: dict[str, Any], num_pictures: int, options: Mapping[str, Any]) -> bool:
     """As the server has it (``Needs.rank``)."""
     limits = model["defaults"]
-    if num_pictures > limits.get("max_pictures", 0) or ("mask" in options and not limits.get("takes_mask")):
+    takes_mask = limits.get("takes_mask") if "mask" in options else not limits.get("needs_mask")
+    if num_pictures > limits.get("max_pictures", 0) or not takes_mask:
         return True
     if "strength" in options:
         return not limits.get("takes_strength")
     return not (limits.get("max_layers") if "layers" in options else model.get("edits"))
+
+
+def _check_mask(model: dict[str, Any], images: Sequence[Path], mask: Path | None) -> None:
+    """ValueError, before anything is sent, if the model of pictures needs a mask that is not there, or takes none."""
+    limits = model["defaults"]
+    if limits.get("needs_mask") and not (images and mask):
+        missing = " ".join(("--image FILE",) * (not images) + ("--mask FILE",) * (mask is None))
+        raise ValueError(f"{model['id']} paints what a mask marks in a picture: add {missing}")
+    if mask is not None and not images:
+        raise ValueError("--mask says where to paint in a picture: add --image FILE")
+    if mask is not None and not limits.get("takes_mask"):
+        raise ValueError(f"{model['id']} takes no mask: leave --mask out, or choose another --model")
 
 
 def _kind(model: dict[str, Any], out: Path) -> str:

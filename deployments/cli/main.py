@@ -30,6 +30,15 @@ UrlOption = Annotated[str, typer.Option("--url", help="A running server; without
 KeyOption = Annotated[Path | None, typer.Option("--api-key-file", help="The server's key; else TROUPE_API_KEY.")]
 OldKeyOption = Annotated[str | None, renamed_option("--api-key", "--api-key-file, or TROUPE_API_KEY outside,")]
 NegativeOption = Annotated[str | None, typer.Option(help="What to keep out; needs a --true-cfg-scale above 1.")]
+MASK_HELP = "Where to paint in --image: transparent, or else white. Some models need it."
+GUIDANCE_HELP = (
+    "How closely the prompt is followed, by the guidance that the model has: distilled, or else classifier-free. "
+    "Of a model with both it is the distilled one."
+)
+TRUE_CFG_HELP = (
+    "Classifier-free guidance, always: 1 turns it off, more takes twice the time. "
+    "Of a model with both it is the one that --negative-prompt needs."
+)
 ImageOption = Annotated[list[Path] | None, typer.Option(help="A picture to begin with; may be repeated.")]
 LoraOption = Annotated[list[str] | None, typer.Option(help="An adapter, NAME or NAME:SCALE; may be repeated.")]
 CacheOption = Annotated[
@@ -61,12 +70,12 @@ def generate(
     fps: Annotated[int | None, typer.Option(help="Frames a second of a clip.")] = None,
     sound: Annotated[bool | None, typer.Option(help="Whether a clip has one, of models that make it.")] = None,
     negative_prompt: NegativeOption = None,
-    guidance_scale: Annotated[float | None, typer.Option(help="Distilled guidance, of models that have it.")] = None,
-    true_cfg_scale: Annotated[float | None, typer.Option(help="Classifier-free guidance; 1 turns it off.")] = None,
+    guidance_scale: Annotated[float | None, typer.Option(help=GUIDANCE_HELP)] = None,
+    true_cfg_scale: Annotated[float | None, typer.Option(help=TRUE_CFG_HELP)] = None,
     lora: LoraOption = None,
     cache: CacheOption = None,
     image: ImageOption = None,
-    mask: Annotated[Path | None, typer.Option(help="Where to paint: transparent, or else white.")] = None,
+    mask: Annotated[Path | None, typer.Option(help=MASK_HELP)] = None,
     strength: Annotated[float | None, typer.Option(help="How much of the picture is painted anew, up to 1.")] = None,
     layers: Annotated[int | None, typer.Option(help="Of models that take a picture apart; files are numbered.")] = None,
     config: ConfigOption = "laptop",

@@ -17,7 +17,7 @@ from deployments.clips.attempt import Attempt
 from deployments.clips.claims import Claim, Claims
 from deployments.clips.database import open_database
 from deployments.clips.folders import ClipFolders, Variant
-from deployments.clips.outlook import ClipTimes, predicted_ends_s
+from deployments.clips.outlook import ClipTimes, nums_before, predicted_ends_s
 from deployments.clips.records import FILE_GONE, ClipError, ClipRecord
 from deployments.clips.runner import ClipRunner
 from deployments.clips.settings import ClipSettings
@@ -217,12 +217,18 @@ class Clips:
         return (await self._all_foreseen([clip]))[0]
 
     async def _all_foreseen(self, clips: Collection[ClipRecord]) -> list[ClipRecord]:
-        """Returns ``clips``, those that wait with when they will be done, by prediction. What a gang has, it predicts
-        itself."""
+        """Returns ``clips``, those that wait with their place, and when they will be done, by prediction. What a gang
+        has, it predicts itself."""
         models = {clip.request.model for clip in clips if clip.status == "queued"}
         queue = await self._store.open_clips(models) if models else []
         ends_s = predicted_ends_s(queue, self._times, self._settings.num_gangs, time.time())
-        return [replace(clip, eta_at_s=ends_s.get(clip.id)) if clip.status == "queued" else clip for clip in clips]
+        before = nums_before(queue)
+        return [
+            replace(clip, eta_at_s=ends_s.get(clip.id), num_before=before.get(clip.id))
+            if clip.status == "queued"
+            else clip
+            for clip in clips
+        ]
 
     async def _sweep(self) -> None:
         keep_s = self._settings.keep_videos_s

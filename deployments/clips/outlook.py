@@ -49,6 +49,17 @@ class ClipTimes:
         return self._known_s.get((clip.model, clip.alike))
 
 
+def nums_before(clips: Iterable[OpenClip]) -> dict[str, int]:
+    """Returns how many clips of its model wait before each that waits, by its id; ``clips`` are in their order."""
+    seen: defaultdict[str, int] = defaultdict(int)
+    before: dict[str, int] = {}
+    for clip in clips:
+        if clip.status == "queued":
+            before[clip.id] = seen[clip.model]
+            seen[clip.model] += 1
+    return before
+
+
 def predicted_ends_s(
     clips: Iterable[OpenClip], times: ClipTimes, num_gangs: Mapping[str, int], now_s: float
 ) -> dict[str, float | None]:

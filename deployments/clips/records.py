@@ -34,6 +34,7 @@ class ClipError:
 class ClipRecord:
     """A clip somebody asked for. ``number`` orders clips by creation; times are Unix seconds, ``created_at_s`` to the
     fraction; ``progress`` is 0–100. ``eta_at_s`` is when it is predicted to be done, None if nobody knows.
+    ``num_before`` clips of its model wait before it; None if it does not wait, or if that was not asked.
 
     ``key_hash`` is that of the API key that asked for it, empty where none was needed.
     """
@@ -52,6 +53,7 @@ class ClipRecord:
     timings: StageTimes | None
     key_hash: str = ""
     eta_at_s: float | None = None
+    num_before: int | None = None
 
     @property
     def created_at(self) -> int:

@@ -25,7 +25,7 @@ class Needs:
         """Return how badly a model suits, for ``min``: whether it takes other numbers of pictures, whether it lacks
         something else, and whether it would paint over, or take apart, a picture that is to be changed."""
         takes_number = defaults.min_pictures <= self.num_pictures <= defaults.max_pictures
-        takes_mask = defaults.takes_mask or not self.has_mask
+        takes_mask = defaults.takes_mask if self.has_mask else not defaults.needs_mask
         takes_strength = defaults.takes_strength or self.strength is None
         takes_layers = defaults.max_layers > 0 or self.num_layers is None
         suits = defaults.edits or self.num_pictures == 0 or self.strength is not None or self.num_layers is not None
@@ -74,5 +74,6 @@ def find_card(cards: Mapping[str, ModelCard], name: object) -> ModelCard:
     for card in cards.values():
         if model == card.name or model in card.aliases:
             return card
-    message = f"There is no model {shown(name)}; models served: {', '.join(cards) or 'none'}"
+    missing = f"There is no model {shown(name)}" if name else "model is empty, and names none"
+    message = f"{missing}; models served: {', '.join(cards) or 'none'}"
     raise RequestError(message, "model", code="model_not_found")

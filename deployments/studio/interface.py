@@ -64,10 +64,12 @@ class StageTimes:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Queued:
     """A gang has taken the request, and all of it is predicted to take ``eta_s`` from when it came; None as long as
-    nothing like it was measured. Its decoding is predicted to take ``decode_s`` of that."""
+    nothing like it was measured. Its decoding is predicted to take ``decode_s`` of that. The gang had ``num_before``
+    other requests then."""
 
     eta_s: float | None
     decode_s: float | None = None
+    num_before: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

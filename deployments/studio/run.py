@@ -123,7 +123,7 @@ class Run:
                         decode_s = self._predicted_decode_s
                         if event.eta_s is not None and decode_s is not None:
                             self._eta_s = self._queued_at_s + event.eta_s + decode_s
-                        yield Queued(eta_s=self._eta_s, decode_s=decode_s)
+                        yield Queued(eta_s=self._eta_s, decode_s=decode_s, num_before=event.num_before)
                     case StepDone():
                         self.num_steps_seen += 1
                         self.gpu_s = event.gpu_s

@@ -98,9 +98,9 @@ class Driver:
         if self.broken is not None:
             raise GangBrokenError(self.broken.reason, self.broken.cause)
         self._table.check(job)
-        eta_s = self._outlook.admit(job)
+        eta_s, num_before = self._outlook.admit(job), self._table.num_open
         open_job = self._table.open(job, max(1.0, self._outlook.next_end_s() or 0.0))
-        self._table.publish(job.job_id, JobQueued(job_id=job.job_id, eta_s=eta_s))
+        self._table.publish(job.job_id, JobQueued(job_id=job.job_id, eta_s=eta_s, num_before=num_before))
         self._submitted.append(open_job)
         self._wake_schedule.set()
         return open_job

@@ -37,5 +37,7 @@ def test_a_faster_mode_makes_fewer_forwards_and_all_make_the_first_and_the_last(
 def test_few_steps_are_refused_but_where_it_is_off() -> None:
     assert computed_steps("off", 1) == (True,)
     for mode in PATTERNS:
-        with pytest.raises(ValueError, match=f"cache is '{mode}', and there are 9 steps.*10 or more.*set cache to off"):
+        with pytest.raises(
+            ValueError, match=f"cache is '{mode}', which needs 10 steps or more.* is 9; .*set cache to off"
+        ):
             computed_steps(mode, MIN_STEPS - 1)

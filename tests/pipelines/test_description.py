@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import largest_num_frames
-from pipelines.description import Description, read_description
+from pipelines.description import read_description
 from pipelines.loading import shipped_checkpoints
+from pipelines.models.usual_defaults import CLIP, PICTURE
 
 COLOURS = ("red", "green", "blue", "yellow", "purple", "orange", "white", "black")
 
@@ -27,10 +30,40 @@ def test_shipped_models_say_what_they_draw(name: str) -> None:
 def test_a_folder_without_a_card_has_common_shapes(tmp_path: Path) -> None:
     defaults = Checkpoint.open("flux-shapes").defaults
     description = read_description(tmp_path, defaults)
-    assert description == Description()
+    assert description.text == "Makes pictures from a prompt. Paints over a picture as the prompt says."
+    assert len(description.prompts) == 3
     sizes = description.sizes_within(defaults)
     assert sizes[0] == "128x128"
     assert {"144x112", "112x144", "176x96"} <= set(sizes)
+
+
+@pytest.mark.parametrize(
+    ("takes", "text", "prompt"),
+    [
+        ({}, "Makes pictures from a prompt.", "fox"),
+        ({"min_pictures": 1, "max_pictures": 1, "takes_mask": True, "needs_mask": True}, "masked area", "cat"),
+        ({"min_pictures": 1, "max_pictures": 3}, "Changes up to 3 pictures as the prompt says.", "make it night"),
+        ({"max_pictures": 1}, "Makes pictures from a prompt. Changes a picture as the prompt says.", "fox"),
+        ({"kind": "video"}, "Makes clips from a prompt.", "runs"),
+        (
+            {"kind": "video", "min_pictures": 2, "max_pictures": 2},
+            "Makes clips from 2 pictures and a prompt.",
+            "camera",
+        ),
+        ({"kind": "video", "max_pictures": 1}, "clips from a prompt, or from a picture and a prompt.", "runs"),
+        ({"min_pictures": 1, "max_pictures": 1, "num_layers": 4, "max_layers": 9}, "apart into 4 layers.", ""),
+    ],
+)
+def test_a_model_without_a_card_is_described_by_what_it_takes(
+    tmp_path: Path, takes: dict[str, Any], text: str, prompt: str
+) -> None:
+    """Of a card that has one of them, the other is the usual one."""
+    defaults = replace(CLIP if takes.get("kind") == "video" else PICTURE, **takes)
+    description = read_description(tmp_path, defaults)
+    assert text in description.text
+    assert any(prompt in example for example in description.prompts) or not prompt
+    (tmp_path / "troupe.json").write_text(json.dumps({"card": {"text": "Its own."}}))
+    assert read_description(tmp_path, defaults) == replace(description, text="Its own.")
 
 
 def test_a_card_that_cannot_be_is_refused(tmp_path: Path) -> None:

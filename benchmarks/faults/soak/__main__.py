@@ -33,6 +33,7 @@ from benchmarks.faults.soak.peace import Peace, num_processes
 from benchmarks.faults.soak.storm import draw_references, ride_out, summary
 from benchmarks.faults.soak.visits import drawn_turns
 from benchmarks.serving.application import serving
+from deployments.cli.local.proxies import uses_proxies
 from deployments.cli.serving import free_port, load_config, parse_config
 from deployments.config import ServeConfig
 from engines.gang.policies.registry import POLICIES
@@ -79,7 +80,7 @@ async def soak(
         kinds=RANKS_AND_REPLICAS if arguments.kinds is None else arguments.kinds.split(","),
     )
     no_limit = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=None, limits=no_limit) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=no_limit, trust_env=uses_proxies(url)) as http:
         clients = Clients(http=http, keys=keys, hang_s=arguments.hang_s)
         await draw_references(clients)
         before, over = num_processes(server), threading.Event()

@@ -15,6 +15,7 @@ from benchmarks.faults.kills import processes_of
 from benchmarks.faults.soak.clients import Clients
 from benchmarks.faults.soak.storm import IN_PEACE
 from benchmarks.faults.soak.visits import BODIES, Visit
+from deployments.cli.local.proxies import uses_proxies
 
 WITHIN_S = 300.0
 POLL_S = 0.5
@@ -66,7 +67,7 @@ class Peace:
         return ", ".join(unfinished)
 
     async def _open_jobs(self) -> str:
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(trust_env=uses_proxies(self.metrics_url)) as http:
             text = (await http.get(self.metrics_url)).text
         num = {
             (sample.name, sample.labels["model"]): sample.value

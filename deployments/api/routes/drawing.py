@@ -21,6 +21,7 @@ from deployments.api.answers import (
     PartialEdit,
     PartialImage,
     PartialPicture,
+    QueuedPicture,
     StepProgress,
 )
 from deployments.api.context import ApiContext, waited_s
@@ -142,23 +143,34 @@ async def collect(events: AsyncGenerator[Indexed], num_media: int) -> list[Media
 async def image_events(
     pictures: ImageRequest, events: AsyncGenerator[Indexed], headers: dict[str, str]
 ) -> AsyncGenerator[Event, None]:
-    """Yields what the client is told: previews, finished pictures and, if asked for, every step.
+    """Yields what the client is told: previews, finished pictures and, if asked for, places in the queue and steps.
 
-    What is predicted for them, if it is for all, goes into ``headers``, which are sent with the first event.
+    What is predicted for them, if it is for all, goes into ``headers``, which are sent with the first event. So nothing
+    is told of the queue before every picture has its place.
     """
-    etas_s: list[float | None] = []
+    places: list[Indexed] = []
     async with aclosing(events):
         async for index, event in events:
+            told = [(index, event)]
             if isinstance(event, Queued):
-                etas_s.append(event.eta_s)
+                places.append((index, event))
                 headers.pop(ETA_HEADER, None)
-                headers.update(eta_header(etas_s))
-            for news in translate(pictures, index, event):
-                yield news
+                headers.update(eta_header([place.eta_s for _, place in places if isinstance(place, Queued)]))
+                told = _told_places(places, len(pictures.requests))
+            for one in told:
+                for news in translate(pictures, *one):
+                    yield news
+
+
+def _told_places(places: list[Indexed], num: int) -> list[Indexed]:
+    """Returns the places to tell of now: all once there are ``num``, then each new one, as after a lost gang."""
+    return places if len(places) == num else places[num:][-1:]
 
 
 def translate(pictures: ImageRequest, index: int, event: StudioEvent) -> Sequence[Event]:
     match event:
+        case Queued() if pictures.stream_progress:
+            return [QueuedPicture(image_index=index, num_before=event.num_before, eta_s=event.eta_s)]
         case Media():
             return [_completed(pictures, index, event, layer, data) for layer, data in _layers(pictures, event)]
         case Preview():

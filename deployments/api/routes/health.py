@@ -71,7 +71,7 @@ def model_routes(context: ApiContext) -> APIRouter:
     @router.get("/v1/models/{model:path}", responses=error_documents(401, 404))
     async def read_model(model: str) -> Model:
         """One model, by its name or an alias: its kind, defaults, limits, and prompts to begin with."""
-        if not model:
+        if not model.strip("/"):
             raise HTTPException(404)
         card = find_card(context.studio.cards(), model)
         lora = split_name(model)[1]

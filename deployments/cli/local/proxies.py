@@ -21,7 +21,7 @@ def http_client(url: str, **options: Any) -> httpx.Client:
 
     ValueError names the variable of the environment that it cannot use.
     """
-    if is_own(httpx.URL(url).host):
+    if not uses_proxies(url):
         return httpx.Client(trust_env=False, **options)
     try:
         return httpx.Client(**options)
@@ -29,6 +29,11 @@ def http_client(url: str, **options: Any) -> httpx.Client:
         if problem := client_problem():
             raise ValueError(f"{url} cannot be asked: {problem}") from error
         raise
+
+
+def uses_proxies(url: str) -> bool:
+    """Return whether requests to ``url`` may use the environment's proxies: httpx's ``trust_env``."""
+    return not is_own(httpx.URL(url).host)
 
 
 def is_own(host: str) -> bool:

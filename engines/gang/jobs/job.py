@@ -65,10 +65,11 @@ class Job:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobQueued:
     """The gang has taken a job, and will have done its steps in ``eta_s``, by prediction; None while that would be a
-    guess (see ``StepPrediction.knows``)."""
+    guess (see ``StepPrediction.knows``). The gang had ``num_before`` other jobs then."""
 
     job_id: str
     eta_s: float | None
+    num_before: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

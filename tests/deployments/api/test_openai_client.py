@@ -107,7 +107,7 @@ def test_error_inside_a_stream(official: openai.OpenAI, studio: FakeStudio) -> N
 
     studio.at_step = fail
     events = official.images.generate(prompt="a", stream=True, extra_body={"stream_progress": True})
-    assert next(events).type == "troupe.progress"
+    assert [next(events).type for _ in range(2)] == ["troupe.queued", "troupe.progress"]
     with pytest.raises(openai.APIError) as caught:
         list(events)
     assert caught.value.code == "internal"

@@ -115,6 +115,24 @@ def test_adapters_are_sent(tmp_path: Path, with_picture: bool) -> None:
     assert studio.performed[0].loras == (Lora(name="ink", scale=0.5), Lora(name="oil", scale=0.3))
 
 
+def test_a_mask_that_is_needed_or_of_no_use_is_told_before_anything_is_sent(tmp_path: Path) -> None:
+    studio, file = FakeStudio(only_inpaints=True), str(tmp_path / "a.png")
+    Path(file).write_bytes(file_of(noise(48, 32)))
+    with serving(build(studio, tmp_path)) as url:
+        for model, args, told in (
+            ("fake-inpaints", (), "paints what a mask marks in a picture: add --image FILE --mask FILE"),
+            ("fake-inpaints", ("--image", file), "paints what a mask marks in a picture: add --mask FILE"),
+            ("fake-inpaints", ("--mask", file), "paints what a mask marks in a picture: add --image FILE"),
+            ("fake-pictures", ("--mask", file), "--mask says where to paint in a picture: add --image FILE"),
+            ("fake-pictures", ("--image", file, "--mask", file), "fake-pictures takes no mask: leave --mask out"),
+        ):
+            out = ("--model", model, "--out", str(tmp_path / "b.png"), "--url", url)
+            assert_one_line(troupe("generate", "a", *args, *out), told)
+        args = ("--image", file, "--mask", file, "--out", str(tmp_path / "b.png"), "--url", url)
+        assert troupe("generate", "a", *args).exit_code == 0
+    assert [request.model for request in studio.performed] == ["fake-inpaints"]
+
+
 def test_a_clip_begins_with_a_picture(tmp_path: Path) -> None:
     studio, picture = FakeStudio(takes_pictures=True), noise(48, 32)
     (tmp_path / "a.png").write_bytes(file_of(picture))

@@ -146,14 +146,15 @@ def test_without_a_name_it_is_the_first_that_fits(out: str, num_pictures: int, e
     [
         (1, {}, "one"),
         (2, {}, "many"),
-        (1, {"mask": "m.png"}, "many"),
+        (1, {"mask": "m.png"}, "masked"),
         (1, {"strength": 0.5}, "over"),
         (1, {"layers": 2}, "apart"),
-        (4, {}, "over"),
+        (5, {}, "masked"),
     ],
 )
 def test_pictures_go_to_a_model_that_edits(num_pictures: int, options: dict[str, Any], expected: str) -> None:
     served: Any = Served(
+        {"id": "masked", "edits": True, "defaults": {"max_pictures": 4, "takes_mask": True, "needs_mask": True}},
         {"id": "over", "edits": False, "defaults": {"max_pictures": 1, "takes_strength": True}},
         {"id": "apart", "edits": False, "defaults": {"min_pictures": 1, "max_pictures": 1, "max_layers": 4}},
         {"id": "one", "edits": True, "defaults": {"max_pictures": 1}},

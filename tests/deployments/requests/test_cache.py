@@ -63,7 +63,7 @@ async def test_a_clip_keeps_it_until_it_is_made(client: httpx.AsyncClient, studi
         ({"cache": True}, "it must be off, conservative or fast"),
         (
             {"cache": "fast", "num_inference_steps": 9},
-            "cache is 'fast', and there are 9 steps, each of which matters: it needs 10 or more",
+            "cache is 'fast', which needs 10 steps or more, and num_inference_steps is 9",
         ),
     ],
 )

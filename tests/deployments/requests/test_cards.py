@@ -34,6 +34,17 @@ def test_without_a_name_a_model_for_the_pictures_is_taken(kind: str, num_picture
         choose_card({}, None, "image", needs)
 
 
+def test_an_empty_name_is_told_as_such() -> None:
+    with pytest.raises(RequestError, match=r"^model is empty, and names none; models served: fake-pictures"):
+        choose_card(CARDS, "", "image")
+
+
+def test_a_model_that_only_inpaints_gets_no_picture_without_a_mask() -> None:
+    cards = dict(reversed(FakeStudio(takes_pictures=True, only_inpaints=True).cards().items()))
+    assert choose_card(cards, None, "image", Needs(num_pictures=1)).name == "fake-edits"
+    assert choose_card(cards, None, "image", Needs(num_pictures=1, has_mask=True)).name == "fake-inpaints"
+
+
 PUBLISHED = ("FLUX.1-dev", "Qwen-Image-Layered", "FLUX.1-Kontext-dev", "Qwen-Image-Edit-2509")
 
 

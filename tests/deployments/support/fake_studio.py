@@ -14,6 +14,7 @@ from PIL import Image
 
 from deployments.studio.interface import Media, ModelCard, Output, Preview, Progress, Queued, StageTimes, StudioEvent
 from pipelines.defaults import Defaults
+from pipelines.description import usual_description
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import Lora, MediaRequest
 
@@ -53,6 +54,7 @@ CLIPS = Defaults(
     max_steps=100,
 )
 EDITS = replace(PICTURES, min_pictures=1, max_pictures=3, takes_mask=True, takes_strength=True)
+INPAINTS = replace(EDITS, max_pictures=1, needs_mask=True)
 LAYERS = replace(
     PICTURES,
     max_pixels=512 * 512,
@@ -76,7 +78,7 @@ class FakeStudio:
     Without ``knows_times`` nothing was measured yet, without ``same_bytes`` gangs are elastic.
     ``performed`` are the requests that came, ``inputs`` what came along with each, ``closed`` the ids of those closed
     before their end. ``takes_pictures``: two more models do; ``takes_apart``:
-    one takes them apart; ``makes_both``: one makes clips and pictures.
+    one takes them apart; ``makes_both``: one makes clips and pictures; ``only_inpaints``: one needs a mask.
     """
 
     step_s: float = 0.005
@@ -92,6 +94,7 @@ class FakeStudio:
     takes_pictures: bool = False
     takes_apart: bool = False
     makes_both: bool = False
+    only_inpaints: bool = False
     performed: list[MediaRequest] = field(default_factory=list)
     inputs: list[InputPictures] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
@@ -105,12 +108,15 @@ class FakeStudio:
             defaults |= {"fake-layers": LAYERS}
         if self.makes_both:
             defaults |= {"fake-both": BOTH}
+        if self.only_inpaints:
+            defaults |= {"fake-inpaints": INPAINTS}
         return {
             name: ModelCard(
                 name=name,
                 family="fake",
                 created=CREATED_S,
                 defaults=one,
+                description=usual_description(one),
                 aliases=self.aliases.get(name, ()),
                 loras=self.loras.get(name, ()),
             )
@@ -142,7 +148,8 @@ class FakeStudio:
     async def _perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent, None]:
         self.before(request)
         eta_s = ETA_S + request.seed % 10 if self.knows_times else None
-        yield Queued(eta_s=eta_s, decode_s=DECODE_S if self.knows_times else None)
+        num_before = len(self.performed) - len(self.finished) - len(self.closed) - 1
+        yield Queued(eta_s=eta_s, decode_s=DECODE_S if self.knows_times else None, num_before=num_before)
         start_s = time.perf_counter()
         num_previews = 0
         for step in range(1, request.num_inference_steps + 1):

@@ -67,7 +67,7 @@ def live(config: ServeConfig) -> Iterator[str]:
 async def stream_of(
     client: httpx.AsyncClient, body: Mapping[str, Any]
 ) -> AsyncGenerator[AsyncGenerator[dict[str, Any]]]:
-    """The events of a streamed picture, every step among them. Leaving the block hangs up."""
+    """The events of a streamed picture from its first step on, every step among them. Leaving the block hangs up."""
     wanted = {"prompt": PROMPT, **SMALL, "stream": True, "stream_progress": True, **body}
     async with client.stream("POST", IMAGES, json=wanted, timeout=TIMEOUT_S) as response:
         if response.status_code != httpx.codes.OK:
@@ -78,7 +78,9 @@ async def stream_of(
 async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
     async for line in response.aiter_lines():
         if line.startswith("data: "):
-            yield json.loads(line.removeprefix("data: "))
+            event = json.loads(line.removeprefix("data: "))
+            if event.get("type") != "troupe.queued":
+                yield event
 
 
 async def streamed(client: httpx.AsyncClient, **body: Any) -> bytes:

@@ -126,6 +126,14 @@ async def opened(gang: Gang, job: Job) -> tuple[float | None, AsyncGenerator[tup
     return queued.eta_s, stream
 
 
+async def test_a_job_is_told_how_many_are_before_it(gang: Gang) -> None:
+    streams = [gang.submit_grouped(shaped_job(name), every_s=0.0) for name in "abc"]
+    queued = [event for stream in streams for event in await anext(stream) if isinstance(event, JobQueued)]
+    assert [event.num_before for event in queued] == [0, 1, 2]
+    for stream in streams:
+        await stream.aclose()
+
+
 async def test_a_job_is_told_when_it_will_be_done(gang: Gang, clock: SetClock, ranks: SetRanks) -> None:
     await measured(gang, ranks)
     alone_s = NUM_STEPS * STEP_S

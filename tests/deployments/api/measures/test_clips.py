@@ -175,7 +175,9 @@ async def test_what_waits_on_the_disk_is_predicted_by_what_was_made(
         await until(lambda: len(studio.performed) == 2)
         same = [await make(client) for _ in range(2)]
         other = await make(client, num_inference_steps=5)
-        records = {one["id"]: one["eta_s"] for one in (await client.get(CREATE)).json()["data"]}
+        data = (await client.get(CREATE)).json()["data"]
+        records = {one["id"]: one["eta_s"] for one in data}
+        assert [one["num_before"] for one in data] == [2, 1, 0, None, None], "the newest first; two do not wait"
         for place, clip in enumerate(same, 1):
             assert records[clip["id"]] == pytest.approx(ETA_S + place * took_s, abs=0.01)
         assert records[other["id"]] is None

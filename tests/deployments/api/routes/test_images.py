@@ -12,7 +12,7 @@ import pytest
 from deployments.requests.rules import preview_steps
 from tests.deployments.api.conftest import build, client_of
 from tests.deployments.api.support.events import sse
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_studio import ETA_S, FakeStudio
 from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
@@ -84,7 +84,8 @@ async def test_jpeg_compression(client: httpx.AsyncClient) -> None:
 
 
 async def test_stream_on_the_wire(client: httpx.AsyncClient) -> None:
-    body = {"prompt": "a", "stream": True, "stream_progress": True, "partial_images": 1, "num_inference_steps": 3}
+    body = {"prompt": "a", "seed": 0, "stream": True, "stream_progress": True, "partial_images": 1}
+    body["num_inference_steps"] = 3
     async with client.stream("POST", IMAGES, json=body) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert "content-length" not in answer.headers
@@ -92,6 +93,7 @@ async def test_stream_on_the_wire(client: httpx.AsyncClient) -> None:
         await answer.aread()
     events = sse(answer)
     assert [name for name, _ in events] == [
+        "troupe.queued",
         "troupe.progress",
         "troupe.progress",
         "image_generation.partial_image",
@@ -99,8 +101,21 @@ async def test_stream_on_the_wire(client: httpx.AsyncClient) -> None:
         "image_generation.completed",
     ]
     assert all(data["type"] == name for name, data in events)
-    assert events[0][1] == {"type": "troupe.progress", "image_index": 0, "step": 1, "of": 3, "eta_s": 0.1}
-    assert events[2][1]["step"] == 2
+    assert events[0][1] == {"type": "troupe.queued", "image_index": 0, "num_before": 0, "eta_s": ETA_S}
+    assert events[1][1] == {"type": "troupe.progress", "image_index": 0, "step": 1, "of": 3, "eta_s": 0.1}
+    assert events[3][1]["step"] == 2
+
+
+async def test_places_are_told_once_all_pictures_have_one(client: httpx.AsyncClient) -> None:
+    """The header that goes before them is that of the whole request: of its slowest picture."""
+    body = {"prompt": "a", "n": 2, "seed": 3, "stream": True, "stream_progress": True, "num_inference_steps": 2}
+    answer = await client.post(IMAGES, json=body)
+    places = [data for name, data in sse(answer) if name == "troupe.queued"]
+    assert [(one["image_index"], one["num_before"], one["eta_s"]) for one in places] == [
+        (0, 0, ETA_S + 3),
+        (1, 1, ETA_S + 4),
+    ]
+    assert float(answer.headers["X-Troupe-Eta"]) == ETA_S + 4
 
 
 async def test_what_is_no_stream_is_shown_by_who_reads_it_as_one(client: httpx.AsyncClient) -> None:

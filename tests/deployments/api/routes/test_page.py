@@ -118,7 +118,8 @@ function drop(target, names, types = ["Files"]) {
 }
 DROPS
 const names = (field) => [...(field.files ?? [])].map((file) => file.name);
-const seen = { told, image: names(fields.image), mask: names(fields.mask), note: state.textContent };
+const note = gallery.querySelector("p")?.textContent ?? "";
+const seen = { told, image: names(fields.image), mask: names(fields.mask), note };
 setImmediate(() => console.log(JSON.stringify({ ...seen, size: `${fields.width.value}x${fields.height.value}` })));
 """
 
@@ -196,14 +197,18 @@ def test_a_model_of_one_kind_leaves_no_choice(tmp_path: Path, defaults: Defaults
 
 
 DRAW = """
-const made = [];
-makeCard = () => { made.push({ stop: {}, seen: [] }); return made.at(-1); };
+const made = [], errors = [];
+makeCard = () => {
+  const seen = [];
+  made.push({ stop: {}, seen, node: { remove: () => seen.push("gone") } });
+  return made.at(-1);
+};
+showError = (message) => errors.push(message);
 gallery.prepend = () => {};
 post = async () => {};
-fail = (card, error) => card.seen.push(String(error));
 showPictureEvent = (card, event) => card.seen.push(event.name);
 serverSentEvents = async function* () { yield* EVENTS; };
-const show = () => console.log(JSON.stringify(made.map((card) => card.seen)));
+const show = () => console.log(JSON.stringify([made.map((card) => card.seen), errors]));
 drawPictures({ prompt: "", model: "m", n: 2 }, [1]).then(show);
 """
 
@@ -217,8 +222,8 @@ def test_each_layer_has_a_card(tmp_path: Path) -> None:
         for index, layer in ((1, 0), (1, 1), (0, 1))
     ]
     seen = run_page(tmp_path, DRAW.replace("EVENTS", json.dumps([*progress, *layers])), LAYERS)
-    lost = "Error: the stream ended early"
-    assert seen == [["step of 0", lost], ["step of 0", "0.1"], ["step of 1", "1.0"], ["step of 1", "1.1"]]
+    cards = [["step of 0", "gone"], ["step of 0", "0.1"], ["step of 1", "1.0"], ["step of 1", "1.1"]]
+    assert seen == [cards, ["the stream ended early"]]
 
 
 @needs_node

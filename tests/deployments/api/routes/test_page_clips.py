@@ -42,7 +42,7 @@ serve = async (request) => {
   if (method === "GET" && !rest) advance(records.get(id));
   return json(records.get(id) ?? {});
 };
-const notes = () => gallery.children.map((card) => card.querySelector("small").textContent);
+const notes = () => gallery.all.filter((one) => one.tag === "small").map((note) => note.textContent);
 const press = (card, name) => card.all.find((one) => one.textContent === name).onclick();
 const print = (value) => console.log(JSON.stringify(value));
 """
@@ -129,6 +129,6 @@ def test_a_clip_that_cannot_be_stopped_goes_on(tmp_path: Path) -> None:
     const made = makeClip({ prompt: "a" }, []);
     press(gallery, "Stop");
     await made;
-    print({ state: state.textContent, notes: notes() });
+    print({ told: gallery.all.find((one) => one.tag === "p").textContent, notes: notes() });
     """
-    assert run(tmp_path, then) == {"state": "not now", "notes": ["seed 5"]}
+    assert run(tmp_path, then) == {"told": "not now", "notes": ["seed 5"]}

@@ -18,6 +18,7 @@ from pipelines.defaults import Defaults
 
 PAGE = files("deployments").joinpath("web/index.html").read_text(encoding="utf-8")
 SCRIPT = re.search(r"<script>(.*)</script>", PAGE, re.DOTALL)[1]
+IDS = [name for name in re.findall(r'id="(\w+)"', PAGE) if name != "form"]
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the script")
 
 BROWSER = """
@@ -32,8 +33,9 @@ class Element {
   querySelector(name) { return this.all.find((one) => name === one.tag || name === `.${one.className}`) ?? null; }
 }
 const { fields, parts } = PAGE;
+for (const field of Object.values(fields)) field.setCustomValidity = (said) => { field.problem = said; };
 const inside = (kind) => Object.values(fields).filter((field) => field.kind === kind);
-const byId = Object.fromEntries(["gallery", "state", "key", "making"].map((id) => [id, new Element()]));
+const byId = Object.fromEntries(IDS.map((id) => [id, new Element()]));
 byId.form = {
   elements: fields,
   querySelectorAll: () => parts.map((kind) => ({ dataset: { kind }, querySelectorAll: () => inside(kind) })),
@@ -55,6 +57,7 @@ const globals = {
     getElementById: (id) => byId[id],
     createElement: (tag) => Object.assign(new Element(), { tag }),
   },
+  addEventListener: () => {},  // what a page begins with when it is loaded, a test begins itself
   location: { pathname: "/", origin: "http://localhost" },
   sessionStorage: { getItem: () => null, setItem: () => {} },
   fetch: connected,
@@ -93,6 +96,7 @@ def run_page(folder: Path, then: str, defaults: Defaults | None = None) -> Any:
     """What ``then`` prints, as JSON, once the page is there, and shows a model ``m`` if its ``defaults`` are given."""
     form = Form()
     browser = BROWSER.replace("PAGE", json.dumps({"fields": form.fields, "parts": form.parts}))
+    browser = browser.replace("IDS", json.dumps(IDS))
     shown = ""
     if defaults is not None:
         pictures = asdict(defaults.of("image")) if "image" in defaults.kinds[1:] else None
