@@ -89,7 +89,8 @@ def xdit_step(module: Any, inputs: dict[str, Tensor]) -> Callable[[], Tensor]:
 def _prepare_for_xdit(module: Any) -> None:
     attend = _xdit_attention(dist.get_world_size())
 
-    def kernel(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, /, **_: Any) -> tuple[Tensor, Tensor]:
+    def kernel(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor, /, **options: Any) -> tuple[Tensor, Tensor]:
+        assert all(option is None for option in options.values()), "xDiT attends to every token"
         out_BHLD = attend(*(x.transpose(1, 2) for x in (q_BLHD, k_BLHD, v_BLHD)))
         return out_BHLD.transpose(1, 2), q_BLHD.new_empty(0)
 

@@ -26,7 +26,9 @@ IMAGE_EVENTS = (QueuedPicture, PartialImage, CompletedImage, StepProgress, Error
 EDIT_EVENTS = (QueuedPicture, PartialEdit, CompletedEdit, StepProgress, ErrorEvent)
 VIDEO_EVENTS = (VideoEvent, ErrorEvent)
 WITH_PICTURES: tuple[type[MediaBody], ...] = (EditBody, VideoBody)
-UNSEEN_MODELS: tuple[type[BaseModel], ...] = (ImageBody, *WITH_PICTURES, *IMAGE_EVENTS, *EDIT_EVENTS[:2], VideoEvent)
+UNSEEN_MODELS: tuple[type[BaseModel], ...] = tuple(
+    dict.fromkeys((ImageBody, *WITH_PICTURES, *IMAGE_EVENTS, *EDIT_EVENTS, VideoEvent))
+)
 """Bodies that routes read by themselves, and events: FastAPI does not see them."""
 REFERENCE = "#/components/schemas/{model}"
 ERRORS = {
