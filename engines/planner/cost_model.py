@@ -29,7 +29,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Predicted milliseconds of one step, by where they go, and bytes on each rank, ``weight_bytes`` of them for good."""
+    """Predicted milliseconds of one step, by where they go, and bytes on each rank: ``weight_bytes`` of them stay."""
 
     spec: ParallelSpec
     products_ms: float

@@ -46,12 +46,12 @@ class Machine:
     source: str = ""
 
     def product_s(self, flops: float, rows: float, precision: str = "native") -> float:
-        """``ValueError`` if the machine was not measured in that precision."""
+        """``ValueError`` if no rate in that precision is known."""
         if precision == "native":
             return flops / between(self.products, rows)
         if precision not in self.quantised:
             known = ", ".join(["native", *self.quantised])
-            raise ValueError(f"{self.name} was not measured in precision {precision}; measured: {known}")
+            raise ValueError(f"no rate in precision {precision} is known of {self.name}; known: {known}")
         return flops / between(self.quantised[precision], rows)
 
     def attention_s(self, flops: float, tokens: float) -> float:

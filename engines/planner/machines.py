@@ -1,4 +1,4 @@
-"""Machines that can be planned for without having one, by name: one was measured, of all others figures are published."""
+"""Machines that can be planned for without having one, by name: one that was measured, others by published figures."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 VIEWS = frozenset(
-    "_unsafe_view alias as_strided chunk detach empty empty_like expand permute reshape select slice split squeeze t "
-    "transpose unbind unsqueeze view".split()
+    {"_unsafe_view", "alias", "as_strided", "chunk", "detach", "empty", "empty_like", "expand", "permute", "reshape"}
+    | {"select", "slice", "split", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"}
 )
 """Operators that read and write nothing."""
 MAX_OPERATORS = 8000
@@ -67,7 +67,7 @@ class _FusedAttention(TorchFunctionMode):
     """On "meta" attention would be products of all queries with all keys, which no kernel holds."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.flops = 0
 
     def __torch_function__(

@@ -81,7 +81,7 @@ def estimate(
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     precision: Annotated[str, typer.Option(help="Of the linears: native, fp8 or int8.")] = "native",
-    machine: Annotated[str | None, typer.Option(help="h200, h100, b200, a100, l40s, rtx-4090 ..., or a file that --measure left.")] = None,
+    machine: Annotated[str | None, typer.Option(help="h200, h100, l40s, rtx-4090 ..., or a file of --measure.")] = None,
     memory: Annotated[float | None, typer.Option(help="GiB of each GPU; the machine's.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine now, and keep the figures.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")] = False,
