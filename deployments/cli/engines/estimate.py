@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deployments.cli.configuration import usual_limit_gib
-from deployments.cli.engines.fit import GIB, Fit, Parts, with_memory
+from deployments.cli.engines.fit import GIB, Fit, StageMemory, with_memory
 from deployments.cli.engines.quiet import quiet_libraries
 from deployments.cli.engines.whole import RequestTimes
 from deployments.cli.progress import console
@@ -98,7 +98,7 @@ class WeightsAlone:
     @property
     def total_bytes(self) -> int:
         """Of weights and processes, on one GPU."""
-        parts = Parts.of(self.parts, limits=False, usual_limit_gib=0)
+        parts = StageMemory.of(self.parts, limits=False, usual_limit_gib=0)
         return parts.fullest_bytes(self.weight_bytes)
 
     @property
@@ -161,7 +161,9 @@ def _estimate(
     work = workload(model, checkpoint.largest_step(request))
     step = forecast(counted, work, options.num_ranks, machine, options.precision, must_fit=False)
     num_steps = checkpoint.num_steps(request)
-    beside = Parts.of(parts, limits=_limits_memory(checkpoint), usual_limit_gib=usual_limit_gib(options.num_ranks))
+    beside = StageMemory.of(
+        parts, limits=_limits_memory(checkpoint), usual_limit_gib=usual_limit_gib(options.num_ranks)
+    )
     return Estimate(
         request=request,
         dtype=checkpoint.dtype,

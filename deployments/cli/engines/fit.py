@@ -24,7 +24,7 @@ MAX_RANKS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parts:
+class StageMemory:
     """Bytes beside the ranks: weights of encoder and decoder, and what a decode takes (``limited``: at least)."""
 
     encoder: int
@@ -33,7 +33,7 @@ class Parts:
     limited: int
 
     @classmethod
-    def of(cls, found: Footprint, *, limits: bool, usual_limit_gib: int) -> Parts:
+    def of(cls, found: Footprint, *, limits: bool, usual_limit_gib: int) -> StageMemory:
         """``limits``: the decoder can be kept within ``memory_gib``, as in the configuration that is made for it."""
         decode = found.decode_bytes or 0
         return cls(
@@ -71,7 +71,7 @@ class Fit:
 
     step: StepForecast
     num_ranks: int
-    parts: Parts
+    parts: StageMemory
     unknown: tuple[str, ...]
 
     @property
