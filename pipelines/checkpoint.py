@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # who reads defaults alone does without torch
 
     from pipelines.blocks.decoder import BlocksDecoder
     from pipelines.blocks.encoder import BlocksEncoder
+    from pipelines.blocks.footprint import Footprint
     from pipelines.blocks.opened import OpenedPipeline
     from pipelines.blocks.sampler import BlocksSampler
     from pipelines.blocks.steps.state import BlocksState
@@ -178,6 +179,13 @@ class Checkpoint:
         ValueError outside the model's limits.
         """
         return self._sampler.preview(self._begun(request, self.defaults.max_tokens))
+
+    def footprint(self, request: MediaRequest) -> Footprint:
+        """What encoder and decoder take for ``request``. The checkpoint is to be opened on "meta"."""
+        from pipelines.blocks.footprint import footprint
+
+        latents = None if not self.spec.has_known_conditioning else self.first_latents(request)
+        return footprint(self._opened, self._opened.max_tokens(self.defaults.max_tokens), latents)
 
     def typical_step(self) -> tuple[Branch, ...]:
         """The branches of a step of the model's default request; none where ``first_steps`` are not known."""

@@ -85,7 +85,7 @@ def _on_gpus(source: str, num_ranks: int) -> ServeConfig:
     if can(compiled=True):
         decoder["compile"] = True
     if can(limits_memory=True):
-        decoder["memory_gib"] = 6 if num_ranks == 1 else 4
+        decoder["memory_gib"] = usual_limit_gib(num_ranks)
     if num_ranks > 1 and can(num_devices=2):
         decoder["num_devices"] = 2
     encoder = {"num_cpus": 1, "num_gpus": 0.1, "num_threads": 4, "conditionings_mib": 1024, "compile": True}
@@ -105,6 +105,11 @@ def _on_gpus(source: str, num_ranks: int) -> ServeConfig:
         "start_deadline_s": START_DEADLINE_S,
     }
     return _config(source, {"dtype": "bfloat16", "text_encoder": encoder, "decoder": decoder, "denoiser": gang})
+
+
+def usual_limit_gib(num_ranks: int) -> int:
+    """Return ``decoder.memory_gib`` of a gang of ``num_ranks``: with several, two GPUs decode together."""
+    return 6 if num_ranks == 1 else 4
 
 
 def _config(source: str, model: dict[str, Any]) -> ServeConfig:

@@ -29,7 +29,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Predicted milliseconds of one step, by where they go, and bytes on each rank."""
+    """Predicted milliseconds of one step, by where they go, and bytes on each rank: ``weight_bytes`` of them stay."""
 
     spec: ParallelSpec
     products_ms: float
@@ -37,6 +37,7 @@ class Cost:
     elementwise_ms: float
     exchange_ms: float
     memory_bytes: int
+    weight_bytes: int
 
     @property
     def total_ms(self) -> float:
@@ -78,6 +79,7 @@ def predict(
         elementwise_ms=1e3 * turns * step.elementwise_s(),
         exchange_ms=1e3 * (turns * step.exchange_s() + handing_on_s + ends_s),
         memory_bytes=step.memory_bytes(),
+        weight_bytes=int(step.weight_bytes()),
     )
 
 

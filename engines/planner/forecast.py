@@ -28,6 +28,8 @@ class StepForecast:
     def reason(self) -> str:
         """Why the chosen one was chosen, in a sentence."""
         name, fastest = self.chosen.spec.name, self.costs[0]
+        if not self._fits(self.chosen):
+            return f"{name}: the smallest of {len(self.costs)}, of which none fits"
         if self.chosen is fastest:
             return f"{name}: the fastest of {len(self.costs)}"
         if not self._fits(fastest):
@@ -80,23 +82,27 @@ def forecast(
     precision: str = "native",
     *,
     same_weights: ParallelSpec | None = None,
+    must_fit: bool = True,
 ) -> StepForecast:
     """Cost every way to divide the step over ``num_ranks`` ranks and choose one. Loads and runs nothing.
 
-    ``same_weights``: only ways that give each rank the weights that it has with this one.
+    ``same_weights``: only ways that give each rank the weights that it has with this one. ValueError where nothing fits
+    the machine's memory; without ``must_fit`` the smallest is chosen then.
     """
     specs = candidates(counted, num_ranks, work.num_branches)
     if same_weights is not None:
         wanted = (same_weights.tensor, same_weights.pipeline)
         specs = [spec for spec in specs if (spec.tensor, spec.pipeline) == wanted]
     costs = [predict(counted, work, spec, machine, precision) for spec in specs]
+    smallest = min(costs, key=lambda cost: cost.memory_bytes)
+    is_hopeless = not must_fit and smallest.memory_bytes > USABLE * machine.memory_bytes
     return StepForecast(
         counted=counted,
         machine=machine,
         work=work,
         precision=precision,
         costs=tuple(sorted(costs, key=lambda cost: cost.total_ms)),
-        chosen=choose(costs, machine.memory_bytes),
+        chosen=smallest if is_hopeless else choose(costs, machine.memory_bytes),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 Rates = tuple[tuple[int, float], ...]
 """(tokens, FLOP/s), at growing sizes."""
@@ -32,6 +32,7 @@ class Machine:
     """``exchanges`` go by "kind/ranks"; ``quantised`` are rates of products in other precisions, by their name.
 
     ``memory_bytes`` is what one rank has to itself. ``fast_path``: engines run a family's hand-ordered step there.
+    ``source``: the document that figures are published in; empty if they were measured.
     """
 
     name: str
@@ -42,14 +43,15 @@ class Machine:
     exchanges: dict[str, Line]
     quantised: dict[str, Rates] = field(default_factory=dict)
     fast_path: bool = False
+    source: str = ""
 
     def product_s(self, flops: float, rows: float, precision: str = "native") -> float:
-        """``ValueError`` if the machine was not measured in that precision."""
+        """``ValueError`` if no rate in that precision is known."""
         if precision == "native":
             return flops / between(self.products, rows)
         if precision not in self.quantised:
             known = ", ".join(["native", *self.quantised])
-            raise ValueError(f"{self.name} was not measured in precision {precision}; measured: {known}")
+            raise ValueError(f"no rate in precision {precision} is known of {self.name}; known: {known}")
         return flops / between(self.quantised[precision], rows)
 
     def attention_s(self, flops: float, tokens: float) -> float:
@@ -64,6 +66,27 @@ class Machine:
             known = ", ".join(self.exchanges)
             raise ValueError(f"{self.name} was not measured with {kind} over {num_ranks} ranks; measured: {known}")
         return line.time_s(size_bytes)
+
+    def for_ranks(self, num_ranks: int) -> Machine:
+        """Return this machine with exchanges over each number of ranks that divides ``num_ranks``.
+
+        Those that were not measured have the latency of the nearest number of ranks, and its speed for the bytes that
+        leave a rank.
+        """
+        sizes = [size for size in range(2, num_ranks + 1) if num_ranks % size == 0]
+        added = {
+            f"{kind}/{size}": self._like_nearest(kind, size)
+            for kind in dict.fromkeys(key.partition("/")[0] for key in self.exchanges)
+            for size in sizes
+            if f"{kind}/{size}" not in self.exchanges
+        }
+        return replace(self, exchanges=self.exchanges | added)
+
+    def _like_nearest(self, kind: str, num_ranks: int) -> Line:
+        measured = {int(key.partition("/")[2]): line for key, line in self.exchanges.items() if key.startswith(kind)}
+        nearest = min(measured, key=lambda size: (abs(size - num_ranks), -size))
+        speed = measured[nearest].bytes_per_s * sent_share(kind, nearest) / sent_share(kind, num_ranks)
+        return Line(latency_s=measured[nearest].latency_s, bytes_per_s=speed)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -84,7 +107,21 @@ class Machine:
             lines.append(f"  {name}: " + ", ".join(f"{_si(rate)}FLOP/s at {size}" for size, rate in table))
         for name, line in self.exchanges.items():
             lines.append(f"  {name}: {1e6 * line.latency_s:.1f} us + {_si(line.bytes_per_s)}B/s")
+        if self.source:
+            lines.append(f"  published in: {self.source}; as much of it is reached as an H200 was measured to")
         return "\n".join(lines)
+
+
+def sent_share(kind: str, num_ranks: int) -> float:
+    """What leaves a rank, as a multiple of the bytes that an exchange is said to have."""
+    match kind:
+        case "all_to_all":
+            return (num_ranks - 1) / num_ranks
+        case "all_gather":
+            return num_ranks - 1
+        case "all_reduce":
+            return 2 * (num_ranks - 1) / num_ranks
+    return 1.0
 
 
 def _rates(table: list[list[float]]) -> Rates:

@@ -156,13 +156,27 @@ class StepCost:
         return self.machine.exchange_s("all_gather", self.spec.guidance, size_bytes)
 
     def weight_bytes(self) -> float:
-        """A rank's share of the weights, read slice by slice; quantised linears lie beside those that were read."""
+        """A rank's share of the weights, once all are there.
+
+        A hand-ordered step keeps the weights that were read beside its quantised ones; a module has quantised layers
+        in their place.
+        """
         split = self.profile.split_weight_bytes / self.spec.tensor
         quantised = 0.0 if self.precision == "native" else split / self.profile.element_bytes
-        blocks = self.profile.block_weight_bytes - self.profile.split_weight_bytes + split + quantised
+        read = split if self.precision == "native" or self._is_fast else 0.0
+        blocks = self.profile.block_weight_bytes - self.profile.split_weight_bytes + read + quantised
+        return self.profile.weight_bytes - self.profile.block_weight_bytes + blocks / self.spec.pipeline
+
+    def loading_bytes(self) -> float:
+        """What a rank holds while it reads its share: all of it in the model's dtype, before layers are quantised."""
+        split = self.profile.split_weight_bytes / self.spec.tensor
+        blocks = self.profile.block_weight_bytes - self.profile.split_weight_bytes + split
         return self.profile.weight_bytes - self.profile.block_weight_bytes + blocks / self.spec.pipeline
 
     def memory_bytes(self) -> int:
-        """Weights, and activations at their widest; branches run one after the other."""
+        """Weights and activations at their widest, or the weights as they are read if that is more.
+
+        Branches run one after the other.
+        """
         gathered = 2 * self.hidden_bytes * self.spec.allgather_kv if self.spec.allgather_kv > 1 else 0.0
-        return int(self.weight_bytes() + LIVE_COPIES * self.hidden_bytes + gathered)
+        return int(max(self.weight_bytes() + LIVE_COPIES * self.hidden_bytes + gathered, self.loading_bytes()))

@@ -92,7 +92,7 @@ class OpenedPipeline:
 
     @cached_property
     def _denoisers(self) -> tuple[str, ...]:
-        parts = self._parts((self.sections.denoise,))
+        parts = self.parts_of((self.sections.denoise,))
         return tuple(name for name in parts if {"transformer", "unet"} & set(name.split("_")))
 
     def max_tokens(self, limit: int) -> int:
@@ -114,8 +114,20 @@ class OpenedPipeline:
 
     def load(self, sections: Iterable[str]) -> Any:
         """Returns a pipeline for the blocks of ``sections`` alone: their models loaded, of all others the outline."""
-        wanted = set(self._parts(sections))
+        wanted = set(self.parts_of(sections))
         pipeline = self._with_parts(lambda name: self.load_part(name) if name in wanted else self._outline(name))
+        self.spec.complete_pipeline(pipeline)
+        return pipeline
+
+    @cached_property
+    def outlined(self) -> Any:
+        """A pipeline with the outline of every model that is not transformers', mended as one that is loaded.
+
+        It has no guardrail: that would be loaded.
+        """
+        pipeline = self._with_parts(self._outline)
+        if getattr(pipeline, "requires_safety_checker", False):
+            pipeline.register_to_config(enable_safety_checker=False)
         self.spec.complete_pipeline(pipeline)
         return pipeline
 
@@ -183,7 +195,7 @@ class OpenedPipeline:
         settings = {key: value for key, value in read_index(self.path).items() if not isinstance(value, list | dict)}
         return FrozenDict(unwritten | dict(written) | {"pipeline": settings})
 
-    def _parts(self, sections: Iterable[str]) -> tuple[str, ...]:
+    def parts_of(self, sections: Iterable[str]) -> tuple[str, ...]:
         """Names of the parts in the folder that these blocks may use."""
         specs = (spec for name in sections for spec in self.blocks.sub_blocks[name].expected_components)
         names = dict.fromkeys(spec.name for spec in specs)
@@ -196,7 +208,7 @@ class OpenedPipeline:
 
     def _with_parts(self, make: Any) -> Any:
         pipeline = copy.copy(self.pipeline)
-        for name in self._parts(self.blocks.sub_blocks):
+        for name in self.parts_of(self.blocks.sub_blocks):
             setattr(pipeline, name, None if name in self.spec.unused_parts else make(name))
         return pipeline
 

@@ -75,17 +75,19 @@ def estimate(
     num_ranks: RanksOption = 1,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels; the model's default.")] = None,
     frames: Annotated[int | None, typer.Option(help="Frames of a clip; the model's default.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps; the model's default.")] = None,
     guidance: Annotated[
         bool | None, typer.Option("--guidance/--no-guidance", help="True guidance: two branches a step.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     precision: Annotated[str, typer.Option(help="Of the linears: native, fp8 or int8.")] = "native",
-    machine: Annotated[str | None, typer.Option(help="A known machine, or a file that --measure left.")] = None,
+    machine: Annotated[str | None, typer.Option(help="h200, h100, l40s, rtx-4090 ..., or a file of --measure.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GiB of each GPU; the machine's.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine now, and keep the figures.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")] = False,
     gpus: Annotated[str | None, renamed_option("--gpus", "--ranks")] = None,
 ) -> None:
-    """Each way to divide a step over some ranks, with predicted time and memory, and which is chosen and why."""
+    """Seconds of a picture or clip, whether all parts fit, and each way to divide a step over some ranks."""
     from deployments.cli.engines.estimate import EstimateOptions, print_estimate
 
     with errors():
@@ -99,5 +101,7 @@ def estimate(
             precision=precision,
             machine=machine,
             measure=measure,
+            num_steps=steps,
+            memory_gib=memory,
         )
         print_estimate(options, as_json=as_json)

@@ -1,6 +1,6 @@
-"""``troupe estimate``: each way to divide a step over some ranks, with predicted time and memory, and the choice.
+"""``troupe estimate``: seconds of a picture or clip, whether all parts fit, and each way to divide a step over ranks.
 
-The choice is the one that ``strategy: auto`` makes for the same machine and step.
+The way that is chosen is the one that ``strategy: auto`` makes for the same machine and step.
 """
 
 from __future__ import annotations
@@ -10,15 +10,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deployments.cli.configuration import usual_limit_gib
+from deployments.cli.engines.fit import GIB, Fit, StageMemory, with_memory
+from deployments.cli.engines.quiet import quiet_libraries
+from deployments.cli.engines.whole import RequestTimes
 from deployments.cli.progress import console
 from deployments.settings import Settings
 
 if TYPE_CHECKING:
     import torch
 
+    from engines.core.model import DenoiserModel
     from engines.planner.forecast import StepForecast
     from engines.planner.machine import Machine
     from engines.planner.profile import ModelProfile
+    from pipelines.blocks.footprint import Footprint
+    from pipelines.checkpoint import Checkpoint
     from pipelines.defaults import Defaults
     from pipelines.request import MediaRequest
     from pipelines.size import Size
@@ -30,7 +37,10 @@ GUIDED = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EstimateOptions:
-    """What the command line says. ``machine``: the name of a known machine, or a file that a measurement left."""
+    """What the command line says. ``machine``: the name of a known machine, or a file that a measurement left.
+
+    ``memory_gib`` of each GPU stands for what the machine has.
+    """
 
     model: str
     num_ranks: int
@@ -41,6 +51,8 @@ class EstimateOptions:
     precision: str = "native"
     machine: str | None = None
     measure: bool = False
+    num_steps: int | None = None
+    memory_gib: float | None = None
 
     def wanted_size(self, defaults: Defaults) -> Size:
         from pipelines.size import Size
@@ -51,17 +63,21 @@ class EstimateOptions:
     def request(self, defaults: Defaults) -> MediaRequest:
         guided = defaults.true_cfg_scale > 1 if self.guided is None else self.guided
         scale = max(defaults.true_cfg_scale, GUIDED) if guided else 1.0
-        return defaults.request(self.wanted_size(defaults), true_cfg_scale=scale)
+        steps = {} if self.num_steps is None else {"num_inference_steps": self.num_steps}
+        return defaults.request(self.wanted_size(defaults), true_cfg_scale=scale, **steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """``origin`` says where the machine's figures come from."""
+    """``origin`` says where the machine's figures come from. ``parts`` are those beside the transformer."""
 
     request: MediaRequest
     dtype: torch.dtype
     forecast: StepForecast
     origin: str
+    parts: Footprint
+    fit: Fit
+    times: RequestTimes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,10 +88,25 @@ class WeightsAlone:
     dtype: torch.dtype
     num_parameters: int
     weight_bytes: int
+    parts: Footprint
+    memory_bytes: int
 
     def lines(self) -> list[str]:
-        weights = f"{self.num_parameters / 1e9:.1f} B parameters, {self.weight_bytes / 2**30:.1f} GiB on the one rank"
-        return [f"{self.model}, {_name(self.dtype)}: {weights}", f"no time: {self.reason}"]
+        weights = f"{self.num_parameters / 1e9:.1f} B parameters, {self.weight_bytes / GIB:.1f} GiB on the one rank"
+        return [f"{self.model}, {_name(self.dtype)}: {weights}", self.sentence, f"no time: {self.reason}"]
+
+    @property
+    def total_bytes(self) -> int:
+        """Of weights and processes, on one GPU."""
+        parts = StageMemory.of(self.parts, limits=False, usual_limit_gib=0)
+        return parts.fullest_bytes(self.weight_bytes)
+
+    @property
+    def sentence(self) -> str:
+        fits = "fit" if self.total_bytes < self.memory_bytes else "do not fit"
+        unknown = f" (without {', '.join(self.parts.unknown)}, of unknown size)" if self.parts.unknown else ""
+        needs = f"weights of all parts and their processes take {self.total_bytes / GIB:.1f} GiB{unknown}"
+        return f"{needs} and {fits} {self.memory_bytes / GIB:.1f} GiB; what a step takes beside them is not known"
 
     @property
     def reason(self) -> str:
@@ -84,6 +115,7 @@ class WeightsAlone:
     def document(self) -> dict[str, Any]:
         """The same for programs, which find no candidates."""
         weights = {"num_parameters": self.num_parameters, "weight_bytes": self.weight_bytes}
+        weights |= {"total_bytes": self.total_bytes, "memory_bytes": self.memory_bytes}
         told = {"model": self.model, "num_ranks": 1, "dtype": _name(self.dtype), **weights}
         return {**told, "candidates": [], "chosen": None, "reason": self.reason}
 
@@ -92,8 +124,6 @@ def make_estimate(options: EstimateOptions) -> Estimate | WeightsAlone:
     """Reads configurations only. ValueError for what the model, or the machine, does not allow."""
     import torch
 
-    from engines.planner.forecast import forecast, workload
-    from engines.planner.profile import profile
     from engines.torch_engine.config import check_divisible
     from pipelines.checkpoint import Checkpoint
     from pipelines.loading import resolve_dtype
@@ -105,23 +135,50 @@ def make_estimate(options: EstimateOptions) -> Estimate | WeightsAlone:
     checkpoint = Checkpoint.of_configuration(options.model, "cpu", dtype)
     model, request = checkpoint.weightless(), options.request(checkpoint.defaults)
     check_divisible(model, "one that fits", options.num_ranks)
-    if not checkpoint.spec.has_known_conditioning:
-        weights = [weight for module in model.modules.values() for weight in module.parameters()]
-        return WeightsAlone(
-            model=options.model,
-            dtype=dtype,
-            num_parameters=sum(weight.numel() for weight in weights),
-            weight_bytes=sum(weight.nbytes for weight in weights),
-        )
+    parts = Checkpoint.of_configuration(options.model, "meta", dtype).footprint(request)
+    if checkpoint.spec.has_known_conditioning:
+        return _estimate(options, checkpoint, model, request, parts)
+    weights = [weight for module in model.modules.values() for weight in module.parameters()]
+    return WeightsAlone(
+        model=options.model,
+        dtype=dtype,
+        num_parameters=sum(weight.numel() for weight in weights),
+        weight_bytes=sum(weight.nbytes for weight in weights),
+        parts=parts,
+        memory_bytes=_named_or_read(options.machine or PAPER_MACHINE, options.memory_gib).memory_bytes,
+    )
+
+
+def _estimate(
+    options: EstimateOptions, checkpoint: Checkpoint, model: DenoiserModel, request: MediaRequest, parts: Footprint
+) -> Estimate:
+    from engines.planner.forecast import forecast, workload
+    from engines.planner.profile import profile
+
     counted = profile(model)
     machine, origin = find_machine(options, counted)
+    machine = with_memory(machine.for_ranks(options.num_ranks), options.memory_gib)
     work = workload(model, checkpoint.largest_step(request))
+    step = forecast(counted, work, options.num_ranks, machine, options.precision, must_fit=False)
+    num_steps = checkpoint.num_steps(request)
+    beside = StageMemory.of(
+        parts, limits=_limits_memory(checkpoint), usual_limit_gib=usual_limit_gib(options.num_ranks)
+    )
     return Estimate(
         request=request,
-        dtype=dtype,
-        forecast=forecast(counted, work, options.num_ranks, machine, options.precision),
+        dtype=checkpoint.dtype,
+        forecast=step,
         origin=origin,
+        parts=parts,
+        fit=Fit(step=step, num_ranks=options.num_ranks, parts=beside, unknown=parts.unknown),
+        times=RequestTimes.of(parts, machine, request, num_steps, step.chosen.total_ms),
     )
+
+
+def _limits_memory(checkpoint: Checkpoint) -> bool:
+    from pipelines.preconditions import decoder_problems
+
+    return not list(decoder_problems(checkpoint.path, compiled=False, limits_memory=True, num_devices=1))
 
 
 def find_machine(options: EstimateOptions, counted: ModelProfile) -> tuple[Machine, str]:
@@ -130,9 +187,8 @@ def find_machine(options: EstimateOptions, counted: ModelProfile) -> tuple[Machi
     from engines.planner.machines import MACHINES
 
     if options.machine is not None:
-        if options.machine in MACHINES:
-            return MACHINES[options.machine], f"the known machine {options.machine}"
-        return _read(Path(options.machine)), options.machine
+        known = options.machine.lower() in MACHINES
+        return _named_or_read(options.machine), f"the known machine {options.machine}" if known else options.machine
     kind = "cuda" if _has_gpus(options.num_ranks) else "cpu"
     kept = kept_file(counted, kind, options.num_ranks)
     if options.measure or (kind == "cuda" and not kept.is_file()):
@@ -142,6 +198,12 @@ def find_machine(options: EstimateOptions, counted: ModelProfile) -> tuple[Machi
     return MACHINES[PAPER_MACHINE], f"the known machine {PAPER_MACHINE}; --measure takes this one's figures"
 
 
+def _named_or_read(name: str, memory_gib: float | None = None) -> Machine:
+    from engines.planner.machines import MACHINES
+
+    return with_memory(MACHINES.get(name.lower()) or _read(Path(name)), memory_gib)
+
+
 def kept_file(counted: ModelProfile, kind: str, num_ranks: int) -> Path:
     """Where a measurement is kept. It was made with a model's sizes, so they are part of its name."""
     dtype = str(counted.dtype).removeprefix("torch.")
@@ -149,7 +211,8 @@ def kept_file(counted: ModelProfile, kind: str, num_ranks: int) -> Path:
 
 
 def print_estimate(options: EstimateOptions, *, as_json: bool) -> None:
-    estimate = make_estimate(options)
+    with quiet_libraries():
+        estimate = make_estimate(options)
     if isinstance(estimate, WeightsAlone):
         document, lines = estimate.document(), estimate.lines()
     else:
@@ -166,6 +229,8 @@ def lines_of(options: EstimateOptions, estimate: Estimate) -> list[str]:
     tokens = " + ".join(f"{number} {stream}" for stream, number in step.work.lengths)
     return [
         f"{options.model}, {request.width}x{request.height}{frames}, {_name(estimate.dtype)}, linears {step.precision}",
+        *estimate.times.lines(request),
+        *estimate.fit.lines(estimate.parts),
         f"tokens: {tokens}; branches: {step.work.num_branches}; ranks: {options.num_ranks}; times are predicted",
         step.table(),
         step.machine.describe(),
@@ -194,6 +259,8 @@ def document_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Any]:
         "precision": step.precision,
         "tokens": dict(step.work.lengths),
         "num_branches": step.work.num_branches,
+        "request": estimate.times.document(),
+        "memory": estimate.fit.document(estimate.parts),
         "candidates": candidates,
         "chosen": step.chosen.spec.name,
         "reason": step.reason(),

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from contextlib import closing
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from engines.core.layout import TokenLayout
 from engines.core.spec import ParallelSpec
+from engines.planner.machines import H200
 from engines.planner.memory import MemoryFloor
+from engines.planner.profile import profile
+from engines.planner.step_cost import StepCost
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
@@ -72,3 +79,42 @@ def test_all_ranks_refuse_a_step_together_and_go_on() -> None:
     assert (text, goes_on) == other
     assert "GiB on each rank at least" in text
     assert goes_on
+
+
+def tensors() -> dict[int, Tensor]:
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what else has a class to ask for
+        return {id(x): x for x in gc.get_objects() if isinstance(x, Tensor)}
+
+
+def held_bytes(precision: str, *, fast: bool) -> int:
+    """All storages that are alive of a model and an engine that made a step."""
+    before = tensors()
+    model = models.model.__wrapped__("flux")
+    with closing(TorchEngine(model, precision=precision, fast=fast)) as engine:
+        engine.predict(models.branches("flux", "even"), (0,))
+        engine.release_steps()
+        made = (x.untyped_storage() for key, x in tensors().items() if key not in before)
+        return sum({storage.data_ptr(): storage.nbytes() for storage in made}.values())
+
+
+@pytest.mark.parametrize(
+    ("precision", "fast"), [("native", False), ("int8", False), ("fp8", False), ("native", True), ("fp8", True)]
+)
+def test_weights_take_what_an_engine_holds(precision: str, fast: bool) -> None:
+    """A module's quantised layers replace those that were read; a hand-ordered step has them beside those."""
+    counted = profile(models.model("flux"))
+    layout = TokenLayout(lengths=(("text", 16), ("image", 24)), num_chunks=1)
+    step = StepCost(counted, layout, ParallelSpec(), replace(H200, fast_path=fast), precision)
+    assert step.weight_bytes() == pytest.approx(held_bytes(precision, fast=fast), rel=0.01)
+    assert step.loading_bytes() == counted.weight_bytes
+
+
+def test_quantised_layers_do_not_make_room_for_what_is_read_first() -> None:
+    counted = profile(models.model("flux"))
+    layout = TokenLayout(lengths=(("text", 1), ("image", 1)), num_chunks=1)
+    spec, machine = ParallelSpec(), replace(H200, fast_path=False)
+    int8, native = (StepCost(counted, layout, spec, machine, one) for one in ("int8", "native"))
+    assert int8.weight_bytes() < 0.6 * native.weight_bytes()
+    assert int8.memory_bytes() == counted.weight_bytes

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,91 @@ def test_quantised_linears_are_faster_and_lie_beside_the_others() -> None:
     assert fp8["candidates"][0]["memory_bytes"] > native["candidates"][0]["memory_bytes"]
 
 
+FLUX_1, KLEIN = ("--model", "FLUX.1-dev"), ("--model", "FLUX.2-klein-4B")
+
+
+@pytest.mark.parametrize(
+    ("args", "measured_s"),
+    [
+        ((*FLUX_1, "--steps", "28", "--machine", "h200"), 3.51),
+        ((*FLUX_1, "--steps", "28", "--machine", "h200", "--ranks", "2"), 2.05),
+        ((*FLUX_1, "--steps", "28", "--machine", "h100", "--ranks", "4"), 1.15),
+        ((*KLEIN, "--steps", "4", "--machine", "h100"), 0.38),
+    ],
+)
+def test_a_whole_picture_takes_about_what_was_measured(args: tuple[str, ...], measured_s: float) -> None:
+    """Through HTTP, within a quarter: benchmarks/reports/application_one_h200_2026-11-24.md,
+    application_h200_2026-11-23.md, quad_h100_2026-11-26.md and sweep.jsonl."""
+    request = document(*args, "--size", "1024x1024")["request"]
+    assert request["total_s"] == pytest.approx(measured_s, rel=0.25)
+    parts = request["encode_s"] + request["num_steps"] * request["step_s"] + request["decode_s"]
+    assert request["total_s"] == pytest.approx(parts)
+    assert "waiting" in request["not_counted"]
+
+
+@pytest.mark.parametrize(
+    ("args", "measured_gib"),
+    [
+        ((*FLUX_1, "--machine", "h200", "--ranks", "2"), 42.4),
+        ((*KLEIN, "--machine", "h100"), 29.1),
+        (("--model", "HunyuanVideo-1.5-480p_t2v", "--machine", "h200"), 50.5),
+    ],
+)
+def test_parts_together_take_no_more_than_was_held(args: tuple[str, ...], measured_gib: float) -> None:
+    """On the first GPU of the whole application, whose allocators keep what they were once given; the same reports."""
+    memory = document(*args)["memory"]
+    assert 0.65 * measured_gib < memory["total_gib"] <= measured_gib
+    assert sum(memory["gib"].values()) == pytest.approx(memory["total_gib"])
+
+
+def test_a_model_that_fits() -> None:
+    result = estimate(*KLEIN, "--machine", "rtx-4090")
+    assert result.exit_code == 0, result.output
+    assert "fits 23.7 GiB a GPU (21.3 of them usable): 19." in result.output
+    assert "published, not measured" in result.output
+    assert "published in: NVIDIA Ada GPU architecture white paper" in result.output
+
+
+def test_what_does_not_fit_does_with_the_change_that_is_named() -> None:
+    """The division that is named, estimated by itself, and beside it what the change leaves on the GPU."""
+    memory = document(*FLUX_1, "--machine", "rtx-4090")["memory"]
+    assert not memory["fits"]
+    assert "does not fit 23.7 GiB a GPU (21.3 of them usable)" in memory["sentence"]
+    change = memory["changes"][0]
+    assert change["words"] == [
+        "--ranks 2",
+        "denoiser.strategy: tensor2",
+        "text_encoder.num_gpus: 0, on slow CPU cores",
+    ]
+    assert " and ".join(change["words"]) in memory["sentence"]
+    again = document(*FLUX_1, "--machine", "rtx-4090", "--ranks", "2")
+    (tensor,) = (one["memory_bytes"] / 2**30 for one in again["candidates"] if one["strategy"] == "tensor2")
+    gib = again["memory"]["gib"]
+    two_processes = gib["processes"] * 2 / 3
+    assert change["gib"] == pytest.approx(tensor + gib["decoder: vae"] + gib["decode"] + two_processes, abs=0.01)
+    assert change["gib"] <= memory["usable_gib"]
+
+
+def test_any_number_of_ranks_without_nvlink() -> None:
+    found = document(*FLUX_1, "--ranks", "3", "--machine", "L40S")
+    assert found["num_ranks"] == 3
+    assert {"ulysses3", "pipeline3"} <= {one["strategy"] for one in found["candidates"]}
+    assert found["machine"]["source"] == "NVIDIA L40S data sheet"
+
+
+def test_steps_size_and_frames_are_the_models_own() -> None:
+    found = document("--model", "Wan2.1-T2V-1.3B", "--machine", "h200")
+    assert (found["size"], found["num_frames"], found["request"]["num_steps"]) == ("832x480", 81, 50)
+
+
+def test_nothing_is_printed_but_the_document() -> None:
+    """In a process of its own: libraries warn once, as they are imported."""
+    command = [sys.executable, "-m", "deployments.cli.main", "estimate", *KLEIN, "--machine", "h200", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.stderr == ""
+    assert json.loads(ended.stdout)["model"] == "FLUX.2-klein-4B"
+
+
 def test_a_measurement_is_kept_and_used_again(data_dir: Path) -> None:
     measured = document("--model", "flux-shapes", "--size", "128x128", "--ranks", "2", "--measure")
     (file,) = (data_dir / "machines").iterdir()
@@ -116,19 +203,22 @@ def test_a_model_whose_tokens_are_not_divided_is_given_no_such_way() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "weights", "gib"),
+    ("model", "weights", "gib", "parts"),
     [
-        ("stable-diffusion-xl-base-1.0", "2.6 B parameters, 4.8 GiB on the one rank", 4.8),
-        ("ideogram-4", "18.6 B parameters, 34.6 GiB on the one rank", 34.6),
+        ("stable-diffusion-xl-base-1.0", "2.6 B parameters, 4.8 GiB on the one rank", 4.8, "and fit 139.0 GiB"),
+        ("ideogram-4", "18.6 B parameters, 34.6 GiB on the one rank", 34.6, "without text_encoder, of unknown size"),
     ],
 )
-def test_of_a_model_whose_steps_nobody_knows_it_says_what_it_weighs(model: str, weights: str, gib: float) -> None:
+def test_of_a_model_whose_steps_nobody_knows_it_says_what_it_weighs(
+    model: str, weights: str, gib: float, parts: str
+) -> None:
     told = estimate("--model", model)
     assert told.exit_code == 0, told.output
-    assert told.stdout.splitlines() == [
-        f"{model}, bfloat16: {weights}",
-        f"no time: a step of {model} is not known before there is a request",
-    ]
+    first, second, last = told.stdout.splitlines()
+    assert first == f"{model}, bfloat16: {weights}"
+    assert second.startswith("weights of all parts and their processes take ")
+    assert parts in second
+    assert last == f"no time: a step of {model} is not known before there is a request"
     found = document("--model", model)
     assert found["weight_bytes"] / 2**30 == pytest.approx(gib, abs=0.05)
     assert (found["candidates"], found["chosen"], found["num_ranks"]) == ([], None, 1)
@@ -155,9 +245,17 @@ def mistake(*args: str) -> str:
         (["--model", "FLUX.1-dev", "--size", "big"], "size 'big': write it as WIDTHxHEIGHT"),
         (["--model", "FLUX.1-dev", "--size", "1000x1024"], "positive multiples of 16"),
         (["--model", "FLUX.1-dev", "--ranks", "0"], "--ranks is 0; it must be at least 1"),
-        (["--model", "FLUX.1-dev", "--ranks", "3"], "was not measured with all_gather over 3 ranks; measured:"),
-        (["--model", "FLUX.1-dev", "--precision", "fp3"], "was not measured in precision fp3; measured: native, fp8"),
-        (["--model", "FLUX.1-dev", "--machine", "abacus"], "abacus is no file, and no known machine; known: h200"),
+        (["--model", "FLUX.1-dev", "--steps", "0"], "num_inference_steps is 0; it must be from 1 to"),
+        (["--model", "FLUX.1-dev", "--memory", "0"], "--memory is 0; it must be above 0, in GiB a GPU"),
+        (
+            ["--model", "FLUX.1-dev", "--machine", "a100", "--precision", "fp8"],
+            "no rate in precision fp8 is known of A100",
+        ),
+        (["--model", "FLUX.1-dev", "--precision", "fp3"], "no rate in precision fp3 is known of H200"),
+        (
+            ["--model", "FLUX.1-dev", "--machine", "abacus"],
+            "abacus is no file, and no known machine; known: h200, b200",
+        ),
     ],
 )
 def test_mistakes_are_one_line(args: list[str], message: str) -> None:

@@ -1,0 +1,195 @@
+"""Whether all parts of a model fit a GPU together, and which change makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engines.planner.cost_model import Cost
+    from engines.planner.forecast import StepForecast
+    from engines.planner.machine import Machine
+    from pipelines.blocks.footprint import Footprint
+
+GIB = 2**30
+PROCESS_BYTES = GIB // 2
+"""Of a process that uses a GPU, beside its tensors: its CUDA context, kernels and libraries. Assumed."""
+DECODE_LIMIT_GIB = 2
+"""What ``decoder.memory_gib`` is proposed."""
+SHARED, APART, ON_CPU = "shared", "apart", "on_cpu"
+"""Encoder and decoder on the first rank's GPU, on one of their own; the encoder on CPU cores, the decoder shared."""
+MAX_RANKS = 8
+"""Of a usual host: more are not proposed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMemory:
+    """Bytes beside the ranks: weights of encoder and decoder, and what a decode takes (``limited``: at least)."""
+
+    encoder: int
+    decoder: int
+    decode: int
+    limited: int
+
+    @classmethod
+    def of(cls, found: Footprint, *, limits: bool, usual_limit_gib: int) -> StageMemory:
+        """``limits``: the decoder can be kept within ``memory_gib``, as in the configuration that is made for it."""
+        decode = found.decode_bytes or 0
+        return cls(
+            encoder=sum(size or 0 for size in found.encoder.values()),
+            decoder=sum(size or 0 for size in found.decoder.values()),
+            decode=min(decode, usual_limit_gib * GIB) if limits else decode,
+            limited=min(decode, DECODE_LIMIT_GIB * GIB) if limits else decode,
+        )
+
+    def fullest_bytes(self, rank_bytes: int, place: str = SHARED, *, limited: bool = False) -> int:
+        """Of the GPU that holds most, where each rank takes ``rank_bytes``."""
+        decode = self.decoder + (self.limited if limited else self.decode) + PROCESS_BYTES
+        rank, encode = rank_bytes + PROCESS_BYTES, self.encoder + PROCESS_BYTES
+        if place == APART:
+            return max(rank, encode + decode)
+        return rank + decode + (encode if place == SHARED else 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """What to say in the configuration or the command, so that the fullest of ``num_gpus`` holds ``num_bytes``."""
+
+    words: tuple[str, ...]
+    num_gpus: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        gpus = "1 GPU" if self.num_gpus == 1 else f"{self.num_gpus} GPUs"
+        return f"{' and '.join(self.words)} ({self.num_bytes / GIB:.1f} GiB on the fullest of {gpus})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """The fullest GPU, which has a rank, the encoder and the decoder, unless ``place`` of a change says otherwise."""
+
+    step: StepForecast
+    num_ranks: int
+    parts: StageMemory
+    unknown: tuple[str, ...]
+
+    @property
+    def machine(self) -> Machine:
+        return self.step.machine
+
+    @property
+    def usable_bytes(self) -> int:
+        from engines.planner.cost_model import USABLE
+
+        return int(USABLE * self.machine.memory_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.parts.fullest_bytes(self.step.chosen.memory_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.usable_bytes
+
+    def changes(self) -> list[Change]:
+        """Those with which all fits, one for each number of GPUs, fewest first."""
+        found: dict[int, Change] = {}
+        for change in self._tried():
+            if change.num_bytes <= self.usable_bytes:
+                found.setdefault(change.num_gpus, change)
+        return [found[number] for number in sorted(found)]
+
+    def _tried(self) -> Iterator[Change]:
+        """With the GPUs that are there and with more; of the same number the one that changes least comes first."""
+        numbers = (self.num_ranks, *(n for n in (2, 4, MAX_RANKS) if n > self.num_ranks))
+        for place in (SHARED, APART, ON_CPU):
+            for num_ranks in numbers:
+                for precision in (self.step.precision, *self._other_precisions()):
+                    for limited in (False, True):
+                        yield from self._changed(num_ranks, precision, place, limited=limited)
+
+    def _other_precisions(self) -> tuple[str, ...]:
+        return tuple(name for name in self.machine.quantised if name != self.step.precision)
+
+    def _changed(self, num_ranks: int, precision: str, place: str, *, limited: bool) -> Iterator[Change]:
+        if limited and self.parts.limited == self.parts.decode:
+            return
+        words = [f"--ranks {num_ranks}"] if num_ranks != self.num_ranks else []
+        words += [f"denoiser.precision: {precision}"] if precision != self.step.precision else []
+        words += ["text_encoder and decoder on a GPU of their own"] if place == APART else []
+        words += ["text_encoder.num_gpus: 0, on slow CPU cores"] if place == ON_CPU else []
+        words += [f"decoder.memory_gib: {DECODE_LIMIT_GIB}"] if limited else []
+        for cost in self._costs(num_ranks, precision):
+            own = [f"denoiser.strategy: {cost.spec.name}"] if cost.spec.divides_weights else []
+            yield Change(
+                words=tuple([*words[:1], *own, *words[1:]] if num_ranks != self.num_ranks else [*own, *words]),
+                num_gpus=num_ranks + (place == APART),
+                num_bytes=self.parts.fullest_bytes(cost.memory_bytes, place, limited=limited),
+            )
+
+    def _costs(self, num_ranks: int, precision: str) -> list[Cost]:
+        """Fastest first; those with whole weights before those that divide them."""
+        from engines.planner.forecast import forecast
+
+        if num_ranks == self.num_ranks and precision == self.step.precision:
+            costs = self.step.costs
+        else:
+            machine = self.machine.for_ranks(num_ranks)
+            try:
+                step = forecast(self.step.counted, self.step.work, num_ranks, machine, precision, must_fit=False)
+            except ValueError:  # of a machine that was measured with one rank, exchanges are not known
+                return []
+            costs = step.costs
+        return sorted(costs, key=lambda cost: (cost.spec.divides_weights, cost.total_ms))
+
+    def sentence(self) -> str:
+        room = f"{self.machine.memory_bytes / GIB:.1f} GiB a GPU ({self.usable_bytes / GIB:.1f} of them usable)"
+        without = f"; not counted: {', '.join(self.unknown)}" if self.unknown else ""
+        if self.fits:
+            return f"fits {room}: {self.total_bytes / GIB:.1f} GiB on the fullest{without}"
+        needs = f"does not fit {room}: {self.total_bytes / GIB:.1f} GiB on the fullest"
+        changes = self.changes()
+        if not changes:
+            return f"{needs}, and no division of up to {MAX_RANKS} ranks does: ask for a smaller size or model{without}"
+        return f"{needs}; fits with {'; or with '.join(map(str, changes[:2]))}{without}"
+
+    def gib(self, found: Footprint) -> dict[str, float | None]:
+        """By part, on the fullest GPU."""
+        chosen, parts = self.step.chosen, self.parts
+        sizes: dict[str, int | None] = {
+            "transformer": chosen.weight_bytes,
+            "steps": chosen.memory_bytes - chosen.weight_bytes,
+            **{f"encoder: {name}": size for name, size in found.encoder.items()},
+            **{f"decoder: {name}": size for name, size in found.decoder.items()},
+            "decode": parts.decode if found.decode_bytes is not None else None,
+            "processes": 3 * PROCESS_BYTES,
+        }
+        return {name: None if size is None else size / GIB for name, size in sizes.items()}
+
+    def lines(self, found: Footprint) -> list[str]:
+        shown = (f"{name} {'?' if size is None else f'{size:.1f}'}" for name, size in self.gib(found).items())
+        return [f"GiB on the first GPU: {', '.join(shown)}", self.sentence()]
+
+    def document(self, found: Footprint) -> dict[str, Any]:
+        return {
+            "fits": self.fits,
+            "gib": self.gib(found),
+            "total_gib": self.total_bytes / GIB,
+            "usable_gib": self.usable_bytes / GIB,
+            "not_counted": list(self.unknown),
+            "sentence": self.sentence(),
+            "changes": [
+                {"words": list(one.words), "num_gpus": one.num_gpus, "gib": one.num_bytes / GIB}
+                for one in (() if self.fits else self.changes())
+            ],
+        }
+
+
+def with_memory(machine: Machine, memory_gib: float | None) -> Machine:
+    """ValueError for a size that is none."""
+    if memory_gib is None:
+        return machine
+    if not memory_gib > 0:
+        raise ValueError(f"--memory is {memory_gib:g}; it must be above 0, in GiB a GPU")
+    return replace(machine, memory_bytes=int(memory_gib * GIB))

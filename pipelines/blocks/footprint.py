@@ -1,0 +1,211 @@
+"""What encoder and decoder take beside a gang: memory and work, by configurations alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipelines.blocks import tree
+from pipelines.blocks.opened import OpenedPipeline
+from pipelines.blocks.pieces.chunks import PiecewiseVae, decodes_in_chunks
+from pipelines.directory import part_folder
+from pipelines.parts.meter import ForwardMeter, OperatorLimitError
+
+PUBLISHED_ENCODERS = Path(__file__).parents[1] / "published_encoders.json"
+"""Configurations of encoders that published models take over, by their own names; and which model takes which."""
+WORKSPACE = 1.6
+"""A decode's memory as a multiple of its live tensors: kernels need room to work in, and allocators leave gaps.
+
+Measured on an H200 (benchmarks/reports/application_h200_2026-11-23.md and application_one_h200_2026-11-24.md), weights
+included: 9.7 GiB for 2048x2048 by FLUX.1's auto-encoder, 9.3 for 832x480x81 by Wan's, 8.9 for 848x480x121 by
+HunyuanVideo's; this gives 9.8, 6.3 and 11.2.
+"""
+COUNTED_FRAMES = 3
+"""Latent frames of a clip that is decoded one after the other, by which all others are known."""
+NOT_FOR_PROMPTS = ("vision", "visual", "multi_modal_projector", "lm_head")
+"""Of the names of modules that a prompt of words alone does not pass."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageWork:
+    """FLOP of one request, and bytes that are read and written for them."""
+
+    flops: float
+    moved_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Footprint:
+    """Bytes of weights by part, as ``encoder`` and ``decoder`` load them (None: no configuration says).
+
+    ``prompt`` is the work of one prompt of ``num_tokens``, of encoders that are known. Of the decode of one request
+    there are the work and the bytes beside the weights (None: not known before there is a request).
+    """
+
+    encoder: Mapping[str, int | None]
+    decoder: Mapping[str, int | None]
+    num_tokens: int
+    prompt: StageWork
+    decode: StageWork | None = None
+    decode_bytes: int | None = None
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        return tuple(name for name, size in {**self.encoder, **self.decoder}.items() if size is None)
+
+
+@torch.no_grad()
+def footprint(opened: OpenedPipeline, num_tokens: int, latents: Mapping[str, Any] | None) -> Footprint:
+    """Count the parts of ``opened``, whose models are on "meta".
+
+    ``num_tokens`` of a prompt; ``latents`` are what a decoder would get of the request (None: not known).
+    """
+    sections = opened.sections
+    encoder = {name: _outline(opened, name) for name in opened.parts_of(sections.encode)}
+    decoder = {name: _outline(opened, name) for name in opened.parts_of(sections.decode)}
+    readers = [part for name, part in encoder.items() if name.startswith("text_encoder") and part is not None]
+    weights = [weight for part in readers for weight in _prompt_weights(part)]
+    work, held_bytes = (None if latents is None else _decode_work(opened, latents)) or (None, None)
+    return Footprint(
+        encoder=_sizes(encoder),
+        decoder=_sizes(decoder),
+        num_tokens=num_tokens,
+        prompt=StageWork(
+            flops=2.0 * num_tokens * sum(weight.numel() for weight in weights),
+            moved_bytes=float(sum(weight.nbytes for weight in weights)),
+        ),
+        decode=work,
+        decode_bytes=held_bytes,
+    )
+
+
+def _outline(opened: OpenedPipeline, name: str) -> Any:
+    """The part by its configuration, weights on "meta"; None if it has no weights, or nothing says how many."""
+    part_class = opened.part_class(name)
+    if part_class.__module__.startswith("diffusers."):
+        part = getattr(opened.outlined, name)
+        return part if isinstance(part, nn.Module) else nn.Module()
+    if not issubclass(part_class, nn.Module):
+        return nn.Module()
+    config = encoder_config(opened.path, name)
+    if config is None:
+        return None
+    with torch.device("meta"):
+        return part_class(part_class.config_class(**config)).to(opened.dtype)
+
+
+def encoder_config(path: Path, part: str) -> Mapping[str, Any] | None:
+    """Return the configuration of a part that is a class of transformers: the folder's, or that of an encoder that the
+    published model takes over; None if neither is known."""
+    file = part_folder(path, part) / "config.json"
+    if file.is_file():
+        written: Mapping[str, Any] = json.loads(file.read_text())
+        return written
+    known = json.loads(PUBLISHED_ENCODERS.read_text())
+    name = known["models"].get(path.name, {}).get(part)
+    found: Mapping[str, Any] | None = known["encoders"].get(name)
+    return found
+
+
+def _sizes(parts: Mapping[str, nn.Module | None]) -> dict[str, int | None]:
+    """Without parts that have no weights, such as tokenizers."""
+    sizes = {name: None if part is None else sum(x.nbytes for x in part.parameters()) for name, part in parts.items()}
+    return {name: size for name, size in sizes.items() if size != 0}
+
+
+def _prompt_weights(part: nn.Module) -> list[Tensor]:
+    """Those that each token is multiplied with."""
+    tables = {id(weight) for one in part.modules() if isinstance(one, nn.Embedding) for weight in one.parameters()}
+    return [
+        weight
+        for name, weight in part.named_parameters()
+        if id(weight) not in tables and not any(word in name for word in NOT_FOR_PROMPTS)
+    ]
+
+
+def _decode_work(opened: OpenedPipeline, latents: Mapping[str, Any]) -> tuple[StageWork, int] | None:
+    """Work and memory beside the weights, of the auto-encoder alone.
+
+    None where the blocks do not call one, or it has too many operators to count.
+    """
+    pipeline = opened.outlined
+    vae: Any = getattr(pipeline, "vae", None)
+    z = None if vae is None else _decoded_latents(opened, pipeline, latents)
+    if z is None:
+        return None
+    vae.to("meta")
+    z = z.to("meta", opened.dtype)
+    try:
+        if opened.spec.decodes_frames_apart and decodes_in_chunks(vae) and z.shape[2] > COUNTED_FRAMES:
+            return _of_chunks(vae, z)
+        with ForwardMeter() as meter:
+            vae.decode(z)
+    except OperatorLimitError:
+        return None
+    return StageWork(flops=meter.flops, moved_bytes=meter.moved_bytes), int(WORKSPACE * meter.peak_bytes)
+
+
+def _of_chunks(vae: Any, z: Tensor) -> tuple[StageWork, int]:
+    """Every latent frame after the second is as much work as the one before it."""
+    meters = []
+    for num_frames in (COUNTED_FRAMES - 1, COUNTED_FRAMES):
+        piecewise = PiecewiseVae(vae)
+        with ForwardMeter() as meter:
+            for _ in range(num_frames):
+                piecewise.decode(z[:, :, :num_frames])
+        meters.append(meter)
+    few, more = meters
+    num_left = z.shape[2] - COUNTED_FRAMES
+    work = StageWork(
+        flops=more.flops + num_left * (more.flops - few.flops),
+        moved_bytes=more.moved_bytes + num_left * (more.moved_bytes - few.moved_bytes),
+    )
+    return work, int(WORKSPACE * more.peak_bytes)
+
+
+class _Decoding(Exception):
+    """Leaves the blocks where they would decode ``latents``."""
+
+    def __init__(self, latents: Tensor) -> None:
+        super().__init__()
+        self.latents = latents
+
+
+def _decoded_latents(opened: OpenedPipeline, pipeline: Any, latents: Mapping[str, Any]) -> Tensor | None:
+    """What the decoding blocks give the auto-encoder of ``pipeline``."""
+
+    def decode(latents: Tensor, *_: Any, **__: Any) -> None:
+        raise _Decoding(latents)
+
+    values = opened.state({})
+    for name, value in latents.items():
+        values.set(name, value)
+    pipeline.vae.__dict__["decode"] = decode
+    try:
+        with _unlogged():
+            tree.run(opened.blocks, [(name,) for name in opened.sections.decode], pipeline, values)
+    except _Decoding as reached:
+        return reached.latents
+    finally:
+        del pipeline.vae.__dict__["decode"]
+    return None
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """diffusers logs whatever leaves a block, with a traceback."""
+    logger = logging.getLogger("diffusers")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,96 @@
+"""Parts take what their files hold, and decodes about what was measured."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from functools import cache
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelines.blocks.footprint import Footprint, footprint
+from pipelines.blocks.opened import OpenedPipeline
+from pipelines.checkpoint import Checkpoint
+from pipelines.loading import PUBLISHED, SHIPPED
+from pipelines.size import Size
+
+GIB = 2**30
+
+
+@cache
+def found(model: str, size: Size | None = None) -> Footprint:
+    checkpoint = Checkpoint.of_configuration(model, "meta", "bfloat16")
+    return checkpoint.footprint(checkpoint.defaults.request(size))
+
+
+@cache
+def encoders(model: str) -> Mapping[str, int | None]:
+    return footprint(OpenedPipeline(PUBLISHED / model, torch.device("meta"), torch.bfloat16), 512, None).encoder
+
+
+def num_values(folder: Path) -> int:
+    """Of all tensors in the headers of a part's files."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            (length,) = struct.unpack("<Q", opened.read(8))
+            header = json.loads(opened.read(length))
+        total += sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return total
+
+
+@pytest.mark.parametrize("model", ["flux-shapes", "kontext-shapes", "wan-shapes"])
+def test_parts_take_what_the_files_hold(model: str) -> None:
+    """Two bytes a value in bfloat16."""
+    parts = found(model)
+    assert parts.unknown == ()
+    assert set(parts.decoder) == {"vae"}
+    for name, size in {**parts.encoder, **parts.decoder}.items():
+        assert size == pytest.approx(2 * num_values(SHIPPED / model / name), rel=0.01), name
+
+
+@pytest.mark.parametrize(
+    ("model", "part", "file_bytes"),
+    [
+        ("FLUX.1-dev", "text_encoder", 246_144_152),
+        ("FLUX.1-dev", "text_encoder_2", 9_524_648_584),
+        ("FLUX.2-dev", "text_encoder", 48_022_801_408),
+        ("FLUX.2-klein-4B", "text_encoder", 8_044_982_000),
+        ("HunyuanVideo-1.5-720p_i2v", "image_encoder", 856_506_120),
+        ("LTX-2", "text_encoder", 24_374_650_464),
+        ("Qwen-Image", "text_encoder", 16_584_333_312),
+        ("Wan2.1-I2V-14B-480P", "image_encoder", 1_264_219_360),
+        ("Wan2.1-I2V-14B-480P", "text_encoder", 11_361_920_418),
+        ("stable-diffusion-xl-base-1.0", "text_encoder_2", 1_389_382_176),
+    ],
+)
+def test_encoders_of_published_models_take_what_is_published(model: str, part: str, file_bytes: int) -> None:
+    """The sizes of the 16-bit files on the hub, all shards together, whose headers take the rest."""
+    assert encoders(model)[part] == pytest.approx(file_bytes, rel=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "measured_gib"),
+    [
+        ("FLUX.1-dev", Size(width=2048, height=2048), 9.7),
+        ("Wan2.1-T2V-14B", Size(width=832, height=480, num_frames=81), 9.3),
+        ("HunyuanVideo-1.5-480p_t2v", Size(width=848, height=480, num_frames=121), 8.9),
+    ],
+)
+def test_a_decode_takes_about_what_was_measured(model: str, size: Size, measured_gib: float) -> None:
+    """On an H200, weights included, within 35 %: benchmarks/reports/application_h200_2026-11-23.md and
+    application_one_h200_2026-11-24.md."""
+    parts = found(model, size)
+    assert parts.decode_bytes is not None
+    weights = parts.decoder["vae"]
+    assert weights is not None
+    assert (parts.decode_bytes + weights) / GIB == pytest.approx(measured_gib, rel=0.35)
+
+
+def test_what_nobody_knows_is_said() -> None:
+    assert encoders("Krea-2-Turbo")["text_encoder"] is None
+    assert found("ideogram-4").decode is None
