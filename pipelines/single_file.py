@@ -63,7 +63,7 @@ def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, 
     """
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
-    from pipelines.parts.checked import check_finite
+    from pipelines.checked import check_finite
 
     if kind.__name__ not in SINGLE_FILE_LOADABLE_CLASSES:
         known = ", ".join(sorted(SINGLE_FILE_LOADABLE_CLASSES))
@@ -104,8 +104,8 @@ def _faults(kind: Any, tensors: Mapping[str, Tensor], config: Path) -> str:
     from accelerate import init_empty_weights  # type: ignore[import-untyped]
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
-    from pipelines.parts.checked import faults_of
-    from pipelines.parts.traced import sources_of, traced
+    from pipelines.checked import faults_of
+    from pipelines.traced import sources_of, traced
 
     written = kind.load_config(str(config))
     with init_empty_weights():

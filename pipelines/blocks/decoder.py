@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelines.blocks import tree
+from pipelines.blocks.compilation import compile_decoder, preparing
 from pipelines.blocks.encoder import on_device
 from pipelines.blocks.finite import check_finite, finite_flags
 from pipelines.blocks.opened import OpenedPipeline
-from pipelines.blocks.pieces.chunks import PiecewiseVae, decodes_in_chunks
-from pipelines.blocks.pieces.devices import spread
 from pipelines.media.picture import laid_over_white
 from pipelines.media.sound import Sound
-from pipelines.parts.compiled import compile_decoder, preparing
-from pipelines.parts.floor import check_fits
-from pipelines.parts.rows import give_back, limit_memory
 from pipelines.request import MediaRequest
+from pipelines.vae.chunks import PiecewiseVae, decodes_in_chunks
+from pipelines.vae.floor import check_fits
+from pipelines.vae.multi_gpu import spread
+from pipelines.vae.strips import give_back, limit_memory
 
 OUTPUTS = ("images", "videos")
 SOUNDS = ("audio", "sound")

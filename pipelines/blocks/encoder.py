@@ -14,10 +14,10 @@ from torch import Tensor
 
 from engines.core.transport.parcel import Shapes
 from pipelines.blocks import arguments, tree
+from pipelines.blocks.compilation import compile_encoders, preparing
 from pipelines.blocks.guidance import guiders_of, set_scale
 from pipelines.blocks.noise import NoiseState
 from pipelines.blocks.opened import TOKENIZERS, OpenedPipeline
-from pipelines.parts.compiled import compile_encoders, preparing
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
 

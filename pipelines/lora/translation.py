@@ -17,7 +17,7 @@ from diffusers.utils import convert_unet_state_dict_to_peft
 from torch import Tensor, nn
 
 from pipelines.lora.spelling import ALPHA, DOWN, UP, are_layers_of, as_pairs, layer_of, shown
-from pipelines.parts.traced import plain, sources_of, traced
+from pipelines.traced import plain, sources_of, traced
 
 ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 """What diffusers' translations raise for files of other models."""

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipelines.blocks.pieces.chunks import decode_chunks, decodes_in_chunks
-from pipelines.blocks.pieces.devices import spread
 from pipelines.models.mended.hunyuan_video_frames import frame_by_frame
+from pipelines.vae.chunks import decode_chunks, decodes_in_chunks
+from pipelines.vae.multi_gpu import spread
 from tests.pipelines.support.checkpoints.parts import shake
 
 FRAMES = 4

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from pipelines.blocks.decoder import BlocksDecoder
-from pipelines.blocks.pieces.chunks import decode_chunks, decodes_in_chunks
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
+from pipelines.vae.chunks import decode_chunks, decodes_in_chunks
 from tests.pipelines.support.checkpoints import tiny, tiny_cosmos, tiny_hunyuan, tiny_ltx
 from tests.pipelines.support.checkpoints.parts import shake
 from tests.pipelines.support.references.video import Clip

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from pipelines.parts.known import check_decoder
+from pipelines.vae.known import check_decoder
 
 INDUCTOR = "inductor"
 ENCODERS = "text_encoder"

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipelines.blocks.pieces import bands, chunks
-from pipelines.blocks.pieces.bands import margins
-from pipelines.blocks.pieces.chunks import decode_bands, decode_chunks
-from tests.pipelines.blocks.test_chunks import VAES
+from pipelines.vae import bands, chunks
+from pipelines.vae.bands import margins
+from pipelines.vae.chunks import decode_bands, decode_chunks
+from tests.pipelines.vae.test_chunks import VAES
 
 NUM_ROWS = 31
 """Of latents: enough that a band is cut on both of its sides, and uneven ones."""

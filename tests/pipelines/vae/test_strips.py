@@ -15,9 +15,9 @@ from torch import Tensor
 
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_path
-from pipelines.parts import layers, rows
+from pipelines.vae import layers, strips
 from tests.deployments.support.files import noise
-from tests.pipelines.parts.support.live_bytes import LiveBytes
+from tests.pipelines.vae.support.live_bytes import LiveBytes
 
 EXACT_DB = 100.0
 
@@ -44,7 +44,7 @@ def tiny_vae(**options: Any) -> AutoencoderKL:
 @pytest.mark.parametrize("size", [(1, 5), (13, 9)])
 def test_strips_of_any_height_are_the_whole(strip_bytes: int, size: tuple[int, int]) -> None:
     decoder, latents_BCHW = tiny_vae().decoder, torch.randn(2, 4, *size)
-    in_rows = rows.decode_in_rows(decoder, latents_BCHW, strip_bytes)
+    in_rows = strips.decode_in_rows(decoder, latents_BCHW, strip_bytes)
     assert decibels(in_rows, decoder(latents_BCHW)) > EXACT_DB
 
 
@@ -60,9 +60,9 @@ def seams(convolved: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_strips_that_know_nothing_of_each_other_show(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, latents_BCHW = tiny_vae().decoder, torch.randn(1, 4, 13, 9)
-    for module in (rows, layers):
+    for module in (strips, layers):
         monkeypatch.setattr(module, "convolved", seams(layers.convolved))
-    assert decibels(rows.decode_in_rows(decoder, latents_BCHW), decoder(latents_BCHW)) < 45
+    assert decibels(strips.decode_in_rows(decoder, latents_BCHW), decoder(latents_BCHW)) < 45
 
 
 @pytest.mark.parametrize("name", ["flux-shapes", "kontext-shapes"])
@@ -71,7 +71,7 @@ def test_shipped_models_paint_the_same_where_tiles_would_not(name: str) -> None:
     pixels = torch.from_numpy(np.array(noise(24, 32).resize((192, 256)))).movedim(-1, 0)[None] / 127.5 - 1
     latents_BCHW = vae.encode(pixels).latent_dist.mean
     whole = vae.decoder(latents_BCHW)
-    assert decibels(rows.decode_in_rows(vae.decoder, latents_BCHW, 2**17), whole) > EXACT_DB
+    assert decibels(strips.decode_in_rows(vae.decoder, latents_BCHW, 2**17), whole) > EXACT_DB
     vae.enable_tiling()
     assert decibels(vae.decode(latents_BCHW, return_dict=False)[0], whole) < 45, "there is no need of rows"
 
@@ -79,7 +79,9 @@ def test_shipped_models_paint_the_same_where_tiles_would_not(name: str) -> None:
 def test_rows_of_bfloat16_are_as_near_to_the_truth_as_the_whole() -> None:
     vae, latents_BCHW = tiny_vae(), torch.randn(1, 4, 16, 16)
     truth, decoder, halves = vae.decoder(latents_BCHW), vae.decoder.bfloat16(), latents_BCHW.bfloat16()
-    whole_db, rows_db = (decibels(f(halves), truth) for f in (decoder, lambda x: rows.decode_in_rows(decoder, x, 5000)))
+    whole_db, rows_db = (
+        decibels(f(halves), truth) for f in (decoder, lambda x: strips.decode_in_rows(decoder, x, 5000))
+    )
     assert rows_db > whole_db - 1
 
 
@@ -91,9 +93,9 @@ def test_a_large_picture_takes_less_and_the_estimate_is_above() -> None:
     with LiveBytes() as whole:
         decoder(latents_BCHW)
     with LiveBytes() as in_rows:
-        rows.decode_in_rows(decoder, latents_BCHW, 2**20)
+        strips.decode_in_rows(decoder, latents_BCHW, 2**20)
     assert in_rows.peak < 0.75 * whole.peak
-    assert whole.peak < rows.whole_bytes(decoder, latents_BCHW) < 2 * whole.peak
+    assert whole.peak < strips.whole_bytes(decoder, latents_BCHW) < 2 * whole.peak
 
 
 def test_what_fits_is_decoded_whole(tiny_flux: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,12 +103,12 @@ def test_what_fits_is_decoded_whole(tiny_flux: Path, monkeypatch: pytest.MonkeyP
     small, large = (checkpoint.defaults.request(width=width, height=64) for width in (32, 128))
     plain = checkpoint.decoder()
     sizes: list[int] = []
-    real = rows.decode_in_rows
-    monkeypatch.setattr(rows, "decode_in_rows", lambda decoder, x: (sizes.append(x.shape[-1]), real(decoder, x))[1])
+    real = strips.decode_in_rows
+    monkeypatch.setattr(strips, "decode_in_rows", lambda decoder, x: (sizes.append(x.shape[-1]), real(decoder, x))[1])
     latents = checkpoint.first_latents(large)
     vae = plain._pipeline.vae
     factor = 2 ** (len(vae.config.block_out_channels) - 1)
-    limit = rows.whole_bytes(vae.decoder, torch.empty(1, 4, 64 // factor, 32 // factor))
+    limit = strips.whole_bytes(vae.decoder, torch.empty(1, 4, 64 // factor, 32 // factor))
     decoder = checkpoint.decoder(memory_bytes=limit)
     frames = {request.width: decoder.decode(checkpoint.first_latents(request), request) for request in (small, large)}
     assert len(sizes) == 1
@@ -119,10 +121,10 @@ def test_memory_is_given_back_where_much_is_held_for_nobody(monkeypatch: pytest.
     for name, value in held.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
-    rows.give_back(torch.device("cpu"), 0)
-    rows.give_back(torch.device("cuda"), 12)
+    strips.give_back(torch.device("cpu"), 0)
+    strips.give_back(torch.device("cuda"), 12)
     assert not calls
-    rows.give_back(torch.device("cuda"), 11)
+    strips.give_back(torch.device("cuda"), 11)
     assert calls == ["empty"]
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelines.parts.known import check_decoder
-from pipelines.parts.layers import Bands, attended, convolved, doubled, normalized, resnet, same
+from pipelines.vae.known import check_decoder
+from pipelines.vae.layers import Bands, attended, convolved, doubled, normalized, resnet, same
 
 STRIP_BYTES = 2**26
 """Of what lies between a strip and its convolution; float32 while it is normalized."""

@@ -13,9 +13,9 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from pipelines.loading import resolve_path
-from pipelines.parts import layers, rows
-from pipelines.parts.known import is_known_middle
-from tests.pipelines.parts.test_rows import EXACT_DB, decibels, tiny_vae
+from pipelines.vae import layers, strips
+from pipelines.vae.known import is_known_middle
+from tests.pipelines.vae.test_strips import EXACT_DB, decibels, tiny_vae
 
 
 def copies(decoder: Any, count: int) -> list[Any]:
@@ -28,17 +28,17 @@ def uneven(height: int, *, batch: int = 1) -> Tensor:
     return latents_BCHW * torch.linspace(0.2, 2, height)[:, None] + torch.linspace(-1, 1, height)[:, None]
 
 
-@pytest.mark.parametrize("strip_bytes", [1, 5000, rows.UNLIMITED_BYTES])
+@pytest.mark.parametrize("strip_bytes", [1, 5000, strips.UNLIMITED_BYTES])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_bands_are_the_rows_of_the_whole(count: int, strip_bytes: int) -> None:
     decoder, latents_BCHW = tiny_vae().decoder, uneven(13, batch=2)
-    bands = rows.decode_in_bands(copies(decoder, count), latents_BCHW, strip_bytes)
+    bands = strips.decode_in_bands(copies(decoder, count), latents_BCHW, strip_bytes)
     assert decibels(bands, decoder(latents_BCHW)) > EXACT_DB
 
 
 def test_a_middle_without_attention() -> None:
     decoder = tiny_vae(mid_block_add_attention=False).decoder
-    bands = rows.decode_in_bands(copies(decoder, 2), uneven(8))
+    bands = strips.decode_in_bands(copies(decoder, 2), uneven(8))
     assert decibels(bands, decoder(uneven(8))) > EXACT_DB
 
 
@@ -46,7 +46,7 @@ def test_a_shipped_model_paints_the_same() -> None:
     vae = AutoencoderKL.from_pretrained(resolve_path("flux-shapes") / "vae").requires_grad_(False)
     latents_BCHW = torch.randn(1, vae.config.latent_channels, 25, 12, generator=torch.Generator().manual_seed(1))
     assert is_known_middle(vae.decoder.mid_block)
-    bands = rows.decode_in_bands(copies(vae.decoder, 3), latents_BCHW)
+    bands = strips.decode_in_bands(copies(vae.decoder, 3), latents_BCHW)
     assert decibels(bands, vae.decoder(latents_BCHW)) > EXACT_DB
 
 
@@ -55,7 +55,7 @@ def test_bands_of_bfloat16_are_as_near_to_the_truth_as_the_whole() -> None:
     truth, halves = decoder(latents_BCHW), latents_BCHW.bfloat16()
     decoder = decoder.bfloat16()
     whole_db = decibels(decoder(halves), truth)
-    assert decibels(rows.decode_in_bands(copies(decoder, 2), halves), truth) > whole_db - 1
+    assert decibels(strips.decode_in_bands(copies(decoder, 2), halves), truth) > whole_db - 1
 
 
 def no_edges(bands: Sequence[Tensor]) -> list[Any]:
@@ -80,26 +80,26 @@ FAULTS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 def test_bands_that_know_nothing_of_each_other_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = tiny_vae().decoder
     monkeypatch.setattr(layers, name, FAULTS[name])
-    assert decibels(rows.decode_in_bands(copies(decoder, 2), uneven(16)), decoder(uneven(16))) < 60
+    assert decibels(strips.decode_in_bands(copies(decoder, 2), uneven(16)), decoder(uneven(16))) < 60
 
 
 def test_the_rows_say_how_many_devices_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, calls = tiny_vae().decoder, list[tuple[int, int]]()
-    whole = decoder(uneven(2 * rows.MIN_BAND_ROWS))
-    real = rows.decode_in_bands
+    whole = decoder(uneven(2 * strips.MIN_BAND_ROWS))
+    real = strips.decode_in_bands
 
     def watched(decoders: Sequence[Any], latents_BCHW: Tensor, strip_bytes: int) -> Tensor:
         calls.append((len(decoders), strip_bytes))
         return real(decoders, latents_BCHW, strip_bytes)
 
-    monkeypatch.setattr(rows, "decode_in_bands", watched)
-    least = uneven(2 * rows.MIN_BAND_ROWS)
+    monkeypatch.setattr(strips, "decode_in_bands", watched)
+    least = uneven(2 * strips.MIN_BAND_ROWS)
     fewer = least[:, :, 1:]
     as_ever = decoder(fewer)
-    half_bytes = rows.whole_bytes(decoder, least) // 2
-    for limit_bytes, strip_bytes in ((None, rows.UNLIMITED_BYTES), (half_bytes, rows.UNLIMITED_BYTES), (1, 2**26)):
+    half_bytes = strips.whole_bytes(decoder, least) // 2
+    for limit_bytes, strip_bytes in ((None, strips.UNLIMITED_BYTES), (half_bytes, strips.UNLIMITED_BYTES), (1, 2**26)):
         divided = copies(decoder, 3)
-        rows.divide(divided, limit_bytes, lambda _: False)
+        strips.divide(divided, limit_bytes, lambda _: False)
         assert decibels(divided[0](least), whole) > EXACT_DB
         assert calls.pop() == (2, strip_bytes)
         assert torch.equal(divided[0](fewer), as_ever)
@@ -109,15 +109,15 @@ def test_the_rows_say_how_many_devices_decode(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_one_device_is_ready_for_stays_there_if_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, calls = tiny_vae().decoder, list[int]()
-    real = rows.decode_in_bands
-    monkeypatch.setattr(rows, "MIN_BAND_ROWS", 2)
-    monkeypatch.setattr(rows, "decode_in_bands", lambda *args: calls.append(len(args[0])) or real(*args))
+    real = strips.decode_in_bands
+    monkeypatch.setattr(strips, "MIN_BAND_ROWS", 2)
+    monkeypatch.setattr(strips, "decode_in_bands", lambda *args: calls.append(len(args[0])) or real(*args))
     ready, other = uneven(8), uneven(9)
-    num_bytes = rows.whole_bytes(decoder, ready)
+    num_bytes = strips.whole_bytes(decoder, ready)
     for limit_bytes, counts in ((None, [2]), (num_bytes, [2]), (num_bytes - 1, [2, 2])):
         calls.clear()
         divided = copies(decoder, 2)
-        rows.divide(divided, limit_bytes, lambda sample: sample.shape == ready.shape)
+        strips.divide(divided, limit_bytes, lambda sample: sample.shape == ready.shape)
         for latents_BCHW in (ready, other):
             divided[0](latents_BCHW)
         assert calls == counts

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from pipelines.blocks.decoder import BlocksDecoder
-from pipelines.blocks.pieces import chunks, devices
-from pipelines.blocks.pieces.devices import spread
 from pipelines.checkpoint import Checkpoint
-from pipelines.parts import layers, rows
-from tests.pipelines.blocks.test_chunks import VAES, painted
-from tests.pipelines.parts.test_divided import no_edges, own_statistics
-from tests.pipelines.parts.test_rows import decibels, tiny_vae
+from pipelines.vae import chunks, layers, multi_gpu, strips
+from pipelines.vae.multi_gpu import spread
 from tests.pipelines.support.checkpoints import tiny_ltx
+from tests.pipelines.vae.test_chunks import VAES, painted
+from tests.pipelines.vae.test_picture_bands import no_edges, own_statistics
+from tests.pipelines.vae.test_strips import decibels, tiny_vae
 
 CPU = torch.device("cpu")
 
@@ -25,7 +24,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny pictures and clips are enough for three devices."""
-    monkeypatch.setattr(rows, "MIN_BAND_ROWS", 2)
+    monkeypatch.setattr(strips, "MIN_BAND_ROWS", 2)
     monkeypatch.setattr(chunks, "MIN_BAND_ROWS", 1)
 
 
@@ -112,4 +111,4 @@ def test_others_are_told_so(tmp_path: Path) -> None:
     vae = tiny_vae()
     vae.decoder.mid_block.attentions[0].norm_q = torch.nn.Identity()
     with pytest.raises(ValueError, match=r"decoder.num_devices is for .* AutoencoderKL: leave"):
-        devices.spread(vae, [CPU])
+        multi_gpu.spread(vae, [CPU])

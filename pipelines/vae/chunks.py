@@ -11,7 +11,7 @@ import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor, nn
 
-from pipelines.blocks.pieces.bands import Share, band_alone
+from pipelines.vae.bands import Share, band_alone
 
 CACHE, FIRST = "feat_cache", "first_chunk"
 MIN_BAND_ROWS = 15

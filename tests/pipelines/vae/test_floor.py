@@ -11,9 +11,9 @@ from diffusers import AutoencoderKL
 
 from pipelines.blocks.decoder import BlocksDecoder
 from pipelines.checkpoint import Checkpoint
-from pipelines.parts.floor import check_fits, needed_bytes
-from tests.pipelines.parts.support.live_bytes import LiveBytes
-from tests.pipelines.parts.test_rows import tiny_vae
+from pipelines.vae.floor import check_fits, needed_bytes
+from tests.pipelines.vae.support.live_bytes import LiveBytes
+from tests.pipelines.vae.test_strips import tiny_vae
 
 GIB = 2**30
 LEVELS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}

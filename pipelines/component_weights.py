@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engines.parallel.weight_files import NAME, files_of, tensor_files, tensor_names
 from engines.quantization.scaled_files import dequantised, find_scales
-from pipelines.parts.checked import check_finite, check_whole, faults_of, without_other_parts
+from pipelines.checked import check_finite, check_whole, faults_of, without_other_parts
 
 ENCODER_NAME = "model.safetensors"
 """What transformers calls its file."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from pipelines.parts.known import is_known
-from pipelines.parts.rows import largest_bytes
+from pipelines.vae.known import is_known
+from pipelines.vae.strips import largest_bytes
 
 CERTAIN_COPIES = 2
 """A layer's input and its result are held at once; ``rows.NUM_HELD`` are what a usual decode takes."""

@@ -10,10 +10,10 @@ import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor
 
-from pipelines.blocks.pieces.bands import margins, scales
-from pipelines.blocks.pieces.chunks import decode_bands, decode_chunks, decodes_in_chunks
-from pipelines.parts.known import is_known, is_known_middle
-from pipelines.parts.rows import decode_in_bands, divide
+from pipelines.vae.bands import margins, scales
+from pipelines.vae.chunks import decode_bands, decode_chunks, decodes_in_chunks
+from pipelines.vae.known import is_known, is_known_middle
+from pipelines.vae.strips import decode_in_bands, divide
 
 MIN_ALIKE_DB = 20.0
 """Of noise decoded in bands against noise decoded whole. Published auto-encoders with random weights leave 31 and more

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from pipelines.blocks import decoder, encoder
+from pipelines.blocks import compilation, decoder, encoder
+from pipelines.blocks.compilation import Prepared, preparing
 from pipelines.checkpoint import Checkpoint
-from pipelines.parts import compiled, rows
-from pipelines.parts.compiled import Prepared, preparing
+from pipelines.vae import strips
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     torch._dynamo.reset()
     for module, name in ((encoder, "compile_encoders"), (decoder, "compile_decoder")):
-        monkeypatch.setattr(module, name, partial(getattr(compiled, name), backend=backend))
+        monkeypatch.setattr(module, name, partial(getattr(compilation, name), backend=backend))
     return seen
 
 
@@ -69,7 +69,7 @@ def test_t5_adds_to_its_scores_what_fused_attention_takes(tiny_flux: Path, graph
 def test_results_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph's own memory is written again by its next call."""
     memory = torch.zeros(2)
-    run = compiled._copied(lambda x: {"x": memory.copy_(x)})
+    run = compilation._copied(lambda x: {"x": memory.copy_(x)})
     first = run(torch.ones(2))
     run(torch.zeros(2))
     assert first["x"].tolist() == [1, 1]
@@ -91,10 +91,10 @@ def test_other_sizes_are_decoded_as_they_are_written(tiny_flux: Path, graphs: li
 def test_several_devices_leave_what_is_compiled_to_the_first(
     tiny_flux: Path, graphs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "MIN_BAND_ROWS", 2)
+    monkeypatch.setattr(strips, "MIN_BAND_ROWS", 2)
     counts: list[int] = []
-    in_bands = rows.decode_in_bands
-    monkeypatch.setattr(rows, "decode_in_bands", lambda *args: counts.append(len(args[0])) or in_bands(*args))
+    in_bands = strips.decode_in_bands
+    monkeypatch.setattr(strips, "decode_in_bands", lambda *args: counts.append(len(args[0])) or in_bands(*args))
     checkpoint = Checkpoint(tiny_flux)
     expected, other = (checkpoint.defaults.request(width=width, height=64) for width in (64, 96))
     plain, quick = checkpoint.decoder(), checkpoint.decoder(compiled=True, memory_bytes=2**30, others=("cpu",))
