@@ -23,8 +23,7 @@ from engines.parallel.weight_files import files_of
 from pipelines.blocks.requests import PICTURES, inputs_of
 from pipelines.blocks.steps.stand_in import StandIn
 from pipelines.blocks.tree import Sections
-from pipelines.checked import check_finite
-from pipelines.component_weights import file_of, has_scales, load_folder
+from pipelines.component_weights import check_finite, file_of, has_scales, load_folder
 from pipelines.directory import part_class, part_folder, read_config, read_index
 from pipelines.gpu_weights import fill
 from pipelines.models.architecture import Architecture

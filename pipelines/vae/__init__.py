@@ -1,1 +1,1 @@
-"""A pipeline's models, made quicker or smaller where they are: compiled, or decoding in rows."""
+"""Auto-encoders: decoding in strips, in chunks of frames, and on several devices."""

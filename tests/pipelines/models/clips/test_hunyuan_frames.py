@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipelines.models.mended.hunyuan_video_frames import frame_by_frame
 from pipelines.vae.chunks import decode_chunks, decodes_in_chunks
-from pipelines.vae.multi_gpu import spread
+from pipelines.vae.multi_gpu import distribute_decoder
 from tests.pipelines.support.checkpoints.parts import shake
 
 FRAMES = 4
@@ -79,4 +79,4 @@ def test_several_devices_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"decoder.num_devices is for .* AutoencoderKLHunyuanVideo15: leave the key out"
     ):
-        spread(vae, [torch.device("cpu")])
+        distribute_decoder(vae, [torch.device("cpu")])
