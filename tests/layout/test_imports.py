@@ -30,7 +30,6 @@ PURE = (
 REGISTRY = "pipelines/models/registry.py"
 OWN_FILES = (
     "pipelines/models/attention/",
-    "pipelines/models/bare/",
     "pipelines/models/clips/",
     "pipelines/models/mended/",
     "pipelines/models/pictures/",
@@ -176,7 +175,6 @@ def may_name_family(name: str, line: int, family: str) -> bool:
         ("pipelines/fast/wan.py", False),
         ("pipelines/fast/__init__.py", False),
         ("pipelines/models/pictures/flux.py", True),
-        ("pipelines/models/bare/flux.py", True),
         ("pipelines/models/attention/wan_text.py", False),
         ("pipelines/blocks/flux.py", False),
         ("engines/fast/flux.py", False),
