@@ -16,8 +16,8 @@ from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from diffusers import ModelMixin
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from engines.core.torch_private import tree_leaves
 from engines.parallel.weight_files import NAME, files_of, is_finite, tensor_files, tensor_names
 from engines.quantization.scaled_files import dequantised, find_scales
 

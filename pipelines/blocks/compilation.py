@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from engines.core.torch_private import raise_recompile_limit, tree_map_only
 from pipelines.vae.layers import check_decoder
 
 INDUCTOR = "inductor"
@@ -70,7 +70,7 @@ def compile_encoders(pipeline: Any, backend: str = INDUCTOR) -> tuple[CompiledFo
 
     A graph's results lie in its own memory, which its next call overwrites (a second prompt's), so they are copied.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
+    raise_recompile_limit(MAX_VARIANTS)
     modules = [part for name, part in vars(pipeline).items() if name.startswith(ENCODERS)]
     forwards = []
     for module in (module for module in modules if isinstance(module, nn.Module)):
