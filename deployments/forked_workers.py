@@ -17,7 +17,7 @@ from typing import Literal
 import ray
 
 from deployments.forked_worker import ROOT
-from deployments.ray_private import workers_set_up_by
+from deployments.ray_private import worker_setup_script
 from deployments.settings import process_environment, variables_set
 from deployments.worker_shim import DIRECTORY_VARIABLE, FOLDER
 
@@ -63,7 +63,7 @@ def forking_cluster() -> Iterator[None]:
     os.close(lifeline)
     try:
         _await_sockets(directory, zygote)
-        with workers_set_up_by(SHIM), variables_set({DIRECTORY_VARIABLE: str(directory)}):
+        with worker_setup_script(SHIM), variables_set({DIRECTORY_VARIABLE: str(directory)}):
             yield
     finally:
         os.close(held)

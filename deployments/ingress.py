@@ -14,7 +14,6 @@ from typing import Any
 import ray
 from fastapi import FastAPI
 from ray import serve
-from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
 from deployments.accounts.deployment import DeployedKeeper
@@ -28,6 +27,7 @@ from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipLimits, ClipSettings
 from deployments.config import AppConfig
 from deployments.observability.exposition import Counted, Exposition, counted_here
+from deployments.ray_private import route_in_this_loop, serve_host
 from deployments.replicas import prepare_replica
 from deployments.requests.handle import handle_request
 from deployments.settings import Settings
@@ -65,9 +65,8 @@ def own_names() -> tuple[str, ...]:
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     machines = {socket.gethostname(), *(str(node["NodeManagerHostname"]) for node in nodes)}
     with ThreadPoolExecutor(1) as pool:  # Ray warns of calls that block an event loop
-        client = pool.submit(_get_global_client).result()
-    assert client is not None, "this is a replica of Serve"
-    return tuple(sorted(machines | {f"{machine}.local" for machine in machines} | {str(client.http_config.host)}))
+        host = pool.submit(serve_host).result()
+    return tuple(sorted(machines | {f"{machine}.local" for machine in machines} | {host}))
 
 
 def patience_for(config: DenoiserConfig) -> float:
@@ -111,8 +110,7 @@ class Ingress:
         }
         handles_of_stages = [handle for by_name in deployments.values() for handle in by_name.values()]
         for handle in [*handles_of_stages, *([] if keeper is None else [keeper])]:
-            # In this loop, where calls are made, and not one thread further.
-            handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
+            route_in_this_loop(handle)
         handles = {model.name: StageHandles(**stages[model.name]) for model in config.models}
         cards = make_cards(config)
         patience_s = {model.name: patience_for(model.denoiser) for model in config.models}

@@ -243,7 +243,7 @@ class Checkpoint:
 
     def _without_weights(self) -> DenoiserModel:
         from engines.parallel.weight_files import WeightFiles
-        from pipelines.parts.folders import check_names
+        from pipelines.component_weights import check_names
 
         if self.file is not None:
             raise ValueError(f"every rank would read its share of {self.file}, which is read whole: say load: whole")

@@ -57,8 +57,8 @@ def decoder_problems(path: Path, *, compiled: bool, limits_memory: bool, num_dev
     import diffusers
     from accelerate import init_empty_weights  # type: ignore[import-untyped]
 
-    from pipelines.blocks.pieces.devices import check_divisible
-    from pipelines.parts.known import check_decoder
+    from pipelines.vae.layers import check_decoder
+    from pipelines.vae.multi_gpu import check_divisible
 
     with init_empty_weights():
         vae = getattr(diffusers, name).from_config(dict(written))

@@ -63,7 +63,7 @@ def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, 
     """
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
-    from pipelines.parts.checked import check_finite
+    from pipelines.component_weights import check_finite
 
     if kind.__name__ not in SINGLE_FILE_LOADABLE_CLASSES:
         known = ", ".join(sorted(SINGLE_FILE_LOADABLE_CLASSES))
@@ -104,19 +104,18 @@ def _faults(kind: Any, tensors: Mapping[str, Tensor], config: Path) -> str:
     from accelerate import init_empty_weights  # type: ignore[import-untyped]
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
-    from pipelines.parts.checked import faults_of
-    from pipelines.parts.traced import sources_of, traced
+    from pipelines.component_weights import describe_faults, sources_of, track
 
     written = kind.load_config(str(config))
     with init_empty_weights():
         model = kind.from_config(written)
     own = set(model.state_dict())
-    translated = traced({name: tensor.to("meta") for name, tensor in tensors.items()}, set())
+    translated = track({name: tensor.to("meta") for name, tensor in tensors.items()}, set())
     if not own <= set(tensors):
         translate = SINGLE_FILE_LOADABLE_CLASSES[kind.__name__]["checkpoint_mapping_fn"]
         translated = translate(config=written, checkpoint=translated)
     used = frozenset[str]().union(*(sources_of(x) for name, x in translated.items() if name in own))
-    return faults_of(
+    return describe_faults(
         kind.__name__,
         missing=[name for name, _ in model.named_parameters() if name not in translated],
         unread=[name for name in set(tensors) - used if not UNUSED.search(name)],

@@ -36,8 +36,9 @@ def ray_cluster() -> Iterator[None]:
     """A cluster of this session alone, ended with it. Serve applications in it belong to their test modules."""
     import ray
 
-    from deployments.cli.cluster import LOCAL_ENVIRONMENT, LOCAL_SYSTEM, SERVE_ENVIRONMENT, only_servers_that_are_asked
+    from deployments.cli.cluster import LOCAL_ENVIRONMENT, LOCAL_SYSTEM, SERVE_ENVIRONMENT
     from deployments.forked_workers import forking_cluster
+    from deployments.ray_private import init_local, without_optional_servers
 
     with (
         tempfile.TemporaryDirectory(prefix="troupe_ray_", dir="/tmp", ignore_cleanup_errors=True) as temp_dir,
@@ -48,17 +49,16 @@ def ray_cluster() -> Iterator[None]:
         for name, value in (SERVE_ENVIRONMENT | LOCAL_ENVIRONMENT).items():
             patch.setenv(name, value)
         stack.enter_context(forking_cluster())
-        with only_servers_that_are_asked():
-            ray.init(
-                address="local",
+        with without_optional_servers():
+            init_local(
+                Path(temp_dir),
+                LOCAL_SYSTEM,
                 num_cpus=NUM_CLUSTER_CPUS,
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.WARNING,
                 configure_logging=True,
                 object_store_memory=200 * 2**20,
-                _system_config=dict(LOCAL_SYSTEM),
-                _temp_dir=temp_dir,
             )
         try:
             yield

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.distributed import start_distributed
 from benchmarks.models import flux
+from benchmarks.models.flux_denoiser import as_denoiser
 from benchmarks.results import status_of
 from benchmarks.timing import rank_synchronize
 from engines.core.differences import relative_difference
@@ -31,7 +32,6 @@ from engines.core.spec import tiling_sizes
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange import choose
 from engines.torch_engine.options import TorchOptions
-from pipelines.models.bare.flux import as_denoiser
 
 SIDES = {"even": 512, "uneven": 496}
 ALLOWED = 1.2

@@ -18,6 +18,7 @@ from torch import Tensor
 from benchmarks.denoise_step import elastic
 from benchmarks.denoise_step.cases import CASES, ENGINE_MAKERS, Case
 from benchmarks.models import flux, wan
+from benchmarks.models.flux_denoiser import as_denoiser
 from benchmarks.peers.step import peer_step
 from benchmarks.timing import Times, measure
 from engines.core.fast_model import FastWeights, Precision, StepTensors
@@ -31,7 +32,6 @@ from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import HoistedCache
 from engines.torch_engine.options import TorchOptions
-from pipelines.models.bare.flux import as_denoiser
 from pipelines.models.flux.fast import FluxWeights
 from pipelines.models.flux.spec import SHARD_PLAN, SPEC
 

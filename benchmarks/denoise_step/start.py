@@ -42,9 +42,9 @@ def main() -> None:
     start_early(device)
 
     from benchmarks.models import flux
+    from benchmarks.models.flux_denoiser import as_denoiser
     from engines.core.model import Branch, Schedule
     from engines.torch_engine.load import load_torch_engine
-    from pipelines.models.bare.flux import as_denoiser
 
     marks["imports"] = time.perf_counter()
     on_gpu = device.type == "cuda"

@@ -29,10 +29,9 @@ from benchmarks.load.client import Outcome, send_all
 from benchmarks.load.mix import Mix, load_mix
 from benchmarks.load.owner import load_owners
 from benchmarks.load.summary import gpu_use, plot, summary
-from benchmarks.serving.application import serving
+from benchmarks.serving.application import free_port, serving
 from benchmarks.serving.settings import add_options, config_of, told_as
 from deployments.cli.local.proxies import uses_proxies
-from deployments.cli.serving import free_port
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.models.flux_denoiser import image_ids
 from benchmarks.models.making import default_dtype, draw_vectors
 
 GUIDANCE = 4.0
@@ -49,8 +50,6 @@ def inputs(module: Any, side: int, *, batch: int = 1, text: int = TEXT_TOKENS) -
     device, dtype = parameter.device, parameter.dtype
     generator = torch.Generator(device).manual_seed(1)
     grid = side // 16
-    rows, columns = torch.meshgrid(torch.arange(grid), torch.arange(grid), indexing="ij")
-    ids = torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).reshape(-1, 3).float()
 
     def randn(*shape: int) -> Tensor:
         return torch.randn(batch, *shape, device=device, dtype=dtype, generator=generator)
@@ -61,7 +60,7 @@ def inputs(module: Any, side: int, *, batch: int = 1, text: int = TEXT_TOKENS) -
         "pooled_projections": randn(module.config.pooled_projection_dim),
         "timestep": torch.full((batch,), 0.5, device=device, dtype=dtype),
         "guidance": torch.full((batch,), GUIDANCE, device=device),
-        "img_ids": ids.to(device),
+        "img_ids": image_ids(2 * grid, 2 * grid).to(device),
         "txt_ids": torch.zeros(text, 3, device=device),
     }
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.models.making import default_dtype
+from benchmarks.models.wan_denoiser import as_denoiser
 from engines.core.model import Branch
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.options import TorchOptions
-from pipelines.models.bare.wan import as_denoiser
 
 LAYERS, CHANNELS, FFN, TEXT_TOKENS = 40, 5120, 13824, 512
 FRAMES = 81

@@ -37,10 +37,9 @@ from benchmarks.load.mix import Mix, RequestClass, load_mix
 from benchmarks.load.owner import Owners, load_owners
 from benchmarks.policies.comparison import Case, compared
 from benchmarks.policies.shares import told as told_of_owners
-from benchmarks.serving.application import Application, serving
+from benchmarks.serving.application import Application, free_port, serving
 from benchmarks.serving.settings import add_options, config_of, told_as, with_values
 from deployments.cli.local.proxies import uses_proxies
-from deployments.cli.serving import free_port
 from deployments.config import ServeConfig
 from engines.gang.policies.registry import POLICIES, find_policy
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,6 @@ import httpx
 import psutil
 
 from deployments.cli.local.proxies import http_client
-from deployments.cli.serving import free_port
 from deployments.config import ServeConfig
 
 COMMAND = (sys.executable, "-m", "deployments.cli.main")
@@ -177,3 +177,10 @@ def demo_s() -> float:
         started_s = time.perf_counter()
         subprocess.run([*COMMAND, "demo", "--out", name], env=env, check=True, stdout=subprocess.DEVNULL)
         return time.perf_counter() - started_s
+
+
+def free_port(host: str) -> int:
+    """Return a port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

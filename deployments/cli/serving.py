@@ -26,11 +26,11 @@ from deployments.cli.checks.preflight import check, with_metrics_port
 from deployments.cli.cluster import local_cluster
 from deployments.cli.waiting import wait_ready
 from deployments.config import AppConfig, ServeConfig
+from deployments.config_errors import describe_errors
 from deployments.door.door import Door, listen
 from deployments.door.haproxy import find_binary
 from deployments.door.lane import Lane
 from deployments.heartbeat import ANSWER_WITHIN_S, Heartbeat
-from deployments.mistakes import mistakes
 from deployments.names import APPLICATION, INGRESS, url_at
 from deployments.ray_private import controller_answers, restart_controller
 
@@ -71,7 +71,7 @@ def parse_config(document: Mapping[str, Any]) -> ServeConfig:
         config = ServeConfig.model_validate(document)
         ServeDeploySchema.model_validate(document)
     except ValidationError as error:
-        raise ValueError("\n".join(mistakes(error, document, ServeConfig))) from error
+        raise ValueError("\n".join(describe_errors(error, document, ServeConfig))) from error
     return config
 
 
@@ -211,10 +211,3 @@ def held_port(host: str) -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind((host, 0))
         yield int(holder.getsockname()[1])
-
-
-def free_port(host: str) -> int:
-    """Returns a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

@@ -10,7 +10,7 @@ from ray.serve.schema import ApplicationStatus
 
 from deployments.cli.client import PASSING
 from deployments.cli.local.proxies import http_client
-from deployments.serve_status import application_status
+from deployments.ray_private import application_status
 
 SERVE_POLL_S = 1.0
 """Between two looks at whether Serve has given up: its controller, busy at start, takes some 10 ms of CPU for each."""

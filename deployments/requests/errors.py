@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -13,11 +14,13 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from deployments.requests.bodies import PeerFields
-from deployments.spelling import nearest_name
 
 B = TypeVar("B", bound=BaseModel)
 
 MAX_SHOWN_CHARS = 80
+MIN_SIMILARITY = 0.75
+MAX_COMPARED_CHARS = 100
+"""Longer names are not compared, which takes quadratic time: they are no misspelt names."""
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 SENTENCES = {
     "string_type": "it must be text",
@@ -139,7 +142,21 @@ def _sentence(error: Mapping[str, Any], field: FieldInfo | None) -> str:
         high = [one.le for one in field.metadata if isinstance(one, Le)]
         if low and high:
             return f"it must be from {low[0]} to {high[0]}"
-    if error["type"] not in SENTENCES:
+    return formatted(error, SENTENCES)
+
+
+def formatted(error: Mapping[str, Any], sentences: Mapping[str, str]) -> str:
+    """Returns one of pydantic's errors as the sentence for its type, or as pydantic's own message."""
+    if error["type"] not in sentences:
         return str(error["msg"])
     facts = {name: str(fact).replace("'", "") for name, fact in error.get("ctx", {}).items()}
-    return SENTENCES[error["type"]].format(**facts)
+    return sentences[error["type"]].format(**facts)
+
+
+def nearest_name(name: str, known: Collection[str]) -> str:
+    """Returns the name in ``known`` that is spelt alike, or has all words of ``name``; empty if there is none."""
+    if len(name) > MAX_COMPARED_CHARS:
+        return ""
+    words = set(name.split("_"))
+    alike = get_close_matches(name, known, n=1, cutoff=MIN_SIMILARITY)
+    return next(iter(alike + [one for one in known if words < set(one.split("_"))]), "")

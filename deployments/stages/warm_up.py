@@ -64,7 +64,7 @@ def _grey(request: MediaRequest, mode: Mode = "RGB") -> InputPicture:
 def warm_encoder(encoder: BlocksEncoder, spec: StageSpec, checkpoint: Checkpoint) -> None:
     """Encodes what is typical of the model."""
     num_runs = CAPTURED_AFTER if spec.model.text_encoder.compile else 1
-    with in_turn(spec.stage), encoder.preparing():
+    with in_turn(spec.stage), encoder.compile_calls():
         for request, pictures in typical_requests(checkpoint.defaults, spec.model.denoiser.warm_sizes):
             for _ in range(num_runs):
                 encoder.encode(request, pictures)
@@ -80,7 +80,7 @@ def warm_decoder(decoder: BlocksDecoder, spec: StageSpec, checkpoint: Checkpoint
         logger.info("nothing is decoded before the first request: %s is not known here", checkpoint.spec.family)
         return np.zeros((1, defaults.height, defaults.width, 3), np.uint8)
     with in_turn(spec.stage):
-        with decoder.preparing():
+        with decoder.compile_calls():
             for request in map(defaults.request, sizes):
                 decoder.decode_all(checkpoint.first_latents(request), request)
         request = defaults.request(sizes[0] if sizes else None)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
 from deployments.asyncio_tools import OneThread
-from deployments.serve_status import application_status
+from deployments.ray_private import application_status
 from deployments.studio.interface import STATUS_MAX_AGE_S
 
 POLL_S = 1.0

@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.asyncio_tools import cancel, merge
 from deployments.observability.metrics import observe_encoding, observe_stage
+from deployments.ray_private import object_ref, object_ref_generator
 from deployments.stages.common import Decoded, EncodingDone, StageEvent
 from deployments.stages.decode_times import DecodedLike, DecodeTimes, decoded_like
 from deployments.stages.pictures import SentPictures
@@ -149,7 +150,7 @@ class Run:
         if is_new := not self.decode_times.has(self._decoded_like):
             responses.append(self.stages.decoder.expected_s.remote(self.request, self.output))
         try:
-            encoded = [await self._taken(responses[0]._to_object_ref(), "text encoder")]
+            encoded = [await self._taken(object_ref(responses[0]), "text encoder")]
             if is_new:
                 self._decoders_word_s = await self._answer(responses[1])
             denoise = self.stages.denoiser.options(stream=True).denoise
@@ -157,7 +158,7 @@ class Run:
             request, decode_s = self._with_time_waited(), self._predicted_decode_s or 0.0  # unknown: refuses nobody
             stream: Any = denoise.remote(self.job_id, request, encoded, self.exclusive, decode_s, self.accepted)
             responses.append(stream)
-            await self._taken(stream._to_object_ref_gen(), "denoiser")
+            await self._taken(object_ref_generator(stream), "denoiser")
             async for group in stream:
                 for event in group:
                     yield event
@@ -192,7 +193,7 @@ class Run:
 
     async def _answer(self, response: Any) -> Any:
         try:
-            await self._taken(response._to_object_ref(), "decoder")
+            await self._taken(object_ref(response), "decoder")
             return await response
         except BaseException:
             response.cancel()

@@ -5,8 +5,7 @@ Process groups, side streams and memory that other ranks write belong to a rank 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
@@ -50,17 +49,3 @@ def open_rank_resources() -> RankResources:
     global _current
     _current = RankResources()
     return _current
-
-
-@contextmanager
-def separate_rank_resources() -> Iterator[RankResources]:
-    """New ones inside the block; those from before are back after it."""
-    global _current
-    before, opened = _current, open_rank_resources()
-    try:
-        yield opened
-    finally:
-        try:
-            opened.close()
-        finally:
-            _current = before

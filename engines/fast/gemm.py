@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from engines.core.additions import WriteWeight
 from engines.core.fast_model import Precision
+from engines.core.torch_private import addmm_activation, scaled_mm
 from engines.fast.kernels import QuantRows, Rows, gated, quantize_rows, quantize_weight
 from engines.quantization.scales import FP8
 
@@ -72,7 +73,7 @@ class NativeGemm:
             return gated(self(x))
         assert self.bias_N is not None
         if x.is_cuda:  # the epilogue's GELU is the tanh form; on the CPU the same op takes the exact one
-            fused: Tensor = torch._addmm_activation(self.bias_N, x, self.weight_NK.t(), use_gelu=True)
+            fused: Tensor = addmm_activation(self.bias_N, x, self.weight_NK.t(), use_gelu=True)
             return fused
         return functional.gelu(functional.linear(x, self.weight_NK, self.bias_N), approximate="tanh")
 
@@ -107,7 +108,7 @@ class Float8Gemm:
         rows = x if isinstance(x, QuantRows) else quantize_rows(x)
         if not rows.values_RC.is_cuda:
             return self._emulated(rows, out)
-        return torch._scaled_mm(
+        return scaled_mm(
             rows.values_RC, self.weight_NK.t(), scale_a=rows.scale_R1, scale_b=self.scale_1N, bias=self.bias_N,
             out_dtype=torch.bfloat16, use_fast_accum=True, out=out,
         )  # fmt: skip

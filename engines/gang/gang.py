@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -102,21 +102,13 @@ class Gang:
         """Whether no job is open."""
         return self._driver.is_idle
 
-    async def submit(self, job: Job) -> AsyncGenerator[JobEvent, None]:
-        """The events of a job, ``JobDone`` last. Closing or cancelling the iterator stops the job on all ranks.
-
-        It is ``submit_grouped`` without ``JobQueued``. Raises ``QueueFullError`` and ``ValueError`` before the first
-        event, ``GangBrokenError`` if the gang breaks, and what the job's own sampler or conditioning raised.
-        """
-        async with aclosing(self.submit_grouped(job, every_s=0.0)) as groups:
-            async for group in groups:
-                for event in group:
-                    if not isinstance(event, JobQueued):
-                        yield event
-
     async def submit_grouped(self, job: Job, *, every_s: float) -> AsyncGenerator[tuple[JobEvent, ...], None]:
-        """Gives events as ``submit`` does, and ``JobQueued`` before all others, at once; steps that end within
-        ``every_s`` of the last group come together."""
+        """Yield the events of a job in groups: ``JobQueued`` first, ``JobDone`` last.
+
+        Steps that end within ``every_s`` of the last group come together. Closing or cancelling the iterator stops the
+        job on all ranks. ``QueueFullError`` and ``ValueError`` come before the first event, ``GangBrokenError`` if the
+        gang breaks, and what the job's own sampler or conditioning raised.
+        """
         open_job, told_s = self._driver.open(job), -math.inf
         try:
             while True:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from engines.core.model import DenoiserModel
 from engines.core.shard_plan import ShardPlan
+from engines.core.torch_private import clear_forward_hooks
 
 WEIGHTLESS = "is_weightless"
 """The mark of a copy without weights."""
@@ -36,8 +37,7 @@ def weightless_copy(module: AnyModule) -> AnyModule:
     memo |= {id(x): nn.Parameter(_repeated_zero(x), requires_grad=False) for x in module.parameters()}
     copied = copy.deepcopy(module, memo)
     for each in copied.modules():
-        each._forward_hooks.clear()  # of an engine that runs the original
-        each._forward_pre_hooks.clear()
+        clear_forward_hooks(each)  # of an engine that runs the original
         if isinstance(each, nn.Linear):
             each.__dict__["forward"] = partial(_zeros_of, each)
     copied.__dict__[WEIGHTLESS] = True

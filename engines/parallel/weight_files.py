@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan
+from engines.core.torch_private import has_persistent_buffer
 from engines.parallel.communication.collectives import Axis
 from engines.parallel.tensor import matching, share, shares
 from engines.quantization.scaled_files import check_format, find_scales, multiplied
@@ -71,17 +72,16 @@ class WeightFiles:
                     self._fill_one(owner, prefix, slices, files)
 
     def _fill_one(self, owner: nn.Module, prefix: str, slices: Mapping[str, Slice], files: _OpenFiles) -> None:
-        for leaf, parameter in owner._parameters.items():
-            if parameter is not None:
-                name = f"{prefix}.{leaf}" if prefix else leaf
-                value = self._read(files, slices.get(name, Slice(name=name)), parameter)
-                owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
-        for leaf, buffer in owner._buffers.items():
+        for leaf, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             name = f"{prefix}.{leaf}" if prefix else leaf
-            if buffer is not None and leaf not in owner._non_persistent_buffers_set and name in files.names:
-                owner._buffers[leaf] = self._read(files, slices.get(name, Slice(name=name)), buffer)
+            value = self._read(files, slices.get(name, Slice(name=name)), parameter)
+            owner.register_parameter(leaf, nn.Parameter(value, requires_grad=False))
+        for leaf, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if has_persistent_buffer(owner, leaf) and name in files.names:
+                setattr(owner, leaf, self._read(files, slices.get(name, Slice(name=name)), buffer))
             else:
-                owner._buffers[leaf] = None if buffer is None else buffer.to(self.device)
+                setattr(owner, leaf, buffer.to(self.device))
 
     def _read(self, files: _OpenFiles, wanted: Slice, place: Tensor) -> Tensor:
         """In the dtype of its ``place``, on the device."""
@@ -201,6 +201,6 @@ def slices_of(module: nn.Module, plan: ShardPlan, axis: Axis) -> dict[str, Slice
             else:
                 mine = share(layer.normalized_shape[0], axis)
                 ranges = ((mine.start, mine.stop),)
-            for leaf in layer._parameters:
+            for leaf, _ in layer.named_parameters(recurse=False):
                 slices[f"{name}.{leaf}"] = Slice(name=f"{name}.{leaf}", ranges=ranges)
     return slices

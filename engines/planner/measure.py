@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from engines.core.spec import ParallelSpec
+from engines.core.torch_private import int_mm, scaled_mm
 from engines.parallel.attention.local import local_kernel
 from engines.parallel.communication.collectives import EXCHANGES, Axis, Exchange
 from engines.parallel.communication.mesh import Teams
@@ -67,7 +68,7 @@ def _quantised_rates(rows: tuple[int, ...], profile: ModelProfile, device: torch
 def _int8_product(rows: int, features: int, out: int, device: torch.device) -> Callable[[], object]:
     x = torch.ones(rows, features, dtype=torch.int8, device=device)
     weight = torch.ones(out, features, dtype=torch.int8, device=device)
-    return lambda: torch._int_mm(x, weight.t())
+    return lambda: int_mm(x, weight.t())
 
 
 def _fp8_product(rows: int, features: int, out: int, device: torch.device) -> Callable[[], object]:
@@ -75,7 +76,7 @@ def _fp8_product(rows: int, features: int, out: int, device: torch.device) -> Ca
     x = torch.randn(rows, features, device=device).to(torch.float8_e4m3fn)
     weight = torch.randn(out, features, device=device).to(torch.float8_e4m3fn)
     scales = {"scale_a": torch.ones(rows, 1, device=device), "scale_b": torch.ones(1, out, device=device)}
-    return lambda: torch._scaled_mm(x, weight.t(), out_dtype=torch.bfloat16, use_fast_accum=True, **scales)
+    return lambda: scaled_mm(x, weight.t(), out_dtype=torch.bfloat16, use_fast_accum=True, **scales)
 
 
 def _attention_rate(tokens: int, profile: ModelProfile, device: torch.device) -> float:

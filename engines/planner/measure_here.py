@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from engines.core.spec import ParallelSpec, tiling_sizes
 from engines.parallel.communication.mesh import Groups, Teams

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from engines.core.precision import Scheme
 from engines.core.shard_plan import ShardPlan
+from engines.core.torch_private import int_mm, scaled_mm
 from engines.quantization.layers import MULTIPLE, replace_linears
 from engines.quantization.scales import FP8, LARGEST, fixed_scale, row_scales, weight_scales
 
@@ -71,7 +72,7 @@ class Float8Linear(QuantLinear):
         scale_R1 = self._scales(x_RK)
         values_RK = (x_RK.float() / scale_R1).clamp(-LARGEST["fp8"], LARGEST["fp8"]).to(FP8)
         if x_RK.is_cuda:
-            return torch._scaled_mm(
+            return scaled_mm(
                 values_RK, self.weight_NK.t(), scale_a=scale_R1, scale_b=self.scale_1N, bias=self.bias,
                 out_dtype=x_RK.dtype, use_fast_accum=True,
             )  # fmt: skip
@@ -90,7 +91,7 @@ class Int8Linear(QuantLinear):
         num_rows = values_RK.shape[0]
         if x_RK.is_cuda and num_rows <= MULTIPLE:  # the product wants more rows than that
             values_RK = functional.pad(values_RK, (0, 0, 0, MULTIPLE + 1 - num_rows))
-        product_RN = torch._int_mm(values_RK, self.weight_NK.t())[:num_rows].float() * scale_R1 * self.scale_1N
+        product_RN = int_mm(values_RK, self.weight_NK.t())[:num_rows].float() * scale_R1 * self.scale_1N
         return _with_bias(product_RN, self.bias, x_RK.dtype)
 
 

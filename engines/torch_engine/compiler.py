@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.backends.registry import lookup_backend
-from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.fx import GraphModule
 
 from engines.core.shard_plan import ShardPlan
+from engines.core.torch_private import compile_backend, raise_recompile_limit, recompile_limit_error
 from engines.torch_engine.complex_products import make_products_real
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ def compile_blocks(module: nn.Module, plan: ShardPlan, *, backend: str = "induct
     The method is compiled and not the module, so hooks (which cut and gather tokens) stay outside the traced code. It
     is taken from the class: a copied module carries its original's compiled method, which is bound to the original.
     """
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
+    raise_recompile_limit(MAX_VARIANTS)
     for block in _of_their_kinds(module, plan):
         forward = types.MethodType(type(block).forward, block)
         compiled = torch.compile(forward, dynamic=False, fullgraph=True, backend=_with_real_products(backend))
@@ -52,7 +51,7 @@ def _of_their_kinds(module: nn.Module, plan: ShardPlan) -> Iterator[nn.Module]:
 @cache
 def _with_real_products(backend: str) -> Callable[..., Any]:
     """The same one for all blocks: what is compiled for another backend is compiled again."""
-    compile_graph = lookup_backend(backend)
+    compile_graph = compile_backend(backend)
 
     def compile_rewritten(traced: GraphModule, inputs: Any, **options: Any) -> Any:
         if make_products_real(traced.graph):
@@ -68,7 +67,7 @@ def _compiled_while_it_may(compiled: Callable[..., Any], forward: Callable[..., 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
-        except FailOnRecompileLimitHit:  # before any of it has run
+        except recompile_limit_error():  # before any of it has run
             logger.warning("a block has %d compiled versions: from now on, new shapes run uncompiled", MAX_VARIANTS)
             torch.compiler.set_stance("eager_on_recompile")
             return forward(*args, **kwargs)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from engines.core.fast_model import FastWeights
 from engines.core.model import LATENTS, TIMESTEP, Arguments, Branch, ModelInputs
+from engines.core.torch_private import version_of
 from engines.torch_engine.fast_step import FastStep
 
 HoistInputs = Callable[[nn.Module, Arguments], ModelInputs]
@@ -72,7 +73,7 @@ class HoistedCache:
     ) -> Mapping[str, Tensor]:
         """``owner`` stands for what makes it: a module or a step, with what its weights have added. It has the step
         itself: steps come and go, and another one may lie at the address of one that went."""
-        key = (owner, *((id(tensor), tensor._version) for tensor in sources))
+        key = (owner, *((id(tensor), version_of(tensor)) for tensor in sources))
         if key not in self._entries:
             self._entries[key] = _Entry(sources, make())
             self._evict()

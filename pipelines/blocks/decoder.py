@@ -16,17 +16,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelines.blocks import tree
+from pipelines.blocks.compilation import compile_calls, compile_decoder
 from pipelines.blocks.encoder import on_device
 from pipelines.blocks.finite import check_finite, finite_flags
 from pipelines.blocks.opened import OpenedPipeline
-from pipelines.blocks.pieces.chunks import PiecewiseVae, decodes_in_chunks
-from pipelines.blocks.pieces.devices import spread
 from pipelines.media.picture import laid_over_white
 from pipelines.media.sound import Sound
-from pipelines.parts.compiled import compile_decoder, preparing
-from pipelines.parts.floor import check_fits
-from pipelines.parts.rows import give_back, limit_memory
 from pipelines.request import MediaRequest
+from pipelines.vae.chunks import ChunkedVae, decodes_in_chunks
+from pipelines.vae.multi_gpu import distribute_decoder
+from pipelines.vae.strips import check_fits, limit_memory, release_cached_memory
 
 OUTPUTS = ("images", "videos")
 SOUNDS = ("audio", "sound")
@@ -51,12 +50,12 @@ def on_white(unit_FHWC: Tensor) -> Tensor:
 
 
 class BlocksDecoder:
-    """Decodes one job at a time: auto-encoders of clips keep the frames before.
+    """Decodes one job at a time, since auto-encoders of clips keep the frames before.
 
-    ``compiled``: sizes that are decoded inside ``preparing`` are compiled for. ``memory_bytes``: what a decode may take
-    beside the weights; larger pictures are decoded in rows, and the device gets back what is held for nobody.
-    ``others`` are devices that decode large pictures and clips together with the pipeline's own; what is compiled for
-    stays on that.
+    ``compiled``: sizes that are decoded inside ``compile_calls`` run compiled. ``memory_bytes``: the memory that a
+    decode may take beside the weights. Larger pictures are decoded in strips, and unused memory is released.
+    ``others`` are devices that decode large pictures and clips together with the pipeline's own device; compiled sizes
+    stay on that one.
     """
 
     def __init__(
@@ -72,21 +71,23 @@ class BlocksDecoder:
         vae: Any = getattr(self._pipeline, "vae", None)
         if hasattr(vae, "enable_slicing"):
             vae.enable_slicing()  # a picture's layers one after the other: together they would take as often the memory
-        self._prepared = (compile_decoder(self._pipeline.vae),) if compiled else ()
+        self._compiled = (compile_decoder(self._pipeline.vae),) if compiled else ()
         if memory_bytes is not None:
             limit_memory(self._pipeline.vae, memory_bytes)
-        self._decoders = spread(self._pipeline.vae, others, memory_bytes, self._is_ready) if others else ()
+        self._decoders = distribute_decoder(self._pipeline.vae, others, memory_bytes, self._is_ready) if others else ()
 
     def _is_ready(self, latents_BCHW: Tensor) -> bool:
-        return any(part.is_ready(latents_BCHW) for part in self._prepared)
+        return any(part.is_ready(latents_BCHW) for part in self._compiled)
 
-    def preparing(self) -> AbstractContextManager[None]:
-        """Sizes that are decoded inside are those to be expected."""
-        return preparing(self._prepared)
+    def compile_calls(self) -> AbstractContextManager[None]:
+        """Compile the decoder for the sizes that are decoded inside the block."""
+        return compile_calls(self._compiled)
 
     def check_fits(self, request: MediaRequest) -> None:
-        """``ValueError`` for a picture whose decode certainly does not fit the GPU. What goes in rows, or over several
-        GPUs, takes less, and is not refused."""
+        """Raise ValueError for a picture whose decode cannot fit the GPU.
+
+        Decodes in strips or on several GPUs take less, and are not refused.
+        """
         vae, device = getattr(self._pipeline, "vae", None), self._opened.device
         is_whole = self._memory_bytes is None and not self._others
         if device.type == "cuda" and is_whole and vae is not None:
@@ -96,7 +97,7 @@ class BlocksDecoder:
     def decode_all(self, latents: Mapping[str, Any], request: MediaRequest) -> DecodedMedia:
         """Everything that the blocks make of what ``BlocksSampler.latents`` gives."""
         media = self._media(self._run(latents), request)
-        self._give_back()
+        self._release_memory()
         return media
 
     def decode_chunks(self, latents: Mapping[str, Any], request: MediaRequest) -> Iterator[DecodedMedia]:
@@ -108,7 +109,7 @@ class BlocksDecoder:
             yield self.decode_all(latents, request)
             return
         values, pipeline, num_frames = self._values(latents), copy.copy(self._pipeline), 0
-        pipeline.vae = vae = PiecewiseVae(self._pipeline.vae, self._decoders)
+        pipeline.vae = vae = ChunkedVae(self._pipeline.vae, self._decoders)
         for path in tree.leaves(self._opened.blocks, self._opened.sections.decode, values):
             before = dict(values.values)
             self._run_blocks([path], pipeline, values)
@@ -121,14 +122,14 @@ class BlocksDecoder:
         pixels_FCHW = _pixels(values)
         sound = self._sound(values, request, min(1.0, request.num_frames / (num_frames + len(pixels_FCHW))))
         media = DecodedMedia(frames_FHWC=_to_frames(_asked(pixels_FCHW, request, num_frames), request), sound=sound)
-        self._give_back()
+        self._release_memory()
         yield media
 
     def decode(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
         """All frames, uint8 (frames, height, width, 3), from what ``BlocksSampler.latents`` gives; layers as in
         ``DecodedMedia``."""
         frames_FHWC = _to_frames(_asked(self.pixels(latents), request), request)
-        self._give_back()
+        self._release_memory()
         return frames_FHWC
 
     def preview(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
@@ -171,10 +172,10 @@ class BlocksDecoder:
         frames_FHWC = _to_frames(asked_FCHW, request)
         return DecodedMedia(frames_FHWC=frames_FHWC, sound=sound)
 
-    def _give_back(self) -> None:
+    def _release_memory(self) -> None:
         if self._memory_bytes is not None:
             for device in (self._opened.device, *self._others):
-                give_back(device, self._memory_bytes)
+                release_cached_memory(device, self._memory_bytes)
 
     def _sound(self, values: PipelineState, request: MediaRequest, share: float) -> Sound | None:
         """The first ``share`` of the samples that the blocks made; None if the request wants none of them."""

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from engines.core.transport.parcel import Shapes
 from pipelines.blocks import arguments, tree
+from pipelines.blocks.compilation import compile_calls, compile_encoders
 from pipelines.blocks.guidance import guiders_of, set_scale
 from pipelines.blocks.noise import NoiseState
 from pipelines.blocks.opened import TOKENIZERS, OpenedPipeline
-from pipelines.parts.compiled import compile_encoders, preparing
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
 
@@ -55,7 +55,7 @@ class Conditioning:
 class BlocksEncoder:
     """Encodes one request at a time: tokenizers keep the padding of their last call. At most ``max_tokens`` of a prompt
     are seen (0: as the pipeline's blocks have it). With ``fits_pictures`` (``Defaults``), pictures come in the
-    request's size. ``compiled``: prompts as long as those that are encoded inside ``preparing`` are compiled for."""
+    request's size. ``compiled``: prompt lengths that are encoded inside ``compile_calls`` run compiled."""
 
     def __init__(
         self, opened: OpenedPipeline, max_tokens: int = 0, *, fits_pictures: bool = False, compiled: bool = False
@@ -64,13 +64,13 @@ class BlocksEncoder:
         self._cuts_pictures = fits_pictures or opened.spec.fits_pictures
         self._sections = opened.sections.encode
         self._pipeline = opened.load(self._sections)
-        self._prepared = compile_encoders(self._pipeline) if compiled else ()
+        self._compiled = compile_encoders(self._pipeline) if compiled else ()
         self._later = opened.input_names((opened.sections.denoise, *opened.sections.decode))
         self.max_tokens = opened.max_tokens(max_tokens)
 
-    def preparing(self) -> AbstractContextManager[None]:
-        """Prompts that are encoded inside are as long as those to be expected."""
-        return preparing(self._prepared)
+    def compile_calls(self) -> AbstractContextManager[None]:
+        """Compile the encoders for the prompt lengths that are encoded inside the block."""
+        return compile_calls(self._compiled)
 
     @torch.no_grad()
     def encode(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> Conditioning:

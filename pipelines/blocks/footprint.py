@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from pipelines.blocks import tree
+from pipelines.blocks.meter import ForwardMeter, OperatorLimitError
 from pipelines.blocks.opened import OpenedPipeline
-from pipelines.blocks.pieces.chunks import PiecewiseVae, decodes_in_chunks
 from pipelines.directory import part_folder
-from pipelines.parts.meter import ForwardMeter, OperatorLimitError
+from pipelines.vae.chunks import ChunkedVae, decodes_in_chunks
 
 PUBLISHED_ENCODERS = Path(__file__).parents[1] / "published_encoders.json"
 """Configurations of encoders that published models take over, by their own names; and which model takes which."""
@@ -157,7 +157,7 @@ def _of_chunks(vae: Any, z: Tensor) -> tuple[StageWork, int]:
     """Every latent frame after the second is as much work as the one before it."""
     meters = []
     for num_frames in (COUNTED_FRAMES - 1, COUNTED_FRAMES):
-        piecewise = PiecewiseVae(vae)
+        piecewise = ChunkedVae(vae)
         with ForwardMeter() as meter:
             for _ in range(num_frames):
                 piecewise.decode(z[:, :, :num_frames])

@@ -23,13 +23,12 @@ from engines.parallel.weight_files import files_of
 from pipelines.blocks.requests import PICTURES, inputs_of
 from pipelines.blocks.steps.stand_in import StandIn
 from pipelines.blocks.tree import Sections
+from pipelines.component_weights import check_finite, file_of, has_scales, load_folder
 from pipelines.directory import part_class, part_folder, read_config, read_index
+from pipelines.gpu_weights import fill
 from pipelines.models.registry import load_spec
 from pipelines.models.spec import ModelSpec
 from pipelines.modular import open_modular
-from pipelines.parts.checked import check_finite
-from pipelines.parts.folders import file_of, has_scales, load_folder
-from pipelines.parts.gpu_weights import fill
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest
 from pipelines.single_file import load_single_file

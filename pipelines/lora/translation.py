@@ -16,8 +16,8 @@ from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from diffusers.utils import convert_unet_state_dict_to_peft
 from torch import Tensor, nn
 
+from pipelines.component_weights import sources_of, track, untrack
 from pipelines.lora.spelling import ALPHA, DOWN, UP, are_layers_of, as_pairs, layer_of, shown
-from pipelines.parts.traced import plain, sources_of, traced
 
 ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 """What diffusers' translations raise for files of other models."""
@@ -44,7 +44,7 @@ def by_loader(path: Path, tensors: Mapping[str, Tensor], pipeline_class: Any, mo
     numbers: set[str] = set()
     try:
         values = _load(pipeline_class, module, str(path) if _is_whole(path, tensors) else dict(tensors))
-        followed = _load(pipeline_class, module, traced(tensors, numbers))
+        followed = _load(pipeline_class, module, track(tensors, numbers))
     except ERRORS as error:
         raise ValueError(
             f"{path} is for another model, or in a layout that is not known: diffusers cannot read it as an adapter "
@@ -109,13 +109,13 @@ def translate_weights(weights: Mapping[str, Tensor], module: Any) -> Iterator[tu
     if known is None or not weights:
         return
     try:
-        translated = known["checkpoint_mapping_fn"](config=dict(module.config), checkpoint=traced(weights, set()))
+        translated = known["checkpoint_mapping_fn"](config=dict(module.config), checkpoint=track(weights, set()))
     except ERRORS:
         return
     for name, value in translated.items():
         if len(sources_of(value)) == 1:
             (source,) = sources_of(value)
-            yield name, plain(value), source
+            yield name, untrack(value), source
 
 
 def _load(pipeline_class: Any, module: Any, source: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

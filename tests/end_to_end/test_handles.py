@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from ray import serve
 
-from deployments.serve_status import application_status
+from deployments.ray_private import application_status
 from deployments.studio.interface import Media, Preview, Progress
 from tests.deployments.support.bare import frames_of
 from tests.deployments.support.live import PROMPT, SMALL, picture, wait_until

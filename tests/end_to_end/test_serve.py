@@ -13,10 +13,10 @@ import httpx
 import psutil
 import pytest
 
-from deployments.cli.serving import free_port
 from tests.deployments.support.commands import Command, command, config_file, short_folder
 from tests.deployments.support.live import IMAGES, PROMPT, config_of, picture, wait_until
 from tests.end_to_end.conftest import CLIPS, PICTURES
+from tests.support.ports import own_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]  # two minutes: an application of its own
 
@@ -83,7 +83,7 @@ def assert_port_is_taken(config: Path) -> None:
 
 def test_from_start_to_end(models: dict[str, Path]) -> None:
     served = {name: models[name] for name in (PICTURES, CLIPS)}
-    port = free_port("127.0.0.1")
+    port = own_port("served from start to end")
     url = f"http://127.0.0.1:{port}"
     with short_folder() as folder:
         config = config_file(config_of(served).with_http(port=port), folder)

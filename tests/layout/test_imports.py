@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -28,9 +28,11 @@ PURE = (
 )
 """What a gang's decisions are made of."""
 REGISTRY = "pipelines/models/registry.py"
-OWN_FILES = ("pipelines/models/bare/", "pipelines/models/")
+OWN_FILES = ("pipelines/models/",)
 """Where a family has files of its own: a folder, or a file, that begins with its word."""
 WORD = r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])"
+PRIVATE = {"ray": "deployments/ray_private.py", "torch": "engines/core/torch_private.py"}
+"""Where the private names of a library may be used."""
 SETTINGS = "deployments/settings.py"
 START_PROCESSES = {
     "deployments/forked_worker.py",
@@ -110,6 +112,46 @@ def test_an_impure_import_is_found(module: str, found: bool) -> None:
     assert is_impure("engines/gang/policies/fair.py", module) is found
 
 
+def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Imported modules and attributes of the libraries in ``PRIVATE`` with a part that begins with an underscore."""
+    nodes = list(ast.walk(tree))
+    named = [(node.lineno, alias.name) for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    named += [(node.lineno, f"{node.module}.{alias.name}") for node in imports for alias in node.names]
+    named += [(node.lineno, ast.unparse(node)) for node in nodes if isinstance(node, ast.Attribute)]
+    for line, name in named:
+        library, *parts = name.split(".") if re.fullmatch(r"[\w.]+", name) else ("",)
+        if library in PRIVATE and any(re.match(r"_(?!_)", part) for part in parts):
+            yield line, name
+
+
+def test_private_names_of_libraries_have_one_file() -> None:
+    offenders = [
+        f"{name}:{line} uses {private}"
+        for name in python_files(*PACKAGES)
+        for line, private in private_names(tree_of(name))
+        if name != PRIVATE[private.split(".")[0]]
+    ]
+    assert offenders == []
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("from ray._private import worker", True),
+        ("from ray.serve.context import _get_global_client", True),
+        ("import torch.distributed._symmetric_memory as symmetric", True),
+        ("torch._scaled_mm(x)", True),
+        ("torch.ops.aten._scaled_dot_product_cudnn_attention(q)", True),
+        ("torch.__version__", False),
+        ("torch.mm(self._x).T", False),
+        ("from torch.distributed import TCPStore", False),
+    ],
+)
+def test_a_private_name_is_found(code: str, found: bool) -> None:
+    assert any(private_names(ast.parse(code))) is found
+
+
 def test_http_is_known_to_deployments_alone() -> None:
     assert (
         forbidden_imports(python_files("engines", "pipelines"), lambda _, module: top(module) in HTTP_LIBRARIES) == []
@@ -166,7 +208,6 @@ def may_name_family(name: str, line: int, family: str) -> bool:
     [
         ("pipelines/models/flux/spec.py", True),
         ("pipelines/models/flux2/fast.py", True),
-        ("pipelines/models/bare/flux.py", True),
         ("pipelines/models/wan/spec.py", False),
         ("pipelines/models/spec.py", False),
         ("pipelines/models/generic/flux.py", False),

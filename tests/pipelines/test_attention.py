@@ -32,8 +32,8 @@ def wan_transformer() -> Any:
 
 
 def denoiser(name: str, transformer: Any) -> DenoiserModel:
-    from pipelines.models.bare.flux import as_denoiser as as_flux
-    from pipelines.models.bare.wan import as_denoiser as as_wan
+    from benchmarks.models.flux_denoiser import as_denoiser as as_flux
+    from benchmarks.models.wan_denoiser import as_denoiser as as_wan
 
     return as_flux(transformer) if name == "flux" else as_wan({"transformer": transformer})
 

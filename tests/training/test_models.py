@@ -8,10 +8,9 @@ import torch
 from diffusers import FluxPipeline, WanPipeline
 from safetensors.torch import load_file
 
-from pipelines.models.bare.flux import image_ids
 from training import evaluate
 from training.flux_shapes.data import LONG_LENGTH
-from training.flux_shapes.model import POOLED_DIM, TEXT_DIM
+from training.flux_shapes.model import POOLED_DIM, TEXT_DIM, image_ids
 from training.flux_shapes.train import start as start_flux
 from training.latents import pack
 from training.shapes.captions import caption

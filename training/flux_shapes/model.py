@@ -9,7 +9,6 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
-from pipelines.models.bare.flux import image_ids
 from training.latents import pack
 from training.shapes.reading import STILL_ANSWERS, Reader
 from training.shapes.scenes import PLACES
@@ -111,6 +110,12 @@ def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
 def shift_of(num_image_tokens: int) -> float:
     """Returns the factor by which FLUX's scheduler moves its noise levels for a picture of so many tokens."""
     return math.exp(calculate_shift(num_image_tokens))
+
+
+def image_ids(height: int, width: int, picture: int = 0) -> Tensor:
+    """Returns positions ``ids_S3`` (picture, row, column) of the tokens of a latent, which are 2 x 2; float32."""
+    rows, columns = torch.meshgrid(torch.arange(height // 2), torch.arange(width // 2), indexing="ij")
+    return torch.stack((torch.full_like(rows, picture), rows, columns), dim=-1).reshape(-1, 3).float()
 
 
 @cache

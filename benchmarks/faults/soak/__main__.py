@@ -32,9 +32,9 @@ from benchmarks.faults.soak.clients import Clients
 from benchmarks.faults.soak.peace import Peace, num_processes
 from benchmarks.faults.soak.storm import draw_references, ride_out, summary
 from benchmarks.faults.soak.visits import drawn_turns
-from benchmarks.serving.application import serving
+from benchmarks.serving.application import free_port, serving
 from deployments.cli.local.proxies import uses_proxies
-from deployments.cli.serving import free_port, load_config, parse_config
+from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
 from engines.gang.policies.registry import POLICIES
 

@@ -94,23 +94,22 @@ def engine_reports(order: Order, *, visible: bool = True) -> list[EngineReport]:
 @contextmanager
 def model_for(order: Order, checkpoint: Checkpoint) -> Iterator[DenoiserModel]:
     """Gives the model; where values of weights do not matter, a copy without them, which takes next to no memory."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from engines.core.torch_private import fake_mode
 
     if order.needs_weights:
         yield checkpoint.denoiser()
         return
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_mode(allow_non_fake_inputs=True):
         yield checkpoint.outline()
 
 
 def buckets_for(order: Order, checkpoint: Checkpoint, model: DenoiserModel) -> Sequence[Branch]:
-    from torch.utils._python_dispatch import _disable_current_modes
-
+    from engines.core.torch_private import without_modes
     from pipelines.size import Size
 
     defaults = checkpoint.defaults
     sizes = [Size.parse(size) for size in order.sizes] or [Size(width=defaults.width, height=defaults.height)]
-    with _disable_current_modes():  # the solver reads values off its schedule, which fake tensors do not have
+    with without_modes():  # the solver reads values off its schedule, which fake tensors do not have
         return [branches[0] for branches in checkpoint.first_steps(sizes, model.modules)]
 
 

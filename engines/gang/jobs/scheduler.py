@@ -81,11 +81,6 @@ class Scheduler:
         self._drops: list[str] = []
         self._numbers, self._sequences = count(), count()
 
-    @property
-    def num_steps_left(self) -> dict[str, int]:
-        """Steps not yet planned, per job."""
-        return {job_id: entry.num_left for job_id, entry in self._entries.items()}
-
     def add(self, job: Job, *, now_s: float = 0.0) -> None:
         """Take a job that the ranks know of, ``now_s`` by the clock of who calls."""
         assert job.job_id not in self._entries

@@ -143,11 +143,6 @@ class Rank:
         self._runner.admit(job)
         return None
 
-    @ray.method(concurrency_group="admission")
-    def held_jobs(self) -> tuple[str, ...]:
-        """The jobs that this rank has a state of."""
-        return self._runner.job_ids if self._runner else ()
-
     @ray.method(concurrency_group="control")
     def ping(self) -> int:
         return self._context.rank

@@ -11,9 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from engines.core.kernel import Kernel, Prefix
 from engines.core.layout import Rows
+from engines.core.torch_private import cpu_attention, cudnn_attention, efficient_attention, flash_attention
 from engines.parallel.attention.flash3 import with_flash3
-
-_aten = torch.ops.aten
 
 MASKED = -65504.0
 """Added to the score of a masked key: its exponential is 0 beside any other. Not -inf, of which cuDNN makes NaN where
@@ -63,9 +62,7 @@ def cpu_flash(
 ) -> tuple[Tensor, Tensor]:
     """PyTorch's CPU flash attention; reads and writes the strided ``BLHD`` layout without copies."""
     seen_BLM = _seen(mask_BM, prefix)
-    out_BHLD, lse_BHL = _aten._scaled_dot_product_flash_attention_for_cpu(
-        *_heads_first(q_BLHD, k_BMGD, v_BMGD), attn_mask=_bias(seen_BLM, q_BLHD.dtype)
-    )
+    out_BHLD, lse_BHL = cpu_attention(*_heads_first(q_BLHD, k_BMGD, v_BMGD), attn_mask=_bias(seen_BLM, q_BLHD.dtype))
     return out_BHLD.transpose(1, 2), _without_keys(lse_BHL.float(), seen_BLM)
 
 
@@ -74,9 +71,7 @@ def cudnn_flash(
 ) -> tuple[Tensor, Tensor]:
     """cuDNN's fused attention (bf16 and fp16); its log-sum-exp comes with a trailing dim of 1 in some versions."""
     seen_BLM = _seen(mask_BM, prefix)
-    out_BHLD, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        *_heads_first(q_BLHD, k_BMGD, v_BMGD), _bias(seen_BLM, q_BLHD.dtype), True
-    )
+    out_BHLD, lse, *_ = cudnn_attention(*_heads_first(q_BLHD, k_BMGD, v_BMGD), _bias(seen_BLM, q_BLHD.dtype), True)
     return out_BHLD.transpose(1, 2), _without_keys(lse.reshape(out_BHLD.shape[:3]), seen_BLM)
 
 
@@ -87,7 +82,7 @@ def cuda_flash(
     one."""
     if mask_BM is not None or prefix is not None:
         return cuda_efficient(q_BLHD, k_BMGD, v_BMGD, mask_BM=mask_BM, prefix=prefix)
-    out_BHLD, lse_BHL, *_ = _aten._scaled_dot_product_flash_attention(*_heads_first(q_BLHD, k_BMGD, v_BMGD))
+    out_BHLD, lse_BHL, *_ = flash_attention(*_heads_first(q_BLHD, k_BMGD, v_BMGD))
     return out_BHLD.transpose(1, 2), lse_BHL
 
 
@@ -102,7 +97,7 @@ def cuda_efficient(
     seen_BLM = _seen(mask_BM, prefix)
     bias = _bias(seen_BLM, q_BLHD.dtype)
     bias_BHLM = None if bias is None else bias.expand(*q_BHLD.shape[:3], -1)
-    out_BHLD, lse_BHL, *_ = _aten._scaled_dot_product_efficient_attention(q_BHLD, k_BHMD, v_BHMD, bias_BHLM, True)
+    out_BHLD, lse_BHL, *_ = efficient_attention(q_BHLD, k_BHMD, v_BHMD, bias_BHLM, True)
     return out_BHLD.transpose(1, 2), _without_keys(lse_BHL[..., : q_BLHD.shape[1]], seen_BLM)
 
 

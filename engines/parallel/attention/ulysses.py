@@ -22,13 +22,13 @@ Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """A kernel with all that is said beside queries, keys and values."""
 
 
-def ulysses(kernel: Kernel, axis: Axis, *, with_lse: bool = False) -> Kernel:
+def ulysses(kernel: Kernel, axis: Axis) -> Kernel:
     """``kernel`` on all the axis' tokens and a share of the heads.
 
     Queries that are not the axis' tokens but the same ones on every rank (a short stream that attends to a split one)
     are attended on each, and come back as whole as they went. Heads that the axis' size does not divide are filled up
     with zeros on the way, and key heads that are too few for it repeated (see ``share_heads``). ``lse`` of the result
-    is empty unless ``with_lse``, because it costs a third exchange that only an enclosing merge would need.
+    is empty: it would cost a third exchange.
     """
 
     def exchanged(
@@ -44,8 +44,7 @@ def ulysses(kernel: Kernel, axis: Axis, *, with_lse: bool = False) -> Kernel:
         mask_BM, prefix = _of_all_tokens(mask_BM, prefix, axis)
         qkv_BMhD = _tokens_to_heads(q_BLHD, k_BLGD, v_BLGD, axis)
         out_BMhD, lse_BhM = kernel(*qkv_BMhD, mask_BM=mask_BM, prefix=prefix)
-        lse = heads_to_tokens(lse_BhM.mT[..., None], axis)[..., 0].mT if with_lse else lse_BhM.new_empty(0)
-        return first(heads_to_tokens(out_BMhD, axis), num_heads, dim=2), first(lse, num_heads, dim=1)
+        return first(heads_to_tokens(out_BMhD, axis), num_heads, dim=2), lse_BhM.new_empty(0)
 
     return exchanged
 

@@ -1,7 +1,7 @@
 """The collectives that strategies use: functional ops, so that one module runs, compiles, is captured and exports.
 
-Only ``torch.ops._c10d_functional`` is called here (traceable, one op per exchange, the group entering by name). Nothing
-else in ``engines`` talks to ``torch.distributed`` inside a forward.
+Only PyTorch's functional ops are called here (traceable, one op per exchange, the group entering by name). Nothing else
+in ``engines`` talks to ``torch.distributed`` inside a forward.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+from engines.core.torch_private import collective_ops
 
 _num_started = 0
 
@@ -26,7 +28,7 @@ def _ops() -> Any:
     global _num_started
     if not torch.compiler.is_compiling():
         _num_started += 1
-    return torch.ops._c10d_functional
+    return collective_ops
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +125,7 @@ def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
 
 def wait(x: Tensor) -> Tensor:
     """Make the current stream (the caller, on the CPU) wait for an exchange."""
-    return cast(Tensor, torch.ops._c10d_functional.wait_tensor(x))
+    return cast(Tensor, collective_ops.wait_tensor(x))
 
 
 Exchange = Callable[[Tensor, Axis], Tensor]

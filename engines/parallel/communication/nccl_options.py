@@ -46,12 +46,13 @@ DEFAULT_OPTIONS = NcclOptions()
 
 def inherited_options() -> Any:
     """``pg_options`` for a group between some ranks: those of the gang's own group. None unless that is NCCL's."""
-    import torch
     import torch.distributed as dist
+
+    from engines.core.torch_private import default_nccl_options
 
     if dist.get_backend() != "nccl":
         return None
-    given: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).options
+    given = default_nccl_options()
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.is_high_priority_stream)
     for name in _LIMITS:
         setattr(options.config, name, getattr(given.config, name))

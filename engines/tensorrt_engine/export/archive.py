@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, fx, nn
 
+from engines.core.torch_private import is_operator
 from engines.tensorrt_engine.build.builder import Profile, Shape
 from engines.tensorrt_engine.export.exported import Exported
 from engines.tensorrt_engine.export.onnx.graph import WEIGHT_PREFIX, EngineGraph
@@ -156,7 +157,7 @@ def _read_graph(records: list[dict[str, Any]], tensors: Mapping[str, Tensor]) ->
 def _write_target(node: fx.Node) -> str:
     if node.op != "call_function":
         return str(node.target)
-    if isinstance(node.target, torch._ops.OpOverload):
+    if is_operator(node.target):
         return f"torch.ops.{node.target}"
     name = str(getattr(node.target, "__name__", node.target))
     home = str(getattr(node.target, "__module__", "")).lstrip("_")

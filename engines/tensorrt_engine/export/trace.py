@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.nn import functional
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engines.core.kernel import Kernel, Prefix
 from engines.core.model import Branch, DenoiserModel, ModelInputs
 from engines.core.spec import ParallelSpec
+from engines.core.torch_private import fake_store
 from engines.parallel.attention.local import as_many_as
 from engines.parallel.attention.strategy import team_kernel
 from engines.parallel.communication.mesh import Groups, Team, Teams
@@ -149,7 +149,7 @@ def offline_team(spec: ParallelSpec, rank: int = 0) -> Iterator[Team]:
     """Gives ``spec``'s team so that one process can trace it: torch's fake process group answers for other ranks."""
     if dist.is_initialized():
         raise ValueError("an engine is exported before torch.distributed is initialised, or for the gang's own team")
-    dist.init_process_group("fake", rank=rank, world_size=spec.num_ranks, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=spec.num_ranks, store=fake_store())
     try:
         yield Teams(rank=rank, num_ranks=spec.num_ranks, specs=(spec,), groups=Groups(spec.num_ranks)).team(
             tuple(range(spec.num_ranks)), spec

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from engines.core.torch_private import nccl_communicator, process_group
 from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.build.engine_cache import CachedEngine
 from engines.tensorrt_engine.build.targets import Target
@@ -47,7 +47,7 @@ def check_engine_file(engine: CachedEngine, *, rank: int, target: Target) -> Non
 def check_same_engine_file(sha256: str, *, rank: int, group: str) -> None:
     """Raises on every rank of ``group`` when one has another engine file. Collective."""
     _compare(
-        {"its engine file is not that of the rest of its team": sha256[:12]}, rank=rank, group=resolve_group(group)
+        {"its engine file is not that of the rest of its team": sha256[:12]}, rank=rank, group=process_group(group)
     )
 
 
@@ -79,11 +79,4 @@ def check_nccl(rank: int) -> str:
 
 def communicator(group: str, device: torch.device) -> int:
     """Returns the address of the group's ``ncclComm_t``, after one collective on it has made it."""
-    backend: Any = resolve_group(group)._get_backend(device)
-    return int(backend._comm_ptr())
-
-
-def resolve_group(name: str) -> dist.ProcessGroup:
-    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-    group: dist.ProcessGroup = resolve(name)
-    return group
+    return nccl_communicator(process_group(group), device)

@@ -16,6 +16,7 @@ from torch import Tensor
 from engines.core.heads import heads_of_one
 from engines.core.kernel import Kernel
 from engines.core.layout import Rows as TokenRows
+from engines.core.torch_private import cudnn_attention
 from engines.fast.kernels import HeadNorms, join_columns, norm_and_rotate
 from engines.parallel.attention.local import cudnn_flash, local_kernel, take_rows
 from engines.parallel.communication.collectives import Axis, start_all_to_all, wait
@@ -157,5 +158,5 @@ def _by_token(qkv_R3HD: Tensor, batch: int) -> Tensor:
 def cudnn_out(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor) -> Tensor:
     """cuDNN's attention, which is faster if it does not write the log-sum-exp."""
     q_BHLD, k_BHMD, v_BHMD = (x.transpose(1, 2) for x in (q_BLHD, k_BMHD, v_BMHD))
-    out_BHLD: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(q_BHLD, k_BHMD, v_BHMD, None, False)[0]
+    out_BHLD: Tensor = cudnn_attention(q_BHLD, k_BHMD, v_BHMD, None, False)[0]
     return out_BHLD.transpose(1, 2)

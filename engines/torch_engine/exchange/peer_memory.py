@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engines.core.resources import rank_resources
+from engines.core.torch_private import symmetric_memory
 from engines.parallel.communication.collectives import Axis, all_gather
 
 logger = logging.getLogger(__name__)
@@ -53,9 +54,8 @@ class PeerMemory:
 
     @classmethod
     def _new(cls, numel: int, sample: Tensor, axis: Axis) -> PeerMemory:
-        import torch.distributed._symmetric_memory as symmetric
-
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here needs it, and some hosts suffer
+        symmetric = symmetric_memory()
         whole = symmetric.empty(_whole_segments(numel, sample), dtype=sample.dtype, device=sample.device)
         # Both calls leave work on the default stream (signals zeroed, pointers uploaded), whatever stream is current.
         torch.cuda.synchronize(sample.device)

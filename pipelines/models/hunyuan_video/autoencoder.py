@@ -21,7 +21,7 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipelines.blocks.pieces.chunks import decode_chunks
+from pipelines.vae.chunks import decode_chunks
 
 Kept = dict[nn.Module, Any]
 """What modules keep of the frames before, of one clip."""

@@ -10,8 +10,8 @@ import torch
 
 from benchmarks.decode.cases import Case, _alike_db, decodings
 from benchmarks.models import folders
-from pipelines.parts import rows
 from pipelines.size import Size
+from pipelines.vae import multi_gpu
 from tests.pipelines.support.checkpoints import tiny
 
 
@@ -20,7 +20,7 @@ def test_times_and_likeness_of_one_device_and_of_two(tmp_path: Path, monkeypatch
     for file in published.glob("**/*.safetensors"):
         file.unlink()
     monkeypatch.setattr(folders, "resolve_configuration", lambda name: published)
-    monkeypatch.setattr(rows, "MIN_BAND_ROWS", 4)
+    monkeypatch.setattr(multi_gpu, "MIN_BAND_ROWS", 4)
     folders.write_vae("tiny", tmp_path / "written", torch.device("cpu"))
     assert [file.parent.name for file in (tmp_path / "written").glob("**/*.safetensors")] == ["vae"]
     size = Size(width=16, height=64)

@@ -6,9 +6,10 @@ import psutil
 import pytest
 
 from benchmarks.faults.soak.__main__ import parse, soak, with_policy
-from deployments.cli.serving import free_port, load_config
+from deployments.cli.serving import load_config
 from engines.gang.policies.registry import POLICIES
 from tests.deployments.support.live import live
+from tests.support.ports import own_port
 
 EARLY = "28"
 """With this seed the first kill comes after 1.4 s."""
@@ -17,7 +18,7 @@ EARLY = "28"
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 async def test_every_policy_loses_nothing(ray_cluster: None, policy: str) -> None:
-    port = free_port("127.0.0.1")
+    port = own_port("metrics of a soak")
     config = with_policy(load_config("laptop").with_http(port=0).with_metrics(port), policy)
     words = ["--policy", policy, "--requests", "60", "--kill-every-s", "20", "--seed", EARLY, "--kinds", "rank"]
     with live(config) as url:

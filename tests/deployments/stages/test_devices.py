@@ -23,9 +23,8 @@ from deployments.stages.devices import ALL_GPUS, VISIBLE, own_gpu, stage_devices
 from deployments.stages.vae_decoder import VaeDecoder
 from deployments.studio.interface import Output
 from engines.core.transport.parcel import Parcel
-from pipelines.blocks.pieces import chunks
 from pipelines.checkpoint import Checkpoint
-from pipelines.parts import rows
+from pipelines.vae import chunks, multi_gpu
 from tests.deployments.cli.checks.test_preflight import with_model
 
 
@@ -73,7 +72,7 @@ def frames(data: bytes) -> NDArray[np.int64]:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]).astype(int)
 
 
-MANY: dict[str, tuple[Any, str]] = {"pictures": (rows, "decode_in_bands"), "clips": (chunks, "decode_bands")}
+MANY: dict[str, tuple[Any, str]] = {"pictures": (multi_gpu, "decode_in_bands"), "clips": (chunks, "decode_bands")}
 
 
 def test_its_own_gpu_comes_first_and_then_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

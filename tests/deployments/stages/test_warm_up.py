@@ -107,7 +107,7 @@ def test_what_is_captured_has_been_replayed(pictures: Path, compiles: bool, num_
     prompts: list[str] = []
     spec, checkpoint = spec_of(pictures), Checkpoint(pictures)
     model = spec.model.model_copy(update={"text_encoder": EncoderConfig(compile=compiles)})
-    encoder: Any = SimpleNamespace(preparing=nullcontext, encode=lambda request, _: prompts.append(request.prompt))
+    encoder: Any = SimpleNamespace(compile_calls=nullcontext, encode=lambda request, _: prompts.append(request.prompt))
     warm_encoder(encoder, replace(spec, model=model), checkpoint)
     assert prompts == [PROMPT] * 2 * num_runs, "of words alone, and with a picture"
 
@@ -128,7 +128,8 @@ def test_stages_on_gpus_prepare_while_nobody_times_steps(
 
     spec, checkpoint = spec_of(pictures, "64x48"), Checkpoint(pictures)
     on_gpu = replace(spec, stage=replace(spec.stage, num_gpus=num_gpus))
-    warm_encoder(cast(Any, SimpleNamespace(preparing=nullcontext, encode=look)), on_gpu, checkpoint)
-    warm_decoder(cast(Any, SimpleNamespace(preparing=nullcontext, decode_all=look, preview=look)), on_gpu, checkpoint)
+    warm_encoder(cast(Any, SimpleNamespace(compile_calls=nullcontext, encode=look)), on_gpu, checkpoint)
+    decoder: Any = SimpleNamespace(compile_calls=nullcontext, decode_all=look, preview=look)
+    warm_decoder(decoder, on_gpu, checkpoint)
     assert len(was_free) == 4
     assert set(was_free) == {not num_gpus}

@@ -22,11 +22,11 @@ from ray.autoscaler._private.fake_multi_node.node_provider import (
 )
 
 from deployments.cli.cluster import SERVE_ENVIRONMENT
-from deployments.cli.serving import free_port
 from deployments.config import ServeConfig
 from deployments.worker_shim import DIRECTORY_VARIABLE
 from tests.deployments.support.commands import command, config_file
 from tests.deployments.support.live import TIMEOUT_S, log_lines, log_texts
+from tests.support.ports import own_port
 
 ROOT = Path(__file__).parents[3]
 HOST = "127.0.0.1"
@@ -126,7 +126,7 @@ def fake_nodes(folder: Path, *, idle_timeout_s: float) -> Iterator[FakeNodes]:
     ``ray.cluster_utils.AutoscalingCluster`` does the like, but Ray's wheels lack a file that it reads, and it stops
     every Ray of the machine when it starts.
     """
-    port, dashboard_port = free_port(HOST), free_port(HOST)
+    port, dashboard_port = own_port(f"cluster in {folder}"), own_port(f"dashboard in {folder}")
     cluster: dict[str, Any] = yaml.safe_load((ROOT / "ray_cluster.yaml").read_text())
     autoscaling = folder / "autoscaling.json"
     autoscaling.write_text(json.dumps(_autoscaling(cluster, f"{HOST}:{port}", idle_timeout_s)))

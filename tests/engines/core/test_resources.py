@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engines.core.resources import open_rank_resources, rank_resources, separate_rank_resources
+from engines.core.resources import open_rank_resources, rank_resources
+from tests.engines.support.rank_resources import separate_rank_resources
 
 ENDED: list[str] = []
 

@@ -16,7 +16,7 @@ from engines.gang.predictions.prediction import USUAL_MOVE_S
 from engines.gang.predictions.step_times import StepTimes
 from tests.engines.gang.support.checks import assert_equal
 from tests.engines.gang.support.fakes import FakeRequest, fake_job, reference_latents
-from tests.engines.gang.support.helpers import gang_of, run
+from tests.engines.gang.support.helpers import gang_of, run, submit
 
 HARDLY_FASTER = {1: 1.0, 2: 0.95, 4: 0.94}
 """What steps take on larger teams, by estimate: it pays to run jobs side by side."""
@@ -62,7 +62,7 @@ async def test_teams_shrink_and_grow_as_jobs_come_and_go(four: Gang) -> None:
         job = fake_job(
             f"elastic{i}", requests[i], conditioning=conditioning_L, shape="large", estimates_s=HARDLY_FASTER
         )
-        async for event in four.submit(job):
+        async for event in submit(four, job):
             if isinstance(event, StepDone):
                 team_sizes.add(event.num_ranks)
                 if i == 0 and event.step in its_turn:

@@ -32,7 +32,8 @@ from tests.engines.gang.support.fakes import (
     reference_latents,
     wait_for_file,
 )
-from tests.engines.gang.support.helpers import eventually, gang_of, latents, run
+from tests.engines.gang.support.helpers import eventually, gang_of, latents, run, submit
+from tests.engines.gang.support.plans import num_steps_left
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -65,14 +66,14 @@ async def test_jobs_take_turns_and_each_gets_its_own_progress(gang: Gang, tmp_pa
 
     async def follow(name: str, num_steps: int) -> torch.Tensor:
         request = FakeRequest(seed=len(name), num_steps=num_steps, gate=str(gate))
-        async for event in gang.submit(fake_job(name, request)):
+        async for event in submit(gang, fake_job(name, request)):
             order.append(name)
             last = event
         assert isinstance(last, JobDone)
         return last.latents.open()
 
     jobs = [asyncio.ensure_future(follow(name, num)) for name, num in (("long", 30), ("short", 5), ("other", 5))]
-    await eventually(lambda: gang._driver._scheduler.num_steps_left.keys() == {"long", "short", "other"})
+    await eventually(lambda: num_steps_left(gang._driver._scheduler).keys() == {"long", "short", "other"})
     gate.touch()
     results = await asyncio.gather(*jobs)
     assert_equal(results[0], reference_latents(FakeRequest(seed=4, num_steps=30)))
@@ -132,7 +133,7 @@ async def test_a_schedule_of_another_length_than_promised_is_an_error(gang: Gang
 async def test_bad_jobs_never_reach_a_rank(gang: Gang) -> None:
     with pytest.raises(ValueError, match="at least 1 step"):
         await run(gang, fake_job("none", FakeRequest(seed=1, num_steps=0)))
-    stream = gang.submit(fake_job("twice", FakeRequest(seed=1, num_steps=50)))
+    stream = submit(gang, fake_job("twice", FakeRequest(seed=1, num_steps=50)))
     await anext(stream)
     with pytest.raises(ValueError, match="job id 'twice' is in use"):
         await run(gang, fake_job("twice", FakeRequest(seed=1, num_steps=2)))
@@ -162,7 +163,7 @@ async def test_a_cancelled_job_stops_on_all_ranks_within_two_steps(
     reached = asyncio.Event()
 
     async def follow() -> None:
-        stream = gang.submit(fake_job(f"cancelled by {way}", request))
+        stream = submit(gang, fake_job(f"cancelled by {way}", request))
         async for event in stream:
             if isinstance(event, StepDone) and event.step == 5:
                 reached.set()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
 from engines.gang.policies.registry import POLICIES
+from tests.engines.gang.support.plans import num_steps_left
 from tests.engines.gang.support.storm import NUM_RANKS, Client, Storm, clients, nothing_to_kill
 from tests.engines.gang.support.virtual_time import CALL_S, GpuRanks, run_in_virtual_time
 from tests.support.unhurried import UNHURRIED
@@ -52,7 +53,7 @@ def assert_nothing_is_left(gang: Gang, ranks: GpuRanks) -> None:
     driver = gang._driver
     assert gang.is_idle
     assert driver._table.jobs == {}
-    assert driver._scheduler.num_steps_left == {}
+    assert num_steps_left(driver._scheduler) == {}
     steps = [step for plan in ranks.plans.values() for work in plan.works for step in work.job_steps]
     ended = {step.job_id for step in steps if step.emit == "final"}
     dropped = {job_id for plan in ranks.plans.values() for job_id in plan.drops}

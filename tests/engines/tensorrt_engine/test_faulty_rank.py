@@ -14,7 +14,7 @@ from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobDone
 from tests.engines.gang.support.checks import outcome_of
-from tests.engines.gang.support.helpers import alive, eventually, group_for
+from tests.engines.gang.support.helpers import alive, eventually, group_for, submit
 from tests.engines.gang.support.set_clock import SetClock
 from tests.engines.tensorrt_engine.support.faulty_rank import NUM_STEPS, LoadFaulty
 from tests.engines.tensorrt_engine.support.zoo import reference, wan_inputs, wan_model
@@ -29,7 +29,7 @@ def job(name: str) -> Job:
 
 
 async def latents(gang: Gang, name: str) -> torch.Tensor:
-    *_, done = [event async for event in gang.submit(job(name))]
+    *_, done = [event async for event in submit(gang, job(name))]
     assert isinstance(done, JobDone)
     made: torch.Tensor = done.latents.open()
     return made

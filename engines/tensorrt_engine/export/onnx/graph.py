@@ -15,9 +15,9 @@ import torch
 from onnx_ir.passes import common as passes
 from onnxscript import optimizer
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim
 
+from engines.core.torch_private import ONNX_REGISTRATION_LOGGER, fake_mode_of
 from engines.tensorrt_engine.build.builder import Profile
 from engines.tensorrt_engine.export.onnx.collectives import OP_TYPE
 from engines.tensorrt_engine.export.onnx.nodes import FUSED_ONLY, OPSET
@@ -140,7 +140,7 @@ def _simplify(model: ir.Model) -> None:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silences the exporter's warning that torchvision is missing; nothing here uses it."""
-    registration = logging.getLogger("torch.onnx._internal.exporter._registration")
+    registration = logging.getLogger(ONNX_REGISTRATION_LOGGER)
     level = registration.level
     registration.setLevel(logging.ERROR)
     try:
@@ -154,7 +154,7 @@ def _quiet() -> Iterator[None]:
 def example_inputs(core: fx.GraphModule) -> tuple[Tensor, ...]:
     """Returns inputs of the traced shapes, fake where the weights are."""
     weight = next(iter(core.parameters()), None)
-    with weight.fake_mode if isinstance(weight, FakeTensor) else nullcontext():
+    with nullcontext() if weight is None else fake_mode_of(weight):
         values = [node.meta["val"] for node in core.graph.nodes if node.op == "placeholder"]
         return tuple(torch.zeros(_hint(value), dtype=value.dtype, device=value.device) for value in values)
 

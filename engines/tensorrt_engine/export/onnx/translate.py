@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx
-import torch
 from onnxscript.values import Opset
-from torch.distributed import distributed_c10d
 
+from engines.core.torch_private import collective_ops, process_group
 from engines.quantization.onnx import QUANTIZE_DEQUANTIZE
 from engines.tensorrt_engine.export.native_ring import RING_ATTENTION
 from engines.tensorrt_engine.export.onnx.collectives import DOMAIN, Collective, Reduction
@@ -30,7 +29,7 @@ def translation_table(num_ranks: int) -> dict[Callable[..., Any], Translation]:
     They raise ValueError for a collective over fewer ranks: it would need ``groups``.
     """
     register_schema()
-    ops = torch.ops._c10d_functional
+    ops = collective_ops
     return {
         ops.all_to_all_single.default: _all_to_all(num_ranks),
         ops.all_gather_into_tensor.default: _all_gather(num_ranks),
@@ -103,8 +102,7 @@ def _ring_attention(q: Any, k: Any, v: Any, num_ranks: int) -> Any:
 
 
 def _require_whole_team(group: str, num_ranks: int, operation: str) -> None:
-    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-    size = resolve(group).size()
+    size = process_group(group).size()
     if size != num_ranks:
         raise ValueError(
             f"{operation} over {size} of {num_ranks} ranks: TensorRT ignores groups, so it cannot be exported"

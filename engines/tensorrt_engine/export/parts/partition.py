@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
+from engines.core.torch_private import COLLECTIVE_PREFIX
 from engines.tensorrt_engine.export.parts.markers import CUT, JOIN
 from engines.tensorrt_engine.export.parts.real_numbers import write_complex_as_real
 from engines.tensorrt_engine.export.parts.subgraph import extract, input_name, is_size, resolve
 
-_COLLECTIVE_NAMESPACE = "_c10d_functional::"
 _VIEWS = (
     "unsqueeze",
     "squeeze",
@@ -157,7 +157,7 @@ def _packet(node: fx.Node) -> str:
 
 
 def _is_exchange(node: fx.Node) -> bool:
-    return str(getattr(node.target, "name", lambda: "")()).startswith(_COLLECTIVE_NAMESPACE) or node.target is JOIN
+    return str(getattr(node.target, "name", lambda: "")()).startswith(COLLECTIVE_PREFIX) or node.target is JOIN
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:

@@ -9,7 +9,8 @@ from functools import reduce
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
-from torch.utils._sympy.functions import CleanDiv, FloorDiv
+
+from engines.core.torch_private import floor_divisions
 
 Size = fx.Node | int
 
@@ -55,5 +56,6 @@ class Sizes:
 
 def _exact(expr: sympy.Expr) -> sympy.Expr:
     """Writes floor divisions as fractions: shards of tokens divide without rest, which the tracer has checked."""
-    exact = expr.replace(FloorDiv, lambda a, b: a / b).replace(CleanDiv, lambda a, b: a / b)
-    return sympy.expand(exact)
+    for division in floor_divisions():
+        expr = expr.replace(division, lambda a, b: a / b)
+    return sympy.expand(expr)

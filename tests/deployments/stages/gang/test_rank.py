@@ -17,13 +17,13 @@ from deployments.config import ModelConfig
 from deployments.stages.config import DenoiserConfig
 from deployments.stages.gang.rank import LoadRankParts, is_sliced
 from engines.core.rank import RankContext
-from engines.core.resources import separate_rank_resources
 from engines.parallel.communication.early_start import EarlyStart
 from engines.planner.cost_model import USABLE
 from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource
 from pipelines.size import Size
 from tests.engines.support.gloo import gang
+from tests.engines.support.rank_resources import separate_rank_resources
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import pytest
 from engines.gang.jobs.step_plan import Move, StepPlan
 from engines.gang.policies.registry import POLICIES
 from engines.gang.predictions.prediction import StepPrediction, shape_name
-from tests.engines.gang.support.plans import all_plans, job, scheduler
+from tests.engines.gang.support.plans import all_plans, job, num_steps_left, scheduler
 
 
 def served(plan: StepPlan) -> dict[str, tuple[int, ...]]:
@@ -27,7 +27,7 @@ def test_a_job_alone_takes_all_ranks_and_ends_with_its_last_step() -> None:
     alone.add(job("a", num_steps=3, previews=(2, 3)))
     steps = [work.job_steps[0] for plan in all_plans(alone) for work in plan.works]
     assert [(s.step, s.emit) for s in steps] == [(1, None), (2, "preview"), (3, "final")]
-    assert not alone.num_steps_left
+    assert not num_steps_left(alone)
 
 
 def test_jobs_that_are_alike_run_one_after_the_other() -> None:

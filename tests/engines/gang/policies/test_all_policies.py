@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.step_plan import StepPlan
 from engines.gang.policies.registry import POLICIES, find_policy, make_policy
-from tests.engines.gang.support.plans import scheduler
+from tests.engines.gang.support.plans import num_steps_left, scheduler
 from tests.support.unhurried import UNHURRIED
 
 COMES = st.lists(
@@ -37,7 +37,7 @@ def plans_of(policy: str, comes: list[tuple[int, float, str, int]], *, elastic: 
         fields = {"request": None, "conditioning": None, "key": key, "deadline_s": 20.0 if number % 2 else None}
         job = Job(job_id=str(number), num_steps=num_steps, estimates_s={1: step_s}, **fields)  # type: ignore[arg-type]
         subject.add(job, now_s=float(len(plans)))
-    while subject.num_steps_left:
+    while num_steps_left(subject):
         go_on(2)
     return plans
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from engines.core.rank import RankContext
-from engines.core.resources import separate_rank_resources
 from engines.gang.config import BuildRank, GangConfig
 from engines.gang.ranks.rank import Rank
 from engines.parallel.communication.early_start import start_early
 from tests.engines.gang.support.fakes import load_fake
+from tests.engines.support.rank_resources import separate_rank_resources
 
 
 def test_a_rank_is_not_built_before_its_early_start_is_over() -> None:

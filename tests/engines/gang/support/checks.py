@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import ray
 import torch
 from prometheus_client import REGISTRY
 from ray.exceptions import RayActorError
@@ -14,7 +13,8 @@ from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, StepDone
 from tests.engines.gang.support.fakes import FakeRequest, fake_job, reference_latents
-from tests.engines.gang.support.helpers import alive, eventually, latents, run
+from tests.engines.gang.support.helpers import alive, eventually, held_jobs, latents, run, submit
+from tests.support.patience import PATIENCE_S
 
 Outcomes = list[asyncio.Task[GangBrokenError]]
 
@@ -27,11 +27,9 @@ async def assert_unharmed(gang: Gang, job_id: str) -> None:
     """The next job equals its reference, and the ranks hold nothing when it is done."""
     request = FakeRequest(seed=7, num_steps=4)
     assert_equal(await latents(gang, fake_job(job_id, request)), reference_latents(request))
-    await eventually(lambda: held_jobs(gang) == [(), ()])
-
-
-def held_jobs(gang: Gang) -> list[tuple[str, ...]]:
-    return ray.get([rank.held_jobs.remote() for rank in gang._ranks])
+    async with asyncio.timeout(PATIENCE_S):
+        while await held_jobs(gang) != [(), ()]:
+            await asyncio.sleep(0.05)
 
 
 def metric(name: str, **labels: str) -> float:
@@ -46,7 +44,7 @@ async def warm_up(gang: Gang) -> None:
 async def outcome_of(gang: Gang, job: Job, steps: list[int]) -> GangBrokenError:
     """What a job ends with. The steps that are done meanwhile go into ``steps``."""
     try:
-        async for event in gang.submit(job):
+        async for event in submit(gang, job):
             assert isinstance(event, StepDone), "the job ended well"
             steps.append(event.step)
     except GangBrokenError as error:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 
 import psutil
 import ray
@@ -17,7 +17,7 @@ from deployments.forked_workers import forking_python
 from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
-from engines.gang.jobs.job import Job, JobDone, JobEvent
+from engines.gang.jobs.job import Job, JobDone, JobEvent, JobQueued
 from engines.gang.predictions.step_times import StepTimes
 from engines.gang.ranks.placement import gang_bundles, gang_strategy
 from tests.engines.gang.support.fakes import load_fake
@@ -56,8 +56,23 @@ async def gang_of(
         await eventually(lambda: not alive(info.pid for info in gang.infos))
 
 
+async def submit(gang: Gang, job: Job) -> AsyncGenerator[JobEvent, None]:
+    """The events of a job one by one, without ``JobQueued``."""
+    async with aclosing(gang.submit_grouped(job, every_s=0.0)) as groups:
+        async for group in groups:
+            for event in group:
+                if not isinstance(event, JobQueued):
+                    yield event
+
+
 async def run(gang: Gang, job: Job) -> list[JobEvent]:
-    return [event async for event in gang.submit(job)]
+    return [event async for event in submit(gang, job)]
+
+
+async def held_jobs(gang: Gang) -> list[tuple[str, ...]]:
+    """The jobs that each rank has a state of, also while it computes."""
+    asked = [rank.__ray_call__.options(concurrency_group="admission") for rank in gang._ranks]
+    return await asyncio.gather(*(one.remote(lambda rank: rank._runner.job_ids) for one in asked))
 
 
 async def latents(gang: Gang, job: Job) -> torch.Tensor:

@@ -21,5 +21,10 @@ def scheduler(num_ranks: int = 4, max_running_jobs: int = 4, **options: object) 
     return Scheduler(num_ranks=num_ranks, max_running_jobs=max_running_jobs, **options)  # type: ignore[arg-type]
 
 
+def num_steps_left(scheduler: Scheduler) -> dict[str, int]:
+    """Steps not yet planned, per job."""
+    return {job_id: entry.num_left for job_id, entry in scheduler._entries.items()}
+
+
 def all_plans(scheduler: Scheduler) -> list[StepPlan]:
     return list(iter(scheduler.next_plan, None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -15,6 +14,7 @@ from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobEvent
 from engines.gang.ranks.placement import gang_bundles, gang_strategy
 from tests.engines.gang.support.fakes import load_fake
+from tests.engines.gang.support.helpers import held_jobs, submit
 from tests.support.patience import PATIENCE_S
 
 CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1, step_deadline_s=PATIENCE_S, ping_deadline_s=PATIENCE_S)
@@ -25,7 +25,7 @@ class GangHost:
         self._gang = await Gang.start(CONFIG, load_fake)
 
     async def denoise(self, job: Job) -> AsyncGenerator[JobEvent, None]:
-        async with aclosing(self._gang.submit(job)) as events:
+        async with aclosing(submit(self._gang, job)) as events:
             async for event in events:
                 yield event
 
@@ -34,7 +34,7 @@ class GangHost:
         return (os.getpid(), *(info.pid for info in self._gang.infos))
 
     async def held_jobs(self) -> list[tuple[str, ...]]:
-        return await asyncio.gather(*(rank.held_jobs.remote() for rank in self._gang._ranks))
+        return await held_jobs(self._gang)
 
     async def check_health(self) -> None:
         await self._gang.check_health()

@@ -19,6 +19,7 @@ from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobDone, PreviewReady, StepDone
 from engines.gang.predictions.step_times import StepTimes
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
+from tests.engines.gang.support.helpers import submit
 from tests.engines.gang.support.virtual_time import GpuRanks, virtual_gang
 
 NUM_RANKS = 4
@@ -148,7 +149,7 @@ class Storm:
 
     async def _followed(self, job: Job, leaves_at_step: int | None) -> End:
         steps: list[int] = []
-        async with aclosing(self.lives[-1][0].submit(job)) as events:
+        async with aclosing(submit(self.lives[-1][0], job)) as events:
             async for event in events:
                 if isinstance(event, StepDone):
                     steps.append(event.step)

@@ -21,8 +21,7 @@ TOKENS = 5
 
 
 @pytest.mark.parametrize("name", [
-    "ulysses", "ulysses without lse", "ulysses in 1, without lse", "ulysses in 2, without lse", "ring", "allgather_kv",
-    "ring of ulysses",
+    "ulysses", "ulysses in 1", "ulysses in 2", "ring", "allgather_kv",
 ])  # fmt: skip
 @pytest.mark.parametrize("heads", [(8, 8), (6, 6), (8, 2)], ids=["even", "uneven", "grouped"])
 def test_output_and_lse(name: str, heads: tuple[int, int]) -> None:
@@ -30,7 +29,7 @@ def test_output_and_lse(name: str, heads: tuple[int, int]) -> None:
     for rank, (mine, lse) in enumerate(gang(4).run(attend, name, heads)):
         rows = slice(rank * TOKENS, (rank + 1) * TOKENS)
         torch.testing.assert_close(mine, out_BLHD[:, rows])
-        if "without" in name:
+        if "ulysses" in name:
             assert lse.numel() == 0
         else:
             torch.testing.assert_close(lse, lse_BHL[:, :, rows])
@@ -54,16 +53,9 @@ def make_kernel(name: str, rank: int) -> Kernel:
         return ring(cpu_flash, world, (None,) * 4)
     if name == "allgather_kv":
         return allgather_kv(cpu_flash, world)
-    if name == "ring of ulysses":  # the other way round than hybrid: here the merge needs what ulysses exchanges
-        for line in ((0, 1), (2, 3), (0, 2), (1, 3)):
-            groups.name(line)
-        inner, outer = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
-        pair = Axis(ranks=inner, index=rank % 2, group=groups.name(inner))
-        across = Axis(ranks=outer, index=rank // 2, group=groups.name(outer))
-        return ring(ulysses(cpu_flash, pair, with_lse=True), across, (None, None))
     if " in " in name:
-        return ulysses_in_parts(cpu_flash, world, int(name.split()[2].rstrip(",")))
-    return ulysses(cpu_flash, world, with_lse="without" not in name)
+        return ulysses_in_parts(cpu_flash, world, int(name.split()[2]))
+    return ulysses(cpu_flash, world)
 
 
 @pytest.mark.parametrize(("heads", "wanted", "given"), [(10, 2, 2), (10, 3, 2), (10, 4, 2), (7, 4, 1), (3, 8, 3)])

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.core.differences import relative_difference
-from engines.core.resources import separate_rank_resources
 from engines.core.spec import ParallelSpec
 from engines.parallel.communication import early_start
 from engines.parallel.communication.collectives import EXCHANGES, Axis
@@ -26,6 +25,7 @@ from engines.parallel.communication.mesh import Teams
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
+from tests.engines.support.rank_resources import separate_rank_resources
 from tests.support.patience import PATIENCE_S
 
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.models import wan_denoiser as wan
 from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec
 from engines.tensorrt_engine.build.report import build_engine
@@ -16,7 +17,6 @@ from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
 from engines.tensorrt_engine.export.buckets import varying_dims
 from engines.tensorrt_engine.rules import TensorRTOptions
-from pipelines.models.bare import wan
 from tests.engines.tensorrt_engine.support.all_ranks import export_case, relative_error
 from tests.engines.tensorrt_engine.support.cases import TOLERANCE
 from tests.engines.tensorrt_engine.support.zoo import reference, shaken, wan_inputs, wan_model

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from engines.core.model import Branch
 from engines.core.spec import ParallelSpec
+from engines.core.torch_private import process_group
 from engines.parallel.communication.mesh import Groups, Team
 from engines.parallel.division import Division, TeamSpecs
 from engines.tensorrt_engine.build.export_cache import ExportCache
@@ -21,7 +22,7 @@ from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.exporter import Exporter
 from engines.tensorrt_engine.export.onnx.collectives import Collective
 from engines.tensorrt_engine.export.onnx.graph import EngineGraph
-from engines.tensorrt_engine.run.preflight import PreflightError, check_alike, check_same_engine_file, resolve_group
+from engines.tensorrt_engine.run.preflight import PreflightError, check_alike, check_same_engine_file
 from tests.engines.tensorrt_engine.support.simulate import cut_at_collectives
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, flux_inputs
 
@@ -49,7 +50,7 @@ class GlooRunner:
         self._stages.clear()
 
     def _exchange(self, collective: Collective, mine: np.ndarray) -> np.ndarray:
-        group = resolve_group(self._group)
+        group = process_group(self._group)
         sent = [torch.empty(mine.shape, dtype=torch.from_numpy(mine).dtype) for _ in range(group.size())]
         dist.all_gather(sent, torch.from_numpy(mine), group=group)
         return collective.apply([tensor.numpy() for tensor in sent])[group.rank()]

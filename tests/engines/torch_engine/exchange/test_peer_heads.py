@@ -9,12 +9,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from engines.core.resources import separate_rank_resources
 from engines.parallel.attention.local import plain_attention
 from engines.parallel.communication.collectives import Axis
 from engines.torch_engine.exchange import peer_heads as peer_exchange
 from engines.torch_engine.exchange.heads import without_lse
 from engines.torch_engine.exchange.peer_heads import PeerHeads
+from tests.engines.support.rank_resources import separate_rank_resources
 
 CPU = torch.device("cpu")
 AXIS = Axis(ranks=(0, 1), index=0)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.core.resources import separate_rank_resources
 from engines.parallel.communication.collectives import Axis
 from engines.torch_engine.exchange.peer_memory import PeerMemory, addresses_of
+from tests.engines.support.rank_resources import separate_rank_resources
 
 PAIR, OTHER_PAIR = (Axis(ranks=ranks, index=0) for ranks in ((0, 1), (2, 3)))
 SAMPLE = torch.zeros(())

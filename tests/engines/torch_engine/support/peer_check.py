@@ -19,6 +19,7 @@ if "hidden" in sys.argv:  # before anything asks for a GPU
 import torch
 import torch.distributed as dist
 
+from benchmarks.models.flux_denoiser import as_denoiser
 from engines.core.differences import relative_difference
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch
@@ -29,7 +30,6 @@ from engines.torch_engine.exchange.heads import local_attention
 from engines.torch_engine.exchange.peer_attention import peer_ulysses
 from engines.torch_engine.exchange.peer_keys import peer_allgather_kv
 from engines.torch_engine.exchange.peer_memory import reachable
-from pipelines.models.bare.flux import as_denoiser
 from tests.engines.support import models
 
 PATHS: dict[str, tuple[str, bool | None, ExchangeRules]] = {

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipelines.blocks.pieces.chunks import decode_chunks, decodes_in_chunks
-from pipelines.blocks.pieces.devices import spread
 from pipelines.models.hunyuan_video.autoencoder import frame_by_frame
+from pipelines.vae.chunks import decode_chunks, decodes_in_chunks
+from pipelines.vae.multi_gpu import distribute_decoder
 from tests.pipelines.support.checkpoints.parts import shake
 
 FRAMES = 4
@@ -79,4 +79,4 @@ def test_several_devices_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"decoder.num_devices is for .* AutoencoderKLHunyuanVideo15: leave the key out"
     ):
-        spread(vae, [torch.device("cpu")])
+        distribute_decoder(vae, [torch.device("cpu")])

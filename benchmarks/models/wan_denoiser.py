@@ -1,4 +1,4 @@
-"""The transformer, or the two of Wan 2.2, with what an engine must know about them."""
+"""Wan transformers of any size, one or the two of Wan 2.2, as an engine takes them: with their plan and a probe."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engines.parallel.weight_files import files_of
+from pipelines import gpu_weights
+from pipelines.gpu_weights import fill, read_tensors
 from pipelines.loading import SHIPPED
-from pipelines.parts import gpu_weights
-from pipelines.parts.gpu_weights import fill, read_tensors
 
 CPU = torch.device("cpu")
 FLUX = SHIPPED / "flux-shapes" / "transformer"

@@ -1,4 +1,4 @@
-"""The transformer with what an engine must know about it."""
+"""A FLUX transformer of any size as an engine takes it: with its plan and a probe."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FluxProbe:
         return torch.randn((1, *shape), generator=generator).to(self.device, self.dtype)
 
 
-def image_ids(height: int, width: int, picture: int = 0) -> Tensor:
-    """Positions ``ids_S3`` (picture, row, column) of the tokens of a latent; float32, exact in every dtype's stead."""
+def image_ids(height: int, width: int) -> Tensor:
+    """Positions ``ids_S3`` (0, row, column) of the tokens of a latent; float32, exact in every dtype's stead."""
     rows, columns = torch.meshgrid(torch.arange(height // PATCH), torch.arange(width // PATCH), indexing="ij")
-    return torch.stack((torch.full_like(rows, picture), rows, columns), dim=-1).reshape(-1, 3).float()
+    return torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).reshape(-1, 3).float()

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from pipelines.blocks import decoder, encoder
+from pipelines.blocks import compilation, decoder, encoder
+from pipelines.blocks.compilation import CompiledForward, compile_calls
 from pipelines.checkpoint import Checkpoint
-from pipelines.parts import compiled, rows
-from pipelines.parts.compiled import Prepared, preparing
+from pipelines.vae import multi_gpu
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     torch._dynamo.reset()
     for module, name in ((encoder, "compile_encoders"), (decoder, "compile_decoder")):
-        monkeypatch.setattr(module, name, partial(getattr(compiled, name), backend=backend))
+        monkeypatch.setattr(module, name, partial(getattr(compilation, name), backend=backend))
     return seen
 
 
@@ -45,7 +45,7 @@ def test_prompts_are_compiled_for_once_and_mean_the_same(tiny_flux: Path, graphs
     plain, quick = checkpoint.text_encoder(), checkpoint.text_encoder(compiled=True)
     requests = [checkpoint.defaults.request(prompt=prompt) for prompt in ("a circle", "two squares")]
     guided = replace(requests[0], true_cfg_scale=2.0, negative_prompt="three stars")
-    with quick.preparing():
+    with quick.compile_calls():
         quick.encode(requests[0])
     assert graphs == ["traced", "run"] * 2, "one graph each of two encoders, without a break"
     for request in (*requests, guided):
@@ -69,7 +69,7 @@ def test_t5_adds_to_its_scores_what_fused_attention_takes(tiny_flux: Path, graph
 def test_results_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph's own memory is written again by its next call."""
     memory = torch.zeros(2)
-    run = compiled._copied(lambda x: {"x": memory.copy_(x)})
+    run = compilation._copy_results(lambda x: {"x": memory.copy_(x)})
     first = run(torch.ones(2))
     run(torch.zeros(2))
     assert first["x"].tolist() == [1, 1]
@@ -79,7 +79,7 @@ def test_other_sizes_are_decoded_as_they_are_written(tiny_flux: Path, graphs: li
     checkpoint = Checkpoint(tiny_flux)
     expected, other = (checkpoint.defaults.request(width=width, height=64) for width in (64, 96))
     plain, quick = checkpoint.decoder(), checkpoint.decoder(compiled=True)
-    with quick.preparing():
+    with quick.compile_calls():
         quick.decode_all(checkpoint.first_latents(expected), expected)
     for request, run in ((other, []), (expected, ["run"])):
         graphs.clear()
@@ -91,14 +91,14 @@ def test_other_sizes_are_decoded_as_they_are_written(tiny_flux: Path, graphs: li
 def test_several_devices_leave_what_is_compiled_to_the_first(
     tiny_flux: Path, graphs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "MIN_BAND_ROWS", 2)
+    monkeypatch.setattr(multi_gpu, "MIN_BAND_ROWS", 2)
     counts: list[int] = []
-    in_bands = rows.decode_in_bands
-    monkeypatch.setattr(rows, "decode_in_bands", lambda *args: counts.append(len(args[0])) or in_bands(*args))
+    in_bands = multi_gpu.decode_in_bands
+    monkeypatch.setattr(multi_gpu, "decode_in_bands", lambda *args: counts.append(len(args[0])) or in_bands(*args))
     checkpoint = Checkpoint(tiny_flux)
     expected, other = (checkpoint.defaults.request(width=width, height=64) for width in (64, 96))
     plain, quick = checkpoint.decoder(), checkpoint.decoder(compiled=True, memory_bytes=2**30, others=("cpu",))
-    with quick.preparing():
+    with quick.compile_calls():
         quick.decode_all(checkpoint.first_latents(expected), expected)
     for request, seen, num_devices in ((other, [], [2]), (expected, ["run"], [])):
         graphs.clear(), counts.clear()
@@ -109,8 +109,8 @@ def test_several_devices_leave_what_is_compiled_to_the_first(
 
 def test_calls_are_told_apart_by_form_and_not_by_value() -> None:
     calls: list[str] = []
-    part = Prepared(lambda x, *, flag: calls.append("plain"), lambda x, *, flag: calls.append("compiled"))
-    with preparing([part]):
+    part = CompiledForward(lambda x, *, flag: calls.append("plain"), lambda x, *, flag: calls.append("compiled"))
+    with compile_calls([part]):
         part(torch.zeros(1, 2), flag=False)
     part(torch.ones(1, 2), flag=False)
     part(torch.ones(1, 3), flag=False)
@@ -128,7 +128,7 @@ def test_inductor_gives_the_same_at_every_start(tiny_flux: Path) -> None:
     for _ in range(2):
         torch._dynamo.reset()
         words, pixels = checkpoint.text_encoder(compiled=True), checkpoint.decoder(compiled=True)
-        with words.preparing(), pixels.preparing():
+        with words.compile_calls(), pixels.compile_calls():
             pictures.append((words.encode(request).values, pixels.pixels(latents)))
     torch.testing.assert_close(pictures[0], pictures[1], rtol=0, atol=0)
     plain = (checkpoint.text_encoder().encode(request).values, checkpoint.decoder().pixels(latents))

@@ -1,0 +1,133 @@
+"""Every private name of PyTorch that the product uses.
+
+Operators are the very callables, so that a call costs nothing more. Modules that take time to import are imported by
+the functions that need them. ``tests/engines/core/test_torch_private.py`` has a test of each name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["TorchDispatchMode", "tree_leaves", "tree_map_only"]
+
+int_mm: Callable[..., Tensor] = torch._int_mm
+"""(values_MK, values_KN), int8, to int32."""
+scaled_mm: Callable[..., Tensor] = torch._scaled_mm
+"""A float8 product with scales; see ``torch.nn.functional.scaled_mm``, which takes another way to it."""
+addmm_activation: Callable[..., Tensor] = torch._addmm_activation
+"""``addmm`` with GELU in its epilogue."""
+cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+cudnn_attention: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
+flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
+efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention
+"""Fused attention, which returns the log-sum-exp as well: ``torch.nn.functional`` does not."""
+collective_ops: Any = torch.ops._c10d_functional
+"""Functional collectives: traceable, one operator per exchange."""
+COLLECTIVE_PREFIX = "_c10d_functional::"
+"""How the names of their operators begin."""
+version_of = attrgetter("_version")
+"""Takes a tensor. The number grows with each change in place."""
+ONNX_REGISTRATION_LOGGER = "torch.onnx._internal.exporter._registration"
+
+
+def raise_recompile_limit(num_variants: int) -> None:
+    """Allow one function at least so many compiled versions in this process; PyTorch's own limit is 8."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, num_variants)
+
+
+def recompile_limit_error() -> type[Exception]:
+    """Return the error of a full graph whose function has no more compiled versions left."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return FailOnRecompileLimitHit
+
+
+def compile_backend(name: str) -> Any:
+    """Return the compiler of a ``torch.compile`` backend."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend(name)
+
+
+def symmetric_memory() -> Any:
+    """Return the module that maps memory between GPUs (``empty``, ``rendezvous``)."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    return cast(dist.ProcessGroup, resolve(name))
+
+
+def default_nccl_options() -> Any:
+    """Return the options of the default group, which is NCCL's."""
+    group: Any = dist.distributed_c10d._get_default_group()
+    return group._get_backend(torch.device("cuda")).options
+
+
+def nccl_communicator(group: dist.ProcessGroup, device: torch.device) -> int:
+    """Return the address of the group's ``ncclComm_t``; there is one after its first collective."""
+    backend: Any = group._get_backend(device)
+    return int(backend._comm_ptr())
+
+
+def fake_store() -> Any:
+    """Return a store for process groups with the backend "fake", in which no other rank is needed."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def fake_mode(**options: Any) -> Any:
+    """Return a context in which tensors are fake: shapes without values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(**options)
+
+
+def fake_mode_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Return the context that a fake tensor was made in, or one without effect for a tensor with values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext()
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Return a context without the dispatch modes around it, such as ``fake_mode``."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+def is_operator(target: object) -> bool:
+    """Return whether the target of a node is one of PyTorch's operators, in one of its overloads."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def floor_divisions() -> tuple[Any, Any]:
+    """Return the functions of sympy by which traced sizes are divided: with and without a rest."""
+    from torch.utils._sympy.functions import CleanDiv, FloorDiv
+
+    return FloorDiv, CleanDiv
+
+
+def has_persistent_buffer(module: nn.Module, name: str) -> bool:
+    """Return whether the buffer is part of the module's ``state_dict``."""
+    return name in module._buffers and name not in module._non_persistent_buffers_set
+
+
+def clear_forward_hooks(module: nn.Module) -> None:
+    """Remove all hooks before and after the module's own forward."""
+    module._forward_hooks.clear()
+    module._forward_pre_hooks.clear()

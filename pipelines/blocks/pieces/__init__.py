@@ -1,1 +1,0 @@
-"""Clips decoded in pieces: of their frames, and of their rows."""

@@ -1,0 +1,214 @@
+"""Load a component's model from its folder by diffusers or transformers, and check its weights.
+
+A component is complete: every weight is read, every key of its files is used, every value is finite.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights  # type: ignore[import-untyped]
+from diffusers import ModelMixin
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from engines.core.torch_private import tree_leaves
+from engines.parallel.weight_files import NAME, files_of, is_finite, tensor_files, tensor_names
+from engines.quantization.scaled_files import dequantised, find_scales
+
+ENCODER_NAME = "model.safetensors"
+"""The file's name in transformers."""
+QUANTIZATION = "quantization_config"
+PATH = "pretrained_model_name_or_path"
+NUM_SHOWN = 5
+READS = (Tensor.item, Tensor.__float__, Tensor.tolist)
+"""How a translation turns a tensor, such as an alpha, into a number."""
+
+
+def load_folder(spec: Any, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return the model of ``spec``, a component of diffusers' modular pipelines, whose files are in ``folder``.
+
+    ValueError, which names tensors, if files and model do not belong together, or a value is not finite.
+    """
+    kind = spec.type_hint
+    is_own = issubclass(kind, ModelMixin)
+    settings = {"dtype": dtype, "device_map": {"": str(device)}, "output_loading_info": True}
+    try:
+        if (tensors := None if is_own else _dequantised(folder, dtype)) is not None:
+            config = kind.config_class.from_pretrained(str(folder))
+            model, report = kind.from_pretrained(None, config=config, state_dict=tensors, **settings)
+        else:
+            place = {name: value for name in spec.loading_fields() if (value := getattr(spec, name)) is not None}
+            shapes = {} if is_own else {"ignore_mismatched_sizes": True}  # they are in the report
+            model, report = kind.from_pretrained(place.pop(PATH), **place, **shapes, **settings)
+    except Exception as error:
+        lacks = _missing_weights(kind, folder) if is_own else ""
+        raise ValueError(f"the {spec.name} in {folder} cannot be loaded: {lacks or error}") from error
+    unread = report["unexpected_keys"]
+    mismatched = [f"{name} {tuple(own)} for {tuple(written)}" for name, written, own in report["mismatched_keys"]]
+    check_complete(
+        folder,
+        kind.__name__,
+        missing=[*report["missing_keys"], *mismatched],
+        unread=unread if is_own else _names_of_present_modules(model, unread),
+    )
+    check_finite(model, lambda name: file_of(folder, name))
+    return model
+
+
+def _missing_weights(kind: Any, folder: Path) -> str:
+    """Return the weights that diffusers, which then cannot place the model on a device, does not name."""
+    try:
+        with init_empty_weights():
+            model = kind.from_config(kind.load_config(str(folder)))
+        names = names_in(folder)
+    except (OSError, ValueError):
+        return ""
+    missing = [name for name, _ in model.named_parameters() if name not in names] if names else []
+    return describe_faults(kind.__name__, missing=missing, unread=())
+
+
+def _names_of_present_modules(model: Any, names: Iterable[str]) -> list[str]:
+    """Return the ``names`` that belong to modules that ``model`` has.
+
+    A head or a tower that its class does without hangs on the root, or on transformers' base model.
+    """
+    modules = {name for name, _ in model.named_modules()}
+    base = getattr(model, "base_model_prefix", "")
+    return [name for name in names if _deepest_module(name, modules) not in ("", base)]
+
+
+def _deepest_module(name: str, modules: Collection[str]) -> str:
+    """Return the longest beginning of ``name`` that is a module."""
+    while name and name not in modules:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def check_names(model: Any, folder: Path) -> None:
+    """Raise ValueError if files in diffusers' layout have keys that ``model`` has no place for.
+
+    Missing keys are found when tensors are read. Only the heads of files are read here.
+    """
+    names = names_in(folder)
+    unread = names - find_scales(names).beside - set(model.state_dict())
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    check_complete(
+        folder,
+        type(model).__name__,
+        missing=(),
+        unread=[name for name in unread if not any(re.search(pattern, name) for pattern in patterns)],
+    )
+
+
+def check_complete(where: Path, kind: str, *, missing: Collection[str], unread: Collection[str]) -> None:
+    """Raise ValueError, with the names of tensors, if a ``kind`` lacks some in ``where`` or does not read all."""
+    if faults := describe_faults(kind, missing=missing, unread=unread):
+        raise ValueError(
+            f"{where} is not the {kind} that its configuration describes: {faults}. Nothing is served with weights "
+            "that are made up or left out: take the files that belong together, or a layout that is known"
+        )
+
+
+def describe_faults(kind: str, *, missing: Collection[str], unread: Collection[str]) -> str:
+    """Return the tensors that a ``kind`` lacks, and those it has no place for; empty if there are none."""
+    lacks = f"it lacks {_first_names(missing)}" if missing else ""
+    has_more = f"{kind} has no place for {_first_names(unread)}" if unread else ""
+    return "; ".join(fault for fault in (lacks, has_more) if fault)
+
+
+def _first_names(names: Collection[str]) -> str:
+    every = sorted(names)
+    more = len(every) - NUM_SHOWN
+    return ", ".join(every[:NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def check_finite(model: nn.Module, file_of: Callable[[str], Path]) -> None:
+    """Raise ValueError, with tensor and file, if a weight of ``model`` has values that are NaN or infinite."""
+    for name, weight in model.named_parameters():
+        if not weight.is_meta and not is_finite(weight.detach()):
+            raise ValueError(f"{file_of(name)} has values that are not finite in {name}: the file is damaged")
+
+
+def has_scales(folder: Path) -> bool:
+    """Return whether weights of a component have scales beside them, and no library's own quantiser is configured."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    return QUANTIZATION not in config and bool(find_scales(names_in(folder)).beside)
+
+
+def names_in(folder: Path) -> frozenset[str]:
+    """Return the keys of a component's files, whatever an index says. ValueError for a file of another format."""
+    return frozenset(name for file in _files(folder) for name in tensor_names(file))
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """Return the file that has a tensor, or the folder if the files use other names."""
+    for usual in (NAME, ENCODER_NAME):
+        if (file := tensor_files(folder, usual).get(name)) is not None:
+            return folder / file
+    return folder
+
+
+def _files(folder: Path) -> tuple[Path, ...]:
+    return files_of(folder) or files_of(folder, ENCODER_NAME)
+
+
+def _dequantised(folder: Path, dtype: torch.dtype) -> dict[str, Tensor] | None:
+    """Return weights for transformers if the files have scales, else None."""
+    if not has_scales(folder):
+        return None
+    return dequantised({name: x for file in _files(folder) for name, x in load_file(file).items()}, dtype)
+
+
+class TrackedTensor(Tensor):
+    """A tensor that knows the keys it was made of: libraries leave out keys that they do not know, without a warning.
+
+    ``numbers`` are the keys whose values were read as numbers.
+    """
+
+    sources: frozenset[str]
+    numbers: set[str]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        leaves = tree_leaves((args, dict(kwargs or {})))
+        given = [x for x in leaves if isinstance(x, TrackedTensor) and hasattr(x, "sources")]
+        out = super().__torch_function__(func, tuple(types), args, kwargs or {})  # type: ignore[no-untyped-call]
+        if not given:
+            return out
+        sources = frozenset[str]().union(*(x.sources for x in given))
+        if func in READS and given[0].dtype != torch.bool:  # a comparison is a question, not a use
+            given[0].numbers.update(sources)
+        made = [args[0]] if out is None and isinstance(args[0], TrackedTensor) else tree_leaves(out)  # x[...] = y
+        for x in made:
+            if isinstance(x, TrackedTensor):
+                x.sources, x.numbers = sources, given[0].numbers
+        return out
+
+
+def track(tensors: Mapping[str, Tensor], numbers: set[str]) -> dict[str, Tensor]:
+    """Return ``tensors`` that know their keys. Keys that are read as numbers are added to ``numbers``."""
+    tracked: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        one = tensor.as_subclass(TrackedTensor)
+        one.sources, one.numbers = frozenset([name]), numbers
+        tracked[name] = one
+    return tracked
+
+
+def sources_of(tensor: Any) -> frozenset[str]:
+    """Return the keys that ``tensor`` was made of."""
+    return tensor.sources if isinstance(tensor, TrackedTensor) and hasattr(tensor, "sources") else frozenset()
+
+
+def untrack(tensor: Tensor) -> Tensor:
+    """Return a tracked tensor as a usual one."""
+    return tensor.as_subclass(Tensor)

@@ -1,1 +1,0 @@
-"""Transformers that come from no folder, as benchmarks and tests make them."""

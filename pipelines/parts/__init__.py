@@ -1,1 +1,0 @@
-"""A pipeline's models, made quicker or smaller where they are: compiled, or decoding in rows."""

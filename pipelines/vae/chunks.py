@@ -1,0 +1,172 @@
+"""Clips that causal auto-encoders decode in chunks, one latent frame after the other, also in bands of rows.
+
+The decoder's cache holds what the next frames need of those before. On several devices, all compute the first half of
+the decoder, in which attention sees the whole picture: it is small there, a few percent of the work. After it each
+device has its band and as many rows around it as the convolutions to come reach, fewer after each block. The rows of a
+band are those of the whole, up to rounding, and devices exchange nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.vae import DecoderOutput
+from torch import Tensor, nn
+
+CACHE, FIRST = "feat_cache", "first_chunk"
+MIN_BAND_ROWS = 15
+"""Of latents: four bands of 480 pixels, each 38 % of the work. With thinner bands all compute the rows around them."""
+
+
+def decodes_in_chunks(vae: Any) -> bool:
+    """Return whether ``vae`` decodes one latent frame after the other, without tiling."""
+    return CACHE in _arguments(vae) and not vae.use_tiling
+
+
+def decode_chunks(vae: Any, latents_BCFHW: Tensor, decoders: Sequence[Any] = ()) -> Iterator[Tensor]:
+    """Yield the frames of each latent frame: together the exact values of ``vae.decode`` of the whole.
+
+    ``decoders`` are the decoder of ``vae`` and copies of it on other devices. As many of them as there are rows for
+    decode a band each: the same values up to rounding, on the latents' device.
+    """
+    num_bands = min(len(decoders), latents_BCFHW.shape[-2] // MIN_BAND_ROWS)
+    return decode_bands(vae, latents_BCFHW, decoders[:num_bands] if num_bands > 1 else (vae.decoder,))
+
+
+def decode_bands(vae: Any, latents_BCFHW: Tensor, decoders: Sequence[Any]) -> Iterator[Tensor]:
+    """Yield the same, with a band on each of ``decoders``, however few its rows are.
+
+    One thread starts a chunk on one device after the other: calls on GPUs return long before their work is done.
+    """
+    hidden_BCFHW, count = getattr(vae, "post_quant_conv", nn.Identity())(latents_BCFHW), len(decoders)
+    bands = [
+        _decode_band(vae, decoder, hidden_BCFHW.to(next(decoder.parameters()).device), Band(index=index, count=count))
+        for index, decoder in enumerate(decoders)
+    ]
+    for rows in zip(*bands, strict=True):
+        yield rows[0] if count == 1 else torch.cat([each.to(latents_BCFHW.device) for each in rows], -2)
+
+
+class ChunkedVae:
+    """Stands in for a pipeline's auto-encoder: each call of ``decode`` returns the next chunk of the first call's clip.
+
+    ``num_left`` chunks are still to come. ``decoders`` as for ``decode_chunks``.
+    """
+
+    def __init__(self, vae: Any, decoders: Sequence[Any] = ()) -> None:
+        self._vae, self._decoders, self.num_left = vae, decoders, 0
+        self._chunks: Iterator[Tensor] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._vae, name)
+
+    def decode(self, latents_BCFHW: Tensor, return_dict: bool = True) -> DecoderOutput:
+        """Return a ``DecoderOutput``, which also can be indexed like the tuple that ``return_dict=False`` asks for."""
+        if self._chunks is None:
+            self._chunks = decode_chunks(self._vae, latents_BCFHW, self._decoders)
+            self.num_left = latents_BCFHW.shape[2]
+        self.num_left -= 1
+        return DecoderOutput(sample=next(self._chunks))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Band:
+    """Band number ``index`` of ``count``."""
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.index < self.count, self
+
+    def rows(self, num_rows: int) -> tuple[int, int]:
+        """Return the first row, and the first one after the band."""
+        assert self.count <= num_rows, f"{self.count} bands of {num_rows} rows"
+        return num_rows * self.index // self.count, num_rows * (self.index + 1) // self.count
+
+
+def margins(decoder: Any) -> tuple[int, ...]:
+    """Return how many rows on either side of a band each block after the middle needs, and the last convolution."""
+    needed = [_reach(decoder.conv_out)]
+    for block in reversed(decoder.up_blocks):
+        needed.append(-(-needed[-1] // _scale(block)) + _reach(block))
+    return tuple(reversed(needed))
+
+
+def uses_upsample(decoder: Any) -> bool:
+    """Return whether ``nn.Upsample`` adds the rows in ``decoder``: only its factor can be read."""
+    return any(isinstance(part, nn.Upsample) for part in decoder.modules())
+
+
+def _decode_band(vae: Any, decoder: Any, hidden_BCFHW: Tensor, band: Band) -> Iterator[Tensor]:
+    """The cache belongs to the call, not to the module."""
+    cache: list[Any] = [None] * sum(1 for _ in decoder.modules())
+    takes_first = FIRST in _arguments(vae)
+    for index in range(hidden_BCFHW.shape[2]):
+        first = {FIRST: index == 0} if takes_first else {}
+        latent_BCFHW = hidden_BCFHW[:, :, index : index + 1]
+        with _cropped(decoder, band, latent_BCFHW.shape[-2]):
+            patches_BCFHW = decoder(latent_BCFHW, feat_cache=cache, feat_idx=[0], **first)
+        yield _unpatch(patches_BCFHW, vae.config.get("patch_size") or 1).clamp(min=-1.0, max=1.0)
+
+
+@contextmanager
+def _cropped(decoder: Any, band: Band, num_rows: int) -> Iterator[None]:
+    """Inside the block ``decoder`` answers latents of ``num_rows`` with the rows of ``band`` alone."""
+    hooks = []
+    if band.count > 1:
+        hooks = [module.register_forward_hook(partial(_crop, rows)) for module, rows in _crops(decoder, band, num_rows)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _crop(rows: slice, module: nn.Module, inputs: Any, output_BCFHW: Tensor) -> Tensor:
+    return output_BCFHW[..., rows, :].contiguous()
+
+
+def _crops(decoder: Any, band: Band, num_rows: int) -> Iterator[tuple[nn.Module, slice]]:
+    """Yield modules, and the rows of each one's output that are used."""
+    start, stop = band.rows(num_rows)
+    first, scale = 0, 1
+    for module, margin in zip((decoder.mid_block, *decoder.up_blocks), margins(decoder), strict=True):
+        first, scale = first * _scale(module), scale * _scale(module)
+        low, high = max(0, scale * start - margin), min(scale * num_rows, scale * stop + margin)
+        yield module, slice(low - first, high - first)
+        first = low
+    yield decoder.conv_out, slice(scale * start - first, scale * stop - first)
+
+
+def _reach(module: nn.Module) -> int:
+    """Return how many rows of its input on either side of a row the module reads, or a few more.
+
+    Every convolution counts as if it ran after all others, and before the upsampling.
+    """
+    kernels = (part.kernel_size[-2] for part in module.modules() if isinstance(part, nn.Conv2d | nn.Conv3d))
+    return sum(size // 2 for size in kernels)
+
+
+def _scale(module: nn.Module) -> int:
+    scales: list[Any] = [part.scale_factor for part in module.modules() if isinstance(part, nn.Upsample)]
+    return math.prod(int(scale[0] if isinstance(scale, tuple) else scale) for scale in scales)
+
+
+def _arguments(vae: Any) -> frozenset[str]:
+    decoder = getattr(vae, "decoder", None)
+    return frozenset() if decoder is None else frozenset(inspect.signature(decoder.forward).parameters)
+
+
+def _unpatch(patches_BCFHW: Tensor, side: int) -> Tensor:
+    """Return pixels from channels that hold squares of ``side`` pixels, columns before rows."""
+    batch, channels, frames, height, width = patches_BCFHW.shape
+    squares = patches_BCFHW.reshape(batch, channels // side**2, side, side, frames, height, width)
+    return squares.permute(0, 1, 4, 5, 3, 6, 2).reshape(batch, -1, frames, height * side, width * side)

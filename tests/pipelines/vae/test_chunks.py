@@ -1,0 +1,150 @@
+"""Clips decoded in chunks of frames and in bands of rows, against diffusers' own decoding of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+from unittest.mock import patch
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pipelines.blocks.decoder import BlocksDecoder
+from pipelines.checkpoint import Checkpoint
+from pipelines.request import MediaRequest
+from pipelines.run import load_pipeline
+from pipelines.vae import chunks
+from pipelines.vae.chunks import decode_bands, decode_chunks, decodes_in_chunks, margins
+from tests.pipelines.support.checkpoints import tiny, tiny_cosmos, tiny_hunyuan, tiny_ltx
+from tests.pipelines.support.references.video import Clip
+from tests.pipelines.vae.support.vaes import VAES, copies, decibels
+
+NUM_LATENT_FRAMES = 4
+NUM_ROWS = 31
+"""Of latents: enough that a band is cut on both of its sides, and uneven ones."""
+
+
+def latents_like(channels: int) -> Tensor:
+    return torch.randn(1, channels, NUM_LATENT_FRAMES, 4, 6, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", VAES)
+@torch.no_grad()
+def test_chunks_are_the_whole_bit_by_bit(name: str) -> None:
+    vae = VAES[name]()
+    assert decodes_in_chunks(vae)
+    whole = vae.decode(latents_like(4), return_dict=False)[0]
+    assert whole.std() > 0.01
+    parts = list(decode_chunks(vae, latents_like(4)))
+    assert [chunk.shape[2] for chunk in parts] == [1, 4, 4, 4]
+    assert torch.equal(torch.cat(parts, 2), whole)
+    alone = [next(decode_chunks(vae, latent)) for latent in latents_like(4).split(1, dim=2)]
+    assert not torch.allclose(alone[1][:, :, -1], parts[1][:, :, -1]), "frames do not depend on those before"
+
+
+def test_who_tiles_pictures_itself_decodes_whole() -> None:
+    vae = tiny.wan_vae()
+    vae.enable_tiling()
+    assert not decodes_in_chunks(vae)
+
+
+CLIPS: Mapping[str, tuple[Callable[[Path], Path], int]] = MappingProxyType(
+    {
+        "wan": (tiny.wan, NUM_LATENT_FRAMES),
+        "cosmos with sound": (tiny_cosmos.cosmos_with_sound, NUM_LATENT_FRAMES),
+        "ltx": (tiny_ltx.ltx, 1),
+        "hunyuan": (tiny_hunyuan.hunyuan_video, NUM_LATENT_FRAMES),
+    }
+)
+
+
+def decoder_and_latents(folder: Path) -> tuple[BlocksDecoder, Mapping[str, Any], MediaRequest]:
+    """A decoder, and finished latents."""
+    request = Clip(make=tiny.wan, reference=lambda *_: {}, num_latent_frames=NUM_LATENT_FRAMES).request(folder)
+    pipeline = load_pipeline(Checkpoint(folder))
+    return pipeline.decoder, pipeline.denoise(request), request
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_frames_and_sound_are_those_of_the_whole(name: str, tmp_path: Path) -> None:
+    make, num_chunks = CLIPS[name]
+    decoder, latents, request = decoder_and_latents(make(tmp_path))
+    whole = decoder.decode_all(latents, request)
+    assert len(whole.frames_FHWC) == request.num_frames
+    parts = list(decoder.decode_chunks(latents, request))
+    assert len(parts) == num_chunks
+    np.testing.assert_array_equal(np.concatenate([chunk.frames_FHWC for chunk in parts]), whole.frames_FHWC)
+    assert [chunk.sound for chunk in parts[:-1]] == [None] * (num_chunks - 1)
+    assert (parts[-1].sound is None) == (whole.sound is None) == (name != "cosmos with sound")
+    if whole.sound is not None:
+        assert parts[-1].sound is not None
+        np.testing.assert_array_equal(parts[-1].sound.samples_CT, whole.sound.samples_CT)
+
+
+def test_a_chunk_comes_before_the_next_is_decoded(tiny_wan: Path) -> None:
+    decoder, latents, request = decoder_and_latents(tiny_wan)
+    calls: list[Any] = []
+    decoder._pipeline.vae.decoder.register_forward_hook(lambda *call: calls.append(call))
+    seen = [len(calls) for _ in decoder.decode_chunks(latents, request)]
+    assert seen == [1, 2, 3, 4]
+
+
+def test_a_guardrail_sees_the_whole_clip(tiny_wan: Path) -> None:
+    decoder, latents, request = decoder_and_latents(tiny_wan)
+    decoder._pipeline.requires_safety_checker = True
+    assert [len(chunk.frames_FHWC) for chunk in decoder.decode_chunks(latents, request)] == [request.num_frames]
+
+
+def tall_latents() -> Tensor:
+    return torch.randn(1, 4, 2, NUM_ROWS, 3, generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def joined(vae: Any, count: int) -> Tensor:
+    return torch.cat(list(decode_bands(vae, tall_latents(), copies(vae.decoder, count))), 2)
+
+
+@pytest.mark.parametrize("name", VAES)
+@torch.no_grad()
+def test_bands_of_clips_are_the_rows_of_the_whole(name: str) -> None:
+    vae = VAES[name]()
+    whole = vae.decode(tall_latents(), return_dict=False)[0]
+    for count in (2, 3):
+        assert joined(vae, count).shape == whole.shape
+        assert decibels(joined(vae, count), whole) > 100
+    narrow = tuple(margin // 2 for margin in margins(vae.decoder))
+    with patch.object(chunks, "margins", lambda _: narrow):
+        assert decibels(joined(vae, 2), whole) < 80, "rows around a band do not matter"
+
+
+def test_margins_are_small_where_the_work_is() -> None:
+    """Of the published layout: three residual blocks a level, the first three followed by one convolution."""
+    with torch.device("meta"):
+        decoder = diffusers.AutoencoderKLWan().decoder
+    assert margins(decoder) == (14, 13, 11, 7, 1)
+
+
+def test_a_decoder_is_the_same_after_a_band() -> None:
+    vae = VAES["wan 2.1"]()
+    with torch.no_grad():
+        whole = vae.decode(tall_latents(), return_dict=False)[0]
+        next(decode_bands(vae, tall_latents(), copies(vae.decoder, 2)))
+        assert torch.equal(vae.decode(tall_latents(), return_dict=False)[0], whole)
+
+
+@torch.no_grad()
+def test_the_rows_of_a_clip_say_how_many_devices_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(chunks, "decode_bands", lambda vae, latents, decoders: counts.append(len(decoders)) or iter(()))
+    vae = VAES["wan 2.1"]()
+    for num_rows in (14, 15, 29, 30, 44, 45, 90):
+        latents = torch.zeros(1, 4, 2, num_rows, 3)
+        list(decode_chunks(vae, latents, copies(vae.decoder, 3)))
+        list(decode_chunks(vae, latents))
+    assert counts[::2] == [1, 1, 1, 2, 2, 3, 3]
+    assert set(counts[1::2]) == {1}
