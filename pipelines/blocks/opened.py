@@ -59,6 +59,8 @@ class OpenedPipeline:
         self._configs: dict[str, Any] = {}
         if self.architecture.mend is not None:
             self.architecture.mend(self.blocks)
+        self.architecture.extend(self.blocks, path)
+        self.sections = Sections.of(self.blocks)
 
     @cached_property
     def inputs(self) -> Mapping[str, Any]:

@@ -86,7 +86,8 @@ class Architecture:
     ``used_by_blocks`` are its submodules, without weights, that diffusers' blocks use.
     ``blank_pictures(folder, request)`` are values in the shapes of what the encoders make of a request's pictures.
     With ``frames_from_pictures``, these are frames of the clip, and cut to its size. ``mend(blocks)`` replaces blocks
-    of diffusers' that are faulty, and adds what they lack.
+    of diffusers' that are faulty, and adds what they lack; ``extend(blocks, folder)`` does so for the settings of one
+    checkpoint.
 
     ``first_frame(config, latents)`` are the latents that a clip's first frame needs. ``estimate(loop_state, sigma)``
     are the finished latents as a step's values tell them, None before there are any; ``in_round(loop_state, call)``
@@ -121,6 +122,7 @@ class Architecture:
     blank_pictures: Callable[[Path, MediaRequest], Mapping[str, Tensor]] | None = None
     frames_from_pictures: bool = False
     mend: Callable[[Any], None] | None = None
+    extend: Callable[[Any, Path], None] = lambda blocks, folder: None
     set_kernel: Callable[[nn.Module, Kernel], None] | None = None
     hoisted: Callable[[nn.Module, Arguments], ModelInputs] | None = None
     reads_values: bool = False

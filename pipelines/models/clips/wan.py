@@ -86,10 +86,13 @@ def blank_conditioning(config: Config, num_tokens: int) -> Mapping[str, Tensor]:
 
 
 def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
-    """Frames as the auto-encoder has them with a mask of which are known, and what CLIP sees in each picture."""
+    """Frames as the auto-encoder has them with a mask of which are known, and what CLIP sees in each picture; or the
+    first frame alone, where its tokens have a timestep of their own."""
     import torch
 
     config, sizes = read_config(path, "transformer"), latent_sizes(request, space_time_scales(path))
+    if begins_with_first_frame(path):
+        return {"first_frame_latents": torch.zeros(1, config["in_channels"], 1, *sizes[1:])}
     channels = config["in_channels"] - config["out_channels"]
     values = {"image_condition_latents": torch.zeros(1, channels, *sizes)}
     if attends_to_pictures(config):
@@ -98,7 +101,12 @@ def blank_pictures(path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
 
 
 def adapted(config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Diffusers' blocks round the timestep to the dtype of the prompt, and know one for all tokens."""
+    """Diffusers' blocks round the timestep to the dtype of the prompt, and know one for all tokens.
+
+    With a first picture each token has its own already.
+    """
+    if call["timestep"].ndim == 2:
+        return call
     timestep_B = step["t"].float().expand(call["timestep"].shape[0])
     if not expands_timesteps(config):
         return {**call, "timestep": timestep_B}
@@ -123,6 +131,13 @@ def mend(blocks: Any) -> None:
     mend(blocks)
 
 
+def extend(blocks: Any, folder: Path) -> None:
+    if begins_with_first_frame(folder):
+        from pipelines.models.mended.wan_first_frame import extend
+
+        extend(blocks)
+
+
 def hoisted(module: nn.Module, inputs: ModelInputs) -> ModelInputs:
     """The text's keys and values."""
     from pipelines.models.attention.wan_text import hoisted_text
@@ -140,14 +155,15 @@ PICTURE_PIPELINES = ("WanImageToVideoPipeline", "WanImage2VideoModularPipeline",
 SMALL = replace(LARGE, **SMALL_SIZE)
 TWO_EXPERTS = replace(LARGE, num_inference_steps=40, true_cfg_scale=4.0)
 """The card's guidance scale for high noise. It gives 3.0 for low noise; a request has one scale, which serves both."""
-PER_TOKEN_TIME = replace(LARGE, height=704, num_frames=121, fps=24, max_frames=121)
+PER_TOKEN_TIME = replace(LARGE, height=704, num_frames=121, fps=24, max_frames=121, max_pictures=1)
+"""One model for words and for words with a first picture."""
 
 
 def defaults(path: Path) -> Defaults:
     """The defaults of the published model that the folder resembles, with its own grid."""
     (spatial, temporal), patch = space_time_scales(path), read_config(path, "transformer")["patch_size"]
     return replace(
-        _from_pictures(path) if begins_with_pictures(path) else _known_defaults(path),
+        _known_defaults(path),
         size_multiple=math.lcm(SIZE_MULTIPLE, spatial * patch[1], spatial * patch[2]),
         frame_multiple=temporal,
     )
@@ -159,22 +175,29 @@ def _known_defaults(path: Path) -> Defaults:
     ValueError for a transformer that sees more than the latents of a clip.
     """
     config, index = read_config(path, "transformer"), read_index(path)
+    needs_pictures, has_first_frame = index["_class_name"] in PICTURE_PIPELINES, begins_with_first_frame(path)
+    if needs_pictures and not has_first_frame:
+        return _from_pictures(path)
     check_channels(path, "transformer", given=config.get("out_channels", config.get("in_channels")))
+    if has_first_frame:
+        return replace(PER_TOKEN_TIME, min_pictures=int(needs_pictures))
     if index.get("boundary_ratio") is not None:
         return TWO_EXPERTS
-    if index.get("expand_timesteps"):
-        return PER_TOKEN_TIME
     return SMALL if config["num_layers"] <= SMALL_LAYERS else LARGE
 
 
-def begins_with_pictures(path: Path) -> bool:
-    """ValueError for a folder whose pipeline diffusers has blocks for, but not with a timestep a token."""
-    if read_index(path)["_class_name"] not in PICTURE_PIPELINES:
+def begins_with_first_frame(path: Path) -> bool:
+    """Whether a picture is the clip's first latent frame, and its tokens are at time 0 (Wan 2.2 TI2V).
+
+    ValueError for two experts with a timestep a token.
+    """
+    index = read_index(path)
+    if not index.get("expand_timesteps"):
         return False
-    if read_index(path).get("expand_timesteps"):
+    if index.get("boundary_ratio") is not None:
         raise ValueError(
-            f"{path} begins clips with a picture and has a timestep a token, which diffusers has no blocks for; as a "
-            "WanPipeline it makes clips from words"
+            f"{path} has expand_timesteps and boundary_ratio in its index: a timestep a token and two transformers; "
+            "a model has one of the two, so take out the other"
         )
     return True
 
@@ -202,6 +225,7 @@ ARCHITECTURE = Architecture(
     blank_pictures=blank_pictures,
     frames_from_pictures=True,
     mend=mend,
+    extend=extend,
     hoisted=hoisted,
     first_frame=first_latent_frame,
     float32_parts=("vae", "image_encoder"),
