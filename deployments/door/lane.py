@@ -48,8 +48,10 @@ class Lane:
             yield f"    set-var proc.{name} int(0)"
 
     def choice(self, max_waiting_bytes: int, patient: str) -> Iterator[str]:
-        """Yields lines of the door's frontend. Bodies above ``max_waiting_bytes``, which fit no buffer, do not wait, nor
-        do requests under the condition ``patient``, whose client may close its side before the answer."""
+        """Yields lines of the door's frontend. Bodies above ``max_waiting_bytes``, which fit no buffer, do not wait.
+
+        Nor do requests under the condition ``patient``, whose client may close its side before the answer.
+        """
         yield f"    use_backend pictures_patient if {PICTURES} {patient}"
         yield f"    use_backend pictures if {PICTURES} {{ req.body_size le {max_waiting_bytes} }}"
         yield f"    use_backend pictures_large if {PICTURES}"

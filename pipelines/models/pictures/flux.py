@@ -87,7 +87,7 @@ EDITOR: Mapping[str, Any] = {"guidance_scale": 2.5, "takes_strength": False, "st
 
 
 def defaults(path: Path) -> Defaults:
-    """FLUX.1-dev's if the model takes a guidance scale, else FLUX.1-schnell's."""
+    """FLUX.1-dev's, which are diffusers' own, if the model takes a guidance scale, else FLUX.1-schnell's (its card)."""
     config = read_config(path, "transformer")
     check_channels(path, "transformer", given=config.get("out_channels") or config["in_channels"])
     distilled: bool = config["guidance_embeds"]
