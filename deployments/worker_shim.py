@@ -39,6 +39,7 @@ CREDENTIALS = struct.Struct("3i")
 START_WITHIN_S = 20.0
 ANSWER_WITHIN_S = 45.0
 """Libraries may have to be imported first. Ray waits a minute for a worker."""
+WATCHED_EVERY_S, STOPPED_FOR_S = 1.0, 8.0
 FOLDER = "/tmp"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -207,12 +208,35 @@ def supervise(connection: socket.socket, pid: int) -> int:
         for number in FORWARDED:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, forward)
+    wait_for(connection, pid, process)
     answer = read_message(connection)
     if answer is not None:
         return int(answer["status"])
     if process is not None:  # the zygote is dead, and the worker may go on
-        select.select([process], [], [])
+        wait_for(process, pid, process)
     return 1
+
+
+def wait_for(end: socket.socket | int, pid: int, process: int | None) -> None:
+    """Return when ``end`` can be read. A worker that is stopped for ``STOPPED_FOR_S`` is killed, as if it had died.
+
+    Ray and Serve ask no worker that only starts whether it is well.
+    """
+    num_stopped = 0
+    while not select.select([end], [], [], WATCHED_EVERY_S)[0]:
+        num_stopped = num_stopped + 1 if is_stopped(pid) else 0
+        if process is not None and num_stopped * WATCHED_EVERY_S >= STOPPED_FOR_S:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether ``pid`` runs no instruction since a signal stopped it; one that is traced is in other hands."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "T"
+    except OSError:  # it has ended
+        return False
 
 
 def end_like(status: int) -> None:

@@ -26,7 +26,7 @@ from deployments.api.idempotency import KnownRequests
 from deployments.api.lookout import Lookout
 from deployments.api.measures import usage_routes
 from deployments.api.middleware import CLIENT_GONE, RequestLog
-from deployments.api.partial import HeadAsGet
+from deployments.api.partial import HeadAsGet, WholeForOld
 from deployments.api.routes.health import Liveness, health_routes, model_routes
 from deployments.api.routes.images import image_routes
 from deployments.api.routes.page import page_routes
@@ -116,6 +116,7 @@ def add_guards(app: FastAPI, settings: ApiSettings, studio: Studio, drain: Drain
     app.add_middleware(Draining, drain=drain)
     if settings.allowed_origins:
         app.add_middleware(Cors, allowed_origins=settings.allowed_origins)  # around refusals of all the others
+    app.add_middleware(WholeForOld)
     app.add_middleware(RequestLog, sends_request_id=settings.sends_request_id)
     app.add_middleware(Liveness, drain=drain)
 

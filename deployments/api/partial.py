@@ -1,4 +1,5 @@
-"""Answers of which a client wants less than the whole: the head alone, a range, or nothing if it has it already."""
+"""Answers of which a client wants less than the whole: the head alone, a range, or nothing if it has it already. And
+those that it can take as a whole only."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import asyncio
 import os
 from pathlib import Path
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import FileResponse, MalformedRangeHeader, RangeNotSatisfiable
 from starlette.staticfiles import NotModifiedResponse, StaticFiles
@@ -18,6 +19,8 @@ from deployments.requests.errors import shown
 CONDITIONS = StaticFiles()
 """For its reading of ``If-None-Match`` and ``If-Modified-Since``; it serves nothing."""
 
+BODILESS = (204, 304)
+"""Answers that have no body, and say no length (RFC 9110, section 8.6)."""
 RANGE_HEADERS = (b"range", b"if-range")
 
 
@@ -45,6 +48,41 @@ class HeadAsGet:
             await self.app(asked, receive, send_head)
         finally:
             scope["route"] = asked.get("route")  # for who counts answers by it
+
+
+class WholeForOld:
+    """Answers clients of HTTP/1.0, which know no chunks, with the length of what others are sent as a stream (RFC 9112,
+    section 6.1): servers below, and the door, would write chunks whatever the client speaks.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_old = scope["type"] == "http" and scope.get("http_version") == "1.0" and scope["method"] != "HEAD"
+        await self.app(scope, receive, _whole(send) if is_old else send)
+
+
+def _whole(send: Send) -> Send:
+    """Return a ``send`` that holds an answer of unknown length until it is there."""
+    held: Message | None = None
+    body = bytearray()
+
+    async def send_whole(message: Message) -> None:
+        nonlocal held
+        if message["type"] == "http.response.start" and "content-length" not in Headers(raw=message["headers"]):
+            held = message
+        elif held is None or message["type"] != "http.response.body":
+            await send(message)
+        else:
+            body.extend(message.get("body", b""))
+            if not message.get("more_body", False):
+                if held["status"] not in BODILESS:
+                    MutableHeaders(scope=held)["Content-Length"] = str(len(body))
+                await send(held)
+                await send({**message, "body": bytes(body)})
+
+    return send_whole
 
 
 def is_head(request: Request) -> bool:

@@ -33,6 +33,7 @@ IS_PLAIN = "{ status 500 } !{ res.hdr(content-type) -m beg application/json }"
 """Ray's proxy says so, in plain text, of a replica that died under a request."""
 EXPOSED = ("Retry-After", "X-Request-Id")
 """What pages may read of the door's own answers."""
+QUEUES_CLIP = "{ method POST } { path /v1/videos }"
 FORWARDED_HEADERS = ("x-forwarded-host", "x-forwarded-proto")
 
 
@@ -143,9 +144,11 @@ def _frontend(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "    http-request del-header x-serve-router- -m beg"
     yield "    http-request del-header traceparent if { req.hdr(traceparent) -m reg [^\\x20-\\x7e] }"
     yield from _forwarded(wiring.trusted_proxies)
+    asks_once = "HTTP_1.0" + (f" !{{ src {' '.join(wiring.trusted_proxies)} }}" if wiring.trusted_proxies else "")
     if wiring.lane is not None:
-        yield from wiring.lane.choice(settings.max_head_bytes)
-    yield "    use_backend application_patient if bodiless !{ path_end /events }"
+        yield from wiring.lane.choice(settings.max_head_bytes, asks_once)
+    for patient in (asks_once, QUEUES_CLIP, "bodiless !{ path_end /events }"):
+        yield f"    use_backend application_patient if {patient}"
     yield "    default_backend application"
 
 
@@ -206,9 +209,12 @@ def _backend(wiring: Wiring, is_draining: bool) -> Iterator[str]:
 
 
 def _patient_backend(wiring: Wiring) -> Iterator[str]:
-    """Yields the same for what is answered at once, also for clients that closed their side after the request.
+    """Yields the same for clients that close their side after the request, and read on: those of HTTP/1.0, which ask
+    once a connection, and all where the answer comes at once.
 
-    Elsewhere that counts as the client's end, as for most servers: what it asked for is not made any more.
+    Elsewhere that counts as the client's end, as for most servers: what it asked for is not made any more. TCP does not
+    tell the two apart, and HAProxy hides from its rules who said "Connection: close". A proxy that speaks HTTP/1.0
+    closes when its own client is gone.
     """
     host, port = wiring.backend
     yield "backend application_patient"

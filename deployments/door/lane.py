@@ -47,8 +47,12 @@ class Lane:
         for name in ("full", "wait", "until"):
             yield f"    set-var proc.{name} int(0)"
 
-    def choice(self, max_waiting_bytes: int) -> Iterator[str]:
-        """Yields lines of the door's frontend. Bodies above ``max_waiting_bytes``, which fit no buffer, do not wait."""
+    def choice(self, max_waiting_bytes: int, patient: str) -> Iterator[str]:
+        """Yields lines of the door's frontend. Bodies above ``max_waiting_bytes``, which fit no buffer, do not wait.
+
+        Nor do requests under the condition ``patient``, whose client may close its side before the answer.
+        """
+        yield f"    use_backend pictures_patient if {PICTURES} {patient}"
         yield f"    use_backend pictures if {PICTURES} {{ req.body_size le {max_waiting_bytes} }}"
         yield f"    use_backend pictures_large if {PICTURES}"
 
@@ -64,6 +68,10 @@ class Lane:
         yield "    option http-server-close"
         yield f"    server lane {socket} maxconn {self.num_places + SPARE}"
         yield "backend pictures_large"
+        yield "    option http-server-close"
+        yield f"    server lane {socket}"
+        yield "backend pictures_patient"
+        yield "    no option abortonclose"
         yield "    option http-server-close"
         yield f"    server lane {socket}"
         yield from _frontend(socket)

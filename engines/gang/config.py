@@ -13,6 +13,9 @@ from engines.core.sampler import Sampler
 from engines.gang.policies.registry import find_policy
 from engines.parallel.communication.nccl_options import DEFAULT_OPTIONS, NcclOptions
 
+FORKED_SILENCE_S, IMPORTS_SILENCE_S = 10.0, 60.0
+"""Python answers nothing while it maps a large library, which a slow disk makes long."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GangConfig:
@@ -20,10 +23,11 @@ class GangConfig:
 
     A gang on ``num_nodes`` > 1 has the same number of ranks on each, in node order. ``step_deadline_s`` is the longest
     a step may take once its ranks are warm, ``start_deadline_s`` covers a whole start, and steps of a shape until its
-    ranks are warm. Within a start, ranks have ``process_deadline_s`` until their processes run, ``connect_deadline_s``
-    for their communicator, ``load_deadline_s`` for weights and ``build_deadline_s`` for compiling and the self-check
-    (None: what is left of the start), and may answer no ping for ``silence_deadline_s``; those that are ready for
-    ``ping_deadline_s``.
+    ranks are warm. Within a start, ranks have ``process_deadline_s`` until their processes run, as much again to import
+    libraries and open their devices, ``connect_deadline_s`` for their communicator, ``load_deadline_s`` for weights and
+    ``build_deadline_s`` for compiling and the self-check (None: what is left of the start). From when its process runs
+    a rank may answer no ping for ``silence_deadline_s`` (None: ``FORKED_SILENCE_S`` where it has its libraries from a
+    fork, else ``IMPORTS_SILENCE_S``); one that is ready for ``ping_deadline_s``.
 
     At most ``plans_ahead`` step plans are submitted before the first result is awaited. ``policy`` names who goes
     first; if the gang is ``elastic``, it chooses the jobs' teams too, else all ranks work on one job at a time. At most
@@ -42,7 +46,7 @@ class GangConfig:
     connect_deadline_s: float = 120.0
     load_deadline_s: float | None = None
     build_deadline_s: float | None = None
-    silence_deadline_s: float = 10.0
+    silence_deadline_s: float | None = None
     ping_deadline_s: float = 5.0
     plans_ahead: int = 2
     max_running_jobs: int = 4
@@ -77,6 +81,11 @@ class GangConfig:
     def max_batch(self) -> int:
         """How many jobs of one shape a team advances together: more than one only where that is faster."""
         return 1
+
+    def silence_s(self, *, is_forked: bool) -> float:
+        """Return how long a rank that starts may answer no ping."""
+        usual_s = FORKED_SILENCE_S if is_forked else IMPORTS_SILENCE_S
+        return usual_s if self.silence_deadline_s is None else self.silence_deadline_s
 
     @property
     def ranks_per_node(self) -> int:

@@ -81,7 +81,7 @@ class Gang:
         begun_s = clock.now_s()
         ranks = spawn_ranks(config, group, await rank_environments(config, group, environment, clock), python)
         try:
-            infos, built = await Start(config, ranks, clock, model).run(load)
+            infos, built = await Start(config, ranks, clock, model, is_forked=bool(python)).run(load)
             start_s = clock.now_s() - begun_s
             observe_start(model, start_s)
             pids = [info.pid for info in infos]

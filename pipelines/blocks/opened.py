@@ -57,6 +57,8 @@ class OpenedPipeline:
         self.sections = Sections.of(self.blocks)
         self._configs: dict[str, Any] = {}
         self.spec.patch_blocks(self.blocks)
+        self.spec.extend_blocks(self.blocks, path)
+        self.sections = Sections.of(self.blocks)
 
     @cached_property
     def inputs(self) -> Mapping[str, Any]:

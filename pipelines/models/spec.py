@@ -149,6 +149,9 @@ class ModelSpec(ABC):
     def patch_blocks(self, blocks: Any) -> None:  # noqa: B027  most families need no patch
         """Replace faulty blocks of diffusers, and add missing ones. Needs torch."""
 
+    def extend_blocks(self, blocks: Any, path: Path) -> None:  # noqa: B027  as above
+        """Replace or add blocks for the settings of one checkpoint. Needs torch."""
+
     def complete_pipeline(self, pipeline: Any) -> None:  # noqa: B027  as above
         """Add parts that are in no folder to a pipeline that encodes or decodes, and patch others."""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deployments import worker_shim
 from deployments.forked_worker import ROOT
 from deployments.forked_workers import SHIM, forking_cluster
 from deployments.settings import process_environment
@@ -173,6 +174,22 @@ def test_a_worker_dies_with_its_shim(directory: str) -> None:
     shim.kill()
     end_of(shim)
     wait_until(lambda: not psutil.pid_exists(worker), "the worker is gone")
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_a_worker_that_is_stopped_for_good_is_killed(is_stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that sleeps is not."""
+    monkeypatch.setattr(worker_shim, "WATCHED_EVERY_S", 0.01)
+    monkeypatch.setattr(worker_shim, "STOPPED_FOR_S", 0.1)
+    with subprocess.Popen(["sleep", "1" if not is_stopped else str(PATIENCE_S)]) as worker:
+        process = os.pidfd_open(worker.pid)
+        try:
+            if is_stopped:
+                worker.send_signal(signal.SIGSTOP)
+            worker_shim.wait_for(process, worker.pid, process)
+        finally:
+            os.close(process)
+    assert worker.returncode == (-signal.SIGKILL if is_stopped else 0)
 
 
 def test_what_cannot_be_forked_runs_by_itself_and_says_why_once(directory: str) -> None:

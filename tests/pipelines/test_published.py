@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from engines.parallel.communication.mesh import team_of_one
 from engines.tensorrt_engine.export.trace import offline_team
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.checkpoint import Checkpoint
-from pipelines.directory import read_config
+from pipelines.directory import read_config, read_index
 from pipelines.loading import published_models, resolve_configuration, shipped_checkpoints
 from tests.pipelines.support.full_size import Recorded, first_step, model_on_gpu, trace
 from tests.pipelines.support.real_configs import FLUX, WAN, model_of
@@ -83,6 +85,45 @@ def test_every_real_configuration_is_there() -> None:
 def test_newer_models_have_as_many_parameters_as_they_should(name: str) -> None:
     weights = (weight for module in model_of(name).modules.values() for weight in module.parameters())
     assert sum(weight.nbytes for weight in weights) == 2 * NEWER[name], "in bfloat16"
+
+
+STEPS, GUIDANCE = "num_inference_steps", "guidance_scale"
+OF_CARDS: dict[str, dict[str, float]] = {
+    "FLUX.1-Kontext-dev": {GUIDANCE: 2.5},
+    "FLUX.1-schnell": {STEPS: 4, GUIDANCE: 0.0},
+    "FLUX.2-klein-4B": {STEPS: 4, GUIDANCE: 1.0},
+    "Krea-2-Turbo": {STEPS: 8, GUIDANCE: 0.0},
+    "Qwen-Image-Edit-2509": {STEPS: 40},
+    "Qwen-Image-Edit-2511": {STEPS: 40},
+    "Wan2.1-FLF2V-14B-720P": {GUIDANCE: 5.5},
+    "Wan2.2-I2V-A14B": {STEPS: 40, GUIDANCE: 3.5},
+    "Wan2.2-T2V-A14B": {STEPS: 40, GUIDANCE: 4.0},
+    "Z-Image": {GUIDANCE: 4.0},
+    "Z-Image-Turbo": {STEPS: 9, GUIDANCE: 0.0},
+    "stable-diffusion-3.5-large": {GUIDANCE: 3.5},
+    "stable-diffusion-3.5-medium": {STEPS: 40, GUIDANCE: 4.5},
+}
+"""Steps and guidance by which a model's card on the hub calls diffusers' pipeline, where these are not its defaults."""
+
+
+BLOCKS_ALONE = {"MiniMax-H3", "flux-3-image-klein", "flux-3-image-klein-base"}
+"""Of these diffusers has no pipeline that is called with steps and guidance."""
+
+
+@pytest.mark.parametrize("name", sorted({*published_models()} - BLOCKS_ALONE))
+def test_steps_and_guidance_are_those_of_diffusers_or_of_the_card(name: str) -> None:
+    checkpoint = Checkpoint.of_configuration(name, "meta")
+    defaults, pipeline = checkpoint.defaults, getattr(diffusers, read_index(checkpoint.path)["_class_name"])
+    said = {one.name: one.default for one in inspect.signature(pipeline.__call__).parameters.values()}
+    counted = defaults.true_cfg_scale - defaults.guidance_offset
+    is_distilled = defaults.guidance_scale > 0 or "true_cfg_scale" in said
+    ours = {
+        STEPS: defaults.num_inference_steps,
+        GUIDANCE: defaults.guidance_scale if is_distilled else counted,
+        "true_cfg_scale": defaults.true_cfg_scale,
+    }
+    differing = {key: value for key, value in ours.items() if said.get(key) is not None and said[key] != value}
+    assert differing == OF_CARDS.get(name, {})
 
 
 def test_weights_are_counted_without_being_there() -> None:

@@ -49,10 +49,22 @@ class RankInfo:
 
 
 class Rank:
-    """Called by the gang alone: ``open_store`` (rank 0), ``join``, ``load``, ``build`` in this order, then others."""
+    """Called by the gang alone: ``open``, ``open_store`` (rank 0), ``join``, ``load``, ``build`` in this order, then
+    others.
+
+    Making one takes no time: an actor answers no ping before it is made, and what hangs then is found by pings alone.
+    """
 
     def __init__(self, config: GangConfig, rank: int) -> None:
-        begun_s = time.monotonic()
+        device = "cuda:0" if config.gpus_per_rank else "cpu"  # Ray shows a rank its own GPU only
+        self._config = config
+        self._context = RankContext(rank=rank, num_ranks=config.num_ranks, device=device)
+        self._build: BuildRank | None = None
+        self._runner: RankJobs | None = None
+
+    def open(self) -> None:
+        """Import torch and take the device."""
+        config, begun_s = self._config, time.monotonic()
         import torch
 
         from engines.gang.ranks.communicator import Communicator
@@ -60,20 +72,15 @@ class Rank:
         self._torch_s = time.monotonic() - begun_s
         torch.set_num_threads(config.threads_per_rank)
         self._resources = open_rank_resources()
-        device = "cuda:0" if config.gpus_per_rank else "cpu"  # Ray shows a rank its own GPU only
         if config.gpus_per_rank:
-            torch.cuda.set_device(device)
-        self._context = RankContext(rank=rank, num_ranks=config.num_ranks, device=device)
+            torch.cuda.set_device(self._context.device)
         self._communicator = Communicator(
-            rank=rank,
+            rank=self._context.rank,
             num_ranks=config.num_ranks,
-            device=torch.device(device),
+            device=torch.device(self._context.device),
             timeout_s=2 * config.start_deadline_s + config.step_deadline_s,
             nccl=config.nccl,
         )
-        self._moves_jobs = config.elastic
-        self._build: BuildRank | None = None
-        self._runner: RankJobs | None = None
 
     def open_store(self) -> StoreAddress:
         return self._communicator.open_store(_node_ip())
@@ -111,7 +118,7 @@ class Rank:
         parts = self._build()
         self._build = None  # and the weights that it holds are the engine's
         wait_for_early_start()  # in case no engine did
-        if self._moves_jobs:
+        if self._config.elastic:
             with timed("rank: rehearsed transfers", rank=self._context.rank):
                 rehearse(self._context)
         self._runner = RankJobs(parts, self._context)

@@ -29,8 +29,17 @@ class Start:
     that are late, or answer no ping: a process that is stopped would hold up the others until the phase's deadline.
     """
 
-    def __init__(self, config: GangConfig, ranks: Sequence[Any], clock: Clock, model: str = "unnamed") -> None:
+    def __init__(
+        self,
+        config: GangConfig,
+        ranks: Sequence[Any],
+        clock: Clock,
+        model: str = "unnamed",
+        *,
+        is_forked: bool = False,
+    ) -> None:
         self._config, self._ranks, self._clock, self._model = config, ranks, clock, model
+        self._silence_s = config.silence_s(is_forked=is_forked)
         self._end_s = clock.now_s() + config.start_deadline_s
         self._pings: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -39,8 +48,10 @@ class Start:
         config, ranks = self._config, self._ranks
         try:
             with self._timed("processes"):
-                await self._phase("start their processes", config.process_deadline_s, lambda rank: rank.ping.remote())
-            self._pings = asyncio.ensure_future(self._ping())
+                process_s = config.process_deadline_s
+                await self._phase("start their processes", process_s, lambda rank: rank.ping.remote())
+                self._pings = asyncio.ensure_future(self._ping())
+                await self._phase("open their devices", process_s, lambda rank: rank.open.remote())
             with self._timed("connect"):
                 infos = await self._connect()
             with self._timed("load"):
@@ -95,7 +106,7 @@ class Start:
 
     async def _ping(self) -> None:
         """Returns never; raises ``GangBrokenError`` when a rank answers no ping for as long as ranks may be silent."""
-        silence_s = self._config.silence_deadline_s
+        silence_s = self._silence_s
         while True:
             answers = [asyncio.ensure_future(_answer(rank.ping.remote())) for rank in self._ranks]
             try:

@@ -86,7 +86,7 @@ class FluxSpec(ModelSpec):
         return {**call, "timestep": step["t"].to(call["hidden_states"].dtype).flatten() / 1000}
 
     def defaults(self, path: Path) -> Defaults:
-        """FLUX.1-dev's if the model takes a guidance scale, else FLUX.1-schnell's."""
+        """FLUX.1-dev's, which are diffusers' own, if the model takes a guidance scale; else schnell's (its card)."""
         config = read_config(path, "transformer")
         check_channels(path, "transformer", given=config.get("out_channels") or config["in_channels"])
         distilled: bool = config["guidance_embeds"]

@@ -8,19 +8,21 @@ no known step to check itself with.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ShardPlan
 from pipelines.defaults import Defaults
-from pipelines.directory import DENOISERS, part_class, read_config
+from pipelines.directory import DENOISERS, part_class, read_config, read_index
 from pipelines.models.channels import check_channels
 from pipelines.models.generic.outline import empty, repeated_blocks
 from pipelines.models.predictions import blank_like
 from pipelines.models.spec import Config, ModelSpec
-from pipelines.modular import open_modular
+from pipelines.modular import CLASSIC, MODULAR, open_modular
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,6 +43,7 @@ SCALES = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compressi
 TEMPORAL_SCALES = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
 PICTURE, CLIP = (1024, 1024), (832, 480)
 NUM_FRAMES, FPS, NUM_STEPS = 81, 24, 50
+STEPS = "num_inference_steps"
 LONGEST_CLIP = 257
 LATENT_CHANNELS = 4
 """What diffusers' auto-encoder for pictures has where its configuration does not say."""
@@ -111,8 +114,11 @@ class GenericSpec(ModelSpec):
         return Prediction(([prediction],) if isinstance(call[name], list | tuple) else (prediction,))
 
     def defaults(self, path: Path) -> Defaults:
-        """What the pipeline's blocks say; where they say nothing, what many models do."""
-        pipeline = open_modular(path)
+        """Return steps and guidance that diffusers' own pipeline has by default, and else what its blocks say.
+
+        Where they say nothing, return what many models do.
+        """
+        pipeline, call = open_modular(path), call_defaults(path)
         inputs = {spec.name: spec.default for spec in pipeline.blocks.inputs if spec.name is not None}
         outputs = {spec.name for spec in pipeline.blocks.outputs}
         is_video = "videos" in outputs
@@ -128,9 +134,9 @@ class GenericSpec(ModelSpec):
             height=height,
             num_frames=num_frames if is_video else 1,
             fps=int(_first(inputs.get("fps"), inputs.get("frame_rate"), FPS)) if is_video else 0,
-            num_inference_steps=int(_first(inputs.get("num_inference_steps"), NUM_STEPS)),
+            num_inference_steps=int(_first(call.get(STEPS), inputs.get(STEPS), NUM_STEPS)),
             guidance_scale=float(_first(inputs.get("guidance_scale"), 0.0)),
-            **_guidance(guider),
+            **_guidance(guider, call.get("true_cfg_scale" if "guidance_scale" in inputs else "guidance_scale")),
             size_multiple=_size_multiple(pipeline, path),
             frame_multiple=temporal,
             max_pixels=max(2048 * 2048 if not is_video else 1280 * 720, width * height),
@@ -146,6 +152,17 @@ class GenericSpec(ModelSpec):
         )
 
 
+def call_defaults(path: Path) -> dict[str, Any]:
+    """Return the arguments that diffusers' classic pipeline takes unless it is told others; none without one.
+
+    Its blocks may have others: those of Stable Diffusion XL are guided by 7.5, and its pipeline by 5.
+    """
+    name = str(read_index(path).get("_class_name")).replace(MODULAR, CLASSIC)
+    pipeline = getattr(import_module("diffusers"), name, None)
+    parameters = [] if pipeline is None else inspect.signature(pipeline.__call__).parameters.values()
+    return {one.name: one.default for one in parameters if one.default is not one.empty}
+
+
 def _masks(path: Path) -> dict[str, Any]:
     """A U-Net for masks sees the mask and what it leaves beside its own latents. ValueError for other channels."""
     if part_class(path, U_NET) is None:
@@ -157,13 +174,15 @@ def _masks(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _guidance(guider: Any) -> dict[str, Any]:
+def _guidance(guider: Any, scale: float | None) -> dict[str, Any]:
+    """``scale`` is what the pipeline means by default (None: as its guider says)."""
     from pipelines.blocks.guidance import counts_from_prompt
 
     if guider is None or not guider._enabled:
         return {"true_cfg_scale": 1.0}
     offset = float(counts_from_prompt(guider))
-    return {"true_cfg_scale": float(getattr(guider, "guidance_scale", 1.0)) + offset, "guidance_offset": offset}
+    scale = _first(scale, getattr(guider, "guidance_scale", None), 1.0)
+    return {"true_cfg_scale": float(scale) + offset, "guidance_offset": offset}
 
 
 def _size(pipeline: Any, inputs: Mapping[str, Any], usual: tuple[int, int]) -> tuple[int, int]:

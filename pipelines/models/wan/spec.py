@@ -71,7 +71,8 @@ PICTURE_PIPELINES = ("WanImageToVideoPipeline", "WanImage2VideoModularPipeline",
 SMALL = replace(LARGE, **SMALL_SIZE)
 TWO_EXPERTS = replace(LARGE, num_inference_steps=40, true_cfg_scale=4.0)
 """The card's guidance scale for high noise. It gives 3.0 for low noise; a request has one scale, which serves both."""
-PER_TOKEN_TIME = replace(LARGE, height=704, num_frames=121, fps=24, max_frames=121)
+PER_TOKEN_TIME = replace(LARGE, height=704, num_frames=121, fps=24, max_frames=121, max_pictures=1)
+"""One model for words and for words with a first picture."""
 
 
 def _known_defaults(path: Path) -> Defaults:
@@ -80,22 +81,29 @@ def _known_defaults(path: Path) -> Defaults:
     ValueError for a transformer that sees more than the latents of a clip.
     """
     config, index = read_config(path, "transformer"), read_index(path)
+    needs_pictures, has_first_frame = index["_class_name"] in PICTURE_PIPELINES, begins_with_first_frame(path)
+    if needs_pictures and not has_first_frame:
+        return _from_pictures(path)
     check_channels(path, "transformer", given=config.get("out_channels", config.get("in_channels")))
+    if has_first_frame:
+        return replace(PER_TOKEN_TIME, min_pictures=int(needs_pictures))
     if index.get("boundary_ratio") is not None:
         return TWO_EXPERTS
-    if index.get("expand_timesteps"):
-        return PER_TOKEN_TIME
     return SMALL if config["num_layers"] <= SMALL_LAYERS else LARGE
 
 
-def begins_with_pictures(path: Path) -> bool:
-    """ValueError for a folder whose pipeline diffusers has blocks for, but not with a timestep a token."""
-    if read_index(path)["_class_name"] not in PICTURE_PIPELINES:
+def begins_with_first_frame(path: Path) -> bool:
+    """Whether a picture is the clip's first latent frame, and its tokens are at time 0 (Wan 2.2 TI2V).
+
+    ValueError for two experts with a timestep a token.
+    """
+    index = read_index(path)
+    if not index.get("expand_timesteps"):
         return False
-    if read_index(path).get("expand_timesteps"):
+    if index.get("boundary_ratio") is not None:
         raise ValueError(
-            f"{path} begins clips with a picture and has a timestep a token, which diffusers has no blocks for; as a "
-            "WanPipeline it makes clips from words"
+            f"{path} has expand_timesteps and boundary_ratio in its index: a timestep a token and two transformers; "
+            "a model has one of the two, so take out the other"
         )
     return True
 
@@ -116,10 +124,10 @@ class WanSpec(ModelSpec):
     float32_parts = ("vae", "image_encoder")
     needs_negative = True
     decodes_frames_apart = True
-    forward = lazy("pipelines.models.wan.text:forward")
+    forward = lazy("pipelines.models.wan.attention:forward")
     set_kernel = lazy("pipelines.models.wan.attention:set_kernel")
     patch_blocks = lazy("pipelines.models.wan.patches:patch_blocks")
-    hoisted = lazy("pipelines.models.wan.text:hoisted_text")
+    hoisted = lazy("pipelines.models.wan.attention:hoisted_text")
     """The text's keys and values."""
 
     def shard_plan(self, config: Config) -> ShardPlan:
@@ -143,10 +151,15 @@ class WanSpec(ModelSpec):
         return {"prompt_embeds": torch.zeros(1, tokens, config["text_dim"])}
 
     def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
-        """Frames as the auto-encoder has them with a mask of which are known, and what CLIP sees in each picture."""
+        """Frames as the auto-encoder has them with a mask of which are known, and what CLIP sees in each picture.
+
+        The first frame alone where its tokens have a timestep of their own.
+        """
         import torch
 
         config, sizes = read_config(path, "transformer"), latent_sizes(request, space_time_scales(path))
+        if begins_with_first_frame(path):
+            return {"first_frame_latents": torch.zeros(1, config["in_channels"], 1, *sizes[1:])}
         channels = config["in_channels"] - config["out_channels"]
         values = {"image_condition_latents": torch.zeros(1, channels, *sizes)}
         if attends_to_pictures(config):
@@ -154,17 +167,26 @@ class WanSpec(ModelSpec):
         return values
 
     def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Diffusers' blocks round the timestep to the dtype of the prompt, and know one for all tokens."""
+        """Diffusers' blocks round the timestep to the dtype of the prompt, and know one for all tokens.
+
+        With a first picture each token has its own already.
+        """
+        if call["timestep"].ndim == 2:
+            return call
         timestep_B = step["t"].float().expand(call["timestep"].shape[0])
         if not expands_timesteps(config):
             return {**call, "timestep": timestep_B}
         return {**call, "timestep": timestep_B[:, None].expand(-1, self.stream_lengths(config, call)[VIDEO])}
 
+    def extend_blocks(self, blocks: Any, path: Path) -> None:
+        if begins_with_first_frame(path):
+            lazy("pipelines.models.wan.first_frame:extend_blocks")(blocks)
+
     def defaults(self, path: Path) -> Defaults:
         """The defaults of the published model that the folder resembles, with its own grid."""
         (spatial, temporal), patch = space_time_scales(path), read_config(path, "transformer")["patch_size"]
         return replace(
-            _from_pictures(path) if begins_with_pictures(path) else _known_defaults(path),
+            _known_defaults(path),
             size_multiple=math.lcm(SIZE_MULTIPLE, spatial * patch[1], spatial * patch[2]),
             frame_multiple=temporal,
         )

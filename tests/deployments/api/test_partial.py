@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import http.client
+import json
+import socket
 from pathlib import Path
 
 import httpx
@@ -17,6 +19,7 @@ from tests.deployments.api.conftest import build, serving
 from tests.deployments.api.routes.test_images import IMAGES
 from tests.deployments.api.routes.test_videos import finished, make
 from tests.deployments.support.fake_studio import FakeStudio
+from tests.support.patience import PATIENCE_S
 
 VARYING = {"x-request-id", "date", "server"}
 
@@ -39,6 +42,25 @@ async def test_head_has_the_headers_of_get(client: httpx.AsyncClient) -> None:
         assert {*head.headers} - VARYING == {*got.headers} - VARYING, path
         if "content-length" in got.headers:
             assert head.headers["content-length"] == got.headers["content-length"]
+
+
+@pytest.mark.parametrize(("version", "is_whole"), [("1.0", True), ("1.1", False)])
+def test_clients_that_know_no_chunks_get_a_stream_as_a_whole(url: str, version: str, is_whole: bool) -> None:
+    """As ``http.client`` reads it, which takes an answer as HTTP/1.1 whatever it has asked in."""
+    host, port = url.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "a", "stream": True}).encode()
+    head = f"POST {IMAGES} HTTP/{version}\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.settimeout(PATIENCE_S)
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert (answer.status, answer.chunked) == (200, not is_whole)
+        assert (answer.length is not None) == is_whole
+        events = answer.read()
+    assert events.startswith(b"event: image_generation.")
+    assert b"event: image_generation.completed" in events
+    assert events.endswith(b"\n\n")
 
 
 @pytest.mark.parametrize("what", ["replaced", "deleted"])

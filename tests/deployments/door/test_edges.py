@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler
 
 import httpx
 import pytest
 
+from deployments.door.lane import Lane
 from deployments.door.settings import DoorSettings
-from tests.deployments.door.support import SETTINGS, Backend, address_of, assert_error, doored, served
+from tests.deployments.door.support import SETTINGS, Backend, address_of, assert_error, doored, handled, served
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
 
@@ -47,6 +52,90 @@ def test_who_closes_its_side_after_the_request_is_answered(client: httpx.Client,
         connection.sendall(f"{method} / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode())
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+
+
+LANE = Lane(num_places=1, body_deadline_s=PATIENCE_S)
+CLIPS = "/v1/videos"
+
+
+def posted(path: str, version: str, body: bytes = b"{}") -> bytes:
+    return f"POST {path} {version}\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.mark.parametrize(
+    ("path", "version", "lane"),
+    [(CLIPS, "HTTP/1.1", LANE), (CLIPS, "HTTP/1.0", LANE), (IMAGES, "HTTP/1.0", LANE), (IMAGES, "HTTP/1.0", None)],
+)
+def test_who_closes_its_side_after_its_body_is_answered(
+    backend: Backend, path: str, version: str, lane: Lane | None
+) -> None:
+    """Where the answer comes at once, or the client asks for nothing more: HTTP/1.0 (RFC 9112, section 9.3)."""
+    with (
+        served(backend) as address,
+        doored(address, lane=lane) as (_, client),
+        socket.create_connection(address_of(client)) as connection,
+    ):
+        connection.settimeout(PATIENCE_S)
+        connection.sendall(posted(path, f"{version}\r\nConnection: close"))
+        connection.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: connection.recv(1000), b""))
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert answer.endswith(b"]")
+        assert path in backend.seen
+
+
+class Stream(BaseHTTPRequestHandler):
+    """Sends an event again and again, until nobody reads it any more."""
+
+    protocol_version = "HTTP/1.1"
+    left = threading.Event()
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        with suppress(OSError):
+            while True:
+                self.wfile.write(b"1\r\n:\r\n")
+                time.sleep(0.01)
+        self.left.set()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("version", ["HTTP/1.0", "HTTP/1.1"])
+@pytest.mark.parametrize(("path", "lane"), [(CLIPS, None), (IMAGES, LANE)])
+def test_who_goes_in_the_middle_of_a_stream_ends_it(path: str, lane: Lane | None, version: str) -> None:
+    Stream.left.clear()
+    with handled(Stream) as address, doored(address, lane=lane) as (_, client):
+        with socket.create_connection(address_of(client)) as connection:
+            connection.settimeout(PATIENCE_S)
+            connection.sendall(posted(path, version))
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
+        assert Stream.left.wait(PATIENCE_S)
+
+
+@pytest.mark.parametrize(("version", "trusted"), [("HTTP/1.1", ()), ("HTTP/1.0", ("127.0.0.0/8",))])
+def test_who_may_ask_for_more_and_closes_its_side_is_gone(
+    backend: Backend, version: str, trusted: tuple[str, ...]
+) -> None:
+    """So is a proxy, which has no other way to say that its own client is."""
+    with (
+        served(backend) as address,
+        doored(address, trusted_proxies=trusted) as (_, client),
+        socket.create_connection(address_of(client)) as connection,
+    ):
+        connection.settimeout(PATIENCE_S)
+        connection.sendall(posted("/slow", version))
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.parametrize("path", ["/-/routes", "/-/healthz", "/%2d/routes", "/-%2Froutes", "/-/"])

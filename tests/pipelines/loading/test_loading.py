@@ -132,6 +132,9 @@ def test_defaults_follow_the_model(tiny_flux: Path, tiny_schnell: Path, tiny_wan
     assert Checkpoint(experts).defaults.num_inference_steps == 40
     per_token = tiny.wan(tmp_path / "per_token", expand_timesteps=True)
     assert Checkpoint(per_token).defaults.fps == 24
+    for name, pictures in {"Wan2.2-TI2V-5B": (0, 1), "Wan2.1-T2V-14B": (0, 0), "Wan2.2-I2V-A14B": (1, 1)}.items():
+        published = Checkpoint.of_configuration(name, "meta").defaults
+        assert (published.min_pictures, published.max_pictures) == pictures, name
 
 
 def test_a_folder_may_bring_its_own_defaults(tiny_flux: Path, tmp_path: Path) -> None:

@@ -84,6 +84,6 @@ def test_fp8_is_close(name: str, folder_of: Callable[[str], Path]) -> None:
 
 def test_editors_of_other_kinds_run_as_their_module() -> None:
     """A transformer whose pictures have a time of their own has no hand-ordered step."""
-    architecture: Any = Checkpoint.of_configuration("Qwen-Image").spec
-    assert architecture.fast_weights({"zero_cond_t": False}) is not None
-    assert architecture.fast_weights({"zero_cond_t": True}) is None
+    spec: Any = Checkpoint.of_configuration("Qwen-Image").spec
+    assert spec.fast_weights({"zero_cond_t": False}) is not None
+    assert spec.fast_weights({"zero_cond_t": True}) is None

@@ -24,7 +24,7 @@ from pipelines.run import Pipeline, load_pipeline
 from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE, relative_difference
-from tests.pipelines.support.checkpoints import tiny_hunyuan, tiny_ltx, tiny_video
+from tests.pipelines.support.checkpoints import tiny, tiny_hunyuan, tiny_ltx, tiny_video
 from tests.pipelines.support.references import own_clips as own_clips
 from tests.pipelines.support.references.video import Clip, Latents, denoised, picture, pictures_of
 
@@ -43,6 +43,9 @@ CLIPS = {
         reference=own_clips.blocks,
         num_pictures=1,
         strategies=("tensor",),
+    ),
+    "wan 2.2 with a timestep a token, from a picture": Clip(
+        make=tiny.wan_per_token, reference=own_clips.wan_pipeline, num_pictures=1, strategies=("tensor",)
     ),
     "ltx from words": Clip(make=tiny_ltx.ltx, reference=own_clips.timed_blocks, strategies=("pipeline", "tensor")),
     "ltx from words without guidance": Clip(

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LIBRARY = "libtroupe_probe.so"
 CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1)
-PHASES = ("ping", "open_store", "join", "load", "build")
+PHASES = ("ping", "open", "open_store", "join", "load", "build")
 """What ranks are asked in a start, in this order."""
 DEADLINES = GangConfig(
     num_ranks=2,
@@ -83,6 +83,7 @@ async def start(ranks: HangingRanks, clock: SetClock, config: GangConfig = DEADL
     ("phase", "deadline_s", "reason"),
     [
         ("ping", 1.0, r"ranks \[1\] did not start their processes within 1 s"),
+        ("open", 1.0, r"ranks \[1\] did not open their devices within 1 s"),
         ("open_store", 2.0, r"ranks \[0\] did not connect within 2 s"),
         ("join", 2.0, r"ranks \[1\] did not connect within 2 s"),
         ("load", 3.0, r"ranks \[1\] did not load their weights within 3 s"),
@@ -113,17 +114,22 @@ async def test_a_phase_without_a_deadline_has_what_is_left_of_the_start() -> Non
         await starting
 
 
-@pytest.mark.parametrize("phase", ["join", "load", "build"])
+@pytest.mark.parametrize("phase", ["open", "join", "load", "build"])
 async def test_silent_ranks_are_found_before_the_deadline_of_their_phase(phase: str) -> None:
     """As processes are that were stopped."""
-    config = replace(DEADLINES, connect_deadline_s=60.0, load_deadline_s=60.0, build_deadline_s=60.0)
+    limits = {f"{name}_deadline_s": 60.0 for name in ("process", "connect", "load", "build")}
     ranks, clock = HangingRanks(phase, is_silent=True), SetClock()
-    starting = await start(ranks, clock, replace(config, start_deadline_s=100.0))
+    starting = await start(ranks, clock, replace(DEADLINES, **limits, start_deadline_s=100.0))
     await clock.advance(PING_EVERY_S)
     assert not starting.done()
-    await clock.advance(DEADLINES.silence_deadline_s)
+    await clock.advance(5.0)
     with pytest.raises(GangBrokenError, match=r"ranks \[0, 1\] answered no ping for 5 s"):
         await starting
+
+
+async def test_ranks_that_import_their_libraries_may_be_silent_for_longer() -> None:
+    assert (CONFIG.silence_s(is_forked=True), CONFIG.silence_s(is_forked=False)) == (10.0, 60.0)
+    assert DEADLINES.silence_s(is_forked=False) == 5.0
 
 
 async def test_each_phase_leaves_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -210,6 +216,35 @@ async def test_a_process_that_is_stopped_while_it_loads_ends_the_start(
         monkeypatch.undo()
         gang = await Gang.start(CONFIG, load_fake, placement_group=group, clock=SetClock())  # the bundles are free
         await gang.close()
+
+
+STOPPED_TORCH = """
+import os, pathlib, signal
+(pathlib.Path(__file__).parent / str(os.getpid())).touch()
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+"""Takes the place of the first library that a rank imports."""
+
+
+async def test_processes_that_are_stopped_while_they_import_end_the_start(ray_cluster: None, tmp_path: Path) -> None:
+    """Both of a gang, of which none answers a ping any more."""
+    config, clock, torch = replace(CONFIG, silence_deadline_s=5.0), SetClock(), tmp_path / "torch"
+    torch.mkdir()
+    (torch / "__init__.py").write_text(STOPPED_TORCH)
+    with group_for(CONFIG) as group:
+        stopped = partial(dict, PYTHONPATH=str(tmp_path))
+        starting = asyncio.create_task(
+            Gang.start(config, load_fake, environment=stopped, placement_group=group, clock=clock)
+        )
+        await eventually(lambda: sum(path.name.isdigit() for path in torch.iterdir()) == config.num_ranks)
+        pids = [int(path.name) for path in torch.iterdir() if path.name.isdigit()]
+        await eventually(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids))
+        await clock.advance(4.9)
+        assert not starting.done()
+        await clock.advance(PING_EVERY_S + 5.0)
+        with pytest.raises(GangBrokenError, match=r"ranks \[.+\] answered no ping for 5 s"):
+            await starting
+        await eventually(lambda: not alive(pids))
 
 
 def search_path(folder: Path) -> Mapping[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +16,11 @@ from engines.core.differences import relative_difference
 from engines.core.model import Branch
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
-from pipelines.run import PlainEngine
+from pipelines.run import PlainEngine, load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE, denoised, encoded, without_exchange
 from tests.pipelines.support.checkpoints import tiny
+from tests.pipelines.support.references import own_clips, video
 from tests.pipelines.support.references.pairs import Pair
 from tests.pipelines.support.sample_requests import clip
 
@@ -32,7 +35,7 @@ REQUESTS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.wan(tmp_path_factory.mktemp("model"), expand_timesteps=True)
+    return tiny.wan_per_token(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +59,39 @@ def test_without_the_exchange_they_do_not(folder: Path, pair: Pair) -> None:
     conditioning = encoded(folder, REQUESTS["uneven"])
     for latents in gang(2).run(without_exchange, folder, REQUESTS["uneven"], "ulysses", conditioning):
         assert relative_difference(latents, expected) > 10 * TOLERANCE
+
+
+FROM_PICTURE = video.Clip(
+    make=tiny.wan_per_token,
+    reference=own_clips.wan_pipeline,
+    num_latent_frames=3,
+    num_pictures=1,
+    changes={"num_inference_steps": 3},
+)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_first_picture_is_what_diffusers_makes_of_it(num_ranks: int, folder: Path) -> None:
+    request = FROM_PICTURE.request(folder)
+    images = FROM_PICTURE.images(request)
+    expected = FROM_PICTURE.own(folder)["latents"]
+    assert expected.std() > 0.1
+    for made in gang(num_ranks).run(video.denoised, folder, request, images, "ulysses"):
+        torch.testing.assert_close(made["latents"], expected, rtol=0, atol=TOLERANCE)
+
+
+def test_a_folder_for_pictures_is_read_as_one_for_both(folder: Path, tmp_path: Path) -> None:
+    """The same weights under the name of diffusers' other pipeline, which needs a picture."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    names = {"_class_name": "WanImageToVideoPipeline", "image_encoder": [None, None], "image_processor": [None, None]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index | names))
+    both, pictures = (Checkpoint(path).defaults for path in (folder, tmp_path))
+    assert [(one.min_pictures, one.max_pictures) for one in (both, pictures)] == [(0, 1), (1, 1)]
+    request = FROM_PICTURE.request(folder)
+    images = video.pictures_of(FROM_PICTURE.images(request))
+    made = load_pipeline(Checkpoint(tmp_path)).denoise(request, images)["latents"]
+    assert relative_difference(made, FROM_PICTURE.own(folder)["latents"]) <= TOLERANCE
 
 
 def timed(checkpoint: Checkpoint, *, is_turned: bool = False) -> Branch:

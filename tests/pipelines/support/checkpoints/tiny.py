@@ -5,7 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.pipelines.support.checkpoints.parts import clip, flow, multistep, shake, shifted_auto_encoder, t5, tokenizer
+from tests.pipelines.support.checkpoints.parts import (
+    TEXT_TOKENS,
+    clip,
+    flow,
+    multistep,
+    shake,
+    shifted_auto_encoder,
+    t5,
+    tokenizer,
+)
 
 
 def flux(
@@ -43,12 +52,19 @@ def flux(
     return path
 
 
-def wan(path: Path, *, unipc: bool = True, boundary_ratio: float | None = None, expand_timesteps: bool = False) -> Path:
+def wan(
+    path: Path,
+    *,
+    unipc: bool = True,
+    boundary_ratio: float | None = None,
+    expand_timesteps: bool = False,
+    max_tokens: int = TEXT_TOKENS,
+) -> Path:
     """Wan 2.1 in small; with ``boundary_ratio`` Wan 2.2's pair of transformers, else optionally its per-token time."""
     import diffusers
 
     diffusers.WanPipeline(
-        tokenizer=tokenizer(),
+        tokenizer=tokenizer(max_tokens),
         text_encoder=t5("UMT5"),
         vae=wan_vae(),
         scheduler=multistep() if unipc else flow(use_dynamic_shifting=False),
@@ -62,6 +78,11 @@ def wan(path: Path, *, unipc: bool = True, boundary_ratio: float | None = None, 
 
 def wan22(path: Path) -> Path:
     return wan(path, boundary_ratio=0.875)
+
+
+def wan_per_token(path: Path) -> Path:
+    """Its prompts are as long as those of the published model, which diffusers has as its default."""
+    return wan(path, expand_timesteps=True, max_tokens=512)
 
 
 def wan_vae() -> Any:

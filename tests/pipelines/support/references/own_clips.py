@@ -133,13 +133,12 @@ def ltx_pipeline(folder: Path, request: MediaRequest, images: Images) -> Latents
 
 
 def wan_pipeline(folder: Path, request: MediaRequest, images: Images) -> Latents:
-    """Of the classic pipeline: the blocks cut the last frame with width and height exchanged."""
+    """Of the classic pipeline: the blocks cut the last frame with width and height exchanged, and know no timestep a
+    token."""
     import diffusers
 
-    first, last = images
     latents: Any = _classic(diffusers.WanImageToVideoPipeline, folder)(
-        image=first,
-        last_image=last,
+        **dict(zip(("image", "last_image"), images, strict=False)),
         prompt=request.prompt,
         negative_prompt=request.negative_prompt,
         width=request.width,

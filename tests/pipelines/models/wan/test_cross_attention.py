@@ -9,7 +9,7 @@ import torch
 
 from engines.core.model import Branch
 from engines.torch_engine.engine import TorchEngine
-from pipelines.models.wan.text import forward, hoisted_text
+from pipelines.models.wan.attention import forward, hoisted_text
 from tests.engines.support import models
 
 
