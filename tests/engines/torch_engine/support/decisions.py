@@ -105,5 +105,5 @@ def choice_of_exchange(*, fast: bool) -> Iterator[None]:
         where = "engines.torch_engine.exchange.alternatives"
         stack.enter_context(patch(f"{where}.runs_beside", lambda device: True))
         stack.enter_context(patch(f"{where}.reachable", lambda axis, device, dtype: True))
-        stack.enter_context(patch("engines.torch_engine.decide.TorchEngine", partial(TorchEngine, fast=fast)))
+        stack.enter_context(patch("engines.torch_engine.autotune.TorchEngine", partial(TorchEngine, fast=fast)))
         yield
