@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from deployments.asyncio_tools import EndedError, unless
 from deployments.clips.claims import Claim, Claims
+from deployments.clips.eta import ClipTimes
 from deployments.clips.folders import ClipFolders
-from deployments.clips.outlook import ClipTimes
 from deployments.clips.records import ClipError
 from deployments.clips.settings import ClipSettings
 from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, is_full, is_lost

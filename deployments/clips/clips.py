@@ -16,8 +16,8 @@ from deployments.asyncio_tools import OneThread, cancel, to_the_end
 from deployments.clips.attempt import Attempt
 from deployments.clips.claims import Claim, Claims
 from deployments.clips.database import open_database
+from deployments.clips.eta import ClipTimes, predicted_ends_s
 from deployments.clips.folders import ClipFolders, Variant
-from deployments.clips.outlook import ClipTimes, predicted_ends_s
 from deployments.clips.records import FILE_GONE, ClipError, ClipRecord
 from deployments.clips.runner import ClipRunner
 from deployments.clips.settings import ClipSettings

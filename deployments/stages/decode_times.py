@@ -11,7 +11,7 @@ from deployments.stages.gang.facts import model_facts, software_facts
 from deployments.studio.interface import MediaFormat, Output
 from engines.core.storage.devices import device_name
 from engines.core.storage.files import file_about
-from engines.core.storage.kept_times import KeptTimes
+from engines.gang.eta.measured_times import KeptTimes
 from pipelines.request import MediaRequest
 
 FOLDER = "decode_times"

@@ -13,16 +13,16 @@ from typing import Any
 from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
+from engines.gang.eta.admission import Outlook
+from engines.gang.eta.moves import Moves
+from engines.gang.eta.step_times import StepTimes
 from engines.gang.jobs.job import Job, JobQueued
 from engines.gang.jobs.job_table import JobTable, OpenJob
 from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.jobs.step_plan import JobFailure, StepPlan
+from engines.gang.ledger import Publisher
 from engines.gang.metrics import GangMetrics
 from engines.gang.policies.registry import make_policy
-from engines.gang.predictions.moves import Moves
-from engines.gang.predictions.outlook import Outlook
-from engines.gang.predictions.step_times import StepTimes
-from engines.gang.publisher import Publisher
 from engines.gang.ranks.rank import kill_ranks
 from engines.gang.ranks.traffic import Flight, Traffic
 from engines.gang.ranks.watchdog import Watchdog, answer_of

@@ -22,9 +22,10 @@ PURE = (
     "engines/gang/jobs/scheduler.py",
     "engines/gang/jobs/step_plan.py",
     "engines/gang/policies/",
-    "engines/gang/predictions/lead.py",
-    "engines/gang/predictions/prediction.py",
-    "engines/gang/predictions/rough.py",
+    "engines/gang/eta/lead.py",
+    "engines/gang/eta/prediction.py",
+    "engines/gang/eta/rough.py",
+    "engines/gang/eta/simulation.py",
 )
 """What a gang's decisions are made of."""
 REGISTRY = "pipelines/models/registry.py"
@@ -107,7 +108,7 @@ def test_what_decides_in_a_gang_knows_no_clock_and_no_ranks() -> None:
         ("ray.util", True),
         ("asyncio", True),
         ("engines.gang.clock", True),
-        ("engines.gang.predictions.step_times", True),
+        ("engines.gang.eta.step_times", True),
         ("engines.gang.policies.fair:Fair", False),
         ("engines.core.spec", False),
         ("math", False),

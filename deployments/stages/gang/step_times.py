@@ -11,8 +11,8 @@ from deployments.stages.gang.facts import model_facts, software_facts
 from engines.core.estimates import StepEstimates
 from engines.core.storage.files import file_about
 from engines.core.transport.parcel import Shapes
-from engines.gang.predictions.rough import rough_step_s
-from engines.gang.predictions.step_times import StepTimes
+from engines.gang.eta.rough import rough_step_s
+from engines.gang.eta.step_times import StepTimes
 from engines.gang.ranks.rank import RankInfo
 from pipelines.request import MediaRequest
 

@@ -19,8 +19,8 @@ from engines.core.rank import RankContext
 from engines.gang.config import RankParts
 from engines.gang.errors import portable
 from engines.gang.jobs.job import Job
-from engines.gang.jobs.pace import Pace, pace_on
 from engines.gang.jobs.step_plan import JobFailure, JobStep, Move, StepPlan, StepReport, Work
+from engines.gang.jobs.step_timer import Pace, pace_on
 from engines.gang.jobs.transfer import transfer
 
 logger = logging.getLogger(__name__)

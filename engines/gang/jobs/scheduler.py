@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from engines.core.spec import tiling_sizes
+from engines.gang.eta.prediction import StepPrediction
+from engines.gang.eta.simulation import Rehearsal
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.step_plan import Emit, JobStep, Move, StepPlan, Work
 from engines.gang.policies.candidate import Candidate, GangShape, Ranks, within_room
 from engines.gang.policies.policy import Policy, teams_of
-from engines.gang.policies.rehearsal import Rehearsal
 from engines.gang.policies.shortest import Shortest
-from engines.gang.predictions.prediction import StepPrediction
 
 
 @dataclass(slots=True, eq=False)

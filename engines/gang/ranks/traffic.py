@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from engines.gang.eta.lead import lead_s
 from engines.gang.jobs.step_plan import Work
-from engines.gang.predictions.lead import lead_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

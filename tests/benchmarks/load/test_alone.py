@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from benchmarks.load import alone
 from benchmarks.load.alone import Alone, rank_seconds, read, told, with_ratios
+from engines.gang.eta.prediction import speedup
+from engines.gang.eta.step_times import StepTimes
 from engines.gang.jobs.job import Job
-from engines.gang.predictions.prediction import speedup
-from engines.gang.predictions.step_times import StepTimes
 
 SMALL = Alone(model="one", num_steps=10, step_s=0.1, other_s=0.5, num_ranks=2, width=64, height=64)
 CLIP = SMALL.model_copy(update={"num_frames": 0, "ratios": {1: 1.5}})

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.policies.h200 import STEPS
 from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
+from engines.gang.eta.step_times import StepTimes
 from engines.gang.jobs.job import Job, JobDone, JobEvent, StepDone
-from engines.gang.predictions.step_times import StepTimes
 from tests.engines.gang.support.checks import metric
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.helpers import run

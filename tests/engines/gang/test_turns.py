@@ -8,9 +8,9 @@ import pytest
 
 from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
+from engines.gang.eta.lead import LEAD_S
+from engines.gang.eta.step_times import StepTimes
 from engines.gang.gang import Gang
-from engines.gang.predictions.lead import LEAD_S
-from engines.gang.predictions.step_times import StepTimes
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.helpers import run
 from tests.engines.gang.support.set_clock import SetClock, SetRanks, settled

@@ -15,10 +15,10 @@ from benchmarks.policies.h200 import STEPS
 from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation
 from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
+from engines.gang.eta.step_times import StepTimes
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobQueued
 from engines.gang.policies.registry import POLICIES, make_policy
-from engines.gang.predictions.step_times import StepTimes
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.virtual_time import LOOK_S, MOVE_S, GpuRanks, run_in_virtual_time, virtual_gang
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from engines.gang.eta.lead import LEAD_S, LEAD_SHARE
 from engines.gang.jobs.step_plan import JobStep, Work
-from engines.gang.predictions.lead import LEAD_S, LEAD_SHARE
 from engines.gang.ranks.traffic import Flight, Traffic
 
 LONG_S, SHORT_S = 4.0, 0.02

@@ -15,9 +15,9 @@ from engines.gang import driver as driver_module
 from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError, QueueFullError
+from engines.gang.eta.step_times import StepTimes
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobDone, PreviewReady, StepDone
-from engines.gang.predictions.step_times import StepTimes
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.virtual_time import GpuRanks, virtual_gang
 

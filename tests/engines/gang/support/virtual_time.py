@@ -16,10 +16,10 @@ from ray.exceptions import ActorDiedError
 from engines.core.spec import tiling_sizes
 from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
+from engines.gang.eta.step_times import StepTimes
 from engines.gang.gang import Gang
-from engines.gang.jobs.pace import DevicePace
 from engines.gang.jobs.step_plan import StepPlan, StepReport
-from engines.gang.predictions.step_times import StepTimes
+from engines.gang.jobs.step_timer import DevicePace
 from tests.engines.gang.support.set_clock import actor, remote
 
 T = TypeVar("T")

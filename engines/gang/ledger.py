@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from engines.gang.clock import Clock
 from engines.gang.errors import GangBrokenError
+from engines.gang.eta.admission import Outlook
+from engines.gang.eta.step_times import StepTimes
 from engines.gang.jobs.job import JobDone, PreviewReady, StepDone
 from engines.gang.jobs.job_table import JobTable, OpenJob
 from engines.gang.jobs.step_plan import JobFailure, JobStep, StepReport, Work
 from engines.gang.metrics import GangMetrics
-from engines.gang.predictions.outlook import Outlook
-from engines.gang.predictions.step_times import StepTimes
 from engines.gang.ranks.traffic import Flight
 from engines.gang.timesheet import Timesheet
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deployments.clips.outlook import MAX_KNOWN, ClipTimes, OpenClip, alike, predicted_ends_s
+from deployments.clips.eta import MAX_KNOWN, ClipTimes, OpenClip, alike, predicted_ends_s
 from tests.deployments.clips.support.runs import REQUEST, ended, running
 from tests.deployments.clips.test_claims import TIMINGS
 from tests.deployments.support.fake_studio import FakeStudio

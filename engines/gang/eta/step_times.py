@@ -6,9 +6,8 @@ import logging
 from pathlib import Path
 from statistics import median
 
-from engines.core.storage.kept_times import KeptTimes
-from engines.gang.jobs.job import Job
-from engines.gang.predictions.prediction import (
+from engines.gang.eta.measured_times import KeptTimes
+from engines.gang.eta.prediction import (
     USUAL_MOVE_S,
     StepPrediction,
     estimated_s,
@@ -16,6 +15,7 @@ from engines.gang.predictions.prediction import (
     shape_name,
     speedup,
 )
+from engines.gang.jobs.job import Job
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ import pytest
 
 from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
+from engines.gang.eta.step_times import StepTimes
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.step_plan import JobFailure
-from engines.gang.predictions.step_times import StepTimes
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.helpers import run
 from tests.engines.gang.support.set_clock import SetClock, SetRanks, settled

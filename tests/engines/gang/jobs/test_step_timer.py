@@ -13,9 +13,9 @@ from torch import Tensor
 from engines.core.model import Branch
 from engines.core.rank import RankContext
 from engines.gang.config import RankParts
-from engines.gang.jobs.pace import DevicePace, HostPace, pace_on
 from engines.gang.jobs.rank_jobs import RankJobs
 from engines.gang.jobs.step_plan import JobStep, Move, StepPlan, Work
+from engines.gang.jobs.step_timer import DevicePace, HostPace, pace_on
 from tests.engines.gang.support.fakes import FakeRequest, FakeSampler, FakeState, fake_job
 
 LAUNCH_S, SHORT_S, LONG_S = 0.002, 0.03, 4.0
@@ -212,7 +212,7 @@ def test_what_a_move_takes_begins_as_the_step_before_has_ended(
 
 def test_steps_of_a_host_are_over_with_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     pace, times_s = HostPace(), iter([10.0, 10.5])
-    monkeypatch.setattr("engines.gang.jobs.pace.time.perf_counter", lambda: next(times_s))
+    monkeypatch.setattr("engines.gang.jobs.step_timer.time.perf_counter", lambda: next(times_s))
     pace.arrive()
     pace.begin(7)
     pace.end()

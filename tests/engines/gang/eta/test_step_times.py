@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from engines.gang.eta.prediction import USUAL_MOVE_S, StepPrediction
+from engines.gang.eta.rough import rough_step_s
+from engines.gang.eta.step_times import StepTimes
 from engines.gang.jobs.job import Job
-from engines.gang.predictions.prediction import USUAL_MOVE_S, StepPrediction
-from engines.gang.predictions.rough import rough_step_s
-from engines.gang.predictions.step_times import StepTimes
 
 SHAPE = (1024, 1024, 1, False, (("prompt_embeds", (1, 512, 4096)),))
 

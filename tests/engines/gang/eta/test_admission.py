@@ -13,15 +13,15 @@ import pytest
 from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
 from engines.gang.errors import TooLateError
+from engines.gang.eta.admission import Outlook
+from engines.gang.eta.prediction import StepPrediction, shape_name
+from engines.gang.eta.step_times import StepTimes
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobDone
 from engines.gang.jobs.job_table import JobTable
 from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.metrics import GangMetrics
 from engines.gang.policies.registry import make_policy
-from engines.gang.predictions.outlook import Outlook
-from engines.gang.predictions.prediction import StepPrediction, shape_name
-from engines.gang.predictions.step_times import StepTimes
 from engines.gang.ranks.traffic import Flight, Traffic
 from tests.engines.gang.support.checks import metric
 from tests.engines.gang.support.fakes import FakeRequest, fake_job

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from engines.gang.eta.moves import Moves
+from engines.gang.eta.prediction import USUAL_MOVE_S
+from engines.gang.eta.step_times import StepTimes
 from engines.gang.jobs.step_plan import StepReport
-from engines.gang.predictions.moves import Moves
-from engines.gang.predictions.prediction import USUAL_MOVE_S
-from engines.gang.predictions.step_times import StepTimes
 
 
 def told(sequence: int, **move_ms: float) -> list[StepReport]:

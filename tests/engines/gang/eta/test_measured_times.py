@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.core.storage import kept_times
-from engines.core.storage.kept_times import MAX_KINDS, KeptTimes, Kind
+from engines.gang.eta import measured_times as kept_times
+from engines.gang.eta.measured_times import MAX_KINDS, KeptTimes, Kind
 
 ONE, OTHER = ("png", 64), ("png", 128)
 

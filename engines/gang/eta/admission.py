@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from engines.gang.clock import Clock
 from engines.gang.errors import DEADLINE, TooLateError
+from engines.gang.eta.prediction import StepPrediction
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.job_table import JobTable, OpenJob
 from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.jobs.step_plan import Work
-from engines.gang.predictions.prediction import StepPrediction
 from engines.gang.ranks.traffic import Traffic
 
 RENEW_EVERY_S = 0.1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from engines.gang.eta.step_times import StepTimes
 from engines.gang.jobs.step_plan import StepReport
-from engines.gang.predictions.step_times import StepTimes
 
 
 class Moves:
