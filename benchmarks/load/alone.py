@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from benchmarks.load.client import NO_HEADERS, TIMEOUT_S, answered
 from benchmarks.load.mix import RequestClass
 from benchmarks.serving.settings import told_as
+from engines.gang.eta.measured_times import StepTimes
 from engines.gang.eta.prediction import StepKey, speedup
-from engines.gang.eta.step_times import StepTimes
 
 NUM_LONE = 3
 STEPS = "troupe_step_seconds"

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
-from engines.gang.eta.lead import lead_s
-from engines.gang.eta.prediction import StepPrediction, shape_name
+from engines.gang.eta.prediction import StepPrediction, lead_s, shape_name
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.jobs.step_plan import StepPlan, Work

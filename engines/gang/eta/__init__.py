@@ -1,1 +1,1 @@
-"""What steps are predicted to take: measured ones, kept on the disk, and estimates until then."""
+"""When jobs will be done: measured times in files, predictions from them, a simulation, and admission."""

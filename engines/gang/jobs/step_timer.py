@@ -1,4 +1,4 @@
-"""What steps take a rank: in its own process, or on a device that works on while the rank takes the next plan."""
+"""What steps take a rank: on its own process, or on a device that works on while the rank takes the next plan."""
 
 from __future__ import annotations
 
@@ -12,6 +12,37 @@ from typing import Any, Protocol
 import torch
 
 
+class StepTimer:
+    """Times steps that are over when their calls return. What comes with a plan counts: moves before the step, and
+    latents that are handed out after it. A rank calls the methods in this order."""
+
+    def __init__(self) -> None:
+        self._arrived_s = 0.0
+        self._sequence: int | None = None
+
+    def arrive(self) -> None:
+        """A plan is there."""
+        self._arrived_s = time.perf_counter()
+
+    def begin(self, sequence: int) -> None:
+        """Begin its step: what is called from now on belongs to it."""
+        self._sequence = sequence
+
+    def end(self) -> None:
+        """End the calls of the step."""
+
+    def wait(self, num_under_way: int) -> None:
+        """Return when no more than so many of the steps so far are under way."""
+
+    def settle(self) -> None:
+        """Return when all that was called for is done."""
+
+    def ended_ms(self) -> dict[int, float]:
+        """Return what steps took that are over and were not returned before, by the sequences of their plans."""
+        sequence, self._sequence = self._sequence, None
+        return {} if sequence is None else {sequence: (time.perf_counter() - self._arrived_s) * 1e3}
+
+
 class Mark(Protocol):
     """A place in the queue of a device, as ``torch.cuda.Event`` is: reached when all that was queued before it is."""
 
@@ -22,61 +53,8 @@ class Mark(Protocol):
     def synchronize(self) -> None: ...
 
     def elapsed_time(self, end: Any, /) -> float:
-        """Milliseconds between two marks that were reached."""
+        """Return the milliseconds between two marks that were reached."""
         ...
-
-
-class Pace(Protocol):
-    """Called by a rank around what it does of a plan, in this order."""
-
-    def arrive(self) -> None:
-        """A plan is there."""
-        ...
-
-    def begin(self, sequence: int) -> None:
-        """Its step begins: what is called for it comes now."""
-        ...
-
-    def end(self) -> None:
-        """All of the step was called for."""
-        ...
-
-    def wait(self, num_under_way: int) -> None:
-        """Returns when no more of the steps so far are under way."""
-        ...
-
-    def settle(self) -> None:
-        """Returns when all that was called for is done."""
-        ...
-
-    def ended_ms(self) -> dict[int, float]:
-        """Returns what the steps took that are over and were not told of before, by the sequences of their plans."""
-        ...
-
-
-class HostPace:
-    """Every step is over when its calls return. What comes with its plan counts: states that move before it, latents
-    that are handed out after it."""
-
-    def __init__(self) -> None:
-        self._arrived_s = 0.0
-        self._sequence: int | None = None
-
-    def arrive(self) -> None:
-        self._arrived_s = time.perf_counter()
-
-    def begin(self, sequence: int) -> None:
-        self._sequence = sequence
-
-    def end(self) -> None: ...
-
-    def wait(self, num_under_way: int) -> None: ...
-
-    def settle(self) -> None: ...
-
-    def ended_ms(self) -> dict[int, float]:
-        sequence, self._sequence = self._sequence, None
-        return {} if sequence is None else {sequence: (time.perf_counter() - self._arrived_s) * 1e3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +64,17 @@ class _Timed:
     end: Mark
 
 
-class DevicePace:
-    """The device has a queue. One step waits there while the one before it runs, so that the overhead of a call hides
-    behind it: a rank goes on when the step before is over, or, if it hands out latents, its own.
+class CudaStepTimer(StepTimer):
+    """Times steps in the queue of a device. One waits there while the one before it runs, which hides the overhead of
+    calls: a rank goes on when the step before is over, or, if it hands out latents, its own.
 
-    What counts is the device's time alone, from when it could begin with a step until it has ended it. A mark recorded
-    before a step's calls is reached when the step before has ended, or at once if that was long ago: so neither what
-    the host waits for nor what the device idles belongs to any step, and who asks later hears the same. States that
-    move go before the mark: all ranks meet for them, and none for its own step.
+    The device's time alone counts, from when it could begin a step until it has ended it. A mark recorded before the
+    calls of a step is reached when the step before has ended, or at once if that was long ago. So neither waits of the
+    host nor idle time of the device count. Moves come before the mark: all ranks meet for them.
     """
 
     def __init__(self, new_mark: Callable[[], Mark]) -> None:
+        super().__init__()
         self._new_mark = new_mark
         self._under_way: deque[_Timed] = deque()
 
@@ -120,7 +98,7 @@ class DevicePace:
         mark.synchronize()
 
     def ended_ms(self) -> dict[int, float]:
-        """Asks without waiting: of a step before which the rank did not wait, a later report tells."""
+        """Ask without waiting: a step that the rank did not wait for is returned with a later report."""
         ended: dict[int, float] = {}
         while self._under_way and self._under_way[0].end.query():
             timed = self._under_way.popleft()
@@ -128,6 +106,6 @@ class DevicePace:
         return ended
 
 
-def pace_on(device: torch.device) -> Pace:
-    """Returns how steps go there: a GPU works on by itself, a CPU is the rank's own."""
-    return DevicePace(partial(torch.cuda.Event, enable_timing=True)) if device.type == "cuda" else HostPace()
+def step_timer(device: torch.device) -> StepTimer:
+    """Return the timer for steps on ``device``."""
+    return CudaStepTimer(partial(torch.cuda.Event, enable_timing=True)) if device.type == "cuda" else StepTimer()

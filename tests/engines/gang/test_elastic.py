@@ -10,8 +10,8 @@ import pytest_asyncio
 import torch
 
 from engines.gang.config import GangConfig
+from engines.gang.eta.measured_times import StepTimes
 from engines.gang.eta.prediction import USUAL_MOVE_S
-from engines.gang.eta.step_times import StepTimes
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import JobDone, StepDone
 from tests.engines.gang.support.checks import assert_equal

@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from deployments.forked_workers import forking_python
 from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
-from engines.gang.eta.step_times import StepTimes
+from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobDone, JobEvent
 from engines.gang.ranks.placement import gang_bundles, gang_strategy
