@@ -13,7 +13,7 @@ from typing import Any
 from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
-from engines.gang.eta.admission import Admission
+from engines.gang.eta.admission import JobAdmission
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.jobs.job import Job, JobQueued
 from engines.gang.jobs.job_table import JobTable, OpenJob
@@ -62,7 +62,7 @@ class Driver:
         )
         same_bytes = not (config.elastic and len(team_sizes) > 1)
         self._ledger = Ledger(config, self._table, self._metrics, self._step_times, clock, same_bytes=same_bytes)
-        self._admission = Admission(self._scheduler, self._table, self._ledger, clock, config.max_wait_s)
+        self._admission = JobAdmission(self._scheduler, self._table, self._ledger, clock, config.max_wait_s)
         self._submitted: deque[OpenJob] = deque()
         self._wake_schedule = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -17,7 +17,7 @@ RENEW_PER_JOB_S = 0.01
 milliseconds, hundreds of jobs tens of them."""
 
 
-class Admission:
+class JobAdmission:
     """Predicts by the scheduler and by what is under way. Where that would be a guess, it refuses no job."""
 
     def __init__(

@@ -13,7 +13,7 @@ import pytest
 from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
 from engines.gang.errors import TooLateError
-from engines.gang.eta.admission import Admission
+from engines.gang.eta.admission import JobAdmission
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.eta.prediction import StepPrediction, shape_name
 from engines.gang.gang import Gang
@@ -52,7 +52,7 @@ class Door:
             prediction=StepPrediction(measured=measured),
         )
         self._ledger = Ledger(config, self.table, metrics, StepTimes(), self._clock)
-        self._admission = Admission(self._scheduler, self.table, self._ledger, self._clock, max_wait_s)
+        self._admission = JobAdmission(self._scheduler, self.table, self._ledger, self._clock, max_wait_s)
 
     def open(self, name: str, shape: str, *, is_scheduled: bool = True, **fields: Any) -> float | None:
         """Returns in how many seconds it will be done. TooLateError if it is refused."""
