@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,9 +58,7 @@ POLL_S, PATIENCE_S = 0.1, 180.0
 
 Specs = tuple[ParallelSpec, ...]
 """How a team divides one branch, two at once, and so on."""
-
-ExchangeField = Literal["parts_from_tokens", "peer_memory", "side_streams"]
-EXCHANGE_FIELDS: tuple[ExchangeField, ...] = ("parts_from_tokens", "peer_memory", "side_streams")
+EXCHANGE_FIELDS = ("parts_from_tokens", "peer_memory", "side_streams")
 """Rules of an exchange in the order in which their alternatives are timed."""
 
 T = TypeVar("T")
@@ -329,19 +327,16 @@ class DividedForward:
 
 
 def overlaps(device: torch.device) -> bool:
-    """Return whether exchanges run beside other work there. On a CPU they do not, so there is nothing to choose."""
+    """Return whether exchanges run beside other work there; else there is nothing to choose."""
     return device.type == "cuda"
 
 
 def alternative(
-    name: ExchangeField,
-    rules: ExchangeRules,
-    forwards: tuple[DividedForward, ...],
-    reaches: Callable[[Axis], bool] | None,
+    name: str, rules: ExchangeRules, forwards: tuple[DividedForward, ...], reaches: Callable[[Axis], bool] | None
 ) -> ExchangeRules | None:
     """Return ``rules`` with another value of one field, or None where it would change no step.
 
-    ``reaches``: whether ranks can write into each other's memory; None where its use is not open.
+    ``reaches``: whether ranks of an axis can write into each other's memory; None where its use is not open.
     """
     if name == "parts_from_tokens":
         lengths = [each.num_tokens for each in forwards if each.team.ulysses.size > 1 and not each.is_fast]
@@ -395,8 +390,7 @@ class GangLock:
 
 def from_rank_0(call: Callable[[], T]) -> T:
     """Return on all ranks what ``call`` returns on rank 0."""
-    first, *_ = from_all_ranks(call() if dist.get_rank() == 0 else None)
-    return cast("T", first)
+    return from_all_ranks(call() if dist.get_rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
 def from_all_ranks(value: T) -> list[T]:
