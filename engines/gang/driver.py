@@ -206,6 +206,7 @@ class Driver:
         started_s = self._clock.now_s()
         self._ledger.start(step, started_s)
         reports = await self._watchdog.reports(step, self._table.jobs)
+        self._ledger.end(step)
         self._wake_schedule.set()
         for failed in self._ledger.hear(step, reports, started_s, self._admission.eta_s):
             self._drop(failed)

@@ -141,6 +141,12 @@ class Ledger:
 
     # What ranks report.
 
+    def end(self, step: InFlightStep) -> None:
+        """Take note that all ranks of ``step`` have reported."""
+        step.reported_s = self._clock.now_s()
+        step.ended.set()
+        del self._in_flight[step]
+
     def hear(
         self, step: InFlightStep, reports: Mapping[int, StepReport], started_s: float, eta_s: EtaOf
     ) -> list[OpenJob]:
@@ -148,9 +154,6 @@ class Ledger:
 
         ``GangBrokenError`` if ranks disagree about a failure.
         """
-        step.reported_s = self._clock.now_s()
-        step.ended.set()
-        del self._in_flight[step]
         for report in reports.values():
             self._hear_move(report)
         if step.work is not None:

@@ -53,13 +53,14 @@ class SetLedger(Ledger):
         table = JobTable(config, metrics, self.clock)
         super().__init__(config, table, metrics, step_times or StepTimes(), self.clock)
 
-    def end(self, step: InFlightStep, now_s: float, sequence: int = 0, **move_ms: float) -> None:
+    def report(self, step: InFlightStep, now_s: float, sequence: int = 0, **move_ms: float) -> None:
         """All ranks of ``step`` report; ``rank0=…`` is what moves took rank 0."""
         reports = {
             rank: StepReport(rank=rank, sequence=sequence, move_ms=move_ms.get(f"rank{rank}", 0.0))
             for rank in step.pending
         }
         self.clock._now_s = now_s
+        self.end(step)
         assert self.hear(step, reports, now_s, lambda *_: None) == []
 
 
@@ -102,7 +103,7 @@ def test_a_rank_with_a_gpu_works_on_after_its_report() -> None:
     ledger = SetLedger(2, reports_early=True)
     long = sent(ledger, step_of(LONG_S))
     ledger.start(long, 10.0)
-    ledger.end(long, 10.5)
+    ledger.report(long, 10.5)
     assert not ledger.job_ids, "there is no report to come"
     assert ledger.free_ranks(2, 10.5) == set()
     assert ledger.next_free_in_s(2, 10.5) == pytest.approx(LONG_S - LEAD_OF_LONG_S)
@@ -125,13 +126,13 @@ def test_ranks_are_busy_until_the_last_has_done_what_it_was_sent(predicted_s: fl
     ledger.start(first, 10.0)
     sent(ledger, step_of(predicted_s, ranks=(1,)), step_of(0.25 * LONG_S, ranks=(2,)))
     assert busy_s(11.0) == 2 * LONG_S - 1, "rank 1 does both"
-    ledger.end(first, 11.5)
+    ledger.report(first, 11.5)
     assert busy_s(12.0) == LONG_S
 
 
 def test_a_rank_with_a_gpu_is_busy_after_its_report() -> None:
     ledger = SetLedger(2, reports_early=True)
-    ledger.end(sent(ledger, step_of(LONG_S)), 10.0)
+    ledger.report(sent(ledger, step_of(LONG_S)), 10.0)
     assert ledger.busy_s(11.0, lambda _: LONG_S) == LONG_S - 1
     sent(ledger, step_of(SHORT_S))
     assert ledger.busy_s(11.0, lambda _: LONG_S) == LONG_S - 1 + SHORT_S
@@ -140,8 +141,8 @@ def test_a_rank_with_a_gpu_is_busy_after_its_report() -> None:
 
 def test_what_ranks_do_beside_the_teams_of_a_plan_takes_them_no_time() -> None:
     ledger = SetLedger(2, reports_early=True)
-    ledger.end(sent(ledger, step_of(LONG_S)), 10.0)
-    ledger.end(sent(ledger, step_of(0.0, works=False)), 10.0)
+    ledger.report(sent(ledger, step_of(LONG_S)), 10.0)
+    ledger.report(sent(ledger, step_of(0.0, works=False)), 10.0)
     assert ledger.free_ranks(2, 10.0) == set(), "the step is still under way"
 
 
@@ -149,7 +150,7 @@ def test_reports_that_came_in_time_leave_a_rank_free() -> None:
     ledger = SetLedger(2)
     long = sent(ledger, step_of(LONG_S))
     ledger.start(long, 10.0)
-    ledger.end(long, 10.0 + LONG_S / 2)
+    ledger.report(long, 10.0 + LONG_S / 2)
     assert ledger.free_ranks(2, 10.0 + LONG_S / 2) == {0, 1}
     assert LEAD_S < LONG_S
 
@@ -164,7 +165,7 @@ def test_the_rank_that_waited_for_no_other_says_what_moves_took() -> None:
 
     def report(sequence: int, **move_ms: float) -> None:
         ranks = tuple(int(name.removeprefix("rank")) for name in move_ms)
-        ledger.end(sent(ledger, step_of(0.0, ranks, works=False)), 10.0, sequence, **move_ms)
+        ledger.report(sent(ledger, step_of(0.0, ranks, works=False)), 10.0, sequence, **move_ms)
 
     report(2, rank0=70.0, rank1=4.0)
     report(4, rank0=3.0, rank1=30.0, rank2=3.5)
