@@ -21,8 +21,8 @@ from benchmarks.load.client import NO_HEADERS, TIMEOUT_S, answered
 from benchmarks.load.mix import RequestClass
 from benchmarks.serving.settings import told_as
 from deployments.cli.local.proxies import uses_proxies
-from engines.gang.predictions.prediction import StepKey, speedup
-from engines.gang.predictions.step_times import StepTimes
+from engines.gang.eta.measured_times import StepTimes
+from engines.gang.eta.prediction import StepKey, speedup
 
 NUM_LONE = 3
 STEPS = "troupe_step_seconds"

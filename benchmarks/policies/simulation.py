@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
+from engines.gang.eta.prediction import StepPrediction, lead_s, shape_name
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.jobs.step_plan import StepPlan, Work
 from engines.gang.policies.policy import Policy
-from engines.gang.predictions.lead import lead_s
-from engines.gang.predictions.prediction import StepPrediction, shape_name
 
 StepTable = Mapping[str, Mapping[int, float]]
 """Seconds of a step, by the name of a shape and the size of a team."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from deployments.asyncio_tools import EndedError, unless
 from deployments.clips.claims import Claim, Claims
+from deployments.clips.eta import learn_clip
 from deployments.clips.folders import ClipFolders
-from deployments.clips.outlook import ClipTimes
 from deployments.clips.records import ClipError
 from deployments.clips.settings import ClipSettings
 from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, is_full, is_lost
@@ -19,6 +19,7 @@ from deployments.studio.interface import Media, ModelUnavailableError, Output, P
 from engines.core.failures import JobFailedError
 from engines.gang import errors
 from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError
+from engines.gang.eta.measured_times import MeasuredTimes
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.wording import counted
 
@@ -38,7 +39,7 @@ class Attempt:
     claims: Claims
     folders: ClipFolders
     settings: ClipSettings
-    times: ClipTimes
+    times: MeasuredTimes
     claim: Claim
     admission: asyncio.Future[None] | None = None
     progress: int = field(default=0, init=False)
@@ -152,7 +153,7 @@ class Attempt:
         clip_id = self.claim.clip.id
         await asyncio.to_thread(self.folders.write, clip_id, "video", media.data)
         await asyncio.to_thread(self.folders.write, clip_id, "thumbnail", media.thumbnail)
-        self.times.learn(self.claim.clip.request, media.timings)
+        learn_clip(self.times, self.claim.clip.request, media.timings)
         if await self.claims.complete(self.claim, media.timings):
             await asyncio.to_thread(self.folders.remove_inputs, clip_id)
         else:

@@ -16,8 +16,8 @@ from deployments.asyncio_tools import OneThread, cancel, to_the_end
 from deployments.clips.attempt import Attempt
 from deployments.clips.claims import Claim, Claims
 from deployments.clips.database import open_database
+from deployments.clips.eta import clip_times, learn_clip, nums_before, predicted_ends_s
 from deployments.clips.folders import ClipFolders, Variant
-from deployments.clips.outlook import ClipTimes, nums_before, predicted_ends_s
 from deployments.clips.records import FILE_GONE, ClipError, ClipRecord
 from deployments.clips.runner import ClipRunner
 from deployments.clips.settings import ClipSettings
@@ -54,7 +54,7 @@ class Clips:
         self._settings = settings
         self._folders = ClipFolders(root=settings.data_dir / "videos")
         self._engine: AsyncEngine | None = None
-        self._times = ClipTimes()
+        self._times = clip_times()
         self._tasks: list[asyncio.Task[None]] = []
         self._submitting = asyncio.Lock()
         self._disk = OneThread(lambda: storage_problem(settings.data_dir, self._folders.root))
@@ -211,7 +211,7 @@ class Clips:
         """Takes note of how long the last clips took that are still there, whoever made them."""
         for clip in reversed(await self._store.page(after=None, limit=NUM_LEARNT_FROM, ascending=False)):
             if clip.timings is not None:
-                self._times.learn(clip.request, clip.timings)
+                learn_clip(self._times, clip.request, clip.timings)
 
     async def _foreseen(self, clip: ClipRecord) -> ClipRecord:
         return (await self._all_foreseen([clip]))[0]

@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import delete, func, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
-from deployments.clips.outlook import OpenClip, alike
+from deployments.clips.eta import OpenClip, alike
 from deployments.clips.records import OPEN, ClipError, ClipRecord, ClipRow, record_of, to_json
 from pipelines.request import MediaRequest
 

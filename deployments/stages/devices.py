@@ -8,7 +8,7 @@ import ray
 
 from deployments.settings import Settings, process_environment
 from deployments.stages.config import StageConfig
-from engines.core.storage.host_turns import HostTurns
+from engines.core.storage.files import HostLock
 
 ALL_GPUS: Mapping[str, str] = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """With it Ray 2.60 leaves a process the GPUs that its node sees (``set_current_process_visible_accelerator_ids`` of its
@@ -18,10 +18,9 @@ TURNS = "turns"
 """Folder in the data directory."""
 
 
-def host_turns(num_gpus: float) -> HostTurns | None:
-    """Returns in what turns one with so many GPUs makes itself ready on them, beside others of its host; None for one
-    without any."""
-    return HostTurns(Settings().data_dir / TURNS) if num_gpus else None
+def host_lock(num_gpus: float) -> HostLock | None:
+    """Return the lock of this host's GPUs; None for a process without any."""
+    return HostLock(Settings().data_dir / TURNS) if num_gpus else None
 
 
 def stage_devices(stage: StageConfig) -> tuple[str, ...]:

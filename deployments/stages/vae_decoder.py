@@ -14,8 +14,8 @@ from deployments.names import own_version
 from deployments.observability.logs import request_context
 from deployments.stages.clip_finishing import ClipFinisher
 from deployments.stages.common import Decoded, StageSpec, load_stage
-from deployments.stages.decode_times import decode_times_of, decoded_like
 from deployments.stages.devices import stage_devices
+from deployments.stages.measured_times import decode_times_of, decoded_like
 from deployments.stages.warm_up import outputs, warm_decoder
 from deployments.stages.workers import Workers
 from deployments.studio.interface import Output
@@ -64,7 +64,7 @@ class VaeDecoder:
         """Returns the seconds that decoding is predicted to take, None before anything like it was decoded on such a
         machine; ``ValueError`` for what certainly cannot be decoded here. It waits for no decoding."""
         self._decoder.check_fits(request)
-        return self._times.predicted_s(decoded_like(request, output))
+        return self._times.scaled_s(decoded_like(request, output))
 
     def decode(self, latents: Parcel, request: MediaRequest, output: Output) -> Decoded:
         """Returns the finished bytes."""
@@ -74,7 +74,7 @@ class VaeDecoder:
             decode_s = time.perf_counter() - started_s
             num_bytes = sum(map(len, files))
             logger.info("latents are decoded", extra={"decode_s": round(decode_s, 4), "num_bytes": num_bytes})
-        if self._times.note(decoded_like(request, output), decode_s):
+        if self._times.learn(decoded_like(request, output), decode_s):
             self._keeping.begin(self._times.save)
         return Decoded(data=files[0], further=files[1:], thumbnail=thumbnail, decode_s=decode_s)
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from deployments.stages.common import StageSpec
 from deployments.stages.config import StageConfig
-from deployments.stages.devices import host_turns
+from deployments.stages.devices import host_lock
 from deployments.studio.interface import MediaFormat, Output
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
@@ -90,8 +90,8 @@ def warm_decoder(decoder: BlocksDecoder, spec: StageSpec, checkpoint: Checkpoint
 @contextmanager
 def in_turn(stage: StageConfig) -> Iterator[None]:
     """What a stage does on a GPU inside disturbs no gang that times its steps there."""
-    turns = host_turns(stage.num_gpus)
-    with turns.beside_others() if turns is not None else nullcontext():
+    lock = host_lock(stage.num_gpus)
+    with lock.shared() if lock is not None else nullcontext():
         yield
 
 

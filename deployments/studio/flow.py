@@ -16,7 +16,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from deployments.accounts.interface import Accounts
 from deployments.accounts.own import OwnAccounts
 from deployments.observability.metrics import observe_failure
-from deployments.stages.decode_times import DecodeTimes
+from deployments.stages.measured_times import DecodeTimes
 from deployments.studio.interface import STATUS_MAX_AGE_S, Media, ModelCard, ModelUnavailableError, Output, StudioEvent
 from deployments.studio.readiness import Readiness
 from deployments.studio.retries import RECOVERY_DEADLINE_S, RETRYABLE, Retries

@@ -18,7 +18,7 @@ from deployments.asyncio_tools import cancel, merge
 from deployments.observability.metrics import observe_encoding, observe_stage
 from deployments.ray_private import object_ref, object_ref_generator
 from deployments.stages.common import Decoded, EncodingDone, StageEvent
-from deployments.stages.decode_times import DecodedLike, DecodeTimes, decoded_like
+from deployments.stages.measured_times import DecodedLike, DecodeTimes, decoded_like
 from deployments.stages.pictures import SentPictures
 from deployments.studio.interface import (
     Media,
@@ -98,7 +98,7 @@ class Run:
                 await cancel(self._decoding)
         timings = self._timings(self._done, decoded)
         rest_s = timings.total_s - self._queued_at_s - timings.queue_s - timings.denoise_s
-        self.decode_times.note(self._decoded_like, max(decoded.decode_s, rest_s))
+        self.decode_times.learn(self._decoded_like, max(decoded.decode_s, rest_s))
         for stage in ("queue", "encode", "denoise", "decode", "total"):
             observe_stage(stage, self.request.model, getattr(timings, f"{stage}_s"))
         self.is_finished = True
@@ -147,7 +147,7 @@ class Run:
         work.
         """
         responses: list[Any] = [self.stages.text_encoder.encode.remote(self.request, SentPictures.of(self.pictures))]
-        if is_new := not self.decode_times.has(self._decoded_like):
+        if is_new := self.decode_times.get(self._decoded_like) is None:
             responses.append(self.stages.decoder.expected_s.remote(self.request, self.output))
         try:
             encoded = [await self._taken(object_ref(responses[0]), "text encoder")]
@@ -241,7 +241,7 @@ class Run:
     @property
     def _predicted_decode_s(self) -> float | None:
         word_s = self._decoders_word_s
-        return self.decode_times.predicted_s(self._decoded_like) if word_s is None else word_s
+        return self.decode_times.scaled_s(self._decoded_like) if word_s is None else word_s
 
     def _with_time_waited(self) -> MediaRequest:
         """Its deadline counts from when it came, whatever it waited for and however often it began anew."""

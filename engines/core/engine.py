@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from engines.core.estimates import StepEstimates
 from engines.core.model import Branch
-from engines.core.storage.host_turns import HostTurns
+from engines.core.storage.files import HostLock
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ class EngineChoice:
 class Choosing:
     """``typical_step()`` gives the branches that most steps are like (none: not known before a request). Decisions are
     kept in ``folder``, under ``name``, for these ``facts`` about the model and its software. ``every_team``: teams of
-    all sizes will work, not the whole gang alone. Steps are timed in ``turns`` with what else uses the hosts' GPUs.
+    all sizes will work, not the whole gang alone. Steps are timed under the ``lock`` of the host's GPUs.
     """
 
     typical_step: Callable[[], tuple[Branch, ...]]
@@ -49,7 +49,7 @@ class Choosing:
     name: str
     facts: Mapping[str, str]
     every_team: bool = False
-    turns: HostTurns | None = None
+    lock: HostLock | None = None
 
 
 class Engine(Protocol):

@@ -13,20 +13,17 @@ from typing import Any
 from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
+from engines.gang.eta.admission import JobAdmission
+from engines.gang.eta.measured_times import StepTimes
 from engines.gang.jobs.job import Job, JobQueued
 from engines.gang.jobs.job_table import JobTable, OpenJob
 from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.jobs.step_plan import JobFailure, StepPlan
+from engines.gang.ledger import InFlightStep, Ledger
 from engines.gang.metrics import GangMetrics
 from engines.gang.policies.registry import make_policy
-from engines.gang.predictions.moves import Moves
-from engines.gang.predictions.outlook import Outlook
-from engines.gang.predictions.step_times import StepTimes
-from engines.gang.publisher import Publisher
 from engines.gang.ranks.rank import kill_ranks
-from engines.gang.ranks.traffic import Flight, Traffic
 from engines.gang.ranks.watchdog import Watchdog, answer_of
-from engines.gang.timesheet import Timesheet
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +60,9 @@ class Driver:
             elastic=config.elastic,
             max_batch=config.max_batch,
         )
-        self._traffic = Traffic(config.num_ranks, reports_early=config.gpus_per_rank > 0)
-        self._outlook = Outlook(self._scheduler, self._table, self._traffic, clock, config.max_wait_s)
         same_bytes = not (config.elastic and len(team_sizes) > 1)
-        timesheet = Timesheet(self._metrics, reports_early=config.gpus_per_rank > 0)
-        self._publisher = Publisher(
-            self._table, self._metrics, timesheet, self._step_times, self._outlook, clock, same_bytes=same_bytes
-        )
-        self._moves = Moves(config.num_ranks, self._step_times)
+        self._ledger = Ledger(config, self._table, self._metrics, self._step_times, clock, same_bytes=same_bytes)
+        self._admission = JobAdmission(self._scheduler, self._table, self._ledger, clock, config.max_wait_s)
         self._submitted: deque[OpenJob] = deque()
         self._wake_schedule = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -98,8 +90,8 @@ class Driver:
         if self.broken is not None:
             raise GangBrokenError(self.broken.reason, self.broken.cause)
         self._table.check(job)
-        eta_s, num_before = self._outlook.admit(job), self._table.num_open
-        open_job = self._table.open(job, max(1.0, self._outlook.next_end_s() or 0.0))
+        eta_s, num_before = self._admission.admit(job), self._table.num_open
+        open_job = self._table.open(job, max(1.0, self._admission.next_end_s() or 0.0))
         self._table.publish(job.job_id, JobQueued(job_id=job.job_id, eta_s=eta_s, num_before=num_before))
         self._submitted.append(open_job)
         self._wake_schedule.set()
@@ -122,7 +114,7 @@ class Driver:
             self.broken = error
             self.ended.set()
             self._metrics.takes_none()
-            self._table.fail_all(error, self._traffic.job_ids)
+            self._table.fail_all(error, self._ledger.job_ids)
             self._watchdog.close()
             for task in self._tasks:
                 task.cancel()
@@ -140,12 +132,12 @@ class Driver:
         while True:
             self._admit_submitted()
             now_s, ahead = self._clock.now_s(), self._config.plans_ahead
-            free = self._traffic.free_ranks(ahead, now_s)
-            plan = self._scheduler.next_plan(free=free, is_idle=self._traffic.is_idle, now_s=now_s)
+            free = self._ledger.free_ranks(ahead, now_s)
+            plan = self._scheduler.next_plan(free=free, is_idle=not self._ledger.job_ids, now_s=now_s)
             if plan is not None:
                 self._send(plan)
             else:  # by the same look at the clock: a rank is free, or will be, and none is neither
-                await self._wait(self._traffic.next_free_in_s(ahead, now_s))
+                await self._wait(self._ledger.next_free_in_s(ahead, now_s))
 
     async def _wait(self, within_s: float | None) -> None:
         """Returns when there is news, or a rank may be sent a step by the clock alone."""
@@ -164,7 +156,7 @@ class Driver:
                 self._table.forget([open_job.job.job_id])
 
     def _send(self, plan: StepPlan) -> None:
-        """Each team is a flight of its own, so that none waits for the longer step of another."""
+        """Follow each team by itself, so that none waits for the longer step of another."""
         ranks = range(self._config.num_ranks) if plan.is_for_all else plan.working_ranks
         reports, latents = {}, {}
         for rank in ranks:
@@ -173,25 +165,25 @@ class Driver:
             report, *emitted = returned if emits else [returned]
             reports[rank] = report
             latents.update({emit.job_id: ref for emit, ref in zip(emits, emitted, strict=True)})
-        beside = [rank for rank in ranks if rank not in plan.working_ranks]
-        parts = [((work,), work.ranks) for work in plan.works] + ([((), tuple(beside))] if beside else [])
-        before = self._traffic.ends(ranks)
-        flights = [
-            Flight(
-                works=works,
-                reports={rank: reports[rank] for rank in team},
-                latents=latents,
-                predicted_s=sum(map(self._outlook.measured_s, works)),
+        before = self._ledger.ends(ranks)
+        steps = [
+            InFlightStep(
+                work=work,
+                pending={rank: reports[rank] for rank in work.ranks},
+                latents={emit.job_id: latents[emit.job_id] for emit in work.emits},
+                predicted_s=self._admission.measured_s(work),
             )
-            for works, team in parts
+            for work in plan.works
         ]
-        for flight in flights:
+        if beside := {rank: reports[rank] for rank in ranks if rank not in plan.working_ranks}:
+            steps.append(InFlightStep(work=None, pending=beside))
+        for step in steps:
             # Moves are made by all ranks together, so that each waits for what any of them does before.
-            self._spawn(self._follow(flight, before if plan.moves else self._traffic.ends(flight.reports)))
-        for flight in flights:
-            self._traffic.begin(flight)
+            self._spawn(self._follow(step, before if plan.moves else self._ledger.ends(step.pending)))
+        for step in steps:
+            self._ledger.send(step)
         if plan.drops:
-            self._spawn(self._forget(plan.drops, flights))
+            self._spawn(self._forget(plan.drops, steps))
 
     # The tasks that wait for ranks.
 
@@ -207,25 +199,24 @@ class Driver:
             self._drop(open_job)
         self._wake_schedule.set()
 
-    async def _follow(self, flight: Flight, before: Sequence[asyncio.Event]) -> None:
-        """Collects the reports of a flight, from when those ``before`` have ended: then its deadline begins."""
+    async def _follow(self, step: InFlightStep, before: Sequence[asyncio.Event]) -> None:
+        """Collect the reports of a step, once the steps ``before`` have ended: then its deadline begins."""
         for end in before:
             await end.wait()
         started_s = self._clock.now_s()
-        self._traffic.start(flight, started_s)
-        reports = await self._watchdog.reports(flight, self._table.jobs)
-        self._traffic.end(flight, self._clock.now_s())
+        self._ledger.start(step, started_s)
+        reports = await self._watchdog.reports(step, self._table.jobs)
+        self._ledger.end(step)
         self._wake_schedule.set()
-        self._moves.hear(reports.values())
-        for failed in self._publisher.publish(flight, reports, started_s):
+        for failed in self._ledger.hear(step, reports, started_s, self._admission.eta_s):
             self._drop(failed)
-        if any(work.ends_a_job for work in flight.works) and self._step_times.changed():
+        if step.work is not None and step.work.ends_a_job and self._step_times.changed():
             self._scheduler.learn(self._step_times.prediction())
             await asyncio.to_thread(self._step_times.save)
 
-    async def _forget(self, job_ids: Sequence[str], flights: Sequence[Flight]) -> None:
-        for flight in flights:
-            await flight.ended.wait()
+    async def _forget(self, job_ids: Sequence[str], steps: Sequence[InFlightStep]) -> None:
+        for step in steps:
+            await step.ended.wait()
         self._table.forget(job_ids)
 
     def _drop(self, open_job: OpenJob) -> None:

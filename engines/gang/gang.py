@@ -18,9 +18,9 @@ from engines.gang.clock import Clock
 from engines.gang.config import Environment, GangConfig, LoadRank
 from engines.gang.driver import Driver
 from engines.gang.errors import GangBrokenError
+from engines.gang.eta.measured_times import StepTimes
 from engines.gang.jobs.job import Job, JobDone, JobEvent, JobQueued, StepDone
 from engines.gang.metrics import observe_start
-from engines.gang.predictions.step_times import StepTimes
 from engines.gang.ranks.placement import current_group
 from engines.gang.ranks.rank import RankInfo, kill_ranks, spawn_ranks
 from engines.gang.ranks.start import Start, rank_environments

@@ -16,9 +16,9 @@ from engines.parallel.division import TeamSpecs
 from engines.parallel.pipeline import pipeline_blocks
 from engines.parallel.tensor import split_features
 from engines.planner.auto import choose_specs, possible_team_sizes
-from engines.planner.exchange_rules import ExchangeRules
 from engines.planner.measure import memory_bytes
 from engines.planner.memory import MemoryFloor
+from engines.torch_engine.exchange.choose import ExchangeRules
 from engines.torch_engine.options import TorchOptions
 
 FP8_CAPABILITY = (8, 9)

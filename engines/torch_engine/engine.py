@@ -24,12 +24,11 @@ from engines.parallel.communication.mesh import Team
 from engines.parallel.division import Division, TeamSpecs, shape_of
 from engines.parallel.failures import forward_fails_alone
 from engines.parallel.sharded import ShardedModel
-from engines.planner.exchange_rules import ExchangeRules
 from engines.quantization.calibration import load_calibration
 from engines.quantization.linear import swap_linears
 from engines.torch_engine.compiler import compile_blocks, release_blocks
 from engines.torch_engine.config import divide, memory_floor, resolve
-from engines.torch_engine.exchange.choose import kernel_by_length
+from engines.torch_engine.exchange.choose import ExchangeRules, kernel_by_length
 from engines.torch_engine.options import TorchOptions, check
 from engines.torch_engine.pipelined import predict_pipelined
 from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE, StepRunner

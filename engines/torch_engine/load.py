@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from engines.core.engine import Choosing
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.self_check import check_attention, self_check
+from engines.torch_engine.autotune import autotuned_engine
 from engines.torch_engine.checks import QUANTISED_TOLERANCE, check_fast_path, check_sliced
-from engines.torch_engine.decide import decided_engine
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import module_kernels
 from engines.torch_engine.options import TorchOptions
@@ -41,7 +41,7 @@ def load_torch_engine(
     if model.device.type == "cuda":
         keep_for_good()
     if strategy == "auto" and choosing is not None and context.num_ranks > 1:
-        engine = decided_engine(model, context, choosing, precision=precision, options=options)
+        engine = autotuned_engine(model, context, choosing, precision=precision, options=options)
     else:
         engine = make(model, strategy=strategy)
     check_fast_path(engine, model, rank=context.rank)

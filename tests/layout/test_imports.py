@@ -18,13 +18,12 @@ MAY_IMPORT = {
 }
 HTTP_LIBRARIES = {"aiohttp", "fastapi", "flask", "httpx", "openai", "requests", "starlette", "uvicorn"}
 PURE = (
+    "engines/gang/eta/prediction.py",
+    "engines/gang/eta/simulation.py",
     "engines/gang/jobs/job.py",
     "engines/gang/jobs/scheduler.py",
     "engines/gang/jobs/step_plan.py",
     "engines/gang/policies/",
-    "engines/gang/predictions/lead.py",
-    "engines/gang/predictions/prediction.py",
-    "engines/gang/predictions/rough.py",
 )
 """What a gang's decisions are made of."""
 REGISTRY = "pipelines/models/registry.py"
@@ -102,7 +101,7 @@ def test_what_decides_in_a_gang_knows_no_clock_and_no_ranks() -> None:
         ("ray.util", True),
         ("asyncio", True),
         ("engines.gang.clock", True),
-        ("engines.gang.predictions.step_times", True),
+        ("engines.gang.eta.measured_times", True),
         ("engines.gang.policies.fair:Fair", False),
         ("engines.core.spec", False),
         ("math", False),

@@ -19,7 +19,7 @@ from deployments.replicas import is_on_loopback, prepare_replica
 from deployments.settings import process_environment
 from deployments.stages.common import Encoded, EncodingDone, StageEvent
 from deployments.stages.gang.rank import LoadRankParts
-from deployments.stages.gang.step_times import estimates_s_of, step_times_of
+from deployments.stages.measured_times import estimates_s_of, step_times_of
 from engines.core.phases import log_phase
 from engines.core.transport.parcel import Shapes
 from engines.gang.errors import QueueFullError

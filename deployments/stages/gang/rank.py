@@ -10,7 +10,7 @@ from importlib import import_module
 from deployments.config import ModelConfig
 from deployments.settings import Settings
 from deployments.stages.config import DenoiserConfig
-from deployments.stages.devices import host_turns
+from deployments.stages.devices import host_lock
 from deployments.stages.gang.facts import model_facts, software_facts
 from deployments.stages.slicing import must_slice
 from engines.core.engine import Choosing
@@ -83,7 +83,7 @@ def choosing_of(model: ModelConfig, checkpoint: Checkpoint) -> Choosing:
         name=model.name,
         facts={**model_facts(model, checkpoint.path), **software_facts()},
         every_team=model.denoiser.elastic,
-        turns=host_turns(model.denoiser.gpus_per_rank),
+        lock=host_lock(model.denoiser.gpus_per_rank),
     )
 
 

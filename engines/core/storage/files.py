@@ -1,13 +1,19 @@
-"""Files that other processes may read while they are written."""
+"""Files that several processes write, read and lock."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import logging
 import os
 import secrets
+import socket
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> None:
@@ -63,3 +69,39 @@ def file_about(folder: Path, name: str, facts: Mapping[str, object]) -> Path:
     digest of them, as JSON writes them."""
     digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
     return folder / f"{name}_{digest}.json"
+
+
+class HostLock:
+    """A lock on the GPUs of a host: many processes prepare side by side, and one that times steps is alone.
+
+    Processes that share a GPU take turns on it, and ranks that exchange tensors wait for each other's turns as well:
+    steps of 66 and 75 ms took 104 and 114 on two H200s while an encoder and a decoder were made ready there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Processes find each other in ``folder``; hosts that share it have a file each. Without it nobody waits."""
+        self._file = folder / f"{socket.gethostname()}.lock"
+
+    def shared(self) -> AbstractContextManager[object]:
+        """Wait until no process holds the lock alone; return a context manager that releases it."""
+        return self._lock(fcntl.LOCK_SH)
+
+    def try_exclusive(self) -> AbstractContextManager[object] | None:
+        """Return a context manager that releases the lock; None if another process holds it."""
+        try:
+            return self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+
+    def _lock(self, operation: int) -> AbstractContextManager[object]:
+        with ExitStack() as opened:
+            try:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                file = opened.enter_context(self._file.open("a"))
+                fcntl.flock(file, operation)
+                opened.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open, too
+            except BlockingIOError:
+                raise
+            except OSError as error:
+                logger.warning("the GPUs of this host cannot be locked: %s", error)
+            return opened.pop_all()

@@ -19,8 +19,8 @@ from engines.core.rank import RankContext
 from engines.gang.config import RankParts
 from engines.gang.errors import portable
 from engines.gang.jobs.job import Job
-from engines.gang.jobs.pace import Pace, pace_on
 from engines.gang.jobs.step_plan import JobFailure, JobStep, Move, StepPlan, StepReport, Work
+from engines.gang.jobs.step_timer import StepTimer, step_timer
 from engines.gang.jobs.transfer import transfer
 
 logger = logging.getLogger(__name__)
@@ -44,13 +44,13 @@ class RankJobs:
     gang.
     """
 
-    def __init__(self, parts: RankParts, context: RankContext, pace: Pace | None = None) -> None:
-        """``pace``: as is usual on the rank's device, if None."""
+    def __init__(self, parts: RankParts, context: RankContext, timer: StepTimer | None = None) -> None:
+        """``timer``: None for that of the rank's device."""
         self._engine = parts.engine
         self._sampler = parts.sampler
         self._context = context
         self._device = torch.device(context.device)
-        self._pace = pace or pace_on(self._device)
+        self._timer = timer or step_timer(self._device)
         self._residents: dict[str, ResidentJob] = {}
         self._failures: list[JobFailure] = []
         self._was_warm, self._predicted = True, False
@@ -66,20 +66,20 @@ class RankJobs:
     @torch.no_grad()
     def execute(self, plan: StepPlan) -> tuple[StepReport, tuple[Any, ...]]:
         """The report, and one entry per ``plan.emits_of(rank)``: latents on the CPU, or None for a failed job."""
-        self._pace.arrive()
+        self._timer.arrive()
         self._failures = []
         self._was_warm, self._predicted = True, False
         for job_id in plan.drops:
             self._drop(job_id)
         if plan.moves or plan.drops:  # a rank may be told no more of a job, and tells now what its last step there took
-            self._pace.wait(0)
+            self._timer.wait(0)
         move_ms = self._make(plan.moves)
         work = plan.work_of(self._context.rank)
         if work is not None:
-            self._pace.begin(plan.sequence)
+            self._timer.begin(plan.sequence)
             self._step(work)
-            self._pace.end()
-            self._pace.wait(1)
+            self._timer.end()
+            self._timer.wait(1)
         self._release_moved(plan)
         emitted = tuple(self._emit(job_step) for job_step in plan.emits_of(self._context.rank))
         self._forget_finished(plan)
@@ -101,7 +101,7 @@ class RankJobs:
         return StepReport(
             rank=self._context.rank,
             sequence=plan.sequence,
-            ended_ms=self._pace.ended_ms(),
+            ended_ms=self._timer.ended_ms(),
             move_ms=move_ms,
             was_warm=self._was_warm,
             predicted=self._predicted,
@@ -115,7 +115,7 @@ class RankJobs:
         started_s = time.perf_counter()
         for move in moves:
             self._move(move)
-        self._pace.settle()
+        self._timer.settle()
         return 1e3 * (time.perf_counter() - started_s) / len(moves)
 
     def _move(self, move: Move) -> None:

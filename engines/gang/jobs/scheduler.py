@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from engines.core.spec import tiling_sizes
+from engines.gang.eta.prediction import StepPrediction
+from engines.gang.eta.simulation import Simulation
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.step_plan import Emit, JobStep, Move, StepPlan, Work
 from engines.gang.policies.candidate import Candidate, GangShape, Ranks, within_room
 from engines.gang.policies.policy import Policy, teams_of
-from engines.gang.policies.rehearsal import Rehearsal
 from engines.gang.policies.shortest import Shortest
-from engines.gang.predictions.prediction import StepPrediction
 
 
 @dataclass(slots=True, eq=False)
@@ -136,12 +136,12 @@ class Scheduler:
         return dict(self.ends_s(now_s, beside=beside))
 
     def ends_s(self, now_s: float = 0.0, *, beside: Sequence[Job] = ()) -> Iterator[tuple[str, float]]:
-        """Yields the same one by one, the first to end first: who needs no more of them leaves the others."""
+        """Like ``finish_times_s``, but a lazy iterator in order of completion."""
         number = max((entry.number for entry in self._entries.values()), default=0) + 1
         coming = [self._entry(job, number + i, now_s) for i, job in enumerate(beside)]
         is_known = self._is_settled and not beside
         entries = self._entries.items()
-        rehearsal = Rehearsal(
+        simulation = Simulation(
             [_candidate(entry) for entry in (*self._entries.values(), *coming)],
             policy=self._policy,
             gang=self._gang,
@@ -149,7 +149,7 @@ class Scheduler:
             now_s=now_s,
             teams={job_id: entry.ranks for job_id, entry in entries if entry.ranks} if is_known else {},
         )
-        return rehearsal.ends()
+        return simulation.ends()
 
     # Who runs where.
 

@@ -91,7 +91,7 @@ class JobFailure:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
     """A rank's answer to a plan. ``ended_ms`` is what the rank's steps took that are over and were not told of before,
-    by the sequences of their plans: its own, if it works as a CPU does; else those before it (see ``DevicePace``).
+    by the sequences of their plans: its own, if it works as a CPU does; else those before it (see ``CudaStepTimer``).
 
     ``move_ms`` is what each of the plan's moves took it, waiting for the other ranks included; 0 without any.
     ``was_warm``: the engine found everything ready for what it predicted (true of a rank without work). ``predicted``:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
+from engines.gang.eta.simulation import finish_times_s
 from engines.gang.policies.candidate import Candidate, GangShape, Ranks, Teams
-from engines.gang.policies.forecast import finish_times_s
 from engines.gang.policies.layouts import Sizes, divisions, num_moves, placed
 
 NO_LIMITS: Mapping[str, float] = MappingProxyType({})
@@ -30,9 +30,9 @@ def quickest_teams(
 ) -> Teams:
     """Returns teams for the first of ``ordered``: the division of the gang by which all of them wait least.
 
-    Each division is gone through to the end (``forecast``), with the most urgent jobs on its teams, and with jobs that
-    run already in the place of the last of these: narrowed, where to pause them would gain little. Who is seated on a
-    team that is wider than it can use gets fewer ranks. At least one of ``ordered`` may run; the first ``num_first``
+    Each division is simulated to the end (``finish_times_s``), with the most urgent jobs on its teams, and with jobs
+    that run already in the place of the last of these: narrowed, where to pause them would gain little. A job on a team
+    that is wider than it can use gets fewer ranks. At least one of ``ordered`` may run; the first ``num_first``
     give their places to no other. Before all else, as few jobs as can be are done later than their ``limits_s`` say, in
     seconds from now.
     """

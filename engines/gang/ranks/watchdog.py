@@ -17,7 +17,7 @@ from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.step_plan import StepReport, Work
-from engines.gang.ranks.traffic import Flight
+from engines.gang.ledger import InFlightStep
 
 logger = logging.getLogger(__name__)
 
@@ -52,19 +52,18 @@ class Watchdog:
         await asyncio.wait(self._watches, return_when=asyncio.FIRST_COMPLETED)
         raise next(error for error in _errors(self._watches))
 
-    async def reports(self, flight: Flight, jobs: Mapping[str, Job]) -> dict[int, StepReport]:
-        """Its reports, by rank. ``GangBrokenError`` if a rank fails or outlasts the deadline, which starts now."""
-        is_cold = not all(self._is_warm(work, jobs) for work in flight.works)
+    async def reports(self, step: InFlightStep, jobs: Mapping[str, Job]) -> dict[int, StepReport]:
+        """Return its reports by rank. ``GangBrokenError`` if a rank fails, or outlasts the deadline from now."""
+        work = step.work
+        is_cold = work is not None and not self._is_warm(work, jobs)
         deadline_s = self._config.start_deadline_s if is_cold else self._config.step_deadline_s
         self._num_cold += is_cold
         try:
-            reports = await self._answers(flight, deadline_s)
+            reports = await self._answers(step, deadline_s)
         finally:
             self._num_cold -= is_cold
-        for work in flight.works:
-            if not any(reports[rank].predicted for rank in work.ranks):
-                continue
-            found_ready = all(reports[rank].was_warm for rank in work.ranks)
+        if work is not None and any(report.predicted for report in reports.values()):
+            found_ready = all(report.was_warm for report in reports.values())
             warm = self._warm[work.ranks]
             for shape in _shapes(work, jobs):
                 if found_ready:
@@ -77,14 +76,14 @@ class Watchdog:
         for watch in self._watches:
             watch.cancel()
 
-    async def _answers(self, flight: Flight, deadline_s: float) -> dict[int, StepReport]:
-        answers = {rank: asyncio.ensure_future(answer_of(rank, ref)) for rank, ref in flight.reports.items()}
+    async def _answers(self, step: InFlightStep, deadline_s: float) -> dict[int, StepReport]:
+        answers = {rank: asyncio.ensure_future(answer_of(rank, ref)) for rank, ref in step.pending.items()}
         try:
             await self._wait(tuple(answers.values()), deadline_s, asyncio.FIRST_EXCEPTION)
             for error in _errors(answers.values()):
                 raise await self._explain(error)
             if not all(answer.done() for answer in answers.values()):
-                raise GangBrokenError(_describe_late(answers, flight.works, deadline_s), "deadline")
+                raise GangBrokenError(_describe_late(answers, step.work, deadline_s), "deadline")
             return {rank: answer.result() for rank, answer in answers.items()}
         finally:
             for answer in answers.values():
@@ -134,9 +133,10 @@ def _errors(tasks: Iterable[asyncio.Task[Any]]) -> Iterator[BaseException]:
             yield error
 
 
-def _describe_late(answers: Mapping[int, asyncio.Task[Any]], works: Iterable[Work], deadline_s: float) -> str:
+def _describe_late(answers: Mapping[int, asyncio.Task[Any]], work: Work | None, deadline_s: float) -> str:
     late = [rank for rank, answer in answers.items() if not answer.done()]
-    steps = ", ".join(f"{s.step} of job {s.job_id}" for work in works for s in work.job_steps) or "no job"
+    job_steps = () if work is None else work.job_steps
+    steps = ", ".join(f"{s.step} of job {s.job_id}" for s in job_steps) or "no job"
     return f"ranks {late} did not finish a step ({steps}) within {deadline_s:g} s"
 
 

@@ -1,7 +1,8 @@
-"""Attention of models that run as their module: how a team exchanges heads or keys, by the length of the step."""
+"""How the ranks of a team exchange heads: the rules, and attention by them in models that run as their module."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -11,7 +12,6 @@ from engines.core.kernel import Kernel, Prefix
 from engines.core.layout import TokenLayout
 from engines.parallel.attention.strategy import MakeKernel, team_kernel
 from engines.parallel.communication.mesh import Team
-from engines.planner.exchange_rules import ExchangeRules
 from engines.torch_engine.exchange.heads import local_attention
 from engines.torch_engine.exchange.peer_attention import peer_ulysses
 from engines.torch_engine.exchange.peer_keys import peer_allgather_kv
@@ -23,6 +23,30 @@ share (docs/denoise_step.md)."""
 
 NUM_PARTS = 2
 """So many parts go through NCCL; ranks that write into each other's memory divide them as ``peer_attention`` says."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeRules:
+    """How ranks exchange heads, where there is more than one way."""
+
+    peer_memory: bool = True
+    """Ranks write into each other's memory where that works; else they call NCCL alone."""
+    side_streams: bool = True
+    """Hand-ordered steps over several ranks compute beside their exchanges."""
+    parts_from_tokens: int | None = None
+    """Other steps of at least so many tokens exchange heads in parts; None: of ``PARTS_FROM_TOKENS``."""
+
+    def __post_init__(self) -> None:
+        are_bools = isinstance(self.peer_memory, bool) and isinstance(self.side_streams, bool)
+        if not are_bools or type(self.parts_from_tokens) not in (int, type(None)):
+            raise ValueError(f"{self} are no rules: two of true or false, and a whole number or null")
+
+    def describe(self) -> str:
+        """Return what is not usual."""
+        unusual = [] if self.peer_memory else ["without peer memory"]
+        unusual += [] if self.side_streams else ["without side streams"]
+        unusual += [] if self.parts_from_tokens is None else [f"in parts from {self.parts_from_tokens} tokens"]
+        return ", ".join(unusual) or "as usual"
 
 
 def module_kernels(peer_memory: bool, device: torch.device, dtype: torch.dtype) -> tuple[MakeKernel, ...]:

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from benchmarks.load import alone
 from benchmarks.load.alone import Alone, rank_seconds, read, told, with_ratios
+from engines.gang.eta.measured_times import StepTimes
+from engines.gang.eta.prediction import speedup
 from engines.gang.jobs.job import Job
-from engines.gang.predictions.prediction import speedup
-from engines.gang.predictions.step_times import StepTimes
 
 SMALL = Alone(model="one", num_steps=10, step_s=0.1, other_s=0.5, num_ranks=2, width=64, height=64)
 CLIP = SMALL.model_copy(update={"num_frames": 0, "ratios": {1: 1.5}})
@@ -43,7 +43,7 @@ def test_steps_of_other_teams_have_the_usual_speedup_unless_they_were_measured()
 def kept(file: Path, *entries: tuple[object, int, float]) -> None:
     times = StepTimes(file)
     for shape, num_ranks, step_s in 2 * entries:
-        times.note(Job(job_id="j", request=None, conditioning=None, num_steps=1, shape=shape), num_ranks, step_s)
+        times.hear_step(Job(job_id="j", request=None, conditioning=None, num_steps=1, shape=shape), num_ranks, step_s)
     times.changed()
     times.save()
 

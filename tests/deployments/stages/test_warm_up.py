@@ -17,7 +17,7 @@ from deployments.config import ModelConfig
 from deployments.stages import vae_decoder
 from deployments.stages.common import StageSpec
 from deployments.stages.config import DenoiserConfig, EncoderConfig
-from deployments.stages.devices import host_turns
+from deployments.stages.devices import host_lock
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from deployments.stages.warm_up import PROMPT, warm_decoder, warm_encoder
@@ -29,7 +29,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_path
 from pipelines.media import encode_frames
 from pipelines.size import Size
-from tests.support.turns import could_be_alone
+from tests.support.locks import is_free
 
 Calls = list[tuple[Any, ...]]
 
@@ -121,9 +121,9 @@ def test_stages_on_gpus_prepare_while_nobody_times_steps(
     was_free: list[bool] = []
 
     def look(*_: Any) -> Any:
-        turns = host_turns(1.0)
-        assert turns is not None
-        was_free.append(could_be_alone(turns))
+        lock = host_lock(1.0)
+        assert lock is not None
+        was_free.append(is_free(lock))
         return np.zeros((1, 8, 8, 3), np.uint8)
 
     spec, checkpoint = spec_of(pictures, "64x48"), Checkpoint(pictures)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deployments.stages.common import Decoded
-from deployments.stages.decode_times import DecodeTimes
+from deployments.stages.measured_times import DecodeTimes
 from deployments.studio import run
 from deployments.studio.interface import Media, Output
 from deployments.studio.run import Run
@@ -40,5 +40,5 @@ async def test_a_job_may_give_several_files() -> None:
     *_, media = [event async for event in one.events()]
     assert isinstance(media, Media)
     assert media.files == (b"low", b"middle", b"high")
-    assert times.has(("png", 3 * request.width * request.height))
-    assert times.predicted_s(("png", request.width * request.height)) == pytest.approx(0.1 / 3)
+    assert times.get(("png", 3 * request.width * request.height)) == pytest.approx(0.1)
+    assert times.scaled_s(("png", request.width * request.height)) == pytest.approx(0.1 / 3)

@@ -9,7 +9,7 @@ import pytest
 
 from engines.gang.errors import GangBrokenError, QueueFullError, portable
 from engines.gang.jobs.step_plan import JobFailure, StepReport
-from engines.gang.publisher import agreed_failure
+from engines.gang.ledger import agreed_failure
 
 
 @pytest.mark.parametrize("error", [GangBrokenError("rank 1 died", "death", True), QueueFullError(32, 4.6)])

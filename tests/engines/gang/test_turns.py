@@ -8,9 +8,8 @@ import pytest
 
 from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
+from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang import Gang
-from engines.gang.predictions.lead import LEAD_S
-from engines.gang.predictions.step_times import StepTimes
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.helpers import run
 from tests.engines.gang.support.set_clock import SetClock, SetRanks, settled
@@ -35,14 +34,16 @@ async def test_a_rank_whose_turn_comes_between_two_looks_is_sent_its_step(
     clock, step_times = RestlessClock(), StepTimes()
     ranks, job = SetRanks(1, clock), fake_job("alone", FakeRequest(seed=1, num_steps=4), shape=("steady",))
     for _ in range(2):
-        step_times.note(job, 1, STEP_S)
+        step_times.hear_step(job, 1, STEP_S)
     assert step_times.changed()
     gang = Gang(CONFIG, ranks.actors, infos=(), team_sizes=(1,), model="timed", clock=clock, step_times=step_times)
     running = asyncio.ensure_future(run(gang, job))
     await settled()
     await ranks.finish_step(0.0)  # it has begun
     assert ranks.num_sent == 0
-    turn_s = gang._driver._traffic._busy_until_s[0] - LEAD_S
+    waits_s = gang._driver._ledger.next_free_in_s(CONFIG.plans_ahead, clock._now_s)
+    assert waits_s is not None
+    turn_s = clock._now_s + waits_s
     await clock.advance(turn_s - clock._now_s - (20 + ticks) * TICK_S)
     while clock._now_s < turn_s:
         assert ranks.num_sent == 0

@@ -15,10 +15,10 @@ from benchmarks.policies.h200 import STEPS
 from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation
 from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
+from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobQueued
 from engines.gang.policies.registry import POLICIES, make_policy
-from engines.gang.predictions.step_times import StepTimes
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.virtual_time import LOOK_S, MOVE_S, GpuRanks, run_in_virtual_time, virtual_gang
 
@@ -42,7 +42,9 @@ def known_times() -> StepTimes:
     for shape in SHAPES:
         for size in (1, NUM_RANKS):
             for _ in range(2):
-                known.note(fake_job("known", FakeRequest(seed=0, num_steps=2), shape=shape), size, STEPS[shape][size])
+                known.hear_step(
+                    fake_job("known", FakeRequest(seed=0, num_steps=2), shape=shape), size, STEPS[shape][size]
+                )
     assert known.changed()
     return known
 
@@ -100,15 +102,15 @@ def test_what_steps_take_is_learned(preview_steps: frozenset[int], monkeypatch: 
     """Also of a team that has a job for its last steps alone."""
     monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
     learned = StepTimes()
-    note = learned.note
+    hear_step = learned.hear_step
     wrong: list[tuple[str, int, float]] = []
 
     def checked(job: Job, team_size: int, step_s: float) -> None:
         if step_s != pytest.approx(STEPS[str(job.shape)][team_size], rel=0.1):
             wrong.append((str(job.shape), team_size, step_s))
-        note(job, team_size, step_s)
+        hear_step(job, team_size, step_s)
 
-    monkeypatch.setattr(learned, "note", checked)
+    monkeypatch.setattr(learned, "hear_step", checked)
     run_in_virtual_time(went_through(arrivals(seed=2), "shortest", learned, elastic=True, preview_steps=preview_steps))
     assert wrong == []
     for (name, size), step_s in learned.prediction().measured.items():

@@ -80,7 +80,7 @@ def build_twice(folder: Path, data_dir: Path) -> tuple[tuple[str, str], tuple[st
     with patch.dict(os.environ, {"TROUPE_DATA_DIR": str(data_dir)}), every_way:
         first = strategy()
         (file,) = (data_dir / "strategies").iterdir()
-        with patch("engines.torch_engine.decide.forecasts", side_effect=AssertionError("it is decided anew")):
+        with patch("engines.torch_engine.autotune.forecasts", side_effect=AssertionError("it is decided anew")):
             return (first, file.name), (strategy(), "nothing is timed")
 
 

@@ -26,8 +26,8 @@ from engines.core.rank import RankContext
 from engines.gang import gang as gang_module
 from engines.gang.config import BuildRank, BuiltRank, GangConfig
 from engines.gang.errors import GangBrokenError
+from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang import Gang
-from engines.gang.predictions.step_times import StepTimes
 from engines.gang.ranks.rank import spawn_ranks
 from engines.gang.ranks.start import PING_EVERY_S, Start
 from tests.engines.gang.support.fakes import FAKE_ESTIMATES, FakeRequest, fake_job, load_fake, reference_latents

@@ -13,7 +13,7 @@ from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.step_plan import JobStep, StepReport, Work
-from engines.gang.ranks.traffic import Flight
+from engines.gang.ledger import InFlightStep
 from engines.gang.ranks.watchdog import DEATH_NOTICE_S, Watchdog
 from engines.tensorrt_engine import engine as tensorrt_engine
 from engines.torch_engine import steps as torch_engine
@@ -49,8 +49,8 @@ class Steps:
         """Whether the deadline lets such a step pass, after which all of ``ranks`` report ``was_warm``."""
         work = Work(job_steps=(JobStep(job_id=job.job_id, step=step),), ranks=ranks)
         reports = [asyncio.get_running_loop().create_future() for _ in range(CONFIG.num_ranks)]
-        flight = Flight(works=(work,), reports=dict(enumerate(reports)), latents={})
-        watching = asyncio.ensure_future(self._watchdog.reports(flight, {job.job_id: job}))
+        step = InFlightStep(work=work, pending=dict(enumerate(reports)))
+        watching = asyncio.ensure_future(self._watchdog.reports(step, {job.job_id: job}))
         await settled()
         await self._clock.advance(step_s)
         if not watching.done():
@@ -128,8 +128,8 @@ class Failing:
         watchdog = Watchdog(CONFIG, actors, self.clock)
         reports = [asyncio.get_running_loop().create_future() for _ in actors]
         reports[0].set_exception(RuntimeError("the exchange failed"))
-        flight = Flight(works=(), reports=dict(enumerate(reports)), latents={})
-        self.watching = asyncio.ensure_future(watchdog.reports(flight, {}))
+        step = InFlightStep(work=None, pending=dict(enumerate(reports)))
+        self.watching = asyncio.ensure_future(watchdog.reports(step, {}))
 
     async def explanation(self) -> tuple[str, str]:
         with pytest.raises(GangBrokenError) as caught:

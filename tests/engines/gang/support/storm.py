@@ -15,9 +15,9 @@ from engines.gang import driver as driver_module
 from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError, QueueFullError
+from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobDone, PreviewReady, StepDone
-from engines.gang.predictions.step_times import StepTimes
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.helpers import submit
 from tests.engines.gang.support.virtual_time import GpuRanks, virtual_gang
@@ -79,7 +79,7 @@ def known_times() -> StepTimes:
     for shape, by_size in STEPS.items():
         for size, step_s in by_size.items():
             for _ in range(2):
-                known.note(fake_job("known", FakeRequest(seed=0, num_steps=2), shape=shape), size, step_s)
+                known.hear_step(fake_job("known", FakeRequest(seed=0, num_steps=2), shape=shape), size, step_s)
     assert known.changed()
     return known
 

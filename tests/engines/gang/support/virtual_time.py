@@ -16,10 +16,10 @@ from ray.exceptions import ActorDiedError
 from engines.core.spec import tiling_sizes
 from engines.gang.clock import Clock
 from engines.gang.config import GangConfig
+from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang import Gang
-from engines.gang.jobs.pace import DevicePace
 from engines.gang.jobs.step_plan import StepPlan, StepReport
-from engines.gang.predictions.step_times import StepTimes
+from engines.gang.jobs.step_timer import CudaStepTimer
 from tests.engines.gang.support.set_clock import actor, remote
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class GpuRanks:
     """Actors of ranks. A step of a job takes ``steps[its shape][size of its team]`` seconds on the devices of a team,
     from when all of them have been given it and have done what they were given before. A rank reports of a step when
     the one before it has ended, and of one whose latents it hands out when that has: these are the ``JobStep`` that
-    they are of. What it tells of times is what ``DevicePace`` makes of the marks on its device. ``shapes`` are those of
+    they are of. What it tells of times is what ``CudaStepTimer`` makes of its device's marks. ``shapes`` are those of
     jobs, ``plans`` those that were sent, to dead ranks as well, each once. ``rank_s`` is how long devices were at each
     job's steps, all of a team added up."""
 
@@ -156,7 +156,7 @@ class GpuRanks:
         return future
 
     async def _work(self, rank: int) -> None:
-        before_s, pace = 0.0, DevicePace(partial(VirtualMark, self._device_ends_s, rank))
+        before_s, pace = 0.0, CudaStepTimer(partial(VirtualMark, self._device_ends_s, rank))
         while True:
             plan, (report, *latents) = await self._plans[rank].get()
             if plan.drops or plan.moves:

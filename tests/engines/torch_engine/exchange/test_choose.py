@@ -14,8 +14,7 @@ from torch import Tensor
 from engines.core.layout import TokenLayout
 from engines.parallel.attention.local import plain_attention
 from engines.parallel.communication.mesh import Team
-from engines.planner.exchange_rules import ExchangeRules
-from engines.torch_engine.exchange.choose import kernel_by_length
+from engines.torch_engine.exchange.choose import ExchangeRules, kernel_by_length
 from tests.engines.torch_engine.support.teams import team_of
 from tests.engines.torch_engine.support.thread_memory import CPU
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from engines.core.engine import Choosing
 from engines.core.estimates import StepEstimates
 from engines.core.rank import RankContext
-from engines.planner.exchange_rules import ExchangeRules
 from engines.planner.machine import Machine
 from engines.registry import load_engine
 from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.exchange.choose import ExchangeRules
 from engines.torch_engine.options import TorchOptions
 from tests.engines.planner.test_cost_model import machine
 from tests.engines.support import models
@@ -84,7 +84,7 @@ def start(how: Choosing, seed: int, times: Times, options: TorchOptions | None =
     context = RankContext(rank=dist.get_rank(), num_ranks=len(everyone), device="cpu")
     with (
         patch("engines.planner.auto.measure", lambda *_: jittered(seed)),
-        patch("engines.torch_engine.trial._timed_s", timed_s),
+        patch("engines.torch_engine.autotune._timed_s", timed_s),
         closing(load_engine("torch", models.model("flux"), context, options=options, choosing=how)) as engine,
     ):
         assert isinstance(engine, TorchEngine)
@@ -102,8 +102,8 @@ def choice_of_exchange(*, fast: bool) -> Iterator[None]:
     exchange heads is by far the cheapest."""
     with ExitStack() as stack:
         stack.enter_context(patch(f"{__name__}.machine", partial(machine, all_to_all=0.1)))
-        where = "engines.torch_engine.exchange.alternatives"
-        stack.enter_context(patch(f"{where}.runs_beside", lambda device: True))
+        where = "engines.torch_engine.autotune"
+        stack.enter_context(patch(f"{where}.overlaps", lambda device: True))
         stack.enter_context(patch(f"{where}.reachable", lambda axis, device, dtype: True))
-        stack.enter_context(patch("engines.torch_engine.decide.TorchEngine", partial(TorchEngine, fast=fast)))
+        stack.enter_context(patch("engines.torch_engine.autotune.TorchEngine", partial(TorchEngine, fast=fast)))
         yield

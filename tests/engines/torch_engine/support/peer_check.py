@@ -24,8 +24,8 @@ from engines.core.differences import relative_difference
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch
 from engines.parallel.communication.collectives import Axis
-from engines.planner.exchange_rules import ExchangeRules
 from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.exchange.choose import ExchangeRules
 from engines.torch_engine.exchange.heads import local_attention
 from engines.torch_engine.exchange.peer_attention import peer_ulysses
 from engines.torch_engine.exchange.peer_keys import peer_allgather_kv

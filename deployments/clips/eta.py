@@ -1,56 +1,51 @@
-"""When clips that wait on the disk will be done: by those before them, and by how long clips like them took."""
+"""When clips that wait on the disk will be done: by the clips before them, and by the times of others like them."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from deployments.studio.interface import StageTimes
+from engines.gang.eta.measured_times import MeasuredTimes, TimeKey
 from pipelines.request import MediaRequest
-
-MAX_KNOWN = 256
-"""Kinds of clips; the one that was met last the longest ago is forgotten first."""
 
 
 class OpenClip(NamedTuple):
-    """A clip that waits or is made; ``eta_at_s`` (Unix seconds) is what its gang predicts, None if that is not asked
-    yet, or does not know."""
+    """A clip that waits or is made. Times are Unix seconds."""
 
     id: str
     model: str
     alike: str
     status: str
     eta_at_s: float | None
+    """The prediction of its gang; None if there is none yet."""
     not_before_s: float
 
 
 def alike(request: MediaRequest) -> str:
-    """Returns what clips of one model must have in common to take equally long."""
+    """Return what clips of one model must have in common to take equally long."""
     branches = 2 if request.true_cfg_scale > 1 else 1
     size = f"{request.width}x{request.height}x{request.num_frames}" + (" silent" if request.sound is False else "")
     return f"{size} steps={request.num_inference_steps} branches={branches} cache={request.cache}"
 
 
-class ClipTimes:
-    """How long clips took beside nobody, by their model and what they are like: the shortest that was seen."""
+def clip_times() -> MeasuredTimes:
+    """Return a store of how long clips took beside no other: the shortest time of each key counts."""
+    return MeasuredTimes(None, "clips", shortest=True)
 
-    def __init__(self) -> None:
-        self._known_s: OrderedDict[tuple[str, str], float] = OrderedDict()
 
-    def learn(self, request: MediaRequest, timings: StageTimes) -> None:
-        kind, took_s = (request.model, alike(request)), timings.total_s - timings.queue_s
-        self._known_s[kind] = min(took_s, self._known_s.pop(kind, took_s))
-        while len(self._known_s) > MAX_KNOWN:
-            self._known_s.popitem(last=False)
+def clip_key(model: str, alike: str) -> TimeKey:
+    return f"{model} {alike}", 0
 
-    def takes_s(self, clip: OpenClip) -> float | None:
-        """Returns what ``clip`` takes by itself; None before one like it was finished."""
-        return self._known_s.get((clip.model, clip.alike))
+
+def learn_clip(times: MeasuredTimes, request: MediaRequest, timings: StageTimes) -> None:
+    """Take the time of a finished clip, without its wait for the gang."""
+    times.learn(clip_key(request.model, alike(request)), timings.total_s - timings.queue_s)
 
 
 def nums_before(clips: Iterable[OpenClip]) -> dict[str, int]:
-    """Returns how many clips of its model wait before each that waits, by its id; ``clips`` are in their order."""
+    """Return how many clips of its model wait before each that waits, by its id; ``clips`` are in their order."""
     seen: defaultdict[str, int] = defaultdict(int)
     before: dict[str, int] = {}
     for clip in clips:
@@ -61,12 +56,12 @@ def nums_before(clips: Iterable[OpenClip]) -> dict[str, int]:
 
 
 def predicted_ends_s(
-    clips: Iterable[OpenClip], times: ClipTimes, num_gangs: Mapping[str, int], now_s: float
+    clips: Iterable[OpenClip], times: MeasuredTimes, num_gangs: Mapping[str, int], now_s: float
 ) -> dict[str, float | None]:
-    """Returns when each of ``clips``, which are in their order, will be done (Unix seconds), by its id.
+    """Return when each of ``clips``, which are in their order, will be done (Unix seconds), by its id.
 
-    Gangs of a model (one unless ``num_gangs`` says so) make those first that they have, and then the others in turn.
-    Behind a clip of which nothing is known, nothing is.
+    The gangs of a model (one unless ``num_gangs`` has it) finish the clips that they have, and then take the others in
+    turn. Behind a clip of unknown time, all are unknown.
     """
     by_model: defaultdict[str, list[OpenClip]] = defaultdict(list)
     for clip in clips:
@@ -78,12 +73,12 @@ def predicted_ends_s(
 
 
 def _ends_of_model_s(
-    queue: Sequence[OpenClip], times: ClipTimes, num_gangs: int, now_s: float
+    queue: Sequence[OpenClip], times: MeasuredTimes, num_gangs: int, now_s: float
 ) -> dict[str, float | None]:
     ends_s: dict[str, float | None] = {clip.id: None for clip in queue}
     free_s = now_s
     for clip in sorted(queue, key=lambda clip: clip.status):  # those in progress, then the queued ones
-        takes_s = times.takes_s(clip)
+        takes_s = times.get(clip_key(clip.model, clip.alike))
         if clip.status == "in_progress" and clip.eta_at_s is not None:
             ends_s[clip.id] = clip.eta_at_s
             free_s = max(free_s, clip.eta_at_s)

@@ -60,7 +60,7 @@ def test_the_first_turns_are_gone_through_to_the_step() -> None:
     assert predicted_s == dict(real_ends_s(subject))
 
 
-def test_who_ages_goes_before_the_others_in_a_rehearsal_too() -> None:
+def test_who_ages_goes_before_the_others_in_a_simulation_too() -> None:
     """The long one is overtaken for twice its six seconds; without ageing it would wait for all twenty."""
     subject = scheduler(num_ranks=1, policy=Shortest(2.0))
     subject.add(job("long", num_steps=6))
@@ -70,7 +70,7 @@ def test_who_ages_goes_before_the_others_in_a_rehearsal_too() -> None:
     assert predicted_s["long"] == dict(real_ends_s(subject))["long"] == 18.0
 
 
-def test_who_will_be_late_goes_behind_the_others_in_a_rehearsal_too() -> None:
+def test_who_will_be_late_goes_behind_the_others_in_a_simulation_too() -> None:
     """By the end of the first, which takes eight seconds, the second has four left for its six."""
     subject = scheduler(num_ranks=1, policy=Deadline())
     for name, num_steps, deadline_s in (("first", 8, 8.5), ("second", 6, 12.5), ("third", 3, 30.0)):

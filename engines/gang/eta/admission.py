@@ -1,38 +1,40 @@
-"""When jobs of a gang will be done, and which it does not take because that is too late."""
+"""When the jobs of a gang will be done, and which it refuses because that is too late."""
 
 from __future__ import annotations
 
 from engines.gang.clock import Clock
 from engines.gang.errors import DEADLINE, TooLateError
+from engines.gang.eta.prediction import StepPrediction
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.job_table import JobTable, OpenJob
 from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.jobs.step_plan import Work
-from engines.gang.predictions.prediction import StepPrediction
-from engines.gang.ranks.traffic import Traffic
+from engines.gang.ledger import Ledger
 
 RENEW_EVERY_S = 0.1
 RENEW_PER_JOB_S = 0.01
-"""Predictions for running jobs are as old as this at most, and so much older for each job that is open: a rehearsal
-of 36 jobs takes milliseconds, of hundreds tens of them."""
+"""Greatest age of predictions for running jobs, and what each open job adds to it: to simulate 36 jobs takes
+milliseconds, hundreds of jobs tens of them."""
 
 
-class Outlook:
-    """By what the scheduler predicts, and what is under way. ``max_wait_s`` is the longest that a job may wait for
-    others. Nothing is said, and nobody refused, where a prediction would be a guess."""
+class JobAdmission:
+    """Predicts by the scheduler and by what is under way. Where that would be a guess, it refuses no job."""
 
     def __init__(
-        self, scheduler: Scheduler, table: JobTable, traffic: Traffic, clock: Clock, max_wait_s: float | None
+        self, scheduler: Scheduler, table: JobTable, ledger: Ledger, clock: Clock, max_wait_s: float | None
     ) -> None:
-        self._scheduler, self._table, self._traffic, self._clock = scheduler, table, traffic, clock
+        """``max_wait_s`` is the longest time that a job may wait for others."""
+        self._scheduler, self._table, self._ledger, self._clock = scheduler, table, ledger, clock
         self._max_wait_s = max_wait_s
         self._times_s: dict[str, float] | None = {}
         self._renewed_s = -RENEW_EVERY_S
         self._renewed_by: StepPrediction | None = None
 
     def admit(self, job: Job) -> float | None:
-        """Returns in how many seconds ``job`` will be done; None if nobody knows. Refuses (``TooLateError``) what would
-        be done after its deadline, or would wait for too long; ``ValueError`` for a deadline that could never be met.
+        """Return in how many seconds ``job`` will be done; None if that would be a guess.
+
+        ``TooLateError`` if it would be done after its deadline, or wait for too long; ``ValueError`` for a deadline
+        that it could not even meet alone.
         """
         knows_it = self._scheduler.prediction.knows(job)
         lone_s = self._scheduler.lone_s(job) if knows_it else 0.0
@@ -50,8 +52,10 @@ class Outlook:
         return predicted_s
 
     def eta_s(self, open_job: OpenJob, step: int) -> float | None:
-        """Returns in how many seconds an open job will be done, after its ``step``; None if nobody knows. Where its
-        shape is new, its own steps tell, if one of them was warm and no other job comes between."""
+        """Return in how many seconds an open job will be done, after its ``step``; None if that would be a guess.
+
+        A job of a new shape is predicted by its own warm steps while no other job is open.
+        """
         num_left, step_s = open_job.job.num_forwards_after(step), open_job.warm_step_s
         own_s = 0.0 if not num_left else None if step_s is None else num_left * step_s
         now_s = self._clock.now_s()
@@ -64,11 +68,11 @@ class Outlook:
         return own_s if known_s is None else max(0.0, known_s - (now_s - self._renewed_s))
 
     def measured_s(self, work: Work) -> float:
-        """Returns what ``work`` will take, by steps that were measured; 0 where one of them was not."""
+        """Return the seconds of ``work`` by measured steps; 0 if one of them was not measured."""
         return self._scheduler.prediction.measured_s(self._busy(work), work.num_ranks)
 
     def next_end_s(self) -> float | None:
-        """Returns when the first of all jobs will be done; None if there is none, or nobody knows."""
+        """Return when the first of all jobs will be done; None without jobs, or if that would be a guess."""
         if not self._knows_all():
             return None
         return next((end_s for _, end_s in self._scheduler.ends_s(self._clock.now_s())), None)
@@ -81,12 +85,11 @@ class Outlook:
             self._times_s = {known: time_s + under_way_s for known, time_s in times_s.items()}
 
     def _knows_all(self) -> bool:
-        """Returns whether no step of an open job is a guess: each may come before any other's."""
+        """Return whether no open job is a guess: the steps of each may come before those of any other."""
         return all(map(self._scheduler.prediction.knows, self._table.open_jobs))
 
     def _check_deadline(self, job: Job, at_least_s: float) -> None:
-        """Refuses what would be late if its steps took ``at_least_s`` from now. Its deadline counts from its arrival to
-        the end of its decoding."""
+        """Refuse a job that would be late if its steps took ``at_least_s``. Decoding counts, and the wait so far."""
         if job.deadline_s is not None:
             predicted_s = job.waited_s + at_least_s + job.decode_s
             self._check(predicted_s, DEADLINE, job.deadline_s, predicted_s - job.deadline_s)
@@ -96,20 +99,19 @@ class Outlook:
             self._table.refuse(TooLateError(self._table.num_waiting, late_s, predicted_s, limit, limit_s))
 
     def _under_way_s(self) -> float:
-        """Returns how long the ranks will be at what they were sent."""
-        return self._traffic.busy_s(self._clock.now_s(), self._step_s)
+        return self._ledger.busy_s(self._clock.now_s(), self._step_s)
 
     def _step_s(self, work: Work) -> float:
         return sum(self._scheduler.prediction.step_s(job, work.num_ranks) for job in self._busy(work))
 
     def _busy(self, work: Work) -> list[Job]:
-        """Returns the jobs whose step in it makes forwards."""
+        """Return the jobs whose step in it makes forwards."""
         steps = [(self._table.get(step.job_id).job, step.step) for step in work.job_steps]
         return [job for job, step in steps if step not in job.idle_steps]
 
 
 def _check_alone(job: Job, lone_s: float) -> None:
-    """``ValueError`` for a deadline that could not be met if no other job were there."""
+    """Raise ``ValueError`` for a deadline that the job could not meet alone."""
     alone_s = lone_s + job.decode_s
     if job.deadline_s is not None and alone_s > job.deadline_s:
         what = "the steps and decoding" if job.decode_s else "the steps"

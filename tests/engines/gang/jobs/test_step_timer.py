@@ -13,9 +13,9 @@ from torch import Tensor
 from engines.core.model import Branch
 from engines.core.rank import RankContext
 from engines.gang.config import RankParts
-from engines.gang.jobs.pace import DevicePace, HostPace, pace_on
 from engines.gang.jobs.rank_jobs import RankJobs
 from engines.gang.jobs.step_plan import JobStep, Move, StepPlan, Work
+from engines.gang.jobs.step_timer import CudaStepTimer, StepTimer, step_timer
 from tests.engines.gang.support.fakes import FakeRequest, FakeSampler, FakeState, fake_job
 
 LAUNCH_S, SHORT_S, LONG_S = 0.002, 0.03, 4.0
@@ -90,8 +90,8 @@ class DeviceRank:
     def __init__(self) -> None:
         self.device = Device()
         parts = RankParts(engine=DeviceEngine(self.device), sampler=DeviceSampler(self.device))
-        pace = DevicePace(lambda: SetMark(self.device))
-        self._jobs = RankJobs(parts, RankContext(rank=0, num_ranks=1, device="cpu"), pace)
+        timer = CudaStepTimer(lambda: SetMark(self.device))
+        self._jobs = RankJobs(parts, RankContext(rank=0, num_ranks=1, device="cpu"), timer)
         self.told_ms: dict[int, float] = {}
         self.moved_ms: list[float] = []
         self._steps: dict[str, int] = {}
@@ -211,15 +211,15 @@ def test_what_a_move_takes_begins_as_the_step_before_has_ended(
 
 
 def test_steps_of_a_host_are_over_with_their_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    pace, times_s = HostPace(), iter([10.0, 10.5])
-    monkeypatch.setattr("engines.gang.jobs.pace.time.perf_counter", lambda: next(times_s))
-    pace.arrive()
-    pace.begin(7)
-    pace.end()
-    pace.wait(0)
-    assert pace.ended_ms() == {7: pytest.approx(500.0)}
-    assert pace.ended_ms() == {}, "there is nothing else to tell"
+    timer, times_s = StepTimer(), iter([10.0, 10.5])
+    monkeypatch.setattr("engines.gang.jobs.step_timer.time.perf_counter", lambda: next(times_s))
+    timer.arrive()
+    timer.begin(7)
+    timer.end()
+    timer.wait(0)
+    assert timer.ended_ms() == {7: pytest.approx(500.0)}
+    assert timer.ended_ms() == {}, "there is nothing else to tell"
 
 
 def test_a_rank_on_a_cpu_is_its_own_device() -> None:
-    assert isinstance(pace_on(torch.device("cpu")), HostPace)
+    assert type(step_timer(torch.device("cpu"))) is StepTimer

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engines.core.storage import kept_times
-from engines.core.storage.kept_times import MAX_KINDS, KeptTimes, Kind
+from engines.gang.eta import measured_times
+from engines.gang.eta.measured_times import MAX_KEYS, MeasuredTimes, TimeKey
 
 ONE, OTHER = ("png", 64), ("png", 128)
 
@@ -18,13 +18,13 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "times" / "m.json"
 
 
-def times_in(file: Path | None, num_needed: int = 1) -> KeptTimes:
-    return KeptTimes(file, "tests", num_first=1, num_needed=num_needed)
+def times_in(file: Path | None, num_needed: int = 1) -> MeasuredTimes:
+    return MeasuredTimes(file, "tests", num_needed=num_needed)
 
 
-def heard(times: KeptTimes, kind: Kind, *seconds: float) -> dict[Kind, float]:
+def heard(times: MeasuredTimes, key: TimeKey, *seconds: float) -> dict[TimeKey, float]:
     for each in seconds:
-        times.hear(kind, each)
+        times.hear(key, each)
     return times.update()
 
 
@@ -46,8 +46,8 @@ def test_what_is_known_stays_until_it_is_wrong_by_a_tenth() -> None:
 
 def test_two_keep_what_both_measured(file: Path) -> None:
     both = [times_in(file), times_in(file)]
-    for times, kind in zip(both, (ONE, OTHER), strict=True):
-        heard(times, kind, 0.1)
+    for times, key in zip(both, (ONE, OTHER), strict=True):
+        heard(times, key, 0.1)
     for times in both:
         times.save()
     assert times_in(file).known.keys() == {ONE, OTHER}
@@ -74,37 +74,53 @@ def test_a_place_that_takes_no_file_costs_a_line_in_the_log(
     times = times_in(tmp_path / place)
     heard(times, ONE, 0.1)
     times.save()
-    assert "cannot be kept" in caplog.text
+    assert "cannot be written" in caplog.text
     assert times.known == {ONE: (0.1, None)}
 
 
-def test_of_too_many_kinds_those_that_changed_last_are_kept(file: Path) -> None:
+def test_of_too_many_keys_those_that_changed_last_are_kept(file: Path) -> None:
     times = times_in(file)
-    for number in range(MAX_KINDS + 1):
+    for number in range(MAX_KEYS + 1):
         heard(times, ("png", number), 0.1)
         times.hear(("png", 1), 0.1 + number)
     times.save()
-    last = {("png", number) for number in (1, *range(3, MAX_KINDS + 1))}
+    last = {("png", number) for number in (1, *range(3, MAX_KEYS + 1))}
     assert times.known.keys() == times_in(file).known.keys() >= last
-    assert len(times.known) == MAX_KINDS
+    assert len(times.known) == MAX_KEYS
 
 
 def test_they_are_written_while_others_come(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is being written is what was known then, and nobody waits for the disk."""
     times, others = times_in(file), times_in(file)
     heard(times, ONE, 0.1)
-    write, come = kept_times.write_atomically, iter([OTHER])
+    write, come = measured_times.write_atomically, iter([OTHER])
 
     def slow_write(path: Path, data: bytes) -> None:
-        for kind in come:
-            thread = threading.Thread(target=heard, args=(times, kind, 0.2))
+        for key in come:
+            thread = threading.Thread(target=heard, args=(times, key, 0.2))
             thread.start()
             thread.join()
         write(path, data)
 
-    monkeypatch.setattr(kept_times, "write_atomically", slow_write)
+    monkeypatch.setattr(measured_times, "write_atomically", slow_write)
     times.save()
     assert times_in(file).known.keys() == {ONE}
     others.save()
     times.save()
     assert times_in(file).known.keys() == times.known.keys() == {ONE, OTHER}
+
+
+def test_a_time_of_another_number_is_in_proportion_to_the_nearest() -> None:
+    times = times_in(None)
+    assert times.scaled_s(ONE) is None
+    assert times.learn(ONE, 0.5)
+    assert times.learn(("png", 1024), 3.0)
+    assert (times.get(ONE), times.get(OTHER)) == (0.5, None)
+    assert (times.scaled_s(ONE), times.scaled_s(OTHER), times.scaled_s(("png", 2048))) == (0.5, 1.0, 6.0)
+    assert times.scaled_s(("webp", 64)) is None
+
+
+def test_the_shortest_time_may_count() -> None:
+    times = MeasuredTimes(None, "tests", shortest=True)
+    assert [times.learn(ONE, time_s) for time_s in (0.5, 0.6, *[0.7] * 40, 0.49)] == [True, *[False] * 41, True]
+    assert times.get(ONE) == 0.49

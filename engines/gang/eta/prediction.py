@@ -1,4 +1,4 @@
-"""What a step is predicted to take: as it was measured, or until then as it is estimated."""
+"""What a step is predicted to take: as measured, or as estimated until then. Pure: no clock, no files."""
 
 from __future__ import annotations
 
@@ -9,41 +9,54 @@ from statistics import median
 from engines.gang.jobs.job import Job
 
 SPEEDUP_EXPONENT = 0.8
-"""A team of w takes w ** -0.8 of one rank's time, where neither a measurement nor an estimate says: from 0.72
-(512 x 512 pixels) to 0.87 (2048 x 2048) were measured on two H200s."""
+"""A team of w takes w ** -0.8 of one rank's time where nothing else says. On two H200s it was 0.72 (512 x 512 pixels)
+to 0.87 (2048 x 2048)."""
 
 NEAR = 8.0
-"""Steps whose estimates differ by no more than so many times are near enough for one to say what the other takes, once
-it was measured: of 512 x 512 and 2048 x 2048 pixels, each beside 1024 x 1024, that was within 7 % on H200s."""
+"""A measured step predicts steps whose estimates differ by up to this factor: 512 x 512 and 2048 x 2048 pixels were
+predicted from 1024 x 1024 within 7 % on H200s."""
 
 USUAL_MOVE_S = 0.002
-"""What a change of a job's team takes until one was measured: 0.9 and 1.2 ms were on H200s (512 x 512 pixels)."""
+"""Seconds of a change of a job's team until one was measured: 0.9 and 1.2 ms on H200s (512 x 512 pixels)."""
+
+LEAD_S, LEAD_SHARE = 0.1, 0.25
+"""The next step is sent so long before the end of the current one, or by this share of it: long enough to hide a call.
+A step that was sent cannot be changed, and a job that comes meanwhile waits for it."""
+
+LINEAR_SHARE_TOKENS = 18_000
+"""Tokens whose attention costs as much as their linears: 24 h² FLOP a token and layer for these, 4 n h for that, so
+n = 6 h, here for width 3072. On one H200 FLUX.1-dev took 3.4 times as long at 1024 x 1024 pixels as at 512 x 512, and
+6.0 times as long again at 2048 x 2048; with 512 tokens of text this says 3.5 and 5.7."""
+
+TOKENS_PER_S = 40_000
+"""A unit rather than a speed: measurements correct all estimates by one factor."""
 
 StepKey = tuple[str, int]
 """A shape as ``shape_name`` writes it, and the size of a team."""
 
 
 def shape_name(shape: Hashable) -> str:
-    """Returns how a shape is named where it is kept."""
+    """Return the name of a shape in files of measured times."""
     return repr(shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPrediction:
-    """A value: whoever learns more makes another one. ``measured`` has the seconds of a step, ``estimated`` what their
-    jobs said of the same ones (``Job.estimates_s``); what is estimated is multiplied by ``scale``, by which measured
-    steps differ from their estimates. A step of which nothing is known takes ``usual_s`` on one rank: the number of
-    steps decides. A job's state goes from rank to rank in ``move_s``.
-    """
+    """Immutable; more measurements make another one."""
 
     measured: Mapping[StepKey, float] = field(default_factory=dict)
+    """Seconds of measured steps."""
     estimated: Mapping[StepKey, float] = field(default_factory=dict)
+    """Their estimates, as their jobs had them (``Job.estimates_s``)."""
     scale: float = 1.0
+    """Factor by which measured steps exceed their estimates; it corrects all estimates."""
     usual_s: float = 1.0
+    """Seconds of an unknown step on one rank. With equal steps, jobs are ordered by their number."""
     move_s: float = USUAL_MOVE_S
+    """Seconds of a change of a job's team."""
 
     def step_s(self, job: Job, team_size: int) -> float:
-        """Returns the predicted seconds of a step of ``job`` on so many ranks."""
+        """Return the predicted seconds of a step of ``job`` on so many ranks."""
         measured_s = self.measured.get((shape_name(job.shape), team_size)) if job.shape is not None else None
         return self._derived_s(job, team_size) if measured_s is None else measured_s
 
@@ -51,8 +64,10 @@ class StepPrediction:
         return {team_size: self.step_s(job, team_size) for team_size in team_sizes}
 
     def knows(self, job: Job) -> bool:
-        """Returns whether what is predicted of ``job`` goes back to measured steps, of its shape or of one near enough.
-        Anything else is a guess, good for an order and for nothing that is said or promised."""
+        """Return whether the prediction rests on measured steps of the job's shape, or of one that is ``NEAR``.
+
+        Anything else is a guess, good enough for an order, and for nothing that clients are told.
+        """
         name = shape_name(job.shape)
         if job.shape is not None and any(known == name for known, _ in self.measured):
             return True
@@ -66,12 +81,12 @@ class StepPrediction:
         return job.shape is not None and (shape_name(job.shape), team_size) in self.measured
 
     def measured_s(self, jobs: Sequence[Job], team_size: int) -> float:
-        """Returns the seconds of a step of each of ``jobs``; 0 where one of them was not measured on so many ranks."""
+        """Return the seconds of a step of each of ``jobs``; 0 if one of them was not measured on so many ranks."""
         are_measured = all(self.is_measured(job, team_size) for job in jobs)
         return sum(self.step_s(job, team_size) for job in jobs) if are_measured else 0.0
 
     def _derived_s(self, job: Job, team_size: int) -> float:
-        """From the nearest team size on which the shape was measured, as the estimates go; or from these alone."""
+        """Scale the nearest measured team size of the shape by the estimates, or use these alone."""
         name = shape_name(job.shape)
         sizes = [size for known, size in self.measured if known == name] if job.shape is not None else []
         estimate_s = self._estimate_s(job, team_size)
@@ -86,7 +101,7 @@ class StepPrediction:
 
 
 def estimated_s(job: Job, team_size: int) -> float | None:
-    """Returns what ``job`` says that a step of it takes on so many ranks; None if it says nothing."""
+    """Return the job's own estimate of a step on so many ranks; None without one."""
     if not job.estimates_s:
         return None
     nearest = min(job.estimates_s, key=lambda size: (abs(size - team_size), size))
@@ -94,11 +109,21 @@ def estimated_s(job: Job, team_size: int) -> float | None:
 
 
 def speedup(team_size: int) -> float:
-    """Returns by how much a team is taken to be faster than one rank, where nothing says."""
+    """Return the assumed speedup of a team over one rank."""
     return float(team_size**SPEEDUP_EXPONENT)
 
 
 def scale_of(measured_and_estimated: Iterable[tuple[float, float]]) -> float:
-    """Returns the median by which measured steps exceed their estimates; 1 if there is none."""
+    """Return the median factor by which measured steps exceed their estimates; 1 without any."""
     ratios = [measured_s / estimate_s for measured_s, estimate_s in measured_and_estimated]
     return median(ratios) if ratios else 1.0
+
+
+def lead_s(step_s: float) -> float:
+    """Return how long before the predicted end of a step the next one is sent."""
+    return max(LEAD_S, LEAD_SHARE * step_s)
+
+
+def rough_step_s(num_tokens: float, num_branches: int = 1) -> float:
+    """Return the seconds of a step on one rank by its tokens alone, up to a factor that all steps share."""
+    return num_branches * num_tokens * (1 + num_tokens / LINEAR_SHARE_TOKENS) / TOKENS_PER_S

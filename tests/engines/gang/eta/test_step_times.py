@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from engines.gang.eta.measured_times import StepTimes
+from engines.gang.eta.prediction import USUAL_MOVE_S, StepPrediction, rough_step_s
 from engines.gang.jobs.job import Job
-from engines.gang.predictions.prediction import USUAL_MOVE_S, StepPrediction
-from engines.gang.predictions.rough import rough_step_s
-from engines.gang.predictions.step_times import StepTimes
 
 SHAPE = (1024, 1024, 1, False, (("prompt_embeds", (1, 512, 4096)),))
 
@@ -21,7 +20,7 @@ def job(shape: object = SHAPE, **estimates_s: float) -> Job:
 
 def heard(times: StepTimes, one: Job, team_size: int, *step_s: float) -> bool:
     for each in step_s:
-        times.note(one, team_size, each)
+        times.hear_step(one, team_size, each)
     return times.changed()
 
 
@@ -86,7 +85,7 @@ def test_what_a_move_takes_is_kept_and_no_time_of_a_step(tmp_path: Path) -> None
     heard(times, job(), 1, 0.03, 0.03)
     assert times.prediction().move_s == USUAL_MOVE_S
     for move_s in (0.004, 0.006, 0.1):
-        times.note_move(move_s)
+        times.hear_move(move_s)
     assert times.changed()
     times.save()
     for prediction in (times.prediction(), StepTimes(tmp_path / "model.json").prediction()):

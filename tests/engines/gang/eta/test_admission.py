@@ -13,16 +13,16 @@ import pytest
 from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
 from engines.gang.errors import TooLateError
+from engines.gang.eta.admission import JobAdmission
+from engines.gang.eta.measured_times import StepTimes
+from engines.gang.eta.prediction import StepPrediction, shape_name
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobDone
 from engines.gang.jobs.job_table import JobTable
 from engines.gang.jobs.scheduler import Scheduler
+from engines.gang.ledger import InFlightStep, Ledger
 from engines.gang.metrics import GangMetrics
 from engines.gang.policies.registry import make_policy
-from engines.gang.predictions.outlook import Outlook
-from engines.gang.predictions.prediction import StepPrediction, shape_name
-from engines.gang.predictions.step_times import StepTimes
-from engines.gang.ranks.traffic import Flight, Traffic
 from tests.engines.gang.support.checks import metric
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.helpers import run
@@ -42,7 +42,8 @@ class Door:
         self, max_wait_s: float | None, *, policy: str = "arrival", steps_s: Mapping[str, float] = STEPS_S
     ) -> None:
         self._clock = SetClock()
-        self.table = JobTable(GangConfig(num_ranks=NUM_RANKS), GangMetrics(MODEL), self._clock)
+        config, metrics = GangConfig(num_ranks=NUM_RANKS), GangMetrics(MODEL)
+        self.table = JobTable(config, metrics, self._clock)
         measured = {(shape_name(shape), NUM_RANKS): step_s for shape, step_s in steps_s.items()}
         self._scheduler = Scheduler(
             num_ranks=NUM_RANKS,
@@ -50,25 +51,25 @@ class Door:
             policy=make_policy(policy),
             prediction=StepPrediction(measured=measured),
         )
-        self._traffic = Traffic(NUM_RANKS)
-        self._outlook = Outlook(self._scheduler, self.table, self._traffic, self._clock, max_wait_s)
+        self._ledger = Ledger(config, self.table, metrics, StepTimes(), self._clock)
+        self._admission = JobAdmission(self._scheduler, self.table, self._ledger, self._clock, max_wait_s)
 
     def open(self, name: str, shape: str, *, is_scheduled: bool = True, **fields: Any) -> float | None:
         """Returns in how many seconds it will be done. TooLateError if it is refused."""
         job = replace(job_of(name, shape), **fields)
-        eta_s = self._outlook.admit(job)
+        eta_s = self._admission.admit(job)
         self.table.open(job, 1.0).is_scheduled = is_scheduled
         if is_scheduled:
             self._scheduler.add(job)
         return eta_s
 
-    def begin_step(self) -> Flight:
+    def begin_step(self) -> None:
         plan = self._scheduler.next_plan()
         assert plan is not None
-        flight = Flight(works=plan.works, reports=dict.fromkeys(plan.working_ranks), latents={})
-        self._traffic.begin(flight)
-        self._traffic.start(flight, self._clock.now_s())
-        return flight
+        (work,) = plan.works
+        step = InFlightStep(work=work, pending=dict.fromkeys(work.ranks))
+        self._ledger.send(step)
+        self._ledger.start(step, self._clock.now_s())
 
     async def advance(self, by_s: float) -> None:
         await self._clock.advance(by_s)
@@ -201,7 +202,7 @@ async def test_who_comes_again_when_told_to_is_taken(monkeypatch: pytest.MonkeyP
     config, clock, known = GangConfig(num_ranks=NUM_RANKS, max_wait_s=0.5), SetClock(), StepTimes()
     ranks = SetRanks(NUM_RANKS, clock)
     for _ in range(2):
-        known.note(job_of("known", SMALL), NUM_RANKS, STEPS_S[SMALL])
+        known.hear_step(job_of("known", SMALL), NUM_RANKS, STEPS_S[SMALL])
     assert known.changed()
     parts = {"team_sizes": (NUM_RANKS,), "model": MODEL, "clock": clock, "step_times": known}
     gang = Gang(config, ranks.actors, infos=(), **parts)  # type: ignore[arg-type]

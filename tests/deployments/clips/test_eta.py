@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from deployments.clips.outlook import MAX_KNOWN, ClipTimes, OpenClip, alike, predicted_ends_s
+from deployments.clips.eta import OpenClip, alike, clip_key, clip_times, learn_clip, predicted_ends_s
+from engines.gang.eta.measured_times import MAX_KEYS, MeasuredTimes
 from tests.deployments.clips.support.runs import REQUEST, ended, running
 from tests.deployments.clips.test_claims import TIMINGS
 from tests.deployments.support.fake_studio import FakeStudio
@@ -17,9 +18,9 @@ TAKES_S = 10.0
 NOW_S = 1000.0
 
 
-def times_of(takes_s: float = TAKES_S) -> ClipTimes:
-    times = ClipTimes()
-    times.learn(REQUEST, replace(TIMINGS, queue_s=3.0, total_s=3.0 + takes_s))
+def times_of(takes_s: float = TAKES_S) -> MeasuredTimes:
+    times = clip_times()
+    learn_clip(times, REQUEST, replace(TIMINGS, queue_s=3.0, total_s=3.0 + takes_s))
     return times
 
 
@@ -52,11 +53,15 @@ def test_ends(clips: list[OpenClip], num_gangs: int, expected_s: dict[str, float
 
 def test_the_shortest_time_counts_and_old_kinds_are_forgotten() -> None:
     times = times_of()
-    times.learn(REQUEST, replace(TIMINGS, queue_s=0.0, total_s=99.0))
-    assert times.takes_s(queued("a")) == TAKES_S
-    for number in range(MAX_KNOWN):
-        times.learn(replace(REQUEST, num_inference_steps=1000 + number), TIMINGS)
-    assert times.takes_s(queued("a")) is None
+    key = clip_key(REQUEST.model, alike(REQUEST))
+    for _ in range(40):
+        learn_clip(times, REQUEST, replace(TIMINGS, queue_s=0.0, total_s=99.0))
+    assert times.get(key) == TAKES_S
+    learn_clip(times, REQUEST, replace(TIMINGS, queue_s=1.0, total_s=0.99 + TAKES_S))
+    assert times.get(key) == pytest.approx(TAKES_S - 0.01)
+    for number in range(MAX_KEYS):
+        learn_clip(times, replace(REQUEST, num_inference_steps=1000 + number), TIMINGS)
+    assert times.get(key) is None
 
 
 def test_what_takes_another_time_is_not_alike() -> None:

@@ -1,0 +1,400 @@
+"""Strategy "auto": the cost model ranks divisions, timed steps choose among the best, and a file keeps the choice.
+
+The cost model's figures are measured anew at each start, and divisions that it ranks equal may differ by a sixth. The
+choice is therefore made once for a machine and a model, so that a rebuilt gang gives a seed the same bytes. All ranks
+of a gang call the functions of this module together and get the same results.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from engines.core.engine import Choosing
+from engines.core.estimates import StepEstimates
+from engines.core.layout import TokenLayout
+from engines.core.model import Branch, DenoiserModel
+from engines.core.precision import scheme_of
+from engines.core.rank import RankContext
+from engines.core.spec import ParallelSpec
+from engines.core.storage.devices import device_name
+from engines.core.storage.files import HostLock, file_about, write_atomically, write_once
+from engines.parallel.communication.collectives import Axis
+from engines.parallel.communication.early_start import gang_groups
+from engines.parallel.communication.mesh import Team
+from engines.parallel.division import TeamSpecs
+from engines.planner.auto import as_predicted, forecasts, lengths_of_choice, possible_team_sizes
+from engines.planner.estimates import estimates_of
+from engines.planner.forecast import StepForecast
+from engines.torch_engine.config import check_divisible, check_spec, usual_exchange
+from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.exchange.choose import ExchangeRules, goes_in_parts, meets_peers
+from engines.torch_engine.exchange.peer_memory import reachable
+from engines.torch_engine.options import TorchOptions
+from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
+
+logger = logging.getLogger(__name__)
+
+NOISE = 0.03
+"""Step times within this fraction are equal: the simpler name wins, then the alphabet, or the usual exchange."""
+NUM_TIMED = 5
+"""Timed steps of a candidate, after one that may wait for the device. The shortest counts: other work only adds."""
+MIN_BRANCHES = 2
+"""A decision covers one branch alone and two at once, at least."""
+
+POLL_S, PATIENCE_S = 0.1, 180.0
+"""Pause between tries to take the lock, and their sum at one start: a clip decoder compiles for minutes."""
+
+Specs = tuple[ParallelSpec, ...]
+"""How a team divides one branch, two at once, and so on."""
+EXCHANGE_FIELDS = ("parts_from_tokens", "peer_memory", "side_streams")
+"""Rules of an exchange in the order in which their alternatives are timed."""
+
+T = TypeVar("T")
+
+
+def autotuned_engine(
+    model: DenoiserModel, context: RankContext, choosing: Choosing, *, precision: str, options: TorchOptions
+) -> TorchEngine:
+    """Return an engine that divides steps as the decision file says, or as timed steps decide now.
+
+    Candidates run one after the other in one engine on the same weights, and release their captures in between.
+    Strategies that divide weights are taken by prediction: each trial would read all weights again.
+    """
+    check_divisible(model, "auto", context.num_ranks)
+    groups = gang_groups()  # waits for the early start: no exchange comes before it
+    gang: dict[str, Any] = {"rank": context.rank, "num_ranks": context.num_ranks, "groups": groups}
+    make = partial(TorchEngine, model, precision=precision, options=options)
+    file = _decision_file(model, choosing, precision, options)
+    decision = from_rank_0(lambda: file.read(possible_team_sizes(model, context.num_ranks)))
+    if decision is not None:
+        logger.info("strategy of an earlier start: %s", decision.describe(), extra={"file": str(file.path)})
+        return _configured(make(strategy=decision.specs), decision, options)
+    step, lock = choosing.typical_step(), GangLock(choosing.lock)
+    with lock.held():
+        known: dict[str, Any] = {"device": model.device, "num_branches": max(len(step), MIN_BRANCHES)}
+        plans = forecasts(model, precision=scheme_of(precision) or "native", **known, **gang)
+    branches = step if model.weights is None else ()
+    sizes = [size for size in plans if size > 1 and (choosing.every_team or size == max(plans))] if branches else []
+    candidates = (spec for size in sizes for plan in plans[size] for spec in plan.shortlist())
+    engine = make(strategy=as_predicted(plans), others=candidates)
+    tuner = Autotuner(model, engine, branches, plans, lock)
+    for size in sizes:
+        tuner.tune_strategy(size)
+    exchange = tuner.fastest_exchange(peer_memory=options.peer_memory == "auto")
+    specs = engine.division.specs
+    fastest = Decision(specs=specs, exchange=exchange, estimates=estimates_of(plans, specs))
+    decision = from_rank_0(lambda: file.write(fastest, tuner.times_ms))
+    fields = {"file": str(file.path), "times_ms": tuner.times_ms}
+    logger.info("strategy is decided: %s", decision.describe(), extra=fields)
+    if engine.division.knows(decision.specs):
+        engine.division.use(decision.specs)
+    else:  # another gang was first, and its strategy was no candidate here
+        engine.close()
+        engine = make(strategy=decision.specs)
+    return _configured(engine, decision, options)
+
+
+def _configured(engine: TorchEngine, decision: Decision, options: TorchOptions) -> TorchEngine:
+    exchange = decision.exchange or usual_exchange(options)
+    if isinstance(options.peer_memory, bool):  # the decision may be that of a gang that left it open
+        exchange = replace(exchange, peer_memory=options.peer_memory)
+    if engine.config.exchange != exchange:
+        engine.use(exchange)
+    engine.estimates = decision.estimates
+    return engine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What a gang decided. Older files lack the last two fields."""
+
+    specs: TeamSpecs
+    """How teams of each size divide a step."""
+    exchange: ExchangeRules | None = None
+    """How ranks exchange heads; None: as usual."""
+    estimates: StepEstimates | None = None
+    """What the cost model says of steps so divided; None: nothing."""
+
+    def describe(self) -> str:
+        specs = self.specs
+        names = (f"{size}: {' or '.join(spec.name for spec in dict.fromkeys(specs.of(size)))}" for size in specs.sizes)
+        return f"{'; '.join(names)}; exchange {(self.exchange or ExchangeRules()).describe()}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecisionFile:
+    """The file of a decision, in ``folder``."""
+
+    folder: Path
+    name: str
+    """The file name begins with it, and ends with a digest of the facts."""
+    facts: Mapping[str, str]
+    """What the decision depends on: model, machine, software and configuration."""
+    check: Callable[[ParallelSpec], None] = lambda _: None
+    """Raises ValueError for a strategy that does not suit the model."""
+
+    @property
+    def path(self) -> Path:
+        return file_about(self.folder, self.name, self.facts)
+
+    def read(self, sizes: tuple[int, ...]) -> Decision | None:
+        """Return the decision on teams of ``sizes``, or None without one; a file that is no use is logged."""
+        try:
+            document = json.loads(self.path.read_text())
+            if document["facts"] != dict(self.facts):
+                raise ValueError("it belongs to another machine, model or software")
+            names = {int(size): named for size, named in document["strategies"].items()}
+            if tuple(sorted(names)) != sizes:
+                raise ValueError(f"it has teams of {sorted(names)} ranks, and those here are of {list(sizes)}")
+            exchange, estimates = document.get("exchange"), document.get("estimates")
+            return Decision(
+                specs=TeamSpecs(by_size={size: self._specs(names[size], size) for size in sizes}),
+                exchange=None if exchange is None else ExchangeRules(**exchange),
+                estimates=None if estimates is None else StepEstimates.of_document(estimates),
+            )
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("%s holds no decision (%s): it is made again", self.path, error)
+            return None
+
+    def write(self, decision: Decision, times_ms: Mapping[str, float]) -> Decision:
+        """Write ``decision`` unless another gang was first. Return the one that counts."""
+        specs, exchange, estimates = decision.specs, decision.exchange, decision.estimates
+        document = {
+            "facts": dict(self.facts),
+            "strategies": {str(size): [spec.name for spec in specs.of(size)] for size in specs.sizes},
+            "exchange": None if exchange is None else asdict(exchange),
+            "estimates": None if estimates is None else estimates.to_document(),
+            "times_ms": dict(times_ms),
+        }
+        data = json.dumps(document, indent=1).encode()
+        try:
+            if not write_once(self.path, data):
+                if first := self.read(specs.sizes):
+                    return first
+                write_atomically(self.path, data)
+        except OSError as error:  # the next start decides again, perhaps otherwise
+            logger.warning("the decision on a strategy cannot be written to %s: %s", self.path, error)
+        return decision
+
+    def _specs(self, names: list[str], size: int) -> Specs:
+        specs = tuple(ParallelSpec.of(name, size) if size > 1 else ParallelSpec() for name in names)
+        if len(specs) < MIN_BRANCHES or any(spec.num_ranks != size for spec in specs):
+            raise ValueError(f"{names} do not divide steps over {size} ranks")
+        for spec in specs:
+            self.check(spec)
+        return specs
+
+
+def _decision_file(model: DenoiserModel, choosing: Choosing, precision: str, options: TorchOptions) -> DecisionFile:
+    facts = {
+        "devices": ", ".join(from_all_ranks(device_name(str(model.device)))),
+        "precision": precision,
+        "peer_memory": str(options.peer_memory is not False),
+        "tokens": str(dict(lengths_of_choice(model, model.device))),
+        "every_team": str(choosing.every_team),
+    }
+    facts, check = {**choosing.facts, **facts}, partial(check_spec, model)
+    return DecisionFile(folder=choosing.folder, name=choosing.name, facts=facts, check=check)
+
+
+class Autotuner:
+    """Times candidates in the steps of ``branches``, which ``plans`` forecast by team size, for one branch and more."""
+
+    def __init__(
+        self,
+        model: DenoiserModel,
+        engine: TorchEngine,
+        branches: tuple[Branch, ...],
+        plans: Mapping[int, tuple[StepForecast, ...]],
+        lock: GangLock,
+    ) -> None:
+        self._model, self._engine, self._branches = model, engine, branches
+        self._plans, self._lock = plans, lock
+        self.times_ms: dict[str, float] = {}
+
+    def tune_strategy(self, size: int) -> None:
+        """Let teams of ``size`` divide steps the fastest way. More branches than there are stay as predicted."""
+        division = self._engine.division
+        best: Specs = ()
+        first = dist.get_rank() // size * size
+        ranks = tuple(range(first, first + size))
+        for number, plan in enumerate(self._plans[size], start=1):
+            specs: Specs = (plan.chosen.spec,)
+            if number <= len(self._branches):  # branches that do not all run at once run as fewer do
+                specs = tuple(spec if number in (1, spec.guidance) else best[-1] for spec in plan.shortlist())
+            times_s = dict.fromkeys(((*best, spec) for spec in specs), 0.0)
+            for way in times_s if len(times_s) > 1 else ():
+                division.use(TeamSpecs(by_size={**division.specs.by_size, size: way}))
+                times_s[way] = self._time_s(self._branches[:number], ranks)
+            limit_s = (1 + NOISE) * min(times_s.values())
+            near = [way for way, time_s in times_s.items() if time_s <= limit_s]
+            best = min(near, key=lambda way: [(spec.name.count("x"), spec.name) for spec in way])
+        division.use(TeamSpecs(by_size={**division.specs.by_size, size: best}))
+
+    def fastest_exchange(self, *, peer_memory: bool) -> ExchangeRules:
+        """Return the fastest rules for the whole gang: one after the other is changed, and not all products are tried.
+
+        ``peer_memory``: whether its use is open.
+        """
+        engine, ranks = self._engine, tuple(range(max(self._plans)))
+        rules, times_s = engine.config.exchange, dict[ExchangeRules, float]()
+        branches = self._branches[: engine.division.specs.of(len(ranks))[-1].guidance]
+        forwards = tuple(self._forward(*each) for each in engine.division.forwards(branches, ranks))
+        reaches = partial(reachable, device=engine.device, dtype=engine.dtype) if peer_memory else None
+
+        def time_s(tried: ExchangeRules) -> float:
+            if tried not in times_s:
+                engine.use(tried)
+                times_s[tried] = self._time_s(branches, ranks, f", exchange {tried.describe()}")
+            return times_s[tried]
+
+        for name in EXCHANGE_FIELDS if overlaps(engine.device) else ():
+            changed = alternative(name, rules, forwards, reaches)
+            if changed is not None and time_s(rules) > (1 + NOISE) * time_s(changed):
+                rules = changed
+        return rules
+
+    def _forward(self, branch: Branch, team: Team) -> DividedForward:
+        lengths = self._model.stream_lengths(branch.arguments)
+        return DividedForward(
+            team=team,
+            num_tokens=TokenLayout.of(self._model.plan.streams, lengths, team.context.size).num_tokens,
+            is_fast=self._engine.config.fast and not team.spec.divides_weights,
+            is_even=self._model.num_heads % team.ulysses.size == 0,
+        )
+
+    def _time_s(self, branches: tuple[Branch, ...], ranks: tuple[int, ...], exchange: str = "") -> float:
+        """Return the seconds of a step on the gang's slowest rank, while all teams of this size work."""
+        engine = self._engine
+        for _ in range(RUNS_BEFORE_CAPTURE + 2):
+            engine.predict(branches, ranks)
+        with self._lock.held():
+            timed_s = [_timed_s(engine, branches, ranks) for _ in range(1 + NUM_TIMED)]
+            times_s = torch.tensor(timed_s[1:], device=engine.device)
+            dist.all_reduce(times_s, op=dist.ReduceOp.MAX)
+            time_s = float(times_s.min())
+        engine.release_steps()
+        name = engine.division.team(ranks, len(branches)).spec.name
+        self.times_ms[f"{name} on {len(ranks)}, branches: {len(branches)}{exchange}"] = round(1e3 * time_s, 3)
+        return time_s
+
+
+def _timed_s(engine: TorchEngine, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> float:
+    _wait(engine.device)
+    started_s = time.perf_counter()
+    engine.predict(branches, ranks)
+    _wait(engine.device)
+    return time.perf_counter() - started_s
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DividedForward:
+    """A forward of one rank in the step."""
+
+    team: Team
+    num_tokens: int
+    is_fast: bool
+    """Whether the hand-ordered step runs it."""
+    is_even: bool
+    """Whether the ranks that exchange heads get as many each."""
+
+    def may_meet_peers(self, rules: ExchangeRules) -> bool:
+        """Decide as ``fast_step`` and ``choose`` do, where memory is within reach."""
+        if self.is_fast:
+            has_way = self.team.ulysses.size == self.team.context.size
+        else:
+            has_way = self.is_even and goes_in_parts(rules, self.num_tokens)
+        return has_way and meets_peers(self.team)
+
+
+def overlaps(device: torch.device) -> bool:
+    """Return whether exchanges run beside other work there; else there is nothing to choose."""
+    return device.type == "cuda"
+
+
+def alternative(
+    name: str, rules: ExchangeRules, forwards: tuple[DividedForward, ...], reaches: Callable[[Axis], bool] | None
+) -> ExchangeRules | None:
+    """Return ``rules`` with another value of one field, or None where it would change no step.
+
+    ``reaches``: whether ranks of an axis can write into each other's memory; None where its use is not open.
+    """
+    if name == "parts_from_tokens":
+        lengths = [each.num_tokens for each in forwards if each.team.ulysses.size > 1 and not each.is_fast]
+        if not lengths:
+            return None
+        # What a long step loses a shorter one does not gain, and the other way round.
+        in_parts = any(goes_in_parts(rules, length) for length in lengths)
+        return replace(rules, parts_from_tokens=max(lengths) + 1 if in_parts else min(lengths))
+    if name == "side_streams":
+        changes = any(each.is_fast and each.team.context.size > 1 for each in forwards)
+        return replace(rules, side_streams=not rules.side_streams) if changes else None
+    if reaches is None:
+        return None
+    reached = [each.may_meet_peers(rules) and reaches(each.team.context) for each in forwards]
+    is_anywhere = any(from_all_ranks(any(reached)))  # teams of one gang may lie on several hosts
+    return replace(rules, peer_memory=not rules.peer_memory) if is_anywhere else None
+
+
+class GangLock:
+    """The locks of all hosts of a gang, so that no process prepares on their GPUs while steps are timed."""
+
+    def __init__(self, lock: HostLock | None) -> None:
+        """``lock`` is that of this rank's host; None: the gang waits for no other process."""
+        self._lock, self._polls_left = lock, round(PATIENCE_S / POLL_S)
+        host = socket.gethostname()
+        self._is_first_of_host = lock is not None and from_all_ranks(host).index(host) == dist.get_rank()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold all locks inside; without them when the patience, which all calls share, is used up."""
+        with ExitStack() as held:
+            while self._lock is not None and not self._take(self._lock, held):
+                if self._polls_left == 0:
+                    logger.warning("steps are timed beside processes that still prepare after %.0f s", PATIENCE_S)
+                    break
+                self._polls_left -= 1
+                time.sleep(POLL_S)
+            yield
+
+    def _take(self, lock: HostLock, held: ExitStack) -> bool:
+        """Take the locks of all hosts or none: else two gangs on the same hosts could each wait for the other."""
+        own = lock.try_exclusive() if self._is_first_of_host else nullcontext()
+        are_free = all(from_all_ranks(own is not None))
+        with ExitStack() as taken:
+            if own is not None:
+                taken.enter_context(own)
+            if are_free:
+                held.enter_context(taken.pop_all())
+        return are_free
+
+
+def from_rank_0(call: Callable[[], T]) -> T:
+    """Return on all ranks what ``call`` returns on rank 0."""
+    return from_all_ranks(call() if dist.get_rank() == 0 else None)[0]  # type: ignore[return-value]
+
+
+def from_all_ranks(value: T) -> list[T]:
+    """Return the values of all ranks, in their order, on all ranks."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,487 @@
+"""Strategy "auto" is decided once, by timed steps, and stays as it is however often a gang is started."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from engines.core.rank import RankContext
+from engines.core.spec import ParallelSpec
+from engines.core.storage.files import HostLock
+from engines.parallel.attention.ulysses import ulysses_in_parts
+from engines.parallel.division import TeamSpecs
+from engines.registry import load_engine
+from engines.torch_engine import autotune
+from engines.torch_engine.autotune import (
+    EXCHANGE_FIELDS,
+    Decision,
+    DecisionFile,
+    DividedForward,
+    GangLock,
+    alternative,
+    overlaps,
+)
+from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.exchange.choose import ExchangeRules
+from engines.torch_engine.fast_step import SideStream
+from engines.torch_engine.options import TorchOptions
+from tests.engines.support import models
+from tests.engines.support.gloo import gang
+from tests.engines.torch_engine.support.decisions import EVERYONE, Started, Times, choice_of_exchange, choosing, start
+from tests.engines.torch_engine.support.teams import team_of
+from tests.support.locks import is_free
+
+STRATEGIES_MS = {"ring2": 71.4, "allgather_kv2": 61.6, "ulysses2": 61.6}
+MEASURED = Times(strategies_ms=STRATEGIES_MS)
+SWAPPED = Times(strategies_ms={**STRATEGIES_MS, "ring2": 50.0})
+ULYSSES_MS = {"ring2": 71.4, "allgather_kv2": 71.4, "ulysses2": 55.0}
+NUM_TOKENS = {"even": 40, "uneven": 34}
+"""Of the two steps of the model; the first is the typical one."""
+IN_PARTS = f"in parts from {NUM_TOKENS['even']} tokens"
+NO_MEMORY, NO_STREAMS = "without peer memory", "without side streams"
+USUAL = ExchangeRules()
+
+# What is decided, and stays so.
+
+
+def starts(folder: Path, several: list[Times], num_folders: int) -> list[Started]:
+    """Gangs one after the other, of which so many have a folder of their own; each measures other times."""
+    with ExitStack() as stack:
+        if any(times.exchange for times in several):
+            stack.enter_context(choice_of_exchange(fast=False))
+        return [start(choosing(folder / str(i % num_folders)), i, times) for i, times in enumerate(several)]
+
+
+EXCHANGES = [Times(strategies_ms=ULYSSES_MS, exchange={IN_PARTS: share}) for share in (1.2, 0.8, 1.2)]
+
+
+@pytest.mark.parametrize("several", [[MEASURED, SWAPPED, MEASURED], EXCHANGES], ids=["strategy", "exchange"])
+def test_a_rebuilt_gang_follows_the_first_decision_and_makes_the_same_picture(
+    several: list[Times], tmp_path: Path
+) -> None:
+    mine, others = gang(2).run(starts, tmp_path, several, 1)
+    assert mine == others
+    first, *rest = mine
+    assert first.num_timed > 0
+    assert rest == [replace(first, num_timed=0)] * len(rest)
+    assert first.strategy == ("ulysses2" if several is EXCHANGES else "allgather_kv2"), "as timed, not as predicted"
+    assert first.estimates is not None, "kept with it"
+    assert sorted(first.estimates.step_s(100, 1)) == [1, 2]
+
+
+def test_without_the_file_the_strategy_and_the_picture_would_change(tmp_path: Path) -> None:
+    mine, _ = gang(2).run(starts, tmp_path, [MEASURED, SWAPPED], 2)
+    assert [each.strategy for each in mine] == ["allgather_kv2", "ring2"]
+    assert len({each.picture for each in mine}) == 2
+
+
+def test_without_the_file_the_exchange_would_change(tmp_path: Path) -> None:
+    mine, _ = gang(2).run(starts, tmp_path, EXCHANGES[:2], 2)
+    assert [each.exchange for each in mine] == [USUAL, ExchangeRules(parts_from_tokens=40)]
+
+
+def test_ties_within_the_noise_are_broken_by_name(tmp_path: Path) -> None:
+    equal = Times(strategies_ms=dict.fromkeys(STRATEGIES_MS, 60.19))
+    for each in gang(2).run(starts, tmp_path, [equal] * 3, 3):
+        assert [started.strategy for started in each] == ["allgather_kv2"] * 3
+
+
+def test_a_strategy_that_is_named_is_not_timed(tmp_path: Path) -> None:
+    assert gang(2).run(named, tmp_path) == ["ulysses2"] * 2
+    assert not list(tmp_path.iterdir())
+
+
+def named(folder: Path) -> str:
+    context = RankContext(rank=dist.get_rank(), num_ranks=2, device="cpu")
+    with closing(
+        load_engine("torch", models.model("flux"), context, strategy="ulysses", choosing=choosing(folder))
+    ) as engine:
+        assert isinstance(engine, TorchEngine)
+        return engine.division.team((0, 1)).spec.name
+
+
+THREE = Times(strategies_ms={"ring3": 60.0, "allgather_kv3": 50.0, "ulysses3": 60.0, "guidance3": 20.0})
+
+
+def test_as_many_branches_as_a_step_has_are_decided_on(tmp_path: Path) -> None:
+    """One alone, two (no team of three ranks has halves), and three at once; and kept so."""
+    for first, again in gang(3).run(of_three_branches, tmp_path):
+        assert (first.strategy, first.at_once) == ("allgather_kv3", "guidance3")
+        assert (again.strategy, again.at_once, again.num_timed) == ("allgather_kv3", "guidance3", 0)
+    (file,) = tmp_path.glob("tiny_*.json")
+    assert json.loads(file.read_text())["strategies"]["3"] == ["allgather_kv3", "allgather_kv3", "guidance3"]
+
+
+def of_three_branches(folder: Path) -> list[Started]:
+    return [start(choosing(folder, num_branches=3), number, THREE) for number in (1, 2)]
+
+
+# The file.
+
+
+def after(folder: Path, change: Any, times: Times = MEASURED) -> tuple[dict[str, Any], Started]:
+    """What a gang writes, and one that starts after the file was changed: some of its fields, or all of its text."""
+    with ExitStack() as stack:
+        if times.exchange:
+            stack.enter_context(choice_of_exchange(fast=False))
+        start(choosing(folder), 1, times)
+        (file,) = folder.glob("tiny_*.json")
+        written: dict[str, Any] = json.loads(file.read_text())
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file.write_text(change if isinstance(change, str) else json.dumps(changed(written, change)))
+        dist.barrier()
+        return written, start(choosing(folder), 2, times)
+
+
+def changed(document: dict[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """A decision with other fields; None takes one away, and ``strategies`` are those of two ranks."""
+    strategies = document["strategies"]
+    fields = {**document, **change, "strategies": {**strategies, "2": change.get("strategies", strategies["2"])}}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def test_a_decision_in_the_file_is_followed_whatever_would_be_faster(tmp_path: Path) -> None:
+    (_, started), _ = gang(2).run(after, tmp_path, {"strategies": ["ulysses2"] * 2})
+    assert (started.strategy, started.num_timed) == ("ulysses2", 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["no JSON", '{"facts": {}}', "[]", {"strategies": ["ring2"]}],
+    ids=["text", "facts", "list", "too few"],
+)
+def test_a_file_that_is_no_use_is_ignored_and_replaced(change: Any, tmp_path: Path) -> None:
+    (written, started), _ = gang(2).run(after, tmp_path, change)
+    assert started.strategy == "allgather_kv2"
+    assert started.num_timed
+    (file,) = tmp_path.glob("tiny_*.json")
+    assert json.loads(file.read_text())["strategies"] == written["strategies"]
+
+
+PARTS_ARE_FASTER = Times(strategies_ms=ULYSSES_MS, exchange={IN_PARTS: 0.8})
+
+
+def test_an_older_file_without_rules_is_followed_with_the_usual_ones(tmp_path: Path) -> None:
+    (written, started), _ = gang(2).run(after, tmp_path, {"exchange": None}, PARTS_ARE_FASTER)
+    assert written["exchange"] == {"peer_memory": True, "side_streams": True, "parts_from_tokens": 40}
+    assert f"ulysses2 on 2, branches: 1, exchange {IN_PARTS}" in written["times_ms"]
+    assert (started.strategy, started.exchange, started.num_timed) == ("ulysses2", USUAL, 0)
+
+
+@pytest.mark.parametrize("exchange", [{"peer_memory": "no"}, {"parts_from_tokens": 1.5}, {"lanes": 2}])
+def test_a_file_with_unknown_rules_is_no_use(exchange: Any, tmp_path: Path) -> None:
+    (_, started), _ = gang(2).run(after, tmp_path, {"exchange": exchange}, PARTS_ARE_FASTER)
+    assert started.num_timed
+    assert started.exchange == ExchangeRules(parts_from_tokens=40)
+
+
+DECISION = Decision(specs=TeamSpecs(by_size={2: (ParallelSpec.of("ulysses", 2), ParallelSpec.of("ring", 2))}))
+
+
+def test_a_decision_that_does_not_suit_the_model_is_replaced(tmp_path: Path) -> None:
+    def check(spec: ParallelSpec) -> None:
+        if spec.ring > 1:
+            raise ValueError("no rings")
+
+    file = DecisionFile(folder=tmp_path, name="tiny", facts={})
+    file.write(DECISION, {})
+    assert file.read((2,)) == DECISION
+    strict = replace(file, check=check)
+    assert strict.read((2,)) is None
+    other = Decision(specs=TeamSpecs(by_size={2: (ParallelSpec.of("ulysses", 2),) * 2}))
+    assert strict.write(other, {}) is other
+    assert strict.read((2,)) == other
+
+
+@pytest.mark.parametrize("name", ["taken/tiny", "t" * 300])
+def test_a_folder_that_takes_no_file_costs_a_warning(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "taken").touch()
+    file = DecisionFile(folder=tmp_path, name=name, facts={})
+    assert file.read((2,)) is None
+    assert file.write(DECISION, {}) is DECISION
+    assert "cannot be written" in caplog.text
+
+
+def test_two_gangs_that_start_at_once_decide_the_same(tmp_path: Path) -> None:
+    assert gang(2).run(race, tmp_path) == ["allgather_kv2"] * 2
+
+
+def race(folder: Path) -> str:
+    """Another gang writes its decision while this one times steps that say otherwise."""
+    other = start(choosing(folder), 1, MEASURED).strategy
+    asked = []
+
+    def read_late(file: DecisionFile, sizes: tuple[int, ...]) -> Decision | None:
+        asked.append(sizes)
+        return None if len(asked) == 1 else read(file, sizes)
+
+    read = DecisionFile.read
+    with patch.object(DecisionFile, "read", read_late):
+        mine = start(choosing(folder), 2, SWAPPED)
+    assert mine.num_timed
+    assert mine.strategy == other
+    return other
+
+
+# The exchange.
+
+
+def decided(folder: Path, fast: bool, exchange: dict[str, float], options: TorchOptions | None = None) -> ExchangeRules:
+    """What a gang decides where rules that are unusual take so many times what the usual ones do."""
+    times = Times(strategies_ms=ULYSSES_MS, exchange=exchange)
+    with choice_of_exchange(fast=fast):
+        started = start(choosing(folder), 1, times, options)
+    assert started.strategy == "ulysses2"
+    return started.exchange
+
+
+@pytest.mark.parametrize(
+    ("fast", "exchange", "expected"),
+    [
+        (False, {IN_PARTS: 0.8}, ExchangeRules(parts_from_tokens=40)),
+        (
+            False,
+            {IN_PARTS: 0.8, f"{NO_MEMORY}, {IN_PARTS}": 0.7},
+            ExchangeRules(peer_memory=False, parts_from_tokens=40),
+        ),
+        (False, dict.fromkeys([IN_PARTS, NO_MEMORY, NO_STREAMS], 1.0), USUAL),
+        (True, {NO_MEMORY: 0.8}, ExchangeRules(peer_memory=False)),
+        (True, {NO_STREAMS: 0.8}, ExchangeRules(side_streams=False)),
+        (True, {NO_MEMORY: 0.8, f"{NO_MEMORY}, {NO_STREAMS}": 0.9}, ExchangeRules(peer_memory=False)),
+        (True, dict.fromkeys([IN_PARTS, NO_MEMORY, NO_STREAMS], 1.0), USUAL),
+    ],
+)
+def test_rules_that_are_faster_by_more_than_noise_are_taken(
+    fast: bool, exchange: dict[str, float], expected: ExchangeRules, tmp_path: Path
+) -> None:
+    assert gang(2).run(decided, tmp_path, fast, exchange) == [expected] * 2
+
+
+def at_odds(folder: Path) -> ExchangeRules:
+    """One rank gains what the other one loses."""
+    return decided(folder, False, {IN_PARTS: 0.5 if dist.get_rank() else 1.5})
+
+
+def test_ranks_whose_times_differ_decide_alike(tmp_path: Path) -> None:
+    assert gang(2).run(at_odds, tmp_path) == [USUAL] * 2, "by the slowest rank"
+
+
+@pytest.mark.parametrize("peer_memory", [True, False])
+def test_configured_rules_are_not_timed(peer_memory: bool, tmp_path: Path) -> None:
+    options = TorchOptions(peer_memory=peer_memory)
+    faster = {NO_MEMORY: 0.5} if peer_memory else {"as usual": 0.5}
+    rules = gang(2).run(decided, tmp_path, True, faster, options)
+    assert rules == [ExchangeRules(peer_memory=peer_memory)] * 2
+
+
+def left_open_and_then_not(folder: Path) -> list[bool]:
+    """Gangs one after the other: the first decides against peer memory, the second is configured to use it."""
+    options = (None, TorchOptions(peer_memory=True), None)
+    return [decided(folder, True, {NO_MEMORY: 0.8}, each).peer_memory for each in options]
+
+
+def test_configured_rules_count_more_than_the_decision(tmp_path: Path) -> None:
+    assert gang(2).run(left_open_and_then_not, tmp_path) == [[False, True, False]] * 2
+
+
+def kernels_of(rules: ExchangeRules) -> list[int]:
+    """How many kernels in parts an engine has made after a step of either length, by ``rules`` and then as usual."""
+    made: list[int] = []
+
+    def counted(*args: Any) -> Any:
+        made.append(1)
+        return ulysses_in_parts(*args)
+
+    counts = []
+    with (
+        patch("engines.parallel.attention.strategy.ulysses_in_parts", counted),
+        closing(TorchEngine(models.model("flux"), strategy="ulysses")) as engine,
+    ):
+        for each in (rules, USUAL):
+            engine.use(each)
+            for length in NUM_TOKENS:
+                engine.predict(models.branches("flux", length), EVERYONE)
+                counts.append(len(made))
+    return counts
+
+
+def test_an_engine_with_its_weights_goes_over_to_other_rules() -> None:
+    """From as many tokens on as they say, and back again."""
+    assert gang(2).run(kernels_of, ExchangeRules(parts_from_tokens=NUM_TOKENS["even"])) == [[1, 1, 1, 1]] * 2
+    assert gang(2).run(kernels_of, ExchangeRules(parts_from_tokens=1)) == [[1, 2, 2, 2]] * 2
+
+
+def streams_of(rules: ExchangeRules) -> dict[int, list[tuple[str, bool]]]:
+    """The side streams of steps over two ranks and over one, and whether these are in use."""
+    used: list[tuple[str, bool]] = []
+
+    def recorded(device: torch.device, name: str, *, in_use: bool = True) -> SideStream:
+        used.append((name, in_use))
+        return SideStream(device, name, in_use=in_use)
+
+    by_size = {}
+    with (
+        patch("engines.torch_engine.fast_step.SideStream", recorded),
+        closing(TorchEngine(models.model("flux"), strategy="ulysses", fast=True)) as engine,
+    ):
+        engine.use(rules)
+        for ranks in (EVERYONE, (dist.get_rank(),)):
+            engine.predict(models.branches("flux", "even"), ranks)
+            by_size[len(ranks)], used[:] = list(used), []
+    return by_size
+
+
+def test_side_streams_are_of_teams_alone() -> None:
+    """One rank goes on as it did."""
+    alone = [("stream", True), ("mlp", False)]
+    for in_use in (True, False):
+        expected = {2: [("stream", in_use), ("mlp", in_use)], 1: alone}
+        assert gang(2).run(streams_of, ExchangeRules(side_streams=in_use)) == [expected] * 2
+
+
+def divided(
+    *, ulysses: int = 2, ring: int = 1, gather: int = 1, fast: bool = False, even: bool = True, num_tokens: int = 40
+) -> DividedForward:
+    team = team_of(ulysses=ulysses, ring=ring, allgather_kv=gather)
+    return DividedForward(team=team, num_tokens=num_tokens, is_fast=fast, is_even=even)
+
+
+def changes(each: DividedForward, rules: ExchangeRules = USUAL, peer_memory: bool = True) -> list[str | None]:
+    """What each alternative in turn makes of ``rules``."""
+    reaches = (lambda _: True) if peer_memory else None
+    with patch.object(autotune, "from_all_ranks", lambda value: [value]):
+        several = [alternative(name, rules, (each,), reaches) for name in EXCHANGE_FIELDS]
+    return [None if rules is None else rules.describe() for rules in several]
+
+
+def test_only_rules_that_would_change_the_step_are_timed() -> None:
+    long, in_parts = 20_000, ExchangeRules(parts_from_tokens=40)
+    assert changes(divided()) == ["in parts from 40 tokens", None, None]
+    assert changes(divided(), in_parts)[1:] == [f"{NO_MEMORY}, in parts from 40 tokens", None]
+    assert changes(divided(num_tokens=long)) == [f"in parts from {long + 1} tokens", NO_MEMORY, None]
+    assert changes(divided(num_tokens=long), peer_memory=False) == [f"in parts from {long + 1} tokens", None, None]
+    assert changes(divided(num_tokens=long, even=False))[1] is None
+    assert changes(divided(fast=True)) == [None, NO_MEMORY, NO_STREAMS]
+    assert changes(divided(fast=True, ring=2)) == [None, None, NO_STREAMS]
+    assert changes(divided(fast=True, ulysses=1, ring=2)) == [None, None, NO_STREAMS]
+    assert changes(divided(fast=True, ulysses=1)) == [None, None, None]
+    assert changes(divided(ulysses=1, ring=2)) == [None, None, None]
+    assert changes(divided(ulysses=1, gather=2)) == [None, None, None]
+    assert changes(divided(ulysses=1, gather=2, num_tokens=long)) == [None, NO_MEMORY, None]
+    assert changes(divided(ulysses=2, gather=2, num_tokens=long))[1] is None
+    assert changes(divided(ulysses=1, gather=2, num_tokens=long, fast=True))[1] is None
+
+
+def test_a_cpu_has_no_choice() -> None:
+    assert not overlaps(torch.device("cpu"))
+
+
+# The locks of the hosts.
+
+NUM_LOOKS = 3
+
+
+class Others(ExitStack):
+    """A process that prepares on the hosts named ``names``, until a rank has looked so often whether it still does."""
+
+    def __init__(self, folder: Path, *names: str) -> None:
+        super().__init__()
+        self.num_looks = 0
+        for name in names:
+            with patch("socket.gethostname", lambda name=name: name):
+                lock = HostLock(folder)
+            self.enter_context(lock.shared())
+
+    def look(self, _: float) -> None:
+        self.num_looks += 1
+        if self.num_looks == NUM_LOOKS:
+            self.close()
+
+
+def looked(folder: Path, hosts: tuple[str, str], patience_s: float = 10.0) -> tuple[int, bool, bool]:
+    """How often a rank looked while the first host was busy, whether its own host was free between two looks, and is
+    taken once the gang holds the locks."""
+    dist.barrier()
+    host = hosts[dist.get_rank()]
+    others = Others(folder, *([host] if dist.get_rank() == 0 else []))
+    was_free = False
+
+    def look(pause_s: float) -> None:
+        nonlocal was_free
+        was_free = was_free or (host != hosts[0] and is_free(own))
+        dist.barrier()
+        others.look(pause_s)
+
+    with (
+        patch("socket.gethostname", lambda: host),
+        patch.object(autotune, "PATIENCE_S", patience_s),
+        patch.object(time, "sleep", look),
+    ):
+        own = HostLock(folder)
+        dist.barrier()
+        lock = GangLock(own)
+        with lock.held():
+            is_taken = not is_free(own)
+            dist.barrier()
+        others.close()
+    return others.num_looks, was_free, is_taken
+
+
+def test_a_gang_waits_until_no_process_of_its_host_prepares(tmp_path: Path) -> None:
+    for num_looks, _, is_taken in gang(2).run(looked, tmp_path, ("a", "a")):
+        assert (num_looks, is_taken) == (NUM_LOOKS, True)
+
+
+def test_it_takes_the_locks_of_all_hosts_or_none(tmp_path: Path) -> None:
+    """A gang that held one and waited for another might wait for a gang that does the same."""
+    first, second = gang(2).run(looked, tmp_path, ("a", "b"))
+    assert first == (NUM_LOOKS, False, True)
+    assert second == (NUM_LOOKS, True, True)
+
+
+def test_it_waits_no_longer_than_it_has_patience(tmp_path: Path) -> None:
+    patience_s = (NUM_LOOKS - 1) * autotune.POLL_S
+    for num_looks, _, is_taken in gang(2).run(looked, tmp_path, ("a", "a"), patience_s):
+        assert (num_looks, is_taken) == (NUM_LOOKS - 1, True), "the others are still there"
+
+
+def test_without_a_lock_it_waits_for_no_process() -> None:
+    with GangLock(None).held():
+        pass
+
+
+class Watched(Times):
+    """Sees whether others may prepare while a step is timed."""
+
+    lock: HostLock
+
+    def of(self, engine: TorchEngine, branches: tuple[object, ...], ranks: tuple[int, ...]) -> float:
+        assert not is_free(self.lock), "a step is timed, and others may prepare"
+        return super().of(engine, branches, ranks)
+
+
+def watched(folder: Path) -> tuple[str, int]:
+    lock = Watched.lock = HostLock(folder)
+    started = start(replace(choosing(folder), lock=lock), 1, Watched(strategies_ms=STRATEGIES_MS))
+    dist.barrier()
+    assert dist.get_rank() or is_free(lock), "afterwards they may"
+    return started.strategy, started.num_timed
+
+
+def test_steps_are_timed_while_no_process_prepares(tmp_path: Path) -> None:
+    (strategy, num_timed), _ = gang(2).run(watched, tmp_path)
+    assert strategy == "allgather_kv2"
+    assert num_timed > 0

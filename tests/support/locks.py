@@ -1,0 +1,13 @@
+"""A look at whether a host's GPUs are locked."""
+
+from __future__ import annotations
+
+from engines.core.storage.files import HostLock
+
+
+def is_free(lock: HostLock) -> bool:
+    held = lock.try_exclusive()
+    if held is None:
+        return False
+    with held:
+        return True
