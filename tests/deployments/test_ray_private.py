@@ -126,12 +126,20 @@ def test_a_controller_that_was_restarted_answers(caller: DeploymentHandle[Any]) 
 
 def controllers() -> set[int]:
     processes = psutil.Process().children(recursive=True)
-    return {one.pid for one in processes if "ServeController" in " ".join(one.cmdline())}
+    return {one.pid for one in processes if "ServeController" in command_of(one)}
 
 
 def ray_commands() -> str:
     """The command lines of the processes that ``ray.init`` started."""
-    return "\n".join(" ".join(one.cmdline()) for one in psutil.Process().children())
+    return "\n".join(command_of(one) for one in psutil.Process().children())
+
+
+def command_of(process: psutil.Process) -> str:
+    """The command line; empty for a process that has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def test_a_cluster_has_its_files_and_settings(ray_cluster: None) -> None:

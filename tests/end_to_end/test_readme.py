@@ -117,7 +117,7 @@ def test_make_targets_exist(tmp_path: Path) -> None:
 
 def test_named_configs_load() -> None:
     texts = " ".join((ROOT / name).read_text() for name in DOCUMENTS)
-    named = set(re.findall(r"troupe serve (\w+)", texts)) | set(re.findall(r"configs/(\w+)\.yaml", texts))
+    named = set(re.findall(r"troupe serve ([a-z]\w*)", texts)) | set(re.findall(r"configs/(\w+)\.yaml", texts))
     assert "gpu4" in named
     for name in named:
         assert load_config(name).app.models

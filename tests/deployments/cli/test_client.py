@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -189,7 +191,9 @@ def test_a_server_that_is_away_meanwhile_is_waited_for() -> None:
 @pytest.mark.usefixtures("at_once")
 def test_the_time_left_is_that_of_the_steps_whatever_the_clip_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for 90 s, and has half of its steps behind it 10 s later."""
-    monkeypatch.setattr(client.time, "monotonic", iter([0.0, 0.0, 90.0, 90.0, 100.0, 100.0, 100.0]).__next__)
+    times_s = iter([0.0, 0.0, 90.0, 90.0, 100.0, 100.0, 100.0])
+    clock = SimpleNamespace(monotonic=times_s.__next__, sleep=time.sleep)  # its own: other threads read the real one
+    monkeypatch.setattr(client, "time", clock)
     queued, half = (httpx.Response(200, json=clip) for clip in (QUEUED, HALF))
     with Away(queued, half) as away_client:
         progress = next(away_client.clip({"prompt": "a"}))

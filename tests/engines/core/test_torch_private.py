@@ -156,17 +156,17 @@ def test_a_change_in_place_is_seen() -> None:
     assert version_of(x) > before
 
 
-def test_more_versions_are_compiled_until_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_versions_are_compiled_until_there_are_too_many() -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    compiled = torch.compile(lambda x: x + 1, dynamic=False, fullgraph=True, backend="eager")
-    compiled(torch.zeros(1))
-    with pytest.raises(recompile_limit_error()):
-        compiled(torch.zeros(2))
-    raise_recompile_limit(3)
-    assert compiled(torch.zeros(2)).tolist() == [1, 1]
-    raise_recompile_limit(2)
-    assert compiled(torch.zeros(3)).tolist() == [1, 1, 1]
+    with torch._dynamo.config.patch(recompile_limit=1):
+        compiled = torch.compile(lambda x: x + 1, dynamic=False, fullgraph=True, backend="eager")
+        compiled(torch.zeros(1))
+        with pytest.raises(recompile_limit_error()):
+            compiled(torch.zeros(2))
+        raise_recompile_limit(3)
+        assert compiled(torch.zeros(2)).tolist() == [1, 1]
+        raise_recompile_limit(2)
+        assert compiled(torch.zeros(3)).tolist() == [1, 1, 1]
     torch._dynamo.reset()
 
 

@@ -117,7 +117,7 @@ def test_other_pipelines_are_named(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
     other = {"_class_name": "OtherPipeline", "transformer": ["diffusers", "OtherTransformer"]}
     (tmp_path / "model_index.json").write_text(json.dumps(other))
-    with pytest.raises(ValueError, match="diffusers has no class OtherTransformer, and no file here knows it"):
+    with pytest.raises(ValueError, match="diffusers has no class OtherTransformer, and no family here knows it"):
         Checkpoint(tmp_path)
 
 
