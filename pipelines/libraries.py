@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+
+from engines.core.log_level import log_level
 
 
 @contextmanager
@@ -46,6 +50,20 @@ def _import_without_extras() -> None:
     with _hidden("peft"):
         importlib.import_module("diffusers.utils.import_utils")
     _put_off("scipy.stats", "scipy.integrate")
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Inside the block diffusers and transformers log errors alone, and Python's warnings are not shown.
+
+    Both are imported here: each sets its own level as it is imported.
+    """
+    names = ("diffusers", "transformers")
+    for name in names:
+        importlib.import_module(name)
+    with log_level(logging.ERROR, *names), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager

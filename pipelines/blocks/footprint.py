@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engines.core.log_level import log_level
 from pipelines.blocks import tree
 from pipelines.blocks.meter import ForwardMeter, OperatorLimitError
 from pipelines.blocks.opened import OpenedPipeline
@@ -190,22 +190,10 @@ def _decoded_latents(opened: OpenedPipeline, pipeline: Any, latents: Mapping[str
         values.set(name, value)
     pipeline.vae.__dict__["decode"] = decode
     try:
-        with _unlogged():
+        with log_level(logging.CRITICAL + 1, "diffusers"):  # it logs whatever leaves a block, with a traceback
             tree.run(opened.blocks, [(name,) for name in opened.sections.decode], pipeline, values)
     except _Decoding as reached:
         return reached.latents
     finally:
         del pipeline.vae.__dict__["decode"]
     return None
-
-
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    """diffusers logs whatever leaves a block, with a traceback."""
-    logger = logging.getLogger("diffusers")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

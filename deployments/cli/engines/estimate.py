@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from deployments.cli.configuration import usual_limit_gib
 from deployments.cli.engines.fit import GIB, Fit, StageMemory, with_memory
-from deployments.cli.engines.quiet import quiet_libraries
 from deployments.cli.engines.whole import RequestTimes
 from deployments.cli.progress import console
 from deployments.settings import Settings
+from pipelines.libraries import quiet_libraries
 
 if TYPE_CHECKING:
     import torch

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 PROCESS_BYTES = GIB // 2
-"""Of a process that uses a GPU, beside its tensors: its CUDA context, kernels and libraries. Assumed."""
+"""GPU memory of a process beside its tensors: CUDA context, kernels and libraries. Assumed, not measured."""
 DECODE_LIMIT_GIB = 2
-"""What ``decoder.memory_gib`` is proposed."""
+"""``decoder.memory_gib`` as it is proposed."""
 SHARED, APART, ON_CPU = "shared", "apart", "on_cpu"
 """Encoder and decoder on the first rank's GPU, on one of their own; the encoder on CPU cores, the decoder shared."""
 MAX_RANKS = 8
-"""Of a usual host: more are not proposed."""
+"""Ranks of a usual host: more are not proposed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class StageMemory:
         )
 
     def fullest_bytes(self, rank_bytes: int, place: str = SHARED, *, limited: bool = False) -> int:
-        """Of the GPU that holds most, where each rank takes ``rank_bytes``."""
+        """Return the bytes on the GPU that holds most, where each rank takes ``rank_bytes``."""
         decode = self.decoder + (self.limited if limited else self.decode) + PROCESS_BYTES
         rank, encode = rank_bytes + PROCESS_BYTES, self.encoder + PROCESS_BYTES
         if place == APART:
@@ -54,7 +54,7 @@ class StageMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """What to say in the configuration or the command, so that the fullest of ``num_gpus`` holds ``num_bytes``."""
+    """Keys or options that make the fullest of ``num_gpus`` hold ``num_bytes``."""
 
     words: tuple[str, ...]
     num_gpus: int
@@ -93,7 +93,7 @@ class Fit:
         return self.total_bytes <= self.usable_bytes
 
     def changes(self) -> list[Change]:
-        """Those with which all fits, one for each number of GPUs, fewest first."""
+        """Return changes with which all parts fit, one for each number of GPUs, fewest first."""
         found: dict[int, Change] = {}
         for change in self._tried():
             if change.num_bytes <= self.usable_bytes:
@@ -101,7 +101,7 @@ class Fit:
         return [found[number] for number in sorted(found)]
 
     def _tried(self) -> Iterator[Change]:
-        """With the GPUs that are there and with more; of the same number the one that changes least comes first."""
+        """Yield candidates with the GPUs that are there and with more, the smallest changes first."""
         numbers = (self.num_ranks, *(n for n in (2, 4, MAX_RANKS) if n > self.num_ranks))
         for place in (SHARED, APART, ON_CPU):
             for num_ranks in numbers:
@@ -115,21 +115,21 @@ class Fit:
     def _changed(self, num_ranks: int, precision: str, place: str, *, limited: bool) -> Iterator[Change]:
         if limited and self.parts.limited == self.parts.decode:
             return
-        words = [f"--ranks {num_ranks}"] if num_ranks != self.num_ranks else []
-        words += [f"denoiser.precision: {precision}"] if precision != self.step.precision else []
+        ranks = [f"--ranks {num_ranks}"] if num_ranks != self.num_ranks else []
+        words = [f"denoiser.precision: {precision}"] if precision != self.step.precision else []
         words += ["text_encoder and decoder on a GPU of their own"] if place == APART else []
         words += ["text_encoder.num_gpus: 0, on slow CPU cores"] if place == ON_CPU else []
         words += [f"decoder.memory_gib: {DECODE_LIMIT_GIB}"] if limited else []
         for cost in self._costs(num_ranks, precision):
             own = [f"denoiser.strategy: {cost.spec.name}"] if cost.spec.divides_weights else []
             yield Change(
-                words=tuple([*words[:1], *own, *words[1:]] if num_ranks != self.num_ranks else [*own, *words]),
+                words=(*ranks, *own, *words),
                 num_gpus=num_ranks + (place == APART),
                 num_bytes=self.parts.fullest_bytes(cost.memory_bytes, place, limited=limited),
             )
 
     def _costs(self, num_ranks: int, precision: str) -> list[Cost]:
-        """Fastest first; those with whole weights before those that divide them."""
+        """Return the divisions of a step, whole weights before divided ones, fastest first."""
         from engines.planner.forecast import forecast
 
         if num_ranks == self.num_ranks and precision == self.step.precision:
@@ -155,7 +155,7 @@ class Fit:
         return f"{needs}; fits with {'; or with '.join(map(str, changes[:2]))}{without}"
 
     def gib(self, found: Footprint) -> dict[str, float | None]:
-        """By part, on the fullest GPU."""
+        """Return GiB by part, on the fullest GPU."""
         chosen, parts = self.step.chosen, self.parts
         sizes: dict[str, int | None] = {
             "transformer": chosen.weight_bytes,
@@ -187,7 +187,7 @@ class Fit:
 
 
 def with_memory(machine: Machine, memory_gib: float | None) -> Machine:
-    """ValueError for a size that is none."""
+    """Return ``machine`` with another size of memory. ValueError for a size that is not positive."""
     if memory_gib is None:
         return machine
     if not memory_gib > 0:

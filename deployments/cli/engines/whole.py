@@ -15,7 +15,7 @@ NEVER_COUNTED = ("waiting", "pictures that are encoded", "sound", "the file (PNG
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestTimes:
-    """Of one request on an idle gang. None: not known before there is a request."""
+    """Seconds of one request on an idle gang. None: unknown before there is a request."""
 
     num_steps: int
     step_s: float
@@ -27,7 +27,7 @@ class RequestTimes:
         cls, parts: Footprint, machine: Machine, request: MediaRequest, num_steps: int, step_ms: float
     ) -> RequestTimes:
         """``step_ms`` of a step with all its branches. With guidance there is a negative prompt as well."""
-        from engines.planner.stages import decode_s, encode_s
+        from engines.planner.cost_model import decode_s, encode_s
 
         num_prompts = 2 if request.true_cfg_scale > 1 else 1
         prompt, decode = parts.prompt, parts.decode

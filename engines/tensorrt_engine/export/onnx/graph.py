@@ -17,6 +17,7 @@ from onnxscript import optimizer
 from torch import Tensor, fx
 from torch.export import Dim
 
+from engines.core.log_level import log_level
 from engines.core.torch_private import ONNX_REGISTRATION_LOGGER, fake_mode_of
 from engines.tensorrt_engine.build.builder import Profile
 from engines.tensorrt_engine.export.onnx.collectives import OP_TYPE
@@ -139,16 +140,10 @@ def _simplify(model: ir.Model) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences the exporter's warning that torchvision is missing; nothing here uses it."""
-    registration = logging.getLogger(ONNX_REGISTRATION_LOGGER)
-    level = registration.level
-    registration.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        registration.setLevel(level)
+    """Silence the exporter's warning that torchvision is missing; nothing here uses it."""
+    with log_level(logging.ERROR, ONNX_REGISTRATION_LOGGER), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def example_inputs(core: fx.GraphModule) -> tuple[Tensor, ...]:
