@@ -19,12 +19,10 @@ def psnr_db(given: NDArray[Any], expected: NDArray[Any], peak: float | None = No
     """Returns the peak signal-to-noise ratio of all pixels; of other values than these, ``peak`` is theirs."""
     if np.array_equal(given, expected):
         return IDENTICAL_DB
-    ratio: Any = peak_signal_noise_ratio
-    return float(ratio(expected, given, data_range=peak))
+    return float(peak_signal_noise_ratio(expected, given, data_range=peak))  # type: ignore[no-untyped-call]
 
 
 def ssim(given_FHWC: Pixels, expected_FHWC: Pixels) -> float:
     """Returns the structural similarity (Wang et al. 2004, doi:10.1109/TIP.2003.819861), the mean over the frames."""
     pairs = zip(given_FHWC, expected_FHWC, strict=True)
-    similarity: Any = structural_similarity
-    return mean(float(similarity(one, other, channel_axis=-1)) for one, other in pairs)
+    return mean(float(structural_similarity(*pair, channel_axis=-1)) for pair in pairs)  # type: ignore[no-untyped-call]

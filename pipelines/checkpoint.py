@@ -184,7 +184,7 @@ class Checkpoint:
         """What encoder and decoder take for ``request``. The checkpoint is to be opened on "meta"."""
         from pipelines.blocks.footprint import footprint
 
-        latents = None if not self.spec.has_known_conditioning else self.first_latents(request)
+        latents = self.first_latents(request) if self.spec.has_known_conditioning else None
         return footprint(self._opened, self._opened.max_tokens(self.defaults.max_tokens), latents)
 
     def typical_step(self) -> tuple[Branch, ...]:

@@ -49,8 +49,8 @@ def begin_alone() -> None:
     os.environ.setdefault("LOCAL_RANK", "0")
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        store: Any = torch.distributed
-        dist.init_process_group(backend, store=store.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def diffusers_step(module: Any, inputs: dict[str, Tensor], maker: str) -> Callable[[], Tensor]:

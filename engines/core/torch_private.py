@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["TorchDispatchMode", "tree_leaves", "tree_map_only"]
@@ -105,8 +105,6 @@ def fake_mode_of(tensor: Tensor) -> AbstractContextManager[Any]:
 
 def without_modes() -> AbstractContextManager[Any]:
     """Return a context without the dispatch modes around it, such as ``fake_mode``."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     return _disable_current_modes()
 
 

@@ -37,16 +37,7 @@ def blank_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     return x.new_zeros(()).expand(x.shape if shape is None else shape)
 
 
-def like_latents(config: Mapping[str, Any], call: Mapping[str, Any]) -> tuple[Tensor]:
-    """A blank prediction of the form of ``hidden_states``."""
-    return (blank_like(call["hidden_states"]),)
-
-
 def of_fewer_channels(config: Mapping[str, Any], call: Mapping[str, Any]) -> tuple[Tensor]:
     """A blank prediction of a model that takes more channels than it predicts: beside latents those of a picture."""
     latents = call["hidden_states"]
     return (blank_like(latents, (latents.shape[0], config["out_channels"], *latents.shape[2:])),)
-
-
-def whole(config: Mapping[str, Any], call: Mapping[str, Any], prediction: Tensor) -> tuple[Tensor, ...]:
-    return (prediction,)
