@@ -18,8 +18,10 @@ NOTHING = "no settings: none were written, or a program has removed them"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """What one file says: our own fields if it has them, and all its texts. ``signature``: of a C2PA manifest.
-    ``problem``: why it cannot be read."""
+    """The texts of one file, and Troupe's own fields if it has them.
+
+    ``signature`` is that of its C2PA manifest, ``problem`` why the file cannot be read.
+    """
 
     file: Path
     settings: dict[str, Any] | None = None

@@ -113,7 +113,7 @@ class Machine:
 
 
 def sent_share(kind: str, num_ranks: int) -> float:
-    """What leaves a rank, as a multiple of the bytes that an exchange is said to have."""
+    """Bytes that leave a rank, as a multiple of those that an exchange counts."""
     match kind:
         case "all_to_all":
             return (num_ranks - 1) / num_ranks

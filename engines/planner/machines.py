@@ -44,7 +44,7 @@ NVLINK, PCIE = "NVLink", "PCIe"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedFigures:
-    """What NVIDIA publishes of a GPU. Rates are dense: without sparsity, accumulated in float32 (int8 in int32).
+    """Published figures of a GPU. Rates are dense: without sparsity, accumulated in float32 (int8 in int32).
 
     ``bf16``, ``fp8``, ``int8``: FLOP/s (0: the GPU has no such product). ``memory_bytes_per_s``: of its memory.
     ``memory_gib``: as named, less what error correction takes where memory has no room of its own for it.

@@ -31,7 +31,7 @@ TAGS = {PARAMETERS: "comment", TROUPE: "description"}
 UNICODE, ASCII = b"UNICODE\0", b"ASCII\0\0\0"
 """How the EXIF tag UserComment begins."""
 MAX_JPEG_EXIF_BYTES = 65533 - 6
-"""Of a JPEG's APP1 segment, less its length and ``Exif\\0\\0``."""
+"""Size limit of a JPEG's APP1 segment, less its length and ``Exif\\0\\0``."""
 SEED_FIELDS = ("software", "model", "seed")
 NAMES = {
     "num_inference_steps": "Steps",

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 CACHE, FIRST = "feat_cache", "first_chunk"
 MIN_BAND_ROWS = 15
-"""Of latents: four bands of 480 pixels, each 38 % of the work. With thinner bands all compute the rows around them."""
+"""Rows of latents: four bands of 480 pixels, each 38 % of the work. Thinner bands mostly compute rows around them."""
 
 
 def decodes_in_chunks(vae: Any) -> bool:

@@ -15,9 +15,9 @@ from pipelines.vae.layers import is_supported_decoder, is_supported_mid_block
 from pipelines.vae.strips import STRIP_BYTES, UNLIMITED_BYTES, decode_in_bands, peak_bytes
 
 MIN_BAND_ROWS = 64
-"""Of a picture's latents: half of 1024 pixels. A device with fewer rows waits for the others as long as it computes."""
+"""Rows of a picture's latents: half of 1024 pixels. With fewer rows a device waits as long as it computes."""
 MIN_SIMILARITY_DB = 20.0
-"""Of noise decoded in bands against noise decoded whole. Published auto-encoders with random weights reach 31 and more
+"""Likeness of noise decoded in bands and whole. Published auto-encoders with random weights reach 31 and more
 in bfloat16. Without the rows at a band's edge it is under 16, with a band's own statistics under 0."""
 NUM_CHECK_ROWS = 8
 

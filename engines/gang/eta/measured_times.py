@@ -33,7 +33,7 @@ NUM_STEPS_NEEDED = 2
 """Fewer times of a step make no median."""
 
 TimeKey = tuple[str, int]
-"""What was measured: a name and a number."""
+"""Subject of a measurement: a name and a number."""
 
 MeasuredTime = tuple[float, float | None]
 """Measured seconds, and their estimate if there was one."""

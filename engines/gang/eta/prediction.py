@@ -1,4 +1,4 @@
-"""What a step is predicted to take: as measured, or as estimated until then. Pure: no clock, no files."""
+"""The predicted time of a step: as measured, or as estimated until then. Pure: no clock, no files."""
 
 from __future__ import annotations
 

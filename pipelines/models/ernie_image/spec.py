@@ -79,7 +79,7 @@ class ErnieImageSpec(ModelSpec):
         attention.set_kernel(module, unmasked(kernel))
 
     def defaults(self, path: Path) -> Defaults:
-        """What diffusers' blocks say."""
+        """Defaults of diffusers' blocks."""
         return replace(
             PICTURE,
             true_cfg_scale=4.0,

@@ -58,7 +58,7 @@ SHARD_PLAN = ShardPlan(
 
 
 EDITOR: Mapping[str, Any] = {"guidance_scale": 2.5, "takes_strength": False, "strength": 1.0}
-"""What differs where a picture is edited by words (the scale from FLUX.1-Kontext-dev's card)."""
+"""Values of a model that edits pictures by words (the scale from FLUX.1-Kontext-dev's card)."""
 
 
 class FluxSpec(ModelSpec):

@@ -59,7 +59,7 @@ SHARD_PLAN = ShardPlan(
 
 
 BASE = replace(PICTURE, true_cfg_scale=3.5, max_pictures=4, max_tokens=MAX_TOKENS)
-"""What diffusers' blocks say of the base model, and below of the distilled one."""
+"""Defaults of diffusers' blocks for the base model, and below for the distilled one."""
 DISTILLED = distilled(BASE, 16)
 
 

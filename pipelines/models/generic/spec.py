@@ -1,4 +1,4 @@
-"""What holds of a transformer class that no file of its own knows: it runs as its pipeline calls it.
+"""A transformer class without a family here: it runs as its pipeline calls it.
 
 A class with diffusers' ``_cp_plan`` is divided by it (see ``converted``); any other runs whole, on one rank a gang, by
 attention of its own. Sizes, steps and guidance come from the pipeline's blocks, and a folder's ``troupe.json`` may say
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 TOKENS = "tokens"
 """The one stream of a class that is not divided."""
 LATENTS = ("hidden_states", "sample", "latents", "x")
-"""What transformers call the latents that they predict for."""
+"""Names of the latents in calls of transformers."""
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "heads")
 HEAD_DIMS = ("attention_head_dim", "head_dim", "dim_head")
 WIDTHS = ("hidden_size", "inner_dim", "dim")
@@ -46,13 +46,13 @@ NUM_FRAMES, FPS, NUM_STEPS = 81, 24, 50
 STEPS = "num_inference_steps"
 LONGEST_CLIP = 257
 LATENT_CHANNELS = 4
-"""What diffusers' auto-encoder for pictures has where its configuration does not say."""
+"""Latent channels of diffusers' auto-encoder for pictures if its configuration does not say."""
 U_NET = "unet"
 """Pipelines of these round down the steps that a picture's strength leaves, and those of transformers up."""
 
 
 class Prediction(tuple[Any, ...]):
-    """What diffusers' transformers answer, with or without ``return_dict``."""
+    """The output of diffusers' transformers, with or without ``return_dict``."""
 
     @property
     def sample(self) -> Any:

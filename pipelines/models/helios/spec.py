@@ -52,7 +52,7 @@ BASE = replace(
     max_pictures=1,
     max_tokens=MAX_TOKENS,
 )
-"""What diffusers' blocks say of the three models. The longest clip takes a minute, which is what they were made for."""
+"""Defaults of diffusers' blocks for the three models. The longest clip takes a minute, for which they were made."""
 PYRAMID = replace(BASE, num_inference_steps=30, min_steps=NUM_STAGES)
 DISTILLED = replace(distilled(PYRAMID, 6), first_chunk_steps=2)
 
@@ -134,7 +134,7 @@ class HeliosSpec(ModelSpec):
         return {"latent_chunks": [*loop_state.latent_chunks, chunk]}
 
     def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Of the last chunk that there is."""
+        """Return the first frame of the last chunk that there is."""
         return {"latent_chunks": [latents["latent_chunks"][-1][:, :, :1]]}
 
     def defaults(self, path: Path) -> Defaults:

@@ -30,7 +30,7 @@ MAX_TOKENS = 512
 
 
 BASE = replace(PICTURE, num_inference_steps=28, true_cfg_scale=5.5, guidance_offset=1.0, max_tokens=MAX_TOKENS)
-"""What diffusers' blocks say of the base model, and below of the distilled one. Their scale of 4.5 is counted from the
+"""Defaults of diffusers' blocks, of the base model and below of the distilled one. Their 4.5 is counted from the
 prompt's own prediction."""
 TURBO = distilled(BASE, 8)
 

@@ -35,7 +35,7 @@ TO_WHOLE = tuple(f"{BLOCKS}.*.{name}" for name in ("attn2", "audio_attn1", "audi
 TO_CLIP = tuple(f"{BLOCKS}.*.{name}" for name in ("attn1", "video_to_audio_attn"))
 ATTENTIONS = (*TO_CLIP, *TO_WHOLE)
 SWITCHES = ("spatio_temporal_guidance_blocks", "isolate_modalities")
-"""What passes of guidance differ in beside the prompt."""
+"""Inputs in which passes of guidance differ, beside the prompt."""
 POSITIONS = ("rope", "audio_rope", "cross_attn_rope", "cross_attn_audio_rope")
 
 LINEARS = (
@@ -51,7 +51,7 @@ GATED = {
 
 
 def gates(config: Config) -> tuple[ColumnLinear, ...]:
-    """What gives each head its gate, where attentions have one (LTX-2.3)."""
+    """Return the linears that give each head its gate, where attentions have one (LTX-2.3)."""
     named = [name for setting, names in GATED.items() if config.get(setting) for name in names]
     return tuple(ColumnLinear(pattern=f"{BLOCKS}.*.{name}.to_gate_logits") for name in named)
 
@@ -124,7 +124,7 @@ class LTX2Spec(LTXSpec):
         return {"latents": latents["latents"][:, : latents["latents"].shape[1] // frames], "num_frames": 1}
 
     def defaults(self, path: Path) -> Defaults:
-        """What diffusers' pipeline does by default, which is from the model card (Lightricks/LTX-2).
+        """Return the defaults of diffusers' pipeline, which are those of the model card (Lightricks/LTX-2).
 
         The auto-encoder mirrors latents at their edges, for which it takes two in a row.
         """

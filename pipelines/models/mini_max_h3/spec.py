@@ -29,7 +29,7 @@ TOKENS = "tokens"
 BLOCKS = "transformer_blocks"
 REFINERS = "token_refiner.refiner_blocks.*.attn"
 TYPICAL_TOKENS = 300
-"""Of a prompt, which may have any number."""
+"""Tokens of a prompt for warm-up; a prompt may have any number."""
 PREVIEW_LATENTS = 7
 """Latent frames: of fewer the auto-encoder makes nothing."""
 
@@ -102,7 +102,7 @@ class MiniMaxH3Spec(ModelSpec):
         }
 
     def defaults(self, path: Path) -> Defaults:
-        """What diffusers' blocks say. They make 5 + 17 n frames, of which a request may want fewer."""
+        """Return the defaults of diffusers' blocks. They make 5 + 17 n frames, of which a request may want fewer."""
         patch = read_config(path, "transformer").get("patch_size", (1, 2, 2))
         return replace(
             CLIP,

@@ -73,7 +73,7 @@ EDITORS: Mapping[str, Mapping[str, Any]] = {
     "QwenImageEditPlusPipeline": {**WORDS_ALONE, "max_pictures": 3, "num_inference_steps": 40},
     "QwenImageLayeredPipeline": LAYERED,
 }
-"""What differs where a picture is edited by words. Three pictures and 40 steps are from Edit-Plus's card."""
+"""Values of models that edit pictures by words. Three pictures and 40 steps are from Edit-Plus's card."""
 
 
 class QwenImageSpec(ModelSpec):

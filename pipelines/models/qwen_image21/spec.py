@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 SEEN, PAINTED = "seen", "painted"
 BLOCKS = "transformer_blocks"
 TYPICAL_TOKENS, MAX_TOKENS = 64, 4096
-"""Of a prompt, for steps that nobody asked for, and at most: the pipeline has no limit, the transformer 8192 places."""
+"""Tokens of a prompt for warm-up, and at most: the pipeline has no limit, the transformer 8192 places."""
 MAX_PICTURES = 3
-"""As many as the editors before it were made for."""
+"""The number that the editors before it were made for."""
 
 SHARD_PLAN = ShardPlan(
     streams=(SEEN, PAINTED),
@@ -87,7 +87,7 @@ class QwenImage21Spec(ModelSpec):
         return SHARD_PLAN
 
     def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
-        """What is painted apart from what is seen, and the latter the same tensors in every step of a job."""
+        """Separate the painted picture from the conditioning, whose tensors are the same in every step of a job."""
         num_painted = math.prod(call[GRIDS][0][-1])
         return {
             LATENTS: call[LATENTS][:, -num_painted:],

@@ -48,7 +48,7 @@ PICTURE_LINEARS: tuple[ColumnLinear | FullWidthNorm, ...] = (
     FullWidthNorm(pattern="blocks.*.attn2.norm_added_k"),
 )
 PICTURE_TOKENS = 257
-"""What CLIP makes of a picture: 16 x 16 patches and one token for all (arXiv:2103.00020, ViT-H/14 at 224)."""
+"""Tokens that CLIP makes of a picture: 16 x 16 patches and one token for all (arXiv:2103.00020, ViT-H/14 at 224)."""
 
 
 def expands_timesteps(config: Config) -> bool:

@@ -57,10 +57,10 @@ PROMPTS = ("prompt_embeds", "negative_prompt_embeds")
 FROM_PROMPT: dict[str, Any] = {"true_cfg_scale": 5.0, "guidance_offset": 1.0}
 """A guidance of 4 on the model's page, which counts it from the prompt's own prediction."""
 BASE = replace(PICTURE, **FROM_PROMPT, max_pictures=1, takes_strength=True, strength=0.6, max_tokens=MAX_TOKENS)
-"""As on the model's page, with 50 steps."""
+"""Defaults of the model's page, with 50 steps."""
 TURBO = distilled(BASE, 9)
 BASE_SHIFT = 6.0
-"""Of the schedule; Turbo's is 3. In all else their published configurations are the same."""
+"""Shift of the schedule; Turbo's is 3. In all else their published configurations are the same."""
 
 
 class ZImageSpec(ModelSpec):
