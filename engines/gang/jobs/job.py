@@ -48,7 +48,7 @@ class Job:
     idle_steps: frozenset[int] = frozenset()
 
     def num_forwards_after(self, step: int) -> int:
-        """Returns how many of the steps after this one (0: of all) take the time of a step."""
+        """Return how many of the steps after this one (0: of all) take the time of a step."""
         return self.num_steps - step - sum(idle > step for idle in self.idle_steps)
 
     @property

@@ -90,7 +90,7 @@ class JobTable:
         return self._jobs[job_id]
 
     async def spent_s(self, job_id: str) -> float:
-        """Returns how long ranks were at work for a job that has ended, or is about to, once they have told all.
+        """Return how long ranks were at work for a job that has ended, or is about to, once they have told all.
 
         0 of a job that was never here, that broke with its gang, or was forgotten long ago.
         """

@@ -109,7 +109,7 @@ class RankJobs:
         )
 
     def _make(self, moves: Sequence[Move]) -> float:
-        """Returns the milliseconds that each took, from when this rank was there for the first."""
+        """Return the milliseconds that each took, from when this rank was there for the first."""
         if not moves:
             return 0.0
         started_s = time.perf_counter()
@@ -132,7 +132,7 @@ class RankJobs:
                 )
 
     def _release_moved(self, plan: StepPlan) -> None:
-        """Drops states that are out of date: their jobs have gone on to other ranks."""
+        """Drop states that are out of date: their jobs have gone on to other ranks."""
         for work in plan.works:
             if self._context.rank not in work.ranks:
                 for job_id in work.job_ids:
