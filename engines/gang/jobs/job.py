@@ -38,9 +38,9 @@ class Job:
     decode_s: float = 0.0
     """Measured time to decode its latents; 0 if unknown."""
     key: str = ""
-    """API key that the job belongs to."""
+    """Owner of the job, for fair sharing."""
     weight: float = 1.0
-    """The key's share of the gang, relative to other keys."""
+    """Share of the owner, relative to others."""
     accepted: bool = False
     """Admitted earlier: neither queue length nor predicted wait refuses it."""
     idle_steps: frozenset[int] = frozenset()
@@ -112,8 +112,7 @@ class JobDone:
     gpu_s: float = 0.0
     """Rank-seconds of its steps."""
     same_bytes: bool = True
-    """The request gives the same latents every time. False in an elastic gang: team sizes vary, and with them rounding.
-    """
+    """The request always gives the same latents. False in an elastic gang: rounding depends on the team size."""
 
 
 JobEvent = JobQueued | StepDone | PreviewReady | JobDone
