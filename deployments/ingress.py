@@ -17,10 +17,6 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 
-from deployments.accounts.deployment import DeployedKeeper
-from deployments.accounts.interface import Accounts
-from deployments.accounts.own import OwnAccounts
-from deployments.accounts.shared import SharedAccounts
 from deployments.api.app import create_api
 from deployments.api.drain import Drain
 from deployments.api.settings import ApiLimits, ApiSettings
@@ -34,10 +30,14 @@ from deployments.settings import Settings
 from deployments.stages.config import DenoiserConfig
 from deployments.studio.flow import DeployedStudio, QueueLimits
 from deployments.studio.interface import ModelCard, StudioEvent
-from deployments.studio.metered import MeteredStudio
 from deployments.studio.readiness import Readiness
 from deployments.studio.retries import RECOVERY_DEADLINE_S
 from deployments.studio.run import StageHandles
+from deployments.usage.accounts import SharedAccounts
+from deployments.usage.deployed_keeper import DeployedKeeper
+from deployments.usage.interface import Accounts
+from deployments.usage.metered import MeteredStudio
+from deployments.usage.own import OwnAccounts
 from pipelines.checkpoint import Checkpoint
 from pipelines.directory import changed_at_s
 from pipelines.lora.source import named

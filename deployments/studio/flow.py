@@ -13,15 +13,15 @@ from types import MappingProxyType
 from ray import exceptions as ray_errors
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from deployments.accounts.interface import Accounts
-from deployments.accounts.own import OwnAccounts
 from deployments.observability.metrics import observe_failure
 from deployments.stages.decode_times import DecodeTimes
 from deployments.studio.interface import STATUS_MAX_AGE_S, Media, ModelCard, ModelUnavailableError, Output, StudioEvent
 from deployments.studio.readiness import Readiness
 from deployments.studio.retries import RECOVERY_DEADLINE_S, RETRYABLE, Retries
 from deployments.studio.run import Run, StageHandles
-from deployments.studio.spending import Spending
+from deployments.usage.interface import Accounts
+from deployments.usage.metering import Spending
+from deployments.usage.own import OwnAccounts
 from engines.core.failures import JobFailedError
 from engines.gang.errors import QueueFullError
 from pipelines.pictures import NO_PICTURES, InputPictures

@@ -12,9 +12,9 @@ from benchmarks.load.mix import load_mix
 from benchmarks.load.owner import OWNERS, Owner, Owners, load_owners
 from benchmarks.serving.application import key_variables
 from deployments.cli.serving import load_config
-from deployments.keys import hash_of
-from deployments.quotas import Quotas
 from deployments.settings import Settings
+from deployments.usage.api_keys import hash_of
+from deployments.usage.quotas import Quotas
 
 
 @pytest.mark.parametrize("name", [file.stem for file in OWNERS.glob("*.yaml")])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from deployments.keys import hash_of
 from deployments.observability.keys import MAX_UNNAMED, OTHERS, KeyNames
-from deployments.quotas import KeyLimits, Quotas
+from deployments.usage.api_keys import hash_of
+from deployments.usage.quotas import KeyLimits, Quotas
 
 NAMED, PLAIN = hash_of("named"), hash_of("plain")
 

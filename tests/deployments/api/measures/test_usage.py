@@ -9,20 +9,20 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
-from deployments.accounts.own import OwnAccounts
 from deployments.api.app import create_api
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipSettings
-from deployments.keys import KeyRing, hash_of
-from deployments.quotas import KeyLimits
-from deployments.studio.metered import MeteredStudio
+from deployments.usage.api_keys import KeyRing, hash_of
+from deployments.usage.metered import MeteredStudio
+from deployments.usage.own import OwnAccounts
+from deployments.usage.quotas import KeyLimits
 from tests.deployments.api.conftest import client_of
 from tests.deployments.api.routes.test_images import IMAGES
 from tests.deployments.api.routes.test_videos import finished
 from tests.deployments.clips.support.runs import QUICK
 from tests.deployments.support.fake_studio import GPU_S, FakeStudio
-from tests.deployments.test_quotas import SetTime
+from tests.deployments.usage.test_quotas import SetTime
 
 LIMITS = (
     KeyLimits(gpu_seconds_per_minute=2 * GPU_S, max_concurrent=2),

@@ -6,8 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from deployments.accounts.interface import Balance, Refusal, Reservation, Spent, UnknownHolder
-from deployments.quotas import KeyLimits, LimitReachedError, Quotas, Use
+from deployments.usage.interface import Balance, Refusal, Reservation, Spent, UnknownHolder
+from deployments.usage.quotas import KeyLimits, LimitReachedError, Quotas, Use
 
 LEASE_S = 15.0
 """A holder that was not heard of for so long is gone, and what it had under way with it."""

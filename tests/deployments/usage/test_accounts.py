@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from deployments.accounts import keeper as keepers
-from deployments.accounts import shared
-from deployments.accounts.interface import AccountsUnavailableError, Keeper
-from deployments.accounts.keeper import LEASE_S, AccountKeeper
-from deployments.accounts.shared import SharedAccounts
-from deployments.keys import hash_of
-from deployments.quotas import KeyLimits, LimitReachedError
-from tests.deployments.test_quotas import SetTime
+from deployments.usage import accounts as shared
+from deployments.usage import keeper as keepers
+from deployments.usage.accounts import SharedAccounts
+from deployments.usage.api_keys import hash_of
+from deployments.usage.interface import AccountsUnavailableError, Keeper
+from deployments.usage.keeper import LEASE_S, AccountKeeper
+from deployments.usage.quotas import KeyLimits, LimitReachedError
+from tests.deployments.usage.test_quotas import SetTime
 from tests.support.patience import PATIENCE_S
 
 MINE, FREE = hash_of("mine"), hash_of("free")

@@ -6,9 +6,9 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
-from deployments.accounts.interface import Balance
 from deployments.observability.keys import KeyNames
-from deployments.quotas import KeyLimits, Quotas
+from deployments.usage.interface import Balance
+from deployments.usage.quotas import KeyLimits, Quotas
 
 
 class OwnAccounts:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.keys import hash_of
-from deployments.quotas import KeyLimits, LimitReachedError, Quotas
+from deployments.usage.api_keys import hash_of
+from deployments.usage.quotas import KeyLimits, LimitReachedError, Quotas
 
 MINE, OTHER = hash_of("mine"), hash_of("other")
 

@@ -9,9 +9,9 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, as
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
-from deployments.accounts.interface import Accounts
 from deployments.clips.clips import Clips
 from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError
+from deployments.usage.interface import Accounts
 
 T = TypeVar("T")
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from deployments.accounts import keeper as keepers
-from deployments.accounts.interface import Refusal, Reservation
-from deployments.accounts.keeper import AccountKeeper
-from deployments.keys import hash_of
-from deployments.quotas import KeyLimits
-from tests.deployments.test_quotas import SetTime
+from deployments.usage import keeper as keepers
+from deployments.usage.api_keys import hash_of
+from deployments.usage.interface import Refusal, Reservation
+from deployments.usage.keeper import AccountKeeper
+from deployments.usage.quotas import KeyLimits
+from tests.deployments.usage.test_quotas import SetTime
 from tests.support.patience import PATIENCE_S
 
 MINE = hash_of("mine")

@@ -11,7 +11,8 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.accounts.interface import (
+from deployments.replicas import prepare_replica
+from deployments.usage.interface import (
     AccountsUnavailableError,
     Balance,
     Refusal,
@@ -19,9 +20,8 @@ from deployments.accounts.interface import (
     Spent,
     UnknownHolder,
 )
-from deployments.accounts.keeper import AccountKeeper
-from deployments.quotas import KeyLimits, Use
-from deployments.replicas import prepare_replica
+from deployments.usage.keeper import AccountKeeper
+from deployments.usage.quotas import KeyLimits, Use
 
 ANSWER_WITHIN_S = 10.0
 """In which Serve replaces a keeper that has died."""

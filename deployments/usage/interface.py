@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from deployments.quotas import KeyLimits, Use
+from deployments.usage.quotas import KeyLimits, Use
 
 Spent = tuple[float, int]
 """GPU-seconds, and how many requests they finished: 1, or 0 where one ended before."""

@@ -11,8 +11,8 @@ from contextvars import Context
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from deployments.accounts.interface import Accounts
 from deployments.studio.run import Run
+from deployments.usage.interface import Accounts
 
 TOLD_WITHIN_S = 300.0
 """Ranks tell of a job when its last step is over, and a large clip's may take a while."""

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from prometheus_client import REGISTRY
 
-from deployments.accounts.own import OwnAccounts
 from deployments.studio.interface import Media, Output
-from deployments.studio.metered import MeteredStudio
+from deployments.usage.metered import MeteredStudio
+from deployments.usage.own import OwnAccounts
 from engines.gang.errors import TooLateError
 from pipelines.request import MediaRequest
 from pipelines.size import Size

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from contextvars import Context
 from typing import Any
 
-from deployments.accounts.interface import (
+from deployments.usage.interface import (
     AccountsUnavailableError,
     Balance,
     Keeper,
@@ -21,8 +21,8 @@ from deployments.accounts.interface import (
     Spent,
     UnknownHolder,
 )
-from deployments.accounts.own import OwnAccounts
-from deployments.quotas import KeyLimits, LimitReachedError
+from deployments.usage.own import OwnAccounts
+from deployments.usage.quotas import KeyLimits, LimitReachedError
 
 RENEW_S = 5.0
 SETTLE_AFTER_S = 0.005

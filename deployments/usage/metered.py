@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 
-from deployments.accounts.interface import Accounts
 from deployments.observability.metrics import observe_deadline, observe_open, observe_turn
 from deployments.studio.interface import (
     STATUS_MAX_AGE_S,
@@ -17,6 +16,7 @@ from deployments.studio.interface import (
     Studio,
     StudioEvent,
 )
+from deployments.usage.interface import Accounts
 from engines.gang.errors import QueueFullError
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaRequest

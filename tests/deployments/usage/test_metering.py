@@ -11,11 +11,11 @@ import pytest
 from prometheus_client import REGISTRY
 from ray.exceptions import ActorDiedError
 
-from deployments.accounts.own import OwnAccounts
 from deployments.studio import flow, run
 from deployments.studio.flow import DeployedStudio
 from deployments.studio.interface import Media, Output, Progress
 from deployments.studio.readiness import Readiness
+from deployments.usage.own import OwnAccounts
 from engines.gang.errors import GangBrokenError
 from engines.gang.jobs.job import JobDone, StepDone
 from tests.deployments.studio.support.set_stages import Act, Stages
