@@ -33,9 +33,7 @@ from deployments.api.streams import ClientGoneError
 from deployments.clips.clips import Clips
 from deployments.names import own_version
 from deployments.studio.interface import Studio
-from deployments.usage.interface import Accounts
-from deployments.usage.key_limits import KeyLimitGuard
-from deployments.usage.own import OwnAccounts
+from deployments.usage.accounts import Accounts, KeyLimitGuard
 from pipelines.request import MediaKind
 
 NUM_UNPACKINGS = 2
@@ -60,7 +58,7 @@ def create_api(
 
     ``drain`` is for who wants to end it with care; ``accounts`` are what ``studio`` keeps account in.
     """
-    accounts = accounts or OwnAccounts(settings.key_limits)
+    accounts = accounts or Accounts(settings.key_limits)
     context = ApiContext(
         studio=studio,
         settings=settings,

@@ -24,9 +24,8 @@ from deployments.requests.cards import choose_card
 from deployments.requests.pictures.unpack import unpack
 from deployments.requests.rules import brought_along, needs_of
 from deployments.studio.interface import Studio
+from deployments.usage.accounts import Accounts, KeyLimitGuard
 from deployments.usage.api_keys import KeyRing
-from deployments.usage.interface import Accounts
-from deployments.usage.key_limits import KeyLimitGuard
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaKind
 

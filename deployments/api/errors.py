@@ -20,7 +20,7 @@ from starlette.routing import compile_path
 from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError, is_full
 from deployments.requests.errors import RequestError, field_error, shown
 from deployments.studio.interface import ModelUnavailableError
-from deployments.usage.interface import AccountsUnavailableError
+from deployments.usage.keeper import AccountsUnavailableError
 from deployments.usage.quotas import LimitReachedError
 from engines.core.failures import JobFailedError
 from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError

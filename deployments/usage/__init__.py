@@ -1,1 +1,1 @@
-"""What API keys have under way and have used, counted for the whole application."""
+"""API keys: their limits, the accounts of what they use, and what requests cost them."""

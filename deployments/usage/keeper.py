@@ -1,126 +1,152 @@
-"""Who keeps account for all replicas of the API: one process, asked once by each request of a key with limits."""
+"""The keeper: the one process that knows what keys use through all replicas of the API, and grants reservations."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
-from deployments.usage.interface import Balance, Refusal, Reservation, Spent, UnknownHolder
-from deployments.usage.quotas import KeyLimits, LimitReachedError, Quotas, Use
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from deployments.replicas import prepare_replica
+from deployments.usage.quotas import Account, Balance, KeyLimits, LimitReachedError, find_limits
 
 LEASE_S = 15.0
-"""A holder that was not heard of for so long is gone, and what it had under way with it."""
+"""A replica that was silent for so long is gone, and its reservations have ended."""
 GRACE_S = 0.25
-"""So long a reservation waits for others to end. Who asks one after the other may meet another replica each time, and
-the end of the first request, which no answer waits for, may come there after the second one."""
+"""Time that a reservation waits for others to end. Requests that a client sends one after the other may reach different
+replicas, and the next one the keeper before it hears of the last one's end, for which no answer waits."""
+ANSWER_WITHIN_S = 10.0
+"""Time in which Serve replaces a keeper that has died."""
+RETRY_S = 0.25
+
+
+class AccountsUnavailableError(Exception):
+    """The keeper does not answer, so a key with limits gets nothing. ``retry_after_s`` says when to try again."""
+
+    retry_after_s = 2.0
+
+
+class Keeper(Protocol):
+    """Adds up the accounts of all replicas.
+
+    Each call carries complete accounts (``Account.statement``), so it may be repeated, lost or late: the newest counts.
+    A new keeper needs nothing else.
+    """
+
+    async def report(self, replica: str, accounts: Mapping[str, Account]) -> Mapping[str, Balance]:
+        """Take the ``accounts`` of a replica, by key. Return what all replicas count for these keys."""
+        ...
+
+    async def reserve(
+        self, replica: str, key: str, account: Account, reservation: str, num_clips: int
+    ) -> LimitReachedError | None:
+        """Grant a pending reservation of ``account``, beside ``num_clips`` that the key has. Return a refusal."""
+        ...
 
 
 class AccountKeeper:
-    """A ``Keeper`` in this process, all of whose calls are in one event loop. ``clock`` gives seconds."""
+    """A ``Keeper`` in this process, whose calls are in one event loop. ``clock`` gives seconds."""
 
-    def __init__(self, limits: Iterable[KeyLimits], clock: Callable[[], float] = time.monotonic) -> None:
-        self._quotas = Quotas(limits, clock)
-        self._clock = clock
-        self._under_way: dict[str, Reservation] = {}
-        self._waiting: set[str] = set()
-        """Ids of reservations that wait for room, and were not ended meanwhile."""
+    def __init__(self, limits: Iterable[KeyLimits] = (), clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits, self._clock = tuple(limits), clock
+        self._accounts: defaultdict[str, dict[str, Account]] = defaultdict(dict)
+        """By key and replica. What replicas have used that are gone still counts."""
         self._heard_s: dict[str, float] = {}
-        self._ended = asyncio.Event()
+        """Time of the last call, by replica."""
+        self._reported = asyncio.Event()
 
-    async def reserve(self, asked: Reservation) -> Refusal | UnknownHolder | None:
+    async def report(self, replica: str, accounts: Mapping[str, Account]) -> Mapping[str, Balance]:
         """See ``Keeper``."""
-        if asked.holder not in self._heard_s:
-            return UnknownHolder()
-        self._heard_s[asked.holder] = self._clock()
-        if asked.id in self._under_way:
-            return None
-        self._waiting.add(asked.id)
+        now_s = self._heard_s[replica] = self._clock()
+        for key, account in accounts.items():
+            known = self._accounts[key].get(replica)
+            if known is None or known.version < account.version:
+                granted = set() if known is None else known.reserved.keys() - known.pending
+                self._accounts[key][replica] = account = account.shifted(now_s)
+                account.pending -= granted
+        self._reported.set()
+        return {key: Balance.of(self._accounts[key].values(), now_s) for key in accounts}
+
+    async def reserve(
+        self, replica: str, key: str, account: Account, reservation: str, num_clips: int
+    ) -> LimitReachedError | None:
+        """See ``Keeper``."""
+        await self.report(replica, {key: account})
+        charges = [charge for account in self._accounts[key].values() for charge in account.charges]
         try:
-            self._quotas.check_minute(asked.key)
-            await self._take_once_there_is_room(asked)
+            find_limits(self._limits, key).check_minute(charges, self._clock())
+            await self._grant(replica, key, reservation, num_clips)
         except LimitReachedError as refusal:
-            return Refusal(reason=refusal.reason, retry_after_s=refusal.retry_after_s)
-        finally:
-            self._waiting.discard(asked.id)
+            return refusal
         return None
 
-    async def settle(
-        self, holder: str, ended: Sequence[str], uses: Mapping[str, Sequence[Spent]]
-    ) -> UnknownHolder | None:
-        """See ``Keeper``."""
-        if holder not in self._heard_s:
-            return UnknownHolder()
-        self._heard_s[holder] = self._clock()
-        for reservation_id in ended:
-            self._end(reservation_id)
-        for key, all_spent in uses.items():
-            for gpu_s, num_finished in all_spent:
-                self._quotas.note(key, gpu_s, num_finished)
-        return None
-
-    async def renew(
-        self, holder: str, under_way: Sequence[Reservation], asked: Sequence[str], latest: Mapping[str, Sequence[Use]]
-    ) -> bool:
-        """See ``Keeper``."""
-        is_new = holder not in self._heard_s
-        if is_new:
-            for key, uses in latest.items():
-                self._quotas.restore(key, uses)
-        self._heard_s[holder] = self._clock()
-        known = {*asked, *(one.id for one in under_way)}
-        for reservation in [one for one in self._under_way.values() if one.holder == holder]:
-            if reservation.id not in known:
-                self._end(reservation.id)
-        for reservation in under_way:
-            if reservation.id not in self._under_way:
-                self._take(reservation)
-        return is_new
-
-    async def used(self, key: str) -> Balance:
-        """See ``Keeper``."""
-        num_requests, gpu_s, last_s = self._quotas.used(key)
-        return Balance(since=self._quotas.started_at, num_requests=num_requests, gpu_s=gpu_s, last_minute_s=last_s)
-
-    async def _take_once_there_is_room(self, asked: Reservation) -> None:
-        """LimitReachedError if there is none soon, or who asked has ended it meanwhile. Of two calls that ask for the
-        same, one takes it."""
-        give_up_s = time.monotonic() + GRACE_S
-        while asked.id not in self._under_way:
-            if asked.id not in self._waiting:
-                raise LimitReachedError("this was given back before there was room for it", 1.0)
-            self._forget_the_gone()
+    async def _grant(self, replica: str, key: str, reservation: str, num_clips: int) -> None:
+        """Grant it once there is room. LimitReachedError if there is none soon, or if it was withdrawn meanwhile."""
+        limits, give_up_s = find_limits(self._limits, key), time.monotonic() + GRACE_S
+        while reservation in (account := self._accounts[key][replica]).pending:
             try:
-                self._quotas.check_open(asked.key, asked.num, asked.num_clips)
+                limits.check_open(self._num_open(key) + num_clips, account.reserved[reservation])
+                account.pending.discard(reservation)
             except LimitReachedError:
-                left_s = give_up_s - time.monotonic()
-                if left_s <= 0:
+                if not await self._is_reported_within(give_up_s - time.monotonic()):
                     raise
-                await self._next_end(left_s)
-            else:
-                self._take(asked)
+        if reservation not in account.reserved:
+            raise LimitReachedError("this request ended before there was room for it", 1.0)
 
-    async def _next_end(self, within_s: float) -> None:
-        self._ended.clear()
+    async def _is_reported_within(self, timeout_s: float) -> bool:
+        self._reported.clear()
         try:
-            async with asyncio.timeout(within_s):
-                await self._ended.wait()
+            async with asyncio.timeout(timeout_s):
+                return await self._reported.wait()
         except TimeoutError:
-            return
+            return False
 
-    def _take(self, reservation: Reservation) -> None:
-        self._under_way[reservation.id] = reservation
-        self._quotas.add_open(reservation.key, reservation.num)
+    def _num_open(self, key: str) -> int:
+        alive_s = self._clock() - LEASE_S
+        return sum(one.num_open for replica, one in self._accounts[key].items() if self._heard_s[replica] >= alive_s)
 
-    def _end(self, reservation_id: str) -> None:
-        self._waiting.discard(reservation_id)
-        reservation = self._under_way.pop(reservation_id, None)
-        if reservation is not None:
-            self._quotas.add_open(reservation.key, -reservation.num)
-            self._ended.set()
 
-    def _forget_the_gone(self) -> None:
-        oldest_s = self._clock() - LEASE_S
-        for reservation in list(self._under_way.values()):
-            if self._heard_s[reservation.holder] < oldest_s:
-                self._end(reservation.id)
+class AccountsReplica(AccountKeeper):
+    """The keeper as a Serve deployment of one replica."""
+
+    def __init__(self, limits: Iterable[KeyLimits]) -> None:
+        prepare_replica()
+        super().__init__(limits)
+
+
+class DeployedKeeper:
+    """A ``Keeper`` behind a handle. If it dies over a call, the call is repeated with the next one.
+
+    AccountsUnavailableError if there is no answer within ``ANSWER_WITHIN_S``.
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+
+    async def report(self, replica: str, accounts: Mapping[str, Account]) -> Mapping[str, Balance]:
+        """See ``Keeper``."""
+        balances: Mapping[str, Balance] = await self._call("report", replica, accounts)
+        return balances
+
+    async def reserve(
+        self, replica: str, key: str, account: Account, reservation: str, num_clips: int
+    ) -> LimitReachedError | None:
+        """See ``Keeper``."""
+        refusal: LimitReachedError | None = await self._call("reserve", replica, key, account, reservation, num_clips)
+        return refusal
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        give_up_s = time.monotonic() + ANSWER_WITHIN_S
+        while True:
+            try:
+                async with asyncio.timeout(give_up_s - time.monotonic()):
+                    return await getattr(self._handle, method).remote(*args)
+            except (RayActorError, DeploymentUnavailableError, TimeoutError) as error:
+                if time.monotonic() + RETRY_S > give_up_s:
+                    raise AccountsUnavailableError("nobody says now what this key may have; try again") from error
+            await asyncio.sleep(RETRY_S)

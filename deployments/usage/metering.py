@@ -1,74 +1,94 @@
-"""What ranks were at work for requests that ended before there was anything to show for it, and who pays."""
+"""What requests cost their keys, finished or not, and how they ended in metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from deployments.observability.metrics import observe_deadline, observe_open, observe_turn
+from deployments.studio.interface import StageTimes
 from deployments.studio.run import Run
-from deployments.usage.interface import Accounts
+from deployments.usage.accounts import Accounts
+from engines.gang.errors import QueueFullError
+from pipelines.request import MediaRequest
 
-TOLD_WITHIN_S = 300.0
-"""Ranks tell of a job when its last step is over, and a large clip's may take a while."""
+ANSWER_WITHIN_S = 300.0
+"""Ranks report on a job when its last step is over, and a large clip's step may take a while."""
 
 logger = logging.getLogger("troupe.flow")
 
 
-class Spending:
-    """Counts for its key, in ``accounts``, what a request cost that its client cancelled or left, or that failed by the
-    client's doing. What fails by ours (a gang that broke, a defect) costs nothing.
+class UsageMeter:
+    """Charges the GPU-seconds of requests to their keys, in ``accounts``.
 
-    The gang says what it was: a client that leaves may have left steps under way. So it is counted once these are over.
+    A request pays if it finishes, and if its client cancels it, leaves, or makes it fail. What fails by the server's
+    doing (a broken gang, a defect) costs nothing.
     """
 
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
-        self._asking: set[asyncio.Task[None]] = set()
+        self._charging: set[asyncio.Task[None]] = set()
         self._is_stopped = False
 
     def stop(self) -> None:
-        """From now on it is the server that ends what is under way: nobody pays for that."""
+        """Charge nothing more for what ends early: from now on the server ends it."""
         self._is_stopped = True
 
     @contextmanager
+    def metered(self, request: MediaRequest) -> Iterator[Callable[[StageTimes], None]]:
+        """Count ``request`` as open inside the block. Yield the function to call with its times, once it is finished.
+
+        A deadline counts as refused or failed where the block raises, and not at all where the client leaves.
+        """
+        began_s = time.perf_counter()
+
+        def finish(times: StageTimes) -> None:
+            self._accounts.charge(request.key, request.model, times.gpu_s)
+            observe_turn(request.model, request.service_tier, times.queue_s, times.eta_s, times.total_s)
+            if request.deadline_s is not None:
+                is_met = time.perf_counter() - began_s <= request.deadline_s
+                observe_deadline(request.model, "met" if is_met else "missed")
+
+        with observe_open(request.model, request.service_tier):
+            try:
+                yield finish
+            except Exception as failure:
+                if request.deadline_s is not None:
+                    observe_deadline(request.model, "refused" if isinstance(failure, QueueFullError) else "failed")
+                raise
+
+    @contextmanager
     def charged(self, run: Run) -> Iterator[None]:
-        """Counts what ``run`` cost, if it ends in the block, unfinished, by the doing of its client."""
+        """Charge ``run`` if it ends inside the block, unfinished, by its client's doing."""
         try:
             yield
         except (GeneratorExit, asyncio.CancelledError, ValueError):
             if run.job_id and not run.is_finished and not self._is_stopped:
-                self._charge(run)
+                # In a context of its own: with a request, Serve cancels the calls that were made in the request's.
+                task = asyncio.get_running_loop().create_task(self._charge(run), context=Context())
+                self._charging.add(task)
+                task.add_done_callback(self._charging.discard)
             raise
 
-    def _charge(self, run: Run) -> None:
-        if run.is_denoised:
-            self._note(run, run.gpu_s)
-            return
-        # In a context of its own: with a request Serve cancels the calls that were made in the request's.
-        task = asyncio.get_running_loop().create_task(self._charge_when_told(run), context=Context())
-        self._asking.add(task)
-        task.add_done_callback(self._asking.discard)
+    async def _charge(self, run: Run) -> None:
+        """Charge what the gang says: steps may have been under way. If no gang does, what it had reported before."""
+        gpu_s = run.gpu_s if run.is_denoised else max(run.gpu_s, await self._spent_s(run))
+        if gpu_s:
+            self._accounts.charge(run.request.key, run.request.model, gpu_s, is_finished=False)
 
-    async def _charge_when_told(self, run: Run) -> None:
-        self._note(run, max(run.gpu_s, await self._told_s(run)))
-
-    async def _told_s(self, run: Run) -> float:
-        """Asks all gangs, as nobody knows from outside which one has the job. 0 if none says: then what was told of it
-        before counts, as of a gang that has ended since."""
+    async def _spent_s(self, run: Run) -> float:
+        """Ask all gangs, as only they know which one has the job. Return 0 if none answers."""
         try:
             asked = run.stages.denoiser.broadcast("spent_s", run.job_id)
-            answers = await asked.results_async(timeout_s=TOLD_WITHIN_S, return_exceptions=True)
+            answers = await asked.results_async(timeout_s=ANSWER_WITHIN_S, return_exceptions=True)
         except (RayError, RayServeException, TimeoutError) as error:
             logger.warning("no gang says what job %s took: %s", run.job_id, error)
             return 0.0
         return sum(answer for answer in answers if isinstance(answer, float))
-
-    def _note(self, run: Run, gpu_s: float) -> None:
-        if gpu_s:
-            self._accounts.note(run.request.key, run.request.model, gpu_s, is_finished=False)

@@ -1,61 +1,22 @@
-"""What each API key has used, and how much it may have."""
+"""Limits of API keys, and the account of what one key uses."""
 
 from __future__ import annotations
 
 import re
-import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from pipelines.wording import counted
 
 EVERYBODY = "*"
 MINUTE_S = 60.0
 
-Use = tuple[float, float, int]
-"""How many seconds ago, how many GPU-seconds, and how many requests they finished: 1, or 0 where one ended before."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeyLimits:
-    """``key`` is the SHA-256 of an API key in hexadecimal digits, or eight or more at its beginning; "*" is every key
-    that has no entry of its own, each by itself. ``weight``: its share beside others with the policy ``fair``. ``name``
-    is what metrics call it.
-
-    ``max_concurrent`` pictures and clips may be under way, and no more begin in a minute after
-    ``gpu_seconds_per_minute`` were used in it. ValueError for what cannot be.
-    """
-
-    key: str = EVERYBODY
-    name: str = ""
-    weight: float = 1.0
-    max_concurrent: int | None = None
-    gpu_seconds_per_minute: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.key != EVERYBODY and not re.fullmatch(r"[0-9a-f]{8,64}", self.key):
-            allowed = "8 to 64 digits at the beginning of the key's SHA-256 (printf %s KEY | sha256sum), or *"
-            raise ValueError(f"key is {self.key!r}; it must be {allowed}")
-        for name in ("weight", "max_concurrent", "gpu_seconds_per_minute"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:  # nor what is no number
-                raise ValueError(f"{name} is {value}; it must be above 0")
-        if self.name and self.key == EVERYBODY:
-            raise ValueError(f"name is {self.name!r}; * is many keys, so leave the name out")
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether anything is ever refused."""
-        return self.max_concurrent is not None or self.gpu_seconds_per_minute is not None
-
-
-NO_LIMITS = KeyLimits()
+Charge = tuple[float, float]
+"""Time of a charge, and its GPU-seconds."""
 
 
 class LimitReachedError(Exception):
-    """A key has as much under way, or has used as much, as it may. ``retry_after_s`` is when that may be otherwise."""
+    """A key has as much under way, or has used as much, as it may. After ``retry_after_s`` it may be allowed more."""
 
     def __init__(self, reason: str, retry_after_s: float) -> None:
         super().__init__(reason, retry_after_s)
@@ -65,113 +26,130 @@ class LimitReachedError(Exception):
         return self.reason
 
 
-@dataclass(slots=True)
-class _Account:
-    num_requests: int = 0
-    gpu_s: float = 0.0
-    num_open: int = 0
-    latest: deque[Use] = field(default_factory=deque)
-    """Of the last minute, each with the time when instead of how long ago."""
+@dataclass(frozen=True, kw_only=True)
+class KeyLimits:
+    """What an API key may use. ValueError for what cannot be."""
 
+    key: str = EVERYBODY
+    """The key's SHA-256 in hexadecimal digits, or its first eight or more. "*" is every key without an entry."""
+    name: str = ""
+    """The key's name in metrics."""
+    weight: float = 1.0
+    """The key's share beside others, with the policy ``fair``."""
+    max_concurrent: int | None = None
+    """Number of pictures and clips that may be under way."""
+    gpu_seconds_per_minute: float | None = None
+    """GPU-seconds of the last minute at which the next request is refused."""
 
-class Quotas:
-    """Accounts by the hash of a key ("" where none is asked for), since ``started_at``. ``clock`` gives seconds."""
+    def __post_init__(self) -> None:
+        if self.key != EVERYBODY and not re.fullmatch(r"[0-9a-f]{8,64}", self.key):
+            allowed = "8 to 64 digits at the beginning of the key's SHA-256 (printf %s KEY | sha256sum), or *"
+            raise ValueError(f"key is {self.key!r}; it must be {allowed}")
+        for name in ("weight", "max_concurrent", "gpu_seconds_per_minute"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:  # refuses NaN as well
+                raise ValueError(f"{name} is {value}; it must be above 0")
+        if self.name and self.key == EVERYBODY:
+            raise ValueError(f"name is {self.name!r}; * is many keys, so leave the name out")
 
-    def __init__(self, limits: Iterable[KeyLimits] = (), clock: Callable[[], float] = time.monotonic) -> None:
-        self._limits = tuple(limits)
-        self._clock = clock
-        self._accounts: defaultdict[str, _Account] = defaultdict(_Account)
-        self.started_at = int(time.time())
+    @property
+    def is_limited(self) -> bool:
+        """Whether any request is ever refused."""
+        return self.max_concurrent is not None or self.gpu_seconds_per_minute is not None
 
-    def limits_of(self, key: str) -> KeyLimits:
-        own = [one for one in self._limits if one.key != EVERYBODY and key.startswith(one.key)]
-        others = [one for one in self._limits if one.key == EVERYBODY]
-        return next(iter([*own, *others]), NO_LIMITS)
-
-    def note(self, key: str, gpu_s: float, num_finished: int = 1) -> None:
-        """Counts a finished picture or clip, or (0) what was used for one that ended before."""
-        account = self._accounts[key]
-        account.num_requests += num_finished
-        account.gpu_s += gpu_s
-        account.latest.append((self._clock(), gpu_s, num_finished))
-        self._forget_old(account)  # nobody asks for those of a key without limits
-
-    def latest(self) -> dict[str, list[Use]]:
-        """Returns what was noted in the last minute, by key, the oldest first."""
-        now_s = self._clock()
-        for account in self._accounts.values():
-            self._forget_old(account)
-        return {
-            key: [(now_s - at_s, gpu_s, num_finished) for at_s, gpu_s, num_finished in account.latest]
-            for key, account in self._accounts.items()
-            if account.latest
-        }
-
-    def restore(self, key: str, uses: Sequence[Use]) -> None:
-        """Counts what was noted elsewhere, some time ago."""
-        account, now_s = self._accounts[key], self._clock()
-        account.num_requests += sum(num_finished for _, _, num_finished in uses)
-        account.gpu_s += sum(gpu_s for _, gpu_s, _ in uses)
-        entries = [*account.latest, *((now_s - ago_s, gpu_s, num) for ago_s, gpu_s, num in uses)]
-        account.latest = deque(sorted(entries))
-
-    def used(self, key: str) -> tuple[int, float, float]:
-        """Returns how many pictures and clips were finished, all GPU-seconds, and those of the last minute."""
-        account = self._accounts[key]
-        self._forget_old(account)
-        return account.num_requests, account.gpu_s, _gpu_s(account)
-
-    def check(self, key: str, num: int = 1, num_clips: int = 0) -> None:
-        """Raises LimitReachedError if the key may not have ``num`` more under way now, beside ``num_clips``."""
-        self.check_open(key, num, num_clips)
-        self.check_minute(key)
-
-    def check_open(self, key: str, num: int, num_clips: int = 0) -> None:
-        """The same, by what is under way alone."""
-        limits, account = self.limits_of(key), self._accounts[key]
-        num_open = account.num_open + num_clips
-        if limits.max_concurrent is not None and num_open + num > limits.max_concurrent:
+    def check_open(self, num_open: int, num: int) -> None:
+        """Raise LimitReachedError if ``num`` more may not be under way beside ``num_open`` pictures and clips."""
+        if self.max_concurrent is not None and num_open + num > self.max_concurrent:
             under_way = counted(num_open, "picture or clip", "pictures and clips")
-            message = f"{under_way} of this key under way; the limit is {limits.max_concurrent}"
-            raise LimitReachedError(message, 1.0)
+            raise LimitReachedError(f"{under_way} of this key under way; the limit is {self.max_concurrent}", 1.0)
 
-    def check_minute(self, key: str) -> None:
-        """The same, by what was used in the last minute alone."""
-        account, allowed_s = self._accounts[key], self.limits_of(key).gpu_seconds_per_minute
-        self._forget_old(account)
-        used_s = _gpu_s(account)
-        if allowed_s is not None and used_s >= allowed_s:
-            message = f"this key has used {used_s:.1f} GPU-seconds in the last minute, and {allowed_s:g} may be"
-            raise LimitReachedError(message, self._until_free_s(account, allowed_s))
-
-    def add_open(self, key: str, num: int) -> None:
-        """Counts ``num`` more under way, or fewer where it is below 0; what was checked has to be counted at once."""
-        self._accounts[key].num_open += num
-
-    @contextmanager
-    def taken(self, key: str, num: int, num_clips: int = 0) -> Iterator[None]:
-        """Holds ``num`` under way for the key inside the block. LimitReachedError as ``check``."""
-        self.check(key, num, num_clips)
-        self.add_open(key, num)
-        try:
-            yield
-        finally:
-            self.add_open(key, -num)
-
-    def _until_free_s(self, account: _Account, allowed_s: float) -> float:
-        """Until enough of the last minute's use is older than that."""
-        left_s = _gpu_s(account)
-        for at_s, gpu_s, _ in account.latest:
+    def check_minute(self, charges: Iterable[Charge], now_s: float) -> None:
+        """Raise LimitReachedError if the ``charges`` of the last minute use it up, with the time until they do not."""
+        charges, allowed_s = sorted(recent(charges, now_s)), self.gpu_seconds_per_minute
+        left_s = used_s = sum(gpu_s for _, gpu_s in charges)
+        if allowed_s is None or used_s < allowed_s:
+            return
+        message = f"this key has used {used_s:.1f} GPU-seconds in the last minute, and {allowed_s:g} may be"
+        for at_s, gpu_s in charges:
             left_s -= gpu_s
             if left_s < allowed_s:
-                return max(0.0, at_s + MINUTE_S - self._clock())
-        return MINUTE_S
-
-    def _forget_old(self, account: _Account) -> None:
-        while account.latest and account.latest[0][0] <= self._clock() - MINUTE_S:
-            account.latest.popleft()
+                raise LimitReachedError(message, at_s + MINUTE_S - now_s)
 
 
-def _gpu_s(account: _Account) -> float:
-    """Returns the GPU-seconds of the last minute, of an account that has forgotten older ones."""
-    return sum(gpu_s for _, gpu_s, _ in account.latest)
+NO_LIMITS = KeyLimits()
+
+
+def find_limits(limits: Sequence[KeyLimits], key: str) -> KeyLimits:
+    """Return the entry of ``key`` (a hash, "" where keys are not asked for), or else that of every key."""
+    entries = sorted(limits, key=lambda one: one.key == EVERYBODY)
+    return next((one for one in entries if one.key == EVERYBODY or key.startswith(one.key)), NO_LIMITS)
+
+
+def recent(charges: Iterable[Charge], now_s: float) -> list[Charge]:
+    """Return the ``charges`` of the last minute."""
+    return [charge for charge in charges if charge[0] > now_s - MINUTE_S]
+
+
+@dataclass(kw_only=True, slots=True)
+class Account:
+    """What one key uses through one replica of the API. Times are by one process's clock, in seconds."""
+
+    since: int
+    """Unix time since when is counted."""
+    version: int = 0
+    """Number of the newest statement about it."""
+    num_requests: int = 0
+    """Finished pictures and clips."""
+    gpu_s: float = 0.0
+    """GPU-seconds of all charges."""
+    charges: list[Charge] = field(default_factory=list)
+    """Charges of the last minute."""
+    reserved: dict[str, int] = field(default_factory=dict)
+    """Number of pictures under way, or asked for, by the id of the reservation."""
+    pending: set[str] = field(default_factory=set)
+    """Ids of reservations that are asked for, and not granted yet."""
+
+    @property
+    def num_open(self) -> int:
+        """Number of pictures in granted reservations."""
+        return sum(num for reservation, num in self.reserved.items() if reservation not in self.pending)
+
+    def charge(self, gpu_s: float, now_s: float, *, is_finished: bool) -> None:
+        """Add GPU-seconds of a request, and the request itself if ``is_finished``."""
+        self.num_requests += is_finished
+        self.gpu_s += gpu_s
+        self.charges = [*recent(self.charges, now_s), (now_s, gpu_s)]
+
+    def statement(self, now_s: float) -> Account:
+        """Return a copy for another process, with a new version and times relative to ``now_s``."""
+        self.version, self.charges = self.version + 1, recent(self.charges, now_s)
+        return self.shifted(-now_s)
+
+    def shifted(self, by_s: float) -> Account:
+        """Return a copy with all times ``by_s`` later."""
+        charges = [(at_s + by_s, gpu_s) for at_s, gpu_s in self.charges]
+        return replace(self, charges=charges, reserved=dict(self.reserved), pending=set(self.pending))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Balance:
+    """What a key has used through all replicas of the API."""
+
+    since: int
+    """Unix time since when is counted."""
+    num_requests: int
+    """Finished pictures and clips."""
+    gpu_s: float
+    """GPU-seconds of these, and of those that its client ended or failed by."""
+    last_minute_s: float
+    """GPU-seconds of the last minute."""
+
+    @classmethod
+    def of(cls, accounts: Collection[Account], now_s: float) -> Balance:
+        """Return the sum of ``accounts``, of which there is one at least."""
+        return cls(
+            since=min(account.since for account in accounts),
+            num_requests=sum(account.num_requests for account in accounts),
+            gpu_s=sum(account.gpu_s for account in accounts),
+            last_minute_s=sum(gpu_s for account in accounts for _, gpu_s in recent(account.charges, now_s)),
+        )
