@@ -10,7 +10,6 @@ from typing import Any
 from ray import serve
 from ray.serve.config import DEFAULT_METRICS_INTERVAL_S
 
-from deployments.accounts.deployment import AccountsReplica
 from deployments.config import ApiConfig, AppConfig, ModelConfig
 from deployments.forked_workers import Level, Pythons, worker_pythons
 from deployments.ingress import Ingress
@@ -22,6 +21,7 @@ from deployments.stages.devices import ALL_GPUS
 from deployments.stages.gang.denoiser import Denoiser
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
+from deployments.usage.keeper import AccountsReplica
 from engines.gang.ranks.placement import gang_bundles, gang_strategy
 
 HEALTH: dict[str, Any] = {

@@ -16,10 +16,6 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.accounts.deployment import DeployedKeeper
-from deployments.accounts.interface import Accounts
-from deployments.accounts.own import OwnAccounts
-from deployments.accounts.shared import SharedAccounts
 from deployments.api.app import create_api
 from deployments.api.drain import Drain
 from deployments.api.settings import ApiLimits, ApiSettings
@@ -34,10 +30,11 @@ from deployments.settings import Settings
 from deployments.stages.config import DenoiserConfig
 from deployments.studio.flow import DeployedStudio, QueueLimits
 from deployments.studio.interface import ModelCard, StudioEvent
-from deployments.studio.metered import MeteredStudio
 from deployments.studio.readiness import Readiness
 from deployments.studio.retries import RECOVERY_DEADLINE_S
 from deployments.studio.run import StageHandles
+from deployments.usage.accounts import Accounts
+from deployments.usage.keeper import DeployedKeeper
 from pipelines.checkpoint import Checkpoint
 from pipelines.directory import changed_at_s
 from pipelines.lora.source import named
@@ -83,11 +80,11 @@ def names_on_demand(config: AppConfig, stages: Mapping[str, Mapping[str, Deploym
 
 
 def make_accounts(config: AppConfig, keeper: DeploymentHandle[Any] | None) -> Accounts:
-    """Returns the accounts of keys: of this replica alone, unless there is a keeper for all."""
+    """Return the accounts of keys, which all replicas share if there is a ``keeper``."""
     if keeper is None:
-        return OwnAccounts(config.api.key_limits)
-    holder = serve.get_replica_context().replica_id.unique_id
-    return SharedAccounts(config.api.key_limits, DeployedKeeper(keeper), holder)
+        return Accounts(config.api.key_limits)
+    replica = serve.get_replica_context().replica_id.unique_id
+    return Accounts(config.api.key_limits, DeployedKeeper(keeper), replica)
 
 
 @serve.ingress()
@@ -120,8 +117,7 @@ class Ingress:
             model.name: QueueLimits(max_jobs=model.max_jobs, max_wait_s=model.denoiser.max_wait_s)
             for model in config.models
         }
-        deployed = DeployedStudio(cards, handles, readiness, patience_s, self._accounts, limits)
-        self._studio, self._spending = MeteredStudio(deployed, self._accounts), deployed.spending
+        self._studio = DeployedStudio(cards, handles, readiness, patience_s, self._accounts, limits)
         self._clips = Clips(self._studio, self._clip_settings())
         self._drain = Drain()
         self._exposition = Exposition(
@@ -152,7 +148,7 @@ class Ingress:
 
         To be called on every replica before the application is deleted (``DeploymentHandle.broadcast``).
         """
-        self._spending.stop()
+        self._studio.meter.stop()
         draining = asyncio.create_task(self._drain.finish(grace_s))
         await self._clips.stop()
         await draining

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from deployments.keys import KeyRing, read_keys
+from deployments.usage.api_keys import KeyRing, read_keys
 
 PREFIX = "TROUPE_"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from deployments.observability.metrics import observe_gpu_seconds
-from deployments.quotas import EVERYBODY, KeyLimits
+from deployments.usage.quotas import EVERYBODY, KeyLimits
 
 SHOWN_DIGITS = 8
 MAX_UNNAMED = 100

@@ -11,8 +11,8 @@ import pytest
 from deployments import config
 from deployments.door.settings import DoorSettings
 from deployments.observability.settings import MetricsSettings
-from deployments.quotas import KeyLimits
 from deployments.stages import config as stages
+from deployments.usage.quotas import KeyLimits
 from engines.parallel.communication.nccl_options import NcclOptions
 from engines.tensorrt_engine.rules import TensorRTOptions
 from engines.torch_engine.options import TorchOptions

@@ -13,41 +13,34 @@ from pathlib import Path
 logger = logging.getLogger("troupe.keys")
 
 LOOK_EVERY_S = 1.0
-Stamp = tuple[int, int, int]
-"""Time of change, size and inode of a file."""
+"""Shortest time between two looks at the file."""
 
 
 class KeyRing:
-    """The keys that a server takes: ``keys``, and those in ``file``. An empty ring asks nobody for one.
+    """The keys that a server accepts: ``keys``, and those in ``file``. An empty ring asks for none.
 
-    The file is looked at every second at most, while requests come. If it has become unreadable or empty, the keys stay
-    as they were, and the log says so. ValueError if it is so at the start, or for a key that is empty. ``clock`` gives
-    seconds.
+    While requests come, the file is read again after each change. If it is then unreadable or empty, the keys stay as
+    they were, and the log says so. ValueError if it is so at the start, or for an empty key. ``clock`` gives seconds.
     """
 
     def __init__(
         self, keys: Iterable[str] = (), file: Path | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._fixed = frozenset(hash_of(key) for key in keys)
+        self._fixed = frozenset(map(hash_of, keys))
         if hash_of("") in self._fixed:
             raise ValueError("there is an empty API key; remove it, or give no keys to ask for none")
-        self._file = file
-        self._clock = clock
-        self._looked_s = -math.inf
-        self._stamp: Stamp | None = None
-        self._of_file: frozenset[str] = frozenset()
-        if file is not None:
-            self._stamp = stamp_of(file)
-            self._of_file = frozenset(hash_of(key) for key in read_keys(file))
+        self._file, self._clock, self._looked_s = file, clock, -math.inf
+        self._stamp = None if file is None else stamp_of(file)
+        self._of_file = frozenset(map(hash_of, () if file is None else read_keys(file)))
 
     def __bool__(self) -> bool:
         return bool(self._fixed) or self._file is not None
 
     def find(self, key: str) -> str | None:
-        """Returns the hash of ``key``, which is the identity of its holder; None if it is no key of the ring."""
+        """Return the hash of ``key``, which is the identity of its holder; None if the ring has no such key."""
         self._look()
         wanted = hash_of(key)
-        # Every one is looked at, so time tells nothing.
+        # All are compared, so that the time tells nothing.
         is_known = sum(hmac.compare_digest(wanted, one) for one in self._fixed | self._of_file)
         return wanted if is_known else None
 
@@ -60,20 +53,20 @@ class KeyRing:
             return
         self._stamp = stamp
         try:
-            self._of_file = frozenset(hash_of(key) for key in read_keys(self._file))
+            self._of_file = frozenset(map(hash_of, read_keys(self._file)))
         except ValueError as error:
             logger.warning("the API keys stay as they were: %s", error)
-            return
-        logger.info("the API keys were read again; the file holds %d", len(self._of_file))
+        else:
+            logger.info("the API keys were read again; the file holds %d", len(self._of_file))
 
 
 def hash_of(key: str) -> str:
-    """Returns the SHA-256 of ``key`` in hexadecimal digits. Keys are random, so that nobody finds them by trying."""
+    """Return the SHA-256 of ``key`` in hexadecimal digits. Keys are random, so guessing finds none."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 def read_keys(file: Path) -> tuple[str, ...]:
-    """Returns the keys in ``file``: one a line, lines that begin with # are none. ValueError if there is none."""
+    """Return the keys in ``file``: one a line, # begins a comment line. ValueError if there is none."""
     try:
         # Editors on Windows begin a text with a byte order mark, which is no part of its first key.
         lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
@@ -87,8 +80,8 @@ def read_keys(file: Path) -> tuple[str, ...]:
     return keys
 
 
-def stamp_of(file: Path) -> Stamp | None:
-    """Returns what changes with the file; None if it cannot be looked at."""
+def stamp_of(file: Path) -> tuple[int, int, int] | None:
+    """Return time of change, size and inode of ``file``; None if it is not there."""
     try:
         stat = file.stat()
     except OSError:

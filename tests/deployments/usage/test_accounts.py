@@ -1,4 +1,4 @@
-"""Two replicas of the API with one keeper: limits hold for both together, whoever of the three dies."""
+"""Two replicas of the API with one keeper: limits hold for both together, whichever of the three dies."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 
 import pytest
 
-from deployments.accounts import keeper as keepers
-from deployments.accounts import shared
-from deployments.accounts.interface import AccountsUnavailableError, Keeper
-from deployments.accounts.keeper import LEASE_S, AccountKeeper
-from deployments.accounts.shared import SharedAccounts
-from deployments.keys import hash_of
-from deployments.quotas import KeyLimits, LimitReachedError
-from tests.deployments.test_quotas import SetTime
+from deployments.usage import accounts as accounts_module
+from deployments.usage import keeper as keepers
+from deployments.usage.accounts import Accounts
+from deployments.usage.api_keys import hash_of
+from deployments.usage.keeper import LEASE_S, AccountKeeper, AccountsUnavailableError, Keeper
+from deployments.usage.quotas import KeyLimits, LimitReachedError
+from tests.deployments.usage.conftest import MINE, SetTime
 from tests.support.patience import PATIENCE_S
 
-MINE, FREE = hash_of("mine"), hash_of("free")
+FREE = hash_of("free")
 LIMITS = (KeyLimits(key=MINE[:8], max_concurrent=2, gpu_seconds_per_minute=10), KeyLimits(weight=2))
 
 
@@ -43,14 +42,9 @@ class Line:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "RETRY_S", 0.01)
-    monkeypatch.setattr(shared, "RENEW_S", 0.01)
+    monkeypatch.setattr(accounts_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(accounts_module, "RENEW_S", 0.01)
     monkeypatch.setattr(keepers, "GRACE_S", 0.02)
-
-
-@pytest.fixture
-def clock() -> SetTime:
-    return SetTime()
 
 
 @pytest.fixture
@@ -59,8 +53,8 @@ def line(clock: SetTime) -> Line:
 
 
 @pytest.fixture
-async def pair(line: Line, clock: SetTime) -> AsyncIterator[tuple[SharedAccounts, SharedAccounts]]:
-    first, second = (SharedAccounts(LIMITS, line, holder, clock) for holder in ("first", "second"))  # type: ignore[arg-type]
+async def pair(line: Line, clock: SetTime) -> AsyncIterator[tuple[Accounts, Accounts]]:
+    first, second = (Accounts(LIMITS, line, name, clock) for name in ("first", "second"))  # type: ignore[arg-type]
     for accounts in (first, second):
         async with accounts.taken(MINE, 1):
             pass
@@ -70,21 +64,21 @@ async def pair(line: Line, clock: SetTime) -> AsyncIterator[tuple[SharedAccounts
     await settled(first, second)
 
 
-async def settled(*replicas: SharedAccounts) -> None:
+async def settled(*replicas: Accounts) -> None:
     """Returns once they have nothing to tell the keeper."""
-    tasks = [task for one in replicas for task in (one._settling, one._renewing) if task is not None]
+    tasks = [task for one in replicas for task in (one._reporting,) if task is not None]
     async with asyncio.timeout(PATIENCE_S):
         while not all(task.done() for task in tasks):
             await asyncio.sleep(0.001)
 
 
-async def begin(accounts: SharedAccounts, num_clips: int = 0) -> None:
+async def begin(accounts: Accounts, num_clips: int = 0) -> None:
     """A picture of MINE that ends at once."""
     async with accounts.taken(MINE, 1, num_clips):
         pass
 
 
-Pair = tuple[SharedAccounts, SharedAccounts]
+Pair = tuple[Accounts, Accounts]
 
 
 async def test_what_is_under_way_counts_together(pair: Pair) -> None:
@@ -103,7 +97,7 @@ async def test_what_is_under_way_counts_together(pair: Pair) -> None:
 async def test_of_many_at_once_no_more_than_may_be_are_under_way(pair: Pair) -> None:
     num_open, most, num_refused = 0, 0, 0
 
-    async def ask(accounts: SharedAccounts) -> None:
+    async def ask(accounts: Accounts) -> None:
         nonlocal num_open, most, num_refused
         try:
             async with accounts.taken(MINE, 1):
@@ -120,7 +114,7 @@ async def test_of_many_at_once_no_more_than_may_be_are_under_way(pair: Pair) -> 
 
 async def test_who_asks_one_after_the_other_is_never_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepers, "GRACE_S", 60.0)
-    monkeypatch.setattr(shared, "SETTLE_AFTER_S", 0.02)
+    monkeypatch.setattr(accounts_module, "SETTLE_AFTER_S", 0.02)
     for i in range(6):
         async with pair[i % 2].taken(MINE, 2):
             pass
@@ -129,7 +123,7 @@ async def test_who_asks_one_after_the_other_is_never_refused(pair: Pair, monkeyp
 async def test_a_minute_of_use_counts_together(pair: Pair, clock: SetTime) -> None:
     for accounts in pair:
         async with accounts.taken(MINE, 1):
-            accounts.note(MINE, "m", 5.0)
+            accounts.charge(MINE, "m", 5.0)
         await settled(accounts)
     for accounts in pair:
         with pytest.raises(LimitReachedError, match=r"10\.0 GPU-seconds in the last minute, and 10 may be") as caught:
@@ -144,14 +138,13 @@ async def test_a_request_waits_for_one_call_and_for_none_without_limits(pair: Pa
     first, _ = pair
     async with first.taken(MINE, 2):
         for _ in range(2):
-            first.note(MINE, "m", 1.0)
+            first.charge(MINE, "m", 1.0)
         assert line.calls["reserve"] == 1
-    first._renewing.cancel()  # type: ignore[union-attr]
     await settled(first)
-    assert (line.calls["reserve"], line.calls["settle"]) == (1, 1)
+    assert line.calls == {"reserve": 1, "report": 1}
     line.calls.clear()
     async with first.taken(FREE, 100):
-        first.note(FREE, "m", 3.0)
+        first.charge(FREE, "m", 3.0)
     assert (await first.used(FREE)).gpu_s == 3.0
     assert not line.calls
 
@@ -160,9 +153,9 @@ async def test_a_new_keeper_hears_what_is_under_way_and_was_used(pair: Pair, lin
     first, second = pair
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(first.taken(MINE, 1))
-        first.note(MINE, "m", 3.0)
+        first.charge(MINE, "m", 3.0)
         await asyncio.sleep(0.02)
-        first.note(MINE, "m", 1.0, is_finished=False)
+        first.charge(MINE, "m", 1.0, is_finished=False)
         line.keeper = AccountKeeper(LIMITS, clock)
         await stack.enter_async_context(first.taken(MINE, 1))
         with pytest.raises(LimitReachedError, match="2 pictures and clips of this key under way"):
@@ -175,18 +168,37 @@ async def test_a_new_keeper_hears_what_is_under_way_and_was_used(pair: Pair, lin
         pass
 
 
+async def test_a_new_keeper_hears_of_what_waits_while_other_keys_are_busy(line: Line, clock: SetTime) -> None:
+    busy = hash_of("busy")
+    limits = (*LIMITS, KeyLimits(key=busy[:8], max_concurrent=1))
+    line.keeper = AccountKeeper(limits, clock)
+    first, second = (Accounts(limits, line, name, clock) for name in ("first", "second"))  # type: ignore[arg-type]
+    async with first.taken(MINE, 2):
+        line.keeper = AccountKeeper(limits, clock)
+        is_refused = False
+        async with asyncio.timeout(PATIENCE_S):
+            while not is_refused:
+                async with first.taken(busy, 1):
+                    first.charge(busy, "m", 0.0)
+                try:
+                    await begin(second)
+                except LimitReachedError:
+                    is_refused = True
+    await settled(first, second)
+
+
 async def test_what_is_on_its_way_to_a_keeper_that_dies_counts_once(pair: Pair, line: Line, clock: SetTime) -> None:
     """It is told to the next one, which may have heard all by then."""
     first, _ = pair
     on_its_way, dies = asyncio.Event(), asyncio.Event()
 
-    async def settle(*args: Any) -> Any:
+    async def report(*args: Any) -> Any:
         on_its_way.set()
         await dies.wait()
-        return await line.keeper.settle(*args)
+        return await line.keeper.report(*args)
 
-    line.settle = settle  # type: ignore[attr-defined]
-    first.note(MINE, "m", 2.0)
+    line.report = report  # type: ignore[attr-defined]
+    first.charge(MINE, "m", 2.0)
     await on_its_way.wait()
     line.keeper = AccountKeeper(LIMITS, clock)
     asking = asyncio.create_task(begin(first))
@@ -200,7 +212,7 @@ async def test_what_is_on_its_way_to_a_keeper_that_dies_counts_once(pair: Pair, 
 async def test_a_replica_that_is_gone_has_nothing_under_way(pair: Pair, clock: SetTime) -> None:
     first, second = pair
     async with first.taken(MINE, 2):
-        first._renewing.cancel()  # type: ignore[union-attr]
+        first._reporting.cancel()  # type: ignore[union-attr]
         await asyncio.sleep(0)
         clock.now_s += LEASE_S + 1
         async with second.taken(MINE, 2):
@@ -216,7 +228,7 @@ async def test_without_a_keeper_keys_with_limits_are_refused_and_nothing_is_forg
                 pass
         async with second.taken(FREE, 1):
             pass
-        first.note(MINE, "m", 2.0)
+        first.charge(MINE, "m", 2.0)
     await asyncio.sleep(0.03)
     line.is_away = False
     await settled(first, second)

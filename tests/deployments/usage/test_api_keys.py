@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.keys import KeyRing, read_keys
+from deployments.usage.api_keys import KeyRing, read_keys
 
 
 class Watched:
