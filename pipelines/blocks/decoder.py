@@ -138,7 +138,7 @@ class BlocksDecoder:
         return laid_over_white(frames_FHWC)[None] if request.num_layers else frames_FHWC
 
     def pixels(self, latents: Mapping[str, Any]) -> Tensor:
-        """Return ``pixels_FCHW`` in [0, 1], some models' with opacity, in the auto-encoder's dtype and on the device."""
+        """Return ``pixels_FCHW`` in [0, 1], some models' with opacity, in the auto-encoder's dtype, on the device."""
         return _pixels(self._run(latents))
 
     @cached_property
