@@ -119,7 +119,7 @@ def _scale(num_replicas: int, autoscaling: AutoscalingConfig | None) -> dict[str
 
 
 def serve_autoscaling(config: AutoscalingConfig) -> dict[str, Any]:
-    """Returns what Serve calls ``autoscaling_config``.
+    """Return what Serve calls ``autoscaling_config``.
 
     Its controller hears of requests under way several times in a look-back, however short: it would count them as they
     were up to ten seconds ago. Ray 2.60 has environment variables that are to replace ``metrics_interval_s``, and uses

@@ -29,7 +29,7 @@ def deployment_name(stage: str, model: str) -> str:
 
 
 def url_at(host: str, port: int) -> str:
-    """Returns the URL, without a path, at which this machine reaches who listens on ``host``, a name or an address."""
+    """Return the URL, without a path, at which this machine reaches who listens on ``host``, a name or an address."""
     reached = LOOPBACK_OF.get(host, host)
     return f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
 

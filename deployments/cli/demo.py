@@ -19,7 +19,7 @@ CLIP = ("a green triangle moves from left to right on a black background", "clip
 
 
 def demo(out: Path, seed: int = 0) -> None:
-    """Writes ``out/picture.png``, what it is after an edit as ``out/edited.png``, and ``out/clip.mp4``; prints where
+    """Write ``out/picture.png``, what it is after an edit as ``out/edited.png``, and ``out/clip.mp4``; prints where
     they are and where the time went."""
     begun_s = time.perf_counter()
     with started_for_itself(load_config("laptop")) as url, Client(url) as client:
@@ -35,7 +35,7 @@ def demo(out: Path, seed: int = 0) -> None:
 
 
 def _first(models: Iterable[Mapping[str, Any]], kind: str, *, edits: bool = False) -> str:
-    """Returns the first model that makes ``kind`` of words alone, or (``edits``) wants a picture."""
+    """Return the first model that makes ``kind`` of words alone, or (``edits``) wants a picture."""
     return next(
         str(model["id"])
         for model in models

@@ -29,7 +29,7 @@ def stand(to: str, host: str, port: int, config: str) -> None:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Returns host and port of HOST:PORT. ValueError for anything else."""
+    """Return host and port of HOST:PORT. ValueError for anything else."""
     try:
         parts = urlsplit(f"//{address}")
         host, port = parts.hostname, parts.port

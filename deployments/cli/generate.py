@@ -27,7 +27,7 @@ def generate(
     images: Sequence[Path] = (),
     mask: Path | None = None,
 ) -> None:
-    """Asks ``client`` for ``prompt``, shows its progress, writes ``out``. The model's kind decides the
+    """Ask ``client`` for ``prompt``, shows its progress, writes ``out``. The model's kind decides the
     route, and ``out`` where it makes clips and pictures.
 
     ``images`` and ``mask`` are files that go along; of ``options``, ``lora`` is as it was written (NAME, NAME:SCALE).
@@ -54,7 +54,7 @@ def generate(
 
 
 def _asked_lora(written: str) -> dict[str, Any]:
-    """Returns an adapter that is written as NAME or NAME:SCALE as the API takes it. ValueError for another scale."""
+    """Return an adapter that is written as NAME or NAME:SCALE as the API takes it. ValueError for another scale."""
     name, colon, scale = written.partition(":")
     if not colon:
         return {"name": name}
@@ -65,7 +65,7 @@ def _asked_lora(written: str) -> dict[str, Any]:
 
 
 def _read(images: Sequence[Path], mask: Path | None) -> Files:
-    """Returns the files by the field that they are sent in. ValueError for one that cannot be read."""
+    """Return the files by the field that they are sent in. ValueError for one that cannot be read."""
     named = [("image", path) for path in images] + ([] if mask is None else [("mask", mask)])
     try:
         return [(name, (path.name, path.read_bytes())) for name, path in named]
@@ -76,7 +76,7 @@ def _read(images: Sequence[Path], mask: Path | None) -> Files:
 def _model(
     client: Client, name: str | None, out: Path, num_pictures: int, options: Mapping[str, Any] = NO_OPTIONS
 ) -> dict[str, Any]:
-    """Returns the model of that name; without one the first that makes what ``out`` ends in, of words alone or with
+    """Return the model of that name; without one the first that makes what ``out`` ends in, of words alone or with
     pictures; the first of all, if none does.
 
     Of those that take pictures one that changes them comes first, unless ``options`` need another.
@@ -123,7 +123,7 @@ def _check_mask(model: dict[str, Any], images: Sequence[Path], mask: Path | None
 
 
 def _kind(model: dict[str, Any], out: Path) -> str:
-    """Returns what is to be made, by the ending of ``out``. ValueError if the model makes nothing that ends so."""
+    """Return what is to be made, by the ending of ``out``. ValueError if the model makes nothing that ends so."""
     if kind := _kind_of(model, out):
         return kind
     kinds = kinds_of(model)

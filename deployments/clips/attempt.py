@@ -50,7 +50,7 @@ class Attempt:
     _made_s: float = field(default_factory=lambda: time.monotonic(), init=False)
 
     async def run(self) -> None:
-        """Makes the clip, or writes down why not. Only cancellation gets out, after the clip was queued again."""
+        """Make the clip, or writes down why not. Only cancellation gets out, after the clip was queued again."""
         clip = self.claim.clip
         if clip.attempts > self.settings.max_attempts:
             times = counted(clip.attempts - 1, "time", "times")
@@ -111,7 +111,7 @@ class Attempt:
         return max(0.0, time.time() - self.claim.clip.created_at_s)
 
     async def _inputs(self) -> InputPictures:
-        """Returns what came along with the request. ValueError if it is gone: another attempt would not find it."""
+        """Return what came along with the request. ValueError if it is gone: another attempt would not find it."""
         clip = self.claim.clip
         if not clip.request.num_pictures:
             return NO_PICTURES
@@ -123,7 +123,7 @@ class Attempt:
             raise ValueError(message) from None
 
     async def _keep_claim(self) -> None:
-        """Reports progress as it changes and renews the claim in time; returns when the claim is lost."""
+        """Report progress as it changes and renews the claim in time; returns when the claim is lost."""
         reported, due_s = (0, 0), time.monotonic() + self.claims.lease_s / 3
         while True:
             await asyncio.sleep(self.settings.progress_s)
@@ -137,7 +137,7 @@ class Attempt:
                 reported, due_s = current, time.monotonic() + self.claims.lease_s / 3
 
     async def _report(self) -> bool | None:
-        """Writes down how far the clip is. False if the claim is lost; None where nothing can be written now."""
+        """Write down how far the clip is. False if the claim is lost; None where nothing can be written now."""
         try:
             return await self.claims.report(self.claim, self.progress, self.num_previews, self.eta_at_s)
         except (*DATABASE_FAILURES, StorageFullError):
@@ -145,7 +145,7 @@ class Attempt:
             return None
 
     def _admit(self) -> None:
-        """Lets go on who waits for the clip's admission: a gang has it, or the attempt is over."""
+        """Let go on who waits for the clip's admission: a gang has it, or the attempt is over."""
         if self.admission is not None and not self.admission.done():
             self.admission.set_result(None)
 
@@ -164,7 +164,7 @@ class Attempt:
             await asyncio.to_thread(self.folders.remove_inputs, self.claim.clip.id)
 
     async def _clean(self) -> None:
-        """Leaves no file of a clip that was deleted meanwhile."""
+        """Leave no file of a clip that was deleted meanwhile."""
         if await self.claims.store.get(self.claim.clip.id) is None:
             await asyncio.to_thread(self.folders.remove, self.claim.clip.id)
 
@@ -197,7 +197,7 @@ class Attempt:
 
 
 def final_error(failure: Exception) -> ClipError | None:
-    """Returns the error of a clip that it makes no sense to try again; None if another attempt may help."""
+    """Return the error of a clip that it makes no sense to try again; None if another attempt may help."""
     match failure:
         case GangBrokenError():  # raised only after the clip was run on a second gang
             return ClipError(code="gang_broken", message=f"The ranks that worked on this clip failed: {failure}")

@@ -33,7 +33,7 @@ class Claims:
     lease_s: float
 
     async def take(self, models: Collection[str]) -> Claim | None:
-        """Claims the oldest clip for one of ``models`` that waits, or whose runner let its claim run out."""
+        """Claim the oldest clip for one of ``models`` that waits, or whose runner let its claim run out."""
         now_s = time.time()
         oldest = select(ClipRow).where(_free(now_s), ClipRow.model.in_(models)).order_by(ClipRow.number).limit(4)
         async with self.store.session() as session:
@@ -51,7 +51,7 @@ class Claims:
         return None
 
     async def begin(self, request: MediaRequest, seconds: str, key_hash: str, clip_id: str) -> Claim:
-        """Returns the claim to a new clip, which nobody else could take before."""
+        """Return the claim to a new clip, which nobody else could take before."""
         owner = secrets.token_hex(16)
         values = {"attempts": 1, **self._claim(owner)}
         clip = await self.store.create(request, seconds, key_hash, clip_id, values)
@@ -59,7 +59,7 @@ class Claims:
         return Claim(clip=clip, owner=owner)
 
     async def report(self, claim: Claim, progress: int, num_previews: int, eta_at_s: float | None = None) -> bool:
-        """Renews the claim. False if it is lost: the clip was deleted, or taken over."""
+        """Renew the claim. False if it is lost: the clip was deleted, or taken over."""
         values = {"progress": progress, "num_previews": num_previews, "eta_at_s": eta_at_s}
         return await self._write(_held(claim), **self._lease(), **values)
 
@@ -72,7 +72,7 @@ class Claims:
         return await self._write(_held(claim), **values, completed_at_s=time.time(), owner="")
 
     async def give_back(self, claim: Claim, *, wait_s: float, counts: bool) -> bool:
-        """Queues the clip again, for ``wait_s`` from now at the earliest. ``counts``: whether it was an attempt."""
+        """Queue the clip again, for ``wait_s`` from now at the earliest. ``counts``: whether it was an attempt."""
         attempts = claim.clip.attempts if counts else claim.clip.attempts - 1
         values = {"status": "queued", "progress": 0, "attempts": attempts, "not_before_s": time.time() + wait_s}
         return await self._write(_held(claim), **values, owner="", eta_at_s=None)

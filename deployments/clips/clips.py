@@ -60,7 +60,7 @@ class Clips:
         self._disk = OneThread(lambda: storage_problem(settings.data_dir, self._folders.root))
 
     async def start(self) -> None:
-        """Opens the database and goes on with what was left unfinished. ValueError for a bad database URL."""
+        """Open the database and goes on with what was left unfinished. ValueError for a bad database URL."""
         await asyncio.to_thread(self._make_folders)
         self._engine = await open_database(self._settings.url)
         self._store = ClipStore(engine=self._engine)
@@ -86,7 +86,7 @@ class Clips:
                 close_to_others(Path(f"{self._settings.database_file}{ending}"), PRIVATE_FILE)
 
     async def stop(self) -> None:
-        """Stops the clips that are being made; they are queued again, with nothing lost but the steps they had made."""
+        """Stop the clips that are being made; they are queued again, with nothing lost but the steps they had made."""
         await cancel(*self._tasks)
         if self._tasks:
             await self._runner.stop_all()  # also those that were begun since it was stopped before
@@ -96,7 +96,7 @@ class Clips:
     async def submit(
         self, request: MediaRequest, seconds: str, key_hash: str = "", pictures: InputPictures = NO_PICTURES
     ) -> ClipRecord:
-        """Queues a clip that is made from ``pictures``, for the holder of a key.
+        """Queue a clip that is made from ``pictures``, for the holder of a key.
 
         QueueFullError if too many wait, whatever room the gangs have; StorageFullError, StorageLostError.
         """
@@ -113,7 +113,7 @@ class Clips:
     async def begin(
         self, request: MediaRequest, seconds: str, key_hash: str = "", pictures: InputPictures = NO_PICTURES
     ) -> tuple[str, asyncio.Future[None]]:
-        """Begins a clip that is made from ``pictures`` now, whatever waits. StorageFullError, StorageLostError.
+        """Begin a clip that is made from ``pictures`` now, whatever waits. StorageFullError, StorageLostError.
 
         Returns its id, and what is done once a gang has taken it. That raises why none has (TooLateError,
         QueueFullError, ValueError, …): then it is up to the caller to delete the clip.
@@ -128,23 +128,23 @@ class Clips:
         return None if clip is None else await self._foreseen(clip)
 
     async def get_all(self, clip_ids: Collection[str]) -> dict[str, ClipRecord]:
-        """Returns those of the clips that there are, by id."""
+        """Return those of the clips that there are, by id."""
         clips = await self._store.get_all(clip_ids)
         return {clip.id: clip for clip in await self._all_foreseen(clips.values())}
 
     async def page(
         self, *, after: ClipRecord | None, limit: int, ascending: bool, key_hash: str | None = None
     ) -> tuple[list[ClipRecord], bool]:
-        """Returns up to ``limit`` clips behind ``after``, of one key unless it is None, and whether there are more."""
+        """Return up to ``limit`` clips behind ``after``, of one key unless it is None, and whether there are more."""
         clips = await self._store.page(after=after, limit=limit + 1, ascending=ascending, key_hash=key_hash)
         return await self._all_foreseen(clips[:limit]), len(clips) > limit
 
     async def num_open(self, key_hash: str) -> int:
-        """Returns how many clips of a key wait or are made, in whichever process."""
+        """Return how many clips of a key wait or are made, in whichever process."""
         return await self._store.num_open(key_hash)
 
     async def delete(self, clip_id: str) -> bool:
-        """Stops the clip and deletes all of it. Returns whether there was one.
+        """Stop the clip and deletes all of it. Returns whether there was one.
 
         Its files go first: where the disk is full, they make room for what the database writes.
         """
@@ -157,19 +157,19 @@ class Clips:
         return was_there
 
     async def file(self, clip_id: str, variant: Variant) -> Path | None:
-        """Returns where a file of the clip lies; None if it is not there. StorageLostError if no clip's is."""
+        """Return where a file of the clip lies; None if it is not there. StorageLostError if no clip's is."""
         has_it = await asyncio.to_thread(self._folders.has, clip_id, variant)
         return self._folders.path(clip_id, variant) if has_it else None
 
     async def note_lost(self, clip_id: str) -> ClipRecord | None:
-        """Writes down that the file of a completed clip is gone. Returns the clip as it is now, if it is."""
+        """Write down that the file of a completed clip is gone. Returns the clip as it is now, if it is."""
         message = "The clip was finished, and its file is gone from the server's disk: make it again with the same seed"
         if await self._store.fail_completed(clip_id, ClipError(code=FILE_GONE, message=message)):
             logger.error("the file of clip %s is gone", clip_id)
         return await self._store.get(clip_id)
 
     async def storage_problem(self) -> StorageFullError | StorageLostError | None:
-        """Returns why no clip can be kept now; None if it can. However many ask, one thread waits."""
+        """Return why no clip can be kept now; None if it can. However many ask, one thread waits."""
         try:
             return await self._disk.answer(LOOK_S)
         except TimeoutError:
@@ -191,7 +191,7 @@ class Clips:
 
     @asynccontextmanager
     async def _new_clip(self, pictures: InputPictures) -> AsyncIterator[str]:
-        """Yields the id of a new clip, with ``pictures`` on the disk before anybody can take it; nothing stays of it if
+        """Yield the id of a new clip, with ``pictures`` on the disk before anybody can take it; nothing stays of it if
         the block fails."""
         clip_id = new_clip_id()
         try:
@@ -208,7 +208,7 @@ class Clips:
         await self._store.delete(clip_id)
 
     async def _learn(self) -> None:
-        """Takes note of how long the last clips took that are still there, whoever made them."""
+        """Take note of how long the last clips took that are still there, whoever made them."""
         for clip in reversed(await self._store.page(after=None, limit=NUM_LEARNT_FROM, ascending=False)):
             if clip.timings is not None:
                 learn_clip(self._times, clip.request, clip.timings)
@@ -217,7 +217,7 @@ class Clips:
         return (await self._all_foreseen([clip]))[0]
 
     async def _all_foreseen(self, clips: Collection[ClipRecord]) -> list[ClipRecord]:
-        """Returns ``clips``, those that wait with their place, and when they will be done, by prediction. What a gang
+        """Return ``clips``, those that wait with their place, and when they will be done, by prediction. What a gang
         has, it predicts itself."""
         models = {clip.request.model for clip in clips if clip.status == "queued"}
         queue = await self._store.open_clips(models) if models else []

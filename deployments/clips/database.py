@@ -22,7 +22,7 @@ NUM_TRIES = 5
 
 
 async def open_database(url: str) -> AsyncEngine:
-    """Returns an engine, with the tables there. ValueError if ``url`` is not one that async SQLAlchemy can use.
+    """Return an engine, with the tables there. ValueError if ``url`` is not one that async SQLAlchemy can use.
 
     It raises StorageFullError where the disk is full, and StorageLostError once its file is not the one that it opened:
     SQLite would go on with a file that has no name any more, and lose all that is written then.
@@ -55,7 +55,7 @@ async def _create_tables(engine: AsyncEngine) -> None:
 
 
 def _add_columns(connection: Connection) -> None:
-    """Adds what a database of an earlier version lacks. Its rows get the default."""
+    """Add what a database of an earlier version lacks. Its rows get the default."""
     for table in Base.metadata.sorted_tables:
         names = {column["name"] for column in inspect(connection).get_columns(table.name)}
         for column in table.columns:

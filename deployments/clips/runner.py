@@ -42,16 +42,16 @@ class ClipRunner:
         self._news = asyncio.Event()
 
     def wake(self) -> None:
-        """Says that there may be a clip to take."""
+        """Say that there may be a clip to take."""
         self._news.set()
 
     async def stop_clip(self, clip_id: str) -> None:
-        """Cancels the clip on its ranks, if it is made here, and waits until that is done."""
+        """Cancel the clip on its ranks, if it is made here, and waits until that is done."""
         if task := self._running.get(clip_id):
             await cancel(task)
 
     async def run(self) -> None:
-        """Takes clips until cancelled."""
+        """Take clips until cancelled."""
         while True:
             await self._take_what_fits()
             with suppress(TimeoutError):
@@ -60,7 +60,7 @@ class ClipRunner:
             self._news.clear()
 
     async def stop_all(self) -> None:
-        """Cancels all clips that are made here, which are queued again, and waits until that is done."""
+        """Cancel all clips that are made here, which are queued again, and waits until that is done."""
         await cancel(*self._running.values())
 
     async def _take_what_fits(self) -> None:
@@ -78,7 +78,7 @@ class ClipRunner:
             logger.exception("no clip could be taken")
 
     def begin(self, claim: Claim) -> asyncio.Future[None]:
-        """Makes a new clip beside all others. Returns what is done when a gang has taken it; it raises why none has."""
+        """Make a new clip beside all others. Returns what is done when a gang has taken it; it raises why none has."""
         attempt = self._attempt(claim)
         attempt.admission = asyncio.get_running_loop().create_future()
         self._beside.add(claim.clip.id)

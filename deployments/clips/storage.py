@@ -32,7 +32,7 @@ class StorageLostError(Exception):
 
 
 def is_full(failure: BaseException) -> bool:
-    """Returns whether ``failure`` says that there is no room on the disk."""
+    """Return whether ``failure`` says that there is no room on the disk."""
     return isinstance(failure, StorageFullError) or (isinstance(failure, OSError) and failure.errno in FULL)
 
 
@@ -102,11 +102,11 @@ class Orphans:
     _since_s: dict[Path, float] = field(default_factory=dict, init=False)
 
     def folders(self) -> list[str]:
-        """Returns the ids that have a folder."""
+        """Return the ids that have a folder."""
         return [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
 
     def sweep(self, unknown_ids: set[str]) -> None:
-        """Deletes the folders of ``unknown_ids``, and partial files everywhere, that were orphans for long enough."""
+        """Delete the folders of ``unknown_ids``, and partial files everywhere, that were orphans for long enough."""
         orphans = {self.root / clip_id for clip_id in unknown_ids} | set(self.root.glob("*/.*"))
         now_s = time.monotonic()
         self._since_s = {path: self._since_s.get(path, now_s) for path in orphans}

@@ -28,7 +28,7 @@ class Answer:
         return json.dumps(ApiError(self.status, self.message, code=self.code).body)
 
     def page(self) -> str:
-        """Returns the whole answer as it goes over the wire."""
+        """Return the whole answer as it goes over the wire."""
         fields = {
             "Content-Type": "application/json",
             "Content-Length": str(len(self.body)),
@@ -39,7 +39,7 @@ class Answer:
         return "\r\n".join((*lines, "", self.body))
 
     def write(self, folder: Path) -> Path:
-        """Writes the page into ``folder``; returns its file."""
+        """Write the page into ``folder``; returns its file."""
         file = folder / f"{self.code}.http"
         file.write_bytes(self.page().encode())
         return file
@@ -95,11 +95,11 @@ WAITED_TOO_LONG = Answer(
 
 
 def slow_body(deadline_s: float) -> Answer:
-    """Returns what the application says of a body that is not there in time."""
+    """Return what the application says of a body that is not there in time."""
     error = too_slow(deadline_s)
     return Answer(status=error.status, message=error.message, code=str(error.code))
 
 
 def write_pages(folder: Path) -> dict[int, Path]:
-    """Writes the pages that replace HAProxy's own; returns their files by status."""
+    """Write the pages that replace HAProxy's own; returns their files by status."""
     return {answer.status: answer.write(folder) for answer in ANSWERS}

@@ -36,7 +36,7 @@ logger = logging.getLogger("troupe.door")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; port 0 takes a free one. ValueError says who is in the way.
+    """Return a listening socket; port 0 takes a free one. ValueError says who is in the way.
 
     Without SO_REUSEPORT: with it, as Ray's proxies have it, two servers would share one port's connections.
     """
@@ -115,7 +115,7 @@ class Door:
         return self._process.pid
 
     def drain(self) -> None:
-        """Answers 503 to whatever comes from now on, whichever process does; what is under way goes on."""
+        """Answer 503 to whatever comes from now on, whichever process does; what is under way goes on."""
         with self._starting:
             self._is_draining = True
             process = self._process
@@ -128,7 +128,7 @@ class Door:
             time.sleep(ADMIN_POLL_S)
 
     def close(self) -> None:
-        """Ends the process and frees the port. What is under way is cut."""
+        """End the process and frees the port. What is under way is cut."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -150,7 +150,7 @@ class Door:
         self._process.kill()  # and ``_keep_running`` starts another
 
     def _ask(self, command: str, within_s: float = ADMIN_TIMEOUT_S) -> str:
-        """Returns HAProxy's answer to a command of its Runtime API; empty if it is not there."""
+        """Return HAProxy's answer to a command of its Runtime API; empty if it is not there."""
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as admin:
             admin.settimeout(within_s)
             admin.connect(str(self._wiring.admin_socket))
@@ -159,7 +159,7 @@ class Door:
         return ""
 
     def _command(self) -> list[str]:
-        """Writes HAProxy's files. Returns what starts it."""
+        """Write HAProxy's files. Returns what starts it."""
         file = self._wiring.folder / "haproxy.cfg"
         file.write_text(render(self._settings, self._wiring, self._is_draining))
         return [self._binary, "-db", "-f", str(file)]
@@ -184,7 +184,7 @@ class Door:
             )
 
     def _keep_running(self) -> None:
-        """Starts the process again whenever it ends. The socket stays open here, so clients wait meanwhile."""
+        """Start the process again whenever it ends. The socket stays open here, so clients wait meanwhile."""
         while not self._closed.is_set():
             start_s = time.monotonic()
             code = self._process.wait()
@@ -196,7 +196,7 @@ class Door:
                 logger.exception("HAProxy could not be started; that is tried again")
 
     def _start_again(self, code: int) -> None:
-        """Starts another process, in a folder of its own: one in /tmp may have been cleaned away by now."""
+        """Start another process, in a folder of its own: one in /tmp may have been cleaned away by now."""
         with self._starting:
             if self._closed.is_set():
                 return
@@ -217,6 +217,6 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _end_with_parent() -> None:
-    """Runs in the child before HAProxy: the kernel is to end it when its parent is gone, killed or not (Linux)."""
+    """Run in the child before HAProxy: the kernel is to end it when its parent is gone, killed or not (Linux)."""
     if hasattr(_LIBC, "prctl"):
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

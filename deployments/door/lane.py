@@ -43,12 +43,12 @@ class Lane:
         return cls(num_places=app.api.num_replicas * num_places, body_deadline_s=app.api.body_deadline_s)
 
     def initial_word(self) -> Iterator[str]:
-        """Yields lines of the section ``global``."""
+        """Yield lines of the section ``global``."""
         for name in ("full", "wait", "until"):
             yield f"    set-var proc.{name} int(0)"
 
     def choice(self, max_waiting_bytes: int, patient: str) -> Iterator[str]:
-        """Yields lines of the door's frontend. Bodies above ``max_waiting_bytes``, which fit no buffer, do not wait.
+        """Yield lines of the door's frontend. Bodies above ``max_waiting_bytes``, which fit no buffer, do not wait.
 
         Nor do requests under the condition ``patient``, whose client may close its side before the answer.
         """
@@ -57,7 +57,7 @@ class Lane:
         yield f"    use_backend pictures_large if {PICTURES}"
 
     def sections(self, folder: Path) -> Iterator[str]:
-        """Yields sections of their own. ``folder`` is for pages and the socket."""
+        """Yield sections of their own. ``folder`` is for pages and the socket."""
         socket = f"unix@{folder / 'lane.sock'}"
         yield "backend pictures"
         # Nobody takes a place in the lane by a body that never comes.
@@ -78,7 +78,7 @@ class Lane:
 
 
 def may_draw(model: ModelConfig) -> bool:
-    """Returns False for a model of clips alone; True for others, and for one whose files are on other machines."""
+    """Return False for a model of clips alone; True for others, and for one whose files are on other machines."""
     try:
         return "image" in Checkpoint.open(model.source, weights=False).defaults.kinds
     except (OSError, ValueError):

@@ -30,5 +30,5 @@ class KeyNames:
         return digits
 
     def observe_gpu_seconds(self, model: str, key: str, gpu_s: float) -> None:
-        """Counts the seconds of ranks for a request of ``key`` that has ended."""
+        """Count the seconds of ranks for a request of ``key`` that has ended."""
         observe_gpu_seconds(model, self.name_of(key), gpu_s)

@@ -37,7 +37,7 @@ class ClipFinisher:
         self._groups = ThreadPoolExecutor(self._num_threads, thread_name_prefix="groups")
 
     def finish(self, latents: Parcel, request: MediaRequest, texts: Texts = NO_TEXTS) -> tuple[bytes, bytes]:
-        """Returns the clip, with ``texts``, and a thumbnail of its first frame."""
+        """Return the clip, with ``texts``, and a thumbnail of its first frame."""
         from pipelines.media.clip import ClipEncoder  # PyAV, which pictures do without
 
         with ClipEncoder(request.num_frames, request.fps, self._groups, 2 * self._num_threads) as clip:

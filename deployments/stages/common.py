@@ -80,7 +80,7 @@ alone: priorities of streams end at a process, and without MPS the processes tha
 
 
 def load_stage(spec: StageSpec) -> Checkpoint:
-    """Sets this process's threads and its place among those that share its GPU; returns the checkpoint on the device of
+    """Set this process's threads and its place among those that share its GPU; returns the checkpoint on the device of
     the stage."""
     import torch
 

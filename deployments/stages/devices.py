@@ -24,7 +24,7 @@ def host_lock(num_gpus: float) -> HostLock | None:
 
 
 def stage_devices(stage: StageConfig) -> tuple[str, ...]:
-    """Returns names of torch's devices: for a stage on GPUs first the one that Ray gave this process, and then as many
+    """Return names of torch's devices: for a stage on GPUs first the one that Ray gave this process, and then as many
     of the node's others as it computes on, in order from there. ValueError if the node has fewer.
     """
     num_devices = stage.num_devices_used
@@ -44,7 +44,7 @@ def stage_devices(stage: StageConfig) -> tuple[str, ...]:
 
 
 def own_gpu(ids: list[str], visible: str | None) -> int:
-    """Returns which of the GPUs that this process sees is the first of its own: Ray names them as ``visible`` does, if
+    """Return which of the GPUs that this process sees is the first of its own: Ray names them as ``visible`` does, if
     that says which there are, and else counts them."""
     assert ids, "Ray gave this process no GPU"
     names = None if visible is None else visible.split(",")

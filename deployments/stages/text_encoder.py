@@ -41,7 +41,7 @@ class PromptEncoder:
         return encoded
 
     def _encode(self, request: MediaRequest, pictures: SentPictures, names: Names | None) -> Encoded:
-        """Looks once more: of those who come together and say the same, the first may have been before this one."""
+        """Look once more: of those who come together and say the same, the first may have been before this one."""
         if encoded := self._kept.find(names):
             return encoded
         conditioning = self._encoder.encode(request, pictures.open())

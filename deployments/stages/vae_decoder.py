@@ -61,13 +61,13 @@ class VaeDecoder:
             self._writing.run(self._write, frames_FHWC, request, output)
 
     def expected_s(self, request: MediaRequest, output: Output) -> float | None:
-        """Returns the seconds that decoding is predicted to take, None before anything like it was decoded on such a
+        """Return the seconds that decoding is predicted to take, None before anything like it was decoded on such a
         machine; ``ValueError`` for what certainly cannot be decoded here. It waits for no decoding."""
         self._decoder.check_fits(request)
         return self._times.scaled_s(decoded_like(request, output))
 
     def decode(self, latents: Parcel, request: MediaRequest, output: Output) -> Decoded:
-        """Returns the finished bytes."""
+        """Return the finished bytes."""
         started_s = time.perf_counter()
         with request_context(request.request_id):
             files, thumbnail = self._finish(latents, request, output)
@@ -79,7 +79,7 @@ class VaeDecoder:
         return Decoded(data=files[0], further=files[1:], thumbnail=thumbnail, decode_s=decode_s)
 
     def preview(self, latents: Parcel, request: MediaRequest) -> bytes:
-        """Returns PNG bytes of the first frame of unfinished ``latents``."""
+        """Return PNG bytes of the first frame of unfinished ``latents``."""
         with request_context(request.request_id):
             frames = self._decoding.run(lambda: self._decoder.preview(latents.open(), request))
             return self._writing.run(encode_frames, frames[:1], "png")
@@ -94,7 +94,7 @@ class VaeDecoder:
     def _write(
         self, frames_FHWC: NDArray[np.uint8], request: MediaRequest, output: Output
     ) -> tuple[tuple[bytes, ...], bytes]:
-        """Returns a clip and its thumbnail, or a picture's layers, each a file."""
+        """Return a clip and its thumbnail, or a picture's layers, each a file."""
         if request.kind == "video":
             texts, thumbnail = self._metadata.texts(request), encode_thumbnail(frames_FHWC[0])
             data = encode_frames(frames_FHWC, output.format, fps=request.fps, texts=texts)

@@ -51,7 +51,7 @@ def typical_requests(defaults: Defaults, sizes: tuple[Size, ...]) -> Iterator[tu
 
 
 def _shortest(defaults: Defaults) -> Size:
-    """Returns the usual size, and of a clip as few frames as make one."""
+    """Return the usual size, and of a clip as few frames as make one."""
     num_frames = max(defaults.min_frames, 1 + defaults.frame_multiple) if defaults.kind == "video" else None
     return Size(width=defaults.width, height=defaults.height, num_frames=num_frames)
 
@@ -62,7 +62,7 @@ def _grey(request: MediaRequest, mode: Mode = "RGB") -> InputPicture:
 
 
 def warm_encoder(encoder: BlocksEncoder, spec: StageSpec, checkpoint: Checkpoint) -> None:
-    """Encodes what is typical of the model."""
+    """Encode what is typical of the model."""
     num_runs = CAPTURED_AFTER if spec.model.text_encoder.compile else 1
     with in_turn(spec.stage), encoder.compile_calls():
         for request, pictures in typical_requests(checkpoint.defaults, spec.model.denoiser.warm_sizes):
@@ -71,7 +71,7 @@ def warm_encoder(encoder: BlocksEncoder, spec: StageSpec, checkpoint: Checkpoint
 
 
 def warm_decoder(decoder: BlocksDecoder, spec: StageSpec, checkpoint: Checkpoint) -> NDArray[np.uint8]:
-    """Decodes each size that the gang prepares, and a preview; returns a frame, for what makes bytes of frames.
+    """Decode each size that the gang prepares, and a preview; returns a frame, for what makes bytes of frames.
 
     Without such sizes it is a preview of the model's own: all frames of a clip take a CPU longer than they spare.
     """

@@ -22,10 +22,10 @@ class Workers:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Returns what ``work`` does, or raises it. Log lines carry the caller's request id."""
+        """Return what ``work`` does, or raises it. Log lines carry the caller's request id."""
         context = copy_context()
         return self._pool.submit(lambda: context.run(work, *args, **kwargs)).result()
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Has ``work`` done, for which nobody waits: it must not raise."""
+        """Have ``work`` done, for which nobody waits: it must not raise."""
         self._pool.submit(work)

@@ -121,7 +121,7 @@ class WeightsAlone:
 
 
 def make_estimate(options: EstimateOptions) -> Estimate | WeightsAlone:
-    """Reads configurations only. ValueError for what the model, or the machine, does not allow."""
+    """Read configurations only. ValueError for what the model, or the machine, does not allow."""
     import torch
 
     from engines.torch_engine.config import check_divisible

@@ -24,7 +24,7 @@ class LogFormat(StrEnum):
 
 
 def logs_folder() -> Path:
-    """Returns where the processes of the cluster that this one has started write their logs."""
+    """Return where the processes of the cluster that this one has started write their logs."""
     import ray
 
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
@@ -60,7 +60,7 @@ class Follower:
             pass
 
     def new_lines(self) -> Iterator[str]:
-        """Yields the lines about requests that have come since the last call."""
+        """Yield the lines about requests that have come since the last call."""
         found = list[tuple[int, int, BinaryIO]]()
         log: BinaryIO
         with ExitStack() as stack:
@@ -89,7 +89,7 @@ class Follower:
 
 
 def format_line(line: str, log_format: LogFormat) -> str:
-    """Returns what to show of a line of log; nothing for a good answer of ``GET /health``, for which nobody
+    """Return what to show of a line of log; nothing for a good answer of ``GET /health``, for which nobody
     looks at a console."""
     try:
         record: dict[str, Any] = json.loads(line)

@@ -57,14 +57,14 @@ def node_environment(engine: str) -> Mapping[str, str]:
 
 
 def shape_of(request: MediaRequest, encoded: Shapes) -> tuple[Hashable, ...]:
-    """Returns what the steps of equal ones have alike."""
+    """Return what the steps of equal ones have alike."""
     num_frames = request.num_layers or request.num_frames
     silence = ("silent",) if request.sound is False else ()  # fewer tokens, of some models
     return request.width, request.height, num_frames, request.true_cfg_scale > 1, encoded, *silence
 
 
 def idle_steps(request: MediaRequest, num_steps: int) -> frozenset[int]:
-    """Returns the steps, counted from 1, that make no forwards."""
+    """Return the steps, counted from 1, that make no forwards."""
     computed = computed_steps(request.cache, num_steps)
     return frozenset(step for step, makes_forwards in enumerate(computed, 1) if not makes_forwards)
 
@@ -137,12 +137,12 @@ class Denoiser:
                 yield (refusal,)
 
     async def spent_s(self, job_id: str) -> float:
-        """Returns how long ranks of this gang were at work for a job that was cancelled or has failed, once they have
+        """Return how long ranks of this gang were at work for a job that was cancelled or has failed, once they have
         told; 0 of a job that was not here, or whose gang broke."""
         return await self._gang.spent_s(job_id)
 
     async def metrics(self) -> Counted:
-        """Returns this replica's name, and what it has counted."""
+        """Return this replica's name, and what it has counted."""
         return counted_here()
 
     async def check_health(self) -> None:

@@ -29,12 +29,12 @@ def model_facts(model: ModelConfig, folder: Path) -> dict[str, str]:
 
 
 def _files_of(folder: Path) -> Iterable[Path]:
-    """Yields what a model is loaded from; the rest of a folder may change as it likes."""
+    """Yield what a model is loaded from; the rest of a folder may change as it likes."""
     return sorted({path for pattern in HUB_FILES for path in folder.glob(pattern)})
 
 
 def _single_files(model: ModelConfig) -> Iterable[Path]:
-    """Yields weights elsewhere: a transformer by itself, and adapters, unless the hub has them under a name."""
+    """Yield weights elsewhere: a transformer by itself, and adapters, unless the hub has them under a name."""
     file, _ = split_source(model.source)
     if file is not None:
         yield file
