@@ -34,12 +34,11 @@ logger = logging.getLogger(__name__)
 
 
 NUM_ENCODINGS = 4
-"""Pictures that are encoded, and clips that are put together, side by side, beside one decoding."""
+"""Pictures or clips that are encoded to files concurrently, during one decode."""
 
 
 class VaeDecoder:
-    """Decodes finished jobs and previews of running ones, one after the other: a clip's VAE keeps the frames before in
-    the module."""
+    """Decodes finished jobs and previews one at a time, since a clip's VAE keeps earlier frames in the module."""
 
     def __init__(self, spec: StageSpec) -> None:
         with quick_imports():
@@ -51,7 +50,7 @@ class VaeDecoder:
                 compiled=options.compile, memory_bytes=options.memory_bytes, others=others
             )
         self._decoding, self._writing = Workers(1, "decoding"), Workers(NUM_ENCODINGS, "encoding")
-        self._times, self._keeping = decode_times_of(spec.model, checkpoint.path, devices), Workers(1, "keeping")
+        self._times, self._saving = decode_times_of(spec.model, checkpoint.path, devices), Workers(1, "saving")
         sampler = part_class(checkpoint.path, SCHEDULER) or ""
         self._metadata = MetadataWriter(level=spec.metadata, software=f"Troupe {own_version()}", sampler=sampler)
         self._manifests = _manifest_writer(spec.provenance)
@@ -61,8 +60,10 @@ class VaeDecoder:
             self._writing.run(self._write, frames_FHWC, request, output)
 
     def expected_s(self, request: MediaRequest, output: Output) -> float | None:
-        """Return the seconds that decoding is predicted to take, None before anything like it was decoded on such a
-        machine; ``ValueError`` for what certainly cannot be decoded here. It waits for no decoding."""
+        """Return the predicted decode time, None before a similar decode on this hardware. Never waits.
+
+        ValueError if the request certainly cannot be decoded here.
+        """
         self._decoder.check_fits(request)
         return self._times.scaled_s(decoded_like(request, output))
 
@@ -75,7 +76,7 @@ class VaeDecoder:
             num_bytes = sum(map(len, files))
             logger.info("latents are decoded", extra={"decode_s": round(decode_s, 4), "num_bytes": num_bytes})
         if self._times.learn(decoded_like(request, output), decode_s):
-            self._keeping.begin(self._times.save)
+            self._saving.begin(self._times.save)
         return Decoded(data=files[0], further=files[1:], thumbnail=thumbnail, decode_s=decode_s)
 
     def preview(self, latents: Parcel, request: MediaRequest) -> bytes:
