@@ -92,8 +92,7 @@ def make_accounts(config: AppConfig, keeper: DeploymentHandle[Any] | None) -> Ac
 
 @serve.ingress()
 class Ingress:
-    """``stages`` maps model to stage to handle (Serve turns bound deployments into handles); ``keeper`` keeps account,
-    where keys have limits."""
+    """``stages`` maps model to stage to handle; ``keeper`` holds the accounts of limited keys."""
 
     def __init__(
         self,
@@ -144,7 +143,7 @@ class Ingress:
                 yield event
 
     async def metrics(self) -> Counted:
-        """Return this replica's name, and what it has counted."""
+        """Return this replica's name and its metrics."""
         return counted_here()
 
     async def drain(self, grace_s: float) -> None:

@@ -13,7 +13,7 @@ from deployments.names import url_at
 
 
 def stand(to: str, host: str, port: int, config: str) -> None:
-    """Listens on ``host`` and ``port`` until Ctrl-C or SIGTERM, with what ``config`` says of the door and of proxies.
+    """Listen on ``host`` and ``port`` until Ctrl-C or SIGTERM, with what ``config`` says of the door and of proxies.
 
     Only with the application's own ``config`` it knows how many pictures that takes: with none, all may ask for one.
     ValueError for an address that is none, or is taken; RuntimeError without HAProxy.

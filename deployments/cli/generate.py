@@ -1,5 +1,4 @@
-"""``troupe generate``: one prompt, with pictures or without, to one file, through a running server or one started for
-the purpose."""
+"""``troupe generate``: one prompt to one file, through a running or a temporary server."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ def generate(
     images: Sequence[Path] = (),
     mask: Path | None = None,
 ) -> None:
-    """Ask ``client`` for ``prompt``, shows its progress, writes ``out``. The model's kind decides the
-    route, and ``out`` where it makes clips and pictures.
+    """Generate ``prompt``, show progress, write ``out``. The model's kind or the ending of ``out`` selects the route.
 
     ``images`` and ``mask`` are files that go along; of ``options``, ``lora`` is as it was written (NAME, NAME:SCALE).
     Of several pictures (``n``), or layers, each is written to a file of its own, ``out`` with its number at the end of

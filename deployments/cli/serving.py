@@ -113,7 +113,7 @@ class Entrance:
     @classmethod
     @contextmanager
     def opened(cls, config: ServeConfig) -> Iterator[Entrance]:
-        """Listens at the configured address, from now until the block ends. ValueError if it is taken."""
+        """Listen at the configured address, from now until the block ends. ValueError if it is taken."""
         host = config.http_options.host
         listener = listen(host, config.http_options.port)
         port = int(listener.getsockname()[1])
@@ -136,7 +136,7 @@ class Entrance:
 def end_application(entrance: Entrance, drain_s: float) -> None:
     """Let what is under way end, while new requests get 503; then gangs release their engines, and communicators.
 
-    Returns when all replicas are gone.
+    Return when all replicas are gone.
     """
     if entrance.door is not None:
         entrance.door.drain()

@@ -19,7 +19,7 @@ HEALTH_POLL_S = 0.5
 
 
 def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float) -> None:
-    """Polls ``GET /health`` until it answers 200. TimeoutError carries the last reason."""
+    """Poll ``GET /health`` until it answers 200. TimeoutError carries the last reason."""
     end_s, reason, asked_serve_s = time.monotonic() + deadline_s, "starting", 0.0
     with http_client(url, base_url=url, timeout=5.0) as client:  # making one takes as long as many polls
         while (now_s := time.monotonic()) < end_s:

@@ -39,7 +39,7 @@ class Finding:
 def print_report(config: str | None = None, *, as_json: bool = False) -> bool:
     """Print every finding, or all as one JSON array.
 
-    Returns True if nothing that the CPU path needs is missing, and ``config`` can run."""
+    Return True if the CPU path lacks nothing and ``config`` can run."""
     own = [] if config is None else _configuration(config)
     findings = [*_software(), *_bytecode(), *_devices(), *_engines(), *_models(), *_privacy(), *own]
     if as_json:
@@ -78,7 +78,7 @@ def first_model(config: str) -> str:
 
 
 def print_proofs(model: str) -> bool:
-    """Print how each statement about TensorRT engines fares on this host; returns True if none failed."""
+    """Print how each statement about TensorRT engines fares on this host; return True if none failed."""
     from deployments.settings import process_environment
     from engines.tensorrt_engine.run.doctor import doctor
     from pipelines.loading import resolve_path

@@ -48,7 +48,7 @@ class Order:
 
 
 def build(order: Order) -> None:
-    """Exports and builds (or finds in the cache) the engine files of ``order``, and prints what they hold.
+    """Export and build (or find in the cache) the engine files of ``order``, and print what they hold.
 
     ValueError for what TensorRT cannot do, BuildError with its own words, KeyboardInterrupt after Ctrl-C.
     """

@@ -32,7 +32,7 @@ def logs_folder() -> Path:
 
 
 def show_requests(folder: Path, log_format: LogFormat, write: Callable[[str], object]) -> None:
-    """From now on, gives ``write`` a line for each request, as long as this process runs."""
+    """From now on, give ``write`` a line for each request, as long as this process runs."""
     follower = Follower(folder)
 
     def run() -> None:
@@ -89,8 +89,7 @@ class Follower:
 
 
 def format_line(line: str, log_format: LogFormat) -> str:
-    """Return what to show of a line of log; nothing for a good answer of ``GET /health``, for which nobody
-    looks at a console."""
+    """Return what to show of a log line; empty for a successful ``GET /health``."""
     try:
         record: dict[str, Any] = json.loads(line)
     except json.JSONDecodeError:  # two processes wrote at once

@@ -26,7 +26,7 @@ Counts = Mapping[str, Mapping[str, int]]
 
 
 def print_status(url: str, api_key: str, metrics_url: str, *, as_json: bool = False) -> bool:
-    """Print a line for each model, or one JSON object; returns whether all of them are ready.
+    """Print a line for each model, or one JSON object; return whether all of them are ready.
 
     Without ``url`` it is the server that runs here. ValueError if that is not clear; httpx's errors if nobody answers.
     """
