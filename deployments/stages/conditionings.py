@@ -30,10 +30,10 @@ class Names:
 
     @classmethod
     def of(cls, request: MediaRequest, pictures: SentPictures) -> Self:
-        fields = replace(request, request_id="", preview_steps=())
-        fields = replace(fields, service_tier="default", deadline_s=None, waited_s=0.0, weight=1.0)
+        relevant = replace(request, request_id="", preview_steps=())
+        relevant = replace(relevant, service_tier="default", deadline_s=None, waited_s=0.0, weight=1.0)
         picture_digest = _digest(pictures)
-        texts = (repr(replace(fields, seed=0)), repr(fields))
+        texts = (repr(replace(relevant, seed=0)), repr(relevant))
         unseeded, seeded = (hashlib.sha256(text.encode() + picture_digest).digest() for text in texts)
         return cls(unseeded=b"unseeded" + unseeded, seeded=b"seeded" + seeded)
 
