@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 NUM_ENCODINGS = 4
 """Pictures or clips that are encoded to files concurrently, during one decode."""
 
