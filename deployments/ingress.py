@@ -41,7 +41,7 @@ from pipelines.lora.source import named
 
 
 def make_cards(config: AppConfig) -> dict[str, ModelCard]:
-    """Returns what the served models say about themselves. Reads configuration files only, no weights."""
+    """Return what the served models say about themselves. Reads configuration files only, no weights."""
     cards: dict[str, ModelCard] = {}
     for model in config.models:
         checkpoint = Checkpoint.open(model.source, weights=False)
@@ -58,7 +58,7 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
 
 
 def own_names() -> tuple[str, ...]:
-    """Returns the names of this cluster's machines, and the one that the server listens at."""
+    """Return the names of this cluster's machines, and the one that the server listens at."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     machines = {socket.gethostname(), *(str(node["NodeManagerHostname"]) for node in nodes)}
     with ThreadPoolExecutor(1) as pool:  # Ray warns of calls that block an event loop
@@ -67,12 +67,12 @@ def own_names() -> tuple[str, ...]:
 
 
 def patience_for(config: DenoiserConfig) -> float:
-    """Returns how long a request waits for a gang: for one that may not be there yet, as long as a start may take."""
+    """Return how long a request waits for a gang: for one that may not be there yet, as long as a start may take."""
     return max(RECOVERY_DEADLINE_S, config.start_deadline_s) if config.starts_on_demand else RECOVERY_DEADLINE_S
 
 
 def names_on_demand(config: AppConfig, stages: Mapping[str, Mapping[str, DeploymentHandle[Any]]]) -> frozenset[str]:
-    """Returns the names of the deployments that may have no replica until a request asks for one."""
+    """Return the names of the deployments that may have no replica until a request asks for one."""
     scaled = ((model, stage, handle) for model in config.models for stage, handle in stages[model.name].items())
     return frozenset(
         handle.deployment_name for model, stage, handle in scaled if getattr(model, stage).starts_on_demand
@@ -89,8 +89,7 @@ def make_accounts(config: AppConfig, keeper: DeploymentHandle[Any] | None) -> Ac
 
 @serve.ingress()
 class Ingress:
-    """``stages`` maps model to stage to handle (Serve turns bound deployments into handles); ``keeper`` keeps account,
-    where keys have limits."""
+    """``stages`` maps model to stage to handle; ``keeper`` holds the accounts of limited keys."""
 
     def __init__(
         self,
@@ -125,7 +124,7 @@ class Ingress:
         )
 
     async def generate(self, prompt: str, **fields: Any) -> AsyncGenerator[StudioEvent]:
-        """Serves Python handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
+        """Serve Python handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
 
         Yields ``Queued``, ``Progress`` for every step, ``Preview`` if asked for (``partial_images``; clips always have
         some), and at last ``Media`` with the bytes. ``fields`` are those of the HTTP API, and ``kind`` (image or video)
@@ -140,11 +139,11 @@ class Ingress:
                 yield event
 
     async def metrics(self) -> Counted:
-        """Returns this replica's name, and what it has counted."""
+        """Return this replica's name and its metrics."""
         return counted_here()
 
     async def drain(self, grace_s: float) -> None:
-        """Ends with care: clips are queued again, new requests refused, and those under way have ``grace_s`` to end.
+        """End with care: clips are queued again, new requests refused, and those under way have ``grace_s`` to end.
 
         To be called on every replica before the application is deleted (``DeploymentHandle.broadcast``).
         """
