@@ -1,4 +1,4 @@
-"""Write docs/reference/models.md, and the table of models in README.md: what diffusers has blocks for, and what is known of it.
+"""Write docs/reference/models.md, and README's table of models: what diffusers has blocks for, and what is known of it.
 
 PYTHONPATH=. python .ci/models_document.py
 """
