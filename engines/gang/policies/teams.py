@@ -13,7 +13,7 @@ NO_LIMITS: Mapping[str, float] = MappingProxyType({})
 
 PAUSE_SHARE = 0.005
 """A running job is paused for others, rather than narrowed, only if that makes the predicted waits so much shorter.
-More costs the small ones much and helps the large ones little (``docs/scaling.md`` has the figures)."""
+More costs the small ones much and helps the large ones little (``docs/scale/policies.md`` has the figures)."""
 
 HYSTERESIS_SHARE = 0.02
 """Teams are changed only if that makes the predicted waits so much shorter."""
