@@ -1,4 +1,4 @@
-"""Write docs/models.md, and the table of models in README.md: what diffusers has blocks for, and what is known of it.
+"""Write docs/reference/models.md, and README's table of models: what diffusers has blocks for, and what is known of it.
 
 PYTHONPATH=. python .ci/models_document.py
 """
@@ -31,7 +31,7 @@ from pipelines.models.spec import LazyFunction
 from pipelines.modular import open_modular
 
 ROOT = Path(__file__).parents[1]
-OUT, README = ROOT / "docs" / "models.md", ROOT / "README.md"
+OUT, README = ROOT / "docs" / "reference" / "models.md", ROOT / "README.md"
 CONTEXT = ("ulysses", "ring", "allgather_kv", "hybrid")
 COLUMNS = (
     "pipeline",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 HEAD = """# Models
 
+For operators: which models are served, how are they divided, and what is proved of each?
+
 A pipeline is served if diffusers has *modular blocks* for it and they have one denoising loop, which may be over chunks
 of a clip that are denoised one after the other (Helios). Both tables are written by
 `PYTHONPATH=. python .ci/models_document.py` from what diffusers, the files in `pipelines/models/` and the published

@@ -28,7 +28,7 @@ def timings() -> dict[str, tuple[Path, ...]]:
 def timed(model: str) -> str:
     """Returns links to the newest report of each subject whose tables, title or commands name ``model``."""
     newest = (next((file for file in files if names(file.read_text(), model)), None) for files in timings().values())
-    return ", ".join(f"[{file.stem}](../benchmarks/reports/{file.name})" for file in newest if file is not None)
+    return ", ".join(f"[{file.stem}](../../benchmarks/reports/{file.name})" for file in newest if file is not None)
 
 
 def names(report: str, model: str) -> bool:

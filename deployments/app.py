@@ -10,7 +10,6 @@ from typing import Any
 from ray import serve
 from ray.serve.config import DEFAULT_METRICS_INTERVAL_S
 
-from deployments.accounts.deployment import AccountsReplica
 from deployments.config import ApiConfig, AppConfig, ModelConfig
 from deployments.forked_workers import Level, Pythons, worker_pythons
 from deployments.ingress import Ingress
@@ -22,6 +21,7 @@ from deployments.stages.devices import ALL_GPUS
 from deployments.stages.gang.denoiser import Denoiser
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
+from deployments.usage.keeper import AccountsReplica
 from engines.gang.ranks.placement import gang_bundles, gang_strategy
 
 HEALTH: dict[str, Any] = {
@@ -34,8 +34,7 @@ REPORTS_IN_A_LOOK_BACK = 3
 
 
 def build_app(args: AppConfig) -> serve.Application:
-    """Bind one ingress and, for each model, a text encoder, a denoiser (a gang a replica) and a decoder; and who keeps
-    account, if keys have limits."""
+    """Bind one ingress and, for each model, a text encoder, a denoiser (one gang a replica) and a decoder."""
     pythons = worker_pythons() if args.fork_workers else {}
     ingress = serve.deployment(
         name=INGRESS,
@@ -96,7 +95,7 @@ def _bind_stage(name: str, stage_class: Callable[..., Any], spec: StageSpec, pyt
 
 
 def _bind_denoiser(model: ModelConfig, pythons: Pythons) -> serve.Application:
-    """The deployment's placement group holds the gang: bundle 0 the replica, the rest a rank each."""
+    """Bind the gang to the placement group: bundle 0 the replica, the others one rank each."""
     config = model.denoiser
     deployment = serve.deployment(
         name=deployment_name("denoiser", model.name),
@@ -119,7 +118,7 @@ def _scale(num_replicas: int, autoscaling: AutoscalingConfig | None) -> dict[str
 
 
 def serve_autoscaling(config: AutoscalingConfig) -> dict[str, Any]:
-    """Returns what Serve calls ``autoscaling_config``.
+    """Return what Serve calls ``autoscaling_config``.
 
     Its controller hears of requests under way several times in a look-back, however short: it would count them as they
     were up to ten seconds ago. Ray 2.60 has environment variables that are to replace ``metrics_interval_s``, and uses

@@ -28,7 +28,7 @@ class OneThread(Generic[T]):
         self._asked: asyncio.Future[T] | None = None
 
     async def answer(self, within_s: float) -> T:
-        """Returns what the call that is under way does, or a new one. TimeoutError if that takes longer."""
+        """Return what the call that is under way does, or a new one. TimeoutError if that takes longer."""
         if self._asked is None or self._asked.done():
             self._asked = asyncio.ensure_future(asyncio.to_thread(self._call))
         async with asyncio.timeout(within_s):
@@ -36,7 +36,7 @@ class OneThread(Generic[T]):
 
 
 async def unless(work: Coroutine[Any, Any, T], end: Coroutine[Any, Any, None]) -> T:
-    """Returns what ``work`` does; if ``end`` returns first, ``work`` is cancelled and EndedError raised.
+    """Return what ``work`` does; if ``end`` returns first, ``work`` is cancelled and EndedError raised.
 
     Cancelling this call cancels both.
     """
@@ -52,7 +52,7 @@ async def unless(work: Coroutine[Any, Any, T], end: Coroutine[Any, Any, None]) -
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancels ``tasks`` and waits until they are over, whatever they end with."""
+    """Cancel ``tasks`` and waits until they are over, whatever they end with."""
     for task in tasks:
         task.cancel()
     with CancelScope(shield=True):  # a response's task group cancels its task not once, but until it is over
@@ -60,7 +60,7 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Returns what ``work`` does, however often this call is cancelled meanwhile: for cleaning up after that.
+    """Return what ``work`` does, however often this call is cancelled meanwhile: for cleaning up after that.
 
     Who cancels a request may do it again and again, until its task is over.
     """
@@ -73,7 +73,7 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def merge(*sources: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    """Yields the items of all ``sources``, which run side by side, as they come. No source waits for the consumer.
+    """Yield the items of all ``sources``, which run side by side, as they come. No source waits for the consumer.
 
     What the first source that fails raises is raised here. At the end, whatever it is, all sources are closed.
     """
@@ -105,7 +105,7 @@ async def merge(*sources: AsyncGenerator[T]) -> AsyncGenerator[T]:
 
 
 async def with_idle(events: AsyncGenerator[T], first_wait_s: float, wait_s: float) -> AsyncGenerator[T | None]:
-    """Yields ``events``, and a None whenever nothing came for ``wait_s`` (before the first event: ``first_wait_s``)."""
+    """Yield ``events``, and a None whenever nothing came for ``wait_s`` (before the first event: ``first_wait_s``)."""
     async with aclosing(events):
         timeout_s = first_wait_s
         coming = asyncio.ensure_future(next_or_none(events))
@@ -126,5 +126,5 @@ async def with_idle(events: AsyncGenerator[T], first_wait_s: float, wait_s: floa
 
 
 async def next_or_none(events: AsyncIterator[T]) -> T | None:
-    """Returns the next event, or None after the last."""
+    """Return the next event, or None after the last."""
     return await anext(events, None)

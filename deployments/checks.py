@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def check_positive(settings: object, *names: str, section: str = "") -> None:
-    """Raises ValueError unless the fields ``names`` are above 0 or None. ``section`` is where users write them."""
+    """Raise ValueError unless the fields ``names`` are above 0 or None. ``section`` is where users write them."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and not value > 0:

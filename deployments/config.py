@@ -129,7 +129,7 @@ class ApiConfig(ApiLimits, ClipLimits):
             )
 
     def part(self, limits: type[ApiLimits | ClipLimits]) -> dict[str, Any]:
-        """The fields that are those of ``limits``."""
+        """Return the fields of ``limits``."""
         return {field.name: getattr(self, field.name) for field in fields(limits)}
 
 
@@ -171,19 +171,19 @@ class ServeConfig(_Config):
         return self.applications[0].args
 
     def with_data_dir(self, data_dir: Path) -> Self:
-        """The same, with jobs and files kept in ``data_dir``."""
+        """Return a copy that stores jobs and files in ``data_dir``."""
         document = self.model_dump()
         document["applications"][0]["args"]["api"]["data_dir"] = data_dir
         return self.model_validate(document)
 
     def with_metrics(self, port: int | None) -> Self:
-        """The same with its metrics on another port, or without them."""
+        """Return a copy with metrics on ``port``, or without metrics."""
         document = self.model_dump()
         document["applications"][0]["args"]["metrics"]["port"] = port
         return self.model_validate(document)
 
     def with_http(self, **options: Any) -> Self:
-        """The same with other ``http_options``; ``port=0`` takes any free port."""
+        """Return a copy with other ``http_options``; ``port=0`` takes any free port."""
         return self.model_validate(self.model_dump() | {"http_options": self.http_options.model_dump() | options})
 
 

@@ -16,10 +16,6 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.accounts.deployment import DeployedKeeper
-from deployments.accounts.interface import Accounts
-from deployments.accounts.own import OwnAccounts
-from deployments.accounts.shared import SharedAccounts
 from deployments.api.app import create_api
 from deployments.api.drain import Drain
 from deployments.api.settings import ApiLimits, ApiSettings
@@ -34,17 +30,18 @@ from deployments.settings import Settings
 from deployments.stages.config import DenoiserConfig
 from deployments.studio.flow import DeployedStudio, QueueLimits
 from deployments.studio.interface import ModelCard, StudioEvent
-from deployments.studio.metered import MeteredStudio
 from deployments.studio.readiness import Readiness
 from deployments.studio.retries import RECOVERY_DEADLINE_S
 from deployments.studio.run import StageHandles
+from deployments.usage.accounts import Accounts
+from deployments.usage.keeper import DeployedKeeper
 from pipelines.checkpoint import Checkpoint
 from pipelines.directory import changed_at_s
 from pipelines.lora.source import named
 
 
 def make_cards(config: AppConfig) -> dict[str, ModelCard]:
-    """Returns what the served models say about themselves. Reads configuration files only, no weights."""
+    """Return what the served models say about themselves. Reads configuration files only, no weights."""
     cards: dict[str, ModelCard] = {}
     for model in config.models:
         checkpoint = Checkpoint.open(model.source, weights=False)
@@ -61,7 +58,7 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
 
 
 def own_names() -> tuple[str, ...]:
-    """Returns the names of this cluster's machines, and the one that the server listens at."""
+    """Return the names of this cluster's machines, and the one that the server listens at."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     machines = {socket.gethostname(), *(str(node["NodeManagerHostname"]) for node in nodes)}
     with ThreadPoolExecutor(1) as pool:  # Ray warns of calls that block an event loop
@@ -70,12 +67,12 @@ def own_names() -> tuple[str, ...]:
 
 
 def patience_for(config: DenoiserConfig) -> float:
-    """Returns how long a request waits for a gang: for one that may not be there yet, as long as a start may take."""
+    """Return how long a request waits for a gang: for one that may not be there yet, as long as a start may take."""
     return max(RECOVERY_DEADLINE_S, config.start_deadline_s) if config.starts_on_demand else RECOVERY_DEADLINE_S
 
 
 def names_on_demand(config: AppConfig, stages: Mapping[str, Mapping[str, DeploymentHandle[Any]]]) -> frozenset[str]:
-    """Returns the names of the deployments that may have no replica until a request asks for one."""
+    """Return the names of the deployments that may have no replica until a request asks for one."""
     scaled = ((model, stage, handle) for model in config.models for stage, handle in stages[model.name].items())
     return frozenset(
         handle.deployment_name for model, stage, handle in scaled if getattr(model, stage).starts_on_demand
@@ -83,17 +80,16 @@ def names_on_demand(config: AppConfig, stages: Mapping[str, Mapping[str, Deploym
 
 
 def make_accounts(config: AppConfig, keeper: DeploymentHandle[Any] | None) -> Accounts:
-    """Returns the accounts of keys: of this replica alone, unless there is a keeper for all."""
+    """Return the accounts of keys, which all replicas share if there is a ``keeper``."""
     if keeper is None:
-        return OwnAccounts(config.api.key_limits)
-    holder = serve.get_replica_context().replica_id.unique_id
-    return SharedAccounts(config.api.key_limits, DeployedKeeper(keeper), holder)
+        return Accounts(config.api.key_limits)
+    replica = serve.get_replica_context().replica_id.unique_id
+    return Accounts(config.api.key_limits, DeployedKeeper(keeper), replica)
 
 
 @serve.ingress()
 class Ingress:
-    """``stages`` maps model to stage to handle (Serve turns bound deployments into handles); ``keeper`` keeps account,
-    where keys have limits."""
+    """``stages`` maps model to stage to handle; ``keeper`` holds the accounts of limited keys."""
 
     def __init__(
         self,
@@ -120,8 +116,7 @@ class Ingress:
             model.name: QueueLimits(max_jobs=model.max_jobs, max_wait_s=model.denoiser.max_wait_s)
             for model in config.models
         }
-        deployed = DeployedStudio(cards, handles, readiness, patience_s, self._accounts, limits)
-        self._studio, self._spending = MeteredStudio(deployed, self._accounts), deployed.spending
+        self._studio = DeployedStudio(cards, handles, readiness, patience_s, self._accounts, limits)
         self._clips = Clips(self._studio, self._clip_settings())
         self._drain = Drain()
         self._exposition = Exposition(
@@ -129,7 +124,7 @@ class Ingress:
         )
 
     async def generate(self, prompt: str, **fields: Any) -> AsyncGenerator[StudioEvent]:
-        """Serves Python handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
+        """Serve Python handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
 
         Yields ``Queued``, ``Progress`` for every step, ``Preview`` if asked for (``partial_images``; clips always have
         some), and at last ``Media`` with the bytes. ``fields`` are those of the HTTP API, and ``kind`` (image or video)
@@ -144,15 +139,15 @@ class Ingress:
                 yield event
 
     async def metrics(self) -> Counted:
-        """Returns this replica's name, and what it has counted."""
+        """Return this replica's name and its metrics."""
         return counted_here()
 
     async def drain(self, grace_s: float) -> None:
-        """Ends with care: clips are queued again, new requests refused, and those under way have ``grace_s`` to end.
+        """End with care: clips are queued again, new requests refused, and those under way have ``grace_s`` to end.
 
         To be called on every replica before the application is deleted (``DeploymentHandle.broadcast``).
         """
-        self._spending.stop()
+        self._studio.meter.stop()
         draining = asyncio.create_task(self._drain.finish(grace_s))
         await self._clips.stop()
         await draining

@@ -1,5 +1,4 @@
-"""Names of the application and its deployments, as Serve, its metrics and its logs show them, of its package, and of
-where it listens."""
+"""Names of the application, its deployments, its package and its addresses."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ STAGES = {"text_encoder": "TextEncoder", "denoiser": "Denoiser", "decoder": "Vae
 CODEC = "Codec"
 """How the name of a deployment begins that is a model's text encoder and its decoder."""
 LOOPBACK_OF = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Any-addresses, and where this machine reaches who listens there."""
+"""Maps wildcard bind addresses to loopback addresses that clients can use."""
 
 
 def deployment_name(stage: str, model: str) -> str:
@@ -29,7 +28,7 @@ def deployment_name(stage: str, model: str) -> str:
 
 
 def url_at(host: str, port: int) -> str:
-    """Returns the URL, without a path, at which this machine reaches who listens on ``host``, a name or an address."""
+    """Return the URL, without a path, at which this machine reaches who listens on ``host``, a name or an address."""
     reached = LOOPBACK_OF.get(host, host)
     return f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
 

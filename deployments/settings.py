@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from deployments.keys import KeyRing, read_keys
+from deployments.usage.api_keys import KeyRing, read_keys
 
 PREFIX = "TROUPE_"
 
@@ -32,7 +32,7 @@ class Settings(BaseSettings):
     database_url: str = ""
 
     def key_ring(self) -> KeyRing:
-        """Returns the accepted keys. ValueError if there is none where one was announced."""
+        """Return the accepted keys. ValueError if there is none where one was announced."""
         text = self.api_keys.get_secret_value()
         keys = [key.strip() for key in text.split(",") if key.strip()]
         if text and not keys:
@@ -40,7 +40,7 @@ class Settings(BaseSettings):
         return KeyRing(keys, self.api_keys_file)
 
     def own_key(self, file: Path | None) -> str:
-        """Returns the key to send: the one in ``file``, else ``TROUPE_API_KEY``. ValueError if the file has several."""
+        """Return the key to send: the one in ``file``, else ``TROUPE_API_KEY``. ValueError if the file has several."""
         if file is None:
             return self.api_key.get_secret_value().strip()
         keys = read_keys(file)
@@ -61,19 +61,19 @@ ON_ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 def set_defaults(variables: Mapping[str, str]) -> None:
-    """Sets those that this process has not, for itself and all that it starts."""
+    """Set those that this process has not, for itself and all that it starts."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
 def process_environment() -> dict[str, str]:
-    """Returns a copy of all variables of this process, for what must pass some of them on."""
+    """Return a copy of all variables of this process, for what must pass some of them on."""
     return dict(os.environ)
 
 
 @contextmanager
 def variables_set(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Sets ``variables`` inside the block (None unsets one), for this process and all that it starts."""
+    """Set ``variables`` inside the block (None unsets one), for this process and all that it starts."""
     before = {name: os.environ.get(name) for name in variables}
     try:
         _set(variables)
@@ -92,7 +92,7 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def settings_unset() -> Iterator[None]:
-    """Unsets all ``TROUPE_*`` variables inside the block: for an application that is nobody's but the block's.
+    """Unset all ``TROUPE_*`` variables inside the block: for an application that is nobody's but the block's.
 
     With the server's own it would ask for keys that nobody gave it, and take clips from the database.
     """

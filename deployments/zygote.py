@@ -191,7 +191,7 @@ class Zygote:
                 connection.close()
 
     def _lose_shim(self, connection: socket.socket) -> None:
-        """A worker dies with its shim, which Ray takes for the worker until it has heard of it."""
+        """Kill the worker of a shim that ended: Ray takes the shim for the worker."""
         self._selector.unregister(connection)
         for pid, held in self._workers.items():
             if held is connection:

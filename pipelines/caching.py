@@ -1,9 +1,9 @@
-"""Steps of a job that make no forward: which they are, by the number of steps alone.
+"""Steps that skip their forwards and reuse the previous prediction, chosen by the number of steps alone.
 
-Predictions change much in a job's first steps, when the picture is laid out, and little from step to step later
-(``benchmarks/step_cache.py`` measures it). A step may then take what the step before it predicted: with a fixed pattern
-as in FORA (Selvaraju et al. 2024, arXiv:2407.01425), and of the last layer alone, as TaylorSeer's lite form (Liu et al.
-2025, arXiv:2503.06923) does at order 0. Since nothing but numbers decides, all ranks of a gang decide alike.
+Predictions change much in the first steps and little from step to step later (``benchmarks/step_cache.py`` measures
+it). A later step may reuse the previous prediction: in a fixed pattern as in FORA (Selvaraju et al. 2024,
+arXiv:2407.01425), of the last layer alone, as TaylorSeer's lite form (Liu et al. 2025, arXiv:2503.06923) at order 0.
+The pattern depends on numbers only, so all ranks of a gang agree.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Literal
 CacheMode = Literal["off", "conservative", "fast"]
 
 MIN_STEPS = 10
-"""With fewer steps, each of them differs too much from the one before it."""
+"""With fewer steps, consecutive predictions differ too much."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachePattern:
-    """``first_share`` of the steps are computed, and the last one. In between, one is after each ``num_skipped``."""
+    """Compute the first ``first_share`` of the steps and the last one; in between, one after each ``num_skipped``."""
 
     first_share: float
     num_skipped: int
 
     def computes(self, step: int, num_steps: int) -> bool:
-        """Returns whether ``step``, counted from 0, makes forwards."""
+        """Return whether ``step``, counted from 0, makes forwards."""
         after_first = step - math.ceil(self.first_share * num_steps)
         is_in_turn = after_first % (self.num_skipped + 1) == self.num_skipped
         return after_first < 0 or is_in_turn or step == num_steps - 1
@@ -40,7 +40,7 @@ PATTERNS: Mapping[CacheMode, CachePattern] = {
 
 
 def computed_steps(mode: CacheMode, num_steps: int) -> tuple[bool, ...]:
-    """Returns, for each of ``num_steps``, whether it makes forwards. ValueError for too few steps."""
+    """Return, for each of ``num_steps``, whether it makes forwards. ValueError for too few steps."""
     if mode == "off":
         return (True,) * num_steps
     if num_steps < MIN_STEPS:

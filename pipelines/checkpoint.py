@@ -1,4 +1,4 @@
-"""One noun for a checkpoint: a diffusers directory, what is known of its transformer, where parts are loaded to."""
+"""A checkpoint: a diffusers directory, the spec of its transformer, and the device its parts are loaded onto."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipelines.schedules import with_schedule
 from pipelines.single_file import split_source
 from pipelines.size import Size
 
-if TYPE_CHECKING:  # who reads defaults alone does without torch
+if TYPE_CHECKING:  # reading defaults must not import torch
     import torch
 
     from pipelines.blocks.decoder import BlocksDecoder
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoint:
-    """Parts are loaded onto ``device`` ("meta": shapes alone) and in ``dtype``, when they are asked for.
+    """Load a model's parts on demand onto ``device`` ("meta": shapes only) and in ``dtype``.
 
-    "auto" is bfloat16 on a GPU and float32 on the CPU. ``loras`` are adapters of its transformers. The transformer's
-    weights are those of ``file``, if there is one, and not those in ``path``. Raises ValueError where ``path`` is not a
-    diffusers directory of a known transformer.
+    "auto" is bfloat16 on a GPU and float32 on the CPU. ``loras`` are adapters of the transformers. If there is a
+    ``file``, it replaces the transformer's weights in ``path``. ValueError if ``path`` is not a diffusers directory of
+    a supported transformer.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Checkpoint:
         weights: bool = True,
         loras: Iterable[LoraSource] = (),
     ) -> Checkpoint:
-        """What ``source`` names: a folder, a shipped checkpoint, or a hub id, downloaded if it is not there; or a file
-        with one of these (``FILE.safetensors@BASE``).
+        """Open a folder, a shipped checkpoint, a hub id (downloaded if need be), or ``FILE.safetensors@BASE``.
 
-        Without ``weights`` for who reads configurations alone. ValueError says what was tried.
+        ``weights=False`` skips the download of weights, for callers that read configurations only. ValueError names the
+        attempts.
         """
         file, _ = split_source(source)
         return cls(resolve_path(source, weights=weights), device, dtype, loras, file)
@@ -77,7 +77,7 @@ class Checkpoint:
     def of_configuration(
         cls, source: str, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto"
     ) -> Checkpoint:
-        """Opens it without weights, which need not be anywhere: a published model's name will do."""
+        """Open a checkpoint without weights; the name of a published model is enough."""
         return cls(resolve_configuration(source), device, dtype)
 
     @cached_property
@@ -92,24 +92,24 @@ class Checkpoint:
 
     @cached_property
     def defaults(self) -> Defaults:
-        """The model's, the scheduler's and the folder's own. Read without torch."""
+        """The defaults of the model, the scheduler and the folder. Reading them does not import torch."""
         return with_own_defaults(self.path, with_schedule(self.path, self.spec.defaults(self.path)))
 
     def eager_only(self, *, is_split: bool) -> str:
-        """Which class its transformer is of, and why its forward becomes no graph outside torch; empty if it does.
+        """Return the transformer's class and why only torch can run its forward; empty if it can be exported.
 
-        ``is_split``: ranks share the tokens.
+        ``is_split``: the ranks share the tokens.
         """
         reason = self.spec.eager_only or (self.spec.eager_split if is_split else "")
         return f"{transformer_class(self.path)} {reason}" if reason else ""
 
     @cached_property
     def description(self) -> Description:
-        """What the directory says of the model to people. ValueError if that cannot be."""
+        """The directory's description of the model. ValueError if it is invalid."""
         return read_description(self.path, self.defaults)
 
     def num_steps(self, request: MediaRequest) -> int:
-        """How many steps ``request`` takes: a picture to paint over spares some. Told without torch."""
+        """Return the number of steps of ``request``; painting over a picture takes fewer. Does not import torch."""
         return self.defaults.num_steps_of(request)
 
     def text_encoder(self, *, compiled: bool = False) -> BlocksEncoder:
@@ -119,14 +119,16 @@ class Checkpoint:
         return BlocksEncoder(self._opened, defaults.max_tokens, fits_pictures=defaults.fits_pictures, compiled=compiled)
 
     def sampler(self) -> BlocksSampler:
-        """The same one at every call."""
+        """Return the sampler, the same object at every call."""
         return self._sampler
 
     def decoder(
         self, *, compiled: bool = False, memory_bytes: int | None = None, others: Sequence[str] = ()
     ) -> BlocksDecoder:
-        """ValueError if this model's cannot be compiled, kept within ``memory_bytes``, or divided with ``others``,
-        which are further devices."""
+        """Return a decoder; ``others`` are further devices.
+
+        ValueError if this model's decoder cannot be compiled, limited to ``memory_bytes``, or split across devices.
+        """
         import torch
 
         from pipelines.blocks.decoder import BlocksDecoder
@@ -135,9 +137,9 @@ class Checkpoint:
         return BlocksDecoder(self._opened, compiled=compiled, memory_bytes=memory_bytes, others=devices)
 
     def denoiser(self, *, sliced: bool = False, typical: MediaRequest | None = None) -> DenoiserModel:
-        """The transformers. ``typical`` says what most steps will be like: an "auto" strategy is chosen for it.
+        """Return the transformers. An "auto" strategy is chosen for steps like those of ``typical``.
 
-        If ``sliced``, no weight is read yet: an engine reads its rank's share from the files, for a model that fits no
+        If ``sliced``, no weight is read yet: each rank reads its share from the files. This suits models that fit no
         single device.
         """
         model = self._without_weights() if sliced else self._as_denoiser(self._opened.load_part)
@@ -150,45 +152,46 @@ class Checkpoint:
         return replace(model, typical_lengths=model.stream_lengths(self.first_step(typical)[0].arguments))
 
     def outline(self) -> DenoiserModel:
-        """The transformers by their configuration alone, weights unset: for exports, under fake tensors."""
+        """Return the transformers without weight values, from the configuration, for exports under fake tensors."""
         return self._as_denoiser(self._opened.outline)
 
     def weightless(self) -> DenoiserModel:
-        """The transformers by their configuration, parameters on "meta". Buffers are there: they are in no file."""
+        """Return the transformers with parameters on "meta". Buffers have values: no file holds them."""
         from accelerate import init_empty_weights  # type: ignore[import-untyped]
 
         with init_empty_weights():
             return self.outline()
 
     def weights_bytes(self) -> int:
-        """What the transformers' weights take in memory, whole; from the configuration alone."""
+        """Return the memory of all transformers' weights in bytes, from the configuration alone."""
         modules = self.weightless().modules.values()
         return sum(weight.nbytes for module in modules for weight in module.parameters())
 
     def first_step(self, request: MediaRequest) -> tuple[Branch, ...]:
-        """The branches of the first step of ``request``, with blank prompts. ValueError outside the model's limits."""
+        """Return the branches of the first step of ``request``, with blank prompts. ValueError outside the limits."""
         return self._sampler.branches(self._begun(request, self.defaults.max_tokens))
 
     def largest_step(self, request: MediaRequest) -> tuple[Branch, ...]:
-        """The same of its last step, where steps grow on the way."""
+        """Return the branches of the last step of ``request``, the largest one where steps grow."""
         return self._sampler.kinds(self._begun(request, self.defaults.max_tokens))[-1]
 
     def first_latents(self, request: MediaRequest) -> Mapping[str, Any]:
-        """What a decoder would get of ``request`` before its first step; of a clip that is made in chunks, the first.
+        """Return the decoder's input before the first step of ``request``; for a clip in chunks, that of the first
+        chunk.
 
         ValueError outside the model's limits.
         """
         return self._sampler.preview(self._begun(request, self.defaults.max_tokens))
 
     def footprint(self, request: MediaRequest) -> Footprint:
-        """What encoder and decoder take for ``request``. The checkpoint is to be opened on "meta"."""
+        """Return the memory and work of encoder and decoder for ``request``. Open the checkpoint on "meta" for this."""
         from pipelines.blocks.footprint import footprint
 
         latents = self.first_latents(request) if self.spec.has_known_conditioning else None
         return footprint(self._opened, self._opened.max_tokens(self.defaults.max_tokens), latents)
 
     def typical_step(self) -> tuple[Branch, ...]:
-        """The branches of a step of the model's default request; none where ``first_steps`` are not known."""
+        """Return the branches of a step of the default request; none if the conditioning is unknown."""
         if not self.spec.has_known_conditioning:
             return ()
         return self.first_step(self.defaults.request())
@@ -196,11 +199,10 @@ class Checkpoint:
     def first_steps(
         self, sizes: Iterable[Size], modules: Iterable[str], *, fills_prompts: bool = False
     ) -> tuple[tuple[Branch, ...], ...]:
-        """A step of each size, with the model's usual number of branches, for each of its ``modules``, in order.
+        """Return a step for each size and each of ``modules``, in order, with the model's usual number of branches.
 
-        Where steps grow on the way, one of each kind; where prompts have windows, of short prompts as well, as where
-        the engine ``fills_prompts`` up. None where a step cannot be known before a request
-        (``ModelSpec.blank_conditioning``).
+        If steps grow, there is one of each kind. Models with prompt windows, or engines that pad (``fills_prompts``),
+        add short prompts. Empty if conditioning is unknown before a request (``ModelSpec.blank_conditioning``).
         """
         if not self.spec.has_known_conditioning:
             logger.info("nothing is prepared before the first request: %s is not known here", self.spec.family)
@@ -213,7 +215,7 @@ class Checkpoint:
         return tuple(tuple(replace(branch, module=name) for branch in step) for step in steps for name in names)
 
     def _begun(self, request: MediaRequest, num_tokens: int) -> BlocksState:
-        """``request`` before its first step, with blank prompts of as many tokens."""
+        """Return the state of ``request`` before its first step, with blank prompts of ``num_tokens``."""
         from pipelines.blocks.blank import blank_conditioning
 
         self.defaults.check(request)

@@ -27,7 +27,7 @@ QUANTIZATION = "quantization_config"
 PATH = "pretrained_model_name_or_path"
 NUM_SHOWN = 5
 READS = (Tensor.item, Tensor.__float__, Tensor.tolist)
-"""How a translation turns a tensor, such as an alpha, into a number."""
+"""Methods by which a translation reads a tensor, such as an alpha, as a number."""
 
 
 def load_folder(spec: Any, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
@@ -167,7 +167,7 @@ def _dequantised(folder: Path, dtype: torch.dtype) -> dict[str, Tensor] | None:
 
 
 class TrackedTensor(Tensor):
-    """A tensor that knows the keys it was made of: libraries leave out keys that they do not know, without a warning.
+    """A tensor that records its source keys: libraries drop unknown keys without a warning.
 
     ``numbers`` are the keys whose values were read as numbers.
     """
@@ -205,7 +205,7 @@ def track(tensors: Mapping[str, Tensor], numbers: set[str]) -> dict[str, Tensor]
 
 
 def sources_of(tensor: Any) -> frozenset[str]:
-    """Return the keys that ``tensor`` was made of."""
+    """Return the source keys of ``tensor``."""
     return tensor.sources if isinstance(tensor, TrackedTensor) and hasattr(tensor, "sources") else frozenset()
 
 

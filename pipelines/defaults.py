@@ -1,4 +1,4 @@
-"""What a model does when nobody says otherwise, and what may be asked of it: the one place with such rules."""
+"""Defaults and limits of a model's requests: the only place with such rules."""
 
 from __future__ import annotations
 
@@ -16,29 +16,13 @@ PICTURES = ("picture", "pictures")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Defaults:
-    """Sizes in pixels, frames per second, steps, scales, and the limits of sizes, frames and steps.
-
-    A request brings ``min_pictures`` to ``max_pictures`` along, with a mask or a strength where the model takes them
-    (``needs_mask``: always a mask). ``strength`` is what it is if none is said; with ``strength_needs_mask`` there is
-    none without a mask. It leaves that share of the steps, rounded up, or down with ``rounds_steps_down``.
-    With ``fits_pictures`` pictures are cut to the request's size, where the pipeline's own blocks would bring them to
-    sizes that this model does not know; with ``enlarges_pictures`` a small one asks for as many pixels as a large one.
-    With ``describes_pictures`` a prompt may be empty: the model makes its own from the picture.
-    A picture is taken apart into ``num_layers`` with opacity, at most ``max_layers`` (0: it is opaque and whole).
-    Clips of models that ``make_sound`` have one, unless the request wants none.
-    Each step of a request takes ``solver_order`` forwards of a branch, and all of them ``extra_steps`` more (or fewer).
-    ``guidance_offset`` is what clients' ``guidance_scale`` lacks to be a ``true_cfg_scale``: 1 where diffusers and the
-    model's page count guidance from the prompt's own prediction, of which 0 is none.
-    ``max_tokens`` of a prompt reach the model (0: as its pipeline says). Sides are ``min_side`` pixels at least.
-    Clips are made in chunks of ``frames_per_chunk`` (0: as a whole), with all steps for each, and ``first_chunk_steps``
-    times as many for the first.
-    A model of clips with a ``picture_width`` makes single pictures as well, of that size unless the request says
-    another; what else holds for them, ``of`` says.
-    Each ``check`` raises ValueError for what the model cannot do; the message says what was given and what is allowed.
+    """Default settings and limits of a model's requests. Each ``check`` raises ValueError with the given and allowed
+    values.
     """
 
     kind: MediaKind
     width: int
+    """Pixels, as are all sizes here."""
     height: int
     num_frames: int
     fps: int
@@ -46,6 +30,7 @@ class Defaults:
     guidance_scale: float
     true_cfg_scale: float
     guidance_offset: float = 0.0
+    """Difference of ``true_cfg_scale`` and clients' ``guidance_scale``: 1 where a scale of 0 means no guidance."""
     size_multiple: int
     frame_multiple: int
     max_pixels: int
@@ -54,44 +39,59 @@ class Defaults:
     max_pictures: int = 0
     min_pictures: int = 0
     takes_mask: bool = False
+    """Requests may have a mask with their picture; with ``needs_mask`` they must."""
     needs_mask: bool = False
     takes_strength: bool = False
     strength: float = 1.0
+    """Default strength: the share of the steps to run, rounded up, or down with ``rounds_steps_down``."""
     strength_needs_mask: bool = False
+    """Strength is allowed only with a mask."""
     rounds_steps_down: bool = False
     fits_pictures: bool = False
+    """Crop pictures to the request's size; the pipeline's blocks would resize them to sizes unknown to this model."""
     enlarges_pictures: bool = False
+    """A small picture requests as many pixels as a large one."""
     describes_pictures: bool = False
+    """The prompt may be empty: the model writes one from the picture."""
     num_layers: int = 0
+    """Default number of layers with opacity that a picture is split into, at most ``max_layers`` (0: one opaque
+    picture).
+    """
     max_layers: int = 0
     make_sound: bool = False
+    """Clips have sound unless the request disables it."""
     max_tokens: int = 0
+    """Prompt tokens that reach the model (0: the pipeline's own limit)."""
     solver_order: int = 1
+    """Forwards of a branch in each step."""
     extra_steps: int = 0
+    """Forwards added to (or subtracted from) those of all steps."""
     min_steps: int = 1
     min_side: int = 1
     min_frames: int = 1
     frames_per_chunk: int = 0
+    """Clips are made in chunks of so many frames (0: whole), each with all steps."""
     first_chunk_steps: int = 1
+    """Factor on the number of steps of the first chunk."""
     picture_width: int = 0
+    """A model of clips with this width also makes pictures, of this default size (see ``of``)."""
     picture_height: int = 0
 
     @property
     def kinds(self) -> tuple[MediaKind, ...]:
-        """What the model makes, its own kind first."""
+        """The kinds of media that the model makes, its primary kind first."""
         return ("video", "image") if self.kind == "video" and self.picture_width else (self.kind,)
 
     @property
     def edits(self) -> bool:
-        """Whether a picture that comes along is changed as the words say. False where words alone are taken, where it
-        is painted over by the strength of noise, and where it is taken apart."""
+        """True if the prompt edits the input picture; False without pictures, with noise strength, or for layers."""
         paints_over = self.takes_strength and not self.strength_needs_mask
         return self.max_pictures > 0 and not paints_over and not self.max_layers
 
     def of(self, kind: MediaKind) -> Defaults:
-        """What holds for requests of ``kind``. A model of clips makes pictures of one frame, of words alone.
+        """Return the defaults for requests of ``kind``. A clip model makes single-frame pictures from prompts only.
 
-        ValueError if the model does not make it.
+        ValueError if the model does not make this kind.
         """
         if kind == self.kind:
             return self
@@ -105,8 +105,7 @@ class Defaults:
         return replace(self, kind=kind, **changes)
 
     def request(self, size: Size | None = None, **changes: Any) -> MediaRequest:
-        """The request of somebody who says no more than ``size`` and ``changes`` (fields of ``MediaRequest``), and
-        brings as many pictures as the model needs.
+        """Return the default request with ``size``, ``changes`` (fields of ``MediaRequest``) and the required pictures.
 
         ValueError outside the model's limits.
         """
@@ -133,7 +132,7 @@ class Defaults:
         return request
 
     def check(self, request: MediaRequest) -> None:
-        """Looks at all of it, also at a picture of a model that makes clips and pictures."""
+        """Check all settings, including a picture of a model that makes clips and pictures."""
         if request.kind != self.kind:
             self.of(request.kind).check(request)
             return
@@ -149,12 +148,12 @@ class Defaults:
         self._size_limits.check(width, height)
 
     def nearest_size(self, width: float, height: float) -> Size:
-        """Returns a size of about this shape that passes ``check_size``."""
+        """Return a size of about this shape that passes ``check_size``."""
         return self._size_limits.nearest(width, height)
 
     @property
     def _size_limits(self) -> SizeLimits:
-        """What a picture's file holds depends on its format, which is looked at elsewhere: a clip is an MP4."""
+        """Limits of sizes. A clip is an MP4; the limits of picture formats are checked elsewhere."""
         return SizeLimits(
             multiple=self.size_multiple,
             max_pixels=self.max_pixels,
@@ -196,9 +195,9 @@ class Defaults:
             raise ValueError("generate_sound is true, and num_frames is 1; a picture has no sound")
 
     def num_steps_of(self, request: MediaRequest) -> int:
-        """Returns as many as were asked for, for each chunk; where a picture is painted over, the last of them.
+        """Return the requested steps, times the number of chunks; with strength, only the last part of them.
 
-        The arithmetic is that of diffusers' image-to-image blocks, whose rounding decides.
+        The arithmetic follows diffusers' image-to-image blocks, including their rounding.
         """
         if request.kind != self.kind:
             return self.of(request.kind).num_steps_of(request)
@@ -210,7 +209,7 @@ class Defaults:
         return asked * self.solver_order + self.extra_steps if asked else 0
 
     def strength_of(self, request: MediaRequest) -> float | None:
-        """Returns how much of its picture ``request`` paints anew; None where all begins with noise."""
+        """Return the share of its picture that ``request`` repaints; None if it starts from noise."""
         if not self._may_have_strength(request):
             return None
         return self.strength if request.strength is None else request.strength
@@ -245,7 +244,7 @@ class Defaults:
 
 
 def check_frames(num_frames: int, multiple: int, max_frames: int | None = None) -> None:
-    """ValueError unless it is one frame, and then as many as a whole number of latent frames stands for."""
+    """Raise ValueError unless ``num_frames`` is 1 plus a multiple of ``multiple``."""
     if num_frames < 1 or (num_frames - 1) % multiple:
         near = 1 + max(0, round((num_frames - 1) / multiple)) * multiple
         if max_frames is not None:
@@ -254,5 +253,5 @@ def check_frames(num_frames: int, multiple: int, max_frames: int | None = None) 
 
 
 def largest_num_frames(max_frames: int, multiple: int) -> int:
-    """Returns the most frames, up to ``max_frames``, that are 1 + a multiple of ``multiple``."""
+    """Return the most frames, up to ``max_frames``, that are 1 + a multiple of ``multiple``."""
     return 1 + (max_frames - 1) // multiple * multiple

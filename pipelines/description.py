@@ -1,7 +1,7 @@
-"""What a model draws, for whoever chooses among models: words, good sizes, prompts to begin with.
+"""A model's description for its users: text, good sizes, example prompts.
 
-A directory says it in its ``troupe.json`` under the key ``card``, with the keys of ``Description``. All are optional;
-an unknown key is an error. Text and prompts that it lacks come from what the model takes and makes.
+It stands in ``troupe.json`` under the key ``card``, with the keys of ``Description``. All are optional; an unknown key
+is an error. Missing text and prompts are derived from the model's defaults.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ RATIOS = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Description:
-    """``text`` says what it draws, ``sizes`` for which WIDTHxHEIGHT it was made; ``prompts`` are examples."""
+    """A model's ``text``, the sizes (WIDTHxHEIGHT) it was trained for, and example ``prompts``."""
 
     text: str = ""
     sizes: tuple[str, ...] = ()
     prompts: tuple[str, ...] = ()
 
     def sizes_within(self, defaults: Defaults) -> tuple[str, ...]:
-        """Returns its sizes, or without any the default one and common shapes of as many pixels. All can be made."""
+        """Return its sizes, or else the default size and common shapes of as many pixels. All are valid."""
         if self.sizes:
             return self.sizes
         num_pixels = defaults.width * defaults.height
@@ -52,11 +52,11 @@ MOVING_SCENES = (
 CHANGES = ("make it a watercolour painting", "put a snowy mountain behind it", "make it night")
 MOTIONS = ("the camera moves slowly closer", "wind moves hair and leaves", "everything begins to move")
 FILLINGS = ("a vase of sunflowers", "an empty wooden table", "a sleeping cat")
-"""Example prompts for words alone, for a picture to change, for one that begins a clip, and for a masked area."""
+"""Example prompts for text, for editing a picture, for a first frame, and for a masked area."""
 
 
 def usual_description(defaults: Defaults) -> Description:
-    """Return what can be said of any model with these ``defaults``: what it makes of what, and example prompts."""
+    """Return a description derived from ``defaults``: what the model makes from which inputs, and example prompts."""
     fewest, most = defaults.min_pictures, defaults.max_pictures
     source = counted(most, "picture", "pictures") if fewest == most else f"up to {counted(most, 'picture', 'pictures')}"
     source = "a picture" if most == 1 else source
@@ -77,9 +77,9 @@ def usual_description(defaults: Defaults) -> Description:
 
 
 def read_description(path: Path, defaults: Defaults) -> Description:
-    """Return what ``path/troupe.json`` says of the model, and the usual where it says nothing.
+    """Return the description in ``path/troupe.json``, completed by the usual one.
 
-    ValueError for unknown keys, values that are not of these kinds, and sizes that no request may have.
+    ValueError for unknown keys, values of other types, and invalid sizes.
     """
     file, written = path / FILE_NAME, read_own(path).get(CARD, {})
     known = [field.name for field in fields(Description)]
@@ -101,7 +101,7 @@ def read_description(path: Path, defaults: Defaults) -> Description:
 
 
 def check_size(text: str, defaults: Defaults) -> None:
-    """ValueError for what is no size that a request for a picture or a clip may have: frames are said apart."""
+    """Raise ValueError for a size that no request may have, or one with frames."""
     size = Size.parse(text)
     if size.num_frames is not None:
         raise ValueError(f"size {text!r}: write it as WIDTHxHEIGHT in pixels, without frames")

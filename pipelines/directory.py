@@ -1,7 +1,7 @@
-"""Reading a diffusers directory: configurations and the index of parts, as plain JSON.
+"""Read a diffusers directory: configurations and the index of parts, as plain JSON.
 
-There are two forms of index. The classic one names the class of each part, which is in the folder of its name. The
-modular one says of each part where it is as well: here, in another folder, or in a repository of the hub.
+The classic index names the class of each part, whose folder has the part's name. The modular index also names each
+part's location: here, in another folder, or in a repository of the hub.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from pathlib import Path
 from typing import Any
 
 DENOISERS = ("transformer", "transformer_ref", "unet")
-"""Parts of pipelines that predict."""
+"""Parts that make predictions."""
 CLASSIC_INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
 CONFIG_FILES = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
 PLACE, SUBFOLDER, CLASS = "pretrained_model_name_or_path", "subfolder", "type_hint"
-"""What the modular index calls where a part is, and what it is."""
+"""Keys of the modular index for a part's location and class."""
 
 
 def read_config(path: Path, part: str) -> Mapping[str, Any]:
-    """The configuration of one part ("transformer", "vae", "scheduler" …). ValueError if the file is missing."""
+    """Return the configuration of one part ("transformer", "vae", "scheduler" …). ValueError if the file is missing."""
     name = CONFIG_FILES.get(part.removesuffix("_2"), "config.json")
     return _read_json(part_folder(path, part) / name)
 
 
 def read_index(path: Path) -> Mapping[str, Any]:
-    """What the folder's pipeline consists of, and its settings. ValueError if there is neither form of index."""
+    """Return the pipeline's parts and settings. ValueError if the folder has neither form of index."""
     return _read_json(_index_file(path))
 
 
 def changed_at_s(path: Path) -> int:
-    """When the folder's index was last written, in Unix seconds. OSError if there is none."""
+    """Return the mtime of the folder's index, in Unix seconds. OSError if there is none."""
     return int(_index_file(path).stat().st_mtime)
 
 
 def part_class(path: Path, part: str) -> str | None:
-    """The class that the index names for a part; None if there is no such part."""
+    """Return the class that the index names for a part; None if there is no such part."""
     entry = read_index(path).get(part)
     if not isinstance(entry, list) or len(entry) < 2:
         return None
@@ -45,9 +45,9 @@ def part_class(path: Path, part: str) -> str | None:
 
 
 def part_folder(path: Path, part: str) -> Path:
-    """Where the files of a part are: in the folder, as diffusers prefers it, or where the modular index says.
+    """Return the folder of a part: the local one, as diffusers prefers it, or the modular index's location.
 
-    ValueError for a part of a repository that is not in the hub cache.
+    ValueError if the part's repository is not in the hub cache.
     """
     place = _place(read_index(path).get(part)) if path.is_dir() and (path / MODULAR_INDEX).is_file() else {}
     inner = place.get(SUBFOLDER) or ""
@@ -59,7 +59,7 @@ def part_folder(path: Path, part: str) -> Path:
 
 
 def repositories(path: Path) -> Iterator[tuple[str, str]]:
-    """Repositories of the hub, each with the folder in it, whose parts the modular index uses and that are not here."""
+    """Yield the hub repositories, each with a folder in it, of parts that are not local."""
     if not (path / MODULAR_INDEX).is_file():
         return
     for part, entry in read_index(path).items():
@@ -75,7 +75,7 @@ def _index_file(path: Path) -> Path:
 
 
 def _place(entry: Any) -> Mapping[str, Any]:
-    """What the modular index says of where a part is."""
+    """Return the location of a part in the modular index."""
     if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict):
         return entry[2]
     return {}

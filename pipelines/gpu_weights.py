@@ -1,8 +1,8 @@
-"""Weights read from safetensors files onto a GPU by several threads.
+"""Load weights from safetensors files onto a GPU with several threads.
 
-What is copied from a mapped file to a GPU goes through a small buffer of the driver, in one thread, at a fraction of
-what the bus takes. Here each thread reads pieces of the files into memory that is pinned, from where the GPU fetches
-one while the next is read. The format: https://huggingface.co/docs/safetensors/index#format.
+A copy from a mapped file goes through the driver's small buffer in one thread, far below the bandwidth of the bus. Here
+each thread reads pieces into pinned memory and copies one piece while it reads the next. The format:
+https://huggingface.co/docs/safetensors/index#format.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 MAX_HEADER_BYTES = 10**8
-"""The format's own limit. Where another file lies (a pointer of Git LFS), its first bytes may say any length."""
+"""The format's own limit. Other files (a pointer of Git LFS) may start with any length."""
 NUM_THREADS = 8
 PIECE_BYTES = 2**23
 NUM_BUFFERS = 2
-"""Of each thread: one is read into while the GPU fetches the other."""
+"""Per thread: one is filled while the GPU copies the other."""
 
 
 def fill(module: nn.Module, files: Iterable[Path], device: torch.device) -> None:
-    """Gives ``module``, its parameters on "meta", the values in ``files``, on ``device`` and in the parameters' dtypes.
+    """Load ``files`` into ``module``, whose parameters are on "meta", on ``device`` and in the parameters' dtypes.
 
-    Eight-bit weights with a scale beside them are multiplied out (``engines.quantization.scaled_files``). ValueError if
-    a tensor has no place in it, or a place no tensor; ``module`` is to be thrown away then.
+    Scaled eight-bit weights are dequantised (``engines.quantization.scaled_files``). ValueError if tensors and
+    parameters do not match; discard ``module`` then.
     """
     dtypes = {name: value.dtype for name, value in module.state_dict().items()}
     every = tuple(files)
     scales = find_scales(name for file in every for name, *_ in _contents(file))
     values: dict[str, Tensor] = {}
-    for file in every:  # one after the other: what has other dtypes in the files is there twice until it is converted
+    for file in every:  # one at a time: tensors of other dtypes take double memory until they are converted
         read = read_tensors(file, device)
         while read:
             name, value = read.popitem()
@@ -71,12 +71,12 @@ def fill(module: nn.Module, files: Iterable[Path], device: torch.device) -> None
         module.load_state_dict(values, assign=True)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-    module.to(device)  # what no file has: buffers that are computed
+    module.to(device)  # computed buffers, which no file has
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Piece:
-    """Bytes of an open ``file``, from ``offset`` on, and where they go."""
+    """A byte range of an open ``file``, starting at ``offset``, and its target."""
 
     file: int
     offset: int
@@ -84,7 +84,7 @@ class _Piece:
 
 
 def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
-    """Returns all tensors by name. OSError, or ValueError for what is no such file, or not the whole of one."""
+    """Return all tensors by name. OSError, or ValueError if the file is invalid or truncated."""
     tensors: dict[str, Tensor] = {}
     pieces: SimpleQueue[_Piece | None] = SimpleQueue()
     with path.open("rb", buffering=0) as file:
@@ -93,7 +93,7 @@ def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
             for piece in _pieces(file.fileno(), offset, tensors[name].view(-1).view(torch.uint8)):
                 pieces.put(piece)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # memory that was given back may be in use until here
+            torch.cuda.synchronize(device)  # freed memory may be in use until here
         read = partial(_read_on_gpu, device) if device.type == "cuda" else _read
         with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weights") as pool:
             for _ in range(NUM_THREADS):
@@ -104,7 +104,7 @@ def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
 
 
 def _contents(path: Path) -> Iterator[tuple[str, torch.dtype, list[int], int]]:
-    """Yields each tensor's name, dtype and shape, and where in the file it begins, in the order of the file."""
+    """Yield name, dtype, shape and file offset of each tensor, in file order."""
     with path.open("rb") as file:
         try:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -128,7 +128,7 @@ def _read(pieces: SimpleQueue[_Piece | None]) -> None:
 
 
 def _read_on_gpu(device: torch.device, pieces: SimpleQueue[_Piece | None]) -> None:
-    """In a stream of its own."""
+    """Copy pieces to the GPU in a separate stream."""
     stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(NUM_BUFFERS)]
     turns = itertools.cycle([(buffer, torch.cuda.Event()) for buffer in buffers])  # type: ignore[no-untyped-call]
@@ -144,7 +144,7 @@ def _read_on_gpu(device: torch.device, pieces: SimpleQueue[_Piece | None]) -> No
 
 
 def _read_into(target: Tensor, piece: _Piece) -> None:
-    """Reads ``piece`` into ``target``, which is on the CPU. The interpreter is free meanwhile."""
+    """Read ``piece`` into ``target`` on the CPU, without the interpreter lock."""
     view = target.numpy().data
     done = 0
     while done < len(view):

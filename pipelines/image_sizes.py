@@ -1,4 +1,4 @@
-"""The way from pixels to latent values, read from a folder's configuration (without torch)."""
+"""Sizes in pixels to sizes in latents, from a folder's configuration (without torch)."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from pipelines.request import MediaRequest
 
 
 def vae_scale(path: Path) -> int:
-    """Pixels per latent value along height and width: the auto-encoder halves once between two of its stages."""
+    """Return pixels per latent value along height and width: the auto-encoder halves between stages."""
     stages: int = len(read_config(path, "vae")["block_out_channels"])
     return 1 << (stages - 1)
 
 
 def clip_vae_scale(path: Path, num_halvings: int) -> int:
-    """The same for auto-encoders of clips, which halve as often as they say; ``num_halvings`` where they do not."""
+    """Return the scale of a clip's auto-encoder by its configured halvings, or else ``num_halvings``."""
     said = read_config(path, "vae").get("temperal_downsample")
     return 1 << (num_halvings if said is None else len(said))
 
 
 def space_time_scales(path: Path) -> tuple[int, int]:
-    """Pixels a side, and frames, of one latent value, as auto-encoders say that fold frames as well."""
+    """Return pixels per side, and frames, of one latent value."""
     vae = read_config(path, "vae")
     return vae.get("scale_factor_spatial", 8), vae.get("scale_factor_temporal", 4)
 
 
 def latent_sizes(request: MediaRequest, scales: tuple[int, int]) -> tuple[int, int, int]:
-    """Latent frames, rows and columns of a clip; ``scales`` are pixels a side, and frames, of one latent value."""
+    """Return latent frames, rows and columns of a clip; ``scales`` are as in ``space_time_scales``."""
     spatial, temporal = scales
     return 1 + (request.num_frames - 1) // temporal, request.height // spatial, request.width // spatial

@@ -1,6 +1,6 @@
-"""What diffusers and transformers import when they are imported, without what nobody here asks them for.
+"""Faster imports of diffusers and transformers, without optional packages that the project does not use.
 
-Imports are most of the start of a process of a small model, and there are many such processes.
+Imports are most of the start-up time of a process with a small model, and there are many such processes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from engines.core.log_level import log_level
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Inside the block the libraries are imported in two thirds of the time. To be used where a process starts.
+    """Import the libraries in two thirds of the time. Use it at the start of a process.
 
-    Nothing is collected meanwhile, and what is there at the end is never looked at again: collections that go through
-    all that libraries have made take a fifth of an import, and tenths of a second in the midst of a job later.
+    Garbage collection is off inside the block, and existing objects are frozen at its end. Otherwise collections take a
+    fifth of an import, and tenths of a second during later jobs.
     """
     gc.disable()
     try:
@@ -37,11 +37,10 @@ def quick_imports() -> Iterator[None]:
 
 
 def _import_without_extras() -> None:
-    """Imports what decides for the rest which packages there are.
+    """Import the modules that detect available packages, with some of them hidden.
 
-    transformers wants SciPy for losses of object detectors, and diffusers PEFT for adapters (here they are the
-    engines' own): neither is there for them, as in an environment of the project's own requirements alone. diffusers'
-    schedulers, a few of which compute with SciPy, get it when they do.
+    transformers uses SciPy for losses of object detectors, and diffusers PEFT for adapters (here the engines do that).
+    diffusers' schedulers, a few of which need SciPy, import it on first use.
     """
     if "diffusers" in sys.modules:
         return
@@ -68,7 +67,7 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextmanager
 def _hidden(name: str) -> Iterator[None]:
-    """Inside the block the package is not there (None in ``sys.modules`` means that), unless it is imported already."""
+    """Hide a package inside the block (None in ``sys.modules``), unless it is already imported."""
     if name in sys.modules:
         yield
         return
@@ -80,18 +79,17 @@ def _hidden(name: str) -> Iterator[None]:
 
 
 def _put_off(*names: str) -> None:
-    """Has modules, where their packages are installed, imported when an attribute of one is asked for first.
+    """Import the modules, where installed, on first access of an attribute.
 
-    ``importlib.util.LazyLoader`` would not do: a second ``import`` of a module, as libraries have it, loads it.
+    ``importlib.util.LazyLoader`` does not suffice: a second ``import`` of a module loads it.
     """
     stand_ins = {name: ModuleType(name) for name in names if name not in sys.modules and _is_installed(name)}
 
     def load(name: str, attribute: str) -> Any:
-        # Who goes through all modules, as ``inspect`` does, asks for their files. Imports of what is inside ask for
-        # the path.
+        # ``inspect`` reads the files of all modules; imports of submodules read the path.
         if attribute.startswith("__") and attribute != "__path__":
             raise AttributeError(attribute)
-        for each, stand_in in stand_ins.items():  # all of them: they import parts of each other
+        for each, stand_in in stand_ins.items():  # all: they import each other
             if sys.modules.get(each) is stand_in:
                 del sys.modules[each]
         return getattr(importlib.import_module(name), attribute)

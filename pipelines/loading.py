@@ -1,4 +1,4 @@
-"""From what a configuration names (a folder, a shipped checkpoint, a hub id) to a folder and a dtype."""
+"""Resolve a configured source (a folder, a shipped checkpoint, a hub id) to a folder, and a dtype's name."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ if TYPE_CHECKING:
 
 SHIPPED = Path(__file__).parent / "checkpoints"
 PUBLISHED = Path(__file__).parent / "published"
-"""Published models' configurations, without weights: a folder each."""
+"""Configurations of published models, without weights: one folder each."""
 HUB_IDS = Path(__file__).parent / "published_hubs.json"
-"""Where published models lie on the hub."""
+"""Hub ids of published models."""
 DTYPES = ("float32", "bfloat16", "float16")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TOP_FILES = [CLASSIC_INDEX, MODULAR_INDEX, "troupe.json"]
 PART_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 HUB_FILES = [*TOP_FILES, *(f"*/{pattern}" for pattern in PART_FILES)]
-"""Only the diffusers layout: hub repositories often hold the same weights again as one large file at the top."""
+"""The diffusers layout only: hub repositories often repeat the weights as one large file at the top."""
 CONFIGURATION_FILES = [pattern for pattern in HUB_FILES if not pattern.endswith(".safetensors")]
 
 
 def resolve_path(source: str, *, weights: bool = True) -> Path:
-    """The diffusers directory that ``source`` names: a folder, the name of a shipped checkpoint, or a hub id.
+    """Return the diffusers directory of ``source``: a folder, the name of a shipped checkpoint, or a hub id.
 
-    A hub id is downloaded (or found in the hub cache), its ``weights`` only if they are wanted, and so are parts that a
-    modular index has elsewhere on the hub; of a single file's name (``single_file``) it is its base. ValueError says
-    what was tried and what to change.
+    A hub id is downloaded (or found in the hub cache), with ``weights`` if requested, and so are parts that a modular
+    index places elsewhere. A single file (``single_file``) resolves to its base. ValueError says what to change.
     """
     _, source = split_source(source)
     if Path(source).is_dir():
@@ -45,10 +44,10 @@ def resolve_path(source: str, *, weights: bool = True) -> Path:
 
 
 def resolve_configuration(source: str) -> Path:
-    """A directory with the configuration files of what ``source`` names; weights need not be there.
+    """Return a directory with the configuration files of ``source``; weights are not needed.
 
-    A folder, the name of a shipped checkpoint, a published model by its name ("Wan2.1-T2V-14B", in any case) or its
-    hub id, or any other hub id. ValueError as for ``resolve_path``.
+    ``source`` is a folder, a shipped checkpoint, a hub id, or a published model's name ("Wan2.1-T2V-14B", in any case).
+    ValueError as for ``resolve_path``.
     """
     _, source = split_source(source)
     name = source.rsplit("/", 1)[-1].lower().replace("-diffusers", "")
@@ -62,7 +61,10 @@ def resolve_configuration(source: str) -> Path:
 
 
 def hub_id_of(source: str) -> str:
-    """The hub id of a published model by its name, in any case; a hub id is itself. ValueError for other names."""
+    """Return the hub id of a published model by its name, in any case; a hub id is returned as it is.
+
+    ValueError for other names.
+    """
     if _HUB_ID.fullmatch(source):
         return source
     known: dict[str, str] = json.loads(HUB_IDS.read_text())
@@ -76,17 +78,17 @@ def hub_id_of(source: str) -> str:
 
 
 def published_models() -> tuple[str, ...]:
-    """Models whose configurations come with the project."""
+    """Return the names of models whose configurations ship with the project."""
     return tuple(sorted(path.name for path in PUBLISHED.iterdir()))
 
 
 def shipped_checkpoints() -> tuple[str, ...]:
-    """Names of the small trained models that ship with the project."""
+    """Return the names of the small trained models that ship with the project."""
     return tuple(sorted(path.parent.name for path in SHIPPED.glob(f"*/{CLASSIC_INDEX}")))
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype that ``name`` means on ``device``; "auto" is bfloat16 on a GPU and float32 on the CPU."""
+    """Return the dtype of ``name`` on ``device``; "auto" is bfloat16 on a GPU and float32 on the CPU."""
     import torch
 
     if name == "auto":
@@ -102,7 +104,7 @@ def _shipped_names() -> str:
 
 
 def _with_parts(path: Path, *, weights: bool) -> Path:
-    """``path``, when all parts that its index has in repositories of the hub are in the hub cache."""
+    """Return ``path``, after downloading the parts that its index places in repositories of the hub."""
     kinds = [kind for kind in PART_FILES if weights or not kind.endswith(".safetensors")]
     folders: dict[str, list[str]] = {}
     for repository, folder in repositories(path):
@@ -131,10 +133,10 @@ def _download(hub_id: str, files: list[str]) -> Path:
 
 
 def resolve_file(source: str, name: str, usual: tuple[str, ...], *, beside: tuple[str, ...] = ()) -> Path:
-    """The safetensors file that ``source`` names: itself, or ``name`` in a folder or a repository of the hub.
+    """Return the safetensors file of ``source``: itself, or ``name`` in a folder or a repository of the hub.
 
-    Without a ``name`` it is one of the ``usual`` ones, or the only one there. Files ``beside`` it come along from the
-    hub. ValueError says what was tried.
+    Without a ``name``, return one of the ``usual`` names or the only file. Files ``beside`` it are downloaded as well.
+    ValueError says what was tried.
     """
     path = Path(source)
     if path.is_file():

@@ -1,4 +1,4 @@
-"""Diffusers' modular pipeline of a checkpoint: by the index of its folder, or an error that lists what has one."""
+"""Diffusers' modular pipeline of a checkpoint, found by the index of its folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CLASSIC, MODULAR, FROM_PICTURE = "Pipeline", "ModularPipeline", "ImageToVideo"
 
 
 def open_modular(path: Path) -> Any:
-    """Its blocks and settings, no weights. ValueError if diffusers has no blocks for what the folder holds."""
+    """Return its blocks and settings, without weights. ValueError if diffusers has no blocks for the folder."""
     import diffusers
 
     name = str(read_index(path).get("_class_name"))
@@ -29,14 +29,14 @@ def open_modular(path: Path) -> Any:
 
 
 def pipelines_with_blocks() -> tuple[str, ...]:
-    """The classes of diffusers' modular pipelines, which are named like the classic ones that they replace."""
+    """Return the classes of diffusers' modular pipelines, named after the classic ones."""
     from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
 
     return tuple(sorted({make() for make in MODULAR_PIPELINE_MAPPING.values()}))
 
 
 def _modular_class(path: Path, name: str) -> Any:
-    """Diffusers' own search knows only what its ``AutoPipeline`` knows: here it goes by the name and the settings."""
+    """Return the modular class by name and settings; diffusers' own search covers only ``AutoPipeline``."""
     import diffusers
     from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
 

@@ -1,4 +1,4 @@
-"""What a directory says of its model over what the family knows: an optional ``troupe.json``.
+"""Overrides of a model's defaults in an optional ``troupe.json`` of its directory.
 
 Its keys are those of ``Defaults`` (all but ``kind``) and ``card`` (see ``description``). All are optional; an unknown
 key is an error.
@@ -15,14 +15,16 @@ from pipelines.defaults import Defaults
 
 FILE_NAME = "troupe.json"
 CARD = "card"
-"""The key for what people want to know of a model, which says nothing about requests."""
+"""The key of the model's description, which does not affect requests."""
 KEYS = tuple(field.name for field in fields(Defaults) if field.name != "kind")
 DIVISORS = ("size_multiple", "frame_multiple", "fps")
 
 
 def with_own_defaults(path: Path, defaults: Defaults) -> Defaults:
-    """``defaults`` with the values of ``path/troupe.json``, if there is one. ValueError for unknown keys, for values of
-    another kind, and for those by which the model refuses what nobody said otherwise."""
+    """Return ``defaults`` with the values of ``path/troupe.json``, if it exists.
+
+    ValueError for unknown keys, for values of another type, and if the default request becomes invalid.
+    """
     file, own = path / FILE_NAME, read_own(path)
     own.pop(CARD, None)
     if unknown := sorted(own.keys() - set(KEYS)):
@@ -41,7 +43,7 @@ def with_own_defaults(path: Path, defaults: Defaults) -> Defaults:
 
 
 def check(defaults: Defaults, file: Path) -> None:
-    """ValueError if a request that says nothing is one that the model refuses."""
+    """Raise ValueError if the model refuses its own default request."""
     try:
         for kind in defaults.kinds:
             defaults.of(kind).request()
@@ -50,7 +52,7 @@ def check(defaults: Defaults, file: Path) -> None:
 
 
 def read_own(path: Path) -> dict[str, Any]:
-    """What ``path/troupe.json`` says, nothing if there is none. ValueError if it is no JSON object."""
+    """Return the contents of ``path/troupe.json``, empty if there is none. ValueError if it is no JSON object."""
     file = path / FILE_NAME
     try:
         own: Any = json.loads(file.read_text("utf-8"), parse_constant=_refuse) if file.is_file() else {}

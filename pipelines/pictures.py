@@ -1,4 +1,4 @@
-"""Pictures that a request brings along: to be changed, to be looked at, or to begin a clip with."""
+"""Input pictures of a request: to edit, to describe, or to start a clip with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Mode = Literal["RGB", "RGBA", "L"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputPicture:
-    """Checked and unpacked: ``data`` are rows of 8-bit pixels of ``mode``, upright, without metadata."""
+    """A validated, decoded picture: ``data`` are rows of 8-bit pixels of ``mode``, upright, without metadata."""
 
     width: int
     height: int
@@ -22,10 +22,10 @@ class InputPicture:
 
     @classmethod
     def of(cls, image: Image) -> InputPicture:
-        """ValueError for other modes than ``Mode`` knows."""
+        """Convert a Pillow image. ValueError for modes other than ``Mode``."""
         if image.mode not in ("RGB", "RGBA", "L"):
             raise ValueError(f"a picture of mode {image.mode}; known: RGB, RGBA, L")
-        mode: Mode = image.mode  # type: ignore[assignment]  # one of them, as was just seen
+        mode: Mode = image.mode  # type: ignore[assignment]  # checked above
         return cls(width=image.width, height=image.height, mode=mode, data=image.tobytes())
 
     def image(self) -> Image:
@@ -34,7 +34,7 @@ class InputPicture:
         return Image.frombytes(self.mode, (self.width, self.height), self.data)
 
     def on_white(self) -> Image:
-        """Its colours on a white ground: what lies beneath transparency is arbitrary, often black."""
+        """Return its colours on white: colours under transparency are arbitrary, often black."""
         from PIL import Image
 
         image = self.image()
@@ -59,7 +59,7 @@ class InputPictures:
     mask: InputPicture | None = None
 
     def cut_to(self, width: int, height: int) -> InputPictures:
-        """Returns them in colour and of that size: scaled until they cover it, then cut evenly where they stick out."""
+        """Return the pictures in RGB and of that size: scaled to cover it, then cropped around the centre."""
         return InputPictures(pictures=tuple(picture.cut_to(width, height) for picture in self.pictures), mask=self.mask)
 
 

@@ -1,4 +1,4 @@
-"""What keeps a model from being loaded, told by its configurations and its files' heads before anything starts."""
+"""Problems that prevent a model from loading, found in configurations and file headers before anything starts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pipelines.lora.source import ADAPTER_FILES, LoraSource
 
 INDEX = "*.safetensors.index.json"
 PLAIN, PLAIN_BLOCK = "AutoencoderKL", "UpDecoderBlock2D"
-"""The auto-encoder of pictures with group norms, when it has no other blocks."""
+"""The auto-encoder of pictures with group norms, if all its blocks are plain."""
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack")
 
 
 def weight_problems(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield what is wrong with the weights of the folder, and of the one file beside it, a sentence each."""
+    """Yield the problems of the weights in the folder and in the single file beside it, one sentence each."""
     parts = (part for part, entry in read_index(checkpoint.path).items() if isinstance(entry, list))
     for part in parts:
         is_replaced = checkpoint.file is not None and part in DENOISERS
@@ -31,7 +31,7 @@ def weight_problems(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def adapter_problems(checkpoint: Checkpoint, sources: Iterable[LoraSource]) -> Iterator[str]:
-    """Yield what is wrong with adapters that lie here; those of a hub are downloaded when they are read."""
+    """Yield the problems of local adapters; those of a hub are downloaded when they are read."""
     for source in sources:
         if source.part and part_class(checkpoint.path, source.part) is None:
             yield f"an adapter for part {source.part!r}, which the model does not have"
@@ -47,13 +47,13 @@ def adapter_problems(checkpoint: Checkpoint, sources: Iterable[LoraSource]) -> I
 
 
 def decoder_problems(path: Path, *, compiled: bool, limits_memory: bool, num_devices: int) -> Iterator[str]:
-    """Yield why the decoder of the folder ``path`` cannot do what is asked of it. Imports torch if anything is."""
+    """Yield why the decoder in the folder ``path`` does not support an option. Import torch only if one is set."""
     name = part_class(path, "vae")
     if not (compiled or limits_memory or num_devices > 1) or name is None:
         return
     written = read_config(path, "vae")
     if name == PLAIN and set(written.get("up_block_types", ())) == {PLAIN_BLOCK}:
-        return  # it can do all of that, and imports take seconds
+        return  # it supports all options, and imports take seconds
     import diffusers
     from accelerate import init_empty_weights  # type: ignore[import-untyped]
 
@@ -74,7 +74,7 @@ def decoder_problems(path: Path, *, compiled: bool, limits_memory: bool, num_dev
 
 def _folder_problems(folder: Path) -> Iterator[str]:
     if not (folder / "config.json").is_file():
-        return  # a scheduler or a tokenizer, or a part that is not there and that others may do without
+        return  # a scheduler, a tokenizer, or an optional part that is missing
     for index in folder.glob(INDEX):
         names = set(json.loads(index.read_text())["weight_map"].values())
         if absent := sorted(name for name in names if not (folder / name).is_file()):

@@ -1,4 +1,4 @@
-"""What a client asked for, checked and frozen. From here on there is no HTTP."""
+"""A client's request, checked and frozen. From here on there is no HTTP."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pipelines.caching import CacheMode
 MediaKind = Literal["image", "video"]
 ServiceTier = Literal["flex", "default", "priority"]
 MetadataLevel = Literal["full", "seed", "none"]
-"""What a file says of its request: all settings, model and seed alone, or nothing."""
+"""Metadata in a file: all settings, model and seed only, or none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lora:
-    """An adapter of the model by its name, and how much of it."""
+    """An adapter of the model by its name, and its scale."""
 
     name: str
     scale: float = 1.0
@@ -23,46 +23,46 @@ class Lora:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MediaRequest:
-    """One picture or one clip. ``width`` and ``height`` in pixels; ``num_frames`` is 1 and ``fps`` 0 for pictures.
-
-    ``guidance_scale`` is the distilled scale that guidance-distilled models take as an input; ``true_cfg_scale`` above
-    1 runs a second branch with ``negative_prompt`` (classifier-free guidance, Ho & Salimans 2022, arXiv:2207.12598).
-    Where nothing is said (None) it is what the pipeline takes by itself, which need not be the empty prompt.
-    ``preview_steps`` are the steps (1 = after the first) whose latents are wanted as previews.
-    ``num_pictures`` come along beside it, and a mask if it ``has_mask`` (``pictures.InputPictures``: the encoder alone
-    gets them). ``strength`` in (0, 1] is how much of the picture is painted anew (image-to-image; None: the model's).
-    The picture comes out as ``num_layers`` with opacity, from the lowest to the highest (0: as one, which is opaque).
-    ``loras`` are the adapters that its weights get, of those that the model is served with. ``cache`` says how many
-    steps take the predictions of the step before them again (``pipelines.caching``). ``sound`` says whether the clip
-    gets one (None: as the model does by itself).
-    ``service_tier`` says how urgent it is beside others, and ``deadline_s`` how long its client waits, in seconds from
-    when it came (None: as long as it takes), ``waited_s`` of which are over as it is handed on. ``key`` is whose it is:
-    the hash of an API key, empty for everybody; ``weight`` is that one's share beside others.
-    """
+    """One picture or one clip."""
 
     request_id: str
     model: str
     kind: MediaKind
     prompt: str
     negative_prompt: str | None = None
+    """Prompt of the second branch; None: the pipeline's default, which may differ from the empty prompt."""
     width: int
+    """Pixels, as is ``height``."""
     height: int
     num_frames: int = 1
+    """1 for pictures, whose ``fps`` is 0."""
     fps: int = 0
     num_inference_steps: int
     guidance_scale: float
+    """Distilled scale, an input of guidance-distilled models."""
     true_cfg_scale: float
+    """Above 1: a second branch with ``negative_prompt`` (Ho & Salimans 2022, arXiv:2207.12598)."""
     seed: int
     preview_steps: tuple[int, ...] = ()
+    """Steps (1 = after the first) whose latents become previews."""
     num_pictures: int = 0
+    """Input pictures, with a mask if ``has_mask`` (``pictures.InputPictures``, sent to the encoder only)."""
     has_mask: bool = False
     strength: float | None = None
+    """Share of the picture to repaint, in (0, 1]; None: the model's default."""
     num_layers: int = 0
+    """Layers with opacity, from lowest to highest (0: one opaque picture)."""
     loras: tuple[Lora, ...] = ()
+    """Adapters for this request, among those served with the model."""
     cache: CacheMode = "off"
+    """Which steps reuse the previous prediction (``pipelines.caching``)."""
     sound: bool | None = None
+    """Whether the clip has sound (None: the model's default)."""
     service_tier: ServiceTier = "default"
     deadline_s: float | None = None
+    """Seconds from arrival that the client waits (None: no limit)."""
     waited_s: float = 0.0
+    """Seconds since arrival when the request is handed on."""
     key: str = ""
+    """Hash of the API key, empty without keys; ``weight`` is its share."""
     weight: float = 1.0

@@ -34,7 +34,7 @@ class PlainEngine:
         return tuple(self.model.forward(self.model.modules[branch.module], branch.arguments) for branch in branches)
 
     def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     @property
     def was_warm(self) -> bool:
@@ -46,11 +46,11 @@ class PlainEngine:
 
     @property
     def estimates(self) -> None:
-        """Nothing is known."""
+        """No estimates."""
         return None
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,16 +63,16 @@ class Pipeline:
     decoder: BlocksDecoder
 
     def run(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> NDArray[Any]:
-        """Frames as uint8, shape (frames, height, width, 3)."""
+        """Return frames as uint8, shape (frames, height, width, 3)."""
         return self.decoder.decode(self.denoise(request, pictures), request)
 
     def denoise(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> Mapping[str, Any]:
-        """The finished latents on the CPU, with what else the decoder takes."""
+        """Return the final latents on the CPU, with the decoder's other inputs."""
         *_, state = self.states(request, pictures)
         return self.sampler.latents(state)
 
     def states(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> Iterator[BlocksState]:
-        """The sampler's states: the one before the first step, then one after each step."""
+        """Yield the sampler's states: the one before the first step, then one after each step."""
         state = self.sampler.begin(request, self.text_encoder.encode(request, pictures))
         yield state
         for _ in range(self.sampler.num_steps(state)):
@@ -83,7 +83,7 @@ class Pipeline:
 
 
 def load_pipeline(checkpoint: Checkpoint, engine: Engine | None = None) -> Pipeline:
-    """All parts of ``checkpoint``; without ``engine`` the plain one runs its denoiser."""
+    """Return all parts of ``checkpoint``; without ``engine``, a ``PlainEngine`` runs its denoiser."""
     return Pipeline(
         text_encoder=checkpoint.text_encoder(),
         engine=engine or PlainEngine(model=checkpoint.denoiser()),

@@ -1,4 +1,4 @@
-"""How many forwards a schedule takes for the steps that a request asks for. Read without torch."""
+"""Number of forwards of a schedule for a request's steps. Read without torch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SECOND_ORDER = (
     "KDPM2AncestralDiscreteScheduler",
     "KDPM2DiscreteScheduler",
 )
-"""Diffusers' solvers that look twice at each step but the last."""
+"""Diffusers' solvers with two forwards in each step but the last."""
 MULTISTEP, WARM_UP_KEY = "PNDMScheduler", "skip_prk_steps"
-"""A solver that begins with steps of another kind, unless its configuration skips them."""
+"""A solver with warm-up steps, unless its configuration skips them."""
 WARM_UP_STEPS, REPEATED_STEPS = 9, 1
 
 
 def with_schedule(path: Path, defaults: Defaults) -> Defaults:
-    """``defaults`` with the steps that the scheduler of the folder makes of those of a request."""
+    """Return ``defaults`` with the folder's scheduler's forwards for each step."""
     name = part_class(path, SCHEDULER)
     if name in SECOND_ORDER:
         return replace(defaults, solver_order=2, extra_steps=-1)

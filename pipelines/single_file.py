@@ -1,6 +1,6 @@
-"""A transformer as one safetensors file, as many are shared, beside a folder that has all else.
+"""A transformer as one safetensors file, combined with a folder that holds all other parts.
 
-It is named ``FILE.safetensors@BASE``, where ``BASE`` is whatever a model may be named by.
+It is named ``FILE.safetensors@BASE``, where ``BASE`` is any name of a model.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 SUFFIX, AT = ".safetensors", "@"
 OWN = "model.diffusion_model."
-"""What the transformer's keys begin with in a file with all parts of a pipeline."""
+"""Prefix of the transformer's keys in a file with all parts of a pipeline."""
 UNUSED = re.compile(
     r"(^|\.)(rope\.(inv_)?freqs?|norm_final\.weight|_extra_state|pos_embedder\.\w+|logvar\.\d\.\w+|accum_\w+)$"
     r"|^(repa_projectors|vae|audio_vae|vocoder|text_encoders?|text_embedding_projection|first_stage_model|conditioner)\."
     r"|_embeddings_connector\."
 )
-"""Keys that are no loss. diffusers' translations take them out by name: what is computed anew, what training alone
-needs, and other parts of a pipeline."""
+"""Keys that may go unread: recomputed values, training-only values, and other parts of a pipeline."""
 
 
 def with_base(file: str, base: str) -> str:
-    """Returns the name of a model of which ``file`` is the transformer and ``base`` all else; without a base it is
-    ``file``, whatever that names. ValueError for a base beside anything else than a file.
+    """Return the name of a model with the transformer of ``file`` and all else from ``base``; without a base, ``file``.
+
+    ValueError if there is a base and ``file`` is not a safetensors file.
     """
     if base and not file.endswith(SUFFIX):
         raise ValueError(f"base is {base!r}, which stands beside a {SUFFIX} file, and path is {file!r}: leave base out")
@@ -36,9 +36,9 @@ def with_base(file: str, base: str) -> str:
 
 
 def split_source(source: str) -> tuple[Path | None, str]:
-    """Returns the file and the base that a model's name consists of; no file, and the name, for any other.
+    """Return the file and the base in a model's name; for any other name, None and the name.
 
-    ValueError for a file that has no base, or that is not there.
+    ValueError if the file has no base or does not exist.
     """
     name, at, base = source.partition(SUFFIX + AT)
     if not at and not source.endswith(SUFFIX):
@@ -55,11 +55,10 @@ def split_source(source: str) -> tuple[Path | None, str]:
 
 
 def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, dtype: torch.dtype) -> Any:
-    """Loads a model of diffusers' class ``kind`` by the configuration in the folder ``config``, in the file's dtypes.
+    """Load a model of diffusers' class ``kind`` by the configuration in the folder ``config``, in the file's dtypes.
 
-    The file is in diffusers' names or in those of the model's makers, which diffusers knows. Eight-bit weights with a
-    scale beside them come in ``dtype``. ValueError where diffusers reads no such class from one file, where it is
-    another model's, or where it has keys that nothing reads.
+    Keys may be diffusers' or the original ones that diffusers translates. Scaled eight-bit weights are converted to
+    ``dtype``. ValueError if diffusers cannot read this class from one file, or the file does not match the model.
     """
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
@@ -83,7 +82,7 @@ def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, 
 
 
 def _read_file(file: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The transformer's tensors; of a file with all parts of a pipeline, those alone."""
+    """Return the transformer's tensors, dropping other parts of the pipeline."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -99,8 +98,7 @@ def _read_file(file: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _faults(kind: Any, tensors: Mapping[str, Tensor], config: Path) -> str:
-    """What the model would lack, and of which keys nothing would get into it: by diffusers' own translation of names,
-    run on shapes alone. Empty if the file fits."""
+    """Return missing and unread keys, found by diffusers' translation of names on shapes alone; empty if none."""
     from accelerate import init_empty_weights  # type: ignore[import-untyped]
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 

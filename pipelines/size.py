@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 _NUMBER = "[1-9][0-9]{0,4}"
 PIXELS = f"{_NUMBER}x{_NUMBER}"
-"""The notation of width and height as a regular expression, for whoever states it to others."""
+"""Regular expression of width and height, for API schemas."""
 
 MAX_SIDES = {"webp": 16_383, "jpeg": 65_500, "mp4": 16_384}
-"""Pixels of a side that files of a format hold; PNG holds any. Of MP4 it is libx264's limit, and libjpeg's of JPEG."""
+"""Longest side in pixels by format (MP4: libx264's limit, JPEG: libjpeg's); PNG has no limit."""
 
 _NOTATION = re.compile(f"({_NUMBER})x({_NUMBER})(?:x({_NUMBER}))?")
 
@@ -26,7 +26,7 @@ class Size:
 
     @classmethod
     def parse(cls, text: str) -> Size:
-        """Read "1024x768" or, for clips, "832x480x81". ValueError for anything else."""
+        """Parse "1024x768" or, for clips, "832x480x81". ValueError for anything else."""
         match = _NOTATION.fullmatch(text)
         if match is None:
             raise ValueError(f"size {text!r}: write it as WIDTHxHEIGHT in pixels, or WIDTHxHEIGHTxFRAMES")
@@ -40,8 +40,9 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SizeLimits:
-    """Which widths and heights may be: multiples of ``multiple`` from ``min_side`` to ``max_side``, ``max_pixels`` in
-    all at most."""
+    """Allowed sizes: sides are multiples of ``multiple`` within ``min_side`` and ``max_side``, area within
+    ``max_pixels``.
+    """
 
     multiple: int
     max_pixels: float
@@ -49,7 +50,7 @@ class SizeLimits:
     max_side: float = math.inf
 
     def check(self, width: int, height: int) -> None:
-        """ValueError for other sizes, which says what is allowed."""
+        """Raise ValueError with the allowed values for any other size."""
         given, shortest, longest = f"size is {width}x{height}", min(width, height), max(width, height)
         if 0 < shortest < self.min_side:
             raise ValueError(f"{given}; width and height must be at least {self.min_side}")
@@ -63,7 +64,7 @@ class SizeLimits:
             raise ValueError(f"{given}, {width * height} pixels: {allowed}")
 
     def nearest(self, width: float, height: float) -> Size:
-        """Returns the nearest multiples; where these have too many pixels, smaller ones of about the same shape."""
+        """Return the nearest multiples; if they exceed ``max_pixels``, smaller ones of about the same shape."""
         sides = [self._side(round(side / self.multiple)) for side in (width, height)]
         if sides[0] * sides[1] > self.max_pixels:
             short, long = sorted((0, 1), key=lambda index: sides[index])
@@ -72,6 +73,6 @@ class SizeLimits:
         return Size(width=sides[0], height=sides[1])
 
     def _side(self, num_multiples: float) -> int:
-        """Returns as many multiples, more where a side must be longer, fewer where it must be shorter."""
+        """Return the side of ``num_multiples``, clamped to the limits."""
         fewest, most = math.ceil(self.min_side / self.multiple), self.max_side / self.multiple
         return max(1, fewest, int(min(most, num_multiples))) * self.multiple

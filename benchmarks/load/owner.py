@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from deployments.cli.serving import parse_config
 from deployments.config import ServeConfig
-from deployments.keys import hash_of
+from deployments.usage.api_keys import hash_of
 
 OWNERS = Path(__file__).parent / "owners"
 NOBODY = "none"

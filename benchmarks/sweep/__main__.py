@@ -8,7 +8,8 @@ times and, where it takes pictures, for one that is made of some, and deleted. M
 
 Each is one line of JSON in ``--out``: its times, or the "error" that says why there are none. A sweep that is started
 again goes on with those that have no line (with ``--again``, also those that have an error). It begins none after
-``--limit-s``. It ends with 1 if it measured nothing. ``.ci/models_document.py`` makes a column of docs/models.md of it.
+``--limit-s``. It ends with 1 if it measured nothing. ``.ci/models_document.py`` makes a column
+of docs/reference/models.md of it.
 """
 
 from __future__ import annotations

@@ -10,8 +10,6 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.accounts.interface import Accounts
-from deployments.accounts.own import OwnAccounts
 from deployments.api.context import ApiContext
 from deployments.api.documents import add_document
 from deployments.api.drain import Drain, Draining
@@ -20,7 +18,6 @@ from deployments.api.files import FileShelf
 from deployments.api.guards.admission import Admission, OpenRequests
 from deployments.api.guards.body_limit import BodyLimit
 from deployments.api.guards.hosts import HostCheck
-from deployments.api.guards.key_limits import KeyLimitGuard
 from deployments.api.guards.origins import Cors, OriginCheck
 from deployments.api.idempotency import KnownRequests
 from deployments.api.lookout import Lookout
@@ -36,6 +33,7 @@ from deployments.api.streams import ClientGoneError
 from deployments.clips.clips import Clips
 from deployments.names import own_version
 from deployments.studio.interface import Studio
+from deployments.usage.accounts import Accounts, KeyLimitGuard
 from pipelines.request import MediaKind
 
 NUM_UNPACKINGS = 2
@@ -60,7 +58,7 @@ def create_api(
 
     ``drain`` is for who wants to end it with care; ``accounts`` are what ``studio`` keeps account in.
     """
-    accounts = accounts or OwnAccounts(settings.key_limits)
+    accounts = accounts or Accounts(settings.key_limits)
     context = ApiContext(
         studio=studio,
         settings=settings,

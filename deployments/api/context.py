@@ -12,21 +12,20 @@ from fastapi import Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import Request
 
-from deployments.accounts.interface import Accounts
 from deployments.api.errors import ApiError, retry_after
 from deployments.api.files import FileShelf
 from deployments.api.guards.admission import Admission
-from deployments.api.guards.key_limits import KeyLimitGuard
 from deployments.api.idempotency import KnownRequests
 from deployments.api.lookout import Lookout
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
-from deployments.keys import KeyRing
 from deployments.requests.bodies import MediaBody
 from deployments.requests.cards import choose_card
 from deployments.requests.pictures.unpack import unpack
 from deployments.requests.rules import brought_along, needs_of
 from deployments.studio.interface import Studio
+from deployments.usage.accounts import Accounts, KeyLimitGuard
+from deployments.usage.api_keys import KeyRing
 from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaKind
 

@@ -17,11 +17,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import compile_path
 
-from deployments.accounts.interface import AccountsUnavailableError
 from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError, is_full
-from deployments.quotas import LimitReachedError
 from deployments.requests.errors import RequestError, field_error, shown
 from deployments.studio.interface import ModelUnavailableError
+from deployments.usage.keeper import AccountsUnavailableError
+from deployments.usage.quotas import LimitReachedError
 from engines.core.failures import JobFailedError
 from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from typing import Literal
 
 from fastapi import APIRouter, Depends
@@ -75,17 +74,20 @@ def gpu_header(gpu_s: float | None) -> dict[str, str]:
     return {} if gpu_s is None else {GPU_HEADER: seconds(gpu_s)}
 
 
-async def noted(events: AsyncGenerator[Indexed], state: State) -> AsyncGenerator[Indexed]:
-    """Yields ``events``, and keeps in ``state`` how long ranks are known to have been at work for them all: of what
-    ends with an error, the answer says so (see ``RequestLog``)."""
-    spent_s: dict[int, float] = {}
-    async with aclosing(events):
-        async for index, event in events:
-            match event:
-                case Progress(gpu_s=gpu_s) | Media(timings=StageTimes(gpu_s=gpu_s)):
-                    spent_s[index] = gpu_s
-                    state.gpu_s = sum(spent_s.values())
-            yield index, event
+class SpentSeconds:
+    """Sums the GPU-seconds that the events of one request tell of, in ``state.gpu_s``: if it ends with an error, the
+    answer says so (see ``RequestLog``)."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._by_index: dict[int, float] = {}
+
+    def update(self, index: int, event: StudioEvent) -> None:
+        """Take note of an event of the picture ``index``."""
+        match event:
+            case Progress(gpu_s=gpu_s) | Media(timings=StageTimes(gpu_s=gpu_s)):
+                self._by_index[index] = gpu_s
+                self._state.gpu_s = sum(self._by_index.values())
 
 
 def eta_header(etas_s: Sequence[float | None]) -> dict[str, str]:

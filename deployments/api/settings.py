@@ -9,9 +9,9 @@ from ipaddress import ip_network
 from pathlib import Path
 
 from deployments.checks import check_positive
-from deployments.keys import KeyRing
-from deployments.quotas import KeyLimits
 from deployments.requests.pictures.limits import PictureLimits
+from deployments.usage.api_keys import KeyRing
+from deployments.usage.quotas import KeyLimits
 
 HOST = re.compile(r"\*|(\*\.)?[\w.-]+")
 PUBLIC_URL = re.compile(r"https?://[^/?#\s]+(/[^?#\s]*)?")

@@ -46,7 +46,7 @@ class Result:
 
 
 def kinds_of(model: Mapping[str, Any]) -> Sequence[str]:
-    """Returns what a model makes, by its card: its own kind first."""
+    """Return what a model makes, by its card: its own kind first."""
     return list(model["kinds"])
 
 
@@ -68,7 +68,7 @@ class Client:
         self._http.close()
 
     def models(self) -> list[dict[str, Any]]:
-        """Returns the cards of the models. RefusedError of a server that is another one, or refuses."""
+        """Return the cards of the models. RefusedError of a server that is another one, or refuses."""
         response = _checked(self._http.get("/v1/models"))
         cards = _json(response).get("data")
         if not isinstance(cards, list) or any("defaults" not in card for card in cards):
@@ -76,7 +76,7 @@ class Client:
         return cards
 
     def health(self) -> dict[str, str]:
-        """Returns, for each model, "ready" or why it is not. RefusedError while nobody there knows of models."""
+        """Return, for each model, "ready" or why it is not. RefusedError while nobody there knows of models."""
         response = self._http.get("/health")
         if "models" in (document := _json(response)):
             return dict(document["models"])
@@ -84,18 +84,18 @@ class Client:
         raise _no_troupe(response)
 
     def clips(self, limit: int) -> list[dict[str, Any]]:
-        """Returns the newest clips, by the newest first."""
+        """Return the newest clips, by the newest first."""
         return list(_checked(self._http.get("/v1/videos", params={"limit": limit})).json()["data"])
 
     def delete_clip(self, clip_id: str) -> None:
         _checked(self._http.delete(f"/v1/videos/{clip_id}"))
 
     def clip_file(self, clip_id: str) -> bytes:
-        """Returns the MP4 of a clip that is finished."""
+        """Return the MP4 of a clip that is finished."""
         return _checked(self._http.get(f"/v1/videos/{clip_id}/content")).content
 
     def picture(self, body: Mapping[str, Any], files: Files = NO_FILES) -> Iterator[Progress | Result]:
-        """Does ``POST /v1/images/generations``, or with ``files`` ``POST /v1/images/edits``, as a stream: steps of all
+        """Do ``POST /v1/images/generations``, or with ``files`` ``POST /v1/images/edits``, as a stream: steps of all
         pictures together, and each result."""
         request = {**body, "stream": True, "stream_progress": True}
         num_pictures, steps = body.get("n", 1), dict[int, int]()
@@ -121,7 +121,7 @@ class Client:
                         raise RefusedError(event["error"]["message"])
 
     def clip(self, body: Mapping[str, Any], files: Files = NO_FILES) -> Iterator[Progress | Result]:
-        """Does ``POST /v1/videos``, then polls its progress. A caller who leaves early deletes the clip.
+        """Do ``POST /v1/videos``, then polls its progress. A caller who leaves early deletes the clip.
 
         A server that is away meanwhile is waited for. RuntimeError if it is for longer than ``AWAY_S``; the clip stays.
         """
@@ -147,7 +147,7 @@ class Client:
         yield Result(data=data, seed=clip["seed"], timings_s=_seconds(clip.get("timings")))
 
     def _awaited(self, url: str, clip_id: str) -> httpx.Response:
-        """Returns what ``GET url`` answers, once a server does that is away for ``AWAY_S`` at most."""
+        """Return what ``GET url`` answers, once a server does that is away for ``AWAY_S`` at most."""
         end_s = time.monotonic() + AWAY_S
         while True:
             try:
@@ -167,12 +167,12 @@ class Client:
 
 
 def root_of(url: str) -> str:
-    """Returns ``url`` without the ``/v1`` that clients of OpenAI's want at its end."""
+    """Return ``url`` without the ``/v1`` that clients of OpenAI's want at its end."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 def _content(body: Mapping[str, Any], files: Files) -> dict[str, Any]:
-    """Returns ``body`` as httpx is to send it: as JSON, or as a form with its ``files``."""
+    """Return ``body`` as httpx is to send it: as JSON, or as a form with its ``files``."""
     if not files:
         return {"json": dict(body)}
     fields = {name: value if isinstance(value, str) else json.dumps(value) for name, value in body.items()}
@@ -184,7 +184,7 @@ def _seconds(timings: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """Yields the JSON of each server-sent event (HTML Living Standard, section 9.2)."""
+    """Yield the JSON of each server-sent event (HTML Living Standard, section 9.2)."""
     for line in response.iter_lines():
         if line.startswith("data:") and line != "data: [DONE]":
             yield json.loads(line.removeprefix("data:"))
@@ -201,7 +201,7 @@ def _no_troupe(response: httpx.Response) -> RefusedError:
 
 
 def _message(response: httpx.Response) -> str:
-    """Returns why the server refused, in its own words if it has some."""
+    """Return why the server refused, in its own words if it has some."""
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -209,7 +209,7 @@ def _message(response: httpx.Response) -> str:
 
 
 def _json(response: httpx.Response) -> dict[str, Any]:
-    """Returns the object that the body is; an empty one if it is none."""
+    """Return the object that the body is; an empty one if it is none."""
     try:
         document = response.json()
     except ValueError:

@@ -42,7 +42,7 @@ logger = logging.getLogger("troupe.serving")
 
 @contextmanager
 def local_cluster(config: ServeConfig) -> Iterator[None]:
-    """Runs a cluster inside the block, without the lines of log that Ray and Serve write for each."""
+    """Run a cluster inside the block, without the lines of log that Ray and Serve write for each."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     quiet_logs(lambda text: logger.debug("Ray says: %s", text))
     set_defaults(SERVE_ENVIRONMENT)
@@ -66,7 +66,7 @@ def local_cluster(config: ServeConfig) -> Iterator[None]:
 
 
 def num_logical_cpus(config: ServeConfig) -> int:
-    """Returns the logical CPUs for a local cluster: the machine's, or what the config asks for if that is more."""
+    """Return the logical CPUs for a local cluster: the machine's, or what the config asks for if that is more."""
     num_cpus = config.app.api.num_replicas * config.app.api.num_cpus + 1.0
     for model in config.app.models:
         for stage in (model.text_encoder, model.decoder):

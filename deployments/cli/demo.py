@@ -1,5 +1,4 @@
-"""``troupe demo``: a picture and a clip from words, and the picture edited by words, through the real HTTP server, with
-the shipped models."""
+"""``troupe demo``: a picture, an edit of it and a clip through the HTTP server, with the shipped models."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ CLIP = ("a green triangle moves from left to right on a black background", "clip
 
 
 def demo(out: Path, seed: int = 0) -> None:
-    """Writes ``out/picture.png``, what it is after an edit as ``out/edited.png``, and ``out/clip.mp4``; prints where
-    they are and where the time went."""
+    """Write ``picture.png``, ``edited.png`` and ``clip.mp4`` to ``out``; print their paths and timings."""
     begun_s = time.perf_counter()
     with started_for_itself(load_config("laptop")) as url, Client(url) as client:
         console.print(f"started in {time.perf_counter() - begun_s:.1f} s")
@@ -35,7 +33,7 @@ def demo(out: Path, seed: int = 0) -> None:
 
 
 def _first(models: Iterable[Mapping[str, Any]], kind: str, *, edits: bool = False) -> str:
-    """Returns the first model that makes ``kind`` of words alone, or (``edits``) wants a picture."""
+    """Return the first model that makes ``kind`` of words alone, or (``edits``) wants a picture."""
     return next(
         str(model["id"])
         for model in models

@@ -13,7 +13,7 @@ from deployments.names import url_at
 
 
 def stand(to: str, host: str, port: int, config: str) -> None:
-    """Listens on ``host`` and ``port`` until Ctrl-C or SIGTERM, with what ``config`` says of the door and of proxies.
+    """Listen on ``host`` and ``port`` until Ctrl-C or SIGTERM, with what ``config`` says of the door and of proxies.
 
     Only with the application's own ``config`` it knows how many pictures that takes: with none, all may ask for one.
     ValueError for an address that is none, or is taken; RuntimeError without HAProxy.
@@ -29,7 +29,7 @@ def stand(to: str, host: str, port: int, config: str) -> None:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Returns host and port of HOST:PORT. ValueError for anything else."""
+    """Return host and port of HOST:PORT. ValueError for anything else."""
     try:
         parts = urlsplit(f"//{address}")
         host, port = parts.hostname, parts.port

@@ -19,7 +19,7 @@ def terminate(number: int, frame: object) -> None:
 
 
 def interrupts_never() -> None:
-    """Has Ctrl-C and SIGTERM change nothing from here on, where a command is about to exit.
+    """Have Ctrl-C and SIGTERM change nothing from here on, where a command is about to exit.
 
     One that came while the interpreter ends, which takes it a while, would end it by a signal instead of its status.
     """
@@ -30,7 +30,7 @@ def interrupts_never() -> None:
 
 @contextmanager
 def interrupts_later() -> Iterator[None]:
-    """Turns a Ctrl-C or a SIGTERM inside the block into its exception at the block's end.
+    """Turn a Ctrl-C or a SIGTERM inside the block into its exception at the block's end.
 
     For blocks that fork (an interrupted child prints a traceback before it has become what it was forked for), and for
     those that set handlers of their own, as Ray does, which prints a stack trace on SIGTERM: afterwards all is as

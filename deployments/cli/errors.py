@@ -13,7 +13,7 @@ from deployments.cli.ending import Terminated, interrupts_never
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """Exits with 2 after a user's mistake or a server's refusal, 130 after Ctrl-C, 143 after SIGTERM.
+    """Exit with 2 after a user's mistake or a server's refusal, 130 after Ctrl-C, 143 after SIGTERM.
 
     Other errors keep a traceback.
     """
@@ -34,7 +34,7 @@ def errors() -> Iterator[None]:
 
 
 def explain(error: Exception) -> str | None:
-    """Returns what to tell the user; None if the error is none that users can do something about."""
+    """Return what to tell the user; None if the error is none that users can do something about."""
     import httpx
     from pydantic import ValidationError
 

@@ -1,5 +1,4 @@
-"""``troupe generate``: one prompt, with pictures or without, to one file, through a running server or one started for
-the purpose."""
+"""``troupe generate``: one prompt to one file, through a running or a temporary server."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ def generate(
     images: Sequence[Path] = (),
     mask: Path | None = None,
 ) -> None:
-    """Asks ``client`` for ``prompt``, shows its progress, writes ``out``. The model's kind decides the
-    route, and ``out`` where it makes clips and pictures.
+    """Generate ``prompt``, show progress, write ``out``. The model's kind or the ending of ``out`` selects the route.
 
     ``images`` and ``mask`` are files that go along; of ``options``, ``lora`` is as it was written (NAME, NAME:SCALE).
     Of several pictures (``n``), or layers, each is written to a file of its own, ``out`` with its number at the end of
@@ -54,7 +52,7 @@ def generate(
 
 
 def _asked_lora(written: str) -> dict[str, Any]:
-    """Returns an adapter that is written as NAME or NAME:SCALE as the API takes it. ValueError for another scale."""
+    """Return an adapter that is written as NAME or NAME:SCALE as the API takes it. ValueError for another scale."""
     name, colon, scale = written.partition(":")
     if not colon:
         return {"name": name}
@@ -65,7 +63,7 @@ def _asked_lora(written: str) -> dict[str, Any]:
 
 
 def _read(images: Sequence[Path], mask: Path | None) -> Files:
-    """Returns the files by the field that they are sent in. ValueError for one that cannot be read."""
+    """Return the files by the field that they are sent in. ValueError for one that cannot be read."""
     named = [("image", path) for path in images] + ([] if mask is None else [("mask", mask)])
     try:
         return [(name, (path.name, path.read_bytes())) for name, path in named]
@@ -76,7 +74,7 @@ def _read(images: Sequence[Path], mask: Path | None) -> Files:
 def _model(
     client: Client, name: str | None, out: Path, num_pictures: int, options: Mapping[str, Any] = NO_OPTIONS
 ) -> dict[str, Any]:
-    """Returns the model of that name; without one the first that makes what ``out`` ends in, of words alone or with
+    """Return the model of that name; without one the first that makes what ``out`` ends in, of words alone or with
     pictures; the first of all, if none does.
 
     Of those that take pictures one that changes them comes first, unless ``options`` need another.
@@ -123,7 +121,7 @@ def _check_mask(model: dict[str, Any], images: Sequence[Path], mask: Path | None
 
 
 def _kind(model: dict[str, Any], out: Path) -> str:
-    """Returns what is to be made, by the ending of ``out``. ValueError if the model makes nothing that ends so."""
+    """Return what is to be made, by the ending of ``out``. ValueError if the model makes nothing that ends so."""
     if kind := _kind_of(model, out):
         return kind
     kinds = kinds_of(model)

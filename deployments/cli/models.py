@@ -45,8 +45,8 @@ def _configured(config: str) -> list[tuple[Any, ...]]:
 
 
 def _document(row: tuple[Any, ...]) -> dict[str, Any]:
-    told = dict(zip(KEYS, row, strict=True))
-    return told | {"kinds": told["kinds"].split(", "), "frames": None if told["frames"] == NONE else told["frames"]}
+    cells = dict(zip(KEYS, row, strict=True))
+    return cells | {"kinds": cells["kinds"].split(", "), "frames": None if cells["frames"] == NONE else cells["frames"]}
 
 
 def _row(name: str, family: str, kinds: Sequence[str], defaults: dict[str, Any]) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ console = Console(markup=False, emoji=False, highlight=False)
 
 
 def follow(title: str, events: Iterator[Progress | Result], num_results: int = 1) -> list[Result]:
-    """Shows ``title``, step x of y and the time left until the results are there, and returns them."""
+    """Show ``title``, step x of y and the time left until the results are there, and return them."""
     columns = (_words("{task.description}"), BarColumn(), _words("step"), MofNCompleteColumn(separator=" of "))
     with Bars(*columns, _words("{task.fields[eta]}"), console=console) as bar:
         task = bar.add_task(title, total=None, eta="")
@@ -49,7 +49,7 @@ def _eta(event: Progress) -> str:
 
 @contextmanager
 def started(config: ServeConfig) -> Iterator[str]:
-    """Starts the application, with a spinner that says what it waits for; yields its URL."""
+    """Start the application, with a spinner that says what it waits for; yield its URL."""
     from deployments.cli.serving import running  # a command that only talks to a server does without Ray and torch
 
     with ExitStack() as stack:
@@ -62,7 +62,7 @@ def started(config: ServeConfig) -> Iterator[str]:
 
 @contextmanager
 def started_for_itself(config: ServeConfig) -> Iterator[str]:
-    """Starts the application for one command alone; yields its URL.
+    """Start the application for one command alone; yield its URL.
 
     It has any free port, no metrics, nothing that stands by, a data directory that goes with it, and none of what the
     environment says to servers (keys, a database).
@@ -77,5 +77,5 @@ def started_for_itself(config: ServeConfig) -> Iterator[str]:
 
 
 def timings_line(result: Result) -> str:
-    """Returns the seconds by stage, in one line."""
+    """Return the seconds by stage, in one line."""
     return " · ".join(f"{stage.removesuffix('_s')} {seconds:.2f} s" for stage, seconds in result.timings_s.items())

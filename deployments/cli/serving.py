@@ -49,7 +49,7 @@ logger = logging.getLogger("troupe.serving")
 
 
 def load_config(name: str | Path) -> ServeConfig:
-    """Reads a config file, or a shipped config by its bare name ("laptop"). ValueError lists what is there."""
+    """Read a config file, or a shipped config by its bare name ("laptop"). ValueError lists what is there."""
     path = Path(name)
     if not path.is_file():
         path = CONFIGS / f"{name}.yaml"
@@ -63,7 +63,7 @@ def load_config(name: str | Path) -> ServeConfig:
 
 
 def parse_config(document: Mapping[str, Any]) -> ServeConfig:
-    """Checks by ours, and by Ray Serve's own schema, since ``serve deploy`` must take the same file.
+    """Check by ours, and by Ray Serve's own schema, since ``serve deploy`` must take the same file.
 
     ValueError has a line for each mistake.
     """
@@ -77,7 +77,7 @@ def parse_config(document: Mapping[str, Any]) -> ServeConfig:
 
 @contextmanager
 def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reason: None) -> Iterator[str]:
-    """Yields the URL of the application, up and ready. Starts a local Ray cluster unless one is connected already.
+    """Yield the URL of the application, up and ready. Starts a local Ray cluster unless one is connected already.
 
     ``on_wait`` gets, again and again until everything is ready, what is still missing. Whatever was started here is
     ended on the way out, on Ctrl-C and SIGTERM too; what is under way then has ``door.drain_s`` to finish. ValueError,
@@ -113,7 +113,7 @@ class Entrance:
     @classmethod
     @contextmanager
     def opened(cls, config: ServeConfig) -> Iterator[Entrance]:
-        """Listens at the configured address, from now until the block ends. ValueError if it is taken."""
+        """Listen at the configured address, from now until the block ends. ValueError if it is taken."""
         host = config.http_options.host
         listener = listen(host, config.http_options.port)
         port = int(listener.getsockname()[1])
@@ -134,9 +134,9 @@ class Entrance:
 
 
 def end_application(entrance: Entrance, drain_s: float) -> None:
-    """Lets what is under way end, while new requests get 503; then gangs release their engines, and communicators.
+    """Let what is under way end, while new requests get 503; then gangs release their engines, and communicators.
 
-    Returns when all replicas are gone.
+    Return when all replicas are gone.
     """
     if entrance.door is not None:
         entrance.door.drain()
@@ -169,7 +169,7 @@ def _drain(drain_s: float) -> None:
 
 
 def outside_loops(work: Callable[[], None]) -> None:
-    """Does ``work``, which blocks, where no event loop runs: Serve refuses to in one, such as a notebook's."""
+    """Do ``work``, which blocks, where no event loop runs: Serve refuses to in one, such as a notebook's."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -196,13 +196,13 @@ def _deploy(config: ServeConfig, entrance: Entrance) -> None:
 
 
 def behind_door(app: AppConfig) -> AppConfig:
-    """Returns ``app`` for behind the door, which lets pass only what trusted proxies say: all of it is believed."""
+    """Return ``app`` for behind the door, which lets pass only what trusted proxies say: all of it is believed."""
     return app.model_copy(update={"api": replace(app.api, trusted_proxies=ANY_NETWORK)})
 
 
 @contextmanager
 def held_port(host: str) -> Iterator[int]:
-    """Yields a port for Serve's proxies, which cannot be asked which one they took: until the block ends, nobody else
+    """Yield a port for Serve's proxies, which cannot be asked which one they took: until the block ends, nobody else
     is given it as any free one, as many processes of a cluster that starts would be.
 
     Proxies bind it all the same, with SO_REUSEPORT as the socket here, which listens to nothing.

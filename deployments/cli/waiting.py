@@ -19,7 +19,7 @@ HEALTH_POLL_S = 0.5
 
 
 def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float) -> None:
-    """Polls ``GET /health`` until it answers 200. TimeoutError carries the last reason."""
+    """Poll ``GET /health`` until it answers 200. TimeoutError carries the last reason."""
     end_s, reason, asked_serve_s = time.monotonic() + deadline_s, "starting", 0.0
     with http_client(url, base_url=url, timeout=5.0) as client:  # making one takes as long as many polls
         while (now_s := time.monotonic()) < end_s:
@@ -35,7 +35,7 @@ def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float) -> N
 
 
 def _not_ready(client: httpx.Client) -> str:
-    """Returns what is missing, by ``GET /health``; empty if nothing is."""
+    """Return what is missing, by ``GET /health``; empty if nothing is."""
     try:
         response = client.get("/health")
     except httpx.TransportError as error:
@@ -48,7 +48,7 @@ def _not_ready(client: httpx.Client) -> str:
 
 
 def _reason(response: httpx.Response) -> str:
-    """Returns what each model waits for, or what who answers in the application's place says."""
+    """Return what each model waits for, or what who answers in the application's place says."""
     try:
         document = response.json()
     except ValueError:  # Ray's proxy
@@ -59,7 +59,7 @@ def _reason(response: httpx.Response) -> str:
 
 
 def _raise_if_failed() -> None:
-    """Raises RuntimeError with Serve's own message if it has given up on a deployment."""
+    """Raise RuntimeError with Serve's own message if it has given up on a deployment."""
     application = application_status()
     if application is None or application.status != ApplicationStatus.DEPLOY_FAILED:
         return

@@ -1,4 +1,4 @@
-"""One attempt at one clip: it performs the request, keeps the claim meanwhile, and writes down how it went."""
+"""One attempt at one clip: perform the request, renew the claim, record the outcome."""
 
 from __future__ import annotations
 
@@ -28,12 +28,7 @@ logger = logging.getLogger("troupe.clips")
 
 @dataclass(kw_only=True, slots=True)
 class Attempt:
-    """``progress`` is 0–99 while the clip is made, ``num_previews`` counts the previews on the disk, ``eta_at_s`` is
-    when it will be done (Unix seconds), by prediction. Ranks are known to have been at work for ``gpu_s``.
-
-    ``admission``, if there is one, is for who waits to hear that a gang has taken the clip, or why none has: then
-    that one, and not the record, is told.
-    """
+    """One run of the request of ``claim.clip``, with its progress."""
 
     studio: Studio
     claims: Claims
@@ -42,15 +37,18 @@ class Attempt:
     times: MeasuredTimes
     claim: Claim
     admission: asyncio.Future[None] | None = None
+    """Done once a gang accepts the clip. Raises, in place of a failed record, if none does."""
     progress: int = field(default=0, init=False)
+    """0 to 99."""
     num_previews: int = field(default=0, init=False)
     eta_at_s: float | None = field(default=None, init=False)
+    """Predicted end in Unix seconds."""
     gpu_s: float | None = field(default=None, init=False)
     _decode_s: float | None = field(default=None, init=False)
     _made_s: float = field(default_factory=lambda: time.monotonic(), init=False)
 
     async def run(self) -> None:
-        """Makes the clip, or writes down why not. Only cancellation gets out, after the clip was queued again."""
+        """Make the clip or record its failure. On cancellation, requeue the clip and raise."""
         clip = self.claim.clip
         if clip.attempts > self.settings.max_attempts:
             times = counted(clip.attempts - 1, "time", "times")
@@ -68,7 +66,7 @@ class Attempt:
             raise
         except Exception as failure:
             if self.admission is None or self.admission.done():
-                await self._after(failure)
+                await self._handle(failure)
             else:
                 self.admission.set_exception(failure)
         finally:
@@ -104,26 +102,25 @@ class Attempt:
 
     @property
     def _age_s(self) -> float:
-        """How long ago the clip was made. What was begun at once is of this process, whose clock no one sets; only of
-        what waited on the disk the clock of all machines must tell."""
+        """Seconds since the request. Monotonic for clips begun here; by wall clock for clips from the database."""
         if self.admission is not None:
             return time.monotonic() - self._made_s
         return max(0.0, time.time() - self.claim.clip.created_at_s)
 
     async def _inputs(self) -> InputPictures:
-        """Returns what came along with the request. ValueError if it is gone: another attempt would not find it."""
+        """Return the input pictures. ValueError if they are gone: a retry would not find them."""
         clip = self.claim.clip
         if not clip.request.num_pictures:
             return NO_PICTURES
-        asked = (clip.id, clip.request.num_pictures, clip.request.has_mask)
+        arguments = (clip.id, clip.request.num_pictures, clip.request.has_mask)
         try:
-            return await asyncio.to_thread(self.folders.read_inputs, *asked)
+            return await asyncio.to_thread(self.folders.read_inputs, *arguments)
         except FileNotFoundError:
             message = "the picture that the clip begins with is gone from the server's disk: send it again"
             raise ValueError(message) from None
 
     async def _keep_claim(self) -> None:
-        """Reports progress as it changes and renews the claim in time; returns when the claim is lost."""
+        """Report progress as it changes and renew the claim in time. Return when the claim is lost."""
         reported, due_s = (0, 0), time.monotonic() + self.claims.lease_s / 3
         while True:
             await asyncio.sleep(self.settings.progress_s)
@@ -137,7 +134,7 @@ class Attempt:
                 reported, due_s = current, time.monotonic() + self.claims.lease_s / 3
 
     async def _report(self) -> bool | None:
-        """Writes down how far the clip is. False if the claim is lost; None where nothing can be written now."""
+        """Record the progress. Return False if the claim is lost, None if the database cannot be written."""
         try:
             return await self.claims.report(self.claim, self.progress, self.num_previews, self.eta_at_s)
         except (*DATABASE_FAILURES, StorageFullError):
@@ -145,7 +142,7 @@ class Attempt:
             return None
 
     def _admit(self) -> None:
-        """Lets go on who waits for the clip's admission: a gang has it, or the attempt is over."""
+        """Resolve ``admission``: a gang accepted the clip, or the attempt ended."""
         if self.admission is not None and not self.admission.done():
             self.admission.set_result(None)
 
@@ -164,17 +161,17 @@ class Attempt:
             await asyncio.to_thread(self.folders.remove_inputs, self.claim.clip.id)
 
     async def _clean(self) -> None:
-        """Leaves no file of a clip that was deleted meanwhile."""
+        """Delete the files of a clip whose record was deleted."""
         if await self.claims.store.get(self.claim.clip.id) is None:
             await asyncio.to_thread(self.folders.remove, self.claim.clip.id)
 
-    async def _after(self, failure: Exception) -> None:
+    async def _handle(self, failure: Exception) -> None:
         clip = self.claim.clip
         error = final_error(failure)
-        if error is None and isinstance(failure, QueueFullError | ModelUnavailableError):  # it says nothing of the clip
+        if error is None and isinstance(failure, QueueFullError | ModelUnavailableError):  # not the fault of the clip
             await self.claims.give_back(self.claim, wait_s=failure.retry_after_s, counts=False)
             return
-        if is_lost(failure):  # nor does this
+        if is_lost(failure):  # nor is this
             await self._queue_again(failure)
             return
         logger.warning("clip %s failed, attempt %d", clip.id, clip.attempts, exc_info=failure)
@@ -186,7 +183,7 @@ class Attempt:
             await self.claims.give_back(self.claim, wait_s=self.settings.retry_s, counts=True)
 
     async def _queue_again(self, failure: Exception) -> None:
-        """Queue the clip as if it had not been tried, once the database can be written."""
+        """Requeue the clip without counting the attempt, once the database can be written."""
         logger.warning("clip %s waits for the data directory", self.claim.clip.id, exc_info=failure)
         while True:
             try:
@@ -197,7 +194,7 @@ class Attempt:
 
 
 def final_error(failure: Exception) -> ClipError | None:
-    """Returns the error of a clip that it makes no sense to try again; None if another attempt may help."""
+    """Return the error of a failure that no retry can fix; None if a retry may help."""
     match failure:
         case GangBrokenError():  # raised only after the clip was run on a second gang
             return ClipError(code="gang_broken", message=f"The ranks that worked on this clip failed: {failure}")

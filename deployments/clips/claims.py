@@ -1,4 +1,4 @@
-"""Who may make a clip: claims that expire, so that each clip has one runner, and an orphan gets a new one."""
+"""Claims that expire: each clip has one runner, and an orphaned clip gets a new one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipelines.request import MediaRequest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """The right to make ``clip`` for a while. ``owner`` is new with every claim, so a late runner changes nothing."""
+    """A lease on ``clip``. ``owner`` is new with every claim, so writes of a late runner have no effect."""
 
     clip: ClipRecord
     owner: str
@@ -27,20 +27,20 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claims:
-    """Takes clips of ``store`` for ``lease_s`` at a time. A write with a claim that was lost says False."""
+    """Claims clips of ``store`` for ``lease_s`` at a time. A write with a lost claim returns False."""
 
     store: ClipStore
     lease_s: float
 
     async def take(self, models: Collection[str]) -> Claim | None:
-        """Claims the oldest clip for one of ``models`` that waits, or whose runner let its claim run out."""
+        """Claim the oldest clip of ``models`` that is queued or whose claim has expired."""
         now_s = time.time()
         oldest = select(ClipRow).where(_free(now_s), ClipRow.model.in_(models)).order_by(ClipRow.number).limit(4)
         async with self.store.session() as session:
             rows = list(await session.scalars(oldest))
         for row in rows:
             owner = secrets.token_hex(16)
-            # Of several runners that saw the row free, the one whose UPDATE still finds it so has it.
+            # Several runners may have read the row as free; the first UPDATE wins.
             take = update(ClipRow).where(ClipRow.id == row.id, ClipRow.attempts == row.attempts, _free(now_s))
             values = {"attempts": row.attempts + 1, "progress": 0, "num_previews": 0, "eta_at_s": None}
             if await self._write(take, **self._claim(owner), **values):
@@ -51,7 +51,7 @@ class Claims:
         return None
 
     async def begin(self, request: MediaRequest, seconds: str, key_hash: str, clip_id: str) -> Claim:
-        """Returns the claim to a new clip, which nobody else could take before."""
+        """Create a clip and return the claim to it, with no moment in which another runner could claim it."""
         owner = secrets.token_hex(16)
         values = {"attempts": 1, **self._claim(owner)}
         clip = await self.store.create(request, seconds, key_hash, clip_id, values)
@@ -59,7 +59,7 @@ class Claims:
         return Claim(clip=clip, owner=owner)
 
     async def report(self, claim: Claim, progress: int, num_previews: int, eta_at_s: float | None = None) -> bool:
-        """Renews the claim. False if it is lost: the clip was deleted, or taken over."""
+        """Renew the claim. Return False if it is lost: the clip was deleted or taken over."""
         values = {"progress": progress, "num_previews": num_previews, "eta_at_s": eta_at_s}
         return await self._write(_held(claim), **self._lease(), **values)
 
@@ -72,7 +72,7 @@ class Claims:
         return await self._write(_held(claim), **values, completed_at_s=time.time(), owner="")
 
     async def give_back(self, claim: Claim, *, wait_s: float, counts: bool) -> bool:
-        """Queues the clip again, for ``wait_s`` from now at the earliest. ``counts``: whether it was an attempt."""
+        """Requeue the clip, not to be claimed for ``wait_s``. ``counts``: whether this was an attempt."""
         attempts = claim.clip.attempts if counts else claim.clip.attempts - 1
         values = {"status": "queued", "progress": 0, "attempts": attempts, "not_before_s": time.time() + wait_s}
         return await self._write(_held(claim), **values, owner="", eta_at_s=None)

@@ -1,4 +1,4 @@
-"""Durable clips behind one door: what the API calls, with the runner inside."""
+"""Durable clips: the interface that the API calls, with the runner inside."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ logger = logging.getLogger("troupe.clips")
 
 SWEEP_EVERY_S = 60.0
 NUM_LEARNT_FROM = 100
-LOOK_S = 5.0
-"""For the disk to say how much room it has; one in the network may never do."""
+DISK_CHECK_TIMEOUT_S = 5.0
+"""Timeout of the disk check; a network disk may never answer."""
 
 
 class Clips:
     """Clips that are made in the background, between ``start`` and ``stop``.
 
-    Several of these, in several processes, may share one database and one data directory: each clip is made by one.
+    Several processes may share one database and data directory; each clip has one runner.
     """
 
     def __init__(self, studio: Studio, settings: ClipSettings) -> None:
@@ -60,7 +60,7 @@ class Clips:
         self._disk = OneThread(lambda: storage_problem(settings.data_dir, self._folders.root))
 
     async def start(self) -> None:
-        """Opens the database and goes on with what was left unfinished. ValueError for a bad database URL."""
+        """Open the database and resume unfinished clips. ValueError for a bad database URL."""
         await asyncio.to_thread(self._make_folders)
         self._engine = await open_database(self._settings.url)
         self._store = ClipStore(engine=self._engine)
@@ -86,7 +86,7 @@ class Clips:
                 close_to_others(Path(f"{self._settings.database_file}{ending}"), PRIVATE_FILE)
 
     async def stop(self) -> None:
-        """Stops the clips that are being made; they are queued again, with nothing lost but the steps they had made."""
+        """Stop and requeue all clips in progress. Only their steps are lost."""
         await cancel(*self._tasks)
         if self._tasks:
             await self._runner.stop_all()  # also those that were begun since it was stopped before
@@ -96,27 +96,27 @@ class Clips:
     async def submit(
         self, request: MediaRequest, seconds: str, key_hash: str = "", pictures: InputPictures = NO_PICTURES
     ) -> ClipRecord:
-        """Queues a clip that is made from ``pictures``, for the holder of a key.
+        """Queue a clip made from ``pictures`` for the key ``key_hash``.
 
-        QueueFullError if too many wait, whatever room the gangs have; StorageFullError, StorageLostError.
+        QueueFullError if ``max_waiting_videos`` are queued; StorageFullError, StorageLostError.
         """
         await self._check_storage()
-        async with self._submitting:  # of two that come at once the second finds the first counted
+        async with self._submitting:  # concurrent submissions count each other
             num_waiting = await self._store.num_waiting()
             if num_waiting >= self._settings.max_waiting_videos:
                 raise QueueFullError(num_waiting, retry_after_s=self._settings.lease_s)
             async with self._new_clip(pictures) as clip_id:
                 clip = await self._store.create(request, seconds, key_hash, clip_id)
         self._runner.wake()
-        return await self._foreseen(clip)
+        return await self._with_prediction(clip)
 
     async def begin(
         self, request: MediaRequest, seconds: str, key_hash: str = "", pictures: InputPictures = NO_PICTURES
     ) -> tuple[str, asyncio.Future[None]]:
-        """Begins a clip that is made from ``pictures`` now, whatever waits. StorageFullError, StorageLostError.
+        """Start a clip made from ``pictures`` at once, ahead of the queue. StorageFullError, StorageLostError.
 
-        Returns its id, and what is done once a gang has taken it. That raises why none has (TooLateError,
-        QueueFullError, ValueError, …): then it is up to the caller to delete the clip.
+        Return its id and a future that is done when a gang accepts the clip. If none does, the future raises the
+        reason (TooLateError, QueueFullError, ValueError, …), and the caller must delete the clip.
         """
         await self._check_storage()
         async with self._new_clip(pictures) as clip_id:
@@ -125,28 +125,28 @@ class Clips:
 
     async def get(self, clip_id: str) -> ClipRecord | None:
         clip = await self._store.get(clip_id)
-        return None if clip is None else await self._foreseen(clip)
+        return None if clip is None else await self._with_prediction(clip)
 
     async def get_all(self, clip_ids: Collection[str]) -> dict[str, ClipRecord]:
-        """Returns those of the clips that there are, by id."""
+        """Return the existing clips among ``clip_ids``, by id."""
         clips = await self._store.get_all(clip_ids)
-        return {clip.id: clip for clip in await self._all_foreseen(clips.values())}
+        return {clip.id: clip for clip in await self._with_predictions(clips.values())}
 
     async def page(
         self, *, after: ClipRecord | None, limit: int, ascending: bool, key_hash: str | None = None
     ) -> tuple[list[ClipRecord], bool]:
-        """Returns up to ``limit`` clips behind ``after``, of one key unless it is None, and whether there are more."""
+        """Return up to ``limit`` clips behind ``after``, of one key unless it is None, and whether there are more."""
         clips = await self._store.page(after=after, limit=limit + 1, ascending=ascending, key_hash=key_hash)
-        return await self._all_foreseen(clips[:limit]), len(clips) > limit
+        return await self._with_predictions(clips[:limit]), len(clips) > limit
 
     async def num_open(self, key_hash: str) -> int:
-        """Returns how many clips of a key wait or are made, in whichever process."""
+        """Return how many clips of a key are queued or in progress, over all processes."""
         return await self._store.num_open(key_hash)
 
     async def delete(self, clip_id: str) -> bool:
-        """Stops the clip and deletes all of it. Returns whether there was one.
+        """Stop the clip and delete its files and record. Return whether it existed.
 
-        Its files go first: where the disk is full, they make room for what the database writes.
+        Files go first: on a full disk they make room for the database.
         """
         if await self._store.get(clip_id) is None:
             return False
@@ -157,21 +157,21 @@ class Clips:
         return was_there
 
     async def file(self, clip_id: str, variant: Variant) -> Path | None:
-        """Returns where a file of the clip lies; None if it is not there. StorageLostError if no clip's is."""
+        """Return the path of a clip's file, None without one. StorageLostError if the whole folder is gone."""
         has_it = await asyncio.to_thread(self._folders.has, clip_id, variant)
         return self._folders.path(clip_id, variant) if has_it else None
 
     async def note_lost(self, clip_id: str) -> ClipRecord | None:
-        """Writes down that the file of a completed clip is gone. Returns the clip as it is now, if it is."""
+        """Mark a completed clip whose file is gone as failed. Return its current record, None if it was deleted."""
         message = "The clip was finished, and its file is gone from the server's disk: make it again with the same seed"
         if await self._store.fail_completed(clip_id, ClipError(code=FILE_GONE, message=message)):
             logger.error("the file of clip %s is gone", clip_id)
         return await self._store.get(clip_id)
 
     async def storage_problem(self) -> StorageFullError | StorageLostError | None:
-        """Returns why no clip can be kept now; None if it can. However many ask, one thread waits."""
+        """Return why no clip can be stored now, None if it can. At most one thread waits for the disk."""
         try:
-            return await self._disk.answer(LOOK_S)
+            return await self._disk.answer(DISK_CHECK_TIMEOUT_S)
         except TimeoutError:
             return StorageLostError(f"the disk of {self._settings.data_dir} does not answer")
 
@@ -191,14 +191,13 @@ class Clips:
 
     @asynccontextmanager
     async def _new_clip(self, pictures: InputPictures) -> AsyncIterator[str]:
-        """Yields the id of a new clip, with ``pictures`` on the disk before anybody can take it; nothing stays of it if
-        the block fails."""
+        """Yield the id of a new clip whose ``pictures`` are on disk. Delete all of it if the block fails."""
         clip_id = new_clip_id()
         try:
             if pictures.pictures:
                 await asyncio.to_thread(self._folders.write_inputs, clip_id, pictures)
             yield clip_id
-        except BaseException:  # also if the client leaves, whom nobody has told the id
+        except BaseException:  # also if the client disconnects: it never got the id
             with suppress(*DATABASE_FAILURES, StorageFullError, StorageLostError):
                 await to_the_end(self._undo(clip_id))
             raise
@@ -208,17 +207,16 @@ class Clips:
         await self._store.delete(clip_id)
 
     async def _learn(self) -> None:
-        """Takes note of how long the last clips took that are still there, whoever made them."""
+        """Learn durations from the newest finished clips in the database."""
         for clip in reversed(await self._store.page(after=None, limit=NUM_LEARNT_FROM, ascending=False)):
             if clip.timings is not None:
                 learn_clip(self._times, clip.request, clip.timings)
 
-    async def _foreseen(self, clip: ClipRecord) -> ClipRecord:
-        return (await self._all_foreseen([clip]))[0]
+    async def _with_prediction(self, clip: ClipRecord) -> ClipRecord:
+        return (await self._with_predictions([clip]))[0]
 
-    async def _all_foreseen(self, clips: Collection[ClipRecord]) -> list[ClipRecord]:
-        """Returns ``clips``, those that wait with their place, and when they will be done, by prediction. What a gang
-        has, it predicts itself."""
+    async def _with_predictions(self, clips: Collection[ClipRecord]) -> list[ClipRecord]:
+        """Return ``clips``; add queue position and predicted end to those that are queued."""
         models = {clip.request.model for clip in clips if clip.status == "queued"}
         queue = await self._store.open_clips(models) if models else []
         ends_s = predicted_ends_s(queue, self._times, self._settings.num_gangs, time.time())

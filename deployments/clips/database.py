@@ -1,4 +1,4 @@
-"""The engine behind the clip records, and what SQLite is told to do."""
+"""The SQLAlchemy engine of clip records, and the pragmas of SQLite."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from deployments.places import make_private_file
 SQLITE_PRAGMAS = ("journal_mode = WAL", "busy_timeout = 30000", "synchronous = FULL")
 """Readers do not wait for the writer, writers wait for each other, and what was committed survives a power cut."""
 NUM_TRIES = 5
-"""Of replicas that make the tables at the same moment one gets on; the others find them there, or collide again."""
+"""Replicas that create the tables at the same moment collide and retry."""
 
 
 async def open_database(url: str) -> AsyncEngine:
-    """Returns an engine, with the tables there. ValueError if ``url`` is not one that async SQLAlchemy can use.
+    """Return an engine and create the tables. ValueError if async SQLAlchemy cannot use ``url``.
 
-    It raises StorageFullError where the disk is full, and StorageLostError once its file is not the one that it opened:
-    SQLite would go on with a file that has no name any more, and lose all that is written then.
+    The engine raises StorageFullError on a full disk, and StorageLostError once its file was deleted or replaced:
+    SQLite would go on writing to the unlinked file.
     """
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite" and parsed.database:
@@ -33,7 +33,7 @@ async def open_database(url: str) -> AsyncEngine:
         make_private_file(Path(parsed.database))  # SQLite gives its other files the permissions of this one
     engine = create_async_engine(parsed, pool_pre_ping=True)
     if engine.dialect.name == "sqlite":
-        event.listen(engine.sync_engine, "connect", _tell_sqlite)
+        event.listen(engine.sync_engine, "connect", _set_pragmas)
     for try_number in range(1, NUM_TRIES + 1):
         try:
             await _create_tables(engine)
@@ -55,7 +55,7 @@ async def _create_tables(engine: AsyncEngine) -> None:
 
 
 def _add_columns(connection: Connection) -> None:
-    """Adds what a database of an earlier version lacks. Its rows get the default."""
+    """Add the columns that a database of an earlier version lacks. Old rows get the default."""
     for table in Base.metadata.sorted_tables:
         names = {column["name"] for column in inspect(connection).get_columns(table.name)}
         for column in table.columns:
@@ -65,7 +65,7 @@ def _add_columns(connection: Connection) -> None:
                 connection.execute(text(f"ALTER TABLE {table.name} ADD COLUMN {definition}"))
 
 
-def _tell_sqlite(connection: Any, record: Any) -> None:
+def _set_pragmas(connection: Any, record: Any) -> None:
     cursor = connection.cursor()
     for pragma in SQLITE_PRAGMAS:
         cursor.execute(f"PRAGMA {pragma}")
@@ -79,7 +79,7 @@ def _name_full_disk(context: ExceptionContext) -> None:
 
 
 class _DatabaseFile:
-    """The file that is at ``path`` now. Once it is lost it stays so: another one may get its place on the disk."""
+    """The file at ``path``. Once lost it stays lost: its inode may be reused."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._place, self._is_lost = path, _place(path), False
@@ -93,6 +93,6 @@ class _DatabaseFile:
 def _place(path: Path) -> tuple[int, int] | None:
     try:
         stat = path.stat()
-    except FileNotFoundError:  # as of a database in memory
+    except FileNotFoundError:  # a database in memory
         return None
     return stat.st_dev, stat.st_ino

@@ -1,4 +1,4 @@
-"""When clips that wait on the disk will be done: by the clips before them, and by the times of others like them."""
+"""Predict when queued clips end, from the queue and from measured times of similar clips."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelines.request import MediaRequest
 
 
 class OpenClip(NamedTuple):
-    """A clip that waits or is made. Times are Unix seconds."""
+    """A queued or running clip. Times are Unix seconds."""
 
     id: str
     model: str
@@ -24,14 +24,14 @@ class OpenClip(NamedTuple):
 
 
 def alike(request: MediaRequest) -> str:
-    """Return what clips of one model must have in common to take equally long."""
+    """Return the key that equally long clips of one model share."""
     branches = 2 if request.true_cfg_scale > 1 else 1
     size = f"{request.width}x{request.height}x{request.num_frames}" + (" silent" if request.sound is False else "")
     return f"{size} steps={request.num_inference_steps} branches={branches} cache={request.cache}"
 
 
 def clip_times() -> MeasuredTimes:
-    """Return a store of how long clips took beside no other: the shortest time of each key counts."""
+    """Return a store of clip durations; the shortest of each key counts, measured without contention."""
     return MeasuredTimes(None, "clips", shortest=True)
 
 
@@ -40,12 +40,12 @@ def clip_key(model: str, alike: str) -> TimeKey:
 
 
 def learn_clip(times: MeasuredTimes, request: MediaRequest, timings: StageTimes) -> None:
-    """Take the time of a finished clip, without its wait for the gang."""
+    """Record the duration of a finished clip, without its wait for the gang."""
     times.learn(clip_key(request.model, alike(request)), timings.total_s - timings.queue_s)
 
 
 def nums_before(clips: Iterable[OpenClip]) -> dict[str, int]:
-    """Return how many clips of its model wait before each that waits, by its id; ``clips`` are in their order."""
+    """Return the queue position of each queued clip within its model, by id; ``clips`` are in queue order."""
     seen: defaultdict[str, int] = defaultdict(int)
     before: dict[str, int] = {}
     for clip in clips:
@@ -58,10 +58,10 @@ def nums_before(clips: Iterable[OpenClip]) -> dict[str, int]:
 def predicted_ends_s(
     clips: Iterable[OpenClip], times: MeasuredTimes, num_gangs: Mapping[str, int], now_s: float
 ) -> dict[str, float | None]:
-    """Return when each of ``clips``, which are in their order, will be done (Unix seconds), by its id.
+    """Return the predicted end (Unix seconds) of each of ``clips``, in queue order, by id.
 
-    The gangs of a model (one unless ``num_gangs`` has it) finish the clips that they have, and then take the others in
-    turn. Behind a clip of unknown time, all are unknown.
+    The gangs of a model (one unless ``num_gangs`` has it) finish their running clips, then take the queued ones in
+    turn. After a clip of unknown duration, all are None.
     """
     by_model: defaultdict[str, list[OpenClip]] = defaultdict(list)
     for clip in clips:

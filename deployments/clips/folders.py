@@ -20,12 +20,12 @@ CONTENT_TYPES: dict[Variant, str] = {"video": "video/mp4", "thumbnail": "image/w
 
 MASK_NAME = "input-mask.png"
 PNG_LEVEL = 0
-"""Not compressed, which takes long: the files are gone when their clip is made."""
+"""No compression, for speed: the files are deleted with the finished clip."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipFolders:
-    """All clips' folders in ``root``. What fails there is a StorageFullError or StorageLostError, never an OSError."""
+    """The folders of all clips in ``root``. Raises StorageFullError or StorageLostError, never OSError."""
 
     root: Path
 
@@ -37,7 +37,7 @@ class ClipFolders:
             write_privately(self.root, self.path(clip_id, variant), data)
 
     def has(self, clip_id: str, variant: Variant) -> bool:
-        """Returns whether the file is there. StorageLostError if no clip's is: then it may be there again later."""
+        """Return whether the file exists. StorageLostError if ``root`` is gone: it may come back."""
         with data_folder(self.root):
             if self.path(clip_id, variant).is_file():
                 return True
@@ -46,7 +46,7 @@ class ClipFolders:
         return False
 
     def write_inputs(self, clip_id: str, inputs: InputPictures) -> None:
-        """Keeps what a clip is made from: every pixel as it is."""
+        """Write the input pictures of a clip, lossless."""
         files = {input_name(index): picture for index, picture in enumerate(inputs.pictures)}
         if inputs.mask is not None:
             files[MASK_NAME] = inputs.mask
@@ -56,7 +56,7 @@ class ClipFolders:
                 write_privately(self.root, self.root / clip_id / name, data)
 
     def read_inputs(self, clip_id: str, num_pictures: int, has_mask: bool) -> InputPictures:
-        """Returns what ``write_inputs`` kept. FileNotFoundError without; StorageLostError if no clip's is there."""
+        """Return what ``write_inputs`` wrote. FileNotFoundError if missing; StorageLostError if ``root`` is."""
         if not self.root.is_dir():
             raise lost(self.root)
         folder = self.root / clip_id
@@ -70,7 +70,7 @@ class ClipFolders:
                 path.unlink(missing_ok=True)
 
     def remove(self, clip_id: str) -> None:
-        """Deletes all files of the clip, if there are any."""
+        """Delete all files of the clip, if there are any."""
         shutil.rmtree(self.root / clip_id, ignore_errors=True)
 
 

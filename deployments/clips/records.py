@@ -1,4 +1,4 @@
-"""A clip as a frozen record, and as a row. Only types and statements that every SQL database has."""
+"""A clip as a frozen record and as a database row, in portable SQL types."""
 
 from __future__ import annotations
 
@@ -16,35 +16,32 @@ from pipelines.request import Lora, MediaRequest
 ClipStatus = Literal["queued", "in_progress", "completed", "failed"]
 OPEN = ("queued", "in_progress")
 FILE_GONE = "file_gone"
-"""The code of a clip that was completed, and whose file is there no longer."""
+"""Error code of a completed clip whose file is gone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipError:
-    """Why a clip failed: ``code`` for programs, ``message`` for people; ``retry_after_s`` if another may not. Ranks had
-    been at work for ``gpu_s`` in the last attempt, None if nobody knows."""
+    """Why a clip failed: ``code`` for programs, ``message`` for people."""
 
     code: str
     message: str
     retry_after_s: float | None = None
     gpu_s: float | None = None
+    """GPU seconds of the last attempt, if known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipRecord:
-    """A clip somebody asked for. ``number`` orders clips by creation; times are Unix seconds, ``created_at_s`` to the
-    fraction; ``progress`` is 0–100. ``eta_at_s`` is when it is predicted to be done, None if nobody knows.
-    ``num_before`` clips of its model wait before it; None if it does not wait, or if that was not asked.
-
-    ``key_hash`` is that of the API key that asked for it, empty where none was needed.
-    """
+    """A requested clip. Times are Unix seconds."""
 
     id: str
     number: int
+    """Order of creation."""
     request: MediaRequest
     seconds: str
     status: ClipStatus
     progress: int
+    """0 to 100."""
     num_previews: int
     attempts: int
     created_at_s: float
@@ -61,19 +58,19 @@ class ClipRecord:
 
     @property
     def gpu_s(self) -> float | None:
-        """How long ranks were at work for it, once it has ended; None as long as nobody knows."""
+        """GPU seconds of an ended clip; None while unknown."""
         if self.timings is not None:
             return self.timings.gpu_s
         return None if self.error is None else self.error.gpu_s
 
     @property
     def is_open(self) -> bool:
-        """Whether it waits or is made."""
+        """Whether it is queued or in progress."""
         return self.status in OPEN
 
     @property
     def eta_s(self) -> float | None:
-        """How long it will take from now, by prediction; None of one that has ended."""
+        """Predicted seconds until its end; None once it has ended."""
         return None if self.eta_at_s is None or not self.is_open else max(0.0, self.eta_at_s - time.time())
 
 
@@ -82,9 +79,9 @@ class Base(DeclarativeBase):
 
 
 class ClipRow(Base):
-    """``owner`` is the runner that has the clip until ``lease_until_s``; nobody touches it before ``not_before_s``.
+    """A clip in the database. ``owner`` holds the claim until ``lease_until_s``.
 
-    ``eta_at_s`` is what its gang predicts; clips that are ``alike`` take equally long.
+    No runner claims it before ``not_before_s``. Clips with equal ``alike`` take equally long.
     """
 
     __tablename__ = "troupe_jobs"

@@ -1,4 +1,4 @@
-"""Takes queued clips, and those whose runner is gone, and makes several side by side."""
+"""Claim queued and orphaned clips and run several concurrently."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ logger = logging.getLogger("troupe.clips")
 
 
 class ClipRunner:
-    """``attempt`` gives what makes a claimed clip; it is there so that the runner is about nothing but order. None is
-    taken while there is a ``storage_problem``. Of those that are taken ``max_running`` are made side by side; others
-    are begun beside them."""
+    """Runs up to ``max_running`` claimed clips and those that ``begin`` adds; claims none during a storage problem."""
 
     def __init__(
         self,
@@ -38,50 +36,50 @@ class ClipRunner:
         self._max_running = max_running
         self._poll_s = poll_s
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._beside: set[str] = set()
-        self._news = asyncio.Event()
+        self._additional: set[str] = set()
+        self._wakeup = asyncio.Event()
 
     def wake(self) -> None:
-        """Says that there may be a clip to take."""
-        self._news.set()
+        """Look for a clip to claim now."""
+        self._wakeup.set()
 
     async def stop_clip(self, clip_id: str) -> None:
-        """Cancels the clip on its ranks, if it is made here, and waits until that is done."""
+        """Cancel the clip on its ranks, if it runs here, and wait for the end."""
         if task := self._running.get(clip_id):
             await cancel(task)
 
     async def run(self) -> None:
-        """Takes clips until cancelled."""
+        """Claim and start clips until cancelled."""
         while True:
-            await self._take_what_fits()
+            await self._claim_free_slots()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._poll_s):  # wait_for can swallow a cancellation in Python 3.11
-                    await self._news.wait()
-            self._news.clear()
+                    await self._wakeup.wait()
+            self._wakeup.clear()
 
     async def stop_all(self) -> None:
-        """Cancels all clips that are made here, which are queued again, and waits until that is done."""
+        """Cancel and requeue all clips that run here; wait for the end."""
         await cancel(*self._running.values())
 
-    async def _take_what_fits(self) -> None:
+    async def _claim_free_slots(self) -> None:
         try:
-            while len(self._running) - len(self._beside) < self._max_running:
+            while len(self._running) - len(self._additional) < self._max_running:
                 if await self._storage_problem():
                     return
                 not_ready = await self._studio.not_ready()
                 claim = await self._claims.take([name for name in self._studio.cards() if name not in not_ready])
                 if claim is None:
                     return
-                await self.stop_clip(claim.clip.id)  # its claim ran out while this process slept: the new one counts
+                await self.stop_clip(claim.clip.id)  # its claim expired while this process slept: the new one counts
                 self._start(self._attempt(claim))
-        except Exception:  # the database or a deployment may be away for a while; the runner must outlive that
+        except Exception:  # the database or a deployment may be unavailable for a while
             logger.exception("no clip could be taken")
 
     def begin(self, claim: Claim) -> asyncio.Future[None]:
-        """Makes a new clip beside all others. Returns what is done when a gang has taken it; it raises why none has."""
+        """Start a new clip in addition. Return a future: done once a gang accepts it, or raising the reason."""
         attempt = self._attempt(claim)
         attempt.admission = asyncio.get_running_loop().create_future()
-        self._beside.add(claim.clip.id)
+        self._additional.add(claim.clip.id)
         self._start(attempt)
         return attempt.admission
 
@@ -95,7 +93,7 @@ class ClipRunner:
     def _ended(self, clip_id: str, task: asyncio.Task[None]) -> None:
         if self._running.get(clip_id) is task:
             del self._running[clip_id]
-            self._beside.discard(clip_id)
+            self._additional.discard(clip_id)
         if not task.cancelled() and (failure := task.exception()):
             logger.error("clip %s: its outcome could not be written", clip_id, exc_info=failure)
-        self._news.set()
+        self._wakeup.set()

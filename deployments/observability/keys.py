@@ -1,11 +1,11 @@
-"""What metrics call an API key: few names, whatever keys come and go."""
+"""Metric labels of API keys, limited in number."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from deployments.observability.metrics import observe_gpu_seconds
-from deployments.quotas import EVERYBODY, KeyLimits
+from deployments.usage.quotas import EVERYBODY, KeyLimits
 
 SHOWN_DIGITS = 8
 MAX_UNNAMED = 100
@@ -13,8 +13,7 @@ OTHERS = "other"
 
 
 class KeyNames:
-    """The ``name`` of a key's own entry in the configuration, else eight digits of its hash, of the first
-    ``MAX_UNNAMED`` without one that come; all further ones are ``OTHERS``. Each name is a series for ever."""
+    """Metric labels: a key's configured ``name``, else eight digits of its hash; ``OTHERS`` after ``MAX_UNNAMED``."""
 
     def __init__(self, limits_of: Callable[[str], KeyLimits]) -> None:
         self._limits_of = limits_of
@@ -30,5 +29,5 @@ class KeyNames:
         return digits
 
     def observe_gpu_seconds(self, model: str, key: str, gpu_s: float) -> None:
-        """Counts the seconds of ranks for a request of ``key`` that has ended."""
+        """Count the seconds of ranks for a request of ``key`` that has ended."""
         observe_gpu_seconds(model, self.name_of(key), gpu_s)

@@ -18,7 +18,7 @@ LOGGERS = ("troupe", "deployments", "engines", "pipelines")
 
 @contextmanager
 def request_context(request_id: str) -> Iterator[None]:
-    """Lets log lines inside the block, those of tasks started there included, carry ``request_id``."""
+    """Let log lines inside the block, those of tasks started there included, carry ``request_id``."""
     token = request_id_var.set(request_id)
     try:
         yield
@@ -41,7 +41,7 @@ class JsonLines(JsonFormatter):
 
 
 def configure_logs(level: int | str = "INFO", stream: TextIO | None = None) -> logging.Handler:
-    """Sends everything that the project logs to ``stream`` (stderr) as JSON lines. Calling it again replaces it."""
+    """Send everything that the project logs to ``stream`` (stderr) as JSON lines. Calling it again replaces it."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines())
     for name in LOGGERS:

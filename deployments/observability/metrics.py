@@ -55,44 +55,44 @@ DeadlineOutcome = Literal["met", "missed", "refused", "failed"]
 
 
 def observe_stage(stage: str, model: str, seconds: float) -> None:
-    """Counts ``seconds`` in a stage: queue (waiting), encode, denoise, decode or total."""
+    """Count ``seconds`` in a stage: queue (waiting), encode, denoise, decode or total."""
     STAGES.labels(stage, model).observe(seconds)
 
 
 def observe_encoding(model: str, *, was_kept: bool) -> None:
-    """Counts a job's conditioning, by whether an encoder made it for this job."""
+    """Count a job's conditioning, by whether an encoder made it for this job."""
     ENCODINGS.labels(model, "kept" if was_kept else "encoded").inc()
 
 
 def observe_failure(model: str, cause: str) -> None:
-    """Counts a failed run of a request; ``cause`` is the exception's class name."""
+    """Count a failed run of a request; ``cause`` is the exception's class name."""
     REQUEST_FAILURES.labels(model, cause).inc()
 
 
 def observe_clip_wait(model: str, seconds: float) -> None:
-    """Counts the ``seconds`` that a clip waited for a runner: beside those in a gang's queue."""
+    """Count the ``seconds`` that a clip waited for a runner: beside those in a gang's queue."""
     CLIP_WAITS.labels(model).observe(seconds)
 
 
 def observe_answer(method: str, route: str, status: int) -> None:
-    """Counts an answer; ``route`` is the path as it is declared, or empty where there is no such route."""
+    """Count an answer; ``route`` is the path as it is declared, or empty where there is no such route."""
     HTTP_REQUESTS.labels(method if method in METHODS else "other", route, status).inc()
 
 
 def observe_gpu_seconds(model: str, key: str, seconds: float) -> None:
-    """Counts ``seconds`` of ranks for a request that has ended; ``key`` is what ``KeyNames`` calls its API key."""
+    """Count ``seconds`` of ranks for a request that has ended; ``key`` is what ``KeyNames`` calls its API key."""
     GPU_SECONDS.labels(model, key).inc(seconds)
 
 
 @contextmanager
 def observe_open(model: str, tier: str) -> Iterator[None]:
-    """Counts a request as under way inside the block; ``tier`` is how urgent it is."""
+    """Count a request as under way inside the block; ``tier`` is how urgent it is."""
     with OPEN.labels(model, tier).track_inprogress():
         yield
 
 
 def observe_turn(model: str, tier: str, queue_s: float, predicted_s: float | None, total_s: float) -> None:
-    """Counts how long a finished request waited, and what it took beside what was predicted, if anything was."""
+    """Count how long a finished request waited, and what it took beside what was predicted, if anything was."""
     QUEUES.labels(model, tier).observe(queue_s)
     if predicted_s:
         PREDICTED.labels(model).observe(predicted_s)
@@ -100,17 +100,17 @@ def observe_turn(model: str, tier: str, queue_s: float, predicted_s: float | Non
 
 
 def observe_deadline(model: str, outcome: DeadlineOutcome) -> None:
-    """Counts a request with a deadline that has ended; one whose client went away does not count."""
+    """Count a request with a deadline that has ended; one whose client went away does not count."""
     DEADLINES.labels(model, outcome).inc()
 
 
 def own_families() -> Families:
-    """Returns what this process has counted."""
+    """Return what this process has counted."""
     return [family for family in REGISTRY.collect() if family.name.startswith(OWN)]
 
 
 def with_replicas(pages: Mapping[str, Iterable[Metric]]) -> Iterator[Metric]:
-    """Yields the series of all processes, told apart by the label ``replica``: the keys of ``pages``."""
+    """Yield the series of all processes, told apart by the label ``replica``: the keys of ``pages``."""
     whole: dict[str, Metric] = {}
     for replica, page in pages.items():
         for family in page:

@@ -20,15 +20,14 @@ if TYPE_CHECKING:
     from pipelines.media.clip import ClipEncoder
 
 MAX_THREADS = 8
-"""Groups of pictures that are encoded side by side. A clip has little more of them."""
+"""Groups of pictures encoded concurrently. A clip has hardly more."""
 
 
 class ClipFinisher:
-    """``decoding`` and ``writing`` are the threads of the decoder's stage. Groups of pictures have others: those who
-    wait for groups must not take the place of those who encode them.
+    """Decodes with the threads ``decoding``, finishes files with ``writing``, and encodes in a third pool.
 
-    Frames are held as pixels until their group is encoded. Where that takes longer than decoding, decoding waits once
-    every thread has a group and one more lies ready for it.
+    Threads that wait for groups must not block those that encode them. Frames are held as pixels until their group is
+    encoded. If encoding is slower, decoding waits once each thread has one group and one queued.
     """
 
     def __init__(self, decoder: BlocksDecoder, decoding: Workers, writing: Workers) -> None:
@@ -37,8 +36,8 @@ class ClipFinisher:
         self._groups = ThreadPoolExecutor(self._num_threads, thread_name_prefix="groups")
 
     def finish(self, latents: Parcel, request: MediaRequest, texts: Texts = NO_TEXTS) -> tuple[bytes, bytes]:
-        """Returns the clip, with ``texts``, and a thumbnail of its first frame."""
-        from pipelines.media.clip import ClipEncoder  # PyAV, which pictures do without
+        """Return the clip, with metadata ``texts``, and a thumbnail of its first frame."""
+        from pipelines.media.clip import ClipEncoder  # PyAV, not needed for pictures
 
         with ClipEncoder(request.num_frames, request.fps, self._groups, 2 * self._num_threads) as clip:
             first_HWC, sound = self._decoding.run(self._decode, latents, request, clip)

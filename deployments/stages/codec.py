@@ -8,7 +8,7 @@ from deployments.stages.vae_decoder import VaeDecoder
 
 
 class Codec(PromptEncoder, VaeDecoder):
-    """For small models on a CPU, where a process takes more memory and time to start than the weights in it."""
+    """Saves a process for small models on a CPU, where it costs more memory and start time than the weights."""
 
     def __init__(self, spec: StageSpec) -> None:
         PromptEncoder.__init__(self, spec)

@@ -1,4 +1,4 @@
-"""What the stages have in common: one model's part on one device, and what they hand to each other."""
+"""Types that the stages share and exchange, and the opening of a stage's checkpoint."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from pipelines.request import MetadataLevel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageSpec:
-    """A model's configuration, that of the one stage in question, what files say of how they were made, and who
-    signs them."""
+    """Configuration of one stage of a model, and of the metadata and signature of its files."""
 
     model: ModelConfig
     stage: StageConfig
@@ -33,29 +32,30 @@ class StageSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoded(Parcel):
-    """Conditioning, the seconds it took a text encoder, and the ``shapes`` of its tensors by name: jobs of a size whose
-    prompts and pictures are as long share compiled programs. ``was_kept``: from a request before that said the same."""
+    """Conditioning of one request."""
 
     encode_s: float
     shapes: Shapes
+    """Shapes of its tensors by name."""
     was_kept: bool = False
+    """Whether it comes from the cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodingDone:
-    """The first event of a job: its conditioning is there, and took ``encode_s``; or it ``was_kept``."""
+    """The first event of a job: its conditioning, encoded in ``encode_s`` or from the cache (``was_kept``)."""
 
     encode_s: float
     was_kept: bool = False
 
 
 StageEvent = EncodingDone | JobEvent | QueueFullError
-"""What a denoiser says of a job. A refusal is its only event: Serve logs a traceback of whatever is raised."""
+"""Events of a job. A refusal is an event, since Serve logs a traceback of every exception."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoded:
-    """Finished bytes from a decoder; ``thumbnail`` is empty for pictures, ``further`` are layers above the first."""
+    """Finished files; ``thumbnail`` is empty for pictures, ``further`` are the layers above the first."""
 
     data: bytes
     thumbnail: bytes
@@ -63,8 +63,7 @@ class Decoded:
     further: tuple[bytes, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Files travel as arrays, as pictures do on their way to the encoder: Ray copies them once on either side, and
-        bytes in a pickle five times."""
+        """Pickle the files as arrays: Ray copies arrays once on either side, bytes five times."""
         files_B = tuple(np.frombuffer(file, np.uint8) for file in (self.data, *self.further))
         return _decoded, (files_B, self.thumbnail, self.decode_s)
 
@@ -75,16 +74,15 @@ def _decoded(files_B: Sequence[NDArray[np.uint8]], thumbnail: bytes, decode_s: f
 
 
 GIVES_WAY = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
-"""Below the normal one, 0, which ranks have. CUDA reads it when a process begins to use a GPU, and obeys it under MPS
-alone: priorities of streams end at a process, and without MPS the processes that share a GPU take turns on it."""
+"""Lower priority than that of ranks, 0. CUDA reads it at a process's first use of a GPU, and obeys it under MPS only.
+Stream priorities hold within one process; without MPS, processes time-slice a GPU."""
 
 
 def load_stage(spec: StageSpec) -> Checkpoint:
-    """Sets this process's threads and its place among those that share its GPU; returns the checkpoint on the device of
-    the stage."""
+    """Set this process's threads and GPU priority; return the checkpoint on the device of the stage."""
     import torch
 
-    from deployments.replicas import prepare_replica  # ranks, which read what stages write, do without Ray Serve
+    from deployments.replicas import prepare_replica  # ranks import this module without Ray Serve
 
     prepare_replica()
     if spec.stage.gives_way:

@@ -1,4 +1,4 @@
-"""What an encoder made of earlier requests, kept for those that say the same."""
+"""LRU cache of conditionings for repeated prompts and pictures."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from pipelines.request import MediaRequest
 
 MIB = 2**20
 OVERHEAD_BYTES = 1024
-"""Of an entry, beside the bytes of its tensors and its skeleton: its names, its shapes, its place."""
+"""Bytes of a cache entry beside its tensors and skeleton."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Names:
-    """Digests of all that conditioning may depend on: without the seed, and with it.
+    """Cache keys: digests of everything that conditioning may depend on, without and with the seed.
 
-    Only what cannot matter is left out, so that a field that requests gain counts from its first day. The key of a
-    client stays in: how long an encoder takes tells nobody what others have asked for.
+    Fields that cannot matter are excluded by name, so a new field counts by default. The client's API key is included:
+    otherwise cache timing would reveal other clients' prompts.
     """
 
     unseeded: bytes
@@ -30,16 +30,16 @@ class Names:
 
     @classmethod
     def of(cls, request: MediaRequest, pictures: SentPictures) -> Self:
-        told = replace(request, request_id="", preview_steps=())
-        told = replace(told, service_tier="default", deadline_s=None, waited_s=0.0, weight=1.0)
-        shown = _digest(pictures)
-        texts = (repr(replace(told, seed=0)), repr(told))
-        unseeded, seeded = (hashlib.sha256(text.encode() + shown).digest() for text in texts)
+        relevant = replace(request, request_id="", preview_steps=())
+        relevant = replace(relevant, service_tier="default", deadline_s=None, waited_s=0.0, weight=1.0)
+        picture_digest = _digest(pictures)
+        texts = (repr(replace(relevant, seed=0)), repr(relevant))
+        unseeded, seeded = (hashlib.sha256(text.encode() + picture_digest).digest() for text in texts)
         return cls(unseeded=b"unseeded" + unseeded, seeded=b"seeded" + seeded)
 
 
 def _digest(pictures: SentPictures) -> bytes:
-    """Of how many there are, whether the last is a mask, and every one's form and pixels, which are not copied."""
+    """Return SHA-256 over picture count, mask flag, shapes and pixels (zero-copy)."""
     mask: tuple[SentPicture, ...] = () if pictures.mask is None else (pictures.mask,)
     sent = (*pictures.pictures, *mask)
     forms = [(one.width, one.height, one.mode, one.pixels.nbytes) for one in sent]
@@ -50,47 +50,47 @@ def _digest(pictures: SentPictures) -> bytes:
 
 
 class Conditionings:
-    """At most ``max_bytes`` of them; the one that nobody asked for the longest goes first. With 0 bytes, none.
+    """Thread-safe LRU cache of up to ``max_bytes``; disabled with 0.
 
-    What is kept is the parcel itself, which nobody changes: who opens one copies its bytes. Threads may share it.
+    Entries are shared parcels, never changed: opening one copies its bytes.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._num_bytes = max_bytes, 0
-        self._kept: OrderedDict[bytes, Encoded] = OrderedDict()
+        self._entries: OrderedDict[bytes, Encoded] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
     def num_bytes(self) -> int:
-        """What is kept takes so many."""
+        """Bytes in the cache."""
         return self._num_bytes
 
     def names(self, request: MediaRequest, pictures: SentPictures) -> Names | None:
-        """By these it is found and kept. None where nothing is."""
+        """Return the cache keys of a request; None if the cache is disabled."""
         return Names.of(request, pictures) if self._max_bytes else None
 
     def find(self, names: Names | None) -> Encoded | None:
         if names is None:
             return None
         with self._lock:
-            name = next((name for name in (names.unseeded, names.seeded) if name in self._kept), None)
+            name = next((name for name in (names.unseeded, names.seeded) if name in self._entries), None)
             if name is None:
                 return None
-            self._kept.move_to_end(name)
-            return replace(self._kept[name], was_kept=True)
+            self._entries.move_to_end(name)
+            return replace(self._entries[name], was_kept=True)
 
     def keep(self, names: Names | None, encoded: Encoded, *, drew_noise: bool) -> None:
-        """``drew_noise``: the encoder drew from the request's generator, so another seed gives something else."""
+        """Add an entry. ``drew_noise``: the encoder used the request's generator, so the seed is part of the key."""
         if names is None or (size := _num_bytes(encoded)) > self._max_bytes:
             return
         name = names.seeded if drew_noise else names.unseeded
         with self._lock:
-            if name in self._kept:
-                self._num_bytes -= _num_bytes(self._kept.pop(name))
-            self._kept[name] = encoded
+            if name in self._entries:
+                self._num_bytes -= _num_bytes(self._entries.pop(name))
+            self._entries[name] = encoded
             self._num_bytes += size
             while self._num_bytes > self._max_bytes:
-                _, oldest = self._kept.popitem(last=False)
+                _, oldest = self._entries.popitem(last=False)
                 self._num_bytes -= _num_bytes(oldest)
 
 

@@ -1,7 +1,6 @@
-"""What a configuration may say of a model's deployments: text encoder, gang and decoder.
+"""Configuration of a model's deployments: text encoder, gang and decoder.
 
-Sections of the gang and of the engines are the frozen dataclasses that these use themselves: fields, defaults and
-checks have one place, and pydantic validates them in it.
+The sections of the gang and the engines are their own frozen dataclasses, validated by pydantic.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from pipelines.size import Size
 
 DataType = Literal["auto", "float32", "bfloat16", "float16"]
 STRICT = ConfigDict(extra="forbid")
-"""For dataclasses of other modules inside these as well: they take it from what they are in."""
+"""Forbid unknown keys, in nested dataclasses of other modules too."""
 
 
 class AutoscalingConfig(BaseModel):
@@ -61,7 +60,7 @@ class AutoscalingConfig(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ScaledConfig:
-    """A deployment of ``num_replicas``, or of as many as ``autoscaling`` finds right."""
+    """A deployment of ``num_replicas``, or with ``autoscaling``."""
 
     num_replicas: PositiveInt = 1
     autoscaling: AutoscalingConfig | None = None
@@ -74,7 +73,7 @@ class ScaledConfig:
 
     @property
     def starts_on_demand(self) -> bool:
-        """Whether there may be no replica until a request asks for one."""
+        """Whether it scales to zero replicas."""
         return self.autoscaling is not None and self.autoscaling.min_replicas == 0
 
     @property
@@ -84,21 +83,21 @@ class ScaledConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class StageConfig(ScaledConfig):
-    """One text encoder or decoder deployment. CPUs are Ray's logical ones; ``num_threads`` is what torch uses.
-
-    ``compile``: what the start does once (``denoiser.warm_sizes``, a prompt) is compiled for, all else runs as it is.
-    ``gives_way``: to ranks on the same GPU, where NVIDIA's Multi-Process Service shares it out.
-    """
+    """One text encoder or decoder deployment."""
 
     num_cpus: float = Field(default=0.2, ge=0)
+    """Logical CPUs of Ray."""
     num_gpus: float = Field(default=0.0, ge=0)
     num_threads: PositiveInt = 1
+    """Threads of torch."""
     compile: bool = False
+    """Compile for the inputs of the warm-up (``denoiser.warm_sizes``, a prompt); others run eagerly."""
     gives_way: bool = False
+    """Lower GPU priority than ranks, under NVIDIA's Multi-Process Service."""
 
     @property
     def num_devices_used(self) -> int:
-        """How many GPUs of its node a replica computes on, if it has a share of one."""
+        """GPUs of its node that a replica with a GPU share computes on."""
         return 1
 
     @property
@@ -108,22 +107,19 @@ class StageConfig(ScaledConfig):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EncoderConfig(StageConfig):
-    """A text encoder, which keeps up to ``conditionings_mib`` of conditionings for requests that say the same."""
+    """A text encoder with a cache of up to ``conditionings_mib`` of conditionings."""
 
     conditionings_mib: int = Field(default=64, ge=0)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DecoderConfig(StageConfig):
-    """A decoder. ``memory_gib`` is what it may take of a GPU beside its weights (None: as it comes): larger pictures
-    are decoded in rows, with the same pixels, and what is held for nobody is given back.
-
-    ``num_devices``: its own GPU and others of its node, whoever has them, decode large pictures and clips together,
-    but for what is compiled, which its own decodes. On CPUs the one counts so many times.
-    """
+    """A decoder."""
 
     memory_gib: PositiveFloat | None = None
+    """Limit of GPU memory beside its weights: larger pictures are decoded in rows, with the same pixels."""
     num_devices: PositiveInt = 1
+    """GPUs of its node, its own included, that decode large pictures and clips together; one decodes compiled sizes."""
 
     @property
     def num_devices_used(self) -> int:
@@ -188,20 +184,19 @@ class DenoiserConfig(ScaledConfig, GangConfig):
 
     @property
     def max_batch(self) -> int:
-        """As many as a pipeline has stages, which work on several at a time. Elsewhere forwards of one shape run one
-        after the other, so that to bring them together gains nothing."""
+        """Number of pipeline stages, which work on different jobs. Other strategies gain nothing by batching."""
         return 1 if self.strategy == "auto" else ParallelSpec.of(self.strategy, self.num_ranks).pipeline
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether ranks share the tokens of a step, as far as is known before there is a model."""
+        """Whether ranks may share the tokens of a step, by the configuration alone."""
         return self.num_ranks > 1 and (
             self.strategy == "auto" or ParallelSpec.of(self.strategy, self.num_ranks).context > 1
         )
 
     @property
     def fills_prompts(self) -> bool:
-        """Whether steps of prompts of many lengths are of one shape, where the model can (``TorchOptions``)."""
+        """Whether prompts are padded to one shape, where the model allows it (``TorchOptions``)."""
         return self.torch is not None and self.torch.prompt_windows
 
     @property
@@ -213,10 +208,10 @@ class DenoiserConfig(ScaledConfig, GangConfig):
     def check_engine(
         self, dtype: DataType, *, merges: bool = False, switches: bool = False, eager_only: str = ""
     ) -> None:
-        """ValueError if the engine cannot do what is asked of it, with a model of ``dtype``.
+        """Raise ValueError if the engine cannot run this configuration with a model of ``dtype``.
 
-        ``merges``: adapters are added to its weights at start; ``switches``: or from request to request. ``eager_only``
-        is known of an opened checkpoint alone.
+        ``merges``: adapters are merged at start; ``switches``: adapters change per request. ``eager_only`` needs an
+        opened checkpoint.
         """
         choice = EngineChoice(
             strategy=self.strategy,

@@ -11,8 +11,8 @@ from deployments.stages.config import StageConfig
 from engines.core.storage.files import HostLock
 
 ALL_GPUS: Mapping[str, str] = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-"""With it Ray 2.60 leaves a process the GPUs that its node sees (``set_current_process_visible_accelerator_ids`` of its
-``NvidiaGPUAcceleratorManager``), and shows it its own alone without."""
+"""Lets a process see all GPUs of its node, not only its own (Ray 2.60,
+``NvidiaGPUAcceleratorManager.set_current_process_visible_accelerator_ids``)."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 TURNS = "turns"
 """Folder in the data directory."""
@@ -24,8 +24,9 @@ def host_lock(num_gpus: float) -> HostLock | None:
 
 
 def stage_devices(stage: StageConfig) -> tuple[str, ...]:
-    """Returns names of torch's devices: for a stage on GPUs first the one that Ray gave this process, and then as many
-    of the node's others as it computes on, in order from there. ValueError if the node has fewer.
+    """Return torch's device names of a stage: its own GPU, then the node's next ones in order.
+
+    ValueError if the node has fewer.
     """
     num_devices = stage.num_devices_used
     if not stage.num_gpus:
@@ -44,8 +45,7 @@ def stage_devices(stage: StageConfig) -> tuple[str, ...]:
 
 
 def own_gpu(ids: list[str], visible: str | None) -> int:
-    """Returns which of the GPUs that this process sees is the first of its own: Ray names them as ``visible`` does, if
-    that says which there are, and else counts them."""
+    """Return the index of this process's first own GPU. Ray's ids are entries of ``visible`` if set, else indices."""
     assert ids, "Ray gave this process no GPU"
     names = None if visible is None else visible.split(",")
     return min(int(one) if names is None else names.index(one) for one in ids)

@@ -1,4 +1,4 @@
-"""Files of a model's measured times in the data directory, and what a step lasts before there are any."""
+"""Files of measured step and decode times in the data directory, and estimates before the first measurement."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from engines.gang.ranks.rank import RankInfo
 
 NUM_DECODES_NEEDED = 3
-"""The first decode of a process may be slow: a known time is corrected by a median of at least so many."""
+"""Decodes whose median corrects a known time; the first one of a process may be slow."""
 PIXELS_PER_TOKEN = 16 * 16
 FRAMES_PER_TOKEN = 4
-"""Of pictures and clips in most transformers of this year; the first frame counts by itself."""
+"""Typical of transformers of 2026; the first frame has tokens of its own."""
 TIMED = ("engine", "strategy", "precision", "num_ranks", "num_nodes", "threads_per_rank", "torch", "tensorrt", "nccl")
-"""Fields of a denoiser's configuration that change how long its steps take."""
+"""Configuration fields of a denoiser that affect step time."""
 
 DecodedLike = tuple[MediaFormat, int]
 """Format of the file, and pixels of all frames or layers."""
@@ -61,7 +61,7 @@ def step_times_of(
 ) -> StepTimes:
     """Return the measured steps of ``model``, a checkpoint in ``folder``, on such ranks.
 
-    With ``estimates`` the file is another one, since it holds what measured steps differ by from them.
+    With ``estimates`` the file differs, since it holds corrections relative to them.
     """
     facts = {
         "devices": [info.device_name for info in infos],
@@ -78,7 +78,7 @@ def estimates_s_of(request: MediaRequest, encoded: Shapes, estimates: StepEstima
 
     Without ``estimates`` of the cost model, the number of tokens decides, on one rank.
     """
-    frames = 1 + (request.num_frames - 1) / FRAMES_PER_TOKEN + request.num_layers  # and what they show together
+    frames = 1 + (request.num_frames - 1) / FRAMES_PER_TOKEN + request.num_layers  # and the whole picture
     num_tokens = frames * request.width * request.height / PIXELS_PER_TOKEN + num_text_tokens(encoded)
     num_branches = 2 if request.true_cfg_scale > 1 else 1
     return estimates.step_s(num_tokens, num_branches) if estimates else {1: rough_step_s(num_tokens, num_branches)}

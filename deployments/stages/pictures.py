@@ -38,7 +38,7 @@ class SentPictures:
 
     @classmethod
     def of(cls, inputs: InputPictures) -> Self:
-        """Packs ``inputs``; copies none of them."""
+        """Pack ``inputs`` without a copy."""
         mask = None if inputs.mask is None else SentPicture.of(inputs.mask)
         return cls(pictures=tuple(map(SentPicture.of, inputs.pictures)), mask=mask)
 

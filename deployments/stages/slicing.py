@@ -1,4 +1,4 @@
-"""Whether ranks read their shares of the weights alone, as far as a configuration says."""
+"""Whether each rank loads only its share of the weights, by the configuration alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engines.core.spec import ParallelSpec
 def must_slice(config: DenoiserConfig) -> bool | None:
     """Return what ``config.load`` means; None where that depends on the model's size and the machine's memory.
 
-    ValueError if it asks for what its engine cannot do.
+    ValueError if the engine cannot load slices.
     """
     can_slice = config.engine != "tensorrt" and config.num_ranks > 1
     if config.load == "sliced" and not can_slice:

@@ -19,8 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class PromptEncoder:
-    """Loads the family's text encoder once; requests run one after the other (they take milliseconds): a
-    tokenizer keeps the padding of its last call for the next. Who says what was said before, does not wait for them."""
+    """Encodes one request at a time, since tokenizers keep state. Cache hits do not wait."""
 
     def __init__(self, spec: StageSpec) -> None:
         with quick_imports():
@@ -28,23 +27,23 @@ class PromptEncoder:
             self._encoder = checkpoint.text_encoder(compiled=spec.model.text_encoder.compile)
         self._encoding = Workers(1, "encoding")
         self._encoding.run(warm_encoder, self._encoder, spec, checkpoint)
-        self._kept = Conditionings(spec.model.text_encoder.conditionings_mib * MIB)
+        self._cache = Conditionings(spec.model.text_encoder.conditionings_mib * MIB)
 
     def encode(self, request: MediaRequest, pictures: SentPictures = NO_SENT_PICTURES) -> Encoded:
         started_s = time.perf_counter()
         with request_context(request.request_id):
-            names = self._kept.names(request, pictures)
-            encoded = self._kept.find(names) or self._encoding.run(self._encode, request, pictures, names)
+            names = self._cache.names(request, pictures)
+            encoded = self._cache.find(names) or self._encoding.run(self._encode, request, pictures, names)
             encoded = replace(encoded, encode_s=time.perf_counter() - started_s)
             fields = {"encode_s": round(encoded.encode_s, 4), "was_kept": encoded.was_kept}
             logger.info("text is encoded", extra=fields)
         return encoded
 
     def _encode(self, request: MediaRequest, pictures: SentPictures, names: Names | None) -> Encoded:
-        """Looks once more: of those who come together and say the same, the first may have been before this one."""
-        if encoded := self._kept.find(names):
+        """Check the cache again, then encode: an identical request may have been encoded meanwhile."""
+        if encoded := self._cache.find(names):
             return encoded
         conditioning = self._encoder.encode(request, pictures.open())
         encoded = Encoded.of(conditioning, encode_s=0.0, shapes=conditioning.shapes)
-        self._kept.keep(names, encoded, drew_noise=conditioning.noise is not None)
+        self._cache.keep(names, encoded, drew_noise=conditioning.noise is not None)
         return encoded

@@ -32,14 +32,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 NUM_ENCODINGS = 4
-"""Pictures that are encoded, and clips that are put together, side by side, beside one decoding."""
+"""Pictures or clips that are encoded to files concurrently, during one decode."""
 
 
 class VaeDecoder:
-    """Decodes finished jobs and previews of running ones, one after the other: a clip's VAE keeps the frames before in
-    the module."""
+    """Decodes finished jobs and previews one at a time, since a clip's VAE keeps earlier frames in the module."""
 
     def __init__(self, spec: StageSpec) -> None:
         with quick_imports():
@@ -51,7 +49,7 @@ class VaeDecoder:
                 compiled=options.compile, memory_bytes=options.memory_bytes, others=others
             )
         self._decoding, self._writing = Workers(1, "decoding"), Workers(NUM_ENCODINGS, "encoding")
-        self._times, self._keeping = decode_times_of(spec.model, checkpoint.path, devices), Workers(1, "keeping")
+        self._times, self._saving = decode_times_of(spec.model, checkpoint.path, devices), Workers(1, "saving")
         sampler = part_class(checkpoint.path, SCHEDULER) or ""
         self._metadata = MetadataWriter(level=spec.metadata, software=f"Troupe {own_version()}", sampler=sampler)
         self._manifests = _manifest_writer(spec.provenance)
@@ -61,13 +59,15 @@ class VaeDecoder:
             self._writing.run(self._write, frames_FHWC, request, output)
 
     def expected_s(self, request: MediaRequest, output: Output) -> float | None:
-        """Returns the seconds that decoding is predicted to take, None before anything like it was decoded on such a
-        machine; ``ValueError`` for what certainly cannot be decoded here. It waits for no decoding."""
+        """Return the predicted decode time, None before a similar decode on this hardware. Never waits.
+
+        ValueError if the request certainly cannot be decoded here.
+        """
         self._decoder.check_fits(request)
         return self._times.scaled_s(decoded_like(request, output))
 
     def decode(self, latents: Parcel, request: MediaRequest, output: Output) -> Decoded:
-        """Returns the finished bytes."""
+        """Return the finished bytes."""
         started_s = time.perf_counter()
         with request_context(request.request_id):
             files, thumbnail = self._finish(latents, request, output)
@@ -75,11 +75,11 @@ class VaeDecoder:
             num_bytes = sum(map(len, files))
             logger.info("latents are decoded", extra={"decode_s": round(decode_s, 4), "num_bytes": num_bytes})
         if self._times.learn(decoded_like(request, output), decode_s):
-            self._keeping.begin(self._times.save)
+            self._saving.begin(self._times.save)
         return Decoded(data=files[0], further=files[1:], thumbnail=thumbnail, decode_s=decode_s)
 
     def preview(self, latents: Parcel, request: MediaRequest) -> bytes:
-        """Returns PNG bytes of the first frame of unfinished ``latents``."""
+        """Return PNG bytes of the first frame of unfinished ``latents``."""
         with request_context(request.request_id):
             frames = self._decoding.run(lambda: self._decoder.preview(latents.open(), request))
             return self._writing.run(encode_frames, frames[:1], "png")
@@ -94,7 +94,7 @@ class VaeDecoder:
     def _write(
         self, frames_FHWC: NDArray[np.uint8], request: MediaRequest, output: Output
     ) -> tuple[tuple[bytes, ...], bytes]:
-        """Returns a clip and its thumbnail, or a picture's layers, each a file."""
+        """Return a clip and its thumbnail, or a picture's layers, each a file."""
         if request.kind == "video":
             texts, thumbnail = self._metadata.texts(request), encode_thumbnail(frames_FHWC[0])
             data = encode_frames(frames_FHWC, output.format, fps=request.fps, texts=texts)

@@ -1,4 +1,4 @@
-"""What stages do before anybody asks, so that the first picture takes them no longer than others."""
+"""Warm-up of encoders and decoders, so that the first request is as fast as later ones."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ logger = logging.getLogger(__name__)
 
 PROMPT = "a red circle"
 CAPTURED_AFTER = 3
-"""What is compiled runs once as it is, is then recorded as a CUDA graph, and from then on replayed."""
+"""Runs of a compiled call until it is replayed: eager, captured as a CUDA graph, replayed."""
 GREY = b"\x80"
 FORMATS: Mapping[MediaKind, tuple[MediaFormat, ...]] = {"image": ("png", "jpeg", "webp"), "video": ("mp4",)}
 
 
 def typical_requests(defaults: Defaults, sizes: tuple[Size, ...]) -> Iterator[tuple[MediaRequest, InputPictures]]:
-    """One of words, unless the model wants pictures beside them; and where it takes some, with one of each size.
+    """Yield a text-only request if the model allows it, and one with pictures for each of ``sizes``.
 
-    Without sizes a clip that begins with a picture has few frames: some encoders read them all, which takes a CPU
-    minutes.
+    Without sizes, clips have few frames: some encoders read all frames, which takes minutes on a CPU.
     """
     if not defaults.min_pictures:
         yield defaults.request(prompt=PROMPT), NO_PICTURES
@@ -51,7 +50,7 @@ def typical_requests(defaults: Defaults, sizes: tuple[Size, ...]) -> Iterator[tu
 
 
 def _shortest(defaults: Defaults) -> Size:
-    """Returns the usual size, and of a clip as few frames as make one."""
+    """Return the default size, for clips with the fewest frames."""
     num_frames = max(defaults.min_frames, 1 + defaults.frame_multiple) if defaults.kind == "video" else None
     return Size(width=defaults.width, height=defaults.height, num_frames=num_frames)
 
@@ -62,24 +61,24 @@ def _grey(request: MediaRequest, mode: Mode = "RGB") -> InputPicture:
 
 
 def warm_encoder(encoder: BlocksEncoder, spec: StageSpec, checkpoint: Checkpoint) -> None:
-    """Encodes what is typical of the model."""
+    """Encode typical requests, under compilation if configured."""
     num_runs = CAPTURED_AFTER if spec.model.text_encoder.compile else 1
-    with in_turn(spec.stage), encoder.compile_calls():
+    with shared_gpu(spec.stage), encoder.compile_calls():
         for request, pictures in typical_requests(checkpoint.defaults, spec.model.denoiser.warm_sizes):
             for _ in range(num_runs):
                 encoder.encode(request, pictures)
 
 
 def warm_decoder(decoder: BlocksDecoder, spec: StageSpec, checkpoint: Checkpoint) -> NDArray[np.uint8]:
-    """Decodes each size that the gang prepares, and a preview; returns a frame, for what makes bytes of frames.
+    """Decode each of the gang's ``warm_sizes`` and a preview. Return one frame for the warm-up of file encoders.
 
-    Without such sizes it is a preview of the model's own: all frames of a clip take a CPU longer than they spare.
+    Without ``warm_sizes``, decode only a preview: all frames of a clip take a CPU longer than they save.
     """
     defaults, sizes = checkpoint.defaults, spec.model.denoiser.warm_sizes
     if not checkpoint.spec.has_known_conditioning:
         logger.info("nothing is decoded before the first request: %s is not known here", checkpoint.spec.family)
         return np.zeros((1, defaults.height, defaults.width, 3), np.uint8)
-    with in_turn(spec.stage):
+    with shared_gpu(spec.stage):
         with decoder.compile_calls():
             for request in map(defaults.request, sizes):
                 decoder.decode_all(checkpoint.first_latents(request), request)
@@ -88,14 +87,14 @@ def warm_decoder(decoder: BlocksDecoder, spec: StageSpec, checkpoint: Checkpoint
 
 
 @contextmanager
-def in_turn(stage: StageConfig) -> Iterator[None]:
-    """What a stage does on a GPU inside disturbs no gang that times its steps there."""
+def shared_gpu(stage: StageConfig) -> Iterator[None]:
+    """Hold the shared GPU lock, so that GPU work inside does not disturb the timing of a gang."""
     lock = host_lock(stage.num_gpus)
     with lock.shared() if lock is not None else nullcontext():
         yield
 
 
 def outputs(defaults: Defaults) -> tuple[tuple[MediaRequest, Output], ...]:
-    """One in each format that clients may ask for."""
+    """Return a request and an output for each file format."""
     requests = [defaults.of(kind).request() for kind in defaults.kinds]
     return tuple((request, Output(format=format)) for request in requests for format in FORMATS[request.kind])

@@ -1,4 +1,4 @@
-"""Threads of a stage's own, since Serve calls from a pool with as many as there are requests."""
+"""A small thread pool of a stage: Serve calls from one thread per request."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ T = TypeVar("T")
 
 
 class Workers:
-    """``num_threads`` that do the work of all callers, each of whom waits for its own.
+    """A pool of ``num_threads`` that runs the work of all callers.
 
-    glibc gives each thread an arena of memory, which keeps what was freed in it: where work that takes hundreds of MiB
-    is done in one thread after the other, a process grows by them all.
+    glibc's per-thread arenas keep freed memory: large work in many threads would grow the process by all of it.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
 
     def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Returns what ``work`` does, or raises it. Log lines carry the caller's request id."""
+        """Run ``work`` and return its result. Log lines carry the caller's request id."""
         context = copy_context()
         return self._pool.submit(lambda: context.run(work, *args, **kwargs)).result()
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Has ``work`` done, for which nobody waits: it must not raise."""
+        """Run ``work``, which must not raise, without waiting."""
         self._pool.submit(work)

@@ -13,15 +13,14 @@ from types import MappingProxyType
 from ray import exceptions as ray_errors
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from deployments.accounts.interface import Accounts
-from deployments.accounts.own import OwnAccounts
 from deployments.observability.metrics import observe_failure
 from deployments.stages.measured_times import DecodeTimes
 from deployments.studio.interface import STATUS_MAX_AGE_S, Media, ModelCard, ModelUnavailableError, Output, StudioEvent
 from deployments.studio.readiness import Readiness
 from deployments.studio.retries import RECOVERY_DEADLINE_S, RETRYABLE, Retries
 from deployments.studio.run import Run, StageHandles
-from deployments.studio.spending import Spending
+from deployments.usage.accounts import Accounts
+from deployments.usage.metering import UsageMeter
 from engines.core.failures import JobFailedError
 from engines.gang.errors import QueueFullError
 from pipelines.pictures import NO_PICTURES, InputPictures
@@ -48,8 +47,8 @@ class DeployedStudio:
     """A ``Studio`` of Serve deployments: runs requests for all served models.
 
     ``patience_s`` is how long requests for a model wait for a replica, where that is not RECOVERY_DEADLINE_S;
-    ``limits`` are those of its gangs, which hold for what waits for one, too. What requests cost that their clients end
-    early goes into ``accounts``, by default into some of its own.
+    ``limits`` are those of its gangs, which hold for what waits for one, too. What requests cost is charged to
+    ``accounts``, by default to new ones.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class DeployedStudio:
         self._num_open: defaultdict[str, int] = defaultdict(int)
         self._job_s: dict[str, float] = {}
         """How long the steps of each model's newest finished request took."""
-        self.spending = Spending(accounts or OwnAccounts())
+        self.meter = UsageMeter(accounts or Accounts())
         self._decode_times: defaultdict[str, DecodeTimes] = defaultdict(DecodeTimes)
 
     def cards(self) -> Mapping[str, ModelCard]:
@@ -92,12 +91,13 @@ class DeployedStudio:
         """See ``Studio.perform``."""
         model = request.model
         patience_s, limits = self._patience_s.get(model, RECOVERY_DEADLINE_S), self._limits.get(model, ANY)
-        with self._counted(model, limits.max_jobs) as accepted:
+        with self.meter.metered(request) as finish, self._counted(model, limits.max_jobs) as accepted:
             retries = Retries(request, self._readiness, patience_s, limits.max_wait_s, accepted=accepted)
             async with aclosing(self._runs(request, output, pictures, retries)) as events:
                 async for event in events:
                     if isinstance(event, Media):
                         self._job_s[model] = event.timings.denoise_s
+                        finish(event.timings)
                     yield event
 
     @contextmanager
@@ -132,7 +132,7 @@ class DeployedStudio:
                 decode_times=self._decode_times[request.model],
             )
             try:
-                with self.spending.charged(run), self._unwrapped(request.model):
+                with self.meter.charged(run), self._unwrapped(request.model):
                     async with aclosing(run.events()) as events:
                         async for event in events:
                             yield event

@@ -134,8 +134,8 @@ STATUS_MAX_AGE_S = 10.0
 
 
 class Studio(Protocol):
-    """The application behind the API. ``perform`` may be closed at any time, which cancels the job on all ranks; what
-    these have spent on it by then is its key's to pay."""
+    """The application behind the API. ``perform`` may be closed at any time, which cancels the job on all ranks; the
+    GPU time that it has used by then is charged to the API key."""
 
     def cards(self) -> Mapping[str, ModelCard]: ...
 

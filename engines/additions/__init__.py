@@ -1,1 +1,1 @@
-"""Low-rank products added to weights: once when they are loaded, or in place from job to job."""
+"""Low-rank products added to weights: once at load, or in place from job to job."""

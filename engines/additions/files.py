@@ -1,4 +1,4 @@
-"""Weights that are read slice by slice, with something added to them on the way."""
+"""A weight source that reads slices and adds low-rank products to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engines.core.model import WeightSource
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergingSource:
-    """A ``WeightSource`` that adds so much of each of ``additions`` to what ``source`` reads."""
+    """A ``WeightSource`` that adds ``additions``, each with its amount, to the weights that ``source`` reads."""
 
     source: WeightSource
     additions: tuple[tuple[float, Addition], ...]

@@ -1,4 +1,4 @@
-"""A weight with low-rank products added to it: computed in float32, rounded once."""
+"""Weights plus low-rank products: computed in float32, rounded once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from engines.core.additions import LowRank, LowRanks
 
 Amounts: TypeAlias = Iterable[tuple[float, LowRank]]
-"""Low-rank products of one weight, with how much of each."""
+"""Low-rank products of one weight, each with its amount."""
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def added(base: Tensor, amounts: Amounts) -> Tensor:
-    """Returns ``base`` with what is added, float32, in its shape."""
+    """Return ``base`` plus the products, float32, in its shape."""
     sum_NK = base.reshape(base.shape[0], -1)
     for amount, one in amounts:
         sum_NK = torch.add(sum_NK, _product(one, base.device), alpha=amount * one.scale)
@@ -24,7 +24,7 @@ def added(base: Tensor, amounts: Amounts) -> Tensor:
 
 
 def _product(one: LowRank, device: torch.device) -> Tensor:
-    """``up @ down``, float32. GPUs do not need it widened before: products of two bfloat16 are exact in float32."""
+    """Return ``up @ down``, float32. GPUs need no widening: products of two bfloat16 are exact in float32."""
     up_NR, down_RK = one.up_NR.to(device), one.down_RK.to(device)
     if device.type == "cuda" and up_NR.dtype == down_RK.dtype and up_NR.dtype in HALVES:
         return torch.mm(up_NR, down_RK, out_dtype=torch.float32)
@@ -32,7 +32,7 @@ def _product(one: LowRank, device: torch.device) -> Tensor:
 
 
 def part_of(one: LowRank, slices: Mapping[str, Any], name: str) -> LowRank:
-    """Returns what a rank's share of a parameter gets. ``slices`` are those of ``parallel.weight_files``."""
+    """Return the product for a rank's share of a parameter. ``slices`` are those of ``parallel.weight_files``."""
     place = slices.get(name)
     if place is None or not place.ranges:
         return one
@@ -45,13 +45,13 @@ def part_of(one: LowRank, slices: Mapping[str, Any], name: str) -> LowRank:
 
 
 def whole_parameter(slices: Mapping[str, Any], name: str) -> str:
-    """Returns what a parameter, or that which a rank's share is of, is called in the whole module."""
+    """Return the name of a parameter, or of the one that it is a share of, in the whole module."""
     return str(slices[name].name) if name in slices else name
 
 
 @torch.no_grad()
 def merge(module: nn.Module, amounts: Iterable[tuple[float, LowRanks]], slices: Mapping[str, Any]) -> None:
-    """Adds to the weights of ``module``, a whole one or a rank's share of it, for good; to those that it has."""
+    """Add to the weights of ``module``, whole or a rank's share, for good; absent parameters are skipped."""
     every = tuple(amounts)
     for name, parameter in module.named_parameters():
         whole = whole_parameter(slices, name)

@@ -1,1 +1,1 @@
-"""What engines, strategies, gangs and models share: contracts and plain records. Imports nothing else of engines."""
+"""Contracts and plain records shared by engines, strategies, gangs and models. Imports nothing else of engines."""

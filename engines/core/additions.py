@@ -1,4 +1,4 @@
-"""What may be added to the weights of a model while it runs: low-rank products, by the names of parameters."""
+"""Low-rank products that can be added to a model's weights at run time, by parameter name."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Mix: TypeAlias = tuple[tuple[str, float], ...]
-"""Names of additions, each with how much of it."""
+"""Names of additions, each with its amount."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LowRank:
-    """``scale * up_NR @ down_RK`` (Hu et al. 2021, arXiv:2106.09685), in the shape of the parameter that gets it.
+    """``scale * up_NR @ down_RK`` (Hu et al. 2021, arXiv:2106.09685), in the shape of its parameter.
 
-    A parameter of other than two dims counts as a matrix of its first dim and all others: of a bias, K is 1.
+    A parameter that has not two dims counts as a matrix of its first dim and all others: for a bias, K is 1.
     """
 
     up_NR: Tensor
@@ -26,18 +26,18 @@ class LowRank:
 
 
 LowRanks: TypeAlias = Mapping[str, LowRank]
-"""What is added to one module, by the names of its parameters."""
+"""The additions to one module, by parameter name."""
 
 Addition: TypeAlias = Mapping[str, LowRanks]
-"""What is added to the modules of a model, by their names."""
+"""The additions to a model's modules, by module name."""
 
 WriteWeight: TypeAlias = Callable[["Tensor"], object]
-"""Takes the new value of a parameter, in its shape, and rounds it to the parameter's dtype before anything else."""
+"""Takes the new value of a parameter, in its shape, and first rounds it to the parameter's dtype."""
 
 Writers: TypeAlias = Mapping["nn.Parameter", tuple[WriteWeight, ...]]
-"""Who holds what of parameters in another form, such as quantised; the parameters themselves stay as they are."""
+"""Functions that update copies of a parameter in another form, such as quantised; the parameter stays unchanged."""
 
 
 def normal_mix(mix: Mix) -> Mix:
-    """Returns ``mix`` in the order of names, without what nothing is wanted of: equal ones compare equal."""
+    """Return ``mix`` sorted by name and without zero amounts, so that equal mixes compare equal."""
     return tuple(sorted((name, amount) for name, amount in mix if amount))

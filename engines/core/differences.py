@@ -1,4 +1,4 @@
-"""How far two answers are apart."""
+"""Relative difference of two tensors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
 
 
 def relative_difference(given: Tensor, expected: Tensor) -> float:
-    """Returns the 2-norm of the difference over that of what is expected.
+    """Return the 2-norm of the difference, divided by that of ``expected``.
 
-    Infinite for another shape, and where it is no number: the largest of several would pass a NaN over in silence. Two
-    answers that are zero everywhere are alike.
+    The result is infinite if shapes differ or the quotient is NaN, which ``max`` would ignore. Two all-zero tensors
+    have difference 0.
     """
     if given.shape != expected.shape:
         return float("inf")

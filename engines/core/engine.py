@@ -1,4 +1,4 @@
-"""The engine interface: what is asked of an engine, what its choices are for, and what a compiled denoiser answers."""
+"""The engine interface: the configured choice, the inputs of an "auto" choice, and the compiled denoiser."""
 
 from __future__ import annotations
 
@@ -17,70 +17,71 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineChoice:
-    """What is asked of an engine and where it will run, known before there is a model or a rank.
-
-    ``strategy`` is "auto" or what ``ParallelSpec.of`` takes; ``precision`` is that of the linears, in the engine's own
-    words; ``options`` are the engine's own as well (None: their defaults). ``dtype`` is the model's as a configuration
-    names it: "auto" is decided where it is loaded. ``merges``: something is added to its weights as they are loaded;
-    ``switches``: or while it runs (see ``core.additions``). ``eager_only`` says of a model whose forward becomes no
-    graph outside torch which it is, and why: a clause that begins with its class. Empty where it does, or nobody knows.
-    """
+    """An engine's configuration and where it will run, before there is a model or a rank."""
 
     strategy: str = "auto"
+    """"auto", or an argument of ``ParallelSpec.of``."""
     precision: str = "auto"
+    """Precision of the linears, in the engine's own terms."""
     options: object | None = None
+    """The engine's own options (None: its defaults)."""
     num_ranks: int = 1
     gpus_per_rank: float = 0.0
     dtype: str = "auto"
+    """The model's configured dtype; "auto" is resolved when it is loaded."""
     merges: bool = False
+    """True if additions (``core.additions``) are merged into the weights at load."""
     switches: bool = False
+    """True if additions change at run time."""
     eager_only: str = ""
+    """Why the model cannot be exported: a clause that begins with its class. Empty if it can, or if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choosing:
-    """``typical_step()`` gives the branches that most steps are like (none: not known before a request). Decisions are
-    kept in ``folder``, under ``name``, for these ``facts`` about the model and its software. ``every_team``: teams of
-    all sizes will work, not the whole gang alone. Steps are timed under the ``lock`` of the host's GPUs.
-    """
+    """Inputs of an "auto" choice."""
 
     typical_step: Callable[[], tuple[Branch, ...]]
+    """Returns the branches of a typical step (empty: not known before a request)."""
     folder: Path
+    """Where decisions are stored, in files of this ``name``, for these ``facts`` about model and software."""
     name: str
     facts: Mapping[str, str]
     every_team: bool = False
+    """True if teams of all sizes will work, not the whole gang alone."""
     lock: HostLock | None = None
+    """The lock of the host's GPUs, held while steps are timed."""
 
 
 class Engine(Protocol):
-    """A denoiser ready to run. Every rank of ``ranks`` makes the same call at the same time."""
+    """A compiled denoiser. Every rank of ``ranks`` makes the same call at the same time."""
 
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """One prediction (noise or velocity, whole, on the device) per branch, equal on all of ``ranks``.
+        """Return one prediction (noise or velocity, whole, on the device) per branch, equal on all of ``ranks``.
 
-        ``ranks`` are sorted global ranks of the gang and contain the caller; their number is the size of the team.
-        ``ValueError`` and ``JobFailedError`` say that all of ``ranks`` failed alike, before they exchanged anything.
+        ``ranks`` are sorted global ranks of the gang, the caller among them; their number is the team's size.
+        ``ValueError`` and ``JobFailedError`` mean that all of ``ranks`` failed alike, before any exchange.
         Any other error leaves their communicator in an unknown state.
         """
         ...
 
     def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
-        """Do what the first steps of these shapes would have to do: compile, capture. Called as ``predict`` is."""
+        """Compile and capture for these shapes before the first step. Called like ``predict``."""
         ...
 
     @property
     def was_warm(self) -> bool:
-        """Whether the last prediction found all ready for its shapes, be it by ``warm_up`` or by earlier steps."""
+        """True if the last ``predict`` needed no compilation or graph capture."""
         ...
 
     @property
     def team_sizes(self) -> tuple[int, ...]:
-        """How many ranks a prediction may have, in ascending order."""
+        """The supported team sizes, in ascending order."""
         ...
 
     @property
     def estimates(self) -> StepEstimates | None:
-        """What steps are estimated to take; None where that is not known."""
+        """Estimated step times; None if unknown."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What steps are estimated to take, by their tokens; free of torch, for it goes to the process that owns the ranks."""
+"""Estimated step times by tokens. Free of torch, for the process that owns the ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepEstimates:
-    """``by_size`` has the seconds of a step on teams of each size, first of one branch, then of two and so on, each at
-    the same growing numbers of ``tokens``, those of all streams together. ValueError if there are fewer than two."""
+    """Step times at growing numbers of tokens. ValueError if there are fewer than two."""
 
     tokens: tuple[int, ...]
+    """Tokens of all streams together."""
     by_size: Mapping[int, tuple[tuple[float, ...], ...]]
+    """Seconds by team size, then by number of branches (first 1), then by entry of ``tokens``."""
 
     def __post_init__(self) -> None:
         times = [times_s for several in self.by_size.values() for times_s in several]
@@ -23,8 +24,9 @@ class StepEstimates:
             raise ValueError(f"steps are estimated at two numbers of tokens or more, not at {self.tokens}, by {times}")
 
     def step_s(self, num_tokens: float, num_branches: int) -> dict[int, float]:
-        """Returns the seconds on a team of each size: between two numbers of tokens, and beyond them, as a power of
-        these. More branches than are known take longer in proportion."""
+        """Return seconds by team size: a power law between two numbers of tokens and beyond them.
+
+        Beyond the estimated branches, time grows in proportion to their number."""
         found = {}
         for size, several in self.by_size.items():
             known = min(num_branches, len(several))
@@ -38,12 +40,12 @@ class StepEstimates:
         return float(times_s[left] * (times_s[right] / times_s[left]) ** share)
 
     def to_document(self) -> dict[str, Any]:
-        """Returns what ``of_document`` reads, as JSON has it."""
+        """Return a JSON document that ``of_document`` reads."""
         return {"tokens": self.tokens, "by_size": {str(size): several for size, several in self.by_size.items()}}
 
     @classmethod
     def of_document(cls, document: Mapping[str, Any]) -> StepEstimates:
-        """Raises what reading something else raises: ValueError, TypeError, KeyError or AttributeError."""
+        """Read a document of ``to_document``. Any other raises ValueError, TypeError, KeyError or AttributeError."""
         by_size = {
             int(size): tuple(tuple(float(step_s) for step_s in times_s) for times_s in several)
             for size, several in document["by_size"].items()

@@ -1,7 +1,7 @@
-"""How a job ends that is wrong in itself, on a gang that is as it was before."""
+"""The error of a job that fails by itself and leaves its gang intact."""
 
 from __future__ import annotations
 
 
 class JobFailedError(RuntimeError):
-    """The job's own computation failed, and would on another gang. The message says how; ranks are not at fault."""
+    """The job's own computation failed, and would on another gang. The message says how; the ranks are intact."""

@@ -1,4 +1,4 @@
-"""What a model may give beside its module: the same step as a hand-ordered sequence, cut where an engine gains time."""
+"""The fast path of a model: its step as a hand-ordered sequence, cut where an engine gains time."""
 
 from __future__ import annotations
 
@@ -11,65 +11,63 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Precision = Literal["native", "fp8"]
-"""What the GEMMs of a hand-ordered step compute in."""
+"""The dtype that the GEMMs of a hand-ordered step compute in."""
 
 KEPT = "kept"
-"""What ``hoisted`` says of the keys where a prompt is filled up: True for those that are attended, ``(tokens,)`` of all
-streams, in the order of a step's rows."""
+"""Key in ``hoisted`` of the mask for a padded prompt: True for attended keys, ``(tokens,)`` of all streams, in the
+order of a step's rows."""
 
 StepTensors: TypeAlias = Mapping[str, "Tensor"]
-"""Everything that one step reads, by name. A captured step keeps buffers of these shapes."""
+"""All inputs of one step, by name. A captured step has buffers of these shapes."""
 
 
 class FastModel(Protocol):
     """One transformer's step, for one team's exchange."""
 
     def hoisted(self, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Returns my share of what no step of a job changes, from a whole call: embedded text, rotary tables."""
+        """Return this rank's share of the inputs that are constant over a job: embedded text, rotary tables."""
         ...
 
     def step(self, latents: Tensor, hoisted: StepTensors) -> Tensor:
-        """Returns my tokens of the prediction from my tokens of the latents."""
+        """Return this rank's tokens of the prediction from its tokens of the latents."""
         ...
 
 
 class FastWeights(Protocol):
-    """A transformer's weights arranged for the fast path, once per module; teams share them.
-
-    ``latents_stream`` is the stream whose tokens a step reads and predicts.
-    """
+    """A transformer's weights arranged for the fast path, once per module; teams share them."""
 
     latents_stream: str
+    """The stream whose tokens a step reads and predicts."""
 
     def lengths(self, arguments: Mapping[str, Any]) -> Mapping[str, int] | None:
-        """Returns the tokens of each stream, in the order of a step's rows; None: the shard plan's."""
+        """Return the tokens of each stream, in the order of a step's rows; None: the shard plan's."""
         ...
 
     def filled_lengths(self, arguments: Mapping[str, Any]) -> Mapping[str, int] | None:
-        """Returns the same where a prompt is filled up to a length that other prompts have too; None: it cannot be."""
+        """Return the lengths with the prompt padded to a length shared with others; None: padding is impossible."""
         ...
 
     def tokens(self, latents: Tensor) -> Tensor:
-        """Returns ``tokens_BSD`` of whole latents, padding of the stream included."""
+        """Return ``tokens_BSD`` of whole latents, padding of the stream included."""
         ...
 
     def prediction(self, tokens_BSD: Tensor, latents: Tensor) -> Tensor:
-        """Returns the prediction in the form of ``latents`` from its tokens."""
+        """Return the prediction in the form of ``latents`` from its tokens."""
         ...
 
     def model(self, parts: Any) -> FastModel:
-        """Returns the model for one team. ``parts`` is what the engine brings: ``engines.fast.interface.StepParts``."""
+        """Return the model for one team. ``parts`` is an ``engines.fast.interface.StepParts``."""
         ...
 
     def scheduled(self, inputs: StepTensors, timesteps_SB: Tensor) -> dict[str, Tensor]:
-        """Returns what depends on the timestep but not on the latents (modulation), for S steps: stacked, step first.
+        """Return what depends on the timestep but not on the latents (modulation), for S steps: stacked, step first.
 
-        ``inputs`` are whole; their own timestep is not read. ``timesteps_SB`` may have one column for all entries.
+        ``inputs`` are whole; their timestep is ignored. ``timesteps_SB`` may have one column for all entries.
         """
         ...
 
     def writers(self) -> Writers:
-        """Returns what must be told when a parameter of the module gets another value; none that is a view of it."""
+        """Return the functions to call when a parameter of the module changes; parameters used as views need none."""
         ...
 
 

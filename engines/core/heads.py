@@ -1,4 +1,4 @@
-"""How heads are shared out over ranks that each attend with some of them, whatever their number. Without torch."""
+"""Shares of attention heads per rank, for any number of ranks. Free of torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 
 class HeadShare(NamedTuple):
-    """What each of ``num_ranks`` ranks gets: so many query heads and key heads, those of zeros at the end included.
+    """The query and key heads of each of ``num_ranks`` ranks, zero padding at the end included.
 
-    Before that every key head is there ``repeats`` times in a row.
+    Every key head is first repeated ``repeats`` times in a row.
     """
 
     num_ranks: int
@@ -26,16 +26,16 @@ class HeadShare(NamedTuple):
 
 
 def heads_of_one(num_heads: int, num_ranks: int) -> int:
-    """The heads of each rank, where all get as many; those of the last may be more than there are."""
+    """Return the heads of each rank in equal shares, rounded up."""
     return -(-num_heads // num_ranks)
 
 
 def share_heads(num_heads: int, num_key_heads: int, num_ranks: int) -> HeadShare:
-    """Equal shares of ``num_heads`` query heads, with the ``num_key_heads`` key heads that these need.
+    """Return equal shares of ``num_heads`` query heads, with the ``num_key_heads`` key heads that they need.
 
-    A rank gets as few query heads as can be, since attention is what costs, and then as few key heads: 32 and 8 heads
-    on 4 ranks are 8 and 2 each, on 16 ranks 2 and 1 (each key head twice); 30 on 4 ranks are 8 each, of which two are
-    zeros. Raises ValueError if ``num_heads`` is no multiple of ``num_key_heads``.
+    Minimises query heads per rank, which cost attention time, then key heads. 32 and 8 heads on 4 ranks are 8 and 2
+    each, on 16 ranks 2 and 1 (each key head twice). 30 on 4 ranks are 8 each, two of them padding. Raises ValueError
+    if ``num_heads`` is no multiple of ``num_key_heads``.
     """
     if num_heads % num_key_heads:
         raise ValueError(f"{num_heads} query heads cannot share {num_key_heads} key heads: it must be a multiple")

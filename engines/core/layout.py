@@ -1,4 +1,4 @@
-"""Where tokens lie when a sequence is split: equal, padded chunks per stream, for any length and number of ranks."""
+"""Token layout of a split sequence: equal, padded chunks per stream, for any length and number of ranks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Rows = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLayout:
-    """``num_chunks`` equal chunks of each stream; the last ones are padded with zeros at the stream's end.
+    """``num_chunks`` equal chunks of each stream; the last ones are zero-padded at the stream's end.
 
-    ``lengths`` are (stream, number of tokens) in the order in which attention concatenates the streams. Chunk r of all
-    streams together ("text_r | image_r") is what context rank r holds.
+    ``lengths`` are (stream, number of tokens) in attention's concatenation order. Context rank r holds chunk r of all
+    streams together ("text_r | image_r").
     """
 
     lengths: tuple[tuple[str, int], ...]
@@ -37,11 +37,11 @@ class TokenLayout:
 
     @property
     def chunk_length(self) -> int:
-        """Tokens of all streams that one rank holds, padding included."""
+        """Tokens of all streams per rank, padding included."""
         return sum(self.chunk(stream) for stream, _ in self.lengths)
 
     def of_stream(self, stream: str) -> TokenLayout:
-        """Returns the layout of one stream's tokens alone."""
+        """Return the layout of one stream's tokens alone."""
         return TokenLayout(lengths=((stream, self.length(stream)),), num_chunks=self.num_chunks)
 
     def length(self, stream: str) -> int:
@@ -51,7 +51,7 @@ class TokenLayout:
         return -(-self.length(stream) // self.num_chunks)
 
     def valid_rows(self, first: int, num: int) -> Rows | None:
-        """Rows that are no padding in chunks ``first`` to ``first + num - 1``, one after another; None: all of them."""
+        """Return the unpadded rows of chunks ``first`` to ``first + num - 1``, concatenated; None: all of them."""
         rows: list[tuple[int, int]] = []
         start = 0
         for index in range(first, first + num):
@@ -63,7 +63,7 @@ class TokenLayout:
         return None if rows == [(0, start)] else tuple(rows)
 
     def cut(self, x: Tensor, *, dim: int, stream: str, index: int) -> Tensor:
-        """Chunk ``index`` of ``x``, whose dim ``dim`` is the whole stream, padded with zeros."""
+        """Return chunk ``index`` of ``x``, whose dim ``dim`` is the whole stream, zero-padded."""
         length, chunk = self.length(stream), self.chunk(stream)
         if x.shape[dim] != length:
             raise ValueError(f"dim {dim} of {tuple(x.shape)} should be stream {stream!r} with {length} tokens")
@@ -76,7 +76,7 @@ class TokenLayout:
         return functional.pad(piece, [0, 0] * after + [0, chunk - (stop - start)])
 
     def cut_streams(self, x: Tensor, *, dim: int, streams: tuple[str, ...], index: int) -> Tensor:
-        """Chunk ``index`` of each of ``streams``, which are one after another along dim ``dim`` of ``x``."""
+        """Return chunk ``index`` of each of ``streams``, which are concatenated along dim ``dim`` of ``x``."""
         if len(streams) == 1:
             return self.cut(x, dim=dim, stream=streams[0], index=index)
         lengths = [self.length(stream) for stream in streams]
@@ -84,7 +84,7 @@ class TokenLayout:
         return torch.cat([self.cut(part, dim=dim, stream=stream, index=index) for part, stream in parts], dim)
 
     def join(self, gathered: Tensor, *, dim: int, stream: str) -> Tensor:
-        """The whole stream from its chunks, stacked along a new first dim; ``dim`` is the token dim of one chunk."""
+        """Return the whole stream from its chunks, stacked along a new first dim; ``dim`` is a chunk's token dim."""
         dim = dim % (gathered.ndim - 1)
         joined = gathered.movedim(0, dim).flatten(dim, dim + 1)
         return joined.narrow(dim, 0, self.length(stream))

@@ -1,4 +1,4 @@
-"""What an engine gets from a model family: single-device modules and the data to split them."""
+"""The engine's view of a model family: single-device modules and the data to split them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from engines.core.fast_model import ArrangeWeights
 from engines.core.kernel import Kernel
 from engines.core.shard_plan import ShardPlan
 
-if TYPE_CHECKING:  # processes that only pass these records on do without torch
+if TYPE_CHECKING:  # processes that only pass these records on run without torch
     import torch
     from torch import Tensor, nn
 
 
 LATENTS, TIMESTEP = "hidden_states", "timestep"
-"""How most of diffusers' transformers call the inputs that change with every step."""
+"""Default argument names of the per-step inputs in diffusers transformers."""
 
 ModelInputs: TypeAlias = Mapping[str, "Tensor"]
 """Keyword arguments of the transformer's ``forward``, whole (unsplit), batch first where they have a batch."""
@@ -29,10 +29,10 @@ Arguments: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """What is known of a job's other steps: every step's ``timestep`` (one value for all entries), and which is now.
+    """The timesteps of all steps of a job (one value for all entries), and the index of the current step.
 
     An engine may compute once what depends on these and on inputs that stay the same tensors from step to step.
-    ``find()`` gives the timesteps when they are asked for, in all steps of a job the same tensor.
+    ``find()`` returns the timesteps, the same tensor in all steps of a job.
     """
 
     find: Callable[[], Tensor]
@@ -49,19 +49,17 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Branch:
-    """One forward of one step. Without true guidance a step has one branch; with it two: prompt, then negative prompt;
-    of some models more.
-
-    ``module`` names the transformer in ``DenoiserModel.modules`` (Wan 2.2 changes between two during a job).
-    ``constants`` are arguments that are no tensors (sizes of grids, switches): with others it is another computation.
-    ``additions`` are what its weights are to have added, of those that the model knows.
-    """
+    """One forward of one step. A step has one branch, with true guidance two (prompt, negative prompt), in some models
+    more."""
 
     inputs: ModelInputs
     module: str = "transformer"
+    """The transformer's name in ``DenoiserModel.modules`` (Wan 2.2 changes between two during a job)."""
     schedule: Schedule | None = None
     constants: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that are no tensors (grid sizes, switches); other values are another computation."""
     additions: Mix = ()
+    """The model's additions to apply to the weights."""
 
     @property
     def arguments(self) -> Arguments:
@@ -69,12 +67,12 @@ class Branch:
 
     @property
     def batch(self) -> int:
-        """Of its latents, whose first dim it is; those with a name of a model's own come one by one."""
+        """The batch size: first dim of the latents; 1 if the latents' argument has a model-specific name."""
         return self.inputs[LATENTS].shape[0] if LATENTS in self.inputs else 1
 
 
 class WeightSource(Protocol):
-    """Where a rank reads its share of weights that it does not hold whole: see ``parallel.weight_files``."""
+    """Where a rank reads its share of weights: see ``parallel.weight_files``."""
 
     @property
     def device(self) -> torch.device: ...
@@ -82,12 +80,12 @@ class WeightSource(Protocol):
     def fill(
         self, name: str, module: nn.Module, slices: Mapping[str, Any], leave_out: Collection[nn.Module] = ()
     ) -> None:
-        """Give the module of that name its weights, but none to the modules in ``leave_out``."""
+        """Load the weights of the module ``name``, except for the modules in ``leave_out``."""
         ...
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """What ``module`` computes in: the dtype of most of its weights. Families keep small tables in float32."""
+    """Return the dtype of most of the weights. Families keep small tables in float32."""
     sizes: Counter[torch.dtype] = Counter()
     for parameter in module.parameters():
         sizes[parameter.dtype] += parameter.numel()
@@ -96,46 +94,45 @@ def dtype_of(module: nn.Module) -> torch.dtype:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenoiserModel:
-    """A family's transformer(s) with what an engine must know to split, compile or export them.
-
-    ``stream_lengths(arguments)`` gives the number of tokens per stream name; ``set_kernel(module, kernel)`` makes the
-    module's self-attention call ``kernel``; a module called with ``forward(module, arguments)`` returns the prediction.
-    ``hoisted(module, arguments)`` makes further inputs that ``forward`` may be given, from those that no step of a job
-    changes (all but the latents and the timestep); the module is whole (None: there is nothing to gain). If it
-    ``reads_values``, ``forward`` looks at values of tensors where it is not given these, and cannot be captured then.
-    ``head_dim`` and ``num_heads`` are those of queries in self-attention. ``probe()`` makes the branches of one small,
-    seeded, known step (the same on every rank), for the self-check of a gang at its start (none: there is no such
-    step). ``fast`` arranges a module's weights for a hand-ordered step that equals its ``forward`` (None: there is
-    none). ``typical_lengths`` are the tokens per stream of the steps to come, if that is known: an "auto" strategy is
-    chosen for them. With ``weights``, the modules' parameters are on "meta", and every rank reads what it needs of them
-    from these files. ``additions`` are what branches may have added to the weights, by name. ``latents`` and
-    ``timestep`` are the names of the inputs that change with every step.
-    """
+    """A family's transformers with the data to split, compile or export them."""
 
     modules: Mapping[str, nn.Module]
+    """Transformers by name; with ``weights``, their parameters are on "meta"."""
     plan: ShardPlan
     num_heads: int
+    """Query heads of self-attention; ``head_dim`` likewise."""
     head_dim: int
     stream_lengths: Callable[[Arguments], Mapping[str, int]]
+    """``stream_lengths(arguments)`` returns the number of tokens by stream."""
     set_kernel: Callable[[nn.Module, Kernel], None]
+    """``set_kernel(module, kernel)`` makes the module's self-attention call ``kernel``."""
     forward: Callable[[nn.Module, Arguments], Tensor]
+    """``forward(module, arguments)`` returns the prediction."""
     probe: Callable[[], tuple[Branch, ...]]
+    """Returns a small, seeded step, the same on every rank, for a gang's self-check (empty: none)."""
     hoisted: Callable[[nn.Module, Arguments], ModelInputs] | None = None
+    """Computes extra inputs of ``forward`` once a job, from all but latents and timestep; the module is whole."""
     reads_values: bool = False
+    """True if ``forward`` without ``hoisted`` inputs reads tensor values, which rules out capture."""
     fast: ArrangeWeights | None = None
+    """Arranges a module's weights for a hand-ordered step equal to its ``forward``."""
     typical_lengths: Mapping[str, int] | None = None
+    """Expected tokens by stream, if known; an "auto" strategy is chosen for them."""
     weights: WeightSource | None = None
+    """Files from which every rank reads its share of the weights."""
     additions: Mapping[str, Addition] = field(default_factory=dict)
+    """Additions that branches may use, by name."""
     latents: str = LATENTS
+    """Names of the per-step inputs, here and in ``timestep``."""
     timestep: str = TIMESTEP
 
     @property
     def class_name(self) -> str:
-        """The name of the class of its transformers, of which there may be several."""
+        """The class name of its transformers, comma-separated if they differ."""
         return ", ".join(dict.fromkeys(type(module).__name__ for module in self.modules.values()))
 
     def check_planned(self, num_ranks: int) -> None:
-        """ValueError for several ranks, and a model of which nobody has said how it is divided."""
+        """Raise ValueError for several ranks if the model has no shard plan."""
         if num_ranks > 1 and not self.plan.shards and not self.plan.linears:
             raise ValueError(
                 f"there is no plan to divide {self.class_name} over {num_ranks} ranks: give it gangs of one rank "
@@ -144,7 +141,7 @@ class DenoiserModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device that the model computes on."""
         if self.weights is not None:
             return self.weights.device
         return next(next(iter(self.modules.values())).parameters()).device

@@ -1,4 +1,4 @@
-"""What a start's seconds go into: a line of log for each of its phases, as it ends."""
+"""Start-up phases: one log line with the duration of each."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def timed(phase: str, **fields: object) -> Iterator[None]:
-    """Logs how long the block lasted, with ``fields``, unless something is raised in it."""
+    """Log the duration of the block, with ``fields``, unless it raises."""
     begun_s = time.monotonic()
     yield
     log_phase(phase, time.monotonic() - begun_s, **fields)
 
 
 def log_phase(phase: str, took_s: float, **fields: object) -> None:
-    """Logs that ``phase`` took so long, until now."""
+    """Log that ``phase`` ended after ``took_s`` seconds."""
     logger.info(MESSAGE, extra={"phase": phase, "took_s": round(took_s, 3), **fields})

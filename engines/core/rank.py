@@ -1,4 +1,4 @@
-"""Where a rank is: what everything that runs on one is told."""
+"""A rank's place in its gang."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankContext:
-    """A rank's number in its gang, the gang's size, and the device that is the rank's own ("cuda:0", "cpu").
+    """A rank's number in its gang, the gang's size, and the rank's own device ("cuda:0", "cpu").
 
-    ``torch.distributed`` is initialised when code gets one (unless the rank is alone).
+    ``torch.distributed`` is initialised before a context exists (unless the rank is alone).
     """
 
     rank: int

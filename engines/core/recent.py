@@ -1,4 +1,4 @@
-"""What was used last, and no more of it than fits."""
+"""An LRU cache with a destructor."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class Recent(Generic[T]):
-    """At most ``most`` things by key. Before another is made, the one that was asked for longest ago goes: ``let_go``
-    ends it, where things have an end.
+    """A cache of at most ``most`` entries. The least recently used is evicted before another is made; ``let_go`` frees
+    it.
 
-    Ranks that ask for the same keys in the same order have the same ones.
+    Ranks that request the same keys in the same order hold the same entries.
     """
 
     def __init__(self, most: int, let_go: Callable[[T], None] = lambda _: None) -> None:
@@ -25,11 +25,11 @@ class Recent(Generic[T]):
         return key in self._things
 
     def __iter__(self) -> Iterator[T]:
-        """Goes through the things, the one that was asked for longest ago first."""
+        """Iterate over the entries, least recently used first."""
         return iter(self._things.values())
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Returns the thing of a key, made where there is none. What ``make`` raises leaves the key without one."""
+        """Return the entry of ``key``, made if missing. An error in ``make`` leaves the key without an entry."""
         if key not in self._things:
             while len(self._things) >= self._most:
                 self._let_go(self._things.popitem(last=False)[1])
@@ -38,11 +38,11 @@ class Recent(Generic[T]):
         return self._things[key]
 
     def drop(self, key: Hashable) -> None:
-        """Lets go of the thing of a key, if there is one."""
+        """Evict the entry of ``key``, if there is one."""
         if key in self._things:
             self._let_go(self._things.pop(key))
 
     def clear(self) -> None:
-        """Lets go of all of them."""
+        """Evict all entries."""
         while self._things:
             self._let_go(self._things.popitem(last=False)[1])

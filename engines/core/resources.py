@@ -1,6 +1,6 @@
-"""What all engines of a rank share: made at first use, kept by one owner, released together.
+"""Resources shared by all engines of a rank: made at first use, released together by one owner.
 
-Process groups, side streams and memory that other ranks write belong to a rank and to no single engine of it.
+Process groups, side streams and memory that other ranks write belong to a rank, not to one of its engines.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ T = TypeVar("T")
 
 
 class RankResources:
-    """The owner. A rank actor makes one and closes it after its engines and before its communicator.
+    """The owner. A rank actor makes one, and closes it after its engines and before its communicator.
 
-    Outside of a gang (tests, benchmarks, commands) there is one for the life of the process.
+    Outside a gang (tests, benchmarks, commands) one lives as long as the process.
     """
 
     def __init__(self) -> None:
         self._entries: dict[type, Any] = {}
 
     def get(self, kind: type[T]) -> T:
-        """The one ``kind()`` of this rank, made at the first call."""
+        """Return this rank's only ``kind()``, made at the first call."""
         if kind not in self._entries:
             self._entries[kind] = kind()
         return cast(T, self._entries[kind])
 
     def close(self) -> None:
-        """Release all, the newest first. An entry that has something to end has a ``close``; what one of them raises
-        comes after the others are released."""
+        """Release all entries, the newest first, by their ``close`` if they have one. Errors are raised at the end."""
         with ExitStack() as closing:
             for entry in self._entries.values():
                 if hasattr(entry, "close"):
@@ -40,12 +39,12 @@ _current = RankResources()
 
 
 def rank_resources() -> RankResources:
-    """The resources of the rank that this process is."""
+    """Return the resources of this process's rank."""
     return _current
 
 
 def open_rank_resources() -> RankResources:
-    """New ones, from here on those of this process."""
+    """Replace this process's resources by new ones and return them."""
     global _current
     _current = RankResources()
     return _current

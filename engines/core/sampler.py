@@ -13,9 +13,9 @@ State = TypeVar("State")
 
 
 class Sampler(Protocol[State]):
-    """One job's way from noise to latents. States are values: each step returns a new one.
+    """One job's denoising from noise to latents. States are immutable: each step returns a new one.
 
-    All ranks of a job hold equal states, computed from the same seed, so nothing is exchanged here.
+    All ranks of a job compute equal states from the same seed, without any exchange.
     """
 
     def begin(self, request: Any, conditioning: Any) -> State:
@@ -25,20 +25,20 @@ class Sampler(Protocol[State]):
     def num_steps(self, state: State) -> int: ...
 
     def branches(self, state: State) -> tuple[Branch, ...]:
-        """The forwards that the next step needs: one, two with true guidance, none where what it has will do."""
+        """Return the forwards of the next step: one, two with true guidance, none if cached predictions suffice."""
         ...
 
     def advance(self, state: State, predictions: tuple[Tensor, ...]) -> State:
-        """One solver step, given one prediction per branch."""
+        """Do one solver step, given one prediction per branch, and return the new state."""
         ...
 
     def latents(self, state: State) -> Any:
-        """The finished latents, with what else the decoder takes (tensors on the CPU).
+        """Return the finished latents and the decoder's other inputs (tensors on the CPU).
 
-        ``ValueError`` or ``JobFailedError`` if they are not finite.
+        Raises ``ValueError`` or ``JobFailedError`` if they are not finite.
         """
         ...
 
     def preview(self, state: State) -> Any:
-        """An estimate of the finished latents from a running job, in the form of ``latents``."""
+        """Return an estimate of the finished latents of a running job, in the form of ``latents``."""
         ...

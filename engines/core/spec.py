@@ -1,6 +1,6 @@
-"""How one step is divided: a degree per strategy, checked once against the model it is for; and over how many ranks.
+"""Division of one step over ranks: a degree per strategy, validated once against the model.
 
-Without torch: schedulers ask too.
+Free of torch, since schedulers use it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 STRATEGIES = ("ulysses", "ring", "allgather_kv", "hybrid", "tensor", "guidance", "pipeline")
-"""Names that a configuration may use, alone or as a product ("guidance2xulysses2"), besides "auto"."""
+"""Configurable names besides "auto", alone or as a product ("guidance2xulysses2")."""
 
 AXES = ("guidance", "pipeline", "ring", "allgather_kv", "ulysses", "tensor")
 """Mesh axes from the outermost to the innermost: neighbours on the last axes are neighbours in rank order."""
@@ -25,8 +25,8 @@ _KEEP_FIRST = ("tensor", "pipeline", "ulysses", "allgather_kv", "ring", "guidanc
 class ParallelSpec:
     """Degrees of every strategy; their product is the number of ranks that work on a step.
 
-    ``ring`` × ``ulysses`` is what the field calls hybrid or unified sequence parallelism (arXiv:2405.07719).
-    ``guidance`` is how many of a step's branches run at the same time; those that are over share the ranks otherwise.
+    ``ring`` × ``ulysses`` is hybrid or unified sequence parallelism (arXiv:2405.07719). ``guidance`` is how many of a
+    step's branches run in parallel, each on an equal share of the ranks.
     """
 
     guidance: int = 1
@@ -45,10 +45,10 @@ class ParallelSpec:
 
     @classmethod
     def of(cls, strategy: str, num_ranks: int) -> ParallelSpec:
-        """The division of a step over ``num_ranks`` ranks by the strategy of that name.
+        """Return the division over ``num_ranks`` ranks by the strategy of that name.
 
-        In a product such as "guidance2xulysses", a factor without a number takes what the others leave. "guidance"
-        alone is for two branches, which most steps have.
+        In a product such as "guidance2xulysses", a factor without a number takes the remaining ranks. "guidance"
+        alone is for two branches, the most frequent number.
         """
         degrees = _parse("ulysses2xring2" if strategy == "hybrid" else strategy)
         if num_ranks == 1:
@@ -72,12 +72,12 @@ class ParallelSpec:
 
     @property
     def context(self) -> int:
-        """Over how many ranks the tokens are split."""
+        """The number of ranks over which the tokens are split."""
         return self.ring * self.allgather_kv * self.ulysses
 
     @property
     def divides_weights(self) -> bool:
-        """Whether each rank needs a part of the weights only."""
+        """True if each rank needs only a part of the weights."""
         return self.tensor > 1 or self.pipeline > 1
 
     @property
@@ -89,7 +89,7 @@ class ParallelSpec:
         return int(getattr(self, axis))
 
     def narrowed(self, num_ranks: int) -> ParallelSpec:
-        """The same kinds of division over fewer ranks; tensor and ulysses are kept before ring and guidance."""
+        """Return the same strategies over fewer ranks; tensor and ulysses are kept before ring and guidance."""
         left, degrees = num_ranks, dict.fromkeys(AXES, 1)
         for axis in _KEEP_FIRST:
             degrees[axis] = math.gcd(self.degree(axis), left)
@@ -101,10 +101,10 @@ class ParallelSpec:
         return ParallelSpec(**degrees)
 
     def for_branches(self, num_branches: int, *, keep_weights: bool = False) -> ParallelSpec:
-        """Returns the division when no more than so many branches are left: what they do not need of the guidance axis
-        goes to the strategy that each of its parts used (ulysses if none).
+        """Return the division for at most ``num_branches`` branches: unused guidance ranks go to the strategy of each
+        of its parts (ulysses if none).
 
-        ``keep_weights``: not to one that would give ranks other shares of the weights.
+        With ``keep_weights``, no rank's share of the weights changes.
         """
         axes = [axis for axis in _SPREAD_FIRST if not (keep_weights and axis == "tensor")]
         axis = next((axis for axis in axes if self.degree(axis) > 1), "ulysses")
@@ -113,8 +113,7 @@ class ParallelSpec:
         return replace(self, guidance=guidance, **{axis: self.degree(axis) * (self.guidance // guidance)})
 
     def by_branches(self, *, keep_weights: bool = False) -> tuple[ParallelSpec, ...]:
-        """Returns the divisions of one branch, of two at once, and so on to as many as this one is for (two at
-        least)."""
+        """Return the divisions for one branch, two, and so on, up to this one's guidance degree (two at least)."""
         numbers = range(1, max(self.guidance, 2) + 1)
         return tuple(self.for_branches(number, keep_weights=keep_weights) for number in numbers)
 
@@ -126,10 +125,10 @@ class ParallelSpec:
         num_blocks: int = 10**6,
         features: Mapping[str, int] | None = None,
     ) -> None:
-        """Raise ``ValueError``, with the numbers, if a model cannot be divided so.
+        """Raise ``ValueError``, with the numbers, if a model cannot be divided like this.
 
-        ``num_blocks`` is how many blocks a pipeline may be cut into (0: its shard plan names no carried tensors).
-        ``features`` are those that a tensor axis divides, by layer (``engines.parallel.tensor.split_features``).
+        ``num_blocks`` is how many blocks a pipeline can be cut into (0: its shard plan names no carried tensors).
+        ``features`` are the counts that a tensor axis divides, by layer (``engines.parallel.tensor.split_features``).
         """
         if self.pipeline > max(num_blocks, 1):
             raise ValueError(f"pipeline {self.pipeline} does not fit: the model can be cut into {num_blocks} blocks")
@@ -150,17 +149,17 @@ class ParallelSpec:
 
 
 def aligned_runs(num_ranks: int, team_size: int) -> list[tuple[int, ...]]:
-    """Teams of ``team_size`` consecutive ranks, each starting at a multiple of it."""
+    """Return teams of ``team_size`` consecutive ranks, each starting at a multiple of it."""
     return [tuple(range(start, start + team_size)) for start in range(0, num_ranks - team_size + 1, team_size)]
 
 
 def tiling_sizes(num_ranks: int) -> tuple[int, ...]:
-    """The sizes of teams that a gang can form: the divisors of its own, so that teams of one size fill it."""
+    """Return the team sizes that a gang can form: the divisors of its own, so that teams of one size fill it."""
     return tuple(team_size for team_size in range(1, num_ranks + 1) if num_ranks % team_size == 0)
 
 
 def _parse(strategy: str) -> dict[str, int]:
-    """Degrees by axis; 0 for a factor without a number."""
+    """Return degrees by axis; 0 for a factor without a number."""
     degrees: dict[str, int] = {}
     for factor in strategy.split("x"):
         match = _FACTOR.fullmatch(factor)
@@ -180,7 +179,7 @@ def _share(num_ranks: int, known: int, strategy: str) -> int:
 
 
 def _check_divides(axis: str, degree: int, number: int, what: str, common: int) -> None:
-    """``common``: what all that the axis divides has in common, whose divisors are allowed."""
+    """Raise ValueError unless ``degree`` divides ``number``; the divisors of ``common`` are allowed."""
     if number % degree:
         allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         raise ValueError(f"{axis} {degree} does not fit: {what}, not divisible by {degree}; allowed: {allowed}")

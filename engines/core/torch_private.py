@@ -1,7 +1,7 @@
 """Every private name of PyTorch that the product uses.
 
-Operators are the very callables, so that a call costs nothing more. Modules that take time to import are imported by
-the functions that need them. ``tests/engines/core/test_torch_private.py`` has a test of each name.
+Operators are the original callables, so that calls have no overhead. Functions import the modules that are slow to
+import. ``tests/engines/core/test_torch_private.py`` tests each name.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ __all__ = ["TorchDispatchMode", "tree_leaves", "tree_map_only"]
 int_mm: Callable[..., Tensor] = torch._int_mm
 """(values_MK, values_KN), int8, to int32."""
 scaled_mm: Callable[..., Tensor] = torch._scaled_mm
-"""A float8 product with scales; see ``torch.nn.functional.scaled_mm``, which takes another way to it."""
+"""A float8 product with scales; ``torch.nn.functional.scaled_mm`` takes another path to it."""
 addmm_activation: Callable[..., Tensor] = torch._addmm_activation
 """``addmm`` with GELU in its epilogue."""
 cpu_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cudnn_attention: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
 flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention
 efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention
-"""Fused attention, which returns the log-sum-exp as well: ``torch.nn.functional`` does not."""
+"""Fused attention that also returns the log-sum-exp, unlike ``torch.nn.functional``."""
 collective_ops: Any = torch.ops._c10d_functional
 """Functional collectives: traceable, one operator per exchange."""
 COLLECTIVE_PREFIX = "_c10d_functional::"
-"""How the names of their operators begin."""
+"""Prefix of their operator names."""
 version_of = attrgetter("_version")
-"""Takes a tensor. The number grows with each change in place."""
+"""Takes a tensor and returns a counter of its in-place changes."""
 ONNX_REGISTRATION_LOGGER = "torch.onnx._internal.exporter._registration"
 
 
 def raise_recompile_limit(num_variants: int) -> None:
-    """Allow one function at least so many compiled versions in this process; PyTorch's own limit is 8."""
+    """Allow at least ``num_variants`` compiled versions of a function in this process; PyTorch's own limit is 8."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, num_variants)
 
 
@@ -83,7 +83,7 @@ def nccl_communicator(group: dist.ProcessGroup, device: torch.device) -> int:
 
 
 def fake_store() -> Any:
-    """Return a store for process groups with the backend "fake", in which no other rank is needed."""
+    """Return a store for process groups with the backend "fake", which needs no other rank."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
@@ -97,7 +97,7 @@ def fake_mode(**options: Any) -> Any:
 
 
 def fake_mode_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Return the context that a fake tensor was made in, or one without effect for a tensor with values."""
+    """Return the context that a fake tensor was made in; for a real tensor, a context without effect."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else nullcontext()
@@ -109,12 +109,12 @@ def without_modes() -> AbstractContextManager[Any]:
 
 
 def is_operator(target: object) -> bool:
-    """Return whether the target of a node is one of PyTorch's operators, in one of its overloads."""
+    """Return whether a node's target is an overload of a PyTorch operator."""
     return isinstance(target, torch._ops.OpOverload)
 
 
 def floor_divisions() -> tuple[Any, Any]:
-    """Return the functions of sympy by which traced sizes are divided: with and without a rest."""
+    """Return sympy's functions for divisions of traced sizes: with and without a remainder."""
     from torch.utils._sympy.functions import CleanDiv, FloorDiv
 
     return FloorDiv, CleanDiv

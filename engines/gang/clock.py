@@ -1,4 +1,4 @@
-"""What time it is in a gang, and what has lasted too long."""
+"""The clock of a gang: current time and timeouts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 
 
 class Clock:
-    """The real one. All that a gang does after a time it does by its clock, so a test can set when that is."""
+    """The monotonic clock. All timing of a gang goes through it, so that tests can replace it."""
 
     def now_s(self) -> float:
-        """Seconds since a moment that stays the same."""
+        """Return the seconds since a fixed moment."""
         return time.monotonic()
 
     def timeout(self, delay_s: float | None) -> asyncio.Timeout:
-        """A context that raises TimeoutError if it lasts longer than ``delay_s``; None: never."""
+        """Return a context that raises TimeoutError after ``delay_s``; None: never."""
         return asyncio.timeout(delay_s)

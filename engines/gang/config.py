@@ -1,4 +1,4 @@
-"""How large a gang is, what each rank gets, and how long things may take."""
+"""Size, resources and deadlines of a gang, and the contract of its ranks."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from engines.gang.policies.registry import find_policy
 from engines.parallel.communication.nccl_options import DEFAULT_OPTIONS, NcclOptions
 
 FORKED_SILENCE_S, IMPORTS_SILENCE_S = 10.0, 60.0
-"""Python answers nothing while it maps a large library, which a slow disk makes long."""
+"""Longest silence of a starting rank. Python answers no ping while it maps a library from a slow disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GangConfig:
-    """``num_ranks`` actors with ``cpus_per_rank`` CPUs and ``gpus_per_rank`` GPUs each; NCCL with GPUs, Gloo without.
-
-    A gang on ``num_nodes`` > 1 has the same number of ranks on each, in node order. ``step_deadline_s`` is the longest
-    a step may take once its ranks are warm, ``start_deadline_s`` covers a whole start, and steps of a shape until its
-    ranks are warm. Within a start, ranks have ``process_deadline_s`` until their processes run, as much again to import
-    libraries and open their devices, ``connect_deadline_s`` for their communicator, ``load_deadline_s`` for weights and
-    ``build_deadline_s`` for compiling and the self-check (None: what is left of the start). From when its process runs
-    a rank may answer no ping for ``silence_deadline_s`` (None: ``FORKED_SILENCE_S`` where it has its libraries from a
-    fork, else ``IMPORTS_SILENCE_S``); one that is ready for ``ping_deadline_s``.
-
-    At most ``plans_ahead`` step plans are submitted before the first result is awaited. ``policy`` names who goes
-    first; if the gang is ``elastic``, it chooses the jobs' teams too, else all ranks work on one job at a time. At most
-    ``max_running_jobs`` have begun at a time: paused ones keep their states on the ranks. A job that would wait for
-    others longer than ``max_wait_s``, by prediction, is refused. ``nccl`` goes to every process group between GPUs.
-    """
+    """Settings of a gang. Ranks with GPUs use NCCL, others Gloo."""
 
     num_ranks: int = 2
     cpus_per_rank: float = 0.5
     gpus_per_rank: float = 0.0
     threads_per_rank: int = 1
     num_nodes: int = 1
+    """Each node has the same number of ranks, in node order."""
     step_deadline_s: float = 60.0
+    """For a step of a warm shape."""
     start_deadline_s: float = 600.0
+    """For a whole start, and for a step of a cold shape."""
     process_deadline_s: float = 180.0
+    """For the ranks' processes to run, and again for imports and opening the devices."""
     connect_deadline_s: float = 120.0
     load_deadline_s: float | None = None
+    """For loading the weights; None: the rest of the start."""
     build_deadline_s: float | None = None
+    """For compiling and the self-check; None: the rest of the start."""
     silence_deadline_s: float | None = None
+    """For a starting rank's pings; None: ``FORKED_SILENCE_S`` after a fork, else ``IMPORTS_SILENCE_S``."""
     ping_deadline_s: float = 5.0
+    """For a ready rank's pings."""
     plans_ahead: int = 2
+    """Step plans submitted before the first result is awaited, at most."""
     max_running_jobs: int = 4
+    """Jobs begun and not ended, at most: paused jobs keep their states on the ranks."""
     max_waiting_jobs: int = 32
     policy: str = "shortest"
+    """The order of jobs; in an elastic gang also their teams."""
     max_wait_s: float | None = None
+    """A job predicted to wait longer for others is refused."""
     elastic: bool = False
+    """Jobs run side by side on teams; else all ranks work on one job at a time."""
     nccl: NcclOptions = DEFAULT_OPTIONS
+    """For every process group between GPUs."""
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "threads_per_rank", "num_nodes", "plans_ahead", "max_running_jobs"):
@@ -79,11 +79,11 @@ class GangConfig:
 
     @property
     def max_batch(self) -> int:
-        """How many jobs of one shape a team advances together: more than one only where that is faster."""
+        """Jobs of one shape that a team advances together, at most."""
         return 1
 
     def silence_s(self, *, is_forked: bool) -> float:
-        """Return how long a rank that starts may answer no ping."""
+        """Return the ping deadline of a starting rank."""
         usual_s = FORKED_SILENCE_S if is_forked else IMPORTS_SILENCE_S
         return usual_s if self.silence_deadline_s is None else self.silence_deadline_s
 
@@ -104,7 +104,7 @@ def _check(ok: bool, name: str, given: object, allowed: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreAddress:
-    """Where rank 0 keeps the rendezvous store. It passes through the replica, which does without torch."""
+    """Address of rank 0's rendezvous store. It passes through the replica, which has no torch."""
 
     host: str
     port: int
@@ -112,32 +112,31 @@ class StoreAddress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankParts:
-    """What a rank runs: the engine that predicts and the sampler that steps."""
+    """A rank's engine, which predicts, and sampler, which steps."""
 
     engine: Engine
     sampler: Sampler[Any]
     estimates: StepEstimates | None = None
-    """Of the engine's steps, if anybody knows."""
+    """Estimated step times of the engine; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltRank:
-    """What a rank tells of its parts: the sizes of teams that the engine knows, and what it is estimated to take."""
+    """A built rank's supported team sizes and estimated step times."""
 
     team_sizes: tuple[int, ...]
     estimates: StepEstimates | None = None
 
 
 Environment = Mapping[str, str]
-"""Variables with which a process is started."""
+"""Environment variables of a process."""
 
 BuildRank = Callable[[], RankParts]
-"""Makes the engine for every team of what was loaded, and does the self-check."""
+"""Builds the engine from the loaded weights, for every team, and runs the self-check."""
 
 LoadRank = Callable[[RankContext], BuildRank]
-"""Runs on each rank at start (pickled by Ray): loads weights, and returns what goes on when all ranks have theirs.
+"""Loads weights on each rank at start (pickled by Ray). The result runs when all ranks have loaded.
 
-While it imports and loads, a thread may be exchanging with the other ranks
-(``engines.parallel.communication.early_start``): who uses ``torch.distributed`` other than through an engine, or
-computes attention, calls ``wait_for_early_start`` before.
+Meanwhile a thread may exchange with the other ranks (``engines.parallel.communication.early_start``). Code that uses
+``torch.distributed`` other than through an engine, or computes attention, calls ``wait_for_early_start`` first.
 """

@@ -1,4 +1,4 @@
-"""The scheduler task of a gang, which alone calls the ranks, and the tasks that collect what they answer."""
+"""The scheduler task of a gang, the only caller of its ranks, and the tasks that collect their reports."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 class Driver:
     """Sends plans at most ``plans_ahead`` ahead of the reports, and turns reports into the jobs' events.
 
-    Requests only put jobs in and take events out. Serve cancels a request's child tasks recursively, so a rank call
-    made in a request's context could vanish on some ranks and hang the others: hence the tasks' fresh contexts.
+    Requests only put jobs in and take events out. Serve cancels a request's child tasks recursively: a rank call in a
+    request's context could vanish on some ranks and hang the others. Tasks therefore have fresh contexts.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Driver:
         return await self._table.spent_s(job_id)
 
     def close(self, open_job: OpenJob) -> None:
-        """The request no longer listens; a job that has not ended is cancelled."""
+        """Stop listening to a job. Cancel it if it has not ended."""
         if open_job.outcome is None:
             fields = open_job.job.log_fields | {"num_steps_done": open_job.num_steps_done}
             logger.info("job is cancelled", extra=fields)
@@ -136,11 +136,11 @@ class Driver:
             plan = self._scheduler.next_plan(free=free, is_idle=not self._ledger.job_ids, now_s=now_s)
             if plan is not None:
                 self._send(plan)
-            else:  # by the same look at the clock: a rank is free, or will be, and none is neither
+            else:  # same ``now_s``: no rank can become free between the two calls
                 await self._wait(self._ledger.next_free_in_s(ahead, now_s))
 
     async def _wait(self, within_s: float | None) -> None:
-        """Returns when there is news, or a rank may be sent a step by the clock alone."""
+        """Wait for a wake-up, or until a rank is free by the clock alone."""
         with suppress(TimeoutError):
             async with self._clock.timeout(within_s):
                 await self._wake_schedule.wait()
@@ -156,7 +156,7 @@ class Driver:
                 self._table.forget([open_job.job.job_id])
 
     def _send(self, plan: StepPlan) -> None:
-        """Follow each team by itself, so that none waits for the longer step of another."""
+        """Send ``plan`` and follow each team separately: no team waits for another's longer step."""
         ranks = range(self._config.num_ranks) if plan.is_for_all else plan.working_ranks
         reports, latents = {}, {}
         for rank in ranks:
@@ -178,7 +178,7 @@ class Driver:
         if beside := {rank: reports[rank] for rank in ranks if rank not in plan.working_ranks}:
             steps.append(InFlightStep(work=None, pending=beside))
         for step in steps:
-            # Moves are made by all ranks together, so that each waits for what any of them does before.
+            # All ranks take part in moves, so each waits for the earlier steps of all.
             self._spawn(self._follow(step, before if plan.moves else self._ledger.ends(step.pending)))
         for step in steps:
             self._ledger.send(step)
@@ -220,7 +220,7 @@ class Driver:
         self._table.forget(job_ids)
 
     def _drop(self, open_job: OpenJob) -> None:
-        # Before it is scheduled the job's admission is under way, and does this when it is through.
+        # A job that is not scheduled yet is dropped at the end of its admission.
         if open_job.is_scheduled:
             self._scheduler.drop(open_job.job.job_id)
             self._wake_schedule.set()

@@ -1,4 +1,4 @@
-"""What can go wrong with a gang, as exceptions that survive pickling across actors."""
+"""Exceptions of a gang, which survive pickling across actors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ BreakCause = Literal["death", "deadline", "error", "closed"]
 class GangBrokenError(RuntimeError):
     """A rank died, hung past the step deadline, or gave a wrong answer; every job of the gang must be run again.
 
-    ``in_flight`` tells whether this job had a step under way when the gang broke. Only such a job can be the cause;
-    the others merely waited beside it.
+    ``in_flight``: this job had a step in flight when the gang broke. Only such a job can be the cause.
     """
 
     def __init__(self, reason: str, cause: BreakCause = "error", in_flight: bool = False) -> None:
@@ -43,9 +42,9 @@ DEADLINE = "deadline_s"
 
 
 class TooLateError(QueueFullError):
-    """The job would be done too late, by prediction: ``limit`` says by what (DEADLINE …), and how long that is.
+    """The job is predicted to miss ``limit`` (DEADLINE or the longest wait), which is ``limit_s`` seconds.
 
-    ``retry_after_s`` is when it would no longer be, if nothing else comes.
+    ``retry_after_s`` is the time until it would be admitted, without other arrivals.
     """
 
     def __init__(self, num_waiting: int, retry_after_s: float, predicted_s: float, limit: str, limit_s: float) -> None:
@@ -61,7 +60,7 @@ class TooLateError(QueueFullError):
 
 
 def portable(error: Exception) -> Exception:
-    """``error`` itself if it survives pickling, else a RuntimeError that tells its type and text."""
+    """Return ``error`` if it survives pickling, else a RuntimeError with its type and text."""
     try:
         if type(pickle.loads(pickle.dumps(error))) is type(error):
             return error

@@ -1,4 +1,4 @@
-"""A gang: rank actors that live and die together, seen from the replica that owns them."""
+"""A gang: rank actors that live and die together, owned by one replica."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from engines.gang.ranks.start import Start, rank_environments
 logger = logging.getLogger(__name__)
 
 DEATH_WITHIN_S = 5.0
-"""Of ranks that were killed."""
+"""Wait for the death of killed ranks."""
 
 
 class Gang:
@@ -48,7 +48,7 @@ class Gang:
         self.config = config
         self.infos = tuple(infos)
         self.estimates = estimates
-        """What steps are estimated to take, if its ranks know."""
+        """Estimated step times, if the ranks have any."""
         self._ranks = ranks
         self._clock = clock
         self._driver = Driver(config, ranks, team_sizes, model, clock, step_times)
@@ -67,15 +67,14 @@ class Gang:
         step_times: Callable[[Sequence[RankInfo], StepEstimates | None], StepTimes] | None = None,
         clock: Clock | None = None,
     ) -> Gang:
-        """Spawn the ranks in the replica's own placement group, connect them, run ``load`` on each and what it returns.
+        """Spawn ranks in the replica's placement group, connect them, run ``load`` on each, then its result.
 
-        ``model`` names what the gang serves, in logs and metrics. ``environment`` is asked on each node for variables
-        that its ranks must be started with; ``python`` is the command that runs them (``spawn_ranks``). ``step_times``
-        gives what is known of the times of steps on such ranks, of which the jobs' estimates are these, or of another
-        source.
+        ``model`` is the name in logs and metrics. ``environment`` is called on each node for the variables of its
+        ranks' processes; ``python`` is their command (``spawn_ranks``). ``step_times`` returns the step times measured
+        on such ranks, given the ranks' estimates.
 
-        All or nothing: on an error, on a deadline of the start (``GangBrokenError``) and on cancellation, what was
-        started is killed. An exception of ``load`` or of what it returns comes out as it was raised on the rank.
+        On an error, a missed start deadline (``GangBrokenError``) or cancellation, all started ranks are killed.
+        Exceptions of ``load`` and of its result are raised here unchanged.
         """
         group, clock = placement_group or current_group(), clock or Clock()
         begun_s = clock.now_s()
@@ -86,8 +85,8 @@ class Gang:
             observe_start(model, start_s)
             pids = [info.pid for info in infos]
             logger.info("gang is ready", extra={"model": model, "start_s": round(start_s, 3), "pids": pids})
-            known = step_times(infos, built.estimates) if step_times is not None else None
-            return cls(config, ranks, infos, built.team_sizes, model, clock, known, built.estimates)
+            measured = step_times(infos, built.estimates) if step_times is not None else None
+            return cls(config, ranks, infos, built.team_sizes, model, clock, measured, built.estimates)
         except BaseException:
             kill_ranks(ranks)
             raise
@@ -105,15 +104,15 @@ class Gang:
     async def submit_grouped(self, job: Job, *, every_s: float) -> AsyncGenerator[tuple[JobEvent, ...], None]:
         """Yield the events of a job in groups: ``JobQueued`` first, ``JobDone`` last.
 
-        Steps that end within ``every_s`` of the last group come together. Closing or cancelling the iterator stops the
-        job on all ranks. ``QueueFullError`` and ``ValueError`` come before the first event, ``GangBrokenError`` if the
-        gang breaks, and what the job's own sampler or conditioning raised.
+        Steps that end within ``every_s`` of the last group form one group. Closing or cancelling the iterator stops
+        the job on all ranks. Raise ``QueueFullError`` and ``ValueError`` before the first event, ``GangBrokenError``
+        if the gang breaks, and the errors of the job's own sampler or conditioning.
         """
-        open_job, told_s = self._driver.open(job), -math.inf
+        open_job, last_group_s = self._driver.open(job), -math.inf
         try:
             while True:
-                group = await open_job.next_events(until_s=told_s + every_s)
-                told_s = told_s if isinstance(group[0], JobQueued) else self._clock.now_s()
+                group = await open_job.next_events(until_s=last_group_s + every_s)
+                last_group_s = last_group_s if isinstance(group[0], JobQueued) else self._clock.now_s()
                 if events := [e for event in group if not isinstance(event, Exception) if (e := await _fetched(event))]:
                     yield tuple(events)
                 if isinstance(group[-1], Exception):
@@ -128,19 +127,18 @@ class Gang:
         return await self._driver.spent_s(job_id)
 
     async def check_health(self) -> None:
-        """Ping all ranks. ``RayActorError`` escapes as it is (a rank died, or is unavailable, where news is late),
-        upon which Serve replaces the replica at once.
+        """Ping all ranks. ``RayActorError`` escapes, and Serve replaces the replica at once.
 
-        A rank that does not answer in time breaks the gang, except while it may be compiling (the step's deadline
-        counts then). The check of a broken gang never passes: see ``_await_death``.
+        A rank that misses the ping deadline breaks the gang, except while it may be compiling: then the step's
+        deadline counts. The check of a broken gang never passes: see ``_await_death``.
         """
         if not self._is_broken:
             await self._check_answers()
-        if self._is_broken:  # perhaps since the ranks were asked
+        if self._is_broken:  # perhaps during the pings
             await self._await_death()
 
     async def breaks_within(self, seconds: float) -> bool:
-        """Returns whether the gang is broken, as soon as it is, or False when ``seconds`` are over."""
+        """Return whether the gang is broken, as soon as it is, or False when ``seconds`` are over."""
         with suppress(TimeoutError):
             async with self._clock.timeout(seconds):
                 await self._driver.ended.wait()
@@ -155,7 +153,7 @@ class Gang:
                     await asyncio.gather(*(rank.close.remote() for rank in self._ranks))
             except Exception as error:
                 logger.warning("ranks did not close in order: %s", error)
-            finally:  # also of a replica that has no more time for it
+            finally:  # also if the replica is cancelled meanwhile
                 kill_ranks(self._ranks)
 
     @property
@@ -174,10 +172,10 @@ class Gang:
             self._driver.break_gang(GangBrokenError(reason, "deadline"))
 
     async def _await_death(self) -> None:
-        """Raise the ``RayActorError`` of a broken gang's rank; ``GangBrokenError`` if none shows in time.
+        """Raise the ``RayActorError`` of a broken gang's rank; ``GangBrokenError`` if none comes in time.
 
-        Pings prove nothing here: ranks that hang in an exchange answer them until they are dead, which is a moment
-        after they were killed. Serve replaces a replica upon the third other error in a row only.
+        Pings prove nothing here: a rank that hangs in an exchange answers them until the kill takes effect. Serve
+        replaces a replica after three consecutive errors of any other type.
         """
         assert self.broken is not None
         try:
@@ -188,12 +186,12 @@ class Gang:
 
 
 async def _fetched(event: JobEvent) -> JobEvent | None:
-    """The event with its latents, of which a rank left a reference there; None for a preview that is lost."""
+    """Return the event with its latents fetched; None for a lost preview."""
     if isinstance(event, StepDone | JobQueued):
         return event
-    left: Any = event.latents
+    reference: Any = event.latents
     try:
-        return replace(event, latents=await left)
+        return replace(event, latents=await reference)
     except ObjectLostError as error:
         if isinstance(event, JobDone):
             raise

@@ -1,4 +1,4 @@
-"""What the driver sent to ranks and what they report: when ranks are free, what steps took, and the jobs' events."""
+"""Steps in flight and the ranks' reports: when ranks are free, step times, and the jobs' events."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from engines.gang.jobs.step_plan import JobFailure, JobStep, StepReport, Work
 from engines.gang.metrics import GangMetrics
 
 EtaOf = Callable[[OpenJob, int], float | None]
-"""Returns in how many seconds a job will be done, after a step of it."""
+"""Returns the seconds until a job is done, after its given step."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class InFlightStep:
-    """What was sent to the ranks of one team, or to those beside the teams of a plan for all."""
+    """A step sent to the ranks of one team, or to the ranks outside all teams."""
 
     work: Work | None
-    """None for the ranks beside the teams."""
+    """None for the ranks outside all teams."""
     pending: Mapping[int, Any]
-    """The report to come from each rank."""
+    """The pending report of each rank."""
     latents: Mapping[str, Any] = field(default_factory=dict)
-    """The latents that its lead rank hands out, by job."""
+    """Latents from the lead rank, by job."""
     predicted_s: float = 0.0
-    """0 where no measurement says."""
+    """0 without a measurement."""
     started_s: float | None = None
-    """When all earlier steps of its ranks were reported; stays None where ranks report early."""
+    """When all earlier steps of its ranks were reported; None where ranks report early."""
     reported_s: float = 0.0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when all ranks have reported."""
     jobs: tuple[OpenJob, ...] = ()
     was_warm: bool = False
     took_ms: list[float] = field(default_factory=list)
-    """What it took each rank, as far as they have reported that."""
+    """Step time of each rank that has reported it."""
 
     def left_s(self, expected_s: float, now_s: float) -> float:
         return max(0.0, expected_s - (0.0 if self.started_s is None else now_s - self.started_s))
 
 
 class Ledger:
-    """Hears all that ranks report, once.
+    """Processes every report once.
 
-    Ranks on GPUs report a step early: when it begins, the one before it having ended. The report of a later step then
-    has the time that it took. A rank takes what it is sent in order.
+    Ranks on GPUs report a step early: when the step before it has ended. A later report then carries its time.
+    Ranks run their steps in the order of sending.
     """
 
     def __init__(
@@ -72,19 +72,19 @@ class Ledger:
         self._same_bytes = same_bytes
         self._in_flight: dict[InFlightStep, None] = {}
         self._sent: dict[int, InFlightStep] = {}
-        """The last that each rank was sent."""
+        """The last step sent to each rank."""
         self._reported: dict[int, InFlightStep] = {}
-        """The last step that each rank has reported."""
+        """The last step reported by each rank."""
         self._untimed: dict[tuple[int, int], InFlightStep] = {}
-        """By plan and rank, reported steps of which the rank has yet to say what they took."""
+        """Reported steps whose times are still missing, by plan and rank."""
         self._moves_ms: defaultdict[int, list[float]] = defaultdict(list)
-        """By plan, the times of its moves, until all ranks have reported."""
+        """Times of moves by plan, until all ranks have reported."""
 
-    # What is under way.
+    # Steps in flight.
 
     @property
     def job_ids(self) -> list[str]:
-        """The jobs that have a step under way."""
+        """The jobs with a step in flight."""
         return [job_id for step in self._in_flight if step.work is not None for job_id in step.work.job_ids]
 
     def send(self, step: InFlightStep) -> None:
@@ -92,26 +92,26 @@ class Ledger:
         self._sent.update(dict.fromkeys(step.pending, step))
 
     def start(self, step: InFlightStep, now_s: float) -> None:
-        """Take note that all earlier steps of its ranks were reported."""
+        """Record that all earlier steps of its ranks were reported."""
         if not self._reports_early:
             step.started_s = now_s
 
     def ends(self, ranks: Iterable[int]) -> list[asyncio.Event]:
-        """Return what is set when these ranks have reported all that they were sent so far."""
+        """Return the events that are set once these ranks have reported all steps sent so far."""
         lasts = {self._sent[rank]: None for rank in ranks if rank in self._sent}
         return [step.ended for step in lasts]
 
     def free_ranks(self, plans_ahead: int, now_s: float) -> set[int]:
-        """Return the ranks that may be sent a step: they have fewer before them, which end soon (``lead_s``)."""
+        """Return the ranks with fewer than ``plans_ahead`` pending steps, all of which end soon (``lead_s``)."""
         return {rank for rank in self._ranks if self._free_in_s(rank, plans_ahead, now_s) == 0}
 
     def next_free_in_s(self, plans_ahead: int, now_s: float) -> float | None:
-        """Return when the next rank is free if no report comes; None if it takes a report."""
+        """Return the seconds until the next rank is free by the clock; None if that needs a report."""
         waits_s = (self._free_in_s(rank, plans_ahead, now_s) for rank in self._ranks)
         return min((wait_s for wait_s in waits_s if 0 < wait_s < math.inf), default=None)
 
     def busy_s(self, now_s: float, step_s: Callable[[Work], float]) -> float:
-        """Return how long the ranks will be at what they were sent; ``step_s`` predicts what was never measured."""
+        """Return the seconds until all sent steps end; ``step_s`` predicts unmeasured ones."""
         expected_s = {
             step: step.predicted_s or (0.0 if step.work is None else step_s(step.work)) for step in self._in_flight
         }
@@ -133,16 +133,16 @@ class Ledger:
         return [step for step in self._in_flight if step.work is not None and rank in step.pending]
 
     def _reported_left_s(self, rank: int, now_s: float) -> float:
-        """Return how long the rank will be at a step that it reported early."""
+        """Return the seconds left of a step that the rank reported early."""
         step = self._reported.get(rank)
         if step is None or not self._reports_early:
             return 0.0
         return max(0.0, step.reported_s + step.predicted_s - now_s)
 
-    # What ranks report.
+    # Reports.
 
     def end(self, step: InFlightStep) -> None:
-        """Take note that all ranks of ``step`` have reported."""
+        """Record that all ranks of ``step`` have reported."""
         step.reported_s = self._clock.now_s()
         step.ended.set()
         del self._in_flight[step]
@@ -150,9 +150,9 @@ class Ledger:
     def hear(
         self, step: InFlightStep, reports: Mapping[int, StepReport], started_s: float, eta_s: EtaOf
     ) -> list[OpenJob]:
-        """Take the reports of all ranks of ``step``, and publish the events of its jobs. Return the jobs that failed.
+        """Process the reports of all ranks of ``step`` and publish its jobs' events. Return the failed jobs.
 
-        ``GangBrokenError`` if ranks disagree about a failure.
+        Raise ``GangBrokenError`` if ranks disagree about a failure.
         """
         for report in reports.values():
             self._hear_move(report)
@@ -165,7 +165,7 @@ class Ledger:
         return [] if step.work is None else self._publish(step, step.work, [*reports.values()], started_s, eta_s)
 
     def _hear_move(self, report: StepReport) -> None:
-        """All ranks meet for the moves of a plan, and the last one waits for no other: the shortest time counts."""
+        """Record the shortest move time: all ranks meet for moves, and the last to arrive waits for no other."""
         if report.move_ms:
             moves_ms = self._moves_ms[report.sequence]
             moves_ms.append(report.move_ms)
@@ -181,18 +181,18 @@ class Ledger:
                     self._count(step)
 
     def _count_rest(self, job: OpenJob) -> None:
-        """Count the steps of a job that is done by the ranks that reported them: its lead rank has, of all."""
-        waiting = {key: step for key, step in self._untimed.items() if job in step.jobs and step.took_ms}
-        for key in waiting:
+        """Count a finished job's untimed steps by the reports so far: its lead rank has reported all of them."""
+        partly_timed = {key: step for key, step in self._untimed.items() if job in step.jobs and step.took_ms}
+        for key in partly_timed:
             del self._untimed[key]
-        for step in dict.fromkeys(waiting.values()):
+        for step in dict.fromkeys(partly_timed.values()):
             self._count(step)
 
     def _count(self, step: InFlightStep) -> None:
         """Charge a step to its jobs and the metrics.
 
-        A team on GPUs begins when its last rank is ready, and ends together, so the shortest time is the step's, and
-        the rest waiting. Elsewhere it is the longest, that of the rank which also hands out latents.
+        A team on GPUs begins when its last rank is ready and ends together: its step time is the shortest, the rest
+        is waiting. On CPUs it is the longest: the lead rank also hands out latents.
         """
         assert step.work is not None
         num_ranks = step.work.num_ranks
@@ -205,10 +205,10 @@ class Ledger:
                 job.warm_step_s = step_s
 
     def _hear_interval(self, step: InFlightStep, work: Work, reports: Sequence[StepReport]) -> None:
-        """Measure a step as the time from the end of the job's last one to its own, all that belongs to it included.
+        """Measure a step as the time between the ends of the job's previous step and its own.
 
-        A GPU reports a step when the one before it has ended, but one whose latents it hands out at its own end: the
-        time between such a report and its neighbours is that of two steps, or of none.
+        A GPU reports a step when the one before it has ended, but a step with latents at its own end. The interval
+        between such a report and its neighbours covers two steps, or none, and is skipped.
         """
         lasts = [self._reported.get(rank) for rank in work.ranks]
         self._reported.update(dict.fromkeys(work.ranks, step))
@@ -220,10 +220,10 @@ class Ledger:
         if not all(report.was_warm and report.predicted for report in reports):  # a job that failed makes no forwards
             return
         job = step.jobs[0].job
-        if not job.idle_steps:  # a GPU runs a step behind its reports: none of these tells which kind its time was
+        if not job.idle_steps:  # reports run a step ahead of the GPU: the interval may be that of an idle step
             self._step_times.hear_step(job, work.num_ranks, step.reported_s - last.reported_s)
 
-    # What jobs are told.
+    # Events of jobs.
 
     def _publish(
         self, step: InFlightStep, work: Work, reports: Sequence[StepReport], started_s: float, eta_s: EtaOf
@@ -242,7 +242,7 @@ class Ledger:
                 if job_step.emit == "final":
                     self._count_rest(job)
                 self._publish_step(job, job_step, work.num_ranks, step.latents.get(job_step.job_id), eta_s)
-        step.latents = {}  # the events have them; ranks may have nothing more to do for long
+        step.latents = {}  # the events hold them; this step may stay referenced for long
         return failed
 
     def _publish_step(self, job: OpenJob, done: JobStep, num_ranks: int, latents: Any, eta_s: EtaOf) -> None:
@@ -284,7 +284,7 @@ def _precedes(last: Work | None, work: Work) -> bool:
 
 
 def agreed_failure(job_id: str, reports: Sequence[StepReport]) -> JobFailure | None:
-    """Return how a job failed, if it did. ``GangBrokenError`` if ranks disagree: their states then differ."""
+    """Return the job's failure, if any. Raise ``GangBrokenError`` if ranks disagree: their states then differ."""
     failures = [failure for report in reports for failure in report.failures if failure.job_id == job_id]
     shared = [failure for failure in failures if failure.shared]
     if shared and (len(shared) < len(reports) or len({type(failure.error) for failure in shared}) > 1):

@@ -1,4 +1,4 @@
-"""What a gang counts, for Prometheus: in the process that owns the gang, all times in seconds."""
+"""Prometheus metrics of a gang, in the process that owns it; all times in seconds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def observe_phase(model: str, phase: str, phase_s: float) -> None:
 
 
 class GangMetrics:
-    """The series of one gang. Serve starts a gang anew after each failure."""
+    """The series of one gang."""
 
     def __init__(self, model: str) -> None:
         self._model = model

@@ -88,12 +88,12 @@ def possible_team_sizes(model: DenoiserModel, num_ranks: int) -> tuple[int, ...]
 
 
 def lengths_of_choice(model: DenoiserModel, device: torch.device) -> tuple[tuple[str, int], ...]:
-    """Returns the tokens of the step for which a choice is made."""
+    """Return the tokens of the step for which a choice is made."""
     return typical_lengths(model, TYPICAL_TOKENS.get(device.type, 4096))
 
 
 def typical_lengths(model: DenoiserModel, num_tokens: int) -> tuple[tuple[str, int], ...]:
-    """Returns what the model says; else the probe's streams, grown together until the longest has ``num_tokens``."""
+    """Return what the model says; else the probe's streams, grown together until the longest has ``num_tokens``."""
     if model.typical_lengths is not None:
         return tuple((stream, model.typical_lengths[stream]) for stream in model.plan.streams)
     lengths: Mapping[str, int] = model.stream_lengths(model.probe()[0].arguments)

@@ -16,7 +16,7 @@ TOKENS = tuple(2**power for power in range(6, 19))
 
 
 def estimates_of(plans: Mapping[int, Sequence[StepForecast]], specs: TeamSpecs) -> StepEstimates:
-    """Returns what steps take if teams divide them by ``specs``; ``plans`` are by size of team, of one branch and more.
+    """Return what steps take if teams divide them by ``specs``; ``plans`` are by size of team, of one branch and more.
 
     Streams grow together, in the proportions of the step for which was decided.
     """

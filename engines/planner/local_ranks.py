@@ -24,7 +24,7 @@ class LocalRanks:
     receiver: Connection
 
     def answer(self, within_s: float) -> Any:
-        """Returns what rank 0 sent.
+        """Return what rank 0 sent.
 
         Raises RuntimeError with the last line of a rank's error as soon as one has failed, or if all ended without an
         answer, and TimeoutError when time is up.
@@ -40,7 +40,7 @@ class LocalRanks:
                 raise RuntimeError(f"all {len(self.context.processes)} ranks ended without an answer")
 
     def leave(self, within_s: float) -> None:
-        """Waits until all ranks have ended, or time is up. RuntimeError for one that fails meanwhile."""
+        """Wait until all ranks have ended, or time is up. RuntimeError for one that fails meanwhile."""
         end_s = time.monotonic() + within_s
         while not self._join(max(0.0, end_s - time.monotonic())) and time.monotonic() < end_s:
             pass

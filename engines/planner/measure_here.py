@@ -23,7 +23,7 @@ END_S = 10.0
 
 
 def measure_here(profile: ModelProfile, num_ranks: int, device_type: str) -> Machine:
-    """Measures on ``num_ranks`` processes of this host, with one device each ("cuda") or one thread each ("cpu").
+    """Measure on ``num_ranks`` processes of this host, with one device each ("cuda") or one thread each ("cpu").
 
     Raises ``ValueError`` if there are not so many devices, ``RuntimeError`` if a rank fails.
     """

@@ -98,7 +98,7 @@ class StepCost:
         return self._is_fast and self.spec.context == self.spec.ulysses
 
     def _layout_passes(self) -> float:
-        """Copies (read + write) that bring q, k, v and out into an exchange's order.
+        """Return the copies (read + write) that bring q, k, v and out into an exchange's order.
 
         A ring merges in float32, outside of compiled code: 34 bytes an element and turn, where a pass moves 2.
         """

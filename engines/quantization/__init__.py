@@ -1,1 +1,1 @@
-"""fp8 and int8 for both engines: observed activations, and linear layers in few bits."""
+"""fp8 and int8 for both engines: recorded activations and quantised linear layers."""

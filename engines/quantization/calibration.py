@@ -1,4 +1,4 @@
-"""Fixed activation scales: the largest magnitude that each layer's input had over some steps, kept in a JSON file."""
+"""Fixed activation scales: the largest input magnitude of each layer over some steps, stored in a JSON file."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Amax = Mapping[str, float]
 
 @contextmanager
 def recording(module: nn.Module, plan: ShardPlan) -> Iterator[dict[str, float]]:
-    """Yields the dict that fills, by layer name, while the (unquantised) module runs in the body.
+    """Yield a dict that fills, by layer name, while the (unquantised) module runs in the block.
 
-    ValueError in the run in which a layer's input is not finite: no scale fits it.
+    A run with an input that is not finite raises ValueError: no scale fits it.
     """
     amax: dict[str, float] = {}
     hooks = [layer.register_forward_pre_hook(_Recorder(amax, name)) for name, layer in quantizable(module, plan)]
@@ -51,9 +51,9 @@ class _Recorder:
 
 @contextmanager
 def recording_all(model: DenoiserModel) -> Iterator[dict[str, Amax]]:
-    """Yields the records of all modules of an unsplit, unquantised model, by module name; filled at the block's end.
+    """Yield the records of all modules of an unsplit, unquantised model, by module name; filled at the block's end.
 
-    Modules of which nothing ran have none.
+    Modules that did not run have none.
     """
     records: dict[str, Amax] = {}
     with ExitStack() as stack:
@@ -68,7 +68,7 @@ def save_calibration(records: Mapping[str, Amax], path: Path) -> None:
 
 
 def load_calibration(path: Path, module: str) -> dict[str, float]:
-    """The record of one module. ``ValueError`` if the file has none for it, or is not a calibration."""
+    """Return the record of one module. ``ValueError`` if the file has none for it, or is not a calibration."""
     document = json.loads(path.read_text())
     if not isinstance(document, dict) or not all(map(_is_record, document.values())):
         raise ValueError(f"{path} is no calibration: it must map module names to layer names to largest magnitudes")
@@ -78,7 +78,7 @@ def load_calibration(path: Path, module: str) -> dict[str, float]:
 
 
 def calibration_of(module: nn.Module, folder: Path) -> Path:
-    """The file in ``folder`` that belongs to these very weights, be it there or not."""
+    """Return the path in ``folder`` of the calibration for exactly these weights; it need not exist."""
     return folder / "calibration" / f"{fingerprint(module)}.json"
 
 

@@ -1,4 +1,4 @@
-"""Which layers are quantised, and how they are replaced: the same for both engines."""
+"""Selection and replacement of the quantised layers, the same for both engines."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import nn
 from engines.core.shard_plan import FullWidthNorm, ShardPlan
 
 MULTIPLE = 16
-"""Features that the matrix units take in one piece: layers with other sizes stay as they are."""
+"""Features per tile of the matrix units: layers with other sizes stay as they are."""
 
 
 def quantizable(module: nn.Module, plan: ShardPlan) -> list[tuple[str, nn.Linear]]:
-    """The linears named by the shard plan (all large ones are), if their features fit the matrix units.
+    """Return the linears named by the shard plan (all large ones) whose features fit the matrix units.
 
     Embedders, modulation (a single vector per step) and the last projection stay in the model's dtype.
     """
@@ -34,10 +34,10 @@ def replace_linears(
     make: Callable[[nn.Linear, float | None], nn.Module],
     amax: Mapping[str, float] | None = None,
 ) -> int:
-    """Put ``make(linear, amax of its input)`` in place of each quantizable linear; returns how many there were.
+    """Replace each quantizable linear by ``make(linear, amax of its input)``; return how many there were.
 
-    ``amax`` goes by layer name (see ``calibration``); without it activations are measured as they come, and ``make``
-    gets None. Raises ``ValueError`` if it lacks a layer.
+    ``amax`` goes by layer name (see ``calibration``). Without it ``make`` gets None, and activations are scaled
+    dynamically. Raises ``ValueError`` if it lacks a layer.
     """
     layers = quantizable(module, plan)
     missing = [name for name, _ in layers if amax is not None and whole_name(name) not in amax]
@@ -52,5 +52,5 @@ def replace_linears(
 
 
 def whole_name(name: str) -> str:
-    """The layer of the unsplit module that this one is, or has a share of: see ``parallel.tensor.RowSplitLinear``."""
+    """Return the layer's name in the unsplit module: see ``parallel.tensor.RowSplitLinear``."""
     return name.removesuffix(".partial")

@@ -1,7 +1,7 @@
-"""Linear layers in float8 and int8, swapped in for ``nn.Linear`` wherever a module runs as it is.
+"""Linear layers in float8 and int8, in place of ``nn.Linear`` in eager modules.
 
-Weights carry one scale per output feature. Activations carry one per row, measured as they come, or one fixed scale
-from a calibration. Plain PyTorch: Inductor fuses the quantisation into what comes before it.
+Weights carry one scale per output feature. Activations carry one per row, computed dynamically, or one fixed scale
+from a calibration. Plain PyTorch: Inductor fuses the quantisation into the operator before it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engines.quantization.scales import FP8, LARGEST, fixed_scale, row_scales, w
 
 
 class QuantLinear(nn.Module):
-    """Common to both: features, bias, and the activation's ``amax`` (None: measured for every row)."""
+    """Base class: features, bias, and the activation's ``amax`` (None: computed for every row)."""
 
     scheme: ClassVar[Scheme]
     dtype: ClassVar[torch.dtype]
@@ -38,13 +38,13 @@ class QuantLinear(nn.Module):
         self.register_buffer("scale_1N", scale_N1.t().contiguous())
 
     def write_weight(self, weight_NK: Tensor) -> None:
-        """Takes another weight, in place: steps that were captured see it."""
+        """Set another weight, in place: captured steps use it."""
         values_NK, scale_N1 = self._scaled(weight_NK.to(self._loaded_in))
         self.weight_NK.copy_(values_NK)
         self.scale_1N.copy_(scale_N1.t())
 
     def _scaled(self, weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-        """``values_NK``, float32, which become those of the weight in ``dtype``, and ``scale_N1``."""
+        """Return ``values_NK``, float32, not yet in ``dtype``, and ``scale_N1``."""
         scale_N1 = weight_scales(weight_NK, self.scheme)
         values_NK = weight_NK / scale_N1
         return values_NK if self.dtype.is_floating_point else values_NK.round_(), scale_N1
@@ -57,7 +57,7 @@ class QuantLinear(nn.Module):
         raise NotImplementedError
 
     def _scales(self, x_RK: Tensor) -> Tensor:
-        """``scale_R1``, float32."""
+        """Return ``scale_R1``, float32."""
         if self.amax is not None:
             return x_RK.new_full((x_RK.shape[0], 1), fixed_scale(self.amax, self.scheme), dtype=torch.float32)
         return row_scales(x_RK, self.scheme)
@@ -89,7 +89,7 @@ class Int8Linear(QuantLinear):
         scale_R1 = self._scales(x_RK)
         values_RK = (x_RK.float() / scale_R1).round().clamp(-LARGEST["int8"], LARGEST["int8"]).to(torch.int8)
         num_rows = values_RK.shape[0]
-        if x_RK.is_cuda and num_rows <= MULTIPLE:  # the product wants more rows than that
+        if x_RK.is_cuda and num_rows <= MULTIPLE:  # the product needs more rows
             values_RK = functional.pad(values_RK, (0, 0, 0, MULTIPLE + 1 - num_rows))
         product_RN = int_mm(values_RK, self.weight_NK.t())[:num_rows].float() * scale_R1 * self.scale_1N
         return _with_bias(product_RN, self.bias, x_RK.dtype)
@@ -99,7 +99,7 @@ LAYERS: Mapping[Scheme, type[QuantLinear]] = {"fp8": Float8Linear, "int8": Int8L
 
 
 def swap_linears(module: nn.Module, plan: ShardPlan, scheme: Scheme, amax: Mapping[str, float] | None = None) -> int:
-    """Quantise in place the large linears that ``plan`` names; returns how many. See ``layers.replace_linears``."""
+    """Quantise in place the large linears that ``plan`` names; return how many. See ``layers.replace_linears``."""
     return replace_linears(module, plan, LAYERS[scheme], amax)
 
 

@@ -1,7 +1,7 @@
-"""int8 and fp8: explicit quantize/dequantize pairs round the linears of the blocks, scales from a calibration pass.
+"""int8 and fp8: explicit quantize/dequantize pairs around the linears of the blocks, scales from a calibration pass.
 
-Symmetric scales from the largest magnitude seen: one per tensor for activations, one per output feature for weights.
-What else there is stays in the model's dtype, attention included.
+Scales are symmetric, from the largest magnitude: one per tensor for activations, one per output feature for weights.
+Everything else stays in the model's dtype, attention included.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PER_TENSOR = -1
 
 @torch.library.custom_op("troupe::quantize_dequantize", mutates_args=())
 def quantize_dequantize(x: Tensor, scale: Tensor, axis: int, scheme: str) -> Tensor:
-    """``x`` rounded to ``scheme`` and back. ``scale`` has one value (``axis`` -1) or one per entry of dim ``axis``."""
+    """Round ``x`` to ``scheme`` and back. ``scale`` has one value (``axis`` -1) or one per entry of dim ``axis``."""
     wide = (
         scale.float() if axis == PER_TENSOR else scale.float().reshape([-1 if d == axis else 1 for d in range(x.ndim)])
     )
@@ -70,14 +70,14 @@ class QuantizedLinear(nn.Module):
 
 
 def quantize(module: nn.Module, plan: ShardPlan, amax: Mapping[str, float], scheme: Scheme) -> nn.Module:
-    """Replace the linears in place. ValueError when the calibration never reached one of them."""
+    """Replace the linears in place. ValueError if the calibration lacks one of them."""
     replace_linears(module, plan, lambda linear, largest: QuantizedLinear(linear, cast(float, largest), scheme), amax)
     return module
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantization:
-    """``quantize`` for an exporter, by what one calibration saw."""
+    """``quantize`` for an exporter, with one calibration's record."""
 
     plan: ShardPlan
     amax: Mapping[str, float]
@@ -91,7 +91,7 @@ class Quantization:
 
 
 def quantization(model: DenoiserModel, name: str, scheme: Scheme, folder: Path) -> Quantization:
-    """What the exporter does to module ``name``, by the calibration in ``folder`` that belongs to its weights.
+    """Return the exporter's quantisation of module ``name``, by the calibration in ``folder`` for its weights.
 
     ValueError if there is none.
     """

@@ -171,7 +171,7 @@ class TorchEngine:
         return prediction
 
     def _prepare_module(self, name: str, module: nn.Module, plan: ShardPlan) -> None:
-        """Quantises the layers and compiles the blocks of a module that runs as it is."""
+        """Quantise the layers and compile the blocks of a module without a fast path."""
         if scheme := scheme_of(self.config.precision):
             path = self.config.calibration
             swap_linears(module, plan, scheme, None if path is None else load_calibration(Path(path), name))

@@ -55,16 +55,16 @@ class FastStep:
         self._model = weights.model(parts)
 
     def hoisted(self, arguments: Arguments) -> dict[str, Tensor]:
-        """Returns what no step of a job changes, from a whole call."""
+        """Return what no step of a job changes, from a whole call."""
         hoisted = self._model.hoisted(arguments)
         return hoisted if self._keys is None else {**hoisted, KEPT: self._keys.in_order(hoisted[KEPT])}
 
     def tokens(self, latents: Tensor) -> Tensor:
-        """Returns my tokens of whole latents."""
+        """Return my tokens of whole latents."""
         return self._cut(self._weights.tokens(latents), 1, self._weights.latents_stream)
 
     def __call__(self, tokens_BSD: Tensor, hoisted: StepTensors) -> Tensor:
-        """Returns the whole prediction, equal on all ranks of the team."""
+        """Return the whole prediction, equal on all ranks of the team."""
         if self._keys is not None:
             self._keys.mask_M = hoisted[KEPT]
         gathered = all_gather(self._model.step(tokens_BSD, hoisted), self._team.context)
@@ -78,7 +78,7 @@ class FastStep:
 def make_exchange(
     team: Team, layout: TokenLayout, sample: Tensor, peer_memory: bool, keys: KeptKeys | None = None
 ) -> HeadExchange:
-    """Returns Ulysses in moments that overlap with other work; the other strategies inside attention's moment.
+    """Return Ulysses in moments that overlap with other work; the other strategies inside attention's moment.
 
     ``keys`` says which are attended, of all that ``_chunks_attended`` has; None: all are.
     """
@@ -98,11 +98,11 @@ def _attention_to_all(layout: TokenLayout, sample: Tensor) -> Attend:
 
 
 def _splits_heads_alone(team: Team) -> bool:
-    """Says whether a rank attends to the keys of the whole team at once, and does nothing else inside attention."""
+    """Return whether a rank attends to the keys of the whole team at once, and does nothing else inside attention."""
     return team.context.size == team.ulysses.size
 
 
 def _chunks_attended(team: Team) -> range:
-    """Returns the ranks whose keys a rank has when it asks for attention: masks are of these."""
+    """Return the ranks whose keys a rank has when it asks for attention: masks are of these."""
     index = team.context.index
     return range(team.context.size) if _splits_heads_alone(team) else range(index, index + 1)

@@ -44,13 +44,13 @@ class HoistedCache:
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
     def module_inputs(self, branch: Branch, module: nn.Module, hoist: HoistInputs) -> ModelInputs:
-        """Returns what a module's step is given beside the branch's inputs: ``hoist(module, arguments)``."""
+        """Return what a module's step is given beside the branch's inputs: ``hoist(module, arguments)``."""
         sources = tuple(self._lasting(branch).values())
         owner = (id(module), branch.additions, repr(sorted(branch.constants.items())))
         return self._get(owner, sources, lambda: hoist(module, branch.arguments))
 
     def step_tensors(self, branch: Branch, weights: FastWeights, fast: FastStep) -> dict[str, Tensor]:
-        """Returns everything that this step of ``fast`` reads besides the latents."""
+        """Return everything that this step of ``fast`` reads besides the latents."""
         shared = self._lasting(branch)
         fixed = self._get((fast, branch.additions), tuple(shared.values()), lambda: fast.hoisted(branch.arguments))
         if branch.schedule is None:
@@ -81,7 +81,7 @@ class HoistedCache:
         return self._entries[key].result
 
     def _evict(self) -> None:
-        """Drops the least recently used entries."""
+        """Drop the least recently used entries."""
         while len(self._entries) > MAX_ENTRIES or (len(self._entries) > MIN_ENTRIES and self._num_bytes() > MAX_BYTES):
             self._entries.popitem(last=False)
 
@@ -89,5 +89,5 @@ class HoistedCache:
         return sum(entry.num_bytes for entry in self._entries.values())
 
     def _lasting(self, branch: Branch) -> dict[str, Tensor]:
-        """Returns the inputs that are the same tensors in all steps of a job."""
+        """Return the inputs that are the same tensors in all steps of a job."""
         return {name: x for name, x in branch.inputs.items() if name not in (self._latents, self._timestep)}

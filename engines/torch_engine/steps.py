@@ -65,7 +65,7 @@ class StepRunner:
         """Whether the last run was a replay without a capture; where nothing is captured: its shape had run before."""
 
     def run(self, branch: Branch, team: Team) -> Tensor:
-        """Returns the whole prediction, equal on all ranks of the team's context and tensor axes."""
+        """Return the whole prediction, equal on all ranks of the team's context and tensor axes."""
         step = self._step(branch, team)
         tensors = step.prepare(branch)
         captures = step.captured is None and self._may_capture(step, branch, tensors, team)
@@ -85,7 +85,7 @@ class StepRunner:
         self._hoisted.clear()
 
     def close(self) -> None:
-        """Releases graphs first: they hold the communicator's kernels."""
+        """Release graphs first: they hold the communicator's kernels."""
         self.release()
         self._weights.clear()
 
@@ -110,7 +110,7 @@ class StepRunner:
                 other.has_room = True
 
     def _filled_lengths(self, branch: Branch, weights: FastWeights | None) -> Mapping[str, int] | None:
-        """Returns what the prompt is filled up to; None where it stays as long as it is."""
+        """Return what the prompt is filled up to; None where it stays as long as it is."""
         if weights is None or not self._config.prompt_windows:
             return None
         return weights.filled_lengths(branch.arguments)
@@ -150,16 +150,16 @@ class StepRunner:
         return _Step(prepare=prepare, function=function)
 
     def _fast_weights(self, module: str, team: Team) -> FastWeights | None:
-        """Returns what the team's steps read; None where the module itself runs."""
+        """Return what the team's steps read; None where the module itself runs."""
         is_fast = self._config.fast and not team.spec.divides_weights
         return self.weights(module) if is_fast else None
 
     def quantised_weights(self, module: str, team: Team) -> FastWeights | None:
-        """Returns what the team's steps read, if it holds weights in another form than the module does."""
+        """Return what the team's steps read, if it holds weights in another form than the module does."""
         return None if self._config.precision == "native" else self._fast_weights(module, team)
 
     def weights(self, module: str) -> FastWeights:
-        """Returns the fast weights of a module, arranged at first use (at start, by the self-check)."""
+        """Return the fast weights of a module, arranged at first use (at start, by the self-check)."""
         if module not in self._weights:
             assert self._model.fast is not None
             precision: Precision = "fp8" if self._config.precision == "fp8" else "native"

@@ -1,6 +1,6 @@
-"""A call's keyword arguments as tensors by name and constants by name, and back.
+"""Convert a call's keyword arguments to tensors and constants by name, and back.
 
-Names of what lies inside lists and dicts are paths: the first tensor of the list ``x`` is ``x.0``.
+Names of values inside lists and dicts are paths: the first tensor of the list ``x`` is ``x.0``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engines.core.model import Arguments
 
 
 def split(call: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors and the constants of ``call``. What is None says nothing, and is in neither."""
+    """Return the tensors and the constants of ``call``, both without None."""
     tensors: dict[str, Tensor] = {}
     constants: dict[str, Any] = {}
     for name, value in _leaves("", call):
@@ -26,7 +26,7 @@ def split(call: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def nested(arguments: Arguments) -> dict[str, Any]:
-    """Returns the keyword arguments whose ``split`` is ``arguments``; tuples that held tensors come back as lists."""
+    """Return the keyword arguments whose ``split`` is ``arguments``; tuples that held tensors come back as lists."""
     call: dict[str, Any] = {}
     for name, value in arguments.items():
         *folders, last = name.split(".")
@@ -60,7 +60,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _with_lists(value: Any) -> Any:
-    """Returns ``value`` with lists in place of the dicts whose keys count from 0."""
+    """Return ``value`` with lists in place of the dicts whose keys count from 0."""
     if not isinstance(value, dict):
         return value
     inner = {name: _with_lists(x) for name, x in value.items()}

@@ -1,7 +1,7 @@
-"""Diffusers' attention dispatcher as the place where a kernel of ours comes in: no processor of a model's is replaced.
+"""Insert a kernel into diffusers' attention dispatcher, without replacing a model's attention processors.
 
-Every attention processor hands its queries, keys and values to ``dispatch_attention_fn``, with what it was given as
-``_parallel_config``. Ours is a kernel.
+Every attention processor calls ``dispatch_attention_fn`` with its queries, keys and values and its
+``_parallel_config``. Here that configuration holds a kernel.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class KernelConfig:
 
 
 def set_kernel(module: nn.Module, kernel: Kernel, local: tuple[str, ...] = ()) -> None:
-    """Makes every attention inside ``module`` call ``kernel``, but not those whose names fit a pattern in ``local``.
+    """Set ``kernel`` for every attention inside ``module``, except those whose names match a pattern in ``local``.
 
-    ValueError if no attention is left: the class does not go through diffusers' dispatcher.
+    ValueError if no attention is left: the class does not use diffusers' dispatcher.
     """
     rules, num_attentions = [LayerRule(pattern=pattern) for pattern in local], 0
     for name, attention in module.named_modules():
@@ -57,7 +57,7 @@ def dispatch(
     backend: Any = None,
     parallel_config: Any = None,
 ) -> Tensor:
-    """Takes the place of diffusers' function of that name in the modules of processors that have a kernel of ours."""
+    """Replace diffusers' function of that name in the modules of processors with a ``KernelConfig``."""
     if not isinstance(parallel_config, KernelConfig):
         usual: Tensor = dispatch_attention_fn(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs,
@@ -77,7 +77,7 @@ def dispatch(
 
 
 def key_mask(mask: Tensor) -> Tensor:
-    """``mask_BM`` of keys from diffusers' (B, M) or (B, 1, 1, M), True where to attend."""
+    """Return ``mask_BM`` of keys from diffusers' (B, M) or (B, 1, 1, M), True where to attend."""
     assert mask.dtype == torch.bool, f"a bias on attention ({mask.dtype}) cannot be divided"
     if mask.ndim == 4:
         assert mask.shape[1:3] == (1, 1), f"a mask that varies by head or query ({tuple(mask.shape)}) cannot be divided"

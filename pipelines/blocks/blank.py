@@ -1,4 +1,4 @@
-"""Steps that nobody asked for: to prepare engines before anybody does, and to check a gang with."""
+"""Steps without a request: for the warm-up of engines and the self-check of gangs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from pipelines.request import MediaRequest
 PROBE_SEED = 20240801
 PROBE_TOKENS = 22
 PROBE_SIZE = (6, 10)
-"""Height and width of the probe's picture in the model's multiples: token counts that several ranks must pad."""
+"""Height and width of the probe's picture in the model's multiples; several ranks must pad its tokens."""
 PROBE_FRAMES = 2
 """Frames of latents after the first, for clips."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlocksProbe:
-    """Makes the branches of one small, seeded step, equal on every rank, by the pipeline's own blocks.
+    """Make the branches of one small, seeded step with the pipeline's own blocks, equal on every rank.
 
-    Two branches, as with guidance; of a pipeline that changes between two transformers, one for each. None where
-    nothing is known of the shapes of its conditioning.
+    There are two branches, as with guidance, one for each transformer if there are two. Empty if the shapes of the
+    conditioning are unknown.
     """
 
     opened: OpenedPipeline
@@ -65,14 +65,14 @@ class BlocksProbe:
         )
 
     def _knows_guidance(self) -> bool:
-        """A model that guides itself may be distilled, and then refuses to."""
+        """Return whether guidance may be used: distilled models with own guidance refuse it."""
         return self.defaults.true_cfg_scale > 1 or not self.opened.spec.has_own_guidance
 
 
 def first_step(
     opened: OpenedPipeline, request: MediaRequest, num_tokens: int, generator: torch.Generator | None = None
 ) -> tuple[Branch, ...]:
-    """The branches of the first step of ``request``, with blank prompts; or drawn from ``generator``."""
+    """Return the branches of the first step of ``request``, with blank prompts, or random ones from ``generator``."""
     sampler = BlocksSampler(opened)
     return sampler.branches(sampler.begin(request, blank_conditioning(opened, request, num_tokens, generator)))
 
@@ -80,14 +80,14 @@ def first_step(
 def blank_conditioning(
     opened: OpenedPipeline, request: MediaRequest, num_tokens: int, generator: torch.Generator | None = None
 ) -> Conditioning:
-    """What the encoders might make of a prompt of ``num_tokens``, by the configuration alone.
+    """Return conditioning as for a prompt of ``num_tokens``, from the configuration alone.
 
-    ValueError where nothing is known of that.
+    ValueError if its shapes are unknown.
     """
 
     def prompt() -> dict[str, Any]:
         blank = opened.spec.blank_conditioning(opened.part_config(opened.transformers[0]), num_tokens)
-        return {name: _filled(x, generator) for name, x in blank.items()}
+        return {name: _fill(x, generator) for name, x in blank.items()}
 
     is_guided = request.true_cfg_scale > 1 or opened.spec.needs_negative
     is_guided = is_guided and not opened.spec.has_own_guidance
@@ -100,24 +100,24 @@ def blank_conditioning(
         negative = None
     if request.num_pictures:
         pictures = opened.spec.blank_pictures(opened.path, request)
-        values |= {name: _filled(x, generator) for name, x in pictures.items()}
+        values |= {name: _fill(x, generator) for name, x in pictures.items()}
     return Conditioning(values=values, kinds={}, dtype=torch.float32, negative=negative)
 
 
 def _has_guiders(opened: OpenedPipeline) -> bool:
-    """Asks the blocks: a guider that lies in the folder is not loaded yet."""
+    """Return whether the blocks have guiders; those of the folder are not loaded yet."""
     parts = opened.blocks.sub_blocks[opened.sections.denoise].expected_components
     return any(part.name in GUIDERS for part in parts)
 
 
-def _filled(value: Any, generator: torch.Generator | None) -> Any:
-    return value if generator is None else _drawn(value, generator)
+def _fill(value: Any, generator: torch.Generator | None) -> Any:
+    return value if generator is None else _with_noise(value, generator)
 
 
-def _drawn(value: Any, generator: torch.Generator) -> Any:
-    """Random numbers in place of zeros. Masks are ones, and stay."""
+def _with_noise(value: Any, generator: torch.Generator) -> Any:
+    """Return random numbers in place of zeros. Masks are ones, and stay."""
     if isinstance(value, list):
-        return [_drawn(x, generator) for x in value]
+        return [_with_noise(x, generator) for x in value]
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.any():
         return value
     return torch.randn(value.shape, generator=generator)

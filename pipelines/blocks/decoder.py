@@ -1,4 +1,4 @@
-"""Latents to frames, by a pipeline's decoding blocks."""
+"""Decode latents to frames with a pipeline's decoding blocks."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ RATE = "sampling_rate"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodedMedia:
-    """``frames_FHWC`` are uint8 (frames, height, width, 3), or a picture's layers (layers, height, width, 4). Clips of
-    some models have a sound."""
+    """A picture, its layers, or a clip, which may have sound."""
 
     frames_FHWC: NDArray[np.uint8]
+    """uint8 (frames, height, width, 3), or a picture's layers (layers, height, width, 4)."""
     sound: Sound | None = None
 
 
 def on_white(unit_FHWC: Tensor) -> Tensor:
-    """Three channels in [0, 1]; a fourth is how far a pixel covers a white ground."""
+    """Return three channels in [0, 1], blended onto white by the fourth, the opacity."""
     if unit_FHWC.shape[-1] == 3:
         return unit_FHWC
     colours, cover = unit_FHWC[..., :3], unit_FHWC[..., 3:]
@@ -50,12 +50,11 @@ def on_white(unit_FHWC: Tensor) -> Tensor:
 
 
 class BlocksDecoder:
-    """Decodes one job at a time, since auto-encoders of clips keep the frames before.
+    """Decodes one job at a time: auto-encoders of clips cache the previous frames.
 
     ``compiled``: sizes that are decoded inside ``compile_calls`` run compiled. ``memory_bytes``: the memory that a
-    decode may take beside the weights. Larger pictures are decoded in strips, and unused memory is released.
-    ``others`` are devices that decode large pictures and clips together with the pipeline's own device; compiled sizes
-    stay on that one.
+    decode may take beside the weights. Larger pictures are decoded in strips, and unused memory is released. ``others``
+    are further devices for large pictures and clips; compiled sizes stay on the pipeline's own device.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class BlocksDecoder:
         self._pipeline = opened.load(opened.sections.decode)
         vae: Any = getattr(self._pipeline, "vae", None)
         if hasattr(vae, "enable_slicing"):
-            vae.enable_slicing()  # a picture's layers one after the other: together they would take as often the memory
+            vae.enable_slicing()  # a picture's layers one by one: together they need as many times the memory
         self._compiled = (compile_decoder(self._pipeline.vae),) if compiled else ()
         if memory_bytes is not None:
             limit_memory(self._pipeline.vae, memory_bytes)
@@ -95,15 +94,15 @@ class BlocksDecoder:
             check_fits(vae, request.width, request.height, available_bytes)
 
     def decode_all(self, latents: Mapping[str, Any], request: MediaRequest) -> DecodedMedia:
-        """Everything that the blocks make of what ``BlocksSampler.latents`` gives."""
+        """Return all media that the blocks make of ``latents``, an output of ``BlocksSampler.latents``."""
         media = self._media(self._run(latents), request)
         self._release_memory()
         return media
 
     def decode_chunks(self, latents: Mapping[str, Any], request: MediaRequest) -> Iterator[DecodedMedia]:
-        """Yields the same frames as ``decode_all``, as they are decoded; sound comes with the last of them.
+        """Yield the frames of ``decode_all`` as they are decoded; sound comes with the last of them.
 
-        They come all at once where ``comes_in_chunks`` is not true.
+        There is one chunk unless ``comes_in_chunks``.
         """
         if not self.comes_in_chunks:
             yield self.decode_all(latents, request)
@@ -115,37 +114,36 @@ class BlocksDecoder:
             self._run_blocks([path], pipeline, values)
             while vae.num_left:
                 pixels_FCHW = _pixels(values)
-                yield DecodedMedia(frames_FHWC=_to_frames(_asked(pixels_FCHW, request, num_frames), request))
+                yield DecodedMedia(frames_FHWC=_to_frames(_cut(pixels_FCHW, request, num_frames), request))
                 num_frames += len(pixels_FCHW)
                 values.values = dict(before)
                 self._run_blocks([path], pipeline, values)
         pixels_FCHW = _pixels(values)
         sound = self._sound(values, request, min(1.0, request.num_frames / (num_frames + len(pixels_FCHW))))
-        media = DecodedMedia(frames_FHWC=_to_frames(_asked(pixels_FCHW, request, num_frames), request), sound=sound)
+        media = DecodedMedia(frames_FHWC=_to_frames(_cut(pixels_FCHW, request, num_frames), request), sound=sound)
         self._release_memory()
         yield media
 
     def decode(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
-        """All frames, uint8 (frames, height, width, 3), from what ``BlocksSampler.latents`` gives; layers as in
-        ``DecodedMedia``."""
-        frames_FHWC = _to_frames(_asked(self.pixels(latents), request), request)
+        """Return all frames, or layers, as in ``DecodedMedia``, from an output of ``BlocksSampler.latents``."""
+        frames_FHWC = _to_frames(_cut(self.pixels(latents), request), request)
         self._release_memory()
         return frames_FHWC
 
     def preview(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
-        """Opaque frames from unfinished latents: of layers, what they show together."""
+        """Return opaque frames from unfinished latents; layers are composited."""
         config = self._opened.part_config(self._opened.transformers[0])
         first = self._opened.spec.first_frame(config, latents)
         frames_FHWC = self.decode({**latents, **first}, request)
         return laid_over_white(frames_FHWC)[None] if request.num_layers else frames_FHWC
 
     def pixels(self, latents: Mapping[str, Any]) -> Tensor:
-        """``pixels_FCHW`` in [0, 1], some models' with opacity, in the auto-encoder's dtype, on the device."""
+        """Return ``pixels_FCHW`` in [0, 1], some models' with opacity, in the auto-encoder's dtype, on the device."""
         return _pixels(self._run(latents))
 
     @cached_property
     def comes_in_chunks(self) -> bool:
-        """Whether the auto-encoder decodes a clip piece by piece, and nothing looks at all of it: a guardrail would."""
+        """True if the auto-encoder decodes a clip in chunks and no guardrail needs the whole clip."""
         vae = getattr(self._pipeline, "vae", None)
         is_judged = getattr(self._pipeline, "requires_safety_checker", False)
         return self._opened.spec.decodes_frames_apart and not is_judged and vae is not None and decodes_in_chunks(vae)
@@ -167,9 +165,9 @@ class BlocksDecoder:
 
     def _media(self, values: PipelineState, request: MediaRequest) -> DecodedMedia:
         pixels_FCHW = _pixels(values)
-        asked_FCHW = _asked(pixels_FCHW, request)
-        sound = self._sound(values, request, len(asked_FCHW) / len(pixels_FCHW))
-        frames_FHWC = _to_frames(asked_FCHW, request)
+        requested_FCHW = _cut(pixels_FCHW, request)
+        sound = self._sound(values, request, len(requested_FCHW) / len(pixels_FCHW))
+        frames_FHWC = _to_frames(requested_FCHW, request)
         return DecodedMedia(frames_FHWC=frames_FHWC, sound=sound)
 
     def _release_memory(self) -> None:
@@ -178,14 +176,14 @@ class BlocksDecoder:
                 release_cached_memory(device, self._memory_bytes)
 
     def _sound(self, values: PipelineState, request: MediaRequest, share: float) -> Sound | None:
-        """The first ``share`` of the samples that the blocks made; None if the request wants none of them."""
+        """Return the first ``share`` of the samples that the blocks made; None if the request disables sound."""
         samples = next((x for name in SOUNDS if (x := values.get(name)) is not None), None)
         if samples is None or request.sound is False:
             return None
         rate = values.get(RATE) or self._pipeline.vocoder.config.output_sampling_rate
         samples_CT = samples[0] if samples.ndim == 3 else samples
-        asked_CT = samples_CT[:, : round(share * samples_CT.shape[1])]
-        return Sound(samples_CT=asked_CT.float().cpu().numpy(), rate=int(rate))
+        requested_CT = samples_CT[:, : round(share * samples_CT.shape[1])]
+        return Sound(samples_CT=requested_CT.float().cpu().numpy(), rate=int(rate))
 
     def _here(self, name: str, value: Any) -> Any:
         vae = getattr(self._pipeline, "vae", None)
@@ -201,15 +199,15 @@ def _pixels(values: PipelineState) -> Tensor:
     return pixels[0] if pixels.ndim == 5 else pixels
 
 
-def _asked(pixels_FCHW: Tensor, request: MediaRequest, num_before: int = 0) -> Tensor:
-    """Some models make clips of certain lengths alone, which may be more than was asked for."""
+def _cut(pixels_FCHW: Tensor, request: MediaRequest, num_before: int = 0) -> Tensor:
+    """Cut the clip to the requested length: some models make certain lengths only."""
     return pixels_FCHW[: max(0, request.num_frames - num_before)] if request.kind == "video" else pixels_FCHW
 
 
 def _to_frames(pixels_FCHW: Tensor, request: MediaRequest) -> NDArray[np.uint8]:
-    """Frame by frame, since what lies between is float32; turned where the pixels are, which is quicker than here.
+    """Convert frame by frame, since intermediates are float32, and on the device, which is faster.
 
-    ValueError or JobFailedError if they are not finite.
+    ValueError or JobFailedError if pixels are not finite.
     """
     has_opacity, sums = request.num_layers > 0, []
     frames_FHWC = np.empty((len(pixels_FCHW), *pixels_FCHW.shape[-2:], 4 if has_opacity else 3), np.uint8)

@@ -1,4 +1,4 @@
-"""The transformers of a pipeline with what an engine must know about them."""
+"""A pipeline's transformers as the engine's ``DenoiserModel``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipelines.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Calls a transformer as its pipeline does."""
+    """Call a transformer as its pipeline does."""
 
     spec: ModelSpec
 
@@ -28,7 +28,7 @@ class Forward:
 def as_denoiser(
     modules: Mapping[str, Any], spec: ModelSpec, config: Mapping[str, Any], probe: Callable[[], Any]
 ) -> DenoiserModel:
-    """``modules`` with the plan of their class; their attention calls the local kernel now."""
+    """Return ``modules`` with the plan of their class; their attention calls the local kernel."""
     for module in modules.values():
         spec.set_kernel(module, local_kernel(module.device, dtype_of(module)))
     num_heads, head_dim = spec.heads(config)

@@ -1,4 +1,4 @@
-"""A request's words and pictures to conditioning, by a pipeline's encoding blocks."""
+"""Encode a request's prompt and pictures to conditioning, with a pipeline's encoding blocks."""
 
 from __future__ import annotations
 
@@ -24,26 +24,25 @@ from pipelines.request import MediaRequest
 logger = logging.getLogger(__name__)
 
 LENGTH = "max_sequence_length"
-"""The input by which blocks cut prompts to so many tokens. Blocks without it take all that comes."""
+"""The input by which blocks truncate prompts, in tokens. Blocks without it take prompts of any length."""
 PROMPTS = ("prompt", "negative_prompt")
 RESIZES = "_auto_resize"
-"""The input by which blocks bring pictures to the sizes of the model as published."""
+"""The input by which blocks resize pictures to the published model's sizes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditioning:
-    """What the encoders made of a request: values by the names that the blocks after them read, tensors on the CPU.
-
-    ``kinds`` are the names of the groups that values belong to. ``negative`` are those of the negative prompt, where
-    the pipeline itself knows no second prompt. ``noise`` is where its generator stands, if an encoder drew from it.
-    ``dtype`` is what the encoders compute in.
-    """
+    """The encoders' outputs for a request, by the names that later blocks read; tensors on the CPU."""
 
     values: Mapping[str, Any]
     kinds: Mapping[str, tuple[str, ...]]
+    """Names of the groups that values belong to."""
     dtype: torch.dtype
+    """The encoders' dtype."""
     negative: Mapping[str, Any] | None = None
+    """Values of the negative prompt, if the pipeline itself supports one prompt only."""
     noise: NoiseState | None = None
+    """The generator's state, if an encoder drew from it."""
 
     @property
     def shapes(self) -> Shapes:
@@ -53,9 +52,11 @@ class Conditioning:
 
 
 class BlocksEncoder:
-    """Encodes one request at a time: tokenizers keep the padding of their last call. At most ``max_tokens`` of a prompt
-    are seen (0: as the pipeline's blocks have it). With ``fits_pictures`` (``Defaults``), pictures come in the
-    request's size. ``compiled``: prompt lengths that are encoded inside ``compile_calls`` run compiled."""
+    """Encodes one request at a time: tokenizers store the padding of their last call.
+
+    Prompts are truncated to ``max_tokens`` (0: the pipeline's own limit). ``fits_pictures`` (``Defaults``) crops
+    pictures to the request's size. ``compiled``: prompt lengths that are encoded inside ``compile_calls`` run compiled.
+    """
 
     def __init__(
         self, opened: OpenedPipeline, max_tokens: int = 0, *, fits_pictures: bool = False, compiled: bool = False
@@ -74,10 +75,10 @@ class BlocksEncoder:
 
     @torch.no_grad()
     def encode(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> Conditioning:
-        state, noise = self._encoded(request, pictures)
+        state, noise = self._encode(request, pictures)
         negative = None
         if request.true_cfg_scale > 1 and not self._guides_itself():
-            other, _ = self._encoded(replace(request, prompt=request.negative_prompt or ""), pictures)
+            other, _ = self._encode(replace(request, prompt=request.negative_prompt or ""), pictures)
             negative = self._values(other)
         return Conditioning(
             values=self._values(state),
@@ -87,8 +88,8 @@ class BlocksEncoder:
             noise=noise,
         )
 
-    def _encoded(self, request: MediaRequest, pictures: InputPictures) -> tuple[PipelineState, NoiseState | None]:
-        """The blocks' values, and where the generator stands unless that is where its seed puts it."""
+    def _encode(self, request: MediaRequest, pictures: InputPictures) -> tuple[PipelineState, NoiseState | None]:
+        """Return the blocks' values, and the generator's state if they changed it."""
         set_scale(self._pipeline, max(request.true_cfg_scale, 2.0 if self._opened.spec.needs_negative else 1.0))
         if self._cuts_pictures:
             pictures = pictures.cut_to(request.width, request.height)
@@ -111,21 +112,21 @@ class BlocksEncoder:
         return self._opened.spec.has_own_guidance or bool(guiders_of(self._pipeline))
 
     def _values(self, state: PipelineState) -> dict[str, Any]:
-        """What the encoding blocks made and others read; not what a request says anyway."""
+        """Return the encoding blocks' outputs that later blocks read."""
         blocks = [self._opened.blocks.sub_blocks[name] for name in self._sections]
         made = dict.fromkeys(output.name for block in blocks for output in block.intermediate_outputs)
         names = [name for name in made if name in self._later and state.get(name) is not None]
         return {name: on_cpu(state.get(name)) for name in names}
 
     def _beginning(self, prompt: str) -> str:
-        """The part of ``prompt`` that the model sees. Logs that there is more."""
+        """Return ``prompt`` up to the token limit; log a warning if it is truncated."""
         if not self._warn_if_cut(prompt):
             return prompt
         places = self._tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         return prompt[: places[: self.max_tokens][-1][1]]
 
     def _warn_if_cut(self, prompt: str) -> bool:
-        """Whether ``prompt`` has tokens that the model will not see, which the log says then."""
+        """Return whether ``prompt`` exceeds the token limit, and log a warning if so."""
         num_given = len(self._tokenizer(prompt)["input_ids"])
         if num_given > self.max_tokens:
             logger.warning("the prompt has %d tokens; the model sees the first %d", num_given, self.max_tokens)
@@ -133,13 +134,13 @@ class BlocksEncoder:
 
     @property
     def _tokenizer(self) -> Any:
-        """The one that gives the most tokens; it may be inside a processor of pictures."""
+        """The tokenizer with the largest limit; it may be inside an image processor."""
         parts = [one for name in (*TOKENIZERS, "processor") if (one := getattr(self._pipeline, name, None)) is not None]
         return max((getattr(one, "tokenizer", one) for one in parts), key=lambda one: int(one.model_max_length))
 
 
 def on_cpu(value: Any) -> Any:
-    """``value`` with the tensors in its lists and dicts on the CPU."""
+    """Return ``value`` with the tensors in its lists and dicts on the CPU."""
     if isinstance(value, Tensor):
         return value.cpu()
     if isinstance(value, list | tuple):
@@ -150,7 +151,7 @@ def on_cpu(value: Any) -> Any:
 
 
 def on_device(value: Any, device: torch.device, dtypes: Mapping[torch.dtype, torch.dtype]) -> Any:
-    """``value`` with the tensors in its lists and dicts on ``device``, those of the dtypes in ``dtypes`` converted."""
+    """Return ``value`` with its tensors on ``device``, those of the dtypes in ``dtypes`` converted."""
     if isinstance(value, Tensor):
         return value.to(device, dtypes.get(value.dtype, value.dtype))
     if isinstance(value, list | tuple):

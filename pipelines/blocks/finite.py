@@ -1,4 +1,4 @@
-"""Whether what a job made holds numbers alone: NaN becomes black without a word."""
+"""Check a job's outputs for NaN and infinity: NaN would become black pixels without an error."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from pipelines.request import MediaRequest
 
 
 def finite_flags(values: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """One flag for each tensor of numbers in ``values``, on its device: nothing waits for it here."""
+    """Return a flag for each floating-point tensor in ``values``, on its device, without waiting."""
     tensors, _ = arguments.split(values)
     return tuple(x.isfinite().all() for x in tensors.values() if x.is_floating_point())
 
 
 def check_finite(flags: tuple[Tensor, ...], request: MediaRequest, what: str) -> None:
-    """Wait for ``flags``. ``ValueError`` that names the adapters of ``request`` if one is false; without any
-    ``JobFailedError``."""
+    """Wait for ``flags``, and raise an error if one is false.
+
+    ValueError names the adapters of ``request``; without any, ``JobFailedError``.
+    """
     if all(map(bool, flags)):
         return
     problem = f"the {what} of this request are not finite (NaN or infinite)"

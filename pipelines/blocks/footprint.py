@@ -1,4 +1,4 @@
-"""What encoder and decoder take beside a gang: memory and work, by configurations alone."""
+"""Memory and work of encoder and decoder beside a gang, from configurations alone."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from pipelines.directory import part_folder
 from pipelines.vae.chunks import ChunkedVae, decodes_in_chunks
 
 PUBLISHED_ENCODERS = Path(__file__).parents[1] / "published_encoders.json"
-"""Configurations of encoders that published models take over, by their own names; and which model takes which."""
+"""Configurations of shared encoders by name, and the encoders of each published model."""
 WORKSPACE = 1.6
-"""A decode's memory as a multiple of its live tensors: kernels need room to work in, and allocators leave gaps.
+"""Memory of a decode as a multiple of its live tensors, for workspaces of kernels and gaps of the allocator.
 
 Measured on an H200 (benchmarks/reports/application_h200_2026-11-23.md and application_one_h200_2026-11-24.md), weights
 included: 9.7 GiB for 2048x2048 by FLUX.1's auto-encoder, 9.3 for 832x480x81 by Wan's, 8.9 for 848x480x121 by
 HunyuanVideo's; this gives 9.8, 6.3 and 11.2.
 """
 COUNTED_FRAMES = 3
-"""Latent frames of a clip that is decoded one after the other, by which all others are known."""
+"""Latent frames of a chunked clip that are counted; all later ones equal the last."""
 NOT_FOR_PROMPTS = ("vision", "visual", "multi_modal_projector", "lm_head")
-"""Of the names of modules that a prompt of words alone does not pass."""
+"""Parts of the names of modules that a text prompt does not use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageWork:
-    """FLOP of one request, and bytes that are read and written for them."""
+    """FLOP and memory traffic (bytes) of one request."""
 
     flops: float
     moved_bytes: float
@@ -44,18 +44,17 @@ class StageWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Bytes of weights by part, as ``encoder`` and ``decoder`` load them (None: no configuration says).
-
-    ``prompt`` is the work of one prompt of ``num_tokens``, of encoders that are known. Of the decode of one request
-    there are the work and the bytes beside the weights (None: not known before there is a request).
-    """
+    """Memory and work of encoder and decoder. Bytes of weights are by part; None: no configuration is available."""
 
     encoder: Mapping[str, int | None]
     decoder: Mapping[str, int | None]
     num_tokens: int
+    """Tokens of the counted prompt, whose work is ``prompt``."""
     prompt: StageWork
     decode: StageWork | None = None
+    """Work of decoding one request (None: unknown before a request)."""
     decode_bytes: int | None = None
+    """Memory of that decode beside the weights."""
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -66,7 +65,7 @@ class Footprint:
 def footprint(opened: OpenedPipeline, num_tokens: int, latents: Mapping[str, Any] | None) -> Footprint:
     """Count the parts of ``opened``, whose models are on "meta".
 
-    ``num_tokens`` of a prompt; ``latents`` are what a decoder would get of the request (None: not known).
+    ``num_tokens`` is the prompt's length; ``latents`` are the decoder's input (None: unknown).
     """
     sections = opened.sections
     encoder = {name: _outline(opened, name) for name in opened.parts_of(sections.encode)}
@@ -88,7 +87,7 @@ def footprint(opened: OpenedPipeline, num_tokens: int, latents: Mapping[str, Any
 
 
 def _outline(opened: OpenedPipeline, name: str) -> Any:
-    """The part by its configuration, weights on "meta"; None if it has no weights, or nothing says how many."""
+    """Return the part with weights on "meta", an empty module if it has none; None if no configuration is available."""
     part_class = opened.part_class(name)
     if part_class.__module__.startswith("diffusers."):
         part = getattr(opened.outlined, name)
@@ -103,8 +102,10 @@ def _outline(opened: OpenedPipeline, name: str) -> Any:
 
 
 def encoder_config(path: Path, part: str) -> Mapping[str, Any] | None:
-    """Return the configuration of a part that is a class of transformers: the folder's, or that of an encoder that the
-    published model takes over; None if neither is known."""
+    """Return the configuration of a transformers part: the folder's, or that of a shared encoder.
+
+    None if neither is available.
+    """
     file = part_folder(path, part) / "config.json"
     if file.is_file():
         written: Mapping[str, Any] = json.loads(file.read_text())
@@ -116,13 +117,13 @@ def encoder_config(path: Path, part: str) -> Mapping[str, Any] | None:
 
 
 def _sizes(parts: Mapping[str, nn.Module | None]) -> dict[str, int | None]:
-    """Without parts that have no weights, such as tokenizers."""
+    """Return bytes by part, without parts that have no weights, such as tokenizers."""
     sizes = {name: None if part is None else sum(x.nbytes for x in part.parameters()) for name, part in parts.items()}
     return {name: size for name, size in sizes.items() if size != 0}
 
 
 def _prompt_weights(part: nn.Module) -> list[Tensor]:
-    """Those that each token is multiplied with."""
+    """Return the weights that each token is multiplied with."""
     tables = {id(weight) for one in part.modules() if isinstance(one, nn.Embedding) for weight in one.parameters()}
     return [
         weight
@@ -132,9 +133,9 @@ def _prompt_weights(part: nn.Module) -> list[Tensor]:
 
 
 def _decode_work(opened: OpenedPipeline, latents: Mapping[str, Any]) -> tuple[StageWork, int] | None:
-    """Work and memory beside the weights, of the auto-encoder alone.
+    """Return work and memory of the auto-encoder beside its weights.
 
-    None where the blocks do not call one, or it has too many operators to count.
+    None if the blocks do not call one, or it has too many operators to count.
     """
     pipeline = opened.outlined
     vae: Any = getattr(pipeline, "vae", None)
@@ -154,7 +155,7 @@ def _decode_work(opened: OpenedPipeline, latents: Mapping[str, Any]) -> tuple[St
 
 
 def _of_chunks(vae: Any, z: Tensor) -> tuple[StageWork, int]:
-    """Every latent frame after the second is as much work as the one before it."""
+    """Extrapolate: each latent frame after the second costs as much as the previous one."""
     meters = []
     for num_frames in (COUNTED_FRAMES - 1, COUNTED_FRAMES):
         piecewise = ChunkedVae(vae)
@@ -172,7 +173,7 @@ def _of_chunks(vae: Any, z: Tensor) -> tuple[StageWork, int]:
 
 
 class _Decoding(Exception):
-    """Leaves the blocks where they would decode ``latents``."""
+    """Leaves the blocks when they call the auto-encoder with ``latents``."""
 
     def __init__(self, latents: Tensor) -> None:
         super().__init__()
@@ -180,7 +181,7 @@ class _Decoding(Exception):
 
 
 def _decoded_latents(opened: OpenedPipeline, pipeline: Any, latents: Mapping[str, Any]) -> Tensor | None:
-    """What the decoding blocks give the auto-encoder of ``pipeline``."""
+    """Return the input of the auto-encoder of ``pipeline``."""
 
     def decode(latents: Tensor, *_: Any, **__: Any) -> None:
         raise _Decoding(latents)

@@ -1,4 +1,4 @@
-"""Guidance by a second prompt (Ho & Salimans 2022, arXiv:2207.12598): by the pipeline's guiders, or by us."""
+"""Guidance by a second prompt (Ho & Salimans 2022, arXiv:2207.12598): by the pipeline's guiders, or by Troupe."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ GUIDERS = ("guider", "guider_2", SOUND_GUIDER)
 
 
 def guiders_of(pipeline: Any) -> tuple[str, ...]:
-    """The parts of ``pipeline`` that mix predictions. Without any, it knows no second prompt."""
+    """Return the parts of ``pipeline`` that mix predictions. Without any, it supports one prompt only."""
     return tuple(name for name in GUIDERS if getattr(pipeline, name, None) is not None)
 
 
 def set_scale(pipeline: Any, scale: float) -> None:
-    """Gives ``pipeline`` guiders of its own, of this scale; at 1 they ask for one branch. Sound keeps its own scale.
+    """Give ``pipeline`` its own guiders with this scale, one branch at 1. Sound keeps its own scale.
 
-    A guider that counts from the prompt's own prediction takes one less for the same picture.
+    A guider that counts from the prompt's own prediction needs one less for the same picture.
     """
     for name in guiders_of(pipeline):
         guider = copy.copy(getattr(pipeline, name))
@@ -30,12 +30,12 @@ def set_scale(pipeline: Any, scale: float) -> None:
 
 
 def counts_from_prompt(guider: Any) -> bool:
-    """Whether its scale is added to the prompt's own prediction, and not to that of the negative one."""
+    """Return whether its scale is added to the prompt's own prediction, instead of the negative one."""
     return bool(getattr(guider, "use_original_formulation", False))
 
 
 def guided(predictions: tuple[Tensor, ...], scale: float) -> Tensor:
-    """One prediction from (prompt,) or (prompt, negative prompt)."""
+    """Return one prediction from (prompt,) or (prompt, negative prompt)."""
     if len(predictions) == 1:
         return predictions[0]
     positive, negative = predictions

@@ -1,4 +1,4 @@
-"""What a forward computes, moves and holds, counted on the meta device: nothing is multiplied, no memory is taken."""
+"""Count a forward's FLOP, memory traffic and peak memory on the meta device, without computing anything."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ VIEWS = frozenset(
 )
 """Operators that read and write nothing."""
 MAX_OPERATORS = 8000
-"""A few seconds of one core."""
+"""Limit of operators: a few seconds of one core."""
 
 
 class OperatorLimitError(RuntimeError):
-    """A forward has more operators than it is worth counting."""
+    """A forward has more than ``MAX_OPERATORS`` operators."""
 
 
 class ForwardMeter:
-    """A context in which forwards on "meta" are counted. ``OperatorLimitError`` leaves those of too many operators.
+    """A context that counts forwards on "meta". Raise ``OperatorLimitError`` above ``MAX_OPERATORS``.
 
-    ``flops`` of products, convolutions and attention, ``moved_bytes`` that operators read and write one by one, and
-    ``peak_bytes`` of results that were alive at once. Attention is taken for one fused kernel.
+    ``flops`` of products, convolutions and attention, ``moved_bytes`` that operators read and write, and ``peak_bytes``
+    of results alive at once. Attention counts as one fused kernel.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class ForwardMeter:
 
 
 class _FusedAttention(TorchFunctionMode):
-    """On "meta" attention would be products of all queries with all keys, which no kernel holds."""
+    """Fused attention: on "meta" it would otherwise allocate the products of all queries with all keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class _FusedAttention(TorchFunctionMode):
 
 
 class _Storages(TorchDispatchMode):
-    """Storages by the time they live, as Python's references keep them."""
+    """Live storages, by the lifetimes of Python's references."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

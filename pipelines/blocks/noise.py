@@ -1,4 +1,4 @@
-"""Generators of noise as values: torch's own cannot be told apart from shared ones, nor travel."""
+"""Generators of noise as values: torch's own generators have no equality, and cannot be sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NoiseState:
-    """Where a generator on the CPU stands."""
+    """The state of a generator on the CPU."""
 
     state: Tensor
 
@@ -26,29 +26,29 @@ class NoiseState:
 
     def generator(self) -> torch.Generator:
         generator = torch.Generator()
-        # Hazard: torch takes the bytes for a struct where they lie. What was sent may lie at any address, and is copied
-        # to one that suits, or the process dies.
+        # Hazard: torch reads the bytes in place as a struct. Received bytes may be unaligned, and are copied, or the
+        # process dies.
         generator.set_state(self.state.clone())
         return generator
 
 
 def put_away(loop_state: BlockState) -> BlockState:
-    """``loop_state`` with what its generators are in place of them, those in dicts (what a solver is called with) too.
+    """Replace the generators in ``loop_state``, also those in dicts (a solver's arguments), by their states.
 
-    One generator in several places is one value.
+    One generator in several places becomes one value.
     """
     known: dict[int, NoiseState] = {}
     return _with_each(torch.Generator, lambda one: known.setdefault(id(one), NoiseState.of(one)), loop_state)
 
 
 def taken_out(loop_state: BlockState) -> BlockState:
-    """``loop_state`` with generators again, of its own."""
+    """Replace the states in ``loop_state`` by new generators."""
     known: dict[int, torch.Generator] = {}
     return _with_each(NoiseState, lambda one: known.setdefault(id(one), one.generator()), loop_state)
 
 
 def _with_each(kind: type, change: Callable[[Any], Any], loop_state: BlockState) -> BlockState:
-    """Changes values of ``kind``, also those in dicts, which are replaced: others may hold them."""
+    """Change values of ``kind``, also those in dicts, which are copied: they may be shared."""
     for name, value in vars(loop_state).items():
         if isinstance(value, kind):
             setattr(loop_state, name, change(value))

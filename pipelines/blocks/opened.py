@@ -1,4 +1,4 @@
-"""A checkpoint's modular pipeline: its blocks and small parts at once, weights when a process asks for its own."""
+"""A checkpoint's modular pipeline: blocks and small parts are loaded at once, weights on demand."""
 
 from __future__ import annotations
 
@@ -38,15 +38,14 @@ logger = logging.getLogger(__name__)
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 SCALES = ("scale_factor_spatial", "scale_factor_temporal")
 UNLIMITED = 10**6
-"""Tokenizers without a limit say a number far beyond this."""
+"""Tokenizers without a limit state a number far above this."""
 
 
 class OpenedPipeline:
     """The blocks of the diffusers folder ``path``. Models are on ``device`` and compute in ``dtype``.
 
-    Blocks work there too; where models are on "meta", which has no values to choose by, they work on the CPU.
-    ``file`` has the weights of its one transformer in place of the folder. ValueError if diffusers has no blocks for
-    what the folder holds.
+    Blocks run on the same device, or on the CPU if models are on "meta", which has no values. ``file`` replaces the
+    weights of the one transformer. ValueError if diffusers has no blocks for the folder.
     """
 
     def __init__(self, path: Path, device: torch.device, dtype: torch.dtype, file: Path | None = None) -> None:
@@ -62,21 +61,21 @@ class OpenedPipeline:
 
     @cached_property
     def inputs(self) -> Mapping[str, Any]:
-        """What the whole pipeline may be given, with diffusers' own defaults."""
+        """The inputs of the whole pipeline, with diffusers' own defaults."""
         return {spec.name: spec for spec in self.blocks.inputs if spec.name is not None}
 
     def inputs_of(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> dict[str, Any]:
-        """The inputs that ``request`` decides; ``pictures`` are the encoder's alone."""
+        """Return the inputs that ``request`` sets; ``pictures`` are given to the encoder only."""
         named, own = inputs_of(request, self.inputs, pictures), self.spec.pipeline_inputs(self.path, request)
         return {**named, **own, **{name: named[name] for name in PICTURES if name in named}}
 
     def input_names(self, sections: Iterable[str]) -> frozenset[str]:
-        """The values that the outermost blocks of these names read."""
+        """Return the values that the outermost blocks of these names read."""
         specs = (spec for name in sections for spec in self.blocks.sub_blocks[name].inputs)
         return frozenset(spec.name for spec in specs if spec.name is not None)
 
     def state(self, inputs: Mapping[str, Any]) -> PipelineState:
-        """The pipeline's values before any block ran: ``inputs``, and diffusers' defaults for all others."""
+        """Return the pipeline's values before any block runs: ``inputs``, and diffusers' defaults for all others."""
         state = PipelineState()
         for name, spec in self.inputs.items():
             state.set(name, inputs.get(name, spec.default), spec.kwargs_type)
@@ -84,7 +83,7 @@ class OpenedPipeline:
 
     @cached_property
     def transformers(self) -> tuple[str, ...]:
-        """The parts whose forwards a gang makes: those of diffusers' classes that have weights and are looped over."""
+        """Names of the parts whose forwards the gang makes: denoisers of the loop that have weights."""
         return tuple(name for name in self._denoisers if name not in self.spec.unused_parts)
 
     @cached_property
@@ -97,7 +96,7 @@ class OpenedPipeline:
         return tuple(name for name in parts if {"transformer", "unet"} & set(name.split("_")))
 
     def max_tokens(self, limit: int) -> int:
-        """``limit``, or fewer where no tokenizer gives so many."""
+        """Return ``limit``, or fewer if every tokenizer's limit is lower."""
         folders = (part_folder(self.path, name) for name in TOKENIZERS if part_class(self.path, name))
         configs = (folder / "tokenizer_config.json" for folder in folders)
         own = [json.loads(file.read_text()).get("model_max_length") for file in configs if file.is_file()]
@@ -108,13 +107,13 @@ class OpenedPipeline:
         return self.pipeline.get_component_spec(name).type_hint
 
     def part_config(self, name: str) -> Any:
-        """The configuration of a model among the parts; what it does not say is its class's default."""
+        """Return a model's configuration; missing keys have the class's defaults."""
         if name not in self._configs:
             self._configs[name] = self._read_part_config(name)
         return self._configs[name]
 
     def load(self, sections: Iterable[str]) -> Any:
-        """Returns a pipeline for the blocks of ``sections`` alone: their models loaded, of all others the outline."""
+        """Return a pipeline for the blocks of ``sections``, with their models loaded and outlines of all others."""
         wanted = set(self.parts_of(sections))
         pipeline = self._with_parts(lambda name: self.load_part(name) if name in wanted else self._outline(name))
         self.spec.complete_pipeline(pipeline)
@@ -122,9 +121,9 @@ class OpenedPipeline:
 
     @cached_property
     def outlined(self) -> Any:
-        """A pipeline with the outline of every model that is not transformers', mended as one that is loaded.
+        """A pipeline with outlines of all models except transformers' own, patched like a loaded one.
 
-        It has no guardrail: that would be loaded.
+        It has no guardrail, which would be loaded.
         """
         pipeline = self._with_parts(self._outline)
         if getattr(pipeline, "requires_safety_checker", False):
@@ -134,7 +133,7 @@ class OpenedPipeline:
 
     @cached_property
     def for_ranks(self) -> Any:
-        """A pipeline for preparing and looping: of every model the outline, stand-ins for the transformers."""
+        """A pipeline for preparation and loop: outlines of all models, stand-ins for the transformers."""
         pipeline = self._with_parts(lambda name: None if name in self.transformers else self._outline(name))
         for name in self.transformers:
             setattr(pipeline, name, self._stand_in(name))
@@ -155,7 +154,7 @@ class OpenedPipeline:
         return load_folder(spec, folder, self.models_device, dtype).eval().requires_grad_(False)
 
     def _read_part(self, name: str, folder: Path) -> Any:
-        """The model as diffusers would load it, sooner; None for files that only diffusers can read."""
+        """Return the model as diffusers loads it, but faster; None for files that only diffusers can read."""
         with init_empty_weights():
             model = self.outline(name)
         try:
@@ -163,7 +162,7 @@ class OpenedPipeline:
         except ValueError as error:
             if has_scales(folder):
                 raise ValueError(f"{folder} cannot be read: {error}") from error
-            logger.info("diffusers reads %s, for it has not what its class does: %s", folder, error)
+            logger.info("diffusers reads %s: its tensors do not match the class: %s", folder, error)
             return None
         check_finite(model, lambda weight: file_of(folder, weight))
         return model
@@ -175,14 +174,14 @@ class OpenedPipeline:
         return self.as_loaded(load_single_file(self.part_class(name), file, folder, self.models_device, self.dtype))
 
     def outline(self, name: str) -> Any:
-        """The model by its configuration alone, its weights' values unset; dtypes are those it would be loaded in.
+        """Return the model from its configuration, without weight values, in the dtypes of a loaded one.
 
         Under fake tensors, or ``init_empty_weights``, it takes no memory.
         """
         return self.as_loaded(self.part_class(name).from_config(dict(read_config(self.path, name))))
 
     def as_loaded(self, model: Any) -> Any:
-        """In the dtypes that a folder's model is loaded in: what its class keeps in float32 is not cast."""
+        """Cast ``model`` to the dtypes of a folder's model: parts that its class keeps in float32 are not cast."""
         wide = set(model._keep_in_fp32_modules or ())
         for key, parameter in model.named_parameters():
             parameter.data = parameter.data.to(torch.float32 if wide & set(key.split(".")) else self.dtype)
@@ -197,7 +196,7 @@ class OpenedPipeline:
         return FrozenDict(unwritten | dict(written) | {"pipeline": settings})
 
     def parts_of(self, sections: Iterable[str]) -> tuple[str, ...]:
-        """Names of the parts in the folder that these blocks may use."""
+        """Return the names of the parts in the folder that these blocks may use."""
         specs = (spec for name in sections for spec in self.blocks.sub_blocks[name].expected_components)
         names = dict.fromkeys(spec.name for spec in specs)
         return tuple(name for name in names if self._is_in_folder(name))
@@ -214,9 +213,9 @@ class OpenedPipeline:
         return pipeline
 
     def _outline(self, name: str) -> Any:
-        """What blocks ask of a part that another process has: a model's configuration and attributes.
+        """Return the attributes of a part that another process runs: a model's configuration and structure.
 
-        Small parts (schedulers, tokenizers' settings) are loaded: of transformers' models and tokenizers nothing.
+        Small parts of diffusers (schedulers) are loaded; for transformers' models and tokenizers, return None.
         """
         part = self.part_class(name)
         if issubclass(part, ModelMixin):
@@ -231,7 +230,7 @@ class OpenedPipeline:
 
 
 def _loaded(spec: Any) -> Any:
-    """A small part. ValueError if it is one that torchvision is missing for; transformers' own errors do not say so."""
+    """Load a small part. ValueError if torchvision is missing, which transformers' own errors do not say."""
     try:
         return spec.load()
     except (AttributeError, ImportError) as error:
@@ -241,7 +240,7 @@ def _loaded(spec: Any) -> Any:
 
 
 def _placed(pipeline: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """``pipeline``, whose blocks work on ``device`` whatever parts it has: diffusers asks the first of its models."""
+    """Set the device and dtype of ``pipeline``, whatever parts it has: diffusers uses those of its first model."""
     own = {
         **{name: property(lambda _: device) for name in ("device", "_execution_device")},
         "dtype": property(lambda _: dtype),
@@ -252,7 +251,7 @@ def _placed(pipeline: Any, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def _of_vae(name: str) -> property:
-    """Reads a scale from the auto-encoder's configuration; pipelines guess it from the number of its stages."""
+    """Return a property for the auto-encoder's configured scale; pipelines guess it from the number of stages."""
 
     def scale(pipeline: Any) -> Any:
         written = getattr(getattr(pipeline, "vae", None), "config", {}).get(name)

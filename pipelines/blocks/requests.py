@@ -1,4 +1,4 @@
-"""From a request to what a pipeline's blocks call their inputs."""
+"""Convert a request to the inputs of a pipeline's blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PICTURES = ("image", LAST)
 
 
 def inputs_of(request: MediaRequest, known: Collection[str], pictures: InputPictures = NO_PICTURES) -> dict[str, Any]:
-    """The inputs among ``known`` that ``request`` decides; ``pictures`` are the encoder's alone."""
+    """Return the inputs among ``known`` that ``request`` sets; ``pictures`` are given to the encoder only."""
     mask = None if pictures.mask is None else pictures.mask.image()
     inputs: dict[str, Any] = {
         "prompt": request.prompt,
@@ -31,7 +31,7 @@ def inputs_of(request: MediaRequest, known: Collection[str], pictures: InputPict
         "layers": request.num_layers or None,
         "generator": torch.Generator().manual_seed(request.seed),
         "output_type": "pt",
-        "use_kv_cache": False,  # it would be in the hands of whoever stands in for the transformer
+        "use_kv_cache": False,  # stand-ins for the transformer have none
         **dict.fromkeys(FRAME_RATES, request.fps),
         **_picture_inputs([_image(picture, request) for picture in pictures.pictures], mask, known),
     }
@@ -41,12 +41,12 @@ def inputs_of(request: MediaRequest, known: Collection[str], pictures: InputPict
 
 
 def _image(picture: InputPicture, request: MediaRequest) -> Image:
-    """Only what is taken apart into layers is seen with its opacity: other auto-encoders have no channel for it."""
+    """Return the picture with opacity if it is split into layers: other auto-encoders have no such channel."""
     return picture.image() if request.num_layers else picture.on_white()
 
 
 def _picture_inputs(images: list[Image], mask: Image | None, known: Collection[str]) -> Mapping[str, Any]:
-    """Several pictures are one list, but for a pipeline that knows a last one: a clip's first and last frame."""
+    """Return several pictures as one list, or as a clip's first and last frame."""
     if not images:
         return {}
     if LAST in known and len(images) == 2:

@@ -1,7 +1,7 @@
 """One job's way from noise to latents through a pipeline's preparing and looping blocks, a step at a time.
 
-A step's blocks are run twice as far as the transformer: with stand-ins that note its calls (one a branch of guidance),
-and, when these forwards were made, with stand-ins that answer. In between the calls are data.
+The blocks of a step run twice. In the first pass, stand-ins record the transformer's calls (one per branch of
+guidance). In the second, stand-ins return the predictions. In between, the calls are data.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from pipelines.caching import computed_steps
 from pipelines.request import MediaRequest
 
 MAX_JOBS = 32
-"""As many as an engine keeps values of."""
+"""As many as an engine caches values of."""
 COUNTED = "num_inference_steps"
-"""By which guiders know where they are. Schedules of second order have more, and guidance would end half-way."""
+"""The step count that guiders use. Second-order schedules have more steps, and guidance would end half-way."""
 
 
 class BlocksSampler:
-    """Implements ``engines.core.sampler.Sampler``."""
+    """Implementation of ``engines.core.sampler.Sampler``."""
 
     def __init__(self, opened: OpenedPipeline) -> None:
         self._opened, self._blocks = opened, opened.blocks
@@ -51,7 +51,7 @@ class BlocksSampler:
         self._is_fast = self._spec.fast_weights(opened.part_config(opened.transformers[0])) is not None
         self._noted: tuple[Noted, ...] = ()
         self._known_timesteps: Recent[tuple[Steps, Tensor]] = Recent(MAX_JOBS)
-        """By the identity of a job's steps, which are held so that nothing else can have it."""
+        """By the id of a job's steps; the entry holds them, so that the id stays unique."""
 
     def begin(self, request: MediaRequest, conditioning: Conditioning) -> BlocksState:
         pipeline = with_parts(self._pipeline, own_parts(self._pipeline))
@@ -60,7 +60,7 @@ class BlocksSampler:
         reached = tree.run_until_loop(self._blocks, (self._opened.sections.denoise,), pipeline, values)
         assert reached is not None, "a pipeline without a loop was opened"
         loop, left = reached
-        values.set("timesteps", on_cpu(values.get("timesteps")))  # so that no block waits for the device to read one
+        values.set("timesteps", on_cpu(values.get("timesteps")))  # blocks read them without waiting for the device
         block = tree.block_at(self._blocks, loop)
         loop_state, steps = tree.rehearse(block, pipeline, values)
         loop_state, is_over_rounds = put_away(loop_state), tree.is_over_rounds(block)
@@ -92,7 +92,7 @@ class BlocksSampler:
         return () if takes_kept else branches
 
     def kinds(self, state: BlocksState) -> tuple[tuple[Branch, ...], ...]:
-        """One step of each shape that the job's steps have, in order, as far as that is known at its begin."""
+        """Return one step of each shape of the job's steps, in order, as far as it is known at its start."""
         if not state.is_over_rounds:
             return (self.branches(state),)
         loop, pipeline = tree.block_at(self._blocks, state.loop), with_parts(self._pipeline, state.parts)
@@ -102,11 +102,11 @@ class BlocksSampler:
         return tuple({tuple(map(shape_of, branches)): branches for branches in steps}.values())
 
     def calls(self, state: BlocksState) -> tuple[Call, ...]:
-        """The forwards of the step as the pipeline's blocks ask for them."""
+        """Return the forwards of the step in the pipeline's own form."""
         return tuple(call for noted in self._note(state) for call in noted.exchange.calls)
 
     def advance(self, state: BlocksState, predictions: tuple[Tensor, ...]) -> BlocksState:
-        kept = self._kept(state, predictions)
+        kept = self._reusable(state, predictions)
         if not predictions:
             assert state.kept is not None
             predictions = state.kept.predictions
@@ -121,8 +121,10 @@ class BlocksSampler:
         return replace(state, **changes, step=state.step + 1, kept=kept)
 
     def latents(self, state: BlocksState) -> Mapping[str, Any]:
-        """What the decoding blocks read, on the CPU. ValueError or JobFailedError if it is not finite: the flag is read
-        behind the copies, which wait for the device anyway."""
+        """Return the decoder's inputs, on the CPU. ValueError or JobFailedError if they are not finite.
+
+        The flag is read after the copies, which wait for the device anyway.
+        """
         made = self._finished(state, state.loop_state)
         flags = finite_flags(made)
         values = _on_cpu(made)
@@ -130,10 +132,9 @@ class BlocksSampler:
         return values
 
     def preview(self, state: BlocksState) -> Mapping[str, Any]:
-        """The same from a running job, as its last step makes one expect them.
+        """Return the decoder's inputs of a running job, with an estimate of the final latents.
 
-        Where the solver knows no sigmas, or nothing was predicted yet, the latents are what they are. So they are in
-        a round of several steps.
+        The latents are returned as they are if the solver has no sigmas, or there is no prediction yet.
         """
         if state.is_over_rounds and state.step < len(state.steps):
             noted, *_ = self._note(state)
@@ -143,7 +144,7 @@ class BlocksSampler:
         sigmas, place = (getattr(solver, name, None) for name in ("sigmas", "step_index"))
         if sigmas is None or place is None:
             return self.latents(state)
-        # The solver's own place: where a picture is painted over, its schedule begins in the middle.
+        # The solver's own index: with strength, its schedule starts in the middle.
         expected = self._spec.estimate_final(state.loop_state, float(sigmas[min(place, len(sigmas) - 1)]))
         return _on_cpu(self._finished(state, state.loop_state, expected or {}))
 
@@ -160,7 +161,7 @@ class BlocksSampler:
         return values
 
     def _here(self, values: Mapping[str, Any] | None, encoded: torch.dtype) -> Mapping[str, Any] | None:
-        """``values`` on the device; what an encoder computed in its dtype is in the transformer's."""
+        """Return ``values`` on the device; the encoder's dtype is cast to the transformer's."""
         if values is None:
             return None
         dtypes = {encoded: self._opened.dtype}
@@ -168,7 +169,7 @@ class BlocksSampler:
         return self._spec.pad_conditioning(here)
 
     def _note(self, state: BlocksState) -> tuple[Noted, ...]:
-        """The step's calls: those of the pipeline itself, then those for a negative prompt that it does not know."""
+        """Return the step's calls: the pipeline's own, then those for a negative prompt that it does not support."""
         if not self._noted or self._noted[0].state is not state:
             replaced = ({}, state.negative) if state.negative is not None else ({},)
             self._noted = tuple(self._note_one(state, values) for values in replaced)
@@ -184,8 +185,8 @@ class BlocksSampler:
         branches = (self._branch(call, step) for call in self.calls(state))
         return tuple(replace(branch, schedule=schedule, additions=additions) for branch in branches)
 
-    def _kept(self, state: BlocksState, predictions: tuple[Tensor, ...]) -> KeptPredictions | None:
-        """What the step after this one takes, if it makes no forwards."""
+    def _reusable(self, state: BlocksState, predictions: tuple[Tensor, ...]) -> KeptPredictions | None:
+        """Return the predictions that the next step reuses, if it makes no forwards."""
         after = state.step + 1
         if after == len(state.steps) or state.computed[after]:
             return None
@@ -198,7 +199,7 @@ class BlocksSampler:
         return Branch(inputs=here, constants=constants, module=name)
 
     def _timesteps(self, state: BlocksState) -> Tensor:
-        """What the transformer gets as its timestep in each of the steps, kept for the jobs last asked for."""
+        """Return the transformer's timestep in each step, cached for the latest jobs."""
         steps = state.steps
         _, timesteps = self._known_timesteps.get(id(steps), lambda: (steps, self._noted_timesteps(state)))
         return timesteps
@@ -217,7 +218,7 @@ class BlocksSampler:
     def _finished(
         self, state: BlocksState, loop_state: BlockState, expected: Mapping[str, Any] = MappingProxyType({})
     ) -> dict[str, Any]:
-        """What the decoding blocks read, where it was made."""
+        """Return the decoder's inputs on their own device."""
         loop_state = copied(loop_state)
         loop = tree.block_at(self._blocks, state.loop)
         nothing_yet = {} if state.step else {made.name: None for made in loop.intermediate_outputs}

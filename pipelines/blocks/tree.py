@@ -1,4 +1,4 @@
-"""The tree of a pipeline's blocks: which of them encode, which prepare and loop, which decode."""
+"""The tree of a pipeline's blocks, split into encoding, denoising (preparation and loop) and decoding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diffusers.modular_pipelines.modular_pipeline import (
 )
 
 Path = tuple[str, ...]
-"""Names of blocks, from the pipeline's own inwards."""
+"""Names of blocks, from the pipeline's root inwards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class Sections:
 
     @classmethod
     def of(cls, blocks: Any) -> Sections:
-        """ValueError if none of them, or more than one, holds the denoising loop."""
+        """Split ``blocks`` at the denoising loop. ValueError unless exactly one of them holds it."""
         names = list(blocks.sub_blocks)
         loops = [name for name in names if _has_loop(blocks.sub_blocks[name])]
         if len(loops) != 1:
@@ -43,7 +43,7 @@ def _has_loop(block: Any) -> bool:
 
 
 def is_over_rounds(loop: Any) -> bool:
-    """Whether each round of ``loop`` takes several steps, as over chunks of a clip: its blocks are not told a step."""
+    """Return whether a round of ``loop`` takes several steps (chunks of a clip): its blocks receive no step number."""
     signatures = (inspect.signature(one.__call__).parameters.values() for one in loop.sub_blocks.values())
     names = [{one.name for one in signature} | {one.kind.name for one in signature} for signature in signatures]
     return not any({"i", "VAR_KEYWORD"} & each for each in names)
@@ -56,7 +56,7 @@ def block_at(blocks: Any, path: Path) -> Any:
 
 
 def replace_blocks(blocks: Any, kind: type[Any], make: Callable[[], Any]) -> None:
-    """Puts a new block in place of each of the class ``kind`` itself, wherever it is among ``blocks``."""
+    """Replace each block of exactly the class ``kind``, anywhere in ``blocks``, by a new one."""
     for name, block in blocks.sub_blocks.items():
         if type(block) is kind:
             blocks.sub_blocks[name] = make()
@@ -65,7 +65,7 @@ def replace_blocks(blocks: Any, kind: type[Any], make: Callable[[], Any]) -> Non
 
 
 def insert_after(blocks: Any, kind: type[Any], name: str, make: Callable[[], Any]) -> None:
-    """Puts a new block called ``name`` after each of the class ``kind`` itself, wherever it is among ``blocks``."""
+    """Insert a new block called ``name`` after each block of exactly the class ``kind``, anywhere in ``blocks``."""
     for place, block in reversed(list(enumerate(blocks.sub_blocks.values()))):
         if type(block) is kind:
             blocks.sub_blocks.insert(name, make(), place + 1)
@@ -74,13 +74,13 @@ def insert_after(blocks: Any, kind: type[Any], name: str, make: Callable[[], Any
 
 
 def run(blocks: Any, paths: Iterable[Path], pipeline: Any, state: PipelineState) -> None:
-    """Runs these blocks, which hold no denoising loop, in order; ``state`` takes what they make."""
+    """Run these blocks, which hold no denoising loop, in order; they write to ``state``."""
     for path in paths:
         block_at(blocks, path)(pipeline, state)
 
 
 def leaves(blocks: Any, names: Iterable[str], state: PipelineState, outer: Path = ()) -> Iterator[Path]:
-    """Yields the innermost blocks that a run of these would call, each when those before it have run."""
+    """Yield the innermost blocks that a run of these would call, each after those before it have run."""
     for name in names:
         path = (*outer, name)
         block = block_at(blocks, path)
@@ -96,9 +96,9 @@ def leaves(blocks: Any, names: Iterable[str], state: PipelineState, outer: Path 
 def run_until_loop(
     blocks: Any, path: Path, pipeline: Any, state: PipelineState
 ) -> tuple[Path, tuple[Path, ...]] | None:
-    """Runs what comes before the loop inside the block at ``path``; returns the loop's path, and those of what is left.
+    """Run all blocks before the loop inside ``path``; return the paths of the loop and of the blocks after it.
 
-    Blocks that depend on what there is are chosen when their turn comes. None if the block turned out to have no loop.
+    Conditional blocks are chosen when their turn comes. None if the block turned out to have no loop.
     """
     block = block_at(blocks, path)
     if isinstance(block, LoopSequentialPipelineBlocks):
@@ -125,7 +125,7 @@ def _chosen(block: Any, state: PipelineState) -> str | None:
 
 
 def rehearse(loop: Any, pipeline: Any, state: PipelineState) -> tuple[BlockState, tuple[Mapping[str, Any], ...]]:
-    """Returns the loop's own state before its first round, and what the blocks will be called with in each."""
+    """Return the loop's state before its first round, and the arguments of its blocks in each round."""
     steps: list[Mapping[str, Any]] = []
     begun: list[BlockState] = []
 
@@ -136,7 +136,7 @@ def rehearse(loop: Any, pipeline: Any, state: PipelineState) -> tuple[BlockState
 
     rehearsed = copy.copy(loop)
     rehearsed.loop_step = note_step
-    rehearsed.set_block_state = lambda state, block_state: None  # it asks for what only steps make
+    rehearsed.set_block_state = lambda state, block_state: None  # it reads outputs of steps
     rehearsed.set_progress_bar_config(disable=True)
     rehearsed(pipeline, PipelineState(dict(state.values), state.kwargs_mapping))
     if not steps:

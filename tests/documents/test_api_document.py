@@ -1,4 +1,4 @@
-"""docs/api.md names every route, field, event, error and metric that there is."""
+"""docs/use and docs/operate/monitoring.md name every route, field, event, error and metric that there is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from deployments.door.answers import ANSWERS
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.fenced import ROOT
 
-TEXT = (ROOT / "docs" / "api.md").read_text()
+FILES = (*sorted((ROOT / "docs" / "use").glob("*.md")), ROOT / "docs" / "operate" / "monitoring.md")
+TEXT = "\n".join(path.read_text() for path in FILES)
 UNSAID = {"type"}
 """Fields that the text explains for all events at once."""
 

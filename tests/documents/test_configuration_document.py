@@ -1,4 +1,4 @@
-"""docs/scaling.md names every key of the configuration, with its default."""
+"""docs/reference/configuration.md names every key of the configuration, with its default."""
 
 from __future__ import annotations
 
@@ -11,15 +11,19 @@ import pytest
 from deployments import config
 from deployments.door.settings import DoorSettings
 from deployments.observability.settings import MetricsSettings
-from deployments.quotas import KeyLimits
 from deployments.stages import config as stages
+from deployments.usage.quotas import KeyLimits
 from engines.parallel.communication.nccl_options import NcclOptions
 from engines.tensorrt_engine.rules import TensorRTOptions
 from engines.torch_engine.options import TorchOptions
 from pipelines.lora.source import LoraSource
 from tests.support.fenced import ROOT
 
-ROWS = dict(re.findall(r"^\| `([\w.]+)` \| ([^|]*) \|", (ROOT / "docs" / "scaling.md").read_text(), re.MULTILINE))
+ROWS = dict(
+    re.findall(
+        r"^\| `([\w.]+)` \| ([^|]*) \|", (ROOT / "docs" / "reference" / "configuration.md").read_text(), re.MULTILINE
+    )
+)
 SECTIONS: dict[str, Any] = {
     "http_options.": config.HttpOptions,
     "loras.": LoraSource,

@@ -1,4 +1,4 @@
-"""docs/models.md and README's table are what their program writes, and say what the registry knows."""
+"""docs/reference/models.md and README's table are what their program writes, and say what the registry knows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipelines.loading import published_models
 from pipelines.models.registry import FAMILY_FOLDERS, load_spec
 from tests.support.fenced import ROOT
 
-DOCUMENT = ROOT / "docs" / "models.md"
+DOCUMENT = ROOT / "docs" / "reference" / "models.md"
 
 
 @pytest.fixture(scope="module")

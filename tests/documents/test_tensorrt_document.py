@@ -1,4 +1,4 @@
-"""What docs/tensorrt.md says of each model is what the code refuses, and what tests prove."""
+"""What docs/reference/tensorrt.md says of each model is what the code refuses, and what tests prove."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CASES = {"test_diffusers_models.py": {*MAKERS}, "test_exported.py": {key.family 
 
 
 def rows() -> dict[str, tuple[str, str]]:
-    _, _, section = (ROOT / "docs" / "tensorrt.md").read_text().partition("\n## Models\n")
+    _, _, section = (ROOT / "docs" / "reference" / "tensorrt.md").read_text().partition("\n## Models\n")
     section, _, _ = section.partition("\n## ")
     found = re.findall(r"^\| `(\w+)` \| (.*) \| (.*) \|$", section, re.MULTILINE)
     return {name: (engines, proof) for name, engines, proof in found}

@@ -26,10 +26,7 @@ from tests.support.fenced import ROOT, Block, blocks
 DOCUMENTS = (
     "README.md",
     "CONTRIBUTING.md",
-    "docs/api.md",
-    "docs/architecture.md",
-    "docs/operations.md",
-    "docs/scaling.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 )
 BLOCKS = blocks(*DOCUMENTS)
 URL = "http://127.0.0.1:8000"

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import ExitStack, aclosing, contextmanager
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -14,8 +13,6 @@ from deployments.api.errors import ApiError
 from deployments.api.settings import ApiSettings
 from deployments.names import FULL_HEADER
 from pipelines.wording import counted
-
-T = TypeVar("T")
 
 ALWAYS_ANSWERED = "/health"
 WATCHER_RETRY_S = 10
@@ -39,32 +36,25 @@ class Admission:
         self._num_watchers = 0
         self.memory = Memory(settings.max_open_upload_bytes)
 
-    async def pictures(
-        self, model: str, num: int, events: AsyncGenerator[T], num_bytes: int = 0, gang_in_s: float = 0.0
-    ) -> AsyncGenerator[T]:
-        """Yields ``events``, which make ``num`` pictures of ``num_bytes`` that came along, while there is a place for
-        each. Else ApiError 429. Nothing is made for ``gang_in_s``."""
-        async with aclosing(events):
-            with self._taken(model, num, gang_in_s), self.memory.taken() as take:
-                take(num_bytes)
-                async for event in events:
-                    yield event
+    @contextmanager
+    def taken(self, model: str, num: int, num_bytes: int = 0, gang_in_s: float = 0.0) -> Iterator[None]:
+        """Hold places for ``num`` pictures, and memory for ``num_bytes`` of uploads, inside the block.
+
+        ApiError 429 if there are not as many places; no place becomes free for ``gang_in_s``. ApiError as
+        ``Memory.taken`` if there is no memory.
+        """
+        with ExitStack() as stack:
+            if model in self._pictures:
+                with self._told_to_the_door(gang_in_s):
+                    stack.enter_context(self._pictures[model].taken(num, gang_in_s))
+            stack.enter_context(self.memory.taken())(num_bytes)
+            yield
 
     def check_place(self, model: str, gang_in_s: float = 0.0) -> None:
-        """Raises ApiError 429 if there is no place for a picture: for who is about to do much before he takes one."""
+        """Raise ApiError 429 if there is no place for a picture, before costly work such as decoding uploads."""
         if model in self._pictures:
             with self._told_to_the_door(gang_in_s):
                 self._pictures[model].check(1, gang_in_s)
-
-    @contextmanager
-    def _taken(self, model: str, num: int, gang_in_s: float) -> Iterator[None]:
-        if model not in self._pictures:
-            yield
-            return
-        with ExitStack() as stack:
-            with self._told_to_the_door(gang_in_s):
-                stack.enter_context(self._pictures[model].taken(num, gang_in_s))
-            yield
 
     @contextmanager
     def _told_to_the_door(self, gang_in_s: float) -> Iterator[None]:
@@ -76,8 +66,9 @@ class Admission:
                 refusal.headers[FULL_HEADER] = str(empty_s + math.ceil(gang_in_s))
             raise
 
-    async def watcher(self, events: AsyncGenerator[T]) -> AsyncGenerator[T]:
-        """Yields ``events`` to one who watches a clip. ApiError 429 if as many watch as may."""
+    @contextmanager
+    def watcher(self) -> Iterator[None]:
+        """Hold a place for one stream of a clip's events inside the block. ApiError 429 if there is none."""
         limit = self._settings.max_watchers
         if self._num_watchers >= limit:
             streams = counted(limit, "stream", "streams")
@@ -85,9 +76,7 @@ class Admission:
             raise ApiError(429, message, code="too_many_watchers", headers={"Retry-After": str(WATCHER_RETRY_S)})
         self._num_watchers += 1
         try:
-            async with aclosing(events):
-                async for event in events:
-                    yield event
+            yield
         finally:
             self._num_watchers -= 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 from deployments.api.answers import Video, VideoEvent
@@ -16,20 +17,26 @@ ETA_NOTICED, ETA_NOTICED_S = 0.1, 1.0
 """By how much, as a share and in seconds, the time that is left must differ to be told again."""
 
 
-async def video_events(lookout: Lookout, clip: ClipRecord | None) -> AsyncGenerator[VideoEvent, None]:
-    """Yields what changes about the clip, by the database: it may be made in another process."""
+async def video_events(
+    lookout: Lookout, clip: ClipRecord | None, place: AbstractContextManager[None] | None = None
+) -> AsyncGenerator[VideoEvent, None]:
+    """Yield what changes about the clip, by the database: it may be made in another process.
+
+    ``place`` is held from the first event to the last.
+    """
     last_sent: Video | None = None
     sent_s = 0.0
-    while clip is not None:
-        video = Video.of(clip)
-        if clip.status in ENDS:
-            yield VideoEvent(type=ENDS[clip.status], video=video)
-            return
-        if last_sent is None or is_news(video, last_sent, time.monotonic() - sent_s):
-            yield VideoEvent(type="video.progress", video=video)
-            last_sent, sent_s = video, time.monotonic()
-        clip = await lookout.next_look(clip.id)
-    yield VideoEvent(type="video.deleted", video=None)
+    with place or nullcontext():
+        while clip is not None:
+            video = Video.of(clip)
+            if clip.status in ENDS:
+                yield VideoEvent(type=ENDS[clip.status], video=video)
+                return
+            if last_sent is None or is_news(video, last_sent, time.monotonic() - sent_s):
+                yield VideoEvent(type="video.progress", video=video)
+                last_sent, sent_s = video, time.monotonic()
+            clip = await lookout.next_look(clip.id)
+        yield VideoEvent(type="video.deleted", video=None)
 
 
 def is_news(video: Video, told: Video, passed_s: float) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 
 from pybase64 import b64encode_as_string
 from pydantic_core import to_json
+from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,12 +29,12 @@ from deployments.api.context import ApiContext, waited_s
 from deployments.api.errors import from_failure
 from deployments.api.guards.hosts import base_url
 from deployments.api.idempotency import REPLAYED
-from deployments.api.measures import ETA_HEADER, Indexed, eta_header, measures, noted
+from deployments.api.measures import ETA_HEADER, Indexed, SpentSeconds, eta_header, measures
 from deployments.api.streams import Event, start_stream, until_disconnect
 from deployments.asyncio_tools import merge
 from deployments.requests.bodies import ImageBody
 from deployments.requests.images import ImageRequest, image_request
-from deployments.studio.interface import Media, Preview, Progress, Queued, Studio, StudioEvent
+from deployments.studio.interface import Media, Preview, Progress, Queued, StudioEvent
 from pipelines.pictures import NO_PICTURES, InputPictures
 
 
@@ -58,14 +59,11 @@ async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: I
     pictures = image_request(body, cards, request.state.request_id, max_n, inputs)
     pictures = pictures.of_key(key, limits.weight, waited_s(request))
     gang_in_s = await context.check_ready(pictures.model)
-    num = len(pictures.requests)
-    drawn = perform_all(context.studio, pictures)
-    admitted = context.admission.pictures(pictures.model, num, drawn, pictures.num_input_bytes, gang_in_s)
-    events = noted(context.key_limits.pictures(key, num, admitted), request.state)
+    events = perform_all(context, pictures, request.state, gang_in_s)
     if body.stream:
         headers: dict[str, str] = {}
         return await start_stream(image_events(pictures, events, headers), request.receive, settings, headers)
-    media = await until_disconnect(request.receive, collect(events, num))
+    media = await until_disconnect(request.receive, collect(events, len(pictures.requests)))
     body_json = await asyncio.to_thread(_answer_json, context, pictures, media, request)  # megabytes: others would wait
     headers = measures([one.timings for one in media], pictures.cache)
     return Response(body_json, media_type="application/json", headers=headers)
@@ -104,18 +102,34 @@ def _layers(pictures: ImageRequest, media: Media) -> list[tuple[int | None, byte
     return list(enumerate(media.files)) if pictures.num_layers else [(None, media.data)]
 
 
-async def perform_all(studio: Studio, pictures: ImageRequest) -> AsyncGenerator[Indexed]:
-    """Yields the events of all pictures, which are made side by side.
+async def perform_all(
+    context: ApiContext, pictures: ImageRequest, state: State, gang_in_s: float
+) -> AsyncGenerator[Indexed]:
+    """Yield the events of all pictures, which are made side by side, within the limits of the key and the server.
 
     Closing this closes every ``perform``, and so does the first one that fails: what it raised is raised here, as an
-    ApiError if it has a meaning for clients.
+    ApiError if it has a meaning for clients. Nothing is made for ``gang_in_s``. LimitReachedError,
+    AccountsUnavailableError or ApiError if the limits do not allow it.
     """
-    performed = (studio.perform(request, pictures.output, pictures.pictures) for request in pictures.requests)
-    streams = [_indexed(index, events) for index, events in enumerate(performed)]
+    num, spent = len(pictures.requests), SpentSeconds(state)
+    async with context.key_limits.taken(state.key_hash, num):
+        with (
+            context.admission.taken(pictures.model, num, pictures.num_input_bytes, gang_in_s),
+            _answers_for_failures(),
+        ):
+            performed = (context.studio.perform(one, pictures.output, pictures.pictures) for one in pictures.requests)
+            streams = [_indexed(index, events) for index, events in enumerate(performed)]
+            async with aclosing(merge(*streams)) as merged:
+                async for index, event in merged:
+                    spent.update(index, event)
+                    yield index, event
+
+
+@contextmanager
+def _answers_for_failures() -> Iterator[None]:
+    """Raise what fails inside the block as an ApiError, if it has a meaning for clients."""
     try:
-        async with aclosing(merge(*streams)) as events:
-            async for event in events:
-                yield event
+        yield
     except Exception as failure:
         answer = from_failure(failure)
         if answer is None:

@@ -135,8 +135,8 @@ def video_routes(context: ApiContext) -> APIRouter:
         clip = await find_clip(context, request, video_id)
         if is_head(request):
             return EventSourceResponse((), headers=STREAM_HEADERS)
-        events = video_events(context.lookout, clip)
-        return await start_stream(context.admission.watcher(events), request.receive, context.settings)
+        events = video_events(context.lookout, clip, context.admission.watcher())
+        return await start_stream(events, request.receive, context.settings)
 
     return router
 

@@ -37,9 +37,9 @@ class Finding:
 
 
 def print_report(config: str | None = None, *, as_json: bool = False) -> bool:
-    """Prints every finding, or all as one JSON array.
+    """Print every finding, or all as one JSON array.
 
-    Returns True if nothing that the CPU path needs is missing, and ``config`` can run."""
+    Return True if the CPU path lacks nothing and ``config`` can run."""
     own = [] if config is None else _configuration(config)
     findings = [*_software(), *_bytecode(), *_devices(), *_engines(), *_models(), *_privacy(), *own]
     if as_json:
@@ -71,14 +71,14 @@ class MakeModel:
 
 
 def first_model(config: str) -> str:
-    """Returns where the first model that ``config`` would serve comes from."""
+    """Return where the first model that ``config`` would serve comes from."""
     from deployments.cli.serving import load_config
 
     return load_config(config).app.models[0].source
 
 
 def print_proofs(model: str) -> bool:
-    """Prints how each statement about TensorRT engines fares on this host; returns True if none failed."""
+    """Print how each statement about TensorRT engines fares on this host; return True if none failed."""
     from deployments.settings import process_environment
     from engines.tensorrt_engine.run.doctor import doctor
     from pipelines.loading import resolve_path
@@ -179,7 +179,7 @@ def _engines() -> list[Finding]:
 
 
 def _configuration(name: str) -> list[Finding]:
-    """Returns what keeps a configuration from running here, or that nothing does. ValueError if it is none."""
+    """Return what keeps a configuration from running here, or that nothing does. ValueError if it is none."""
     from deployments.cli.checks.preflight import problems, warnings
     from deployments.cli.serving import load_config
 

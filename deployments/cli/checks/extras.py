@@ -21,6 +21,6 @@ def install_hint(extra: str) -> str:
 
 
 def hint_for(module: str) -> str | None:
-    """Returns the command that installs ``module``, or None if no extra has it."""
+    """Return the command that installs ``module``, or None if no extra has it."""
     package = module.split(".")[0]
     return next((install_hint(extra) for extra, modules in EXTRAS.items() if package in modules), None)

@@ -33,13 +33,13 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def check(config: ServeConfig) -> None:
-    """Raises ValueError with all that keeps ``config`` from running here."""
+    """Raise ValueError with all that keeps ``config`` from running here."""
     if found := list(problems(config)):
         raise ValueError("; ".join(found))
 
 
 def problems(config: ServeConfig) -> Iterator[str]:
-    """Yields what is wrong and what to change, a sentence each."""
+    """Yield what is wrong and what to change, a sentence each."""
     yield from environment_problems(config)
     for model in config.app.models:
         yield from _model(model)
@@ -99,7 +99,7 @@ def with_metrics_port(config: ServeConfig) -> ServeConfig:
 
 
 def num_gpus_needed(config: ServeConfig) -> int:
-    """Returns the GPUs that the application starts with: no two ranks share one, encoders and decoders may.
+    """Return the GPUs that the application starts with: no two ranks share one, encoders and decoders may.
 
     Replicas that autoscaling adds later are not among them. A decoder may compute on GPUs of which it has no share.
     """

@@ -48,7 +48,7 @@ class Order:
 
 
 def build(order: Order) -> None:
-    """Exports and builds (or finds in the cache) the engine files of ``order``, and prints what they hold.
+    """Export and build (or find in the cache) the engine files of ``order``, and print what they hold.
 
     ValueError for what TensorRT cannot do, BuildError with its own words, KeyboardInterrupt after Ctrl-C.
     """
@@ -57,7 +57,7 @@ def build(order: Order) -> None:
 
 
 def engine_reports(order: Order, *, visible: bool = True) -> list[EngineReport]:
-    """Returns what the engine files of ``order`` hold, made if the cache has none. Raises as ``build`` does."""
+    """Return what the engine files of ``order`` hold, made if the cache has none. Raises as ``build`` does."""
     from engines.tensorrt_engine import rules
     from engines.tensorrt_engine.build.builder import check_target
     from engines.tensorrt_engine.build.report import build_engine
@@ -93,7 +93,7 @@ def engine_reports(order: Order, *, visible: bool = True) -> list[EngineReport]:
 
 @contextmanager
 def model_for(order: Order, checkpoint: Checkpoint) -> Iterator[DenoiserModel]:
-    """Gives the model; where values of weights do not matter, a copy without them, which takes next to no memory."""
+    """Give the model; where values of weights do not matter, a copy without them, which takes next to no memory."""
     from engines.core.torch_private import fake_mode
 
     if order.needs_weights:
@@ -114,7 +114,7 @@ def buckets_for(order: Order, checkpoint: Checkpoint, model: DenoiserModel) -> S
 
 
 def calibrate(checkpoint: Checkpoint, prompts: Sequence[str], size: str | None, folder: Path) -> None:
-    """Keeps what was seen over ``prompts`` for this checkpoint."""
+    """Keep what was seen over ``prompts`` for this checkpoint."""
     from engines.quantization.calibration import calibration_of, recording_all, save_calibration
 
     model, run = model_over(prompts, checkpoint, size)
@@ -127,7 +127,7 @@ def calibrate(checkpoint: Checkpoint, prompts: Sequence[str], size: str | None, 
 
 
 def find_target(text: str) -> Any:
-    """Returns ``text`` as a target; for "auto" the GPU of this machine."""
+    """Return ``text`` as a target; for "auto" the GPU of this machine."""
     import torch
 
     from engines.tensorrt_engine.build.targets import Target

@@ -113,7 +113,7 @@ class WeightsAlone:
         return f"a step of {self.model} is not known before there is a request"
 
     def document(self) -> dict[str, Any]:
-        """The same for programs, which find no candidates."""
+        """Return the same for programs, which find no candidates."""
         weights = {"num_parameters": self.num_parameters, "weight_bytes": self.weight_bytes}
         weights |= {"total_bytes": self.total_bytes, "memory_bytes": self.memory_bytes}
         told = {"model": self.model, "num_ranks": 1, "dtype": _name(self.dtype), **weights}
@@ -121,7 +121,7 @@ class WeightsAlone:
 
 
 def make_estimate(options: EstimateOptions) -> Estimate | WeightsAlone:
-    """Reads configurations only. ValueError for what the model, or the machine, does not allow."""
+    """Read configurations only. ValueError for what the model, or the machine, does not allow."""
     import torch
 
     from engines.torch_engine.config import check_divisible
@@ -243,7 +243,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def document_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Any]:
-    """The same for programs."""
+    """Return the same for programs."""
     step = estimate.forecast
     candidates = [
         {name: value for name, value in asdict(cost).items() if name != "spec"}

@@ -40,7 +40,7 @@ def print_clips(url: str, api_key: str, limit: int, *, as_json: bool = False) ->
 
 
 def download_clip(url: str, api_key: str, clip_id: str, out: Path) -> None:
-    """Writes the finished clip to ``out``. RefusedError if it is not there, or not finished."""
+    """Write the finished clip to ``out``. RefusedError if it is not there, or not finished."""
     with _client(url, api_key) as client:
         data = client.clip_file(clip_id)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def download_clip(url: str, api_key: str, clip_id: str, out: Path) -> None:
 
 
 def delete_clips(url: str, api_key: str, clip_ids: Sequence[str]) -> None:
-    """Deletes each. RefusedError at the first that is not there."""
+    """Delete each. RefusedError at the first that is not there."""
     with _client(url, api_key) as client:
         for clip_id in clip_ids:
             client.delete_clip(clip_id)

@@ -24,7 +24,7 @@ class LogFormat(StrEnum):
 
 
 def logs_folder() -> Path:
-    """Returns where the processes of the cluster that this one has started write their logs."""
+    """Return where the processes of the cluster that this one has started write their logs."""
     import ray
 
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
@@ -32,7 +32,7 @@ def logs_folder() -> Path:
 
 
 def show_requests(folder: Path, log_format: LogFormat, write: Callable[[str], object]) -> None:
-    """From now on, gives ``write`` a line for each request, as long as this process runs."""
+    """From now on, give ``write`` a line for each request, as long as this process runs."""
     follower = Follower(folder)
 
     def run() -> None:
@@ -60,7 +60,7 @@ class Follower:
             pass
 
     def new_lines(self) -> Iterator[str]:
-        """Yields the lines about requests that have come since the last call."""
+        """Yield the lines about requests that have come since the last call."""
         found = list[tuple[int, int, BinaryIO]]()
         log: BinaryIO
         with ExitStack() as stack:
@@ -89,8 +89,7 @@ class Follower:
 
 
 def format_line(line: str, log_format: LogFormat) -> str:
-    """Returns what to show of a line of log; nothing for a good answer of ``GET /health``, for which nobody
-    looks at a console."""
+    """Return what to show of a log line; empty for a successful ``GET /health``."""
     try:
         record: dict[str, Any] = json.loads(line)
     except json.JSONDecodeError:  # two processes wrote at once

@@ -29,7 +29,7 @@ class Server:
 
 
 def folder() -> Path:
-    """Returns where the files are: in the data directory of the environment, whatever configurations say."""
+    """Return where the files are: in the data directory of the environment, whatever configurations say."""
     return Settings().data_dir / "servers"
 
 
@@ -38,7 +38,7 @@ _own: list[TextIO] = []
 
 
 def announce(url: str, metrics_url: str = "") -> None:
-    """Lets other commands find this process as the server at ``url``, as long as it runs."""
+    """Let other commands find this process as the server at ``url``, as long as it runs."""
     file = file_of(url)
     try:
         make_private(file.parent)
@@ -60,13 +60,13 @@ def file_of(url: str) -> Path:
 
 
 def servers() -> list[Server]:
-    """Returns those that run, by port. A file whose process has ended says nothing."""
+    """Return those that run, by port. A file whose process has ended says nothing."""
     running = [server for file in folder().glob("*.json") if (server := _read(file))]
     return sorted(running, key=lambda server: server.port or 0)
 
 
 def the_server(port: int | None = None) -> Server:
-    """Returns the one that listens on ``port``, or the only one. ValueError says which there are."""
+    """Return the one that listens on ``port``, or the only one. ValueError says which there are."""
     running = servers()
     chosen = [server for server in running if port in (None, server.port)]
     if len(chosen) == 1:

@@ -26,7 +26,7 @@ Counts = Mapping[str, Mapping[str, int]]
 
 
 def print_status(url: str, api_key: str, metrics_url: str, *, as_json: bool = False) -> bool:
-    """Prints a line for each model, or one JSON object; returns whether all of them are ready.
+    """Print a line for each model, or one JSON object; return whether all of them are ready.
 
     Without ``url`` it is the server that runs here. ValueError if that is not clear; httpx's errors if nobody answers.
     """
@@ -63,7 +63,7 @@ def _document(model: str, state: str, cards: Mapping[str, dict[str, Any]], count
 
 
 def _counts(metrics_url: str) -> Counts:
-    """Returns what the metrics say now; nothing where there are none."""
+    """Return what the metrics say now; nothing where there are none."""
     if not metrics_url:
         return {}
     try:
@@ -75,7 +75,7 @@ def _counts(metrics_url: str) -> Counts:
 
 
 def counts_of(page: str) -> Counts:
-    """Returns the gauges of a page in Prometheus' text format, summed over replicas."""
+    """Return the gauges of a page in Prometheus' text format, summed over replicas."""
     columns = {gauge: column for column, gauge in GAUGES.items()}
     counts: dict[str, dict[str, Any]] = {column: defaultdict(int) for column in GAUGES}
     for family in text_string_to_metric_families(page):

@@ -13,7 +13,7 @@ POLL_S = 0.1
 
 
 def stop(port: int | None, timeout_s: float) -> None:
-    """Ends the server on ``port``, or the only one, and waits until it is gone.
+    """End the server on ``port``, or the only one, and wait until it is gone.
 
     ValueError if there is none or the choice is not clear, RuntimeError if it runs still after ``timeout_s``.
     """

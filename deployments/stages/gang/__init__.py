@@ -1,1 +1,1 @@
-"""The denoiser of one model: a gang, what its ranks build, who stands by for them, and what is known of their steps."""
+"""The denoiser of one model: a gang, and what its ranks build."""

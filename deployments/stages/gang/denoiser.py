@@ -33,14 +33,14 @@ from pipelines.request import MediaRequest, ServiceTier
 logger = logging.getLogger(__name__)
 
 EVENTS_EVERY_S = 0.1
-"""Progress for people: no faster than they can see."""
+"""Interval of progress events, as fast as people can follow."""
 
 
 PRIORITIES: Mapping[ServiceTier, float] = {"flex": 0.25, "default": 1.0, "priority": 4.0}
-"""Jobs count as if they took so many times less."""
+"""Divisors of a job's predicted duration in the queue order."""
 
 WATCHED_S = 0.8
-"""Of the second from one health check to the next."""
+"""Duration of a health check, below its period of 1 s."""
 
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}
 
@@ -48,7 +48,7 @@ LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}
 def node_environment(engine: str) -> Mapping[str, str]:
     """Return the variables to start ranks with on the node where it is called, from that node's own.
 
-    NCCL's own sockets, which go to the address of the machine by default, stay on a cluster's loopback.
+    On a loopback cluster, NCCL's sockets use the loopback interface too.
     """
     environment = process_environment()
     local = LOOPBACK if is_on_loopback() else {}
@@ -57,14 +57,14 @@ def node_environment(engine: str) -> Mapping[str, str]:
 
 
 def shape_of(request: MediaRequest, encoded: Shapes) -> tuple[Hashable, ...]:
-    """Returns what the steps of equal ones have alike."""
+    """Return the key of jobs whose steps have equal shapes."""
     num_frames = request.num_layers or request.num_frames
-    silence = ("silent",) if request.sound is False else ()  # fewer tokens, of some models
+    silence = ("silent",) if request.sound is False else ()  # some models have fewer tokens then
     return request.width, request.height, num_frames, request.true_cfg_scale > 1, encoded, *silence
 
 
 def idle_steps(request: MediaRequest, num_steps: int) -> frozenset[int]:
-    """Returns the steps, counted from 1, that make no forwards."""
+    """Return the steps, counted from 1, that the cache skips."""
     computed = computed_steps(request.cache, num_steps)
     return frozenset(step for step, makes_forwards in enumerate(computed, 1) if not makes_forwards)
 
@@ -84,7 +84,7 @@ class Denoiser:
             python=python_like_own("model"),
             step_times=partial(step_times_of, model, self._checkpoint.path),
         )
-        self._is_watched = False
+        self._had_check = False
         self._check: asyncio.Future[None] | None = None
 
     async def denoise(
@@ -96,16 +96,15 @@ class Denoiser:
         decode_s: float = 0.0,
         accepted: bool = False,
     ) -> AsyncGenerator[tuple[StageEvent, ...]]:
-        """Steps, previews and at last ``JobDone``. Closing the iterator cancels the job on all ranks.
+        """Yield events in groups, ``EVENTS_EVERY_S`` apart, ending with ``JobDone``. Closing cancels the job.
 
-        Events come in groups, ``EVENTS_EVERY_S`` apart: each group is a millisecond's work in two processes.
-        ``encoded`` is a list of one reference, so that this call need not wait for the encoder to be sent. It belongs
-        to the caller, which keeps it until the job has ended, whatever becomes of the encoder.
-        ``exclusive``: beside no other job, as a request runs whose gang broke under it. Decoding will take
-        ``decode_s``, as far as that is known: its deadline leaves the steps so much less. ``accepted``: see ``Job``.
+        Each group costs a millisecond of CPU time in two processes. ``encoded`` is a list of one reference, so that
+        the call is sent before the encoder is done; the caller owns it until the job ends. ``exclusive``: run beside
+        no other job, after a gang broke under the request. ``decode_s``: predicted decode time, which the deadline
+        must leave. ``accepted``: see ``Job``.
         """
-        came_s, encoding = time.monotonic(), await encoded[0]
-        waited_s = time.monotonic() - came_s
+        start_s, encoding = time.monotonic(), await encoded[0]
+        waited_s = time.monotonic() - start_s
         num_steps = self._checkpoint.num_steps(request)
         job = Job(
             job_id=job_id,
@@ -137,20 +136,19 @@ class Denoiser:
                 yield (refusal,)
 
     async def spent_s(self, job_id: str) -> float:
-        """Returns how long ranks of this gang were at work for a job that was cancelled or has failed, once they have
-        told; 0 of a job that was not here, or whose gang broke."""
+        """Return the GPU seconds of a cancelled or failed job, once reported; 0 if unknown or the gang broke."""
         return await self._gang.spent_s(job_id)
 
     async def metrics(self) -> Counted:
-        """Returns this replica's name, and what it has counted."""
+        """Return this replica's name and its metrics."""
         return counted_here()
 
     async def check_health(self) -> None:
-        """See ``Gang.check_health``, which may take ranks a while: it goes on from one call to the next.
+        """Raise if the gang is broken. One ``Gang.check_health`` may span several calls.
 
-        A call ends within two seconds, so that Serve takes only a replica that hangs for one. All calls but the first,
-        for which Serve waits, last until it is almost time for the next: Serve, which looks ten times a second whether
-        a check has ended, hears of a broken gang at once.
+        A call ends within two seconds, so that only a hanging replica exceeds Serve's timeout. All calls but the first
+        last almost until the next, since Serve polls running checks ten times a second: it learns of a broken gang at
+        once.
         """
         if self._check is None:
             self._check = asyncio.ensure_future(self._gang.check_health())
@@ -158,12 +156,12 @@ class Denoiser:
         if self._check.done():
             check, self._check = self._check, None
             check.result()
-        if self._is_watched and await self._gang.breaks_within(WATCHED_S):
+        if self._had_check and await self._gang.breaks_within(WATCHED_S):
             await self._gang.check_health()
-        self._is_watched = True
+        self._had_check = True
 
     async def __del__(self) -> None:
-        """Serve awaits it when a replica is stopped: engines are released before communicators, then ranks end."""
+        """Release engines, then communicators, then end ranks. Serve awaits it when a replica is stopped."""
         gang = getattr(self, "_gang", None)
         if gang is not None:
             await gang.close()

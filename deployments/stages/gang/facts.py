@@ -1,4 +1,4 @@
-"""What is kept of measurements belongs to a model as it is configured, and to the software that runs it."""
+"""Cache keys of measurements: the model as configured, and the software versions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pipelines.single_file import split_source
 
 NEEDED = ("torch", "diffusers", "transformers")
 OPTIONAL = ("triton", "fa3-fwd", "tensorrt", "tensorrt-rtx-cu13-libs")
-"""Packages that steps call where they are installed."""
+"""Packages that steps use if installed."""
 
 BLOBS = "blobs"
 
 
 def model_facts(model: ModelConfig, folder: Path) -> dict[str, str]:
-    """What is served, from a checkpoint in ``folder``, and what tells that its files were replaced."""
+    """Return the cache key of a model: its configuration, and the state of its files in ``folder``."""
     files = [*_files_of(folder), *_single_files(model)]
     return {
         "model": repr([model.source, model.dtype, [repr(lora) for lora in model.loras]]),
@@ -29,12 +29,12 @@ def model_facts(model: ModelConfig, folder: Path) -> dict[str, str]:
 
 
 def _files_of(folder: Path) -> Iterable[Path]:
-    """Yields what a model is loaded from; the rest of a folder may change as it likes."""
+    """Return the files that a model is loaded from; other files do not count."""
     return sorted({path for pattern in HUB_FILES for path in folder.glob(pattern)})
 
 
 def _single_files(model: ModelConfig) -> Iterable[Path]:
-    """Yields weights elsewhere: a transformer by itself, and adapters, unless the hub has them under a name."""
+    """Yield weights outside the folder: a single-file transformer, and local adapters."""
     file, _ = split_source(model.source)
     if file is not None:
         yield file
@@ -44,14 +44,13 @@ def _single_files(model: ModelConfig) -> Iterable[Path]:
 
 
 def _state(path: Path) -> tuple[str, int, int | str]:
-    """Name, size, and when it was changed; of a file of the hub's cache, which is a link into its folder of blobs, the
-    name there instead: that is a digest of the content, and the same wherever it was downloaded."""
+    """Return name, size and mtime; for a link into the hub's blobs, the blob's name (a digest) for the mtime."""
     status, target = path.stat(), path.resolve()
     return path.name, status.st_size, target.name if target.parent.name == BLOBS else status.st_mtime_ns
 
 
 def software_facts() -> dict[str, str]:
-    """Versions, of optional packages that steps call where they are installed as well."""
+    """Return the versions of the packages that steps use."""
     facts = {"troupe": own_version(), **{name: version(name) for name in NEEDED}}
     for name in OPTIONAL:
         with suppress(PackageNotFoundError):

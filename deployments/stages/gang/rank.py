@@ -27,7 +27,7 @@ FOLDER = "strategies"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadRankParts:
-    """A ``LoadRank``. Travels to the ranks by pickling, so it holds configuration only; imports happen there."""
+    """A ``LoadRank``. It is pickled, so it holds configuration only and imports on the rank."""
 
     model: ModelConfig
 
@@ -40,7 +40,7 @@ class LoadRankParts:
         with timed("rank: libraries", rank=context.rank), quick_imports():
             import_module("diffusers.pipelines.auto_pipeline")
         with timed("rank: first exchanges", rank=context.rank):
-            early = wait_for_early_start()  # weights are copied to where its exchanges may be under way
+            early = wait_for_early_start()  # its exchanges must not overlap the copy of weights
         for part, took_s in early.items():
             log_phase(f"rank: early, {part}", took_s, rank=context.rank)
         with timed("rank: weights", rank=context.rank), quick_imports():
@@ -56,7 +56,7 @@ def _build(model: ModelConfig, context: RankContext, checkpoint: Checkpoint, den
     from engines.warm_up import warm_up
 
     config = model.denoiser
-    begun_s = time.monotonic()
+    start_s = time.monotonic()
     steps = checkpoint.first_steps(config.warm_sizes, denoiser.modules, fills_prompts=config.fills_prompts)
     engine = load_engine(
         config.engine,
@@ -68,15 +68,14 @@ def _build(model: ModelConfig, context: RankContext, checkpoint: Checkpoint, den
         expected=steps,
         choosing=choosing_of(model, checkpoint),
     )
-    log_phase("rank: engine", time.monotonic() - begun_s, rank=context.rank)
+    log_phase("rank: engine", time.monotonic() - start_s, rank=context.rank)
     with timed("rank: warm up", rank=context.rank):
         warm_up(engine, steps, context, engine.team_sizes if config.elastic else engine.team_sizes[-1:])
     return RankParts(engine=engine, sampler=checkpoint.sampler(), estimates=engine.estimates)
 
 
 def choosing_of(model: ModelConfig, checkpoint: Checkpoint) -> Choosing:
-    """What is "auto" is decided on a step of the model's default request, and kept in the data directory of the node of
-    rank 0, for the model as it is configured and for the software."""
+    """Return how "auto" is decided: on a default step, cached on rank 0's node by model and software."""
     return Choosing(
         typical_step=checkpoint.typical_step,
         folder=Settings().data_dir / FOLDER,
@@ -88,11 +87,11 @@ def choosing_of(model: ModelConfig, checkpoint: Checkpoint) -> Choosing:
 
 
 def is_sliced(config: DenoiserConfig, checkpoint: Checkpoint) -> bool:
-    """What ``config.load`` means. ValueError if it asks for what its engine cannot do."""
+    """Return whether weights are loaded sliced. ValueError if the engine cannot do that."""
     from engines.planner.cost_model import USABLE
     from engines.planner.measure import memory_bytes
 
     if (is_decided := must_slice(config)) is not None:
         return is_decided
-    times_held = 2 if named(checkpoint.loras) else 1  # what changes from job to job is kept as it was loaded, too
+    times_held = 2 if named(checkpoint.loras) else 1  # adapters that switch per job need the original weights too
     return times_held * checkpoint.weights_bytes() > USABLE * memory_bytes(checkpoint.device)

@@ -1,1 +1,1 @@
-"""What several processes keep in files, and the digest that a file about weights is found by."""
+"""Files shared by several processes, and the digest that identifies weights."""

@@ -1,4 +1,4 @@
-"""What kind of device something was measured on."""
+"""The kind of device that a measurement was made on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import platform
 
 
 def device_name(device: str) -> str:
-    """Returns the kind of a device of torch's: work takes as long on others of its kind."""
+    """Return the kind of a torch device; work takes equally long on devices of one kind."""
     import torch
 
     if device == "cpu":

@@ -17,11 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Writes ``data`` to ``path``, and makes its folders.
+    """Write ``data`` to ``path``, and make its folders.
 
-    Readers, and a machine that dies meanwhile, see the old file or the whole new one, never a part. Its permissions are
-    ``mode`` less the process's umask, as of any new file. It waits for the disk: inside an event loop, call it in a
-    thread.
+    Readers see the old file or the whole new one, even after a crash. Permissions are ``mode`` less the process's
+    umask. The call waits for the disk: inside an event loop, run it in a thread.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -36,8 +35,8 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def write_once(path: Path, data: bytes) -> bool:
-    """Writes ``data`` to ``path`` as ``write_atomically`` does, if there is no such file. Returns whether it did: of
-    several processes that try at the same moment, one does."""
+    """Write ``data`` to ``path`` as ``write_atomically`` does, if there is no such file. Return whether it was written:
+    one of several concurrent processes succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     write_atomically(whole, data)
@@ -51,9 +50,9 @@ def write_once(path: Path, data: bytes) -> bool:
 
 
 def _claim(path: Path, whole: Path) -> None:
-    """Gives a file its other name. FileExistsError if that is taken.
+    """Give the file ``whole`` the name ``path``. FileExistsError if that exists.
 
-    Where files have one name only (many network file systems), whoever reads at that very moment may find it empty.
+    On file systems without hard links (many network ones), a concurrent reader may find it empty.
     """
     try:
         os.link(whole, path)
@@ -65,25 +64,24 @@ def _claim(path: Path, whole: Path) -> None:
 
 
 def file_about(folder: Path, name: str, facts: Mapping[str, object]) -> Path:
-    """Returns the JSON file in ``folder`` for what holds for ``facts`` alone: its name begins with ``name`` and has a
-    digest of them, as JSON writes them."""
+    """Return the JSON file in ``folder`` for these ``facts``: ``name`` and a digest of the facts as JSON."""
     digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
     return folder / f"{name}_{digest}.json"
 
 
 class HostLock:
-    """A lock on the GPUs of a host: many processes prepare side by side, and one that times steps is alone.
+    """A lock on the GPUs of a host: warm-ups share it, and a process that times steps holds it exclusively.
 
-    Processes that share a GPU take turns on it, and ranks that exchange tensors wait for each other's turns as well:
-    steps of 66 and 75 ms took 104 and 114 on two H200s while an encoder and a decoder were made ready there.
+    Processes that share a GPU slow each other down, and with them the ranks that exchange tensors. Two H200s took 104
+    and 114 ms for steps of 66 and 75 ms while an encoder and a decoder warmed up there.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Processes find each other in ``folder``; hosts that share it have a file each. Without it nobody waits."""
+        """Lock a file in ``folder``, one per host. If it cannot be opened, the lock has no effect."""
         self._file = folder / f"{socket.gethostname()}.lock"
 
     def shared(self) -> AbstractContextManager[object]:
-        """Wait until no process holds the lock alone; return a context manager that releases it."""
+        """Wait until no process holds the lock exclusively; return a context manager that releases it."""
         return self._lock(fcntl.LOCK_SH)
 
     def try_exclusive(self) -> AbstractContextManager[object] | None:
@@ -99,7 +97,7 @@ class HostLock:
                 self._file.parent.mkdir(parents=True, exist_ok=True)
                 file = opened.enter_context(self._file.open("a"))
                 fcntl.flock(file, operation)
-                opened.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open, too
+                opened.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a child forked meanwhile holds the file open, too
             except BlockingIOError:
                 raise
             except OSError as error:

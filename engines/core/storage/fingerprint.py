@@ -10,13 +10,13 @@ from torch.nn import functional
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WEIGHTS = 8191
-"""Places of values in a sum of theirs are told apart up to this period."""
+"""Period up to which a sum distinguishes the places of its values."""
 
 
 def fingerprint(module: nn.Module) -> str:
-    """A digest of names, shapes, dtypes and of all values: another checkpoint has another one.
+    """Return a digest of names, shapes, dtypes and all values.
 
-    Values go in as sums of their bits, which every device adds up alike, in whatever order.
+    Values enter as sums of their bits, which are the same on every device and in any order.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):

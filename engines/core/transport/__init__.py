@@ -1,1 +1,1 @@
-"""Values with tensors on their way from process to process."""
+"""Values with tensors, sent from process to process."""

@@ -1,4 +1,4 @@
-"""A value with tensors as two: its skeleton, pickled, and one message with the bytes of all its tensors."""
+"""A value with tensors in two parts: a pickled skeleton, and one message with the bytes of all tensors."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes at whose multiples tensors begin inside the one message; every dtype can be read there."""
+"""Bytes to which tensors are aligned inside the message; enough for every dtype."""
 
 
 def pack(state: Any, device: torch.device) -> tuple[bytes, list[Tensor]]:
-    """``state`` without its tensors on ``device``, and these, each once.
+    """Return ``state`` without its tensors on ``device``, and these tensors, each once.
 
-    ValueError for a generator of random numbers in it, which says where.
+    ValueError for a random generator in it, with its place.
     """
     file = io.BytesIO()
     packer = _Packer(file, state, device)
@@ -26,7 +26,7 @@ def pack(state: Any, device: torch.device) -> tuple[bytes, list[Tensor]]:
 
 
 def unpack(skeleton: bytes, message: Tensor) -> Any:
-    """The value, its tensors views of ``message``."""
+    """Return the value; its tensors are views of ``message``."""
     return _Unpacker(io.BytesIO(skeleton), message).load()
 
 
@@ -40,7 +40,7 @@ class _Packer(pickle.Pickler):
         self._next = 0
 
     def persistent_id(self, obj: Any) -> tuple[int, tuple[int, ...], torch.dtype] | None:
-        """Where the tensor begins in the message, its shape and its dtype."""
+        """Return the tensor's start in the message, its shape and its dtype."""
         if isinstance(obj, torch.Generator):
             raise ValueError(
                 f"{_found_at(self._state, obj)} is a torch.Generator, which cannot be packed: torch reads what it is "
@@ -51,7 +51,7 @@ class _Packer(pickle.Pickler):
         if id(obj) not in self._places:
             self._places[id(obj)] = (self._next, tuple(obj.shape), obj.dtype)
             self._next += _padded_bytes(obj)
-            self.tensors.append(obj)  # which also keeps its id from being taken again
+            self.tensors.append(obj)  # also keeps its id from being reused
         return self._places[id(obj)]
 
 
@@ -70,7 +70,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _found_at(state: Any, wanted: object) -> str:
-    """Returns how ``wanted`` is reached from ``state``, as Python writes it."""
+    """Return the expression that leads from ``state`` to ``wanted``."""
     place = _place(state, wanted, set())
     return f"state{place}" if place is not None else f"what a part of a {type(state).__name__} is pickled as"
 
@@ -88,7 +88,7 @@ def _place(value: Any, wanted: object, seen: set[int]) -> str | None:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields what containers hold and objects keep, each with the way to it."""
+    """Yield the items of containers and the attributes of objects, each with its accessor."""
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", part) for key, part in value.items())
     elif isinstance(value, list | tuple | set | frozenset):
@@ -99,17 +99,17 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _padded_bytes(x: Tensor) -> int:
-    """Returns at least one unit, so that no two tensors begin at one place."""
+    """Return the padded size, at least one unit, so that no two tensors start at the same place."""
     return max(1, -(-x.numel() * x.element_size() // ALIGNMENT)) * ALIGNMENT
 
 
 def message_bytes(tensors: list[Tensor]) -> int:
-    """The size of their message."""
+    """Return the size of the tensors' message."""
     return sum(_padded_bytes(x) for x in tensors)
 
 
 def joined(tensors: list[Tensor], device: torch.device) -> Tensor:
-    """The message of ``tensors``: their bytes one after the other, uint8."""
+    """Return the message of ``tensors``: their concatenated bytes, uint8."""
     message, start = empty(message_bytes(tensors), device), 0
     for x in tensors:
         dense = x.detach().contiguous()
@@ -120,5 +120,5 @@ def joined(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 
 def empty(num_bytes: int, device: torch.device) -> Tensor:
-    """Room for a message, uint8."""
+    """Return an uninitialised message, uint8."""
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""Values with tensors on their way through processes that know nothing of torch."""
+"""Values with tensors, sent through processes without torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""What tensors there are, by name: hashable."""
+"""Shapes of tensors by name: hashable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parcel:
-    """A packed value. Who holds one needs no torch; Ray leaves its bytes in the object store and copies none to read.
+    """A packed value. Holding one needs no torch; Ray keeps its bytes in the object store and reads them without copy.
 
-    Parcels are what processes send to each other in place of references to objects that they own: a reference inside an
-    item of a stream is lost when its owner asks the reader for it before the reader has asked for the item.
+    Processes send parcels rather than references to their own objects. A reference inside an item of a stream is lost
+    if its owner asks the reader for it before the reader has asked for the item.
     """
 
     skeleton: bytes
@@ -25,7 +25,7 @@ class Parcel:
 
     @classmethod
     def of(cls, value: Any, **fields: Any) -> Self:
-        """Packs ``value``, whose tensors lie on the CPU; ``fields`` are those that a subclass has besides."""
+        """Pack ``value``, whose tensors lie on the CPU; ``fields`` are a subclass's own."""
         import torch
 
         from engines.core.transport.packing import joined, pack
@@ -35,7 +35,7 @@ class Parcel:
         return cls(skeleton=skeleton, message=joined(tensors, cpu).numpy(), **fields)
 
     def open(self) -> Any:
-        """Returns the value; its tensors share one copy of the bytes, since those in the object store are read-only."""
+        """Return the value; its tensors share one copy of the bytes, since the object store is read-only."""
         import torch
 
         from engines.core.transport.packing import unpack

@@ -1,4 +1,4 @@
-"""A job on its way through a gang, and what the gang says about it."""
+"""A job of a gang, and its events."""
 
 from __future__ import annotations
 
@@ -11,80 +11,81 @@ from engines.core.transport.parcel import Parcel
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One request for the gang. ``request`` and ``conditioning`` go to ``Sampler.begin`` untouched.
-
-    ``conditioning`` may be a ``Parcel`` or an ``ObjectRef``; it is resolved on the ranks, never in the scheduler's
-    process.
-    ``preview_steps`` count from 1. Jobs of equal ``shape`` share compiled programs: steps get the start deadline until
-    their ranks have found everything ready for it (None: the first step of each job). ``exclusive`` keeps other jobs
-    from running: if the gang breaks, it is clear under which job.
-    ``request_id`` is for the logs.
-
-    For the scheduler's policy: ``estimates_s`` are what a step takes beside those of other jobs, by team size, up to a
-    factor that all of them share (as the cost model says, or else its tokens); a job of ``priority`` 4 counts as if it
-    took a quarter of its time; ``deadline_s`` after its request arrived it should be done, ``waited_s`` of which were
-    over when it came here, and ``decode_s`` of which decoding its latents will take, as far as that was measured;
-    ``key`` is whose it is, and ``weight`` how much that one may have beside others.
-    ``accepted``: neither the length of the queue nor the wait refuses it, since its client was kept waiting already.
-    ``idle_steps`` (counted from 1) make no forwards, and take next to no time.
-    """
+    """One request for the gang."""
 
     job_id: str
     request: Any
+    """Passed to ``Sampler.begin`` unchanged."""
     conditioning: Any
+    """May be a ``Parcel`` or an ``ObjectRef``: it is resolved on the ranks, never in the scheduler's process."""
     num_steps: int
     preview_steps: frozenset[int] = frozenset()
+    """Steps after which to emit a preview, counted from 1."""
     shape: Hashable | None = None
+    """Jobs of equal shape share compiled programs. Cold steps get the start deadline (None: each job's first step)."""
     exclusive: bool = False
+    """No other job runs beside it: if the gang breaks, the cause is known."""
     request_id: str = ""
+    """For the logs."""
     estimates_s: Mapping[int, float] = field(default_factory=dict)
+    """Estimated step time by team size, up to a factor common to all jobs (by the cost model, or by tokens)."""
     priority: float = 1.0
+    """A job of priority 4 is ordered as if it took a quarter of its time."""
     deadline_s: float | None = None
+    """Seconds from the request's arrival to its deadline."""
     waited_s: float = 0.0
+    """Seconds since the request's arrival when the job reaches the gang."""
     decode_s: float = 0.0
+    """Measured time to decode its latents; 0 if unknown."""
     key: str = ""
+    """Owner of the job, for fair sharing."""
     weight: float = 1.0
+    """Share of the owner, relative to others."""
     accepted: bool = False
+    """Admitted earlier: neither queue length nor predicted wait refuses it."""
     idle_steps: frozenset[int] = frozenset()
+    """Steps without forwards, counted from 1; they take next to no time."""
 
     def num_forwards_after(self, step: int) -> int:
-        """Returns how many of the steps after this one (0: of all) take the time of a step."""
+        """Return the number of steps with forwards after ``step`` (0: in the whole job)."""
         return self.num_steps - step - sum(idle > step for idle in self.idle_steps)
 
     @property
     def left_s(self) -> float | None:
-        """What its deadline leaves for its steps as it comes to a gang; None without one."""
+        """Seconds left for its steps when it reaches a gang; None without a deadline."""
         return None if self.deadline_s is None else self.deadline_s - self.waited_s - self.decode_s
 
     @property
     def log_fields(self) -> dict[str, object]:
-        """Fields for ``extra``. Not ``job_id``: Ray's JSON logs write the id of their own job over that field."""
+        """Fields for ``extra``. Not ``job_id``: Ray's JSON logs overwrite that field with Ray's job id."""
         return {"gang_job_id": self.job_id, "request_id": self.request_id}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobQueued:
-    """The gang has taken a job, and will have done its steps in ``eta_s``, by prediction; None while that would be a
-    guess (see ``StepPrediction.knows``). The gang had ``num_before`` other jobs then."""
+    """The gang has admitted a job."""
 
     job_id: str
     eta_s: float | None
+    """Predicted seconds to its last step; None if that would be a guess (see ``StepPrediction.knows``)."""
     num_before: int = 0
+    """Other open jobs at admission."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDone:
-    """``step_ms`` is what the job's newest step took that is known to be over: on a GPU one before this, None at first.
-    ``eta_s`` is the prediction for the steps that are left, those of other jobs before them included; None while that
-    would be a guess. In the steps that are known to be over ranks were at work for ``gpu_s``, all of them added up."""
+    """A job has done ``step`` of ``num_steps``."""
 
     job_id: str
     step: int
     num_steps: int
     step_ms: float | None
+    """Time of the newest measured step: on a GPU an earlier one, None at first."""
     num_ranks: int
     eta_s: float | None = None
+    """Predicted seconds to the last step, waits for other jobs included; None if that would be a guess."""
     gpu_s: float = 0.0
+    """Rank-seconds of all measured steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,21 +99,20 @@ class PreviewReady:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobDone:
-    """Finished latents. ``queue_s`` is the wait for the first step, ``denoise_s`` the rest; in its steps ranks were at
-    work for ``gpu_s``, all of them added up.
-
-    ``was_warm``: no step had to wait for something that an earlier job of its shape would have left ready.
-    ``same_bytes``: its request gives these very latents whenever it comes. Not in an elastic gang, where others decide
-    how many ranks it gets, and sums over other numbers of ranks round differently.
-    """
+    """Finished latents."""
 
     job_id: str
     latents: Parcel
     queue_s: float
+    """Wait for the first step."""
     denoise_s: float
+    """Time from the first step to the end."""
     was_warm: bool
+    """No step compiled or captured anything."""
     gpu_s: float = 0.0
+    """Rank-seconds of its steps."""
     same_bytes: bool = True
+    """The request always gives the same latents. False in an elastic gang: rounding depends on the team size."""
 
 
 JobEvent = JobQueued | StepDone | PreviewReady | JobDone

@@ -1,4 +1,4 @@
-"""The jobs that somebody waits for: what the requests' side and the scheduler's side of a gang share."""
+"""Open jobs, shared by the requests and the scheduler of a gang."""
 
 from __future__ import annotations
 
@@ -14,17 +14,12 @@ from engines.gang.jobs.job import Job, JobDone, JobEvent, StepDone
 from engines.gang.metrics import GangMetrics, Outcome
 
 NUM_REMEMBERED = 1000
-"""Newest jobs that ended, of which the table still says what they took."""
+"""Newest ended jobs whose GPU time is kept."""
 
 
 @dataclass(slots=True, eq=False)
 class OpenJob:
-    """A job, its events on their way to the request, and how it ended. Times are those of ``clock``. ``forgotten`` is
-    set when no rank will tell more of it.
-
-    Of the steps that are known to be over ranks were at work for ``gpu_s``, all of them added up; the newest took
-    ``step_s``, and the newest forward that found all ready ``warm_step_s``; None while there is none.
-    """
+    """A job, its pending events, and its outcome. Times are those of ``clock``."""
 
     job: Job
     clock: Clock
@@ -35,13 +30,17 @@ class OpenJob:
     num_steps_done: int = 0
     was_warm: bool = True
     gpu_s: float = 0.0
+    """Rank-seconds of all measured steps."""
     step_s: float | None = None
+    """Time of the newest measured step."""
     warm_step_s: float | None = None
+    """Time of the newest measured step that was warm and made a forward."""
     outcome: Outcome | None = None
     forgotten: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when no rank will report on the job any more."""
 
     async def next_events(self, until_s: float) -> list[JobEvent | Exception]:
-        """Events that have come, at least one. Waits for more until ``until_s`` as long as they are mere steps."""
+        """Return at least one event. Wait for more until ``until_s`` while the last one is a ``StepDone``."""
         group = [await self.events.get()]
         while isinstance(group[-1], StepDone):
             try:
@@ -61,7 +60,7 @@ class JobTable:
         self._clock = clock
         self._jobs: dict[str, OpenJob] = {}
         self._spent_s: dict[str, float] = {}
-        """What jobs took that are forgotten."""
+        """GPU time of forgotten jobs, by id."""
 
     @property
     def jobs(self) -> Mapping[str, Job]:
@@ -69,13 +68,13 @@ class JobTable:
 
     @property
     def coming(self) -> list[Job]:
-        """Jobs that the scheduler does not know of yet."""
+        """Open jobs that are not scheduled yet."""
         jobs = self._jobs.values()
         return [open_job.job for open_job in jobs if open_job.outcome is None and not open_job.is_scheduled]
 
     @property
     def open_jobs(self) -> list[Job]:
-        """Those that have not ended."""
+        """Jobs that have not ended."""
         return [open_job.job for open_job in self._jobs.values() if open_job.outcome is None]
 
     @property
@@ -90,17 +89,17 @@ class JobTable:
         return self._jobs[job_id]
 
     async def spent_s(self, job_id: str) -> float:
-        """Returns how long ranks were at work for a job that has ended, or is about to, once they have told all.
+        """Return the rank-seconds of a job that has ended, or is about to. Wait for its last reports.
 
-        0 of a job that was never here, that broke with its gang, or was forgotten long ago.
+        0 for an unknown job, one that broke with its gang, or one forgotten long ago.
         """
         if (open_job := self._jobs.get(job_id)) is not None:
             await open_job.forgotten.wait()
         return self._spent_s.get(job_id, 0.0)
 
     def open(self, job: Job, retry_after_s: float) -> OpenJob:
-        """``ValueError`` for a job that this gang cannot take, ``QueueFullError`` if too many wait and it was not
-        ``accepted`` before."""
+        """Add a job. Raise ``ValueError`` if it is invalid, ``QueueFullError`` if the queue is full and it is not
+        ``accepted``."""
         self.check(job)
         num_waiting = self.num_waiting
         if not job.accepted and self.num_open >= self._config.max_running_jobs + self._config.max_waiting_jobs:
@@ -128,7 +127,7 @@ class JobTable:
             self.end(open_job, outcome)
 
     def fail_all(self, error: GangBrokenError, in_flight: Iterable[str]) -> None:
-        """Tell every open job that the gang is broken, and those ``in_flight`` that they may be the cause."""
+        """Fail every open job. Jobs ``in_flight`` are marked as possible causes."""
         suspects = frozenset(in_flight)
         for job_id, open_job in self._jobs.items():
             self.fail(open_job, GangBrokenError(error.reason, error.cause, job_id in suspects), "broken")
@@ -152,7 +151,7 @@ class JobTable:
         self._metrics.open_jobs(self.num_open - self.num_waiting, self.num_waiting)
 
     def check(self, job: Job) -> None:
-        """``ValueError`` for a job that no gang can take, or not beside those that are open."""
+        """Raise ``ValueError`` for a job without steps, or with an id in use."""
         if job.num_steps < 1:
             raise ValueError(f"a job has at least 1 step, not {job.num_steps}")
         if job.job_id in self._jobs:

@@ -1,4 +1,4 @@
-"""What a rank does with a plan, free of Ray: holds the states of its jobs and takes them a step further."""
+"""Execution of plans on a rank, without Ray: job states and their steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ResidentJob:
-    """A job on a rank, its conditioning resolved; ``state`` is the sampler's, from step 1 on."""
+    """A job on a rank, with its conditioning resolved. ``state`` is the sampler's, from step 1 on."""
 
     job: Job
     state: Any = None
@@ -39,13 +39,12 @@ class ResidentJob:
 class RankJobs:
     """Executes plans in order. Every rank of a team holds equal states and so sees equal failures.
 
-    What goes wrong in a job's own maths (its sampler, or a ValueError or JobFailedError of the engine) fails the job
-    alone. Any other error of ``predict`` leaves the communicator in an unknown state, so it is raised, and breaks the
-    gang.
+    An error of the sampler, or a ValueError or JobFailedError of the engine, fails the job alone. Any other error of
+    ``predict`` leaves the communicator in an unknown state: it is raised and breaks the gang.
     """
 
     def __init__(self, parts: RankParts, context: RankContext, timer: StepTimer | None = None) -> None:
-        """``timer``: None for that of the rank's device."""
+        """``timer``: None for the default of the rank's device."""
         self._engine = parts.engine
         self._sampler = parts.sampler
         self._context = context
@@ -65,13 +64,13 @@ class RankJobs:
 
     @torch.no_grad()
     def execute(self, plan: StepPlan) -> tuple[StepReport, tuple[Any, ...]]:
-        """The report, and one entry per ``plan.emits_of(rank)``: latents on the CPU, or None for a failed job."""
+        """Return the report, and per ``plan.emits_of(rank)`` latents on the CPU, or None for a failed job."""
         self._timer.arrive()
         self._failures = []
         self._was_warm, self._predicted = True, False
         for job_id in plan.drops:
             self._drop(job_id)
-        if plan.moves or plan.drops:  # a rank may be told no more of a job, and tells now what its last step there took
+        if plan.moves or plan.drops:  # perhaps the last plan with a job: report its last step time now
             self._timer.wait(0)
         move_ms = self._make(plan.moves)
         work = plan.work_of(self._context.rank)
@@ -109,7 +108,7 @@ class RankJobs:
         )
 
     def _make(self, moves: Sequence[Move]) -> float:
-        """Returns the milliseconds that each took, from when this rank was there for the first."""
+        """Return the mean milliseconds of a move, from this rank's arrival at the first."""
         if not moves:
             return 0.0
         started_s = time.perf_counter()
@@ -119,20 +118,20 @@ class RankJobs:
         return 1e3 * (time.perf_counter() - started_s) / len(moves)
 
     def _move(self, move: Move) -> None:
-        """Every rank of the gang makes the call; if the state cannot travel, all of them fail the job."""
+        """Transfer a job's state. Called on every rank; all fail the job if the state cannot be pickled."""
         started_s, resident, rank = time.perf_counter(), self._residents[move.job_id], self._context.rank
-        mine = (resident.state, resident.num_steps_done, resident.failed) if rank == move.source else None
+        sent = (resident.state, resident.num_steps_done, resident.failed) if rank == move.source else None
         with self._blame(resident):
-            handed = transfer(mine, source=move.source, rank=rank, device=self._device)
+            received = transfer(sent, source=move.source, rank=rank, device=self._device)
             if rank in move.ranks:
-                resident.state, resident.num_steps_done, resident.failed = handed
+                resident.state, resident.num_steps_done, resident.failed = received
                 took_ms = 1e3 * (time.perf_counter() - started_s)
                 logger.info(
                     "job comes from rank %d in %.1f ms", move.source, took_ms, extra=self._log_fields(resident.job)
                 )
 
     def _release_moved(self, plan: StepPlan) -> None:
-        """Drops states that are out of date: their jobs have gone on to other ranks."""
+        """Drop outdated states of jobs that moved to other ranks."""
         for work in plan.works:
             if self._context.rank not in work.ranks:
                 for job_id in work.job_ids:
@@ -143,15 +142,15 @@ class RankJobs:
         for job_step in work.job_steps:
             if job_step.step == 1:
                 self._begin(self._residents[job_step.job_id])
-        noted = ((resident, self._branches(resident)) for resident in self._alive(work))
-        forwards = [(resident, branches) for resident, branches in noted if branches is not None]
+        by_job = ((resident, self._branches(resident)) for resident in self._alive(work))
+        forwards = [(resident, branches) for resident, branches in by_job if branches is not None]
         for resident, predictions in self._predict(forwards, work.ranks):
             with self._blame(resident):
                 resident.state = self._sampler.advance(resident.state, predictions)
                 resident.num_steps_done += 1
 
     def _alive(self, work: Work) -> list[ResidentJob]:
-        # A plan may name a job that failed after the plan was made; one that was never admitted is our own mistake.
+        # A plan may name a job that has failed since; an unknown job is a bug, hence the KeyError.
         return [resident for job_id in work.job_ids if not (resident := self._residents[job_id]).failed]
 
     def _begin(self, resident: ResidentJob) -> None:
@@ -163,7 +162,7 @@ class RankJobs:
             logger.info("job begins", extra=self._log_fields(resident.job))
 
     def _branches(self, resident: ResidentJob) -> tuple[Branch, ...] | None:
-        """None if there is no telling them, which fails the job."""
+        """Return the step's branches; None if the sampler fails, which fails the job."""
         with self._blame(resident):
             return self._sampler.branches(resident.state)
         return None
@@ -171,7 +170,7 @@ class RankJobs:
     def _predict(
         self, forwards: list[tuple[ResidentJob, tuple[Branch, ...]]], ranks: tuple[int, ...]
     ) -> list[tuple[ResidentJob, tuple[Tensor, ...]]]:
-        """One forward for all jobs of the work, split again by job; nothing for those that need it if it fails."""
+        """Run one forward for all jobs and split it by job. If it fails, omit the jobs that need it."""
         branches = tuple(branch for _, of_job in forwards for branch in of_job)
         without: list[tuple[ResidentJob, tuple[Tensor, ...]]] = [(job, ()) for job, of_job in forwards if not of_job]
         if not branches:
@@ -194,12 +193,12 @@ class RankJobs:
             take = self._sampler.latents if job_step.emit == "final" else self._sampler.preview
             return take(resident.state)
         except Exception as error:
-            # The lead rank alone takes latents, so the job goes on here as it does on the others, until it is dropped.
+            # Only the lead rank takes latents: the job goes on here, as on the others, until it is dropped.
             self._fail(resident, error, shared=False)
             return None
 
     def _forget_finished(self, plan: StepPlan) -> None:
-        """Also on ranks outside of the job's team, which were given it too."""
+        """Forget jobs after their final step, also on ranks outside their team."""
         for job_step in (job_step for work in plan.works for job_step in work.emits):
             if job_step.emit == "final":
                 resident = self._residents.pop(job_step.job_id)

@@ -124,12 +124,12 @@ class Scheduler:
         return self._prediction
 
     def lone_s(self, job: Job) -> float:
-        """Returns what the steps of ``job`` are predicted to take by themselves."""
+        """Return what the steps of ``job`` are predicted to take by themselves."""
         *_, whole_s = self._predicted_s(job)
         return whole_s
 
     def finish_times_s(self, now_s: float = 0.0, *, beside: Sequence[Job] = ()) -> dict[str, float]:
-        """Returns when each job is predicted to have done its steps, in seconds from now, if no other comes.
+        """Return when each job is predicted to have done its steps, in seconds from now, if no other comes.
 
         ``beside``: as if these came now. Steps that were planned already do not count.
         """
@@ -180,7 +180,7 @@ class Scheduler:
         return _Entry(job, number, due_s, *self._predicted_s(job))
 
     def _predicted_s(self, job: Job) -> tuple[Mapping[int, float], float, float]:
-        """Returns the seconds of a step by team size, on the team that is fastest, and of all steps there."""
+        """Return the seconds of a step by team size, on the team that is fastest, and of all steps there."""
         step_s = self._prediction.by_size(job, self._gang.team_sizes)
         fastest_s = min(step_s.values())
         return step_s, fastest_s, job.num_forwards_after(0) * fastest_s

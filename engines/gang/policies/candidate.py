@@ -75,7 +75,7 @@ class GangShape:
 
 
 def within_room(ordered: Sequence[Candidate], max_running_jobs: int, num_begun: int | None = None) -> list[Candidate]:
-    """Returns the same; those that have begun (in all ``num_begun``, by default of these) may run, and the most urgent
+    """Return the same; those that have begun (in all ``num_begun``, by default of these) may run, and the most urgent
     others that there is room for."""
     room = max_running_jobs - (sum(one.has_begun for one in ordered) if num_begun is None else num_begun)
     found = []

@@ -19,7 +19,7 @@ class Deadline:
 
     In an elastic gang teams are such that as few jobs as can be are late, by prediction, and among those the ones by
     which all wait least. To give each the smallest team that still meets its deadline spends all its time to spare, so
-    that fewer are in time when others come (``docs/scaling.md`` has the figures).
+    that fewer are in time when others come (``docs/scale/policies.md`` has the figures).
     """
 
     def __init__(self, max_overtaken: float = MAX_OVERTAKEN) -> None:

@@ -69,7 +69,7 @@ class Fair:
         return self._within.changes_in_s(own, [one for one in waiting if one.job.key == key], now_s)
 
     def _take_turns(self) -> None:
-        """Ends the turns of keys that have used them up, until one has something left."""
+        """End the turns of keys that have used them up, until one has something left."""
         if self._left_s and max(self._left_s.values()) <= 0:  # first at once all rounds that leave nothing to anybody
             num_rounds = min(-left_s // self._turn_s(key) for key, left_s in self._left_s.items())
             self._left_s = {key: left_s + num_rounds * self._turn_s(key) for key, left_s in self._left_s.items()}

@@ -12,7 +12,7 @@ Sizes = tuple[int, ...]
 
 @cache
 def divisions(num_ranks: int, team_sizes: Sizes) -> tuple[Sizes, ...]:
-    """Returns every way to cut so many ranks into teams of these sizes, each from the largest to the smallest."""
+    """Return every way to cut so many ranks into teams of these sizes, each from the largest to the smallest."""
 
     def cut(rest: int, largest: int) -> Iterator[Sizes]:
         if not rest:
@@ -25,7 +25,7 @@ def divisions(num_ranks: int, team_sizes: Sizes) -> tuple[Sizes, ...]:
 
 
 def placed(wanted: Sequence[tuple[Candidate, int]], gang: GangShape) -> dict[str, Ranks] | None:
-    """Returns ranks for each job's team of that size, at a multiple of it; None if there is no such place.
+    """Return ranks for each job's team of that size, at a multiple of it; None if there is no such place.
 
     A job stays where it is, or with ranks that have its state, if that leaves room for those after it.
     """
@@ -33,7 +33,7 @@ def placed(wanted: Sequence[tuple[Candidate, int]], gang: GangShape) -> dict[str
 
 
 def num_moves(teams: Mapping[str, Ranks], candidates: Sequence[Candidate]) -> int:
-    """Returns for how many jobs a state has to go to ranks that do not have it."""
+    """Return for how many jobs a state has to go to ranks that do not have it."""
     begun = (candidate for candidate in candidates if candidate.has_begun and candidate.id in teams)
     return sum(not set(teams[candidate.id]) <= set(candidate.holders) for candidate in begun)
 

@@ -12,15 +12,15 @@ class Policy(Protocol):
     """Who goes first. It may keep what it was told of the plans (``note``), in predicted seconds, and nothing else."""
 
     def order(self, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:
-        """Returns all of ``candidates`` (in order of arrival), the most urgent first. Ties go to who came first."""
+        """Return all of ``candidates`` (in order of arrival), the most urgent first. Ties go to who came first."""
         ...
 
     def teams(self, ordered: Sequence[Candidate], gang: GangShape, now_s: float) -> Teams:
-        """Returns the teams of some of ``ordered`` in an elastic gang. At least one of those that may run gets one."""
+        """Return the teams of some of ``ordered`` in an elastic gang. At least one of those that may run gets one."""
         ...
 
     def note(self, served: Candidate, gang_s: float, waiting: Sequence[Candidate]) -> bool:
-        """Hears of a step of ``served``, of so many predicted gang-seconds, while no rank works on ``waiting``.
+        """Hear of a step of ``served``, of so many predicted gang-seconds, while no rank works on ``waiting``.
 
         Returns whether that may change the order.
         """
@@ -29,17 +29,17 @@ class Policy(Protocol):
     def changes_in_s(
         self, served: Sequence[tuple[Candidate, float]], waiting: Sequence[Candidate], now_s: float
     ) -> float:
-        """Returns in how many seconds the order may be another, while ranks work on ``served``, each by such a share of
+        """Return in how many seconds the order may be another, while ranks work on ``served``, each by such a share of
         the gang, and on none of ``waiting``; infinity if that takes the end of a job, or a new one."""
         ...
 
     def forget(self, job_id: str) -> None:
-        """Hears that a job has ended."""
+        """Hear that a job has ended."""
         ...
 
 
 def teams_of(policy: Policy, ordered: Sequence[Candidate], gang: GangShape, now_s: float) -> Teams:
-    """Returns the teams of ``ordered``: those of ``policy`` in an elastic gang, else the whole gang for the first that
+    """Return the teams of ``ordered``: those of ``policy`` in an elastic gang, else the whole gang for the first that
     may run; none if none may."""
     first = next((one for one in ordered if one.may_run), None)
     if first is None:

@@ -16,13 +16,13 @@ POLICIES = {
 
 
 def find_policy(name: str) -> str:
-    """Returns where the policy of that name is. ValueError lists the known names."""
+    """Return where the policy of that name is. ValueError lists the known names."""
     if name not in POLICIES:
         raise ValueError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
     return POLICIES[name]
 
 
 def make_policy(name: str) -> Policy:
-    """Returns a new policy of that name, for one gang. ValueError lists the known names."""
+    """Return a new policy of that name, for one gang. ValueError lists the known names."""
     module, _, class_name = find_policy(name).partition(":")
     return cast(Policy, getattr(import_module(module), class_name)())

@@ -61,7 +61,7 @@ class Shortest:
         self._overtaken_s.pop(job_id, None)
 
     def overtaken_s(self, job_id: str) -> float:
-        """Returns the gang-seconds that later jobs were served before this one."""
+        """Return the gang-seconds that later jobs were served before this one."""
         return self._overtaken_s.get(job_id, 0.0)
 
     def _urgency(self, candidate: Candidate) -> tuple[int, float, int]:
@@ -70,7 +70,7 @@ class Shortest:
         return 1, candidate.shortest_left_s / candidate.job.priority, candidate.number
 
     def is_old(self, candidate: Candidate) -> bool:
-        """Returns whether it goes before all that came after it."""
+        """Return whether it goes before all that came after it."""
         return self.overtaken_s(candidate.id) >= self._limit_s(candidate)
 
     def _limit_s(self, candidate: Candidate) -> float:

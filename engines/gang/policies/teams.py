@@ -13,7 +13,7 @@ NO_LIMITS: Mapping[str, float] = MappingProxyType({})
 
 PAUSE_SHARE = 0.005
 """A running job is paused for others, rather than narrowed, only if that makes the predicted waits so much shorter.
-More costs the small ones much and helps the large ones little (``docs/scaling.md`` has the figures)."""
+More costs the small ones much and helps the large ones little (``docs/scale/policies.md`` has the figures)."""
 
 HYSTERESIS_SHARE = 0.02
 """Teams are changed only if that makes the predicted waits so much shorter."""
@@ -28,7 +28,7 @@ MAX_LOOKED_AT = 24
 def quickest_teams(
     ordered: Sequence[Candidate], gang: GangShape, num_first: int = 0, limits_s: Mapping[str, float] = NO_LIMITS
 ) -> Teams:
-    """Returns teams for the first of ``ordered``: the division of the gang by which all of them wait least.
+    """Return teams for the first of ``ordered``: the division of the gang by which all of them wait least.
 
     Each division is simulated to the end (``finish_times_s``), with the most urgent jobs on its teams, and with jobs
     that run already in the place of the last of these: narrowed, where to pause them would gain little. A job on a team
@@ -50,7 +50,7 @@ def quickest_teams(
 
 
 def _seatings(ordered: Sequence[Candidate], gang: GangShape, num_first: int) -> Iterator[list[tuple[Candidate, int]]]:
-    """Yields jobs with the sizes of their teams, none twice."""
+    """Yield jobs with the sizes of their teams, none twice."""
     seen, may_run = set(), [one for one in ordered if one.may_run]
     for sizes in divisions(gang.num_ranks, gang.team_sizes):
         if len(sizes) > len(may_run):
@@ -65,7 +65,7 @@ def _seatings(ordered: Sequence[Candidate], gang: GangShape, num_first: int) -> 
 
 
 def _choices(ordered: Sequence[Candidate], num: int, num_first: int) -> Iterator[list[Candidate]]:
-    """Yields ``num`` jobs: the most urgent, and these with some that run in the place of the last of them."""
+    """Yield ``num`` jobs: the most urgent, and these with some that run in the place of the last of them."""
     yield list(ordered[:num])
     behind = [one for one in ordered[num:] if one.ranks and one.has_begun]
     for num_kept in range(1, min(len(behind), num - max(1, num_first)) + 1):
@@ -79,7 +79,7 @@ def _seated(jobs: Sequence[Candidate], sizes: Sizes) -> list[tuple[Candidate, in
 def _cost_s(
     times_s: Mapping[str, float], moving_s: float, teams: Mapping[str, Ranks], ordered: Sequence[Candidate]
 ) -> float:
-    """Returns the sum of predicted waits, and what speaks for leaving things as they are: all wait while states go from
+    """Return the sum of predicted waits, and what speaks for leaving things as they are: all wait while states go from
     rank to rank."""
     sum_s = sum(times_s.values()) + NUM_TO_COME * max(times_s.values()) + moving_s * len(ordered)
     running = [one for one in ordered if one.ranks]

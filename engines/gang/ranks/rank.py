@@ -86,7 +86,7 @@ class Rank:
         return self._communicator.open_store(_node_ip())
 
     def join(self, address: StoreAddress) -> RankInfo:
-        """Joins the communicator. On a GPU, groups and first exchanges follow in a thread beside ``load``."""
+        """Join the communicator. On a GPU, groups and first exchanges follow in a thread beside ``load``."""
         self._communicator.join(address)
         if self._context.device != "cpu":  # Gloo connects ranks at once: nothing to gain
             import torch
@@ -109,7 +109,7 @@ class Rank:
         log_phase("rank: torch", self._torch_s, rank=rank)
 
     def build(self) -> BuiltRank:
-        """Makes the engine, and all that a job needs."""
+        """Make the engine, and all that a job needs."""
         from engines.gang.jobs.rank_jobs import RankJobs
         from engines.gang.jobs.transfer import rehearse
         from engines.parallel.communication.early_start import wait_for_early_start

@@ -105,7 +105,7 @@ class Start:
             await asyncio.gather(together, return_exceptions=True)
 
     async def _ping(self) -> None:
-        """Returns never; raises ``GangBrokenError`` when a rank answers no ping for as long as ranks may be silent."""
+        """Return never; raises ``GangBrokenError`` when a rank answers no ping for as long as ranks may be silent."""
         silence_s = self._silence_s
         while True:
             answers = [asyncio.ensure_future(_answer(rank.ping.remote())) for rank in self._ranks]

@@ -48,7 +48,7 @@ class Watchdog:
         return self._num_cold > 0
 
     async def watch(self) -> None:
-        """Returns never; raises ``GangBrokenError`` when a rank dies, also between steps."""
+        """Return never; raises ``GangBrokenError`` when a rank dies, also between steps."""
         await asyncio.wait(self._watches, return_when=asyncio.FIRST_COMPLETED)
         raise next(error for error in _errors(self._watches))
 
@@ -94,7 +94,7 @@ class Watchdog:
         return not any(first_steps) and all(shape in self._warm[work.ranks] for shape in _shapes(work, jobs))
 
     async def _explain(self, error: BaseException) -> BaseException:
-        """Returns the death of a rank, if one has died: its peers see a failed exchange before there is news of it, and
+        """Return the death of a rank, if one has died: its peers see a failed exchange before there is news of it, and
         that is the lesser explanation. Ranks that all answer a ping are alive, and nothing is waited for."""
         pings = [asyncio.ensure_future(answer_of(i, rank.ping.remote())) for i, rank in enumerate(self._ranks)]
         answered = asyncio.ensure_future(asyncio.wait(pings))
@@ -106,14 +106,14 @@ class Watchdog:
         return [*_errors((*self._watches, *pings)), error][0]
 
     async def _wait(self, tasks: Sequence[asyncio.Future[Any]], at_most_s: float, return_when: str) -> None:
-        """Waits as ``asyncio.wait`` does, by the gang's clock: the tasks go on in any case."""
+        """Wait as ``asyncio.wait`` does, by the gang's clock: the tasks go on in any case."""
         with suppress(TimeoutError):
             async with self._clock.timeout(at_most_s):
                 await asyncio.wait(tasks, return_when=return_when)
 
 
 def _shapes(work: Work, jobs: Mapping[str, Job]) -> set[Hashable]:
-    """Returns those of its jobs that have one."""
+    """Return those of its jobs that have one."""
     return {jobs[job_id].shape for job_id in work.job_ids} - {None}
 
 

@@ -41,7 +41,7 @@ START_TIMEOUT_S, LEAVE_S = 900.0, 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """One statement of the table in docs/tensorrt.md, and how it went on this host."""
+    """One statement of the table in docs/reference/tensorrt.md, and how it went on this host."""
 
     subject: str
     result: Result

@@ -19,7 +19,7 @@ from engines.torch_engine.exchange.peer_memory import reachable
 
 PARTS_FROM_TOKENS = 16384
 """Steps of so many tokens exchange heads in parts, some beside the attention of others, and use the memory that ranks
-share (docs/denoise_step.md)."""
+share (docs/inside/denoise_step.md)."""
 
 NUM_PARTS = 2
 """So many parts go through NCCL; ranks that write into each other's memory divide them as ``peer_attention`` says."""

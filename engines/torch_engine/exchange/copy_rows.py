@@ -23,7 +23,7 @@ def copy_streams(axis: Axis, device: torch.device, *, to_self: bool) -> dict[int
 
 
 def copy_rows(target_RC: Tensor, source_RC: Tensor) -> None:
-    """Copies rows on the current stream; columns lie side by side in both, rows at any distance.
+    """Copy rows on the current stream; columns lie side by side in both, rows at any distance.
 
     ``Tensor.copy_`` calls a copy engine for whole tensors alone, and starts a kernel for anything with gaps.
     """

@@ -92,7 +92,7 @@ class UlyssesHeads:
         )
 
     def send_run(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, start: int, stop: int) -> None:
-        """Sends nothing: all rows go together, in ``send_rest``."""
+        """Send nothing: all rows go together, in ``send_rest``."""
 
     def send_rest(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> UlyssesSent:
         return self.send(qkv_R3HD, batch, norms)
@@ -126,19 +126,19 @@ class UlyssesAttended:
 
 
 def there(x_GRC: Tensor, num_columns: int) -> Tensor:
-    """Returns the columns of heads that are there, in groups: all as they are, or one group of the first."""
+    """Return the columns of heads that are there, in groups: all as they are, or one group of the first."""
     groups, _, columns = x_GRC.shape
     return x_GRC if groups * columns == num_columns else join_columns(x_GRC)[None, :, :num_columns]
 
 
 def attend_tokens_first(attend: Attend, qkv_LB3HD: Tensor) -> Tensor:
-    """Returns ``out_LBHD``; on CUDA without copies, in and out."""
+    """Return ``out_LBHD``; on CUDA without copies, in and out."""
     q_BLHD, k_BLHD, v_BLHD = (qkv_LB3HD[:, :, which].transpose(0, 1) for which in range(3))
     return attend(q_BLHD, k_BLHD, v_BLHD).transpose(0, 1)
 
 
 def local_attention(device: torch.device, dtype: torch.dtype, key_rows: TokenRows | None = None) -> Attend:
-    """Returns the fastest local attention without log-sum-exp, over the given rows of the keys (None: all)."""
+    """Return the fastest local attention without log-sum-exp, over the given rows of the keys (None: all)."""
     kernel = local_kernel(device, dtype)
     attend = cudnn_out if kernel is cudnn_flash else without_lse(kernel)
     if key_rows is None:
@@ -151,7 +151,7 @@ def without_lse(kernel: Kernel) -> Attend:
 
 
 def _by_token(qkv_R3HD: Tensor, batch: int) -> Tensor:
-    """Returns the view ``qkv_LB3HD``."""
+    """Return the view ``qkv_LB3HD``."""
     return qkv_R3HD.view(-1, batch, *qkv_R3HD.shape[1:])
 
 

@@ -23,7 +23,7 @@ class KeptKeys:
         self.mask_M: Tensor | None = None
 
     def in_order(self, kept_N: Tensor) -> Tensor:
-        """Returns ``mask_M`` from what is kept of all streams' tokens; a chunk's padding is not."""
+        """Return ``mask_M`` from what is kept of all streams' tokens; a chunk's padding is not."""
         names = tuple(name for name, _ in self._layout.lengths)
         chunks = (self._layout.cut_streams(kept_N, dim=0, streams=names, index=index) for index in self._chunks)
         return torch.cat(list(chunks))
@@ -38,5 +38,5 @@ class KeptKeys:
 
 
 def whole_kernel(layout: TokenLayout, sample: Tensor) -> Kernel:
-    """Returns local attention over the keys of all ranks, as ``local_attention`` has them."""
+    """Return local attention over the keys of all ranks, as ``local_attention`` has them."""
     return crop_keys(local_kernel(sample.device, sample.dtype), layout.valid_rows(0, layout.num_chunks))

@@ -57,7 +57,7 @@ class Part:
 
 
 def parts_of(heads: int, key_heads: int) -> tuple[Part, ...]:
-    """Returns what is sent and attended at a time, in that order."""
+    """Return what is sent and attended at a time, in that order."""
     each = heads // key_heads
     bounds = itertools.pairwise(sorted({0, 1, key_heads - 1, key_heads}))
     return tuple(Part(queries=slice(each * start, each * stop), keys=slice(start, stop)) for start, stop in bounds)

@@ -113,7 +113,7 @@ class PeerHeads:
         return self._sent(qkv_R3HD, batch, copies=())
 
     def attend(self, sent: PeerSent) -> PeerAttended:
-        """Attends to what all ranks have written, and sends the result back as the queries came."""
+        """Attend to the heads that all ranks have written, and send the result back the same way."""
         for event in sent.copies:
             wait_for(event)
         sent.memory.inbox.barrier(channel=0)
@@ -126,7 +126,7 @@ class PeerHeads:
         )
 
     def collect(self, attended: PeerAttended) -> Tensor:
-        """Returns my rows when all ranks have written them: a group of columns a rank, or, pushed, a single one."""
+        """Return my rows when all ranks have written them: a group of columns a rank, or, pushed, a single one."""
         if attended.is_copied:
             for stream in self._streams.values():
                 stream.wait()
@@ -192,7 +192,7 @@ class StagingMemory(dict[Hashable, list[Tensor]]):
 
 
 def _staging(num_elements: int, sample: Tensor) -> Tensor:
-    """Returns so many elements, shared by all shapes and teams: their steps run one after the other.
+    """Return so many elements, shared by all shapes and teams: their steps run one after the other.
 
     In powers of two, so that all sizes together take less than four times what the largest needs.
     """

@@ -149,6 +149,6 @@ def _whole_segments(numel: int, sample: Tensor) -> int:
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> Tensor:
-    """Returns the addresses of their first elements, int64, on their device: for kernels that choose among them."""
+    """Return the addresses of their first elements, int64, on their device: for kernels that choose among them."""
     several = tuple(tensors)
     return torch.tensor([tensor.data_ptr() for tensor in several], dtype=torch.int64, device=several[0].device)

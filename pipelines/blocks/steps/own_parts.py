@@ -1,4 +1,4 @@
-"""The parts of a pipeline that a job has for itself: what counts steps or keeps a history must not be shared."""
+"""Parts of a pipeline that each job owns: counters of steps and histories must not be shared."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 def own_parts(pipeline: Any) -> dict[str, Any]:
-    """Its schedulers and guiders."""
+    """Return its schedulers and guiders."""
     schedulers = [name for name, part in vars(pipeline).items() if "scheduler" in name and part is not None]
     return {name: getattr(pipeline, name) for name in (*schedulers, *guiders_of(pipeline))}
 
 
 def with_parts(pipeline: Any, parts: Mapping[str, Any]) -> Any:
-    """A pipeline that shares all with ``pipeline`` but copies of ``parts``, and stand-ins of its own."""
+    """Return a pipeline that shares all with ``pipeline`` except copies of ``parts`` and its stand-ins."""
     own = copy.copy(pipeline)
     for name, part in parts.items():
         setattr(own, name, copied(part))
@@ -32,7 +32,7 @@ def with_parts(pipeline: Any, parts: Mapping[str, Any]) -> Any:
 
 
 def copied(value: T) -> T:
-    """A copy that shares tensors, but not the lists, dicts and schedulers that steps may change in place."""
+    """Return a copy that shares tensors, but not the lists, dicts and schedulers that steps may change in place."""
     own = copy.copy(value)
     for name, inner in vars(value).items():
         if isinstance(inner, list | dict) and not name.startswith("_internal"):

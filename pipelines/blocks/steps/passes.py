@@ -1,10 +1,9 @@
-"""A step's blocks run as far as the transformer, and on from there.
+"""Run a step's blocks up to the transformer, and on from there.
 
-Most loops call their blocks once a step, and one of these calls the transformer. A loop over chunks of a clip calls
-them once a chunk, and one of them loops over steps: it can neither be left in the middle nor entered there. It is run
-from its beginning at every step, with the answers of the steps before, up to where its solver would take the step whose
-forwards are not made yet. That repeats what solvers do, which is little beside a forward, and needs no line about any
-model.
+Most loops call their blocks once per step, and one of the blocks calls the transformer. A loop over chunks of a clip
+calls them once per chunk, and one of them loops over steps. It cannot be paused there, so it is run again from its
+start at every step, with the previous answers. It stops where its solver would take a step without predictions. This
+repeats the solver's work, which is small beside a forward, and needs no code per model.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pipelines.blocks.steps.state import BlocksState, Steps
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Noted:
-    """A step whose calls are known: the pipeline and the loop's state at the block that called, and its place."""
+    """A step with recorded calls: the pipeline and the loop's state at the calling block, and that block's index."""
 
     state: BlocksState
     pipeline: Any
@@ -45,7 +44,7 @@ class _SolverReached(Exception):
 
 
 def note(loop: Any, pipeline: Any, state: BlocksState, replaced: Mapping[str, Any]) -> Noted:
-    """The calls of the next step, with the values ``replaced`` in place of the loop's own."""
+    """Record the calls of the next step, with the values ``replaced`` in place of the loop's own."""
     pipeline, exchange = _own(pipeline, state)
     exchange.earlier.extend(state.answers)
     loop_state = taken_out(copied(state.loop_state))
@@ -65,7 +64,7 @@ def note(loop: Any, pipeline: Any, state: BlocksState, replaced: Mapping[str, An
 
 
 def finish(loop: Any, pipeline: Any, noted: Noted, answers: tuple[Any, ...]) -> Mapping[str, Any]:
-    """What the step changes in its job's state, when the transformer gave ``answers`` to the calls of ``noted``."""
+    """Return the step's changes of its job's state, given the transformer's ``answers`` to the calls of ``noted``."""
     state, blocks = noted.state, list(loop.sub_blocks.values())
     if not state.is_over_rounds:
         noted.exchange.answers = list(answers)
@@ -80,9 +79,9 @@ def finish(loop: Any, pipeline: Any, noted: Noted, answers: tuple[Any, ...]) -> 
 def rehearse_rounds(
     loop: Any, pipeline: Any, begun: BlockState, rounds: Steps
 ) -> tuple[tuple[Mapping[str, Any], tuple[Call, ...]], ...]:
-    """The steps of these rounds: what each one's blocks are called with, and its forwards if predictions were blank.
+    """Return the steps of these rounds: each one's block arguments, and its forwards with blank predictions.
 
-    No solver computes anything: a step's sample is as good as what it would become.
+    No solver computes anything: a step returns its sample.
     """
     own, exchange = _with_exchange(with_parts(pipeline, own_parts(pipeline)))
     steps: list[tuple[Mapping[str, Any], tuple[Call, ...]]] = []

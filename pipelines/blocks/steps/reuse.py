@@ -1,4 +1,4 @@
-"""Predictions that a job keeps, for a step that makes no forwards."""
+"""Predictions that a later step without forwards reuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engines.parallel.division import shape_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptPredictions:
-    """``predictions`` of one step, one for each of its branches, which ``calls`` tell apart."""
+    """Predictions of one step, one per branch; ``calls`` are the branches' shapes."""
 
     calls: tuple[Hashable, ...]
     predictions: tuple[Tensor, ...]
@@ -24,5 +24,5 @@ class KeptPredictions:
         return cls(calls=tuple(map(shape_of, branches)), predictions=predictions)
 
     def suit(self, branches: tuple[Branch, ...]) -> bool:
-        """Returns whether ``branches`` are the same forwards: pipelines change transformers and guidance on the way."""
+        """Return whether ``branches`` are the same forwards: transformers and guidance may change during a job."""
         return self.calls == tuple(map(shape_of, branches))

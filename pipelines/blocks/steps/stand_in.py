@@ -1,4 +1,4 @@
-"""What a pipeline finds where its transformer should be: it notes what it is called with, or answers."""
+"""A stand-in for a pipeline's transformer: it records its calls, or returns given answers."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ Call = tuple[str, Mapping[str, Any]]
 
 @dataclass(slots=True)
 class Exchange:
-    """The calls of one pass over a step, of all stand-ins of a pipeline in order, and the answers of another, which the
-    same calls get in the same order. ``earlier`` are answers to calls that come before those to be noted."""
+    """Calls and answers of all stand-ins of a pipeline, in order."""
 
     calls: list[Call] = field(default_factory=list)
+    """Recorded calls of one pass over a step."""
     earlier: list[Any] = field(default_factory=list)
+    """Answers to the calls before the recorded ones."""
     answers: list[Any] | None = None
+    """Answers of the second pass, in the order of its calls."""
 
 
 class StandIn:
-    """Takes the place of the component ``name``: it has the configuration and the methods of its class, and no weights.
+    """Replaces the component ``name``: it has the configuration and methods of its class, and no weights.
 
-    ``blank(call)`` is what it answers while it notes: something of the form of a prediction. ``parts`` are submodules
-    without weights that blocks use.
+    While it records, it returns ``blank(call)``, with a prediction's shape. ``parts`` are submodules without weights
+    that blocks use.
     """
 
     def __init__(
@@ -49,15 +51,15 @@ class StandIn:
         self.exchange = Exchange()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_outlines" not in self.__dict__:  # while it is copied or unpickled
+        if name.startswith("__") or "_outlines" not in self.__dict__:  # during copy or unpickling
             raise AttributeError(name)
         if name in self._parts:
             return self._parts[name]
         if hasattr(self._class, name):
             return getattr(self._class, name)
-        if name.startswith("_"):  # hooks that are looked for at every step
+        if name.startswith("_"):  # hooks that are looked up at every step
             raise AttributeError(name)
-        if not self._outlines:  # for blocks that read sizes off a layer instead of the configuration
+        if not self._outlines:  # for blocks that read sizes from a layer, not the configuration
             self._outlines.append(empty(self._class, self.config))
         return getattr(self._outlines[0], name)
 
@@ -79,7 +81,7 @@ class StandIn:
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A job's state may hold it, and puts another in its place before it is used again."""
+        """Pickle the name only: a job's state is given another stand-in before it is used again."""
         return (str, (self.name,))
 
     def cache_context(self, name: str, **step: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where a job is in its loop: a value, which can be kept, sent, and gone on with anywhere."""
+"""A job's state in its loop: a value that can be stored, sent and resumed anywhere."""
 
 from __future__ import annotations
 
@@ -17,33 +17,34 @@ Steps = tuple[Mapping[str, Any], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlocksState:
-    """A job before its step number ``step``. ``values`` are the pipeline's, as they were when the loop began;
-    ``loop_state`` is the loop's own, ``parts`` are the job's own schedulers and guiders.
-
-    ``loop`` and ``left`` are where the loop is among the blocks, and what comes after it on a rank. ``steps`` are what
-    each step's blocks are called with. ``negative`` replaces values of the loop's for a second prompt.
-    ``computed`` says which steps make forwards; ``kept`` is what the next one takes instead, if it makes none.
-
-    Where each round of the loop takes several steps (``is_over_rounds``, see ``passes``), ``loop_state`` and ``parts``
-    are those before the round, and ``answers`` are what the transformer answered in it, each as large as latents.
-    """
+    """A job before its step number ``step``."""
 
     request: MediaRequest
     values: PipelineState
+    """The pipeline's values at the start of the loop."""
     loop_state: BlockState
+    """The loop's own state; with ``is_over_rounds`` it and ``parts`` are those before the round."""
     parts: Mapping[str, Any]
+    """The job's own schedulers and guiders."""
     loop: tree.Path
+    """Path of the loop; ``left`` are the blocks after it on a rank."""
     left: tuple[tree.Path, ...]
     steps: Steps
+    """Arguments of each step's blocks."""
     step: int = 0
     negative: Mapping[str, Any] | None = None
+    """Replacements of the loop's values for a second prompt."""
     computed: tuple[bool, ...]
+    """Whether each step makes forwards."""
     kept: KeptPredictions | None = None
+    """Predictions that the next step reuses, if it makes no forwards."""
     is_over_rounds: bool = False
+    """Each round of the loop takes several steps (see ``passes``)."""
     answers: tuple[Any, ...] = ()
+    """The transformer's answers in this round, each as large as latents."""
 
     @property
     def ends_round(self) -> bool:
-        """Whether the step after this one is not of the same round of the loop."""
+        """True if the next step belongs to another round of the loop."""
         after = self.step + 1
         return after == len(self.steps) or self.steps[after] != self.steps[self.step]

@@ -12,9 +12,9 @@ from benchmarks.load.mix import load_mix
 from benchmarks.load.owner import OWNERS, Owner, Owners, load_owners
 from benchmarks.serving.application import key_variables
 from deployments.cli.serving import load_config
-from deployments.keys import hash_of
-from deployments.quotas import Quotas
 from deployments.settings import Settings
+from deployments.usage.api_keys import hash_of
+from deployments.usage.quotas import find_limits
 
 
 @pytest.mark.parametrize("name", [file.stem for file in OWNERS.glob("*.yaml")])
@@ -36,11 +36,11 @@ def test_a_server_knows_keys_and_weights(monkeypatch: pytest.MonkeyPatch) -> Non
     owners = Owners(owners=(Owner(name="a", weight=3), Owner(name="b")))
     for name, value in key_variables(owners.keys).items():
         monkeypatch.setenv(name, value)
-    ring, quotas = Settings().key_ring(), Quotas(owners.with_weights(load_config("laptop")).app.api.key_limits)
+    ring, limits = Settings().key_ring(), owners.with_weights(load_config("laptop")).app.api.key_limits
     for one in owners.owners:
         _, _, sent = one.headers["Authorization"].partition(" ")
         assert ring.find(sent) == hash_of(one.key)
-        assert quotas.limits_of(hash_of(sent)).weight == one.weight
+        assert find_limits(limits, hash_of(sent)).weight == one.weight
     assert owners.headers == owners.owners[0].headers
 
 

@@ -18,8 +18,8 @@ from benchmarks.load.mix import load_mix
 from benchmarks.load.owner import NUM_DIGITS, Owner
 from benchmarks.policies import live
 from deployments.config import ServeConfig
-from deployments.keys import hash_of
-from deployments.quotas import KeyLimits
+from deployments.usage.api_keys import hash_of
+from deployments.usage.quotas import KeyLimits
 
 ALONE = Alone(model="flux-shapes", num_steps=10, step_s=0.05, other_s=0.1, num_ranks=2)
 TRACE = '{"at_s": 0, "class": "small"}\n{"at_s": 1, "class": "usual"}\n'

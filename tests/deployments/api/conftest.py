@@ -21,7 +21,7 @@ from deployments.api.drain import _Answer
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipSettings
-from deployments.keys import KeyRing
+from deployments.usage.api_keys import KeyRing
 from tests.deployments.clips.support.runs import QUICK
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.keys import hash_of
+from deployments.usage.api_keys import hash_of
 from tests.deployments.api.conftest import build, client_of
 from tests.deployments.api.test_errors import error_of
 from tests.deployments.support.fake_studio import FakeStudio

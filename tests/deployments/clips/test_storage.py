@@ -102,7 +102,7 @@ async def test_a_disk_that_does_not_answer_holds_one_thread(tmp_path: Path, monk
         return look(folder)
 
     async with running(FakeStudio(), tmp_path) as clips:
-        monkeypatch.setattr("deployments.clips.clips.LOOK_S", 0.01)
+        monkeypatch.setattr("deployments.clips.clips.DISK_CHECK_TIMEOUT_S", 0.01)
         monkeypatch.setattr("deployments.clips.storage.shutil.disk_usage", hangs)
         async with asyncio.timeout(PATIENCE_S):
             while not looks:

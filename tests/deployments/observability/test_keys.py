@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from deployments.keys import hash_of
+from functools import partial
+
 from deployments.observability.keys import MAX_UNNAMED, OTHERS, KeyNames
-from deployments.quotas import KeyLimits, Quotas
+from deployments.usage.api_keys import hash_of
+from deployments.usage.quotas import KeyLimits, find_limits
 
 NAMED, PLAIN = hash_of("named"), hash_of("plain")
 
 
 def test_names_are_few() -> None:
     limits = (KeyLimits(key=NAMED[:8], name="studio"), KeyLimits(key=PLAIN[:8]), KeyLimits(weight=2))
-    names = KeyNames(Quotas(limits).limits_of)
+    names = KeyNames(partial(find_limits, limits))
     assert (names.name_of(NAMED), names.name_of(PLAIN), names.name_of("")) == ("studio", PLAIN[:8], "")
     several = {names.name_of(hash_of(str(number))) for number in range(3 * MAX_UNNAMED)}
     assert len(several) == MAX_UNNAMED - 2 + 1

@@ -158,7 +158,7 @@ class Drawing:
 class DrawingEncoder(PromptEncoder):
     def __init__(self, encoder: Drawing, max_bytes: int) -> None:
         self._encoder: Any = encoder
-        self._encoding, self._kept = Workers(1, "encoding"), Conditionings(max_bytes)
+        self._encoding, self._cache = Workers(1, "encoding"), Conditionings(max_bytes)
 
 
 @pytest.mark.parametrize(("draws", "num_calls"), [(False, 1), (True, 2)])

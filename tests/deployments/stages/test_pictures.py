@@ -67,7 +67,7 @@ class Looker:
 
 class LookingEncoder(PromptEncoder):
     def __init__(self) -> None:
-        self._encoder, self._encoding, self._kept = Looker(), Workers(1, "encoding"), Conditionings(0)
+        self._encoder, self._encoding, self._cache = Looker(), Workers(1, "encoding"), Conditionings(0)
 
 
 @pytest.fixture

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import httpx
 from fastapi import FastAPI
 
-from deployments.accounts.own import OwnAccounts
 from deployments.api.app import create_api
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipSettings
-from deployments.keys import KeyRing, hash_of
-from deployments.quotas import KeyLimits
-from deployments.studio.metered import MeteredStudio
+from deployments.studio.interface import Media, StudioEvent
+from deployments.usage.accounts import Accounts
+from deployments.usage.api_keys import KeyRing, hash_of
+from deployments.usage.metering import UsageMeter
+from deployments.usage.quotas import KeyLimits
+from pipelines.request import MediaRequest
 from tests.deployments.api.conftest import client_of
 from tests.deployments.api.routes.test_images import IMAGES
 from tests.deployments.api.routes.test_videos import finished
 from tests.deployments.clips.support.runs import QUICK
 from tests.deployments.support.fake_studio import GPU_S, FakeStudio
-from tests.deployments.test_quotas import SetTime
+from tests.deployments.usage.conftest import SetTime
 
 LIMITS = (
     KeyLimits(gpu_seconds_per_minute=2 * GPU_S, max_concurrent=2),
@@ -30,10 +34,28 @@ LIMITS = (
 )
 
 
+class MeteredStudio:
+    """A studio that charges what it performs, as that of the application does."""
+
+    def __init__(self, studio: FakeStudio, accounts: Accounts) -> None:
+        self._studio, self._meter = studio, UsageMeter(accounts)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._studio, name)
+
+    async def perform(self, request: MediaRequest, *args: Any) -> AsyncGenerator[StudioEvent]:
+        with self._meter.metered(request) as finish:
+            async with aclosing(self._studio.perform(request, *args)) as events:
+                async for event in events:
+                    if isinstance(event, Media):
+                        finish(event.timings)
+                    yield event
+
+
 def metered(studio: FakeStudio, folder: Path) -> FastAPI:
     """The API as an ingress has it: clips and pictures in one account."""
-    accounts = OwnAccounts(LIMITS, SetTime())
-    counted = MeteredStudio(studio, accounts)
+    accounts = Accounts(LIMITS, clock=SetTime())
+    counted: Any = MeteredStudio(studio, accounts)
     settings = ApiSettings(data_dir=folder, keys=KeyRing(["small", "large"]), key_limits=LIMITS)
     clips = Clips(counted, ClipSettings(data_dir=folder, **QUICK))
     return create_api(counted, settings, clips, accounts=accounts)

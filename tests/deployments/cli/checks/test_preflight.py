@@ -235,6 +235,6 @@ def test_credentials_that_can_sign_and_their_last_days(tmp_path: Path) -> None:
 
 
 def test_the_chain_of_the_documents_signs(tmp_path: Path) -> None:
-    (block,) = (block for block in blocks("docs/api.md") if "openssl req" in block.text)
+    (block,) = (block for block in blocks("docs/use/files.md") if "openssl req" in block.text)
     subprocess.run(["bash", "-eu", "-c", block.text], cwd=tmp_path, check=True, capture_output=True)
     assert list(problems(signing(Issued(certificate=tmp_path / "sign.pem", key=tmp_path / "sign.key")))) == []

@@ -115,7 +115,7 @@ class Breaking:
 
 
 async def test_a_health_check_under_way_fails_as_soon_as_the_gang_breaks() -> None:
-    denoiser = Unstarted(_gang=Breaking(), _is_watched=False, _check=None)
+    denoiser = Unstarted(_gang=Breaking(), _had_check=False, _check=None)
     await denoiser.check_health()  # Serve waits for the first one before it lets requests in
     with pytest.raises(GangBrokenError):
         await denoiser.check_health()

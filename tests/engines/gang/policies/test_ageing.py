@@ -171,7 +171,7 @@ LONG_AND_A_STREAM = [
 def test_a_stream_of_short_jobs_delays_a_long_one_to_its_bound_and_no_further(
     policy: Policy, priority: float, expected_s: float
 ) -> None:
-    """Without ageing it would wait for all of them; ``docs/scaling.md`` says six times, by priorities."""
+    """Without ageing it would wait for all of them; ``docs/scale/policies.md`` says six times, by priorities."""
     comes = [replace(LONG_AND_A_STREAM[0], priority=priority), *LONG_AND_A_STREAM[1:]]
     waits = Waits(comes, policy, num_ranks=1, elastic=False, max_running=4).run(math.inf)
     assert abs(waits[0].overtaken_s - expected_s) <= 2

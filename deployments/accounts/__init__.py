@@ -1,1 +1,0 @@
-"""What API keys have under way and have used, counted for the whole application."""

@@ -1,0 +1,152 @@
+"""The keeper: the one process that knows what keys use through all replicas of the API, and grants reservations."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.handle import DeploymentHandle
+
+from deployments.replicas import prepare_replica
+from deployments.usage.quotas import Account, Balance, KeyLimits, LimitReachedError, find_limits
+
+LEASE_S = 15.0
+"""A replica that was silent for so long is gone, and its reservations have ended."""
+GRACE_S = 0.25
+"""Time that a reservation waits for others to end. Requests that a client sends one after the other may reach different
+replicas, and the next one the keeper before it hears of the last one's end, for which no answer waits."""
+ANSWER_WITHIN_S = 10.0
+"""Time in which Serve replaces a keeper that has died."""
+RETRY_S = 0.25
+
+
+class AccountsUnavailableError(Exception):
+    """The keeper does not answer, so a key with limits gets nothing. ``retry_after_s`` says when to try again."""
+
+    retry_after_s = 2.0
+
+
+class Keeper(Protocol):
+    """Adds up the accounts of all replicas.
+
+    Each call carries complete accounts (``Account.statement``), so it may be repeated, lost or late: the newest counts.
+    A new keeper needs nothing else.
+    """
+
+    async def report(self, replica: str, accounts: Mapping[str, Account]) -> Mapping[str, Balance]:
+        """Take the ``accounts`` of a replica, by key. Return what all replicas count for these keys."""
+        ...
+
+    async def reserve(
+        self, replica: str, key: str, account: Account, reservation: str, num_clips: int
+    ) -> LimitReachedError | None:
+        """Grant a pending reservation of ``account``, beside ``num_clips`` that the key has. Return a refusal."""
+        ...
+
+
+class AccountKeeper:
+    """A ``Keeper`` in this process, whose calls are in one event loop. ``clock`` gives seconds."""
+
+    def __init__(self, limits: Iterable[KeyLimits] = (), clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits, self._clock = tuple(limits), clock
+        self._accounts: defaultdict[str, dict[str, Account]] = defaultdict(dict)
+        """By key and replica. What replicas have used that are gone still counts."""
+        self._heard_s: dict[str, float] = {}
+        """Time of the last call, by replica."""
+        self._reported = asyncio.Event()
+
+    async def report(self, replica: str, accounts: Mapping[str, Account]) -> Mapping[str, Balance]:
+        """See ``Keeper``."""
+        now_s = self._heard_s[replica] = self._clock()
+        for key, account in accounts.items():
+            known = self._accounts[key].get(replica)
+            if known is None or known.version < account.version:
+                granted = set() if known is None else known.reserved.keys() - known.pending
+                self._accounts[key][replica] = account = account.shifted(now_s)
+                account.pending -= granted
+        self._reported.set()
+        return {key: Balance.of(self._accounts[key].values(), now_s) for key in accounts}
+
+    async def reserve(
+        self, replica: str, key: str, account: Account, reservation: str, num_clips: int
+    ) -> LimitReachedError | None:
+        """See ``Keeper``."""
+        await self.report(replica, {key: account})
+        charges = [charge for account in self._accounts[key].values() for charge in account.charges]
+        try:
+            find_limits(self._limits, key).check_minute(charges, self._clock())
+            await self._grant(replica, key, reservation, num_clips)
+        except LimitReachedError as refusal:
+            return refusal
+        return None
+
+    async def _grant(self, replica: str, key: str, reservation: str, num_clips: int) -> None:
+        """Grant it once there is room. LimitReachedError if there is none soon, or if it was withdrawn meanwhile."""
+        limits, give_up_s = find_limits(self._limits, key), time.monotonic() + GRACE_S
+        while reservation in (account := self._accounts[key][replica]).pending:
+            try:
+                limits.check_open(self._num_open(key) + num_clips, account.reserved[reservation])
+                account.pending.discard(reservation)
+            except LimitReachedError:
+                if not await self._is_reported_within(give_up_s - time.monotonic()):
+                    raise
+        if reservation not in account.reserved:
+            raise LimitReachedError("this request ended before there was room for it", 1.0)
+
+    async def _is_reported_within(self, timeout_s: float) -> bool:
+        self._reported.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._reported.wait()
+        except TimeoutError:
+            return False
+
+    def _num_open(self, key: str) -> int:
+        alive_s = self._clock() - LEASE_S
+        return sum(one.num_open for replica, one in self._accounts[key].items() if self._heard_s[replica] >= alive_s)
+
+
+class AccountsReplica(AccountKeeper):
+    """The keeper as a Serve deployment of one replica."""
+
+    def __init__(self, limits: Iterable[KeyLimits]) -> None:
+        prepare_replica()
+        super().__init__(limits)
+
+
+class DeployedKeeper:
+    """A ``Keeper`` behind a handle. If it dies over a call, the call is repeated with the next one.
+
+    AccountsUnavailableError if there is no answer within ``ANSWER_WITHIN_S``.
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+
+    async def report(self, replica: str, accounts: Mapping[str, Account]) -> Mapping[str, Balance]:
+        """See ``Keeper``."""
+        balances: Mapping[str, Balance] = await self._call("report", replica, accounts)
+        return balances
+
+    async def reserve(
+        self, replica: str, key: str, account: Account, reservation: str, num_clips: int
+    ) -> LimitReachedError | None:
+        """See ``Keeper``."""
+        refusal: LimitReachedError | None = await self._call("reserve", replica, key, account, reservation, num_clips)
+        return refusal
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        give_up_s = time.monotonic() + ANSWER_WITHIN_S
+        while True:
+            try:
+                async with asyncio.timeout(give_up_s - time.monotonic()):
+                    return await getattr(self._handle, method).remote(*args)
+            except (RayActorError, DeploymentUnavailableError, TimeoutError) as error:
+                if time.monotonic() + RETRY_S > give_up_s:
+                    raise AccountsUnavailableError("nobody says now what this key may have; try again") from error
+            await asyncio.sleep(RETRY_S)
