@@ -21,7 +21,7 @@ from deployments.stages.devices import ALL_GPUS
 from deployments.stages.gang.denoiser import Denoiser
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
-from deployments.usage.keeper import AccountsReplica
+from deployments.usage.deployed_keeper import AccountsReplica
 from engines.gang.ranks.placement import gang_bundles, gang_strategy
 
 HEALTH: dict[str, Any] = {

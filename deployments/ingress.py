@@ -34,7 +34,7 @@ from deployments.studio.readiness import Readiness
 from deployments.studio.retries import RECOVERY_DEADLINE_S
 from deployments.studio.run import StageHandles
 from deployments.usage.accounts import Accounts
-from deployments.usage.keeper import DeployedKeeper
+from deployments.usage.deployed_keeper import DeployedKeeper
 from pipelines.checkpoint import Checkpoint
 from pipelines.directory import changed_at_s
 from pipelines.lora.source import named
