@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from contextvars import Context
 from weakref import WeakValueDictionary
@@ -16,10 +16,10 @@ from deployments.clips.clips import Clips
 from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError
 from deployments.observability.keys import KeyNames
 from deployments.usage.keeper import AccountKeeper, AccountsUnavailableError, Keeper
-from deployments.usage.quotas import Account, Balance, KeyLimits, find_limits
+from deployments.usage.quotas import Account, Balance, KeyLimits, find_limits, recent
 
 RENEW_S = 5.0
-"""Time after which the keeper hears again of all that is under way, well within ``LEASE_S``."""
+"""Time after which the keeper hears again of all that counts, well within ``LEASE_S``."""
 SETTLE_AFTER_S = 0.005
 """Delay of a report, so that what a request used and its end are one call."""
 RETRY_S = 1.0
@@ -95,7 +95,7 @@ class Accounts:
         return Balance.of([account], self._clock())
 
     def _report_soon(self, *keys: str) -> None:
-        """Report the accounts of ``keys``, and those with reservations for as long as there are any."""
+        """Report the accounts of ``keys``, and all that count for as long as there are any."""
         self._unreported.update(keys)
         if keys:
             self._news.set()
@@ -106,14 +106,14 @@ class Accounts:
     async def _report(self) -> None:
         """Report changes as they come, and everything each ``RENEW_S``, until there is nothing more to report."""
         renewed_s = time.monotonic()
-        while self._unreported or any(account.reserved for account in self._accounts.values()):
+        while self._unreported or next(self._counting(), None) is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(renewed_s + RENEW_S - time.monotonic()):
                     await self._news.wait()
             await asyncio.sleep(SETTLE_AFTER_S)
             self._news.clear()
             if time.monotonic() >= renewed_s + RENEW_S:
-                self._unreported.update(key for key in self._accounts if self.limits_of(key).is_limited)
+                self._unreported.update(self._counting())
                 renewed_s = time.monotonic()
             keys, self._unreported = self._unreported, set()
             statements = {key: self._accounts[key].statement(self._clock()) for key in keys}
@@ -124,6 +124,13 @@ class Accounts:
                 self._unreported |= keys
                 self._news.set()
                 await asyncio.sleep(RETRY_S)
+
+    def _counting(self) -> Iterator[str]:
+        """Yield the keys with limits that have something under way, or used something in the last minute."""
+        now_s = self._clock()
+        for key, account in self._accounts.items():
+            if (account.reserved or recent(account.charges, now_s)) and self.limits_of(key).is_limited:
+                yield key
 
 
 class KeyLimitGuard:

@@ -27,15 +27,19 @@ class Line:
     """A keeper that can be replaced, or be away, and counts the calls of each method."""
 
     def __init__(self, keeper: Keeper) -> None:
-        self.keeper, self.is_away, self.calls = keeper, False, Counter[str]()
+        self.keeper, self.is_away, self.calls, self.num_open = keeper, False, Counter[str](), 0
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         async def call(*args: Any) -> Any:
             self.calls[method] += 1
-            await asyncio.sleep(0)
-            if self.is_away:
-                raise AccountsUnavailableError("away")
-            return await getattr(self.keeper, method)(*args)
+            self.num_open += 1
+            try:
+                await asyncio.sleep(0)
+                if self.is_away:
+                    raise AccountsUnavailableError("away")
+                return await getattr(self.keeper, method)(*args)
+            finally:
+                self.num_open -= 1
 
         return call
 
@@ -43,7 +47,6 @@ class Line:
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounts_module, "RETRY_S", 0.01)
-    monkeypatch.setattr(accounts_module, "RENEW_S", 0.01)
     monkeypatch.setattr(keepers, "GRACE_S", 0.02)
 
 
@@ -62,13 +65,14 @@ async def pair(line: Line, clock: SetTime) -> AsyncIterator[tuple[Accounts, Acco
     line.calls.clear()
     yield first, second
     await settled(first, second)
+    for accounts in (first, second):
+        accounts._reporting.cancel()  # type: ignore[union-attr]
 
 
 async def settled(*replicas: Accounts) -> None:
-    """Returns once they have nothing to tell the keeper."""
-    tasks = [task for one in replicas for task in (one._reporting,) if task is not None]
+    """Return once the keeper knows of all changes."""
     async with asyncio.timeout(PATIENCE_S):
-        while not all(task.done() for task in tasks):
+        while any(one._unreported or one._keeper.num_open for one in replicas):  # type: ignore[attr-defined]
             await asyncio.sleep(0.001)
 
 
@@ -168,7 +172,28 @@ async def test_a_new_keeper_hears_what_is_under_way_and_was_used(pair: Pair, lin
         pass
 
 
-async def test_a_new_keeper_hears_of_what_waits_while_other_keys_are_busy(line: Line, clock: SetTime) -> None:
+async def test_a_new_keeper_hears_from_a_replica_that_nobody_calls(
+    pair: Pair, line: Line, clock: SetTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until what it has used is older than a minute."""
+    monkeypatch.setattr(accounts_module, "RENEW_S", 0.01)
+    first, second = pair
+    first.charge(MINE, "m", 10.0)
+    await settled(first)
+    line.keeper = AccountKeeper(LIMITS, clock)
+    async with asyncio.timeout(PATIENCE_S):
+        while (await second.used(MINE)).last_minute_s < 10.0:
+            await asyncio.sleep(0.001)
+    with pytest.raises(LimitReachedError, match="GPU-seconds"):
+        await begin(second)
+    clock.now_s += 61
+    await asyncio.wait_for(first._reporting, PATIENCE_S)  # type: ignore[arg-type]
+
+
+async def test_a_new_keeper_hears_of_what_waits_while_other_keys_are_busy(
+    line: Line, clock: SetTime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accounts_module, "RENEW_S", 0.01)
     busy = hash_of("busy")
     limits = (*LIMITS, KeyLimits(key=busy[:8], max_concurrent=1))
     line.keeper = AccountKeeper(limits, clock)
