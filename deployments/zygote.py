@@ -251,7 +251,8 @@ def serve(
     if worker is None:
         (directory / level).unlink(missing_ok=True)
         if successor is not None:
-            os.waitpid(successor, 0)
+            with suppress(ChildProcessError):  # ``Zygote._reap`` has seen its end
+                os.waitpid(successor, 0)
         if lifeline is not None and place == 0:  # whoever made the folder may be dead
             shutil.rmtree(directory, ignore_errors=True)
     return worker

@@ -52,11 +52,18 @@ class ProgressBar:
 
 @contextmanager
 def spinner(text: str, *, visible: bool) -> Iterator[None]:
-    """Shows that work goes on which cannot say how far it is."""
+    """Show that work without a known number of steps is under way.
+
+    Raises KeyboardInterrupt at the end of the block if Ctrl-C came and its exception was lost inside: Python drops
+    exceptions in finalizers and in callbacks of weak references, of which tracing has many.
+    """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with _progress(*columns, visible=visible) as bar:
+    interrupted = threading.Event()
+    with _progress(*columns, visible=visible) as bar, _interrupts_to(interrupted, raises=True):
         bar.add_task(text, total=None)
         yield
+        if interrupted.is_set():
+            raise KeyboardInterrupt
 
 
 def _progress(*columns: ProgressColumn, visible: bool) -> Progress:
@@ -66,13 +73,16 @@ def _progress(*columns: ProgressColumn, visible: bool) -> Progress:
 
 
 @contextmanager
-def _interrupts_to(cancelled: threading.Event) -> Iterator[None]:
+def _interrupts_to(cancelled: threading.Event, *, raises: bool = False) -> Iterator[None]:
+    """Set ``cancelled`` at Ctrl-C; with ``raises``, raise KeyboardInterrupt too."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals to the main thread alone
         return
 
     def on_interrupt(_signal: int, _frame: FrameType | None) -> None:
         cancelled.set()
+        if raises:
+            raise KeyboardInterrupt
 
     previous = signal.signal(signal.SIGINT, on_interrupt)
     try:

@@ -12,7 +12,7 @@ import pytest
 from engines.tensorrt_engine.build import builder as builder_module
 from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.build.builder import BuildError, BuildOptions, Profile, build
-from engines.tensorrt_engine.build.progress import BuildCancelledError, ProgressBar
+from engines.tensorrt_engine.build.progress import BuildCancelledError, ProgressBar, spinner
 from engines.tensorrt_engine.build.targets import Target
 from tests.engines.tensorrt_engine.support.one_layer import attention_network, collective, collective_network
 
@@ -65,6 +65,22 @@ def test_interrupt_ends_the_build_and_gives_the_handler_back(tmp_path: Path) -> 
         build(attention_network("FLOAT16"), options, bar=Interrupting(visible=False))
     assert signal.getsignal(signal.SIGINT) is before
     assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupt_that_a_finalizer_loses_ends_the_export() -> None:
+    """Python prints "Exception ignored in" and goes on."""
+
+    class Finalized:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before, went_on = signal.getsignal(signal.SIGINT), False
+    with pytest.raises(KeyboardInterrupt), spinner("exporting", visible=False):
+        finalized = Finalized()
+        del finalized
+        went_on = True
+    assert went_on
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_timing_cache_is_kept_and_taken_up_again(tmp_path: Path) -> None:
