@@ -72,7 +72,7 @@ class Lane:
         yield "    no option abortonclose"
         yield "    option http-server-close"
         yield f"    server lane {socket}"
-        yield from _frontend(socket)
+        yield from _queue_frontend(socket)
 
 
 def may_draw(model: ModelConfig) -> bool:
@@ -83,7 +83,7 @@ def may_draw(model: ModelConfig) -> bool:
         return True
 
 
-def _frontend(socket: str) -> Iterator[str]:
+def _queue_frontend(socket: str) -> Iterator[str]:
     yield "frontend lane"
     yield f"    bind {socket} mode 600"
     yield "    acl has_the_word date(0,ms),sub(proc.until) lt 0"

@@ -77,7 +77,7 @@ def engine_reports(order: Order, *, visible: bool = True) -> list[EngineReport]:
     is_split = config.spec(order.num_ranks).context > 1
     rules.check_model(checkpoint.eager_only(is_split=is_split))
     if order.calibrate:
-        calibrate(checkpoint, read_prompts(order.prompts), next(iter(order.sizes), None), config.cache_dir)
+        record_calibration(checkpoint, read_prompts(order.prompts), next(iter(order.sizes), None), config.cache_dir)
     with model_for(order, checkpoint) as model:
         return build_engine(
             model,
@@ -113,7 +113,7 @@ def buckets_for(order: Order, checkpoint: Checkpoint, model: DenoiserModel) -> S
         return [branches[0] for branches in checkpoint.first_steps(sizes, model.modules)]
 
 
-def calibrate(checkpoint: Checkpoint, prompts: Sequence[str], size: str | None, folder: Path) -> None:
+def record_calibration(checkpoint: Checkpoint, prompts: Sequence[str], size: str | None, folder: Path) -> None:
     """Keep what was seen over ``prompts`` for this checkpoint."""
     from engines.quantization.calibration import calibration_of, recording_all, save_calibration
 

@@ -22,7 +22,7 @@ def _gated(x_ptr, out_ptr, columns, BLOCK: tl.constexpr):
     tl.store(out_ptr + row * columns + places, result.to(out_ptr.dtype.element_ty), inside)
 
 
-def launch(x_RE: Tensor) -> Tensor:
+def launch_gated(x_RE: Tensor) -> Tensor:
     assert x_RE.is_contiguous()
     rows, columns = x_RE.shape[0], x_RE.shape[1] // 2
     out_RF = x_RE.new_empty(rows, columns)

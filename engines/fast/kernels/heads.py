@@ -20,9 +20,9 @@ def norm_and_rotate(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> No
     """
     assert norms.bias_3HD is None or out_LB3HD.data_ptr() != qkv_R3HD.data_ptr(), "v would not get its bias"
     if qkv_R3HD.is_cuda:
-        from engines.fast.kernels import heads_triton
+        from engines.fast.kernels.heads_triton import launch_norm_and_rotate
 
-        heads_triton.launch(qkv_R3HD, norms, out_LB3HD)
+        launch_norm_and_rotate(qkv_R3HD, norms, out_LB3HD)
         return
     rows, _, _, dim = qkv_R3HD.shape
     if norms.bias_3HD is not None:

@@ -52,7 +52,7 @@ def _norm_rotate(
         tl.store(out_ptr + target[:, None] + dims[None, :], values, inside)
 
 
-def launch(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> None:
+def launch_norm_and_rotate(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> None:
     rows, _, num_heads, dim = qkv_R3HD.shape
     while out_LB3HD.ndim < 7:
         out_LB3HD = out_LB3HD.unsqueeze(3)

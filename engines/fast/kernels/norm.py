@@ -12,9 +12,9 @@ from engines.fast.kernels.rows import QuantRows, Rows, quantized
 def norm_modulate(x_RC: Tensor, modulation: Modulation, *, quantize: bool = False) -> Rows:
     """Returns ``layer_norm(x) * (1 + scale) + shift``, float32 inside; quantised by rows if asked."""
     if x_RC.is_cuda:
-        from engines.fast.kernels import norm_triton
+        from engines.fast.kernels.norm_triton import launch_norm
 
-        return norm_triton.launch(x_RC, (), None, modulation, quantize)
+        return launch_norm(x_RC, (), None, modulation, quantize)
     return _plain_norm(x_RC, modulation, quantize)
 
 
@@ -27,9 +27,9 @@ def residual_norm_modulate(
     """
     assert 1 <= len(updates) <= 2, len(updates)
     if x_RC.is_cuda:
-        from engines.fast.kernels import norm_triton
+        from engines.fast.kernels.norm_triton import launch_norm
 
-        return norm_triton.launch(x_RC, updates, gate_SBC, modulation, quantize)
+        return launch_norm(x_RC, updates, gate_SBC, modulation, quantize)
     gate_RC = modulation.per_row(gate_SBC, x_RC.shape[0])
     x_RC.copy_(x_RC.float() + gate_RC * sum(update.float() for update in updates))
     return _plain_norm(x_RC, modulation, quantize)

@@ -48,7 +48,7 @@ def _residual_norm(
     tl.store(out_ptr + row * channels + columns, normed.to(out_ptr.dtype.element_ty), inside)
 
 
-def launch(
+def launch_norm(
     x_RC: Tensor, updates: tuple[Tensor, ...], gate_SBC: Tensor | None, modulation: Modulation, quantize: bool
 ) -> Rows:
     """Returns ``norm.residual_norm_modulate``, or ``norm.norm_modulate`` without updates."""

@@ -16,9 +16,9 @@ def quantize_rows(x_GRC: Tensor, *, gelu: bool = False) -> QuantRows:
     """
     x_GRC = x_GRC if x_GRC.ndim == 3 else x_GRC[None]
     if x_GRC.is_cuda:
-        from engines.fast.kernels import quantize_triton
+        from engines.fast.kernels.quantize_triton import launch_quantize
 
-        return quantize_triton.launch(x_GRC, gelu=gelu)
+        return launch_quantize(x_GRC, gelu=gelu)
     x_RC = x_GRC.movedim(0, 1).flatten(1).float()
     return quantized(functional.gelu(x_RC, approximate="tanh") if gelu else x_RC)
 
@@ -26,9 +26,9 @@ def quantize_rows(x_GRC: Tensor, *, gelu: bool = False) -> QuantRows:
 def quantize_weight(weight_NK: Tensor, dtype: torch.dtype, into: QuantRows) -> None:
     """Writes a weight, rounded to ``dtype``, to ``into``, which has a row for each output feature (contiguous)."""
     if weight_NK.is_cuda:
-        from engines.fast.kernels import quantize_triton
+        from engines.fast.kernels.quantize_triton import launch_into
 
-        quantize_triton.launch_into(weight_NK[None], into, rounded=dtype)
+        launch_into(weight_NK[None], into, rounded=dtype)
     else:
         rows = quantized(weight_NK.to(dtype))
         into.values_RC.copy_(rows.values_RC)

@@ -33,7 +33,7 @@ def _quantize(
     tl.store(out_ptr + row * channels + columns, (x / step).to(out_ptr.dtype.element_ty), inside)
 
 
-def launch(x_GRC: Tensor, *, gelu: bool) -> QuantRows:
+def launch_quantize(x_GRC: Tensor, *, gelu: bool) -> QuantRows:
     groups, rows, columns_each = x_GRC.shape
     into = QuantRows(
         values_RC=torch.empty((rows, groups * columns_each), device=x_GRC.device, dtype=FP8),

@@ -11,9 +11,9 @@ from engines.fast.kernels.rows import Rows, quantized
 def scaled_norm(x_RC: Tensor, scale_BC: Tensor, *, eps: float, quantize: bool = False) -> Rows:
     """Returns ``rms_norm(x) * scale``, float32 inside; quantised by rows if asked."""
     if x_RC.is_cuda:
-        from engines.fast.kernels import sandwich_triton
+        from engines.fast.kernels.sandwich_triton import launch_scaled_norm
 
-        return sandwich_triton.launch(x_RC, None, None, scale_BC, eps, quantize)
+        return launch_scaled_norm(x_RC, None, None, scale_BC, eps, quantize)
     normed_RC = _rms_norm(x_RC, eps) * _per_row(scale_BC, x_RC)
     return quantized(normed_RC) if quantize else normed_RC.to(x_RC.dtype)
 
@@ -23,9 +23,9 @@ def add_normed(
 ) -> Rows:
     """Adds ``gate * rms_norm(update)`` to ``x_RC`` in place; returns ``scaled_norm`` of the sum."""
     if x_RC.is_cuda:
-        from engines.fast.kernels import sandwich_triton
+        from engines.fast.kernels.sandwich_triton import launch_scaled_norm
 
-        return sandwich_triton.launch(x_RC, update_RC, gate_BC, scale_BC, eps, quantize)
+        return launch_scaled_norm(x_RC, update_RC, gate_BC, scale_BC, eps, quantize)
     x_RC.copy_(x_RC.float() + _per_row(gate_BC, x_RC) * _rms_norm(update_RC, eps))
     return scaled_norm(x_RC, scale_BC, eps=eps, quantize=quantize)
 

@@ -37,7 +37,7 @@ def _sandwich(
     tl.store(out_ptr + row * channels + columns, normed.to(out_ptr.dtype.element_ty), inside)
 
 
-def launch(
+def launch_scaled_norm(
     x_RC: Tensor, update_RC: Tensor | None, gate_BC: Tensor | None, scale_BC: Tensor, eps: float, quantize: bool
 ) -> Rows:
     """Returns ``sandwich.add_normed``, or ``sandwich.scaled_norm`` without an update."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engines.tensorrt_engine.build import timing_cache
+from engines.tensorrt_engine.build.timing_cache import attach_timing_cache, store_timing_cache
 from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.build.log import take_errors, trt_logger
 from engines.tensorrt_engine.build.progress import BuildCancelledError, ProgressBar, as_monitor
@@ -71,7 +71,7 @@ def build(onnx_file: bytes, options: BuildOptions, *, bar: ProgressBar | None = 
     _check_profiles(network, options.profiles)
     monitor = as_monitor(bar)
     config = _configure(builder, options, monitor)
-    cache = timing_cache.attach(config, options.timing_cache_dir, options.target)
+    cache = attach_timing_cache(config, options.timing_cache_dir, options.target)
     with bar.running():
         engine_file = builder.build_serialized_network(network, config)
     if bar.cancelled.is_set():
@@ -80,7 +80,7 @@ def build(onnx_file: bytes, options: BuildOptions, *, bar: ProgressBar | None = 
         raise BuildError(
             f"TensorRT refused the network for {options.target.name}: {take_errors() or 'no reason given'}"
         )
-    timing_cache.store(config, cache)
+    store_timing_cache(config, cache)
     return Built(engine_file=bytes(engine_file), build_s=time.perf_counter() - started_s)
 
 

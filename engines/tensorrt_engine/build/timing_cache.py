@@ -14,7 +14,7 @@ from engines.tensorrt_engine.build.cache import locked
 from engines.tensorrt_engine.build.targets import Target
 
 
-def attach(config: Any, folder: Path | None, target: Target) -> Path | None:
+def attach_timing_cache(config: Any, folder: Path | None, target: Target) -> Path | None:
     """Gives ``config`` the stored timings; returns the file to store them in again, None without a cache folder."""
     if folder is None:
         return None
@@ -26,7 +26,7 @@ def attach(config: Any, folder: Path | None, target: Target) -> Path | None:
     return path
 
 
-def store(config: Any, path: Path | None) -> None:
+def store_timing_cache(config: Any, path: Path | None) -> None:
     """Merges this build's timings into the file (other builds may have added theirs meanwhile)."""
     if path is None:
         return
