@@ -25,10 +25,10 @@ from engines.core.spec import STRATEGIES
 from pipelines.blocks.tree import Sections
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
+from pipelines.directory import open_modular
 from pipelines.loading import PUBLISHED, published_models
 from pipelines.models.registry import FAMILY_FOLDERS, load_spec
 from pipelines.models.spec import LazyFunction
-from pipelines.modular import open_modular
 
 ROOT = Path(__file__).parents[1]
 OUT, README = ROOT / "docs" / "reference" / "models.md", ROOT / "README.md"

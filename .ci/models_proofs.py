@@ -20,7 +20,7 @@ from _pytest.mark import ParameterSet
 
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
-from pipelines.modular import open_modular
+from pipelines.directory import open_modular
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests" / "pipelines"

@@ -27,9 +27,8 @@ from benchmarks.distributed import start_distributed
 from benchmarks.likeness import Pixels, psnr_db
 from benchmarks.timing import rank_synchronize
 from engines.core.model import Branch
-from engines.core.precision import Scheme
 from engines.core.shard_plan import ShardPlan
-from engines.core.spec import tiling_sizes
+from engines.core.spec import Scheme, tiling_sizes
 from engines.quantization.calibration import recording
 from engines.quantization.linear import swap_linears
 from engines.torch_engine.engine import TorchEngine

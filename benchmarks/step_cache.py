@@ -28,8 +28,7 @@ from benchmarks.results import tell
 from benchmarks.spread import Spread
 from pipelines.caching import PATTERNS, CacheMode, computed_steps
 from pipelines.checkpoint import Checkpoint
-from pipelines.pictures import NO_PICTURES, InputPicture, InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from training import evaluate
 from training.judge import look_at

@@ -14,15 +14,14 @@ from deployments.config import ApiConfig, AppConfig, ModelConfig
 from deployments.forked_workers import Level, Pythons, worker_pythons
 from deployments.ingress import Ingress
 from deployments.names import ACCOUNTS, CODEC, INGRESS, deployment_name
-from deployments.stages.codec import Codec
 from deployments.stages.common import StageSpec
 from deployments.stages.config import AutoscalingConfig, StageConfig
+from deployments.stages.denoiser import Denoiser
 from deployments.stages.devices import ALL_GPUS
-from deployments.stages.gang.denoiser import Denoiser
 from deployments.stages.text_encoder import PromptEncoder
-from deployments.stages.vae_decoder import VaeDecoder
+from deployments.stages.vae_decoder import Codec, VaeDecoder
 from deployments.usage.deployed_keeper import AccountsReplica
-from engines.gang.ranks.placement import gang_bundles, gang_strategy
+from engines.gang.placement import gang_bundles, gang_strategy
 
 HEALTH: dict[str, Any] = {
     "health_check_period_s": 1.0,

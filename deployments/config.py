@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from deployments.api.settings import ApiLimits
 from deployments.clips.settings import ClipLimits
 from deployments.door.settings import DoorSettings
-from deployments.observability.settings import MetricsSettings
+from deployments.observability.metrics import MetricsSettings
 from deployments.stages.config import STRICT, DataType, DecoderConfig, DenoiserConfig, EncoderConfig
 from pipelines.lora.source import LoraSource, check_sources
 from pipelines.request import MetadataLevel

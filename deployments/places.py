@@ -7,7 +7,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from engines.core.storage.files import write_atomically
+from engines.core.storage import write_atomically
 
 PRIVATE_FILE = 0o600
 OTHERS = 0o077

@@ -65,9 +65,9 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = {
     ),
     "model": (
         "torch",
-        "engines.gang.ranks.communicator",
+        "engines.gang.communicator",
         "engines.gang.jobs.rank_jobs",
-        "engines.parallel.communication.early_start",
+        "engines.parallel.early_start",
         "engines.registry",
         "engines.torch_engine.load",
         "engines.warm_up",

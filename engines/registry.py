@@ -11,8 +11,7 @@ from engines.core.engine import Engine, EngineChoice
 from engines.core.model import Branch, DenoiserModel
 
 if TYPE_CHECKING:
-    from engines.core.engine import Choosing
-    from engines.core.rank import RankContext
+    from engines.core.engine import Choosing, RankContext
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

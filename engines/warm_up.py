@@ -11,7 +11,7 @@ from engines.core.engine import Engine
 from engines.core.model import Branch
 
 if TYPE_CHECKING:
-    from engines.core.rank import RankContext
+    from engines.core.engine import RankContext
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.model import Branch, DenoiserModel
-from pipelines.defaults import Defaults
+from pipelines.defaults import Defaults, with_own_defaults
 from pipelines.description import Description, read_description
 from pipelines.directory import part_folder
 from pipelines.loading import resolve_configuration, resolve_dtype, resolve_path
 from pipelines.lora.source import LoraSource
 from pipelines.models.registry import spec_of, transformer_class
-from pipelines.own_defaults import with_own_defaults
 from pipelines.request import MediaRequest
 from pipelines.schedules import with_schedule
 from pipelines.single_file import split_source
@@ -30,7 +29,7 @@ if TYPE_CHECKING:  # reading defaults must not import torch
     from pipelines.blocks.footprint import Footprint
     from pipelines.blocks.opened import OpenedPipeline
     from pipelines.blocks.sampler import BlocksSampler
-    from pipelines.blocks.steps.state import BlocksState
+    from pipelines.blocks.state import BlocksState
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from engines.core.log_level import log_level
+from engines.core.logs import log_level
 
 
 @contextmanager

@@ -15,10 +15,9 @@ from engines.core.model import Branch, DenoiserModel
 from pipelines.blocks.decoder import BlocksDecoder
 from pipelines.blocks.encoder import BlocksEncoder
 from pipelines.blocks.sampler import BlocksSampler
-from pipelines.blocks.steps.state import BlocksState
+from pipelines.blocks.state import BlocksState
 from pipelines.checkpoint import Checkpoint
-from pipelines.pictures import NO_PICTURES, InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

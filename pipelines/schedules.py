@@ -1,4 +1,12 @@
-"""Number of forwards of a schedule for a request's steps. Read without torch."""
+"""Steps of a schedule: their number of forwards, and steps that reuse the previous prediction. Read without torch.
+
+Steps that skip their forwards and reuse the previous prediction, chosen by the number of steps alone.
+
+Predictions change much in the first steps and little from step to step later (``benchmarks/step_cache.py`` measures
+it). A later step may reuse the previous prediction: in a fixed pattern as in FORA (Selvaraju et al. 2024,
+arXiv:2407.01425), of the last layer alone, as TaylorSeer's lite form (Liu et al. 2025, arXiv:2503.06923) at order 0.
+The pattern depends on numbers only, so all ranks of a gang agree.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from deployments.cli.checks.extras import EXTRAS
+from deployments.cli.preflight import EXTRAS
 from deployments.names import DISTRIBUTION, own_version
 from tests.layout.support.source import PACKAGES, ROOT, repository_files
 

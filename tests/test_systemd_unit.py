@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.cli.checks.environment import environment_problems
+from deployments.cli.preflight import environment_problems
 from deployments.cli.serving import DRAIN_MARGIN_S, load_config
 from deployments.door.settings import DoorSettings
 from tests.deployments.support.commands import assert_one_line, troupe

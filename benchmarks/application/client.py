@@ -12,7 +12,7 @@ from PIL import Image
 
 from benchmarks.serving.clients import STAGES, stages_ms
 from benchmarks.spread import Spread
-from deployments.cli.local.proxies import uses_proxies
+from deployments.cli.local import uses_proxies
 
 IMAGES, EDITS, CLIPS = "/v1/images/generations", "/v1/images/edits", "/v1/videos/sync"
 PROMPT = "a small red circle above a large blue square on a white background"

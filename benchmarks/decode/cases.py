@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.spread import Spread
-from deployments.stages.clip_finishing import ClipFinisher
-from deployments.stages.vae_decoder import NUM_ENCODINGS
-from deployments.stages.workers import Workers
-from engines.core.transport.parcel import Parcel
+from deployments.stages.common import Workers
+from deployments.stages.vae_decoder import NUM_ENCODINGS, ClipFinisher
+from engines.core.parcel import Parcel
 from pipelines.blocks.decoder import BlocksDecoder
 from pipelines.checkpoint import Checkpoint
 from pipelines.media import encode_frames

@@ -25,9 +25,9 @@ from benchmarks.denoise_step.cases import Case
 from benchmarks.denoise_step.runners import Bench
 from benchmarks.results import tell
 from benchmarks.timing import measure
-from engines.core.differences import relative_difference
 from engines.core.layout import Rows
-from engines.parallel.attention.local import cuda_flash, plain_attention, take_rows
+from engines.core.tensors import relative_difference
+from engines.parallel.local_attention import cuda_flash, plain_attention, take_rows
 from engines.torch_engine.exchange.heads import Attend, attend_tokens_first, cudnn_out, local_attention, without_lse
 
 SHAPES = ((4608, 24), (4608, 12), (4608, 6), (16896, 24), (16896, 12), (16896, 6))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engines.core.fast_model import Precision
+from engines.core.model import Precision
 
 ENGINE_MAKERS = ("engine", "switch", "always8", "elastic8")
 

@@ -26,9 +26,9 @@ from benchmarks.models import flux
 from benchmarks.models.flux_denoiser import as_denoiser
 from benchmarks.results import status_of
 from benchmarks.timing import rank_synchronize
-from engines.core.differences import relative_difference
 from engines.core.model import Branch
 from engines.core.spec import tiling_sizes
+from engines.core.tensors import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange import choose
 from engines.torch_engine.options import TorchOptions

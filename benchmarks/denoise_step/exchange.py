@@ -19,12 +19,11 @@ from torch import Tensor
 
 from benchmarks.distributed import start_distributed
 from benchmarks.timing import measure, rank_synchronize
-from engines.fast.side_streams import SideStream
-from engines.parallel.communication.collectives import Axis, all_to_all
-from engines.parallel.communication.mesh import Groups
-from engines.torch_engine.exchange.copy_rows import copy_rows
+from engines.fast.interface import SideStream
+from engines.parallel.collectives import Axis, all_to_all
+from engines.parallel.mesh import Groups
 from engines.torch_engine.exchange.heads import local_attention
-from engines.torch_engine.exchange.peer_memory import PeerMemory
+from engines.torch_engine.exchange.peer_memory import PeerMemory, copy_rows
 
 TOKENS, HEADS, DIM = 32760, 40, 128
 SMALL_TOKENS = 240

@@ -21,13 +21,12 @@ from benchmarks.models import flux, wan
 from benchmarks.models.flux_denoiser import as_denoiser
 from benchmarks.peers.step import peer_step
 from benchmarks.timing import Times, measure
-from engines.core.fast_model import FastWeights, Precision, StepTensors
 from engines.core.layout import TokenLayout
-from engines.core.model import LATENTS, Branch, Schedule
+from engines.core.model import LATENTS, Branch, FastWeights, Precision, Schedule, StepTensors
 from engines.core.spec import ParallelSpec, aligned_runs
 from engines.fast.graph import CapturedStep, GraphPool
-from engines.parallel.communication.collectives import Axis
-from engines.parallel.communication.mesh import Groups, Team, Teams, team_of_one
+from engines.parallel.collectives import Axis
+from engines.parallel.mesh import Groups, Team, Teams, team_of_one
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import HoistedCache

@@ -27,7 +27,7 @@ import torch.distributed as dist  # noqa: E402
 # What needs torch alone. All else is imported in main().
 from benchmarks.distributed import start_distributed  # noqa: E402
 from benchmarks.timing import rank_synchronize  # noqa: E402
-from engines.parallel.communication.early_start import start_early  # noqa: E402
+from engines.parallel.early_start import start_early  # noqa: E402
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ import httpx
 from benchmarks.faults.kills import Killer
 from benchmarks.faults.traffic import NUM_SEEDS, Tally, Traffic
 from benchmarks.serving.application import Application, serving
-from deployments.cli.local.proxies import uses_proxies
+from deployments.cli.local import uses_proxies
 from deployments.cli.serving import load_config
 
 HEALTHY_WITHIN_S = 300.0

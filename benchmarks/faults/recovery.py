@@ -28,7 +28,7 @@ from benchmarks.faults.kills import processes_of
 from benchmarks.faults.timeline import Span, inside, rank_pids, records_of, spans
 from benchmarks.serving.application import Application, serving
 from benchmarks.serving.settings import add_options, config_of
-from deployments.cli.local.proxies import uses_proxies
+from deployments.cli.local import uses_proxies
 from deployments.config import ServeConfig
 
 IMAGES = "/v1/images/generations"

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from engines.core import phases
+from engines.core import logs
 
 Record = Mapping[str, Any]
 """A log line."""
@@ -80,7 +80,7 @@ def inside(records: Iterable[Record], fault_s: float, end_s: float) -> dict[str,
     """Returns how long the phases of ranks took that are part of the gang's, the slowest rank's of each."""
     slowest: dict[str, float] = {}
     for record in records:
-        if record["message"] == phases.MESSAGE and fault_s < seconds(record) < end_s and "rank" in record:
+        if record["message"] == logs.MESSAGE and fault_s < seconds(record) < end_s and "rank" in record:
             slowest[record["phase"]] = max(record["took_s"], slowest.get(record["phase"], 0.0))
     return slowest
 

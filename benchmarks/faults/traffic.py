@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import httpx
 
-from deployments.cli.local.proxies import uses_proxies
+from deployments.cli.local import uses_proxies
 
 Outcome = Literal["right", "wrong_bytes", "refused", "error", "outside_shape"]
 """``refused``: no connection, or one that ended without an answer. ``error``: an answer in OpenAI's shape."""

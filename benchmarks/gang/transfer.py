@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.distributed import start_distributed
 from benchmarks.timing import Times, measure, rank_synchronize
-from engines.gang.jobs.transfer import transfer
+from engines.gang.jobs.rank_jobs import transfer
 
 CHANNELS, TEXT_TOKENS, TEXT_CHANNELS = 64, 512, 4096
 

@@ -31,7 +31,7 @@ from benchmarks.load.owner import load_owners
 from benchmarks.load.summary import gpu_use, plot, summary
 from benchmarks.serving.application import free_port, serving
 from benchmarks.serving.settings import add_options, config_of, told_as
-from deployments.cli.local.proxies import uses_proxies
+from deployments.cli.local import uses_proxies
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from benchmarks.load.client import NO_HEADERS, TIMEOUT_S, answered
 from benchmarks.load.mix import RequestClass
 from benchmarks.serving.settings import told_as
-from deployments.cli.local.proxies import uses_proxies
+from deployments.cli.local import uses_proxies
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.eta.prediction import StepKey, speedup
 

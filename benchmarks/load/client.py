@@ -13,7 +13,7 @@ import httpx
 from benchmarks.load.arrivals import Arrival
 from benchmarks.load.mix import Kind, RequestClass
 from benchmarks.serving.clients import stages_ms
-from deployments.cli.local.proxies import uses_proxies
+from deployments.cli.local import uses_proxies
 
 TIMEOUT_S = 1200.0
 NO_HEADERS: Mapping[str, str] = {}

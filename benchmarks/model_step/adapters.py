@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.models.published import PublishedModel
 from benchmarks.timing import measure
-from engines.core.additions import LowRank, Mix
+from engines.core.model import LowRank, Mix
 from engines.torch_engine.engine import TorchEngine
 from pipelines.size import Size
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engines.core.differences import relative_difference
+from engines.core.tensors import relative_difference
 
 
 def relative_error(given: Tensor, expected: Tensor, allowed: float | None = None) -> float:

@@ -23,7 +23,7 @@ from torch import Tensor
 from benchmarks.models.flux import architecture
 from benchmarks.models.making import default_dtype, without_init
 from benchmarks.peers.sglang_calls import call_in_parts, rotary_in_parts
-from engines.core.fast_model import Precision
+from engines.core.model import Precision
 from engines.core.spec import ParallelSpec
 
 Compiled = Literal["", "whole", "blocks"]

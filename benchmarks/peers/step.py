@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.models.making import without_init
 from benchmarks.peers.sglang import Compiled, sglang_step
 from benchmarks.peers.vllm_omni import vllm_omni_step
-from engines.core.fast_model import Precision
+from engines.core.model import Precision
 from pipelines.models.flux.attention import set_kernel
 
 SGLANG_COMPILED: dict[str, Compiled] = {"sglang": "", "sglang-compiled": "whole", "sglang-blocks": "blocks"}

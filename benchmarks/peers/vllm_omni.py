@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.models.flux import architecture
 from benchmarks.models.making import default_dtype, without_init
-from engines.core.fast_model import Precision
+from engines.core.model import Precision
 from engines.core.spec import ParallelSpec
 
 ROOM = 2.0

@@ -22,7 +22,7 @@ from benchmarks.distributed import start_distributed
 from benchmarks.timing import rank_synchronize
 from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec
-from engines.parallel.communication.mesh import Groups, Teams
+from engines.parallel.mesh import Groups, Teams
 from engines.planner.forecast import StepForecast, forecast, workload
 from engines.planner.measure import measure
 from engines.planner.profile import profile

@@ -18,7 +18,7 @@ import torch
 from engines.core.spec import tiling_sizes
 from engines.planner.cost_model import Workload
 from engines.planner.forecast import StepForecast, forecast, workload
-from engines.planner.measure_here import measure_here
+from engines.planner.measure import measure_here
 from engines.planner.profile import ModelProfile, profile
 from pipelines.checkpoint import Checkpoint
 from pipelines.size import Size

@@ -24,7 +24,7 @@ from benchmarks.policies.h200 import NUM_STEPS, SHARES, STEPS
 from benchmarks.policies.shares import Served, shares, told
 from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation
 from benchmarks.serving.settings import told_as
-from engines.gang.policies.registry import POLICIES, make_policy
+from engines.gang.policies.policy import POLICIES, make_policy
 
 
 def main() -> None:

@@ -23,10 +23,10 @@ from benchmarks.policies.simulation import Arrival as SimulatedArrival
 from benchmarks.policies.simulation import SimulatedGang, Simulation, Span
 from deployments.config import ServeConfig
 from deployments.requests.rules import TIERS
-from deployments.stages.gang.denoiser import PRIORITIES
+from deployments.stages.denoiser import PRIORITIES
 from engines.core.spec import tiling_sizes
 from engines.gang.config import GangConfig
-from engines.gang.policies.registry import make_policy
+from engines.gang.policies.policy import make_policy
 
 DEADLINE = "deadline"
 """The policy under which requests say when they must be done."""

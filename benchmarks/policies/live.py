@@ -39,9 +39,9 @@ from benchmarks.policies.comparison import Case, compared
 from benchmarks.policies.shares import told as told_of_owners
 from benchmarks.serving.application import Application, free_port, serving
 from benchmarks.serving.settings import add_options, config_of, told_as, with_values
-from deployments.cli.local.proxies import uses_proxies
+from deployments.cli.local import uses_proxies
 from deployments.config import ServeConfig
-from engines.gang.policies.registry import POLICIES, find_policy
+from engines.gang.policies.policy import POLICIES, find_policy
 
 
 def main(words: Sequence[str] | None = None) -> None:

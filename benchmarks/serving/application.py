@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from deployments.cli.local.proxies import http_client
+from deployments.cli.local import http_client
 from deployments.config import ServeConfig
 
 COMMAND = (sys.executable, "-m", "deployments.cli.main")

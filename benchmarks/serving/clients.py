@@ -10,7 +10,7 @@ from itertools import chain
 import httpx
 
 from benchmarks.serving.bare import PROMPT
-from deployments.cli.local.proxies import http_client
+from deployments.cli.local import http_client
 
 STAGES = ("queue", "encode", "denoise", "decode", "total")
 TIMEOUT_S = 600.0

@@ -17,7 +17,7 @@ from benchmarks.application.client import CLIPS, EDITS, IMAGES, PROMPT, TIMEOUT_
 from benchmarks.application.memory import peak_memory
 from benchmarks.faults.timeline import records_of
 from benchmarks.serving.application import serving
-from deployments.cli.local.proxies import http_client
+from deployments.cli.local import http_client
 from deployments.cli.serving import parse_config
 from deployments.config import ServeConfig
 from pipelines.checkpoint import Checkpoint

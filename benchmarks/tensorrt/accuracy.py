@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
-from engines.core.precision import Scheme
-from engines.core.spec import ParallelSpec
+from engines.core.spec import ParallelSpec, Scheme
 from engines.quantization.calibration import recording
 from engines.quantization.onnx import Quantization
 from engines.tensorrt_engine.export.exported import Exported, export, rank_weights

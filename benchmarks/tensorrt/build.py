@@ -24,7 +24,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from engines.core.precision import is_static
+from engines.core.spec import is_static
 from engines.tensorrt_engine.build.report import EngineReport
 
 MIB, GIB_IN_KIB = 1 << 20, 1 << 20
@@ -46,7 +46,7 @@ class Case:
 def measure(case: Case) -> dict[str, Any]:
     import torch
 
-    from deployments.cli.engines.build import Order, engine_reports
+    from deployments.cli.build import Order, engine_reports
 
     torch.set_num_threads(1)
     options: dict[str, Any] = {name: value for name, value in asdict(case).items() if name != "flag"}

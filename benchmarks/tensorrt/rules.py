@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.tensorrt.accuracy import CALIBRATION_NOISE, Engines, Prompts, Subject, calibrated, compare
-from engines.core.precision import Scheme
-from engines.quantization.layers import quantizable
+from engines.core.spec import Scheme
+from engines.quantization.linear import LARGEST, quantizable
 from engines.quantization.onnx import PER_TENSOR, QUANTIZE_DEQUANTIZE, QuantizedLinear
-from engines.quantization.scales import LARGEST
 from pipelines.run import Pipeline, PlainEngine
 
 SAMPLES_PER_CALL, NUM_CLIPS, SMALLEST_CLIP = 2000, 41, 0.2

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from deployments.api.streams import Event
-from deployments.clips.records import ClipRecord
+from deployments.clips.database import ClipRecord
 from deployments.requests.loras import BEHIND
 from deployments.requests.quality import SHARES, Quality, quality_steps
 from deployments.studio.interface import ModelCard, StageTimes

@@ -26,8 +26,7 @@ from deployments.requests.rules import brought_along, needs_of
 from deployments.studio.interface import Studio
 from deployments.usage.accounts import Accounts, KeyLimitGuard
 from deployments.usage.api_keys import KeyRing
-from pipelines.pictures import NO_PICTURES, InputPictures
-from pipelines.request import MediaKind
+from pipelines.request import NO_PICTURES, InputPictures, MediaKind
 
 BEARER = HTTPBearer(auto_error=False, description="Needed only if the server was started with API keys.")
 

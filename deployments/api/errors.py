@@ -22,7 +22,7 @@ from deployments.requests.errors import RequestError, field_error, shown
 from deployments.studio.interface import ModelUnavailableError
 from deployments.usage.keeper import AccountsUnavailableError
 from deployments.usage.quotas import LimitReachedError
-from engines.core.failures import JobFailedError
+from engines.core.engine import JobFailedError
 from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError
 
 FAILURES: tuple[type[Exception], ...] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from deployments.clips.clips import Clips
-from deployments.clips.records import ClipRecord
+from deployments.clips.database import ClipRecord
 
 
 class Lookout:

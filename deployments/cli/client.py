@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from deployments.cli.local.proxies import http_client
+from deployments.cli.local import http_client
 from deployments.studio.interface import Progress
 
 POLL_S = 0.2

@@ -11,8 +11,8 @@ from typing import Any
 import ray
 
 from deployments.app import REPLICA_CPUS
-from deployments.cli.ending import interrupts_later
-from deployments.cli.local.prepared import prepared
+from deployments.cli.errors import interrupts_later
+from deployments.cli.local import prepared
 from deployments.config import ServeConfig
 from deployments.forked_workers import forking_cluster
 from deployments.ray_private import init_local, processes_in_own_sessions, quiet_logs, without_optional_servers

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from deployments.cli.progress import console
 from deployments.cli.serving import load_config
 from deployments.door.door import Door, listen
-from deployments.door.lane import Lane
+from deployments.door.haproxy import Lane
 from deployments.names import url_at
 
 

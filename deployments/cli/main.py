@@ -10,12 +10,17 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from deployments.cli.commands.engines import build_engine, calibrate, estimate
-from deployments.cli.commands.server import print_version, stop
-from deployments.cli.ending import terminate
-from deployments.cli.errors import errors
-from deployments.cli.operation.requests import LogFormat
-from deployments.cli.renamed import rename_command, renamed_option
+from deployments.cli.commands import (
+    build_engine,
+    calibrate,
+    estimate,
+    print_version,
+    rename_command,
+    renamed_option,
+    stop,
+)
+from deployments.cli.errors import errors, terminate
+from deployments.cli.request_lines import LogFormat
 from deployments.settings import ON_ONE_MACHINE, set_defaults
 
 app = typer.Typer(
@@ -108,11 +113,11 @@ def serve(
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the YAML, and serve nothing.")] = False,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM; then what is under way has a while to end (the configuration's door.drain_s)."""
-    from deployments.cli.checks.preflight import warnings, with_metrics_port
     from deployments.cli.configuration import config_for, to_yaml
-    from deployments.cli.operation.requests import logs_folder, show_requests
-    from deployments.cli.operation.servers import announce
+    from deployments.cli.operation import announce
+    from deployments.cli.preflight import warnings, with_metrics_port
     from deployments.cli.progress import console, started
+    from deployments.cli.request_lines import logs_folder, show_requests
 
     chosen: dict[str, Any] = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
     with errors():
@@ -157,7 +162,7 @@ def models(
     as_json: JsonOption = False,
 ) -> None:
     """Served models with their defaults: of a running server, or those a config would serve."""
-    from deployments.cli.models import print_models
+    from deployments.cli.show import print_models
     from deployments.settings import Settings
 
     with errors():
@@ -172,7 +177,7 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Whether a running server is ready, with its models, their gangs, and what runs and waits there."""
-    from deployments.cli.operation.status import print_status
+    from deployments.cli.operation import print_status
     from deployments.settings import Settings
 
     with errors():
@@ -191,7 +196,7 @@ def clips(
     as_json: JsonOption = False,
 ) -> None:
     """Clips of a running server; or one is fetched, or some are deleted."""
-    from deployments.cli.operation.clips import delete_clips, download_clip, print_clips
+    from deployments.cli.operation import delete_clips, download_clip, print_clips
     from deployments.settings import Settings
 
     with errors():
@@ -230,7 +235,7 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """What is installed, which devices and which NCCL there are, what can run here and what cannot and why."""
-    from deployments.cli.checks.doctor import first_model, print_proofs, print_report
+    from deployments.cli.doctor import first_model, print_proofs, print_report
 
     with errors():
         if tensorrt and as_json:

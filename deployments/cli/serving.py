@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -13,26 +14,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import ray
 import yaml
 from pydantic import ValidationError
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ServeDeploySchema
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from deployments.app import build_app
-from deployments.cli.checks.preflight import check, with_metrics_port
+from deployments.cli.client import PASSING
 from deployments.cli.cluster import local_cluster
-from deployments.cli.waiting import wait_ready
+from deployments.cli.local import http_client
+from deployments.cli.preflight import check, with_metrics_port
 from deployments.config import AppConfig, ServeConfig
 from deployments.config_errors import describe_errors
 from deployments.door.door import Door, listen
-from deployments.door.haproxy import find_binary
-from deployments.door.lane import Lane
+from deployments.door.haproxy import Lane, find_binary
 from deployments.heartbeat import ANSWER_WITHIN_S, Heartbeat
 from deployments.names import APPLICATION, INGRESS, url_at
-from deployments.ray_private import controller_answers, restart_controller
+from deployments.ray_private import application_status, controller_answers, restart_controller
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 READY_DEADLINE_S = 900.0
@@ -211,3 +213,58 @@ def held_port(host: str) -> Iterator[int]:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind((host, 0))
         yield int(holder.getsockname()[1])
+
+
+SERVE_POLL_S = 1.0
+"""Between two looks at whether Serve has given up: its controller, busy at start, takes some 10 ms of CPU for each."""
+HEALTH_POLL_S = 0.5
+"""Between two looks at what is missing, which take some 20 ms of CPU each; the application looks once a second."""
+
+
+def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float) -> None:
+    """Poll ``GET /health`` until it answers 200. TimeoutError carries the last reason."""
+    end_s, reason, asked_serve_s = time.monotonic() + deadline_s, "starting", 0.0
+    with http_client(url, base_url=url, timeout=5.0) as client:  # making one takes as long as many polls
+        while (now_s := time.monotonic()) < end_s:
+            reason = _not_ready(client)
+            if not reason:
+                return
+            if now_s - asked_serve_s > SERVE_POLL_S:
+                _raise_if_failed()
+                asked_serve_s = now_s
+            on_wait(reason)
+            time.sleep(HEALTH_POLL_S)
+    raise TimeoutError(f"not ready after {deadline_s:.0f} s: {reason}")
+
+
+def _not_ready(client: httpx.Client) -> str:
+    """Return what is missing, by ``GET /health``; empty if nothing is."""
+    try:
+        response = client.get("/health")
+    except httpx.TransportError as error:
+        return f"the server does not answer yet ({type(error).__name__})"
+    if response.status_code == httpx.codes.OK:
+        return ""
+    if response.status_code not in PASSING:
+        raise RuntimeError(f"GET /health answered {response.status_code}: {response.text}")
+    return _reason(response)
+
+
+def _reason(response: httpx.Response) -> str:
+    """Return what each model waits for, or what who answers in the application's place says."""
+    try:
+        document = response.json()
+    except ValueError:  # Ray's proxy
+        return response.text
+    if "models" not in document:  # the door
+        return "the application is starting"
+    return "; ".join(state for state in document["models"].values() if state != "ready")
+
+
+def _raise_if_failed() -> None:
+    """Raise RuntimeError with Serve's own message if it has given up on a deployment."""
+    application = application_status()
+    if application is None or application.status != ApplicationStatus.DEPLOY_FAILED:
+        return
+    reasons = [f"{name}: {one.message}" for name, one in application.deployments.items() if one.message]
+    raise RuntimeError("\n".join(("the application cannot start", *reasons)))

@@ -9,18 +9,17 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from deployments.asyncio_tools import EndedError, unless
-from deployments.clips.claims import Claim, Claims
+from deployments.clips.database import ClipError
 from deployments.clips.eta import learn_clip
-from deployments.clips.folders import ClipFolders
-from deployments.clips.records import ClipError
 from deployments.clips.settings import ClipSettings
-from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, is_full, is_lost
+from deployments.clips.storage import DATABASE_FAILURES, ClipFolders, StorageFullError, is_full, is_lost
+from deployments.clips.store import Claim, Claims
 from deployments.studio.interface import Media, ModelUnavailableError, Output, Preview, Progress, Queued, Studio
-from engines.core.failures import JobFailedError
+from engines.core.engine import JobFailedError
 from engines.gang import errors
 from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError
 from engines.gang.eta.measured_times import MeasuredTimes
-from pipelines.pictures import NO_PICTURES, InputPictures
+from pipelines.request import NO_PICTURES, InputPictures
 from pipelines.wording import counted
 
 logger = logging.getLogger("troupe.clips")

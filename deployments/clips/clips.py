@@ -14,26 +14,24 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from deployments.asyncio_tools import OneThread, cancel, to_the_end
 from deployments.clips.attempt import Attempt
-from deployments.clips.claims import Claim, Claims
-from deployments.clips.database import open_database
+from deployments.clips.database import FILE_GONE, ClipError, ClipRecord, open_database
 from deployments.clips.eta import clip_times, learn_clip, nums_before, predicted_ends_s
-from deployments.clips.folders import ClipFolders, Variant
-from deployments.clips.records import FILE_GONE, ClipError, ClipRecord
 from deployments.clips.runner import ClipRunner
 from deployments.clips.settings import ClipSettings
 from deployments.clips.storage import (
     DATABASE_FAILURES,
+    ClipFolders,
     Orphans,
     StorageFullError,
     StorageLostError,
+    Variant,
     storage_problem,
 )
-from deployments.clips.store import ClipStore, new_clip_id
+from deployments.clips.store import Claim, Claims, ClipStore, new_clip_id
 from deployments.places import PRIVATE_FILE, close_to_others, make_folder, make_private
 from deployments.studio.interface import Studio
 from engines.gang.errors import QueueFullError
-from pipelines.pictures import NO_PICTURES, InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
 
 logger = logging.getLogger("troupe.clips")
 

@@ -2,18 +2,146 @@
 
 from __future__ import annotations
 
+import json
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from sqlalchemy import Connection, event, inspect, text
+from sqlalchemy import Connection, Float, Integer, String, Text, event, inspect, text
 from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.schema import CreateColumn
 
-from deployments.clips.records import Base
 from deployments.clips.storage import StorageFullError, StorageLostError, is_full
 from deployments.places import make_private_file
+from deployments.studio.interface import StageTimes
+from pipelines.request import Lora, MediaRequest
+
+ClipStatus = Literal["queued", "in_progress", "completed", "failed"]
+OPEN = ("queued", "in_progress")
+FILE_GONE = "file_gone"
+"""Error code of a completed clip whose file is gone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipError:
+    """Why a clip failed: ``code`` for programs, ``message`` for people."""
+
+    code: str
+    message: str
+    retry_after_s: float | None = None
+    gpu_s: float | None = None
+    """GPU seconds of the last attempt, if known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipRecord:
+    """A requested clip. Times are Unix seconds."""
+
+    id: str
+    number: int
+    """Order of creation."""
+    request: MediaRequest
+    seconds: str
+    status: ClipStatus
+    progress: int
+    """0 to 100."""
+    num_previews: int
+    attempts: int
+    created_at_s: float
+    completed_at: int | None
+    error: ClipError | None
+    timings: StageTimes | None
+    key_hash: str = ""
+    eta_at_s: float | None = None
+    num_before: int | None = None
+
+    @property
+    def created_at(self) -> int:
+        return int(self.created_at_s)
+
+    @property
+    def gpu_s(self) -> float | None:
+        """GPU seconds of an ended clip; None while unknown."""
+        if self.timings is not None:
+            return self.timings.gpu_s
+        return None if self.error is None else self.error.gpu_s
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is queued or in progress."""
+        return self.status in OPEN
+
+    @property
+    def eta_s(self) -> float | None:
+        """Predicted seconds until its end; None once it has ended."""
+        return None if self.eta_at_s is None or not self.is_open else max(0.0, self.eta_at_s - time.time())
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class ClipRow(Base):
+    """A clip in the database. ``owner`` holds the claim until ``lease_until_s``.
+
+    No runner claims it before ``not_before_s``. Clips with equal ``alike`` take equally long.
+    """
+
+    __tablename__ = "troupe_jobs"
+
+    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    model: Mapped[str] = mapped_column(String(512))
+    request_json: Mapped[str] = mapped_column(Text)
+    seconds: Mapped[str] = mapped_column(String(16))
+    status: Mapped[str] = mapped_column(String(16), index=True)
+    progress: Mapped[int] = mapped_column(Integer, default=0)
+    num_previews: Mapped[int] = mapped_column(Integer, default=0)
+    attempts: Mapped[int] = mapped_column(Integer, default=0)
+    created_at_s: Mapped[float] = mapped_column(Float(53))
+    completed_at_s: Mapped[float | None] = mapped_column(Float(53))
+    owner: Mapped[str] = mapped_column(String(64), default="")
+    lease_until_s: Mapped[float] = mapped_column(Float(53), default=0.0)
+    not_before_s: Mapped[float] = mapped_column(Float(53), default=0.0)
+    error_json: Mapped[str | None] = mapped_column(Text)
+    timings_json: Mapped[str | None] = mapped_column(Text)
+    key_hash: Mapped[str] = mapped_column(String(64), default="", server_default="")
+    eta_at_s: Mapped[float | None] = mapped_column(Float(53))
+    alike: Mapped[str] = mapped_column(String(128), default="", server_default="")
+
+
+def record_of(row: ClipRow) -> ClipRecord:
+    return ClipRecord(
+        id=row.id,
+        number=row.number,
+        request=request_from_json(row.request_json),
+        seconds=row.seconds,
+        status=row.status,  # type: ignore[arg-type]
+        progress=row.progress,
+        num_previews=row.num_previews,
+        attempts=row.attempts,
+        created_at_s=row.created_at_s,
+        completed_at=None if row.completed_at_s is None else int(row.completed_at_s),
+        error=None if row.error_json is None else ClipError(**json.loads(row.error_json)),
+        timings=None if row.timings_json is None else StageTimes(**json.loads(row.timings_json)),
+        key_hash=row.key_hash,
+        eta_at_s=row.eta_at_s,
+    )
+
+
+def to_json(record: MediaRequest | ClipError | StageTimes) -> str:
+    return json.dumps(asdict(record))
+
+
+def request_from_json(text: str) -> MediaRequest:
+    fields: dict[str, Any] = json.loads(text)
+    loras = tuple(Lora(**one) for one in fields.get("loras", ()))
+    return MediaRequest(**fields | {"preview_steps": tuple(fields["preview_steps"]), "loras": loras})
+
 
 SQLITE_PRAGMAS = ("journal_mode = WAL", "busy_timeout = 30000", "synchronous = FULL")
 """Readers do not wait for the writer, writers wait for each other, and what was committed survives a power cut."""

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from deployments.asyncio_tools import cancel
 from deployments.clips.attempt import Attempt
-from deployments.clips.claims import Claim, Claims
+from deployments.clips.store import Claim, Claims
 from deployments.observability.logs import request_context
 from deployments.studio.interface import Studio
 

@@ -18,8 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from deployments.door.haproxy import Wiring, find_binary, render
-from deployments.door.lane import Lane
+from deployments.door.haproxy import Lane, Wiring, find_binary, render
 from deployments.door.settings import DoorSettings
 from deployments.heartbeat import ANSWER_WITHIN_S, Heartbeat
 

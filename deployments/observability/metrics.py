@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Literal
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Metric, disable_created_metrics
 from prometheus_client.registry import Collector
+
+from deployments.names import url_at
+from deployments.usage.quotas import EVERYBODY, KeyLimits
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -129,3 +133,57 @@ class Page(Collector):
 
     def collect(self) -> Iterator[Metric]:
         return with_replicas(self._gather())
+
+
+SHOWN_DIGITS = 8
+MAX_UNNAMED = 100
+OTHERS = "other"
+
+
+class KeyNames:
+    """Metric labels: a key's configured ``name``, else eight digits of its hash; ``OTHERS`` after ``MAX_UNNAMED``."""
+
+    def __init__(self, limits_of: Callable[[str], KeyLimits]) -> None:
+        self._limits_of = limits_of
+        self._unnamed: set[str] = set()
+
+    def name_of(self, key: str) -> str:
+        limits, digits = self._limits_of(key), key[:SHOWN_DIGITS]
+        if limits.name and limits.key != EVERYBODY:
+            return limits.name
+        if digits not in self._unnamed and len(self._unnamed) >= MAX_UNNAMED:
+            return OTHERS
+        self._unnamed.add(digits)
+        return digits
+
+    def observe_gpu_seconds(self, model: str, key: str, gpu_s: float) -> None:
+        """Count the seconds of ranks for a request of ``key`` that has ended."""
+        observe_gpu_seconds(model, self.name_of(key), gpu_s)
+
+
+DEFAULT_PORT = 9464
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricsSettings:
+    """Where Prometheus finds them: ``/metrics`` on this address, of a port of its own. Without a port, nowhere.
+
+    ``auto`` is DEFAULT_PORT; ``troupe serve`` takes the next free one after it where that is taken.
+    """
+
+    host: str = "127.0.0.1"
+    port: int | Literal["auto"] | None = "auto"
+
+    def __post_init__(self) -> None:
+        if self.number is not None and not 0 < self.number <= 65535:
+            raise ValueError(f"metrics.port is {self.port}; it must be auto, from 1 to 65535, or null for no metrics")
+
+    @property
+    def number(self) -> int | None:
+        """The port; None without metrics."""
+        return DEFAULT_PORT if self.port == "auto" else self.port
+
+    @property
+    def url(self) -> str:
+        """The URL on this machine; empty without metrics."""
+        return "" if self.number is None else f"{url_at(self.host, self.number)}/metrics"

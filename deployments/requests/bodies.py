@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from deployments.clips.folders import Variant
+from deployments.clips.storage import Variant
 from deployments.requests.fields import (
     MAX_SEED,
     RANDOM_SEED,

@@ -12,8 +12,7 @@ from deployments.requests.errors import RequestError, blaming
 from deployments.requests.rules import media_request, needs_of
 from deployments.studio.interface import ModelCard
 from pipelines.defaults import Defaults, largest_num_frames
-from pipelines.pictures import NO_PICTURES, InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,8 +15,7 @@ from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.pictures.unpack import unpack
 from deployments.requests.rules import brought_along
 from deployments.studio.interface import ModelCard, Output
-from pipelines.pictures import InputPictures
-from pipelines.request import MediaKind, MediaRequest
+from pipelines.request import InputPictures, MediaKind, MediaRequest
 
 NUM_PREVIEWS = 3
 DEFAULT_LIMITS = PictureLimits()

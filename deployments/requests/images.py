@@ -14,8 +14,7 @@ from deployments.requests.quality import MEANINGS, Quality
 from deployments.requests.rules import media_request, needs_of
 from deployments.studio.interface import ModelCard, Output
 from pipelines.caching import CacheMode
-from pipelines.pictures import NO_PICTURES, InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
 from pipelines.size import MAX_SIDES
 
 

@@ -16,8 +16,7 @@ from deployments.requests.quality import MEANINGS, quality_steps
 from deployments.requests.sizes import choose_size
 from deployments.studio.interface import ModelCard
 from pipelines.defaults import Defaults
-from pipelines.pictures import NO_PICTURES, InputPictures
-from pipelines.request import MediaRequest, ServiceTier
+from pipelines.request import NO_PICTURES, InputPictures, MediaRequest, ServiceTier
 
 RANDOM_SEED_BITS = 32
 TIERS: Mapping[str, ServiceTier] = {"auto": "default", "default": "default", "flex": "flex", "priority": "priority"}

@@ -8,7 +8,7 @@ import re
 from deployments.requests.bodies import MediaBody
 from deployments.requests.errors import RequestError, blaming, shown
 from pipelines.defaults import Defaults
-from pipelines.pictures import InputPicture
+from pipelines.request import InputPicture
 from pipelines.size import PIXELS, Size
 
 

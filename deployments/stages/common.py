@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deployments.config import ModelConfig, ProvenanceConfig
 from deployments.settings import set_defaults
-from deployments.stages.config import StageConfig
+from deployments.stages.config import DenoiserConfig, StageConfig
 from deployments.stages.devices import stage_devices
-from engines.core.transport.parcel import Parcel, Shapes
+from engines.core.parcel import Parcel, Shapes
+from engines.core.spec import ParallelSpec
 from engines.gang.errors import QueueFullError
 from engines.gang.jobs.job import JobEvent
 from pipelines.checkpoint import Checkpoint
-from pipelines.request import MetadataLevel
+from pipelines.request import InputPicture, InputPictures, MetadataLevel, Mode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,3 +92,82 @@ def load_stage(spec: StageSpec) -> Checkpoint:
         set_defaults(GIVES_WAY)
     torch.set_num_threads(spec.stage.num_threads)
     return Checkpoint.open(spec.model.source, stage_devices(spec.stage)[0], spec.model.dtype)
+
+
+def must_slice(config: DenoiserConfig) -> bool | None:
+    """Return what ``config.load`` means; None where that depends on the model's size and the machine's memory.
+
+    ValueError if the engine cannot load slices.
+    """
+    can_slice = config.engine != "tensorrt" and config.num_ranks > 1
+    if config.load == "sliced" and not can_slice:
+        raise ValueError(
+            f"load: sliced needs the engine torch and several ranks, not {config.engine} on {config.num_ranks}"
+        )
+    if config.load != "auto" or not can_slice:
+        return config.load == "sliced"
+    if config.strategy == "auto":
+        return None
+    return ParallelSpec.of(config.strategy, config.num_ranks).divides_weights
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Workers:
+    """A pool of ``num_threads`` that runs the work of all callers.
+
+    glibc's per-thread arenas keep freed memory: large work in many threads would grow the process by all of it.
+    """
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+
+    def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run ``work`` and return its result. Log lines carry the caller's request id."""
+        context = copy_context()
+        return self._pool.submit(lambda: context.run(work, *args, **kwargs)).result()
+
+    def begin(self, work: Callable[[], None]) -> None:
+        """Run ``work``, which must not raise, without waiting."""
+        self._pool.submit(work)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentPicture:
+    """One picture. Ray leaves the bytes of an array in the object store and copies none to read, as of a ``Parcel``."""
+
+    width: int
+    height: int
+    mode: Mode
+    pixels: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, picture: InputPicture) -> Self:
+        pixels = np.frombuffer(picture.data, np.uint8)
+        return cls(width=picture.width, height=picture.height, mode=picture.mode, pixels=pixels)
+
+    def open(self) -> InputPicture:
+        return InputPicture(width=self.width, height=self.height, mode=self.mode, data=self.pixels.tobytes())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentPictures:
+    """The pictures of a request. They travel as values, to the encoder alone (``engines.core.parcel``)."""
+
+    pictures: tuple[SentPicture, ...] = ()
+    mask: SentPicture | None = None
+
+    @classmethod
+    def of(cls, inputs: InputPictures) -> Self:
+        """Pack ``inputs`` without a copy."""
+        mask = None if inputs.mask is None else SentPicture.of(inputs.mask)
+        return cls(pictures=tuple(map(SentPicture.of, inputs.pictures)), mask=mask)
+
+    def open(self) -> InputPictures:
+        pictures = tuple(picture.open() for picture in self.pictures)
+        return InputPictures(pictures=pictures, mask=None if self.mask is None else self.mask.open())
+
+
+NO_SENT_PICTURES = SentPictures()

@@ -8,7 +8,7 @@ import ray
 
 from deployments.settings import Settings, process_environment
 from deployments.stages.config import StageConfig
-from engines.core.storage.files import HostLock
+from engines.core.storage import HostLock
 
 ALL_GPUS: Mapping[str, str] = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """Lets a process see all GPUs of its node, not only its own (Ray 2.60,

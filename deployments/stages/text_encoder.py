@@ -2,18 +2,113 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import threading
 import time
-from dataclasses import replace
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Self
 
 from deployments.observability.logs import request_context
-from deployments.stages.common import Encoded, StageSpec, load_stage
-from deployments.stages.conditionings import MIB, Conditionings, Names
-from deployments.stages.pictures import NO_SENT_PICTURES, SentPictures
+from deployments.stages.common import (
+    NO_SENT_PICTURES,
+    Encoded,
+    SentPicture,
+    SentPictures,
+    StageSpec,
+    Workers,
+    load_stage,
+)
 from deployments.stages.warm_up import warm_encoder
-from deployments.stages.workers import Workers
 from pipelines.libraries import quick_imports
 from pipelines.request import MediaRequest
+
+MIB = 2**20
+OVERHEAD_BYTES = 1024
+"""Bytes of a cache entry beside its tensors and skeleton."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Names:
+    """Cache keys: digests of everything that conditioning may depend on, without and with the seed.
+
+    Fields that cannot matter are excluded by name, so a new field counts by default. The client's API key is included:
+    otherwise cache timing would reveal other clients' prompts.
+    """
+
+    unseeded: bytes
+    seeded: bytes
+
+    @classmethod
+    def of(cls, request: MediaRequest, pictures: SentPictures) -> Self:
+        relevant = replace(request, request_id="", preview_steps=())
+        relevant = replace(relevant, service_tier="default", deadline_s=None, waited_s=0.0, weight=1.0)
+        picture_digest = _digest(pictures)
+        texts = (repr(replace(relevant, seed=0)), repr(relevant))
+        unseeded, seeded = (hashlib.sha256(text.encode() + picture_digest).digest() for text in texts)
+        return cls(unseeded=b"unseeded" + unseeded, seeded=b"seeded" + seeded)
+
+
+def _digest(pictures: SentPictures) -> bytes:
+    """Return SHA-256 over picture count, mask flag, shapes and pixels (zero-copy)."""
+    mask: tuple[SentPicture, ...] = () if pictures.mask is None else (pictures.mask,)
+    sent = (*pictures.pictures, *mask)
+    forms = [(one.width, one.height, one.mode, one.pixels.nbytes) for one in sent]
+    digest = hashlib.sha256(repr((len(mask), forms)).encode())
+    for one in sent:
+        digest.update(one.pixels.data)
+    return digest.digest()
+
+
+class Conditionings:
+    """Thread-safe LRU cache of up to ``max_bytes``; disabled with 0.
+
+    Entries are shared parcels, never changed: opening one copies its bytes.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes, self._num_bytes = max_bytes, 0
+        self._entries: OrderedDict[bytes, Encoded] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the cache."""
+        return self._num_bytes
+
+    def names(self, request: MediaRequest, pictures: SentPictures) -> Names | None:
+        """Return the cache keys of a request; None if the cache is disabled."""
+        return Names.of(request, pictures) if self._max_bytes else None
+
+    def find(self, names: Names | None) -> Encoded | None:
+        if names is None:
+            return None
+        with self._lock:
+            name = next((name for name in (names.unseeded, names.seeded) if name in self._entries), None)
+            if name is None:
+                return None
+            self._entries.move_to_end(name)
+            return replace(self._entries[name], was_kept=True)
+
+    def keep(self, names: Names | None, encoded: Encoded, *, drew_noise: bool) -> None:
+        """Add an entry. ``drew_noise``: the encoder used the request's generator, so the seed is part of the key."""
+        if names is None or (size := _num_bytes(encoded)) > self._max_bytes:
+            return
+        name = names.seeded if drew_noise else names.unseeded
+        with self._lock:
+            if name in self._entries:
+                self._num_bytes -= _num_bytes(self._entries.pop(name))
+            self._entries[name] = encoded
+            self._num_bytes += size
+            while self._num_bytes > self._max_bytes:
+                _, oldest = self._entries.popitem(last=False)
+                self._num_bytes -= _num_bytes(oldest)
+
+
+def _num_bytes(encoded: Encoded) -> int:
+    return encoded.message.nbytes + len(encoded.skeleton) + OVERHEAD_BYTES
+
 
 logger = logging.getLogger(__name__)
 

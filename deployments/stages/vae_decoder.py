@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,23 +14,62 @@ from numpy.typing import NDArray
 from deployments.config import ProvenanceConfig
 from deployments.names import own_version
 from deployments.observability.logs import request_context
-from deployments.stages.clip_finishing import ClipFinisher
-from deployments.stages.common import Decoded, StageSpec, load_stage
+from deployments.stages.common import Decoded, StageSpec, Workers, load_stage
 from deployments.stages.devices import stage_devices
 from deployments.stages.measured_times import decode_times_of, decoded_like
+from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.warm_up import outputs, warm_decoder
-from deployments.stages.workers import Workers
 from deployments.studio.interface import Output
-from engines.core.transport.parcel import Parcel
+from engines.core.parcel import Parcel
 from pipelines.directory import part_class
 from pipelines.libraries import quick_imports
-from pipelines.media import encode_frames, encode_thumbnail
-from pipelines.media.metadata import MetadataWriter
+from pipelines.media import Sound, encode_frames, encode_thumbnail
+from pipelines.media.metadata import NO_TEXTS, MetadataWriter, Texts
 from pipelines.request import MediaRequest
 from pipelines.schedules import SCHEDULER
 
 if TYPE_CHECKING:
+    from pipelines.blocks.decoder import BlocksDecoder
+    from pipelines.media.clip import ClipEncoder
     from pipelines.media.provenance import ManifestWriter
+
+
+MAX_THREADS = 8
+"""Groups of pictures encoded concurrently. A clip has hardly more."""
+
+
+class ClipFinisher:
+    """Decodes with the threads ``decoding``, finishes files with ``writing``, and encodes in a third pool.
+
+    Threads that wait for groups must not block those that encode them. Frames are held as pixels until their group is
+    encoded. If encoding is slower, decoding waits once each thread has one group and one queued.
+    """
+
+    def __init__(self, decoder: BlocksDecoder, decoding: Workers, writing: Workers) -> None:
+        self._decoder, self._decoding, self._writing = decoder, decoding, writing
+        self._num_threads = min(MAX_THREADS, os.cpu_count() or 1)
+        self._groups = ThreadPoolExecutor(self._num_threads, thread_name_prefix="groups")
+
+    def finish(self, latents: Parcel, request: MediaRequest, texts: Texts = NO_TEXTS) -> tuple[bytes, bytes]:
+        """Return the clip, with metadata ``texts``, and a thumbnail of its first frame."""
+        from pipelines.media.clip import ClipEncoder  # PyAV, not needed for pictures
+
+        with ClipEncoder(request.num_frames, request.fps, self._groups, 2 * self._num_threads) as clip:
+            first_HWC, sound = self._decoding.run(self._decode, latents, request, clip)
+            data = self._writing.run(clip.finish, sound, texts)
+        return data, self._writing.run(encode_thumbnail, first_HWC)
+
+    def _decode(
+        self, latents: Parcel, request: MediaRequest, clip: ClipEncoder
+    ) -> tuple[NDArray[np.uint8], Sound | None]:
+        first_HWC, sound = None, None
+        for media in self._decoder.decode_chunks(latents.open(), request):
+            clip.add(media.frames_FHWC)
+            first_HWC = media.frames_FHWC[0].copy() if first_HWC is None else first_HWC
+            sound = media.sound
+        assert first_HWC is not None, "a clip without frames"
+        return first_HWC, sound
+
 
 logger = logging.getLogger(__name__)
 
@@ -118,3 +159,11 @@ def _manifest_writer(provenance: ProvenanceConfig | None) -> ManifestWriter | No
 
     credentials = Credentials.read(provenance.certificate, provenance.key)
     return ManifestWriter(credentials, "Troupe", own_version())
+
+
+class Codec(PromptEncoder, VaeDecoder):
+    """Saves a process for small models on a CPU, where it costs more memory and start time than the weights."""
+
+    def __init__(self, spec: StageSpec) -> None:
+        PromptEncoder.__init__(self, spec)
+        VaeDecoder.__init__(self, spec)

@@ -16,8 +16,7 @@ from deployments.stages.devices import host_lock
 from deployments.studio.interface import MediaFormat, Output
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
-from pipelines.pictures import NO_PICTURES, InputPicture, InputPictures, Mode
-from pipelines.request import MediaKind, MediaRequest
+from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaKind, MediaRequest, Mode
 from pipelines.size import Size
 
 if TYPE_CHECKING:

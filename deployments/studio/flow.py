@@ -21,10 +21,9 @@ from deployments.studio.retries import RECOVERY_DEADLINE_S, RETRYABLE, Retries
 from deployments.studio.run import Run, StageHandles
 from deployments.usage.accounts import Accounts
 from deployments.usage.metering import UsageMeter
-from engines.core.failures import JobFailedError
+from engines.core.engine import JobFailedError
 from engines.gang.errors import QueueFullError
-from pipelines.pictures import NO_PICTURES, InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
 
 RETRY_PAUSE_S = 0.25
 

@@ -8,8 +8,7 @@ from typing import Literal, Protocol
 
 from pipelines.defaults import Defaults
 from pipelines.description import NO_DESCRIPTION, Description
-from pipelines.pictures import NO_PICTURES, InputPictures
-from pipelines.request import Lora, MediaRequest
+from pipelines.request import NO_PICTURES, InputPictures, Lora, MediaRequest
 
 MediaFormat = Literal["png", "jpeg", "webp", "mp4"]
 

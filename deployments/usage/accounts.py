@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from deployments.clips.clips import Clips
 from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError
-from deployments.observability.keys import KeyNames
+from deployments.observability.metrics import KeyNames
 from deployments.usage.keeper import AccountKeeper, AccountsUnavailableError, Keeper
 from deployments.usage.quotas import Account, Balance, KeyLimits, find_limits, recent
 

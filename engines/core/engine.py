@@ -1,15 +1,15 @@
-"""The engine interface: the configured choice, the inputs of an "auto" choice, and the compiled denoiser."""
+"""The interfaces of engine and sampler: configured choice, inputs of an "auto" choice, compiled denoiser."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from engines.core.estimates import StepEstimates
 from engines.core.model import Branch
-from engines.core.storage.files import HostLock
+from engines.core.storage import HostLock
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,3 +87,54 @@ class Engine(Protocol):
     def close(self) -> None:
         """Release graphs and contexts. The communicator must still be alive."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankContext:
+    """A rank's number in its gang, the gang's size, and the rank's own device ("cuda:0", "cpu").
+
+    ``torch.distributed`` is initialised before a context exists (unless the rank is alone).
+    """
+
+    rank: int
+    num_ranks: int
+    device: str
+
+
+State = TypeVar("State")
+
+
+class Sampler(Protocol[State]):
+    """One job's denoising from noise to latents. States are immutable: each step returns a new one.
+
+    All ranks of a job compute equal states from the same seed, without any exchange.
+    """
+
+    def begin(self, request: Any, conditioning: Any) -> State:
+        """Draw the noise, set the timesteps. ``request`` and ``conditioning`` are the family's own records."""
+        ...
+
+    def num_steps(self, state: State) -> int: ...
+
+    def branches(self, state: State) -> tuple[Branch, ...]:
+        """Return the forwards of the next step: one, two with true guidance, none if cached predictions suffice."""
+        ...
+
+    def advance(self, state: State, predictions: tuple[Tensor, ...]) -> State:
+        """Do one solver step, given one prediction per branch, and return the new state."""
+        ...
+
+    def latents(self, state: State) -> Any:
+        """Return the finished latents and the decoder's other inputs (tensors on the CPU).
+
+        Raises ``ValueError`` or ``JobFailedError`` if they are not finite.
+        """
+        ...
+
+    def preview(self, state: State) -> Any:
+        """Return an estimate of the finished latents of a running job, in the form of ``latents``."""
+        ...
+
+
+class JobFailedError(RuntimeError):
+    """The job's own computation failed, and would on another gang. The message says how; the ranks are intact."""

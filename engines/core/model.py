@@ -1,20 +1,116 @@
-"""The engine's view of a model family: single-device modules and the data to split them."""
+"""The engine's view of a model family: single-device modules, the data to split them, their fast path and additions."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from engines.core.additions import Addition, Mix
-from engines.core.fast_model import ArrangeWeights
-from engines.core.kernel import Kernel
+from engines.core.attention import Kernel
 from engines.core.shard_plan import ShardPlan
 
-if TYPE_CHECKING:  # processes that only pass these records on run without torch
+if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+
+
+Mix: TypeAlias = tuple[tuple[str, float], ...]
+"""Names of additions, each with its amount."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LowRank:
+    """``scale * up_NR @ down_RK`` (Hu et al. 2021, arXiv:2106.09685), in the shape of its parameter.
+
+    A parameter that has not two dims counts as a matrix of its first dim and all others: for a bias, K is 1.
+    """
+
+    up_NR: Tensor
+    down_RK: Tensor
+    scale: float = 1.0
+
+
+LowRanks: TypeAlias = Mapping[str, LowRank]
+"""The additions to one module, by parameter name."""
+
+Addition: TypeAlias = Mapping[str, LowRanks]
+"""The additions to a model's modules, by module name."""
+
+WriteWeight: TypeAlias = Callable[["Tensor"], object]
+"""Takes the new value of a parameter, in its shape, and first rounds it to the parameter's dtype."""
+
+Writers: TypeAlias = Mapping["nn.Parameter", tuple[WriteWeight, ...]]
+"""Functions that update copies of a parameter in another form, such as quantised; the parameter stays unchanged."""
+
+
+def normal_mix(mix: Mix) -> Mix:
+    """Return ``mix`` sorted by name and without zero amounts, so that equal mixes compare equal."""
+    return tuple(sorted((name, amount) for name, amount in mix if amount))
+
+
+Precision = Literal["native", "fp8"]
+"""The dtype that the GEMMs of a hand-ordered step compute in."""
+
+KEPT = "kept"
+"""Key in ``hoisted`` of the mask for a padded prompt: True for attended keys, ``(tokens,)`` of all streams, in the
+order of a step's rows."""
+
+StepTensors: TypeAlias = Mapping[str, "Tensor"]
+"""All inputs of one step, by name. A captured step has buffers of these shapes."""
+
+
+class FastModel(Protocol):
+    """One transformer's step, for one team's exchange."""
+
+    def hoisted(self, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return this rank's share of the inputs that are constant over a job: embedded text, rotary tables."""
+        ...
+
+    def step(self, latents: Tensor, hoisted: StepTensors) -> Tensor:
+        """Return this rank's tokens of the prediction from its tokens of the latents."""
+        ...
+
+
+class FastWeights(Protocol):
+    """A transformer's weights arranged for the fast path, once per module; teams share them."""
+
+    latents_stream: str
+    """The stream whose tokens a step reads and predicts."""
+
+    def lengths(self, arguments: Mapping[str, Any]) -> Mapping[str, int] | None:
+        """Return the tokens of each stream, in the order of a step's rows; None: the shard plan's."""
+        ...
+
+    def filled_lengths(self, arguments: Mapping[str, Any]) -> Mapping[str, int] | None:
+        """Return the lengths with the prompt padded to a length shared with others; None: padding is impossible."""
+        ...
+
+    def tokens(self, latents: Tensor) -> Tensor:
+        """Return ``tokens_BSD`` of whole latents, padding of the stream included."""
+        ...
+
+    def prediction(self, tokens_BSD: Tensor, latents: Tensor) -> Tensor:
+        """Return the prediction in the form of ``latents`` from its tokens."""
+        ...
+
+    def model(self, parts: Any) -> FastModel:
+        """Return the model for one team. ``parts`` is an ``engines.fast.interface.StepParts``."""
+        ...
+
+    def scheduled(self, inputs: StepTensors, timesteps_SB: Tensor) -> dict[str, Tensor]:
+        """Return what depends on the timestep but not on the latents (modulation), for S steps: stacked, step first.
+
+        ``inputs`` are whole; their timestep is ignored. ``timesteps_SB`` may have one column for all entries.
+        """
+        ...
+
+    def writers(self) -> Writers:
+        """Return the functions to call when a parameter of the module changes; parameters used as views need none."""
+        ...
+
+
+ArrangeWeights: TypeAlias = Callable[["nn.Module", Precision], FastWeights]
 
 
 LATENTS, TIMESTEP = "hidden_states", "timestep"

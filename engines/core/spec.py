@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 STRATEGIES = ("ulysses", "ring", "allgather_kv", "hybrid", "tensor", "guidance", "pipeline")
 """Configurable names besides "auto", alone or as a product ("guidance2xulysses2")."""
@@ -183,3 +184,35 @@ def _check_divides(axis: str, degree: int, number: int, what: str, common: int) 
     if number % degree:
         allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
         raise ValueError(f"{axis} {degree} does not fit: {what}, not divisible by {degree}; allowed: {allowed}")
+
+
+Scheme = Literal["int8", "fp8"]
+"""Symmetric int8, or float8 e4m3 (arXiv:2209.05433)."""
+
+PRECISIONS = ("auto", "native", "fp8", "fp8-static", "int8", "int8-static")
+"""``native`` (and "auto") computes in the model's dtype. The others quantise weights by row, and activations with a
+scale per row or, if "static", with fixed scales from a calibration."""
+
+STATIC = "-static"
+
+
+def scheme_of(precision: str) -> Scheme | None:
+    """Return how the linears are quantised; None if they are not."""
+    match precision.removesuffix(STATIC):
+        case "int8":
+            return "int8"
+        case "fp8":
+            return "fp8"
+        case _:
+            return None
+
+
+def is_static(precision: str) -> bool:
+    """Return whether activation scales come from a calibration."""
+    return precision.endswith(STATIC)
+
+
+def check_known(precision: str, known: tuple[str, ...], engine: str) -> None:
+    """Raise ValueError, with the precisions ``known`` to ``engine``, for any other."""
+    if precision not in known:
+        raise ValueError(f"precision is {precision!r}; the {engine} engine knows {', '.join(known)}")

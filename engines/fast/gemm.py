@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.core.additions import WriteWeight
-from engines.core.fast_model import Precision
+from engines.core.model import Precision, WriteWeight
 from engines.core.torch_private import addmm_activation, scaled_mm
 from engines.fast.kernels import QuantRows, Rows, gated, quantize_rows, quantize_weight
-from engines.quantization.scales import FP8
+from engines.quantization.linear import FP8
 
 Activation = Literal["gelu", "swiglu"]
 """GELU in its tanh form; or SwiGLU, whose GEMM gives gates, then what they let through."""

@@ -9,8 +9,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from engines.core.fast_model import StepTensors
-from engines.fast.side_streams import named_stream
+from engines.core.model import StepTensors
+from engines.fast.interface import named_stream
 
 NUM_WARM_UP_RUNS = 2
 """Uncaptured runs before recording: they compile kernels, create handles and open NCCL channels."""

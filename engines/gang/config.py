@@ -1,17 +1,17 @@
-"""Size, resources and deadlines of a gang, and the contract of its ranks."""
+"""Size, resources, deadlines and clock of a gang, and the contract of its ranks."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engines.core.engine import Engine
+from engines.core.engine import Engine, RankContext, Sampler
 from engines.core.estimates import StepEstimates
-from engines.core.rank import RankContext
-from engines.core.sampler import Sampler
-from engines.gang.policies.registry import find_policy
-from engines.parallel.communication.nccl_options import DEFAULT_OPTIONS, NcclOptions
+from engines.gang.policies.policy import find_policy
+from engines.parallel.mesh import DEFAULT_OPTIONS, NcclOptions
 
 FORKED_SILENCE_S, IMPORTS_SILENCE_S = 10.0, 60.0
 """Longest silence of a starting rank. Python answers no ping while it maps a library from a slow disk."""
@@ -137,6 +137,18 @@ BuildRank = Callable[[], RankParts]
 LoadRank = Callable[[RankContext], BuildRank]
 """Loads weights on each rank at start (pickled by Ray). The result runs when all ranks have loaded.
 
-Meanwhile a thread may exchange with the other ranks (``engines.parallel.communication.early_start``). Code that uses
+Meanwhile a thread may exchange with the other ranks (``engines.parallel.early_start``). Code that uses
 ``torch.distributed`` other than through an engine, or computes attention, calls ``wait_for_early_start`` first.
 """
+
+
+class Clock:
+    """The monotonic clock. All timing of a gang goes through it, so that tests can replace it."""
+
+    def now_s(self) -> float:
+        """Return the seconds since a fixed moment."""
+        return time.monotonic()
+
+    def timeout(self, delay_s: float | None) -> asyncio.Timeout:
+        """Return a context that raises TimeoutError after ``delay_s``; None: never."""
+        return asyncio.timeout(delay_s)

@@ -10,8 +10,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
-from engines.gang.clock import Clock
-from engines.gang.config import GangConfig
+from engines.gang.config import Clock, GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.eta.admission import JobAdmission
 from engines.gang.eta.measured_times import StepTimes
@@ -21,9 +20,9 @@ from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.jobs.step_plan import JobFailure, StepPlan
 from engines.gang.ledger import InFlightStep, Ledger
 from engines.gang.metrics import GangMetrics
-from engines.gang.policies.registry import make_policy
-from engines.gang.ranks.rank import kill_ranks
-from engines.gang.ranks.watchdog import Watchdog, answer_of
+from engines.gang.policies.policy import make_policy
+from engines.gang.rank import kill_ranks
+from engines.gang.watchdog import Watchdog, answer_of
 
 logger = logging.getLogger(__name__)
 

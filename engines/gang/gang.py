@@ -14,16 +14,15 @@ from ray.exceptions import ObjectLostError
 from ray.util.placement_group import PlacementGroup
 
 from engines.core.estimates import StepEstimates
-from engines.gang.clock import Clock
-from engines.gang.config import Environment, GangConfig, LoadRank
+from engines.gang.config import Clock, Environment, GangConfig, LoadRank
 from engines.gang.driver import Driver
 from engines.gang.errors import GangBrokenError
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.jobs.job import Job, JobDone, JobEvent, JobQueued, StepDone
 from engines.gang.metrics import observe_start
-from engines.gang.ranks.placement import current_group
-from engines.gang.ranks.rank import RankInfo, kill_ranks, spawn_ranks
-from engines.gang.ranks.start import Start, rank_environments
+from engines.gang.placement import current_group
+from engines.gang.rank import RankInfo, kill_ranks, spawn_ranks
+from engines.gang.start import Start, rank_environments
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.gang.clock import Clock
-from engines.gang.config import GangConfig
+from engines.gang.config import Clock, GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.eta.prediction import lead_s

@@ -4,15 +4,42 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from engines.core.engine import JobFailedError
 from engines.core.model import Branch
 from engines.core.shard_plan import ShardPlan
 from engines.core.spec import ParallelSpec
-from engines.parallel.communication.mesh import Groups, Team, Teams
-from engines.parallel.guidance import exchange_predictions, may_pair
+from engines.parallel.collectives import Axis, all_gather, num_started
+from engines.parallel.mesh import Groups, Team, Teams
+
+
+def exchange_predictions(mine: Tensor, axis: Axis) -> tuple[Tensor, ...]:
+    """Every branch's prediction, in branch order, given my part's; mine alone on an axis of size 1."""
+    return (mine,) if axis.size == 1 else all_gather(mine, axis).unbind(0)
+
+
+def may_pair(one: Branch, other: Branch, plan: ShardPlan) -> bool:
+    """Whether two branches give predictions of one shape.
+
+    Streams that are cut but never gathered (the text of a joint attention) may differ in length, and what the plan
+    calls free in anything; nothing else may.
+    """
+    return _shapes(one, plan) == _shapes(other, plan)
+
+
+def _shapes(branch: Branch, plan: ShardPlan) -> dict[str, Any]:
+    """The constants, and the shapes of the inputs."""
+    gathered = {gather.stream for gather in plan.gathers}
+    inner = {shard.key for shard in plan.shards if shard.module == "" and shard.stream not in gathered}
+    known = {**branch.constants, **{name: tuple(x.shape) for name, x in branch.inputs.items()}}
+    return {name: value for name, value in known.items() if name not in inner and name not in plan.free}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,3 +167,25 @@ def _or_none(divide: Callable[[int], tuple[ParallelSpec, ...]], size: int) -> tu
         return divide(size)
     except ValueError:
         return None
+
+
+RANKS_AT_FAULT = (torch.AcceleratorError, torch.OutOfMemoryError, dist.DistError, MemoryError)
+"""What devices and communicators raise: no other job of the gang can go on after it."""
+
+
+@contextmanager
+def forward_fails_alone() -> Iterator[None]:
+    """Raise ``JobFailedError`` for what fails inside before anything was exchanged: shapes, dtypes, missing inputs.
+
+    All ranks compute the same, so all of them fail alike, and their communicator is as it was. A ``ValueError`` stays
+    one, and so does whatever comes after an exchange, or from a device.
+    """
+    before = num_started()
+    try:
+        yield
+    except (ValueError, *RANKS_AT_FAULT):
+        raise
+    except Exception as error:
+        if num_started() != before:
+            raise
+        raise JobFailedError(f"the model's forward fails: {type(error).__name__}: {error}") from error

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from engines.core.shard_plan import ShardPlan
-from engines.parallel.communication.collectives import broadcast, receive, start_send, wait
-from engines.parallel.communication.mesh import Team
+from engines.parallel.collectives import broadcast, receive, start_send, wait
+from engines.parallel.mesh import Team
 
 
 class Stage:

@@ -14,13 +14,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from engines.core.differences import relative_difference
 from engines.core.engine import Engine
 from engines.core.layout import Rows, TokenLayout
 from engines.core.model import Branch
-from engines.parallel.attention.local import local_kernel, take_rows
-from engines.parallel.attention.strategy import MakeKernel, team_kernel
-from engines.parallel.communication.mesh import Team
+from engines.core.tensors import relative_difference
+from engines.parallel.local_attention import local_kernel, take_rows
+from engines.parallel.mesh import Team
+from engines.parallel.strategies import MakeKernel, team_kernel
 
 T = TypeVar("T")
 

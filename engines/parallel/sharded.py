@@ -9,19 +9,18 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from engines.additions.switch import WeightSwitch
-from engines.core.fast_model import FastWeights
-from engines.core.kernel import Kernel
+from engines.additions import WeightSwitch
+from engines.core.attention import Kernel
 from engines.core.layout import TokenLayout
-from engines.core.model import Branch, DenoiserModel, dtype_of
+from engines.core.model import Branch, DenoiserModel, FastWeights, dtype_of
 from engines.core.resources import rank_resources
 from engines.core.shard_plan import ShardPlan
-from engines.parallel.attention.local import local_kernel
-from engines.parallel.attention.strategy import MakeKernel, team_kernel
-from engines.parallel.communication.collectives import Axis
-from engines.parallel.communication.mesh import Team
+from engines.parallel.collectives import Axis
 from engines.parallel.copies import weight_sharing_copy
+from engines.parallel.local_attention import local_kernel
+from engines.parallel.mesh import Team
 from engines.parallel.pipeline import Stage, block_weights, other_stages
+from engines.parallel.strategies import MakeKernel, team_kernel
 from engines.parallel.tensor import split_weights
 from engines.parallel.token_hooks import TokenHooks
 from engines.parallel.weight_files import slices_of

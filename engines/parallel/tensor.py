@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.core.shard_plan import ColumnLinear, FullWidthNorm, LayerRule, RowLinear, ShardPlan
-from engines.parallel.communication.collectives import Axis, all_reduce_sum
+from engines.parallel.collectives import Axis, all_reduce_sum
 from engines.parallel.copies import weight_sharing_copy
 
 

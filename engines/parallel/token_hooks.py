@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from engines.core.layout import TokenLayout
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard, named_like
-from engines.parallel.communication.collectives import Axis, all_gather
+from engines.parallel.collectives import Axis, all_gather
 
 
 class TokenHooks:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan
 from engines.core.torch_private import has_persistent_buffer
-from engines.parallel.communication.collectives import Axis
+from engines.parallel.collectives import Axis
 from engines.parallel.tensor import matching, share, shares
 from engines.quantization.scaled_files import check_format, find_scales, multiplied
 

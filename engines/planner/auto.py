@@ -10,8 +10,8 @@ import torch
 
 from engines.core.model import DenoiserModel
 from engines.core.spec import ParallelSpec, tiling_sizes
-from engines.parallel.communication.mesh import Groups, Teams
 from engines.parallel.division import TeamSpecs
+from engines.parallel.mesh import Groups, Teams
 from engines.planner.cost_model import Workload
 from engines.planner.forecast import StepForecast, forecast
 from engines.planner.measure import measure

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from engines.core.estimates import StepEstimates
 from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec
+from engines.parallel.division import TeamSpecs
 from engines.planner.cost_model import USABLE, Cost, Workload, candidates, choose, predict
 from engines.planner.machine import Machine
 from engines.planner.profile import ModelProfile
@@ -111,3 +114,29 @@ def workload(model: DenoiserModel, branches: tuple[Branch, ...]) -> Workload:
     lengths = model.stream_lengths(branches[0].arguments)
     ordered = tuple((stream, lengths[stream]) for stream in model.plan.streams)
     return Workload(lengths=ordered, num_branches=len(branches))
+
+
+TOKENS = tuple(2**power for power in range(6, 19))
+"""From the smallest picture to the longest clip; the cost model is smooth between two of them."""
+
+
+def estimates_of(plans: Mapping[int, Sequence[StepForecast]], specs: TeamSpecs) -> StepEstimates:
+    """Return what steps take if teams divide them by ``specs``; ``plans`` are by size of team, of one branch and more.
+
+    Streams grow together, in the proportions of the step for which was decided.
+    """
+    by_size = {
+        size: tuple(_times_s(plan, spec) for plan, spec in zip(several, specs.of(size), strict=False))
+        for size, several in plans.items()
+    }
+    return StepEstimates(tokens=TOKENS, by_size=by_size)
+
+
+def _times_s(plan: StepForecast, spec: ParallelSpec) -> tuple[float, ...]:
+    works = [_of_tokens(plan.work, num_tokens) for num_tokens in TOKENS]
+    return tuple(predict(plan.counted, work, spec, plan.machine, plan.precision).total_ms / 1e3 for work in works)
+
+
+def _of_tokens(work: Workload, num_tokens: int) -> Workload:
+    share = num_tokens / sum(length for _, length in work.lengths)
+    return replace(work, lengths=tuple((stream, max(1, round(share * length))) for stream, length in work.lengths))

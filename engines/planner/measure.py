@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_processes
 
-from engines.core.spec import ParallelSpec
+from engines.core.spec import ParallelSpec, tiling_sizes
 from engines.core.torch_private import int_mm, scaled_mm
-from engines.parallel.attention.local import local_kernel
-from engines.parallel.communication.collectives import EXCHANGES, Axis, Exchange
-from engines.parallel.communication.mesh import Teams
+from engines.parallel.collectives import EXCHANGES, Axis, Exchange
+from engines.parallel.local_attention import local_kernel
+from engines.parallel.mesh import Groups, Teams
 from engines.planner.machine import Line, Machine, Rates
 from engines.planner.profile import ModelProfile
 
@@ -128,3 +136,98 @@ def shortest_s(call: Callable[[], object], device: torch.device, num_warm: int =
         if number >= num_warm:
             times.append(time.perf_counter() - started)
     return max(min(times), 1e-9)
+
+
+Body = Callable[..., None]
+"""Called in each rank's process: ``(rank, connection, *args)``. Rank 0 sends its answer through the connection."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalRanks:
+    """Running ranks. ``context`` watches their processes, ``receiver`` is where rank 0's answer arrives."""
+
+    context: ProcessContext
+    receiver: Connection
+
+    def answer(self, within_s: float) -> Any:
+        """Return what rank 0 sent.
+
+        Raises RuntimeError with the last line of a rank's error as soon as one has failed, or if all ended without an
+        answer, and TimeoutError when time is up.
+        """
+        end_s = time.monotonic() + within_s
+        while True:
+            ready = wait([self.receiver, *self.context.sentinels], max(0.0, end_s - time.monotonic()))
+            if self.receiver in ready:
+                return self.receiver.recv()
+            if not ready:
+                raise TimeoutError(f"no answer from {len(self.context.processes)} ranks in {within_s:.0f} s")
+            if self._join(0):
+                raise RuntimeError(f"all {len(self.context.processes)} ranks ended without an answer")
+
+    def leave(self, within_s: float) -> None:
+        """Wait until all ranks have ended, or time is up. RuntimeError for one that fails meanwhile."""
+        end_s = time.monotonic() + within_s
+        while not self._join(max(0.0, end_s - time.monotonic())) and time.monotonic() < end_s:
+            pass
+
+    def _join(self, timeout_s: float) -> bool:
+        """Whether all have ended, after one more has or time is up."""
+        try:
+            return bool(self.context.join(timeout=timeout_s))
+        except ProcessException as error:
+            raise RuntimeError(str(error).strip().splitlines()[-1]) from error
+
+
+@contextmanager
+def local_ranks(body: Body, num_ranks: int, args: tuple[Any, ...] = ()) -> Iterator[LocalRanks]:
+    """Ranks that run ``body`` in processes of their own (spawned, so it must be picklable). None outlives the block."""
+    receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
+    start: Any = start_processes
+    context = start(body, args=(sender, *args), nprocs=num_ranks, join=False)
+    try:
+        yield LocalRanks(context=context, receiver=receiver)
+    finally:
+        for process in context.processes:
+            process.kill()
+            process.join()
+
+
+TIMEOUT_S = 180.0
+END_S = 10.0
+"""How long ranks may take to end by themselves after the measurement."""
+
+
+def measure_here(profile: ModelProfile, num_ranks: int, device_type: str) -> Machine:
+    """Measure on ``num_ranks`` processes of this host, with one device each ("cuda") or one thread each ("cpu").
+
+    Raises ``ValueError`` if there are not so many devices, ``RuntimeError`` if a rank fails.
+    """
+    if device_type == "cuda" and torch.cuda.device_count() < num_ranks:
+        raise ValueError(f"{num_ranks} ranks need {num_ranks} GPUs, and this host has {torch.cuda.device_count()}")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with local_ranks(_rank, num_ranks, (profile, num_ranks, store.port, device_type)) as ranks:
+        try:
+            machine = Machine.from_json(ranks.answer(TIMEOUT_S))
+        except TimeoutError:
+            raise RuntimeError(f"measuring this machine took longer than {TIMEOUT_S:.0f} s") from None
+        except RuntimeError as error:
+            raise RuntimeError(f"the ranks that measure this machine ended early: {error}") from error
+        with suppress(RuntimeError):  # it is measured, however they end
+            ranks.leave(END_S)
+        return machine
+
+
+def _rank(rank: int, answer: Connection, profile: ModelProfile, num_ranks: int, port: int, device_type: str) -> None:
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, num_ranks, timeout=timedelta(seconds=TIMEOUT_S))
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device_type == "cuda" else "gloo", store=store, rank=rank, world_size=num_ranks)
+    specs = [ParallelSpec(ulysses=team_size) for team_size in tiling_sizes(num_ranks)]
+    teams = Teams(rank=rank, num_ranks=num_ranks, specs=specs, groups=Groups(num_ranks))
+    machine = measure(profile, teams, device)
+    if rank == 0:
+        answer.send(machine.to_json())
+    dist.barrier()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.core.kernel import Prefix
+from engines.core.attention import Prefix
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel, dtype_of
 from engines.core.shard_plan import FullWidthNorm, RowLinear, ShardPlan

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from engines.core.model import DenoiserModel
 from engines.core.shard_plan import ShardPlan
-from engines.core.storage.files import write_atomically
-from engines.core.storage.fingerprint import fingerprint
-from engines.quantization.layers import quantizable
+from engines.core.storage import write_atomically
+from engines.core.tensors import fingerprint
+from engines.quantization.linear import quantizable
 
 Amax = Mapping[str, float]
 """Layer name to the largest magnitude of its input."""

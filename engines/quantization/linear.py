@@ -6,18 +6,91 @@ from a calibration. Plain PyTorch: Inductor fuses the quantisation into the oper
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.core.precision import Scheme
-from engines.core.shard_plan import ShardPlan
+from engines.core.shard_plan import FullWidthNorm, ShardPlan
+from engines.core.spec import Scheme
 from engines.core.torch_private import int_mm, scaled_mm
-from engines.quantization.layers import MULTIPLE, replace_linears
-from engines.quantization.scales import FP8, LARGEST, fixed_scale, row_scales, weight_scales
+
+FP8 = torch.float8_e4m3fn
+LARGEST: dict[Scheme, float] = {"fp8": 448.0, "int8": 127.0}
+SMALLEST_AMAX = 1e-12
+"""Keeps the scale of zeros finite."""
+
+
+def row_scales(x_RC: Tensor, scheme: Scheme) -> Tensor:
+    """Return ``scale_R1``, float32: one per row."""
+    return x_RC.abs().amax(-1, keepdim=True).float().clamp(min=SMALLEST_AMAX) / LARGEST[scheme]
+
+
+def weight_scales(weight_NK: Tensor, scheme: Scheme) -> Tensor:
+    """Return ``row_scales`` in one pass over ``weight_NK``, without a copy, for weights that change between steps."""
+    lowest_N1, highest_N1 = weight_NK.aminmax(dim=-1, keepdim=True)
+    return torch.maximum(-lowest_N1, highest_N1).float().clamp(min=SMALLEST_AMAX) / LARGEST[scheme]
+
+
+def fixed_scale(amax: float, scheme: Scheme) -> float:
+    """Return the scale of a whole tensor whose largest magnitude is ``amax``."""
+    return max(amax, SMALLEST_AMAX) / LARGEST[scheme]
+
+
+def stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``scale`` in ``dtype``; an underflow to 0 becomes the smallest normal number."""
+    narrow = scale.to(dtype)
+    return torch.where(narrow == 0, torch.finfo(dtype).tiny, narrow)
+
+
+MULTIPLE = 16
+"""Features per tile of the matrix units: layers with other sizes stay as they are."""
+
+
+def quantizable(module: nn.Module, plan: ShardPlan) -> list[tuple[str, nn.Linear]]:
+    """Return the linears named by the shard plan (all large ones) whose features fit the matrix units.
+
+    Embedders, modulation (a single vector per step) and the last projection stay in the model's dtype.
+    """
+    rules = [rule for rule in plan.linears if not isinstance(rule, FullWidthNorm)]
+    return [
+        (name, layer)
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear)
+        and any(rule.matches(whole_name(name)) for rule in rules)
+        and layer.in_features % MULTIPLE == 0
+        and layer.out_features % MULTIPLE == 0
+    ]
+
+
+def replace_linears(
+    module: nn.Module,
+    plan: ShardPlan,
+    make: Callable[[nn.Linear, float | None], nn.Module],
+    amax: Mapping[str, float] | None = None,
+) -> int:
+    """Replace each quantizable linear by ``make(linear, amax of its input)``; return how many there were.
+
+    ``amax`` goes by layer name (see ``calibration``). Without it ``make`` gets None, and activations are scaled
+    dynamically. Raises ``ValueError`` if it lacks a layer.
+    """
+    layers = quantizable(module, plan)
+    missing = [name for name, _ in layers if amax is not None and whole_name(name) not in amax]
+    if missing:
+        raise ValueError(
+            f"the calibration has no entry for {len(missing)} of {len(layers)} layers, such as {missing[0]}: "
+            "run every block once"
+        )
+    for name, layer in layers:
+        module.set_submodule(name, make(layer, None if amax is None else amax[whole_name(name)]))
+    return len(layers)
+
+
+def whole_name(name: str) -> str:
+    """Return the layer's name in the unsplit module: see ``parallel.tensor.RowSplitLinear``."""
+    return name.removesuffix(".partial")
 
 
 class QuantLinear(nn.Module):

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engines.core.model import DenoiserModel
-from engines.core.precision import Scheme
 from engines.core.shard_plan import ShardPlan
+from engines.core.spec import Scheme
 from engines.quantization.calibration import calibration_of, load_calibration
-from engines.quantization.layers import replace_linears
-from engines.quantization.scales import FP8, LARGEST, fixed_scale, row_scales, stored
+from engines.quantization.linear import FP8, LARGEST, fixed_scale, replace_linears, row_scales, stored
 
 PER_TENSOR = -1
 

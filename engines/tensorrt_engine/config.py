@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from engines.core.heads import heads_of_one
+from engines.core.attention import heads_of_one
 from engines.core.model import DenoiserModel, dtype_of
-from engines.core.precision import scheme_of
-from engines.core.spec import ParallelSpec
-from engines.tensorrt_engine.build.bindings import load_bindings
-from engines.tensorrt_engine.build.engine_cache import DEFAULT_FOLDER
-from engines.tensorrt_engine.build.targets import Target
+from engines.core.spec import ParallelSpec, scheme_of
+from engines.tensorrt_engine.build.bindings import Target, load_bindings
+from engines.tensorrt_engine.build.caches import DEFAULT_FOLDER
 from engines.tensorrt_engine.rules import (
     TensorRTOptions,
     Weights,

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
-from engines.core.recent import Recent
+from engines.core.resources import Recent
 from engines.fast.graph import CapturedStep, GraphPool
-from engines.parallel.communication.mesh import Team
 from engines.parallel.division import Division, shape_of
+from engines.parallel.mesh import Team
 from engines.tensorrt_engine.export.buckets import lies_between, sharing
 from engines.tensorrt_engine.export.exported import Exported
 from engines.tensorrt_engine.export.exporter import Exporter

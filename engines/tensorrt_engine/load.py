@@ -7,28 +7,27 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from engines.core.engine import Choosing
+from engines.core.engine import Choosing, RankContext
 from engines.core.model import Branch, DenoiserModel
-from engines.core.rank import RankContext
 from engines.core.spec import tiling_sizes
-from engines.core.storage.fingerprint import fingerprint
-from engines.parallel.communication.early_start import gang_groups
-from engines.parallel.communication.mesh import Team
+from engines.core.tensors import fingerprint
 from engines.parallel.division import Division, TeamSpecs
+from engines.parallel.early_start import gang_groups
+from engines.parallel.mesh import Team
 from engines.parallel.self_check import self_check
-from engines.tensorrt_engine.build.bindings import load_bindings
-from engines.tensorrt_engine.build.builder import BuildOptions
-from engines.tensorrt_engine.build.engine_cache import EngineCache, cached_engine
+from engines.tensorrt_engine.build.bindings import Target, load_bindings
+from engines.tensorrt_engine.build.builder import BuildOptions, told_of
+from engines.tensorrt_engine.build.caches import EngineCache, cached_engine
 from engines.tensorrt_engine.build.export_cache import ExportCache
-from engines.tensorrt_engine.build.naming import told_of
-from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
 from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.buckets import check_branches
 from engines.tensorrt_engine.export.exporter import Exporter, change_for
-from engines.tensorrt_engine.export.onnx.graph import EngineGraph
+from engines.tensorrt_engine.export.graph import EngineGraph
 from engines.tensorrt_engine.rules import TensorRTOptions
-from engines.tensorrt_engine.run.preflight import (
+from engines.tensorrt_engine.run.runtime import (
+    EngineRunner,
+    LoadedEngine,
     check_alike,
     check_engine_file,
     check_nccl,
@@ -36,7 +35,6 @@ from engines.tensorrt_engine.run.preflight import (
     communicator,
     current_target,
 )
-from engines.tensorrt_engine.run.runtime import EngineRunner, LoadedEngine
 from engines.tensorrt_engine.run.step import MakeRunner
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from engines.core.engine import EngineChoice
-from engines.core.precision import check_known, scheme_of
-from engines.core.spec import ParallelSpec
+from engines.core.spec import ParallelSpec, check_known, scheme_of
 
 Weights = Literal["inputs", "constants"]
 

@@ -21,22 +21,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from engines.core.engine import Choosing
+from engines.core.engine import Choosing, RankContext
 from engines.core.estimates import StepEstimates
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel
-from engines.core.precision import scheme_of
-from engines.core.rank import RankContext
-from engines.core.spec import ParallelSpec
-from engines.core.storage.devices import device_name
-from engines.core.storage.files import HostLock, file_about, write_atomically, write_once
-from engines.parallel.communication.collectives import Axis
-from engines.parallel.communication.early_start import gang_groups
-from engines.parallel.communication.mesh import Team
+from engines.core.spec import ParallelSpec, scheme_of
+from engines.core.storage import HostLock, device_name, file_about, write_atomically, write_once
+from engines.parallel.collectives import Axis
 from engines.parallel.division import TeamSpecs
+from engines.parallel.early_start import gang_groups
+from engines.parallel.mesh import Team
 from engines.planner.auto import as_predicted, forecasts, lengths_of_choice, possible_team_sizes
-from engines.planner.estimates import estimates_of
-from engines.planner.forecast import StepForecast
+from engines.planner.forecast import StepForecast, estimates_of
 from engines.torch_engine.config import check_divisible, check_spec, usual_exchange
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import ExchangeRules, goes_in_parts, meets_peers

@@ -9,10 +9,10 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from engines.core.differences import relative_difference
 from engines.core.model import Branch, DenoiserModel
-from engines.parallel.communication.mesh import team_of_one
+from engines.core.tensors import relative_difference
 from engines.parallel.copies import truncated
+from engines.parallel.mesh import team_of_one
 from engines.parallel.self_check import LEFT_OUT, TOLERANCE, WrongAnswerError, over_again
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.engine import TorchEngine

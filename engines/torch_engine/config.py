@@ -9,15 +9,14 @@ import torch
 import torch.distributed as dist
 
 from engines.core.model import DenoiserModel, dtype_of
-from engines.core.precision import scheme_of
-from engines.core.spec import ParallelSpec
-from engines.parallel.communication.mesh import Groups
+from engines.core.spec import ParallelSpec, scheme_of
 from engines.parallel.division import TeamSpecs
+from engines.parallel.mesh import Groups
 from engines.parallel.pipeline import pipeline_blocks
 from engines.parallel.tensor import split_features
 from engines.planner.auto import choose_specs, possible_team_sizes
 from engines.planner.measure import memory_bytes
-from engines.planner.memory import MemoryFloor
+from engines.planner.step_cost import MemoryFloor
 from engines.torch_engine.exchange.choose import ExchangeRules
 from engines.torch_engine.options import TorchOptions
 
@@ -28,7 +27,7 @@ FP8_CAPABILITY = (8, 9)
 class TorchChoices:
     """Concrete values of all that may be "auto".
 
-    ``precision`` is that of the linears (see ``engines.core.precision``), with static scales from the file
+    ``precision`` is that of the linears (see ``engines.core.spec``), with static scales from the file
     ``calibration``. ``fast`` runs the family's hand-ordered step wherever a team allows it, else the module runs, its
     blocks compiled if ``compile_blocks``. ``capture`` records each shape in a CUDA graph at its second step.
     ``exchange`` is what is usual, until steps were timed. ``prompt_windows`` lets prompts of many lengths be of one

@@ -15,14 +15,12 @@ from torch import Tensor, nn
 from engines.core.engine import EngineChoice
 from engines.core.estimates import StepEstimates
 from engines.core.model import Branch, DenoiserModel, dtype_of
-from engines.core.precision import scheme_of
-from engines.core.recent import Recent
+from engines.core.resources import Recent
 from engines.core.shard_plan import ShardPlan
-from engines.core.spec import ParallelSpec
-from engines.parallel.communication.early_start import gang_groups
-from engines.parallel.communication.mesh import Team
-from engines.parallel.division import Division, TeamSpecs, shape_of
-from engines.parallel.failures import forward_fails_alone
+from engines.core.spec import ParallelSpec, scheme_of
+from engines.parallel.division import Division, TeamSpecs, exchange_predictions, forward_fails_alone, shape_of
+from engines.parallel.early_start import gang_groups
+from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
 from engines.quantization.calibration import load_calibration
 from engines.quantization.linear import swap_linears
@@ -30,8 +28,26 @@ from engines.torch_engine.compiler import compile_blocks, release_blocks
 from engines.torch_engine.config import divide, memory_floor, resolve
 from engines.torch_engine.exchange.choose import ExchangeRules, kernel_by_length
 from engines.torch_engine.options import TorchOptions, check
-from engines.torch_engine.pipelined import predict_pipelined
 from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE, StepRunner
+
+
+def predict_pipelined(sharded: ShardedModel, work: Iterable[tuple[Branch, Team]]) -> tuple[Tensor, ...]:
+    """Predictions of the caller's forwards (with guidance: of all parts of the team').
+
+    All forwards are started before any prediction is passed round, so that a stage computes one while its neighbours
+    compute others; with n forwards on s stages, s - 1 of n + s - 1 turns are idle.
+    """
+    started = [(branch, team, _start(sharded, branch, team)) for branch, team in work]
+    predictions: list[Tensor] = []
+    for branch, team, mine in started:
+        predictions.extend(exchange_predictions(sharded.finish(mine, branch, team), team.guidance))
+    return tuple(predictions)
+
+
+def _start(sharded: ShardedModel, branch: Branch, team: Team) -> Tensor:
+    sharded.set_additions(branch, team)
+    return sharded.forward(branch, team)
+
 
 MAX_KNOWN = 1024
 """Shapes of which is known that they fit, or ran."""

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from engines.core.fast_model import KEPT, FastWeights, StepTensors
 from engines.core.layout import TokenLayout
-from engines.core.model import Arguments
-from engines.fast.interface import HeadExchange, StepParts
-from engines.fast.side_streams import SideStream
-from engines.parallel.attention.local import local_kernel
-from engines.parallel.attention.strategy import team_kernel
-from engines.parallel.communication.collectives import all_gather
-from engines.parallel.communication.mesh import Team
-from engines.torch_engine.exchange.heads import Attend, LocalHeads, UlyssesHeads, local_attention, without_lse
-from engines.torch_engine.exchange.kept_keys import KeptKeys, whole_kernel
+from engines.core.model import KEPT, Arguments, FastWeights, StepTensors
+from engines.fast.interface import HeadExchange, SideStream, StepParts
+from engines.parallel.collectives import all_gather
+from engines.parallel.local_attention import local_kernel
+from engines.parallel.mesh import Team
+from engines.parallel.strategies import team_kernel
+from engines.torch_engine.exchange.heads import (
+    Attend,
+    KeptKeys,
+    LocalHeads,
+    UlyssesHeads,
+    local_attention,
+    whole_kernel,
+    without_lse,
+)
 from engines.torch_engine.exchange.peer_heads import PeerHeads
 from engines.torch_engine.exchange.peer_memory import reachable
 

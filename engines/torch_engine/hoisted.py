@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from engines.core.fast_model import FastWeights
-from engines.core.model import LATENTS, TIMESTEP, Arguments, Branch, ModelInputs
+from engines.core.model import LATENTS, TIMESTEP, Arguments, Branch, FastWeights, ModelInputs
 from engines.core.torch_private import version_of
 from engines.torch_engine.fast_step import FastStep
 

@@ -18,7 +18,7 @@ from engines.torch_engine.options import TorchOptions
 from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 
 if TYPE_CHECKING:
-    from engines.core.rank import RankContext
+    from engines.core.engine import RankContext
 
 
 def load_torch_engine(

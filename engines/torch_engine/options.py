@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from engines.core.engine import EngineChoice
-from engines.core.precision import PRECISIONS, check_known, is_static
-from engines.core.spec import ParallelSpec
+from engines.core.spec import PRECISIONS, ParallelSpec, check_known, is_static
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engines.core.fast_model import FastWeights, Precision, StepTensors
 from engines.core.layout import TokenLayout
-from engines.core.model import Branch, DenoiserModel
-from engines.core.recent import Recent
+from engines.core.model import Branch, DenoiserModel, FastWeights, Precision, StepTensors
+from engines.core.resources import Recent
 from engines.fast.graph import CapturedStep, GraphPool
-from engines.parallel.communication.mesh import Team
 from engines.parallel.division import shape_of
+from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.config import TorchChoices
 from engines.torch_engine.fast_step import FastStep

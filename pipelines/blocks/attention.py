@@ -15,7 +15,7 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
-from engines.core.kernel import Kernel
+from engines.core.attention import Kernel
 from engines.core.shard_plan import LayerRule
 
 

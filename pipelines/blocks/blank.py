@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engines.core.model import Branch
+from pipelines.blocks.denoiser import GUIDERS
 from pipelines.blocks.encoder import Conditioning
-from pipelines.blocks.guidance import GUIDERS
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.blocks.sampler import BlocksSampler
 from pipelines.defaults import Defaults

@@ -12,14 +12,13 @@ import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from torch import Tensor
 
-from engines.core.transport.parcel import Shapes
+from engines.core.parcel import Shapes
 from pipelines.blocks import arguments, tree
 from pipelines.blocks.compilation import compile_calls, compile_encoders
-from pipelines.blocks.guidance import guiders_of, set_scale
-from pipelines.blocks.noise import NoiseState
+from pipelines.blocks.denoiser import guiders_of, set_scale
 from pipelines.blocks.opened import TOKENIZERS, OpenedPipeline
-from pipelines.pictures import NO_PICTURES, InputPictures
-from pipelines.request import MediaRequest
+from pipelines.blocks.state import NoiseState
+from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
 
 logger = logging.getLogger(__name__)
 

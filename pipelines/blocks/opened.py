@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,21 +17,62 @@ from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from diffusers import ModelMixin
 from diffusers.configuration_utils import FrozenDict
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
+from PIL.Image import Image
 from torch import nn
 
 from engines.parallel.weight_files import files_of
-from pipelines.blocks.requests import PICTURES, inputs_of
-from pipelines.blocks.steps.stand_in import StandIn
+from pipelines.blocks.stand_in import StandIn
 from pipelines.blocks.tree import Sections
 from pipelines.component_weights import check_finite, file_of, has_scales, load_folder
-from pipelines.directory import part_class, part_folder, read_config, read_index
+from pipelines.directory import open_modular, part_class, part_folder, read_config, read_index
 from pipelines.gpu_weights import fill
 from pipelines.models.registry import load_spec
 from pipelines.models.spec import ModelSpec
-from pipelines.modular import open_modular
-from pipelines.pictures import NO_PICTURES, InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest
 from pipelines.single_file import load_single_file
+
+FRAME_RATES = ("frame_rate", "fps")
+LAST = "last_image"
+PICTURES = ("image", LAST)
+
+
+def inputs_of(request: MediaRequest, known: Collection[str], pictures: InputPictures = NO_PICTURES) -> dict[str, Any]:
+    """Return the inputs among ``known`` that ``request`` sets; ``pictures`` are given to the encoder only."""
+    mask = None if pictures.mask is None else pictures.mask.image()
+    inputs: dict[str, Any] = {
+        "prompt": request.prompt,
+        "height": request.height,
+        "width": request.width,
+        "max_area": request.width * request.height,
+        "num_frames": request.num_frames,
+        "num_inference_steps": request.num_inference_steps,
+        "guidance_scale": request.guidance_scale,
+        "strength": request.strength,
+        "layers": request.num_layers or None,
+        "generator": torch.Generator().manual_seed(request.seed),
+        "output_type": "pt",
+        "use_kv_cache": False,  # stand-ins for the transformer have none
+        **dict.fromkeys(FRAME_RATES, request.fps),
+        **_picture_inputs([_image(picture, request) for picture in pictures.pictures], mask, known),
+    }
+    if request.true_cfg_scale > 1:
+        inputs["negative_prompt"] = request.negative_prompt
+    return {name: value for name, value in inputs.items() if name in known and value is not None}
+
+
+def _image(picture: InputPicture, request: MediaRequest) -> Image:
+    """Return the picture with opacity if it is split into layers: other auto-encoders have no such channel."""
+    return picture.image() if request.num_layers else picture.on_white()
+
+
+def _picture_inputs(images: list[Image], mask: Image | None, known: Collection[str]) -> Mapping[str, Any]:
+    """Return several pictures as one list, or as a clip's first and last frame."""
+    if not images:
+        return {}
+    if LAST in known and len(images) == 2:
+        return {"image": images[0], LAST: images[1], "mask_image": mask}
+    return {"image": images[0] if len(images) == 1 else images, "mask_image": mask}
+
 
 logger = logging.getLogger(__name__)
 

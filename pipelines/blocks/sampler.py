@@ -15,24 +15,49 @@ import torch
 from diffusers.modular_pipelines.modular_pipeline import BlockState, PipelineState
 from torch import Tensor
 
-from engines.core.additions import normal_mix
-from engines.core.model import Branch, Schedule
-from engines.core.recent import Recent
+from engines.core.engine import JobFailedError
+from engines.core.model import Branch, Schedule, normal_mix
+from engines.core.resources import Recent
 from engines.parallel.division import shape_of
-from pipelines.blocks import arguments, tree
+from pipelines.blocks import arguments, passes, tree
+from pipelines.blocks.denoiser import guided, set_scale
 from pipelines.blocks.encoder import Conditioning, on_cpu, on_device
-from pipelines.blocks.finite import check_finite, finite_flags
-from pipelines.blocks.guidance import guided, set_scale
-from pipelines.blocks.noise import put_away, taken_out
 from pipelines.blocks.opened import OpenedPipeline
-from pipelines.blocks.steps import passes
-from pipelines.blocks.steps.own_parts import copied, own_parts, with_parts
-from pipelines.blocks.steps.passes import Noted
-from pipelines.blocks.steps.reuse import KeptPredictions
-from pipelines.blocks.steps.stand_in import Call
-from pipelines.blocks.steps.state import BlocksState, Steps
+from pipelines.blocks.passes import Noted
+from pipelines.blocks.stand_in import Call
+from pipelines.blocks.state import (
+    BlocksState,
+    KeptPredictions,
+    Steps,
+    copied,
+    own_parts,
+    put_away,
+    taken_out,
+    with_parts,
+)
 from pipelines.caching import computed_steps
 from pipelines.request import MediaRequest
+
+
+def finite_flags(values: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Return a flag for each floating-point tensor in ``values``, on its device, without waiting."""
+    tensors, _ = arguments.split(values)
+    return tuple(x.isfinite().all() for x in tensors.values() if x.is_floating_point())
+
+
+def check_finite(flags: tuple[Tensor, ...], request: MediaRequest, what: str) -> None:
+    """Wait for ``flags``, and raise an error if one is false.
+
+    ValueError names the adapters of ``request``; without any, ``JobFailedError``.
+    """
+    if all(map(bool, flags)):
+        return
+    problem = f"the {what} of this request are not finite (NaN or infinite)"
+    if request.loras:
+        names = ", ".join(lora.name for lora in request.loras)
+        raise ValueError(f"{problem} with the adapters {names}: leave them out, or give them smaller scales")
+    raise JobFailedError(f"{problem}: weights may be damaged, or the dtype too narrow (float16)")
+
 
 MAX_JOBS = 32
 """As many as an engine caches values of."""
@@ -41,7 +66,7 @@ COUNTED = "num_inference_steps"
 
 
 class BlocksSampler:
-    """Implementation of ``engines.core.sampler.Sampler``."""
+    """Implementation of ``engines.core.engine.Sampler``."""
 
     def __init__(self, opened: OpenedPipeline) -> None:
         self._opened, self._blocks = opened, opened.blocks

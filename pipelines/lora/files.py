@@ -15,11 +15,22 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from pipelines.loading import resolve_file
-from pipelines.lora.differences import by_parameter, split_differences
-from pipelines.lora.kronecker import MARK
+from pipelines.lora.differences import MARK, by_parameter, split_differences
 from pipelines.lora.source import ADAPTER_FILES, LoraSource
-from pipelines.lora.spelling import ALPHA, DOWN, UP, are_layers_of, as_pairs, layer_of, read_adapter, shown
-from pipelines.lora.translation import MAKERS_PREFIXES, as_flat_pairs, by_loader, by_weights
+from pipelines.lora.translation import (
+    ALPHA,
+    DOWN,
+    MAKERS_PREFIXES,
+    UP,
+    are_layers_of,
+    as_flat_pairs,
+    as_pairs,
+    by_loader,
+    by_weights,
+    layer_of,
+    read_adapter,
+    shown,
+)
 
 PEFT_CONFIG = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."

@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from engines.additions.files import MergingSource
-from engines.additions.weights import merge
-from engines.core.additions import Addition, LowRank, LowRanks
-from engines.core.model import DenoiserModel
+from engines.additions import MergingSource, merge
+from engines.core.model import Addition, DenoiserModel, LowRank, LowRanks
+from pipelines.lora.differences import MARK, low_ranks
 from pipelines.lora.files import Layers, read_layers
-from pipelines.lora.kronecker import MARK, low_ranks
 from pipelines.lora.source import LoraSource
-from pipelines.lora.spelling import DOWN, UP, UP_BIAS, layer_of, shown
+from pipelines.lora.translation import DOWN, UP, UP_BIAS, layer_of, shown
 
 
 def with_loras(model: DenoiserModel, sources: Iterable[LoraSource], pipeline_class: Any) -> DenoiserModel:

@@ -1,15 +1,97 @@
-"""Pictures: PNG in strips, all else with Pillow."""
+"""Pictures: PNG in strips, all else with Pillow.
+
+PNG files whose strips of rows are compressed beside each other.
+
+To compress is most of what a file takes, and no library does it in more than one thread. https://www.w3.org/TR/png-3/.
+A strip is a run of deflate blocks of its own, and the strips of a file are one zlib stream (RFC 1950), as pigz writes
+it.
+"""
 
 from __future__ import annotations
 
 import io
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from pipelines.media.metadata import MAX_JPEG_EXIF_BYTES, NO_TEXTS, Texts, exif_of, png_chunks
-from pipelines.media.png import encode_png
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+COLOUR_TYPES = {1: 0, 3: 2, 4: 6}
+"""By the number of channels: grey, RGB and RGBA."""
+BIT_DEPTH = 8
+SUB = 1
+"""The filter that leaves of each value its difference from that of the pixel to its left."""
+STRIP_BYTES = 2**18
+"""Of filtered rows, however many threads there are: the bytes of a file do not depend on that."""
+ZLIB_HEADER = b"\x78\x01"
+MEMORY_LEVEL = 9
+
+
+MAX_THREADS = 8
+
+
+Chunks = Sequence[tuple[bytes, bytes]]
+
+
+def encode_png(frame_HWC: NDArray[np.uint8], chunks: Chunks = ()) -> bytes:
+    """Differences of neighbours, as runs (``Z_RLE``): six times as fast as trying every filter and looking for older
+    matches, for files of painted pictures that are no larger. ``chunks`` (type and content) go before the pixels.
+
+    ValueError for other numbers of channels than 1, 3, 4.
+    """
+    height, width, num_channels = frame_HWC.shape
+    if num_channels not in COLOUR_TYPES:
+        raise ValueError(f"a picture of {num_channels} channels; 1 (grey), 3 (RGB) or 4 (RGBA) are allowed")
+    rows_per_strip = max(1, STRIP_BYTES // (width * num_channels + 1))
+    strips = [frame_HWC[first : first + rows_per_strip] for first in range(0, height, rows_per_strip)]
+    is_last = [number == len(strips) - 1 for number in range(len(strips))]
+    parts = list((_threads().map if len(strips) > 1 else map)(_strip, strips, is_last))
+    header = struct.pack(">IIBBBBB", width, height, BIT_DEPTH, COLOUR_TYPES[num_channels], 0, 0, 0)
+    further = (part for kind, content in chunks for part in _chunk(kind, content))
+    return b"".join([SIGNATURE, *_chunk(b"IHDR", header), *further, *_data(parts), *_chunk(b"IEND", b"")])
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """For all pictures of this process: zlib leaves the interpreter to others while it works."""
+    return ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="strips")
+
+
+def _strip(rows_HWC: NDArray[np.uint8], is_last: bool) -> tuple[memoryview, bytes]:
+    """The rows filtered, each with the filter's number before it, and the same compressed."""
+    height, width, num_channels = rows_HWC.shape
+    filtered = np.empty((height, 1 + width * num_channels), np.uint8)
+    filtered[:, 0] = SUB
+    pixels = filtered[:, 1:].reshape(height, width, num_channels)
+    pixels[:, 0] = rows_HWC[:, 0]
+    np.subtract(rows_HWC[:, 1:], rows_HWC[:, :-1], out=pixels[:, 1:])
+    plain = filtered.data
+    packer = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, MEMORY_LEVEL, zlib.Z_RLE)
+    return plain, packer.compress(plain) + packer.flush(zlib.Z_FINISH if is_last else zlib.Z_FULL_FLUSH)
+
+
+def _data(parts: list[tuple[memoryview, bytes]]) -> Iterator[bytes]:
+    check = 1
+    for number, (plain, packed) in enumerate(parts):
+        check = zlib.adler32(plain, check)
+        yield from _chunk(b"IDAT", packed if number else ZLIB_HEADER + packed)
+    yield from _chunk(b"IDAT", struct.pack(">I", check))
+
+
+def _chunk(kind: bytes, content: bytes) -> Iterator[bytes]:
+    yield struct.pack(">I", len(content))
+    yield kind
+    yield content
+    yield struct.pack(">I", zlib.crc32(content, zlib.crc32(kind)))
+
 
 FORMATS = ("png", "jpeg", "webp")
 WITH_OPACITY = ("png", "webp")

@@ -14,14 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engines.core.additions import Writers
-from engines.core.fast_model import KEPT, StepTensors
-from engines.core.model import LATENTS, Arguments, ModelInputs
-from engines.fast.blocks import Blocks
+from engines.core.model import KEPT, LATENTS, Arguments, ModelInputs, StepTensors, Writers
+from engines.fast.blocks import Blocks, writers_of
 from engines.fast.blocks_step import BlocksStep
 from engines.fast.interface import StepParts
-from engines.fast.writers import writers_of
-from pipelines.models.vectors import BlockVectors
+from pipelines.models.block_weights import BlockVectors
 
 TEXT, IMAGE = "text", "image"
 """The streams of the shard plans, in the order of their rows."""

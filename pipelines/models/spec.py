@@ -5,23 +5,71 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from engines.core.model import LATENTS, TIMESTEP
-from pipelines.models.predictions import blank_like, first_output
+from pipelines.defaults import Defaults
+from pipelines.directory import read_config, read_index
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
 
-    from engines.core.fast_model import ArrangeWeights
-    from engines.core.kernel import Kernel
-    from engines.core.model import Arguments, ModelInputs
+    from engines.core.attention import Kernel
+    from engines.core.model import Arguments, ArrangeWeights, ModelInputs
     from engines.core.shard_plan import ShardPlan
-    from pipelines.defaults import Defaults
     from pipelines.request import MediaRequest
+
+
+def check_channels(path: Path, part: str, given: int, taken: int | None = None) -> None:
+    """ValueError if the part's configuration says another number of ``in_channels`` than the pipeline has for it.
+
+    ``taken`` is that number where the configuration calls it otherwise.
+    """
+    number = read_config(path, part).get("in_channels", given) if taken is None else taken
+    if number != given:
+        raise ValueError(
+            f"the {part} of {path} takes {number} channels, and a {read_index(path).get('_class_name')} gives it "
+            f"{given}: it was made for other inputs, such as masks or pictures; name the pipeline that it was "
+            "published with in the folder's index, or take another model"
+        )
+
+
+def first_output(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
+    """Calls a diffusers transformer; returns the first tensor of its output."""
+    prediction: Tensor = module(**call, return_dict=False)[0]
+    return prediction
+
+
+def all_outputs(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
+    """Calls a diffusers transformer; returns the tensors of its output one after the other, (B, all values)."""
+    import torch
+
+    return torch.cat([output.flatten(1) for output in module(**call, return_dict=False)], dim=1)
+
+
+def parted(prediction: Tensor, blanks: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Returns the tensors that ``all_outputs`` put together, in the shapes of ``blanks``."""
+    import torch
+
+    parts = torch.split(prediction, [blank[0].numel() for blank in blanks], dim=1)
+    return tuple(part.reshape(blank.shape) for part, blank in zip(parts, blanks, strict=True))
+
+
+def blank_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Returns zeros that take no memory, in the shape of ``x`` unless another is given."""
+    return x.new_zeros(()).expand(x.shape if shape is None else shape)
+
+
+def of_fewer_channels(config: Mapping[str, Any], call: Mapping[str, Any]) -> tuple[Tensor]:
+    """A blank prediction of a model that takes more channels than it predicts: beside latents those of a picture."""
+    latents = call["hidden_states"]
+    return (blank_like(latents, (latents.shape[0], config["out_channels"], *latents.shape[2:])),)
+
 
 Config = Mapping[str, Any]
 """A transformer's ``config.json``, with the defaults of its class; "pipeline" holds the settings of its pipeline."""
@@ -195,3 +243,40 @@ def without_prompt_mask(call: Mapping[str, Any]) -> Mapping[str, Any]:
 def first_latent_frame(latents: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of ``latents_BCTHW`` that a causal auto-encoder decodes to one frame."""
     return {"latents": latents["latents"][:, :, :1]}
+
+
+PICTURE = Defaults(
+    kind="image",
+    width=1024,
+    height=1024,
+    num_frames=1,
+    fps=0,
+    num_inference_steps=50,
+    guidance_scale=0.0,
+    true_cfg_scale=1.0,
+    size_multiple=16,
+    frame_multiple=1,
+    max_pixels=2048 * 2048,
+    max_frames=1,
+    max_steps=100,
+)
+CLIP = Defaults(
+    kind="video",
+    width=1280,
+    height=720,
+    num_frames=121,
+    fps=24,
+    num_inference_steps=50,
+    guidance_scale=0.0,
+    true_cfg_scale=5.0,
+    size_multiple=16,
+    frame_multiple=4,
+    max_pixels=1280 * 720,
+    max_frames=121,
+    max_steps=100,
+)
+
+
+def distilled(base: Defaults, num_inference_steps: int) -> Defaults:
+    """Those of a model that does in so few steps, and without a second prompt, what ``base`` does."""
+    return replace(base, num_inference_steps=num_inference_steps, true_cfg_scale=1.0)

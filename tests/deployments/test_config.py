@@ -25,7 +25,7 @@ from deployments.cli.serving import (
 )
 from deployments.config import AppConfig
 from deployments.stages.config import DenoiserConfig, StageConfig
-from engines.core.precision import PRECISIONS, is_static
+from engines.core.spec import PRECISIONS, is_static
 from engines.gang.config import GangConfig
 from engines.registry import ENGINES
 

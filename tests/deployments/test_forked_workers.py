@@ -278,9 +278,9 @@ LATER = """
 import json, sys
 before = set(sys.modules)
 from deployments.config import ModelConfig
-from deployments.stages.gang.rank import LoadRankParts
-from engines.core.rank import RankContext
-from engines.gang.ranks.rank import Rank
+from deployments.stages.rank import LoadRankParts
+from engines.core.engine import RankContext
+from engines.gang.rank import Rank
 import deployments.app
 
 alone = {"engine": "torch", "strategy": "ulysses", "num_ranks": 1}

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from deployments.ingress import make_cards
-from pipelines.directory import CLASSIC_INDEX, MODULAR_INDEX
+from pipelines.directory import CLASSIC_INDEX, MODULAR_INDEX, open_modular
 from pipelines.loading import SHIPPED
-from pipelines.modular import open_modular
 from tests.deployments.support.live import config_of
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deployments.api.files import FileShelf
 from deployments.api.idempotency import KnownRequests, Turn
-from deployments.clips.folders import ClipFolders
+from deployments.clips.storage import ClipFolders
 from deployments.places import file_refusal, make_folder, make_private, make_private_file, refusal
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from engines.core.layout import TokenLayout
 from engines.core.spec import ParallelSpec
-from engines.planner.machines import H200
+from engines.planner.machine import H200
 from engines.planner.profile import profile
 from engines.planner.step_cost import StepCost
 from pipelines.checkpoint import Checkpoint

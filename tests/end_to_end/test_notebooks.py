@@ -16,7 +16,7 @@ import ray
 from nbclient import NotebookClient
 from PIL import Image
 
-from engines.gang.policies.registry import POLICIES
+from engines.gang.policies.policy import POLICIES
 from tests.deployments.support.live import wait_until
 from tests.engines.gang.support.helpers import alive
 from tests.support.fenced import ROOT

@@ -143,7 +143,7 @@ def test_every_deployment_and_rank_logs_the_request_that_it_works_for(url: str) 
     by_message = {
         "the prompt has 122 tokens": ["pipelines.blocks.encoder"],
         "text is encoded": ["deployments.stages.text_encoder"],
-        "job is queued": ["deployments.stages.gang.denoiser"],
+        "job is queued": ["deployments.stages.denoiser"],
         "job begins": ["engines.gang.jobs.rank_jobs"] * 2,
         "latents are decoded": ["deployments.stages.vae_decoder"],
         f"POST {IMAGES} 200": ["troupe.access"],

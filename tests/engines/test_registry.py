@@ -1,6 +1,6 @@
 import pytest
 
-from engines.core.rank import RankContext
+from engines.core.engine import RankContext
 from engines.registry import load_engine
 from tests.engines.support import models
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from engines.core.rank import RankContext
+from engines.core.engine import RankContext
 from engines.torch_engine.engine import TorchEngine
 from engines.warm_up import warm_up
 from tests.engines.support import models

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.core.model import DenoiserModel
-from engines.parallel.attention.local import plain_attention
+from engines.parallel.local_attention import plain_attention
 from tests.pipelines.support.checkpoints import tiny
 from tests.pipelines.support.checkpoints.parts import shake
 

@@ -10,7 +10,7 @@ import pytest
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
 from pipelines.loading import SHIPPED
-from pipelines.models.usual_defaults import CLIP, PICTURE
+from pipelines.models.spec import CLIP, PICTURE
 
 
 @pytest.fixture

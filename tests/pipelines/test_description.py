@@ -13,7 +13,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import largest_num_frames
 from pipelines.description import read_description
 from pipelines.loading import shipped_checkpoints
-from pipelines.models.usual_defaults import CLIP, PICTURE
+from pipelines.models.spec import CLIP, PICTURE
 
 COLOURS = ("red", "green", "blue", "yellow", "purple", "orange", "white", "black")
 

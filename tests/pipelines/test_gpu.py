@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.core.differences import relative_difference
+from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline

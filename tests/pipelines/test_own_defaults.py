@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.models.usual_defaults import CLIP, PICTURE
-from pipelines.own_defaults import with_own_defaults
+from pipelines.defaults import with_own_defaults
+from pipelines.models.spec import CLIP, PICTURE
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engines.core.spec import ParallelSpec
-from engines.parallel.communication.mesh import team_of_one
+from engines.parallel.mesh import team_of_one
 from engines.tensorrt_engine.export.trace import offline_team
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.checkpoint import Checkpoint

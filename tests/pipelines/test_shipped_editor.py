@@ -11,8 +11,7 @@ from PIL import Image, ImageDraw
 
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_path
-from pipelines.pictures import InputPicture, InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import InputPicture, InputPictures, MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from tests.pipelines.test_shipped import shares_of_colours
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engines.core.differences import relative_difference
-from engines.core.rank import RankContext
+from engines.core.engine import RankContext
+from engines.core.tensors import relative_difference
 from engines.parallel.self_check import WrongAnswerError
 from engines.parallel.weight_files import INDEX, NAME, Slice
 from engines.registry import load_engine

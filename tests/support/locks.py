@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engines.core.storage.files import HostLock
+from engines.core.storage import HostLock
 
 
 def is_free(lock: HostLock) -> bool:

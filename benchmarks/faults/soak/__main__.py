@@ -33,10 +33,10 @@ from benchmarks.faults.soak.peace import Peace, num_processes
 from benchmarks.faults.soak.storm import draw_references, ride_out, summary
 from benchmarks.faults.soak.visits import drawn_turns
 from benchmarks.serving.application import free_port, serving
-from deployments.cli.local.proxies import uses_proxies
+from deployments.cli.local import uses_proxies
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
-from engines.gang.policies.registry import POLICIES
+from engines.gang.policies.policy import POLICIES
 
 KEYS = ("ann", "bob", "cid")
 RANKS_AND_REPLICAS = tuple(kind for kind in KINDS if kind not in ("proxy", "controller"))

@@ -15,7 +15,7 @@ from benchmarks.faults.kills import processes_of
 from benchmarks.faults.soak.clients import Clients
 from benchmarks.faults.soak.storm import IN_PEACE
 from benchmarks.faults.soak.visits import BODIES, Visit
-from deployments.cli.local.proxies import uses_proxies
+from deployments.cli.local import uses_proxies
 
 WITHIN_S = 300.0
 POLL_S = 0.5

@@ -11,8 +11,7 @@ from starlette.types import Message, Receive
 from deployments.api.context import ApiContext
 from deployments.api.reading.body import read_json_or_form
 from deployments.requests.bodies import MediaBody
-from pipelines.pictures import InputPictures
-from pipelines.request import MediaKind
+from pipelines.request import InputPictures, MediaKind
 
 B = TypeVar("B", bound=MediaBody)
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from deployments.api.answers import Video, VideoEvent
 from deployments.api.lookout import Lookout
-from deployments.clips.records import ClipRecord
+from deployments.clips.database import ClipRecord
 
 EventName = Literal["video.progress", "video.completed", "video.failed"]
 ENDS: dict[str, EventName] = {"completed": "video.completed", "failed": "video.failed"}

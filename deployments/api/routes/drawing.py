@@ -35,7 +35,7 @@ from deployments.asyncio_tools import merge
 from deployments.requests.bodies import ImageBody
 from deployments.requests.images import ImageRequest, image_request
 from deployments.studio.interface import Media, Preview, Progress, Queued, StudioEvent
-from pipelines.pictures import NO_PICTURES, InputPictures
+from pipelines.request import NO_PICTURES, InputPictures
 
 
 async def draw_once(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from deployments.requests.errors import RequestError
 from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.pictures.sources import Sources, bytes_of
-from pipelines.pictures import NO_PICTURES, InputPicture, InputPictures
+from pipelines.request import NO_PICTURES, InputPicture, InputPictures
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engines.gang.clock import Clock
+from engines.gang.config import Clock
 from engines.gang.errors import DEADLINE, TooLateError
 from engines.gang.eta.prediction import StepPrediction
 from engines.gang.jobs.job import Job

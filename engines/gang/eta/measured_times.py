@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
-from engines.core.storage.files import write_atomically
+from engines.core.storage import write_atomically
 from engines.gang.eta.prediction import (
     USUAL_MOVE_S,
     StepPrediction,

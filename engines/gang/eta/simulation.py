@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
-from engines.gang.policies.candidate import Candidate, GangShape, Ranks, Teams, within_room
-from engines.gang.policies.policy import Policy, teams_of
+from engines.gang.policies.policy import Candidate, GangShape, Policy, Ranks, Teams, teams_of, within_room
 
 NUM_EXACT = 16
 COARSE_SHARE = 1 / 8

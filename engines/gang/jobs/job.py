@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.core.transport.parcel import Parcel
+from engines.core.parcel import Parcel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

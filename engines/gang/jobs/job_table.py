@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from engines.gang.clock import Clock
-from engines.gang.config import GangConfig
+from engines.gang.config import Clock, GangConfig
 from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.jobs.job import Job, JobDone, JobEvent, StepDone
 from engines.gang.metrics import GangMetrics, Outcome

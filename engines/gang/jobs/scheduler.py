@@ -11,8 +11,7 @@ from engines.gang.eta.prediction import StepPrediction
 from engines.gang.eta.simulation import Simulation
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.step_plan import Emit, JobStep, Move, StepPlan, Work
-from engines.gang.policies.candidate import Candidate, GangShape, Ranks, within_room
-from engines.gang.policies.policy import Policy, teams_of
+from engines.gang.policies.policy import Candidate, GangShape, Policy, Ranks, teams_of, within_room
 from engines.gang.policies.shortest import Shortest
 
 

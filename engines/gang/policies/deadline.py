@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from engines.gang.policies.candidate import Candidate, GangShape, Teams
+from engines.gang.policies.policy import Candidate, GangShape, Teams
 from engines.gang.policies.shortest import MAX_OVERTAKEN, Shortest
 from engines.gang.policies.teams import quickest_teams
 

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from engines.gang.policies.candidate import Candidate, GangShape, Teams
+from engines.gang.policies.policy import Candidate, GangShape, Teams
 from engines.gang.policies.teams import quickest_teams
 
 MAX_OVERTAKEN = 6.0

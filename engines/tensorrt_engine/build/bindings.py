@@ -1,9 +1,10 @@
-"""The one place that knows which TensorRT is installed: ``tensorrt``, else TensorRT-RTX (CI builds with it)."""
+"""The installed TensorRT (``tensorrt``, else TensorRT-RTX), its messages, and the GPU generations it builds for."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -44,3 +45,77 @@ def load_bindings() -> Bindings:
             continue
         return Bindings(module=module, product=product, version=str(module.__version__))
     raise TensorRTMissingError(f"no TensorRT found ({'; '.join(failures)}); {INSTALL_HINT}")
+
+
+logger = logging.getLogger("troupe.tensorrt")
+
+
+@functools.cache
+def _logger_class() -> type:
+    trt = load_bindings().api
+    failures = (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR)
+
+    class ErrorKeepingLogger(trt.ILogger):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in failures:
+                self.errors.append(message)
+            if severity != trt.ILogger.VERBOSE:  # of warnings there are hundreds a build, none that a user can act on
+                logger.debug("%s", message)
+
+    return ErrorKeepingLogger
+
+
+@functools.cache
+def trt_logger() -> Any:
+    """Returns the process's one ``ILogger`` (TensorRT keeps the first it gets); ``errors`` collects error messages."""
+    return _logger_class()()
+
+
+def take_errors() -> str:
+    """Returns the error messages since the last call, as one line."""
+    errors = trt_logger().errors
+    text = "; ".join(dict.fromkeys(errors)).strip()
+    errors.clear()
+    return text
+
+
+_MULTI_DEVICE = (8, 0)
+_FP8 = (8, 9)
+_NATIVE_RING = (10, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, order=True)
+class Target:
+    """The GPU an engine file is built for, e.g. ``Target.parse("sm89")``. It runs on no other."""
+
+    major: int
+    minor: int
+
+    def __post_init__(self) -> None:
+        if (self.major, self.minor) < _MULTI_DEVICE:
+            raise ValueError(f"target {self.name}: multi-device engines need compute capability 8.0 or later")
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """Reads "sm89", "SM120", "8.9" or "12.0"."""
+        digits = text.lower().removeprefix("sm").replace(".", "")
+        if not (digits.isdecimal() and 2 <= len(digits) <= 3):
+            raise ValueError(f"target {text!r} is no compute capability: write it as sm80, sm89, sm90, sm100 or sm120")
+        return cls(major=int(digits[:-1]), minor=int(digits[-1]))
+
+    @property
+    def name(self) -> str:
+        return f"sm{self.major}{self.minor}"
+
+    @property
+    def has_fp8(self) -> bool:
+        return (self.major, self.minor) >= _FP8
+
+    @property
+    def has_native_ring(self) -> bool:
+        """Whether attention may span devices inside the engine (``IAttention.num_ranks``, in TensorRT 11)."""
+        return (self.major, self.minor) >= _NATIVE_RING

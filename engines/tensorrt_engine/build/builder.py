@@ -3,18 +3,51 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engines.tensorrt_engine.build.timing_cache import attach_timing_cache, store_timing_cache
-from engines.tensorrt_engine.build.bindings import load_bindings
-from engines.tensorrt_engine.build.log import take_errors, trt_logger
+from engines.core.model import DenoiserModel
+from engines.core.storage import locked, write_atomically
+from engines.tensorrt_engine.build.bindings import Target, load_bindings, take_errors, trt_logger
 from engines.tensorrt_engine.build.progress import BuildCancelledError, ProgressBar, as_monitor
-from engines.tensorrt_engine.build.targets import Target
+
+
+def attach_timing_cache(config: Any, folder: Path | None, target: Target) -> Path | None:
+    """Gives ``config`` the stored timings; returns the file to store them in again, None without a cache folder."""
+    if folder is None:
+        return None
+    bindings = load_bindings()
+    path = folder / f"{bindings.product}-{bindings.version}-{target.name}.timing"
+    stored = path.read_bytes() if path.exists() else b""
+    with _rtx_deprecation_ignored():
+        config.set_timing_cache(config.create_timing_cache(stored), False)
+    return path
+
+
+def store_timing_cache(config: Any, path: Path | None) -> None:
+    """Merges this build's timings into the file (other builds may have added theirs meanwhile)."""
+    if path is None:
+        return
+    with locked(path), _rtx_deprecation_ignored():
+        timings = config.get_timing_cache()
+        if path.exists():
+            timings.combine(config.create_timing_cache(path.read_bytes()), True)
+        write_atomically(path, bytes(timings.serialize()))
+
+
+@contextmanager
+def _rtx_deprecation_ignored() -> Iterator[None]:
+    """Silences TensorRT-RTX, which compiles on the target GPU, keeps no timings and deprecates their cache."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
 
 Shape = tuple[int, ...]
 
@@ -160,3 +193,15 @@ def _require_this_gpu(target: Target) -> None:
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) != (target.major, target.minor):
         raise ValueError(f"TensorRT builds for the GPU it runs on: this is sm{major}{minor}, not {target.name}")
+
+
+@contextmanager
+def told_of(model: DenoiserModel, strategy: str) -> Iterator[None]:
+    """Names the class of ``model`` in a BuildError, and what works instead; TensorRT's own words are the cause."""
+    try:
+        yield
+    except BuildError as error:
+        raise BuildError(
+            f"TensorRT cannot build an engine of {model.class_name} with {strategy}: use another strategy, or engine: "
+            f"torch. Its own words: {error}"
+        ) from error

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
-from engines.core.storage.files import write_atomically
-from engines.parallel.communication.mesh import Team
-from engines.tensorrt_engine.build.cache import get_or_make
+from engines.core.storage import get_or_make, write_atomically
+from engines.parallel.mesh import Team
 from engines.tensorrt_engine.export.archive import read_export, write_export
 from engines.tensorrt_engine.export.exported import Exported
 

@@ -16,17 +16,16 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from engines.core.model import Branch, DenoiserModel
-from engines.parallel.communication.mesh import Team
-from engines.tensorrt_engine.build.builder import BuildOptions, Shape, check_target
-from engines.tensorrt_engine.build.engine_cache import CachedEngine, EngineCache, cached_engine
-from engines.tensorrt_engine.build.naming import told_of
+from engines.parallel.mesh import Team
+from engines.tensorrt_engine.build.bindings import Target
+from engines.tensorrt_engine.build.builder import BuildOptions, Shape, check_target, told_of
+from engines.tensorrt_engine.build.caches import CachedEngine, EngineCache, cached_engine
 from engines.tensorrt_engine.build.progress import spinner
-from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import ResolvedConfig, TensorRTConfig
 from engines.tensorrt_engine.export.buckets import sharing
 from engines.tensorrt_engine.export.exported import Exported
 from engines.tensorrt_engine.export.exporter import Exporter, change_for
-from engines.tensorrt_engine.export.onnx.graph import EngineGraph
+from engines.tensorrt_engine.export.graph import EngineGraph
 from engines.tensorrt_engine.export.trace import offline_team
 
 MIB = 1 << 20

@@ -27,13 +27,13 @@ from torch import Tensor, fx, nn
 from engines.core.torch_private import is_operator
 from engines.tensorrt_engine.build.builder import Profile, Shape
 from engines.tensorrt_engine.export.exported import Exported
-from engines.tensorrt_engine.export.onnx.graph import WEIGHT_PREFIX, EngineGraph
-from engines.tensorrt_engine.export.parts.subgraph import tensors_of
+from engines.tensorrt_engine.export.graph import WEIGHT_PREFIX, EngineGraph
 from engines.tensorrt_engine.export.segments import Segment
+from engines.tensorrt_engine.export.subgraph import tensors_of
 
 _FIXED_TIME = (1980, 1, 1, 0, 0, 0)
 _FUNCTIONS = {module.__name__: module for module in (operator, math, torch)}
-_OWN_OPERATORS = ("engines.tensorrt_engine.export.parts.markers", "engines.quantization.onnx")
+_OWN_OPERATORS = ("engines.tensorrt_engine.export.markers", "engines.quantization.onnx")
 """Modules that register the operators a graph may name besides torch's."""
 
 _OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.export import Dim
 
 from engines.core.model import Branch, DenoiserModel, ModelInputs
-from engines.parallel.communication.mesh import Team
 from engines.parallel.division import shape_of
+from engines.parallel.mesh import Team
 from engines.tensorrt_engine.build.builder import Profile
 from engines.tensorrt_engine.export.exported import Exported, place_of
 from engines.tensorrt_engine.export.trace import DynamicDims

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from engines.core.model import Branch, DenoiserModel, ModelInputs
-from engines.parallel.communication.mesh import Team
+from engines.parallel.mesh import Team
 from engines.parallel.tensor import split_weights
 from engines.tensorrt_engine.config import RingForm
-from engines.tensorrt_engine.export.onnx.graph import EngineGraph, export_core
-from engines.tensorrt_engine.export.parts.partition import Parts, partition
-from engines.tensorrt_engine.export.parts.subgraph import RANK, input_name
+from engines.tensorrt_engine.export.graph import EngineGraph, export_core
+from engines.tensorrt_engine.export.partition import Parts, partition
 from engines.tensorrt_engine.export.segments import Segment, segment_core
+from engines.tensorrt_engine.export.subgraph import RANK, input_name
 from engines.tensorrt_engine.export.trace import ChangeModule, DynamicDims, trace, unchanged
 
 

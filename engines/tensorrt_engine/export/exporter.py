@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engines.core.model import Branch, DenoiserModel
-from engines.core.precision import scheme_of
-from engines.core.storage.fingerprint import fingerprint
-from engines.parallel.communication.mesh import Team
+from engines.core.spec import scheme_of
+from engines.core.tensors import fingerprint
+from engines.parallel.mesh import Team
 from engines.quantization.onnx import Quantization, quantization
 from engines.tensorrt_engine.build.export_cache import ExportCache, export_key
 from engines.tensorrt_engine.config import RingForm

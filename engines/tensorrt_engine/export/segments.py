@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from engines.tensorrt_engine.export.onnx.graph import WEIGHT_PREFIX, EngineGraph, export_graph
-from engines.tensorrt_engine.export.parts.partition import Parts, downstream
-from engines.tensorrt_engine.export.parts.subgraph import extract
+from engines.tensorrt_engine.export.graph import WEIGHT_PREFIX, EngineGraph, export_graph
+from engines.tensorrt_engine.export.partition import Parts, downstream
+from engines.tensorrt_engine.export.subgraph import extract
 
 
 @torch.library.custom_op("troupe::attend", mutates_args=())

@@ -11,20 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from engines.core.kernel import Kernel, Prefix
+from engines.core.attention import Kernel, Prefix
 from engines.core.model import Branch, DenoiserModel, ModelInputs
 from engines.core.spec import ParallelSpec
 from engines.core.torch_private import fake_store
-from engines.parallel.attention.local import as_many_as
-from engines.parallel.attention.strategy import team_kernel
-from engines.parallel.communication.mesh import Groups, Team, Teams
 from engines.parallel.copies import weight_sharing_copy
+from engines.parallel.local_attention import as_many_as
+from engines.parallel.mesh import Groups, Team, Teams
+from engines.parallel.strategies import team_kernel
 from engines.parallel.tensor import SplitTable, split_weights
 from engines.parallel.token_hooks import TokenHooks
 from engines.tensorrt_engine.config import RingForm
-from engines.tensorrt_engine.export.group_free import group_free_kernel
-from engines.tensorrt_engine.export.native_ring import native_ring_kernel
-from engines.tensorrt_engine.export.parts.markers import MarkedLayout, cut_features
+from engines.tensorrt_engine.export.attention import group_free_kernel, native_ring_kernel
+from engines.tensorrt_engine.export.markers import MarkedLayout, cut_features
 from engines.tensorrt_engine.export.segments import ATTEND
 
 DynamicDims = Mapping[str, Any]

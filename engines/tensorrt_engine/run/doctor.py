@@ -19,17 +19,22 @@ import torch
 import torch.distributed as dist
 from onnx import TensorProto, helper
 
+from engines.core.engine import RankContext
 from engines.core.model import DenoiserModel
-from engines.core.rank import RankContext
-from engines.planner.local_ranks import Body, local_ranks
-from engines.tensorrt_engine.build.bindings import TensorRTMissingError, load_bindings
+from engines.planner.measure import Body, local_ranks
+from engines.tensorrt_engine.build.bindings import Target, TensorRTMissingError, load_bindings
 from engines.tensorrt_engine.build.builder import BuildError, BuildOptions, build
-from engines.tensorrt_engine.build.targets import Target
-from engines.tensorrt_engine.export.onnx.collectives import DOMAIN, REDUCING, ROOTED, Collective, Operation
-from engines.tensorrt_engine.export.onnx.nodes import OPSET, collective_node
+from engines.tensorrt_engine.export.collectives import (
+    DOMAIN,
+    OPSET,
+    REDUCING,
+    ROOTED,
+    Collective,
+    Operation,
+    collective_node,
+)
 from engines.tensorrt_engine.run import nccl
-from engines.tensorrt_engine.run.preflight import communicator, current_target
-from engines.tensorrt_engine.run.runtime import EngineRunner, LoadedEngine
+from engines.tensorrt_engine.run.runtime import EngineRunner, LoadedEngine, communicator, current_target
 
 Result = Literal["proved", "failed", "not here"]
 MakeModel = Callable[[str], DenoiserModel]
@@ -162,7 +167,7 @@ def _executes(operation: Operation, rank: int, num_ranks: int, device: torch.dev
 
 def _engine_agrees(make_model: MakeModel, rank: int, num_ranks: int, device: torch.device) -> Proof:
     """Runs the gang's own self-check (every team against one rank), then compares one rank with torch."""
-    from engines.core.differences import relative_difference
+    from engines.core.tensors import relative_difference
     from engines.parallel.self_check import TOLERANCE
     from engines.tensorrt_engine.load import load_tensorrt_engine
 

@@ -8,14 +8,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engines.core.kernel import Kernel
+from engines.core.attention import Kernel
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel, ModelInputs
-from engines.parallel.attention.local import local_kernel
-from engines.parallel.attention.strategy import team_kernel
-from engines.parallel.communication.mesh import Team
+from engines.parallel.local_attention import local_kernel
+from engines.parallel.mesh import Team
+from engines.parallel.strategies import team_kernel
 from engines.tensorrt_engine.export.exported import Exported, place_of, rank_weights
-from engines.tensorrt_engine.export.onnx.graph import EngineGraph
+from engines.tensorrt_engine.export.graph import EngineGraph
 from engines.tensorrt_engine.export.segments import Segment
 
 

@@ -8,13 +8,12 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from engines.core.kernel import Kernel, Prefix
+from engines.core.attention import Kernel, Prefix
 from engines.core.layout import TokenLayout
-from engines.parallel.attention.strategy import MakeKernel, team_kernel
-from engines.parallel.communication.mesh import Team
+from engines.parallel.mesh import Team
+from engines.parallel.strategies import MakeKernel, team_kernel
 from engines.torch_engine.exchange.heads import local_attention
-from engines.torch_engine.exchange.peer_attention import peer_ulysses
-from engines.torch_engine.exchange.peer_keys import peer_allgather_kv
+from engines.torch_engine.exchange.peer_attention import peer_allgather_kv, peer_ulysses
 from engines.torch_engine.exchange.peer_memory import reachable
 
 PARTS_FROM_TOKENS = 16384

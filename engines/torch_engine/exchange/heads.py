@@ -3,6 +3,10 @@
 Dims: L my tokens, B batch, R = L × B rows (batch innermost), H heads, D head dim, W ranks, h heads of one rank: H / W,
 rounded up. Where W × h is more than H, the last ranks attend with some that are not there: whatever lies in their
 place is exchanged and attended like the others, and the results are left out.
+
+Attention in steps whose prompts are filled up: what fills them is masked.
+
+The mask is one of a step's tensors, so that a captured step serves prompts of every length that is filled up alike.
 """
 
 from __future__ import annotations
@@ -13,13 +17,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engines.core.heads import heads_of_one
-from engines.core.kernel import Kernel
+from engines.core.attention import Kernel, heads_of_one
 from engines.core.layout import Rows as TokenRows
+from engines.core.layout import TokenLayout
 from engines.core.torch_private import cudnn_attention
 from engines.fast.kernels import HeadNorms, join_columns, norm_and_rotate
-from engines.parallel.attention.local import cudnn_flash, local_kernel, take_rows
-from engines.parallel.communication.collectives import Axis, start_all_to_all, wait
+from engines.parallel.collectives import Axis, start_all_to_all, wait
+from engines.parallel.local_attention import crop_keys, cudnn_flash, local_kernel, take_rows
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(q_BLHD, k_BMHD, v_BMHD) -> out_BLHD``."""
@@ -160,3 +164,31 @@ def cudnn_out(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor) -> Tensor:
     q_BHLD, k_BHMD, v_BHMD = (x.transpose(1, 2) for x in (q_BLHD, k_BMHD, v_BMHD))
     out_BHLD: Tensor = cudnn_attention(q_BHLD, k_BHMD, v_BHMD, None, False)[0]
     return out_BHLD.transpose(1, 2)
+
+
+class KeptKeys:
+    """Which keys the next run attends to: ``mask_M`` in the order in which one rank's attention has them."""
+
+    def __init__(self, layout: TokenLayout, chunks: range) -> None:
+        """``chunks`` are those of the ranks whose keys are there when a mask is asked for."""
+        self._layout, self._chunks = layout, chunks
+        self.mask_M: Tensor | None = None
+
+    def in_order(self, kept_N: Tensor) -> Tensor:
+        """Return ``mask_M`` from what is kept of all streams' tokens; a chunk's padding is not."""
+        names = tuple(name for name, _ in self._layout.lengths)
+        chunks = (self._layout.cut_streams(kept_N, dim=0, streams=names, index=index) for index in self._chunks)
+        return torch.cat(list(chunks))
+
+    def attend(self, kernel: Kernel) -> Attend:
+        def masked(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor) -> Tensor:
+            assert self.mask_M is not None, "a step whose prompts are filled up says which keys it attends to"
+            mask_BM = self.mask_M.expand(q_BLHD.shape[0], -1)
+            return kernel(q_BLHD, k_BMHD, v_BMHD, mask_BM=mask_BM)[0]
+
+        return masked
+
+
+def whole_kernel(layout: TokenLayout, sample: Tensor) -> Kernel:
+    """Return local attention over the keys of all ranks, as ``local_attention`` has them."""
+    return crop_keys(local_kernel(sample.device, sample.dtype), layout.valid_rows(0, layout.num_chunks))

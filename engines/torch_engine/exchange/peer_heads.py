@@ -12,20 +12,19 @@ last result.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engines.core.heads import heads_of_one
+from engines.core.attention import Kernel, Prefix, heads_of_one
 from engines.core.resources import rank_resources
+from engines.fast.interface import wait_for
 from engines.fast.kernels import HeadNorms
-from engines.fast.side_streams import wait_for
-from engines.parallel.communication.collectives import Axis
-from engines.torch_engine.exchange.copy_rows import copy_streams
+from engines.parallel.collectives import Axis
 from engines.torch_engine.exchange.heads import Attend, attend_tokens_first, there
-from engines.torch_engine.exchange.peer_memory import PeerMemory, addresses_of
+from engines.torch_engine.exchange.peer_memory import PeerMemory, addresses_of, copy_streams
 
 Copies = tuple[torch.cuda.Event | None, ...]
 
@@ -94,7 +93,7 @@ class PeerHeads:
 
     def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> PeerSent:
         """Copies: the caller's work runs beside."""
-        from engines.fast.kernels.heads_triton import launch_to_peers
+        from engines.fast.triton_kernels import launch_to_peers
 
         memory, rows = self._memory(qkv_R3HD), qkv_R3HD.shape[0]
         launch_to_peers(qkv_R3HD, norms, batch, memory.staged_W, self._axis.index * (rows // batch))
@@ -102,7 +101,7 @@ class PeerHeads:
 
     def send_run(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, start: int, stop: int) -> None:
         """Pushes. What was sent before lies in the inboxes of others already; a barrier of theirs keeps it safe."""
-        from engines.fast.kernels.heads_triton import launch_to_peers
+        from engines.fast.triton_kernels import launch_to_peers
 
         memory, rows = self._memory(qkv_R3HD), qkv_R3HD.shape[0]
         first_token = (self._axis.index * rows + start) // batch
@@ -163,7 +162,7 @@ class PeerHeads:
             memory.outbox.mine.view(out_WRC.shape)[mine].copy_(out_WRC[mine])
 
     def _push_result(self, memory: _Memory, out_WRC: Tensor) -> None:
-        from engines.fast.kernels.push_triton import push_columns
+        from engines.fast.triton_kernels import push_columns
 
         push_columns(out_WRC, memory.outbox.addresses_W, self._axis.index)
 
@@ -200,3 +199,46 @@ def _staging(num_elements: int, sample: Tensor) -> Tensor:
     if not memories or memories[-1].numel() < num_elements:
         memories.append(sample.new_empty(1 << (num_elements - 1).bit_length()))
     return next(memory for memory in memories if memory.numel() >= num_elements)[:num_elements]
+
+
+PeerAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""``(q_BLHD, k_BKGD, v_BKGD) -> out_BLHD``, contiguous: my queries over the keys of all ranks."""
+
+
+class PeerOperations(list[PeerAttention]):
+    """The operations of a rank, by their number in the graph of a compiled module.
+
+    None is dropped before the rank ends: a captured step may hold its memory.
+    """
+
+
+def one_operation(attention: PeerAttention) -> Kernel:
+    """A kernel without LSE, mask and prefix, for ranks that all make the same calls."""
+    operations = rank_resources().get(PeerOperations)
+    number = len(operations)
+    operations.append(attention)
+
+    def exchanged(
+        q_BLHD: Tensor,
+        k_BKGD: Tensor,
+        v_BKGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        assert mask_BM is None
+        assert prefix is None
+        return _run(q_BLHD, k_BKGD, v_BKGD, number), q_BLHD.new_empty(0)
+
+    return exchanged
+
+
+@torch.library.custom_op("troupe::peer_attention", mutates_args=())
+def _run(q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, number: int) -> Tensor:
+    return rank_resources().get(PeerOperations)[number](q_BLHD, k_BKGD, v_BKGD)
+
+
+@_run.register_fake
+def _(q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, number: int) -> Tensor:
+    return torch.empty_like(q_BLHD, memory_format=torch.contiguous_format)

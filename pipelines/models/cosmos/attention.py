@@ -2,6 +2,10 @@
 
 The text attends to itself causally and never to what is generated (a mixture of transformers, arXiv:2411.04996), so no
 step changes it. Every rank makes it whole; its keys and values are then divided like those of a stream of tokens.
+
+A call of Cosmos 3's transformer as few values, of which all but two are the same in every step of a job.
+
+What diffusers' blocks pass beside them (places in the packed sequence, timesteps token by token) follows from these.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.transformers.transformer_cosmos3 import (
@@ -20,19 +24,40 @@ from diffusers.models.transformers.transformer_cosmos3 import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.core.kernel import Kernel
+from engines.core.attention import Kernel
 from engines.core.model import ModelInputs
-from pipelines.models.cosmos.call import (
-    CLIP_SHAPE,
-    LATENTS,
-    NOISY_FRAMES,
-    POSITIONS,
-    SOUND_SHAPE,
-    TEXT_IDS,
-    TIMESTEP,
-    grid,
-    num_sound_tokens,
-)
+from pipelines.models.spec import Config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+LATENTS, TIMESTEP = "hidden_states", "timestep"
+TEXT_IDS, POSITIONS, NOISY_FRAMES = "input_ids", "position_ids", "noisy_frames"
+CLIP_SHAPE, SOUND_SHAPE = "clip_shape", "sound_shape"
+"""Constants: the latents' channels, frames, rows and columns; the sound's channels and latents."""
+
+
+def latents_of(call: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """``clip_1CTHW`` of diffusers' call, and ``sound_CT`` where there is one."""
+    return (*call["vision_tokens"], *(call.get("sound_tokens") or ()))
+
+
+def as_output(velocities: list[Tensor]) -> tuple[Any, ...]:
+    """Lists of velocities of clips, sounds and actions."""
+    return velocities[:1], velocities[1:] or None, None
+
+
+def grid(config: Config, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Patches of (frames, rows, columns); at the edges some are filled up."""
+    _, frames, *sides = arguments[CLIP_SHAPE]
+    rows, columns = (math.ceil(side / config["latent_patch_size"]) for side in sides)
+    return frames, rows, columns
+
+
+def num_sound_tokens(arguments: Mapping[str, Any]) -> int:
+    return int(arguments.get(SOUND_SHAPE, (0, 0))[1])
+
 
 KEYS_VALUES = "text_keys_values"
 """An input beside the module's own: (layers, keys and values, 1, T tokens of text, G, D), keys rotated."""

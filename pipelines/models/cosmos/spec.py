@@ -16,7 +16,7 @@ from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGat
 from pipelines.defaults import Defaults
 from pipelines.directory import part_class, read_config, read_index
 from pipelines.image_sizes import latent_sizes, space_time_scales
-from pipelines.models.cosmos.call import (
+from pipelines.models.cosmos.attention import (
     CLIP_SHAPE,
     LATENTS,
     NOISY_FRAMES,
@@ -29,9 +29,7 @@ from pipelines.models.cosmos.call import (
     latents_of,
     num_sound_tokens,
 )
-from pipelines.models.predictions import blank_like
-from pipelines.models.spec import Config, ModelSpec, lazy
-from pipelines.models.usual_defaults import CLIP
+from pipelines.models.spec import CLIP, Config, ModelSpec, blank_like, lazy
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
-from pipelines.models.spec import Config, ModelSpec, num_patches
-from pipelines.models.usual_defaults import PICTURE
+from pipelines.models.spec import PICTURE, Config, ModelSpec, num_patches
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from engines.core.kernel import Kernel, Prefix
+    from engines.core.attention import Kernel, Prefix
     from engines.core.model import Arguments
 
 TOKENS = "tokens"

@@ -8,7 +8,7 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxAttention
 from torch import Tensor, nn
 
-from engines.core.kernel import Kernel
+from engines.core.attention import Kernel
 
 Projections = tuple[Tensor, Tensor, Tensor]
 

@@ -8,12 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.core.fast_model import Precision
-from engines.core.model import Arguments, ModelInputs
+from engines.core.model import Arguments, ModelInputs, Precision
 from engines.fast.blocks import Blocks, DualBlock, SingleBlock
-from pipelines.models.arranged import gemm, joint_norms, joint_projections, norms, pair, part_gemm, stacked
+from pipelines.models.block_weights import (
+    dual_vectors,
+    gemm,
+    joint_norms,
+    joint_projections,
+    norms,
+    pair,
+    part_gemm,
+    stacked,
+    vectors_of,
+)
 from pipelines.models.mmdit import MMDiTWeights, pair_rotation
-from pipelines.models.vectors import dual_vectors, vectors_of
 
 
 class FluxWeights(MMDiTWeights):

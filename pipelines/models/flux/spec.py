@@ -14,16 +14,13 @@ from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGat
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import vae_scale
-from pipelines.models.channels import check_channels
 from pipelines.models.linears import QUERY_KEY_VALUE, Linears, joint_attention_linears, mlp_linears
-from pipelines.models.spec import Config, ModelSpec, lazy, text_and_image
-from pipelines.models.usual_defaults import PICTURE
+from pipelines.models.spec import PICTURE, Config, ModelSpec, check_channels, lazy, text_and_image
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engines.core.fast_model import ArrangeWeights
-    from engines.core.model import Arguments
+    from engines.core.model import Arguments, ArrangeWeights
     from pipelines.request import MediaRequest
 
 TEXT, IMAGE = "text", "image"

@@ -12,14 +12,12 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import vae_scale
 from pipelines.models.linears import GATED, joint_attention_linears
-from pipelines.models.spec import Config, ModelSpec, lazy, text_and_image
-from pipelines.models.usual_defaults import PICTURE
+from pipelines.models.spec import PICTURE, Config, ModelSpec, lazy, text_and_image
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engines.core.fast_model import ArrangeWeights
-    from engines.core.model import Arguments
+    from engines.core.model import Arguments, ArrangeWeights
 
 
 TEXT, IMAGE = "text", "image"

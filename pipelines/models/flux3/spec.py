@@ -15,8 +15,7 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.image_sizes import vae_scale
 from pipelines.models.linears import GATED, attention_linears
-from pipelines.models.spec import Config, ModelSpec, lazy
-from pipelines.models.usual_defaults import PICTURE, distilled
+from pipelines.models.spec import PICTURE, Config, ModelSpec, distilled, lazy
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ gather several tensors, attentions outside the blocks, or blocks with others tha
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,9 @@ from pipelines.models.spec import Config
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from engines.core.kernel import Kernel
+    from engines.core.attention import Kernel
     from engines.core.model import Arguments
+
 
 TEXT, IMAGE = "text", "image"
 OF_TEXT = ("encoder_", "txt_", "text_")
@@ -147,7 +149,6 @@ def _seen_lengths(module: nn.Module, plan: ShardPlan, arguments: Arguments) -> M
 
 
 def _watch(target: nn.Module, shard: TokenShard, note: Callable[[TokenShard, Any], None]) -> None:
-    import inspect
 
     if shard.where == "output":
         target.register_forward_hook(

@@ -17,17 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ShardPlan
 from pipelines.defaults import Defaults
-from pipelines.directory import DENOISERS, part_class, read_config, read_index
-from pipelines.models.channels import check_channels
+from pipelines.directory import CLASSIC, DENOISERS, MODULAR, open_modular, part_class, read_config, read_index
 from pipelines.models.generic.outline import empty, repeated_blocks
-from pipelines.models.predictions import blank_like
-from pipelines.models.spec import Config, ModelSpec
-from pipelines.modular import CLASSIC, MODULAR, open_modular
+from pipelines.models.spec import Config, ModelSpec, blank_like, check_channels
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from engines.core.kernel import Kernel
+    from engines.core.attention import Kernel
     from engines.core.model import Arguments
 
 TOKENS = "tokens"
@@ -176,7 +173,7 @@ def _masks(path: Path) -> dict[str, Any]:
 
 def _guidance(guider: Any, scale: float | None) -> dict[str, Any]:
     """``scale`` is what the pipeline means by default (None: as its guider says)."""
-    from pipelines.blocks.guidance import counts_from_prompt
+    from pipelines.blocks.denoiser import counts_from_prompt
 
     if guider is None or not guider._enabled:
         return {"true_cfg_scale": 1.0}

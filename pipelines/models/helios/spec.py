@@ -17,8 +17,7 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import space_time_scales
 from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
-from pipelines.models.spec import Config, ModelSpec, lazy
-from pipelines.models.usual_defaults import CLIP, distilled
+from pipelines.models.spec import CLIP, Config, ModelSpec, distilled, lazy
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:

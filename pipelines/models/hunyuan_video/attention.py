@@ -13,7 +13,7 @@ import torch
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
 
-from engines.core.kernel import Kernel
+from engines.core.attention import Kernel
 
 GLYPHS, PICTURE = 1, 2
 """Kinds of text tokens beside those of the prompt, as ``cond_type_embed`` numbers them."""

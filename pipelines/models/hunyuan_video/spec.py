@@ -11,9 +11,7 @@ from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.models.linears import joint_attention_linears, mlp_linears
-from pipelines.models.predictions import of_fewer_channels
-from pipelines.models.spec import Config, ModelSpec, first_latent_frame, lazy, num_patches
-from pipelines.models.usual_defaults import CLIP
+from pipelines.models.spec import CLIP, Config, ModelSpec, first_latent_frame, lazy, num_patches, of_fewer_channels
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
@@ -102,7 +100,7 @@ class HunyuanVideoSpec(ModelSpec):
         return {name: value for name, value in call.items() if name != "image_embeds"}
 
     def complete_pipeline(self, pipeline: Any) -> None:
-        from pipelines.models.hunyuan_video.autoencoder import frame_by_frame
+        from pipelines.models.hunyuan_video.patches import frame_by_frame
 
         if getattr(pipeline, "vae", None) is not None:
             frame_by_frame(pipeline.vae)

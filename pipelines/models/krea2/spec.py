@@ -14,8 +14,7 @@ from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_index
 from pipelines.image_sizes import clip_vae_scale
-from pipelines.models.spec import Config, ModelSpec
-from pipelines.models.usual_defaults import PICTURE, distilled
+from pipelines.models.spec import PICTURE, Config, ModelSpec, distilled
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,8 +15,7 @@ from engines.core.shard_plan import FeatureTable, ShardPlan, TokenGather, TokenS
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
-from pipelines.models.spec import Config, ModelSpec, first_latent_frame
-from pipelines.models.usual_defaults import CLIP
+from pipelines.models.spec import CLIP, Config, ModelSpec, first_latent_frame
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:

@@ -15,9 +15,7 @@ from engines.core.shard_plan import ColumnLinear, FeatureTable, ShardPlan, Token
 from pipelines.defaults import Defaults
 from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
 from pipelines.models.ltx.spec import LTXSpec, vae_scales
-from pipelines.models.predictions import all_outputs, blank_like, parted
-from pipelines.models.spec import Config
-from pipelines.models.usual_defaults import CLIP
+from pipelines.models.spec import CLIP, Config, all_outputs, blank_like, parted
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:

@@ -15,9 +15,7 @@ from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.models.linears import GATED, attention_linears, mlp_linears
-from pipelines.models.predictions import all_outputs, blank_like, parted
-from pipelines.models.spec import Config, ModelSpec, lazy
-from pipelines.models.usual_defaults import CLIP
+from pipelines.models.spec import CLIP, Config, ModelSpec, all_outputs, blank_like, lazy, parted
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:

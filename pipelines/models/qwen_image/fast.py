@@ -8,12 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.core.fast_model import Precision
-from engines.core.model import Arguments, ModelInputs
+from engines.core.model import Arguments, ModelInputs, Precision
 from engines.fast.blocks import Blocks, DualBlock
-from pipelines.models.arranged import joint_norms, joint_projections, pair
+from pipelines.models.block_weights import dual_vectors, joint_norms, joint_projections, pair, vectors_of
 from pipelines.models.mmdit import MMDiTWeights
-from pipelines.models.vectors import dual_vectors, vectors_of
 
 
 class QwenWeights(MMDiTWeights):

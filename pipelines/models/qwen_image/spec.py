@@ -13,15 +13,13 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import clip_vae_scale
 from pipelines.models.linears import joint_attention_linears, mlp_linears
-from pipelines.models.spec import Config, ModelSpec, lazy, text_and_image, without_prompt_mask
-from pipelines.models.usual_defaults import PICTURE
+from pipelines.models.spec import PICTURE, Config, ModelSpec, lazy, text_and_image, without_prompt_mask
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engines.core.fast_model import ArrangeWeights
-    from engines.core.model import Arguments
+    from engines.core.model import Arguments, ArrangeWeights
 
 TEXT, IMAGE = "text", "image"
 BLOCKS = "transformer_blocks"
@@ -79,7 +77,7 @@ EDITORS: Mapping[str, Mapping[str, Any]] = {
 class QwenImageSpec(ModelSpec):
     family = "qwen"
     windowed_prompts = (PROMPT_WINDOW, 2 * PROMPT_WINDOW)
-    forward = lazy("pipelines.models.qwen_image.forward:forward")
+    forward = lazy("pipelines.models.qwen_image.patches:forward")
     patch_blocks = lazy("pipelines.models.qwen_image.patches:patch_blocks")
 
     def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:

@@ -8,19 +8,58 @@ divided like those of a stream of tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from functools import cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21Attention, apply_rotary_emb_qwen
 from torch import Tensor, nn
 
-from engines.core.kernel import Kernel, Prefix
+from engines.core.attention import Kernel, Prefix
 from engines.core.model import Arguments
-from engines.parallel.attention.local import local_kernel
 from engines.parallel.copies import is_weightless
-from pipelines.models.qwen_image21.call import CONDITION, GRIDS, LATENTS, PLACES, SLOT, TEXT, TIMESTEP, num_seen
+from engines.parallel.local_attention import local_kernel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+LATENTS, TIMESTEP, TEXT = "hidden_states", "timestep", "encoder_hidden_states"
+PLACES, CONDITION = "img_mask", "condition_latents"
+"""Where pictures to look at stand in the prompt, ``is_place_BT``, and their latents, ``x_BNC``."""
+GRIDS = "img_shapes"
+"""A constant: frames, rows and columns of latents of each picture, that which is painted last, for every entry."""
+SLOT = 4
+"""Latent tokens that a place for a picture in the prompt stands for."""
+
+
+def num_seen(arguments: Mapping[str, Any]) -> int:
+    """The tokens of the prompt, with those of pictures in their places."""
+    num_latents = arguments[CONDITION].shape[1] if CONDITION in arguments else 0
+    return int(arguments[TEXT].shape[1] + num_latents - num_latents // SLOT)
+
+
+def constant_inputs(call: Mapping[str, Any], num_painted: int) -> Mapping[str, Tensor]:
+    """The blocks make these anew at every step, of what comes with the prompt: its tensor tells whose they are."""
+    text, latents = call[TEXT], call[LATENTS]
+    if text not in _known():
+        several = {PLACES: call[PLACES][:, : text.shape[1]].clone()}
+        if latents.shape[1] > num_painted:
+            several[CONDITION] = latents[:, :-num_painted].clone()
+        _known()[text] = several
+    return _known()[text]
+
+
+@cache
+def _known() -> MutableMapping[Tensor, Mapping[str, Tensor]]:
+    """By the prompts that are there: with a prompt goes what is known by it."""
+    from torch.utils.weak import WeakTensorKeyDictionary
+
+    known: MutableMapping[Tensor, Mapping[str, Tensor]] = WeakTensorKeyDictionary()
+    return known
+
 
 KEYS_VALUES, ROTATION = "seen_keys_values", "rotation"
 """Inputs beside the module's own: (layers, keys and values, B, P tokens that are seen, H, D), keys rotated; and what

@@ -8,7 +8,7 @@ import torch
 from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 
-from engines.core.kernel import Kernel
+from engines.core.attention import Kernel
 
 
 class JointProcessor:

@@ -12,8 +12,7 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.image_sizes import vae_scale
 from pipelines.models.linears import joint_attention_linears, mlp_linears
-from pipelines.models.spec import Config, ModelSpec, lazy, num_patches
-from pipelines.models.usual_defaults import PICTURE
+from pipelines.models.spec import PICTURE, Config, ModelSpec, lazy, num_patches
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:

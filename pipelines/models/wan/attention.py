@@ -14,7 +14,7 @@ from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.core.kernel import Kernel
+from engines.core.attention import Kernel
 from engines.core.model import ModelInputs
 
 PICTURES = "encoder_hidden_states_image"

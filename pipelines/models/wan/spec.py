@@ -15,11 +15,17 @@ from engines.core.shard_plan import ColumnLinear, FullWidthNorm, ShardPlan, Toke
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import latent_sizes, space_time_scales
-from pipelines.models.channels import check_channels
 from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
-from pipelines.models.predictions import of_fewer_channels
-from pipelines.models.spec import Config, ModelSpec, first_latent_frame, lazy, num_patches
-from pipelines.models.usual_defaults import CLIP
+from pipelines.models.spec import (
+    CLIP,
+    Config,
+    ModelSpec,
+    check_channels,
+    first_latent_frame,
+    lazy,
+    num_patches,
+    of_fewer_channels,
+)
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
@@ -180,7 +186,7 @@ class WanSpec(ModelSpec):
 
     def extend_blocks(self, blocks: Any, path: Path) -> None:
         if begins_with_first_frame(path):
-            lazy("pipelines.models.wan.first_frame:extend_blocks")(blocks)
+            lazy("pipelines.models.wan.patches:extend_blocks")(blocks)
 
     def defaults(self, path: Path) -> Defaults:
         """The defaults of the published model that the folder resembles, with its own grid."""

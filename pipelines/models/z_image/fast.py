@@ -11,14 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.core.additions import Writers
-from engines.core.fast_model import Precision, StepTensors
-from engines.core.model import Arguments
+from engines.core.model import Arguments, Precision, StepTensors, Writers
+from engines.fast.blocks import NUM_VECTORS, SandwichBlock, SandwichStep, writers_of
 from engines.fast.interface import HeadExchange, StepParts
 from engines.fast.kernels import Modulation, norm_modulate
-from engines.fast.sandwich import NUM_VECTORS, SandwichBlock, SandwichStep
-from engines.fast.writers import writers_of
-from pipelines.models.arranged import gemm, norms, stacked
+from pipelines.models.block_weights import gemm, norms, stacked
 from pipelines.models.z_image.text import filled, filling, padded_length
 
 IMAGE, TEXT = "image", "text"

@@ -16,16 +16,13 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.image_sizes import vae_scale
 from pipelines.models.linears import attention_linears
-from pipelines.models.predictions import blank_like
-from pipelines.models.spec import Config, ModelSpec, lazy, num_patches
-from pipelines.models.usual_defaults import PICTURE, distilled
+from pipelines.models.spec import PICTURE, Config, ModelSpec, blank_like, distilled, lazy, num_patches
 from pipelines.models.z_image.text import PADDED_TO, padded_length
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from engines.core.fast_model import ArrangeWeights
-    from engines.core.model import Arguments
+    from engines.core.model import Arguments, ArrangeWeights
 
 TOKENS = "tokens"
 PATCH = 2

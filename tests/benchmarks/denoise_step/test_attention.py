@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.denoise_step import attention
 from benchmarks.denoise_step.runners import Bench
-from engines.parallel.attention.local import plain_attention
+from engines.parallel.local_attention import plain_attention
 
 CPU = torch.device("cpu")
 

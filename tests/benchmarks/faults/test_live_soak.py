@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.faults.soak.__main__ import parse, soak, with_policy
 from deployments.cli.serving import load_config
-from engines.gang.policies.registry import POLICIES
+from engines.gang.policies.policy import POLICIES
 from tests.deployments.support.live import live
 from tests.support.ports import own_port
 

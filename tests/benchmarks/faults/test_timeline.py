@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.faults.timeline import Record, inside, rank_pids, records_of, spans
-from engines.core import phases
+from engines.core import logs
 
 FAULT_S = 1_700_000_000.0
 
@@ -20,7 +20,7 @@ def line(after_s: float, message: str, **fields: Any) -> dict[str, Any]:
 
 
 def phase(after_s: float, name: str, took_s: float, **fields: Any) -> dict[str, Any]:
-    return line(after_s, phases.MESSAGE, phase=name, took_s=took_s, **fields)
+    return line(after_s, logs.MESSAGE, phase=name, took_s=took_s, **fields)
 
 
 RECORDS = [

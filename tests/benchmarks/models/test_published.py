@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.models.published import PublishedModel
-from engines.core.differences import relative_difference
+from engines.core.tensors import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.size import Size

@@ -9,7 +9,7 @@ from benchmarks.policies.__main__ import poisson, served, with_owners
 from benchmarks.policies.h200 import NUM_STEPS, SHARES, STEPS
 from benchmarks.policies.shares import Served, shares, told
 from benchmarks.policies.simulation import SimulatedGang, Simulation, Span
-from engines.gang.policies.registry import make_policy
+from engines.gang.policies.policy import make_policy
 
 MUCH, LITTLE = Owner(name="much", share=80, weight=1), Owner(name="little", share=20, weight=3)
 

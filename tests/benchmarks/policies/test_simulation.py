@@ -14,8 +14,7 @@ from benchmarks.policies.__main__ import poisson, with_deadlines, with_owners
 from benchmarks.policies.h200 import STEPS
 from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation
 from engines.gang.policies.arrival import Arrival as ArrivalPolicy
-from engines.gang.policies.policy import Policy
-from engines.gang.policies.registry import POLICIES, make_policy
+from engines.gang.policies.policy import POLICIES, Policy, make_policy
 from engines.gang.policies.shortest import Shortest
 
 NUM_STEPS = 28

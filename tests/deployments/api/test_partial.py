@@ -14,7 +14,7 @@ from starlette.types import Message
 from deployments.api.files import FileShelf
 from deployments.api.partial import RangedFile
 from deployments.observability.metrics import HTTP_REQUESTS
-from engines.core.storage.files import write_atomically
+from engines.core.storage import write_atomically
 from tests.deployments.api.conftest import build, serving
 from tests.deployments.api.routes.test_images import IMAGES
 from tests.deployments.api.routes.test_videos import finished, make

@@ -10,7 +10,7 @@ import os
 import httpx
 import pytest
 
-from engines.core.failures import JobFailedError
+from engines.core.engine import JobFailedError
 from engines.gang.errors import GangBrokenError
 from pipelines.request import MediaRequest
 from tests.deployments.api.test_disconnect import until

@@ -9,8 +9,8 @@ import torch
 import yaml
 from huggingface_hub.utils import validate_repo_id
 
-from deployments.cli.checks.preflight import warnings
 from deployments.cli.configuration import config_for, to_yaml
+from deployments.cli.preflight import warnings
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
 from pipelines.loading import SHIPPED, hub_id_of, published_models

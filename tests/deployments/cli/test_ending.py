@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deployments.cli.ending import interrupts_later
+from deployments.cli.errors import interrupts_later
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from deployments.cli import waiting
+from deployments.cli import serving
 
 READY = {"models": {"a": "ready"}}
 STARTING = {"models": {"a": "ready", "b": "gang: weights"}}
@@ -30,9 +30,9 @@ def answering(status: int, document: object) -> httpx.Client:
     ],
 )
 def test_what_passes_is_waited_for(status: int, document: object, reason: str) -> None:
-    assert waiting._not_ready(answering(status, document)) == reason
+    assert serving._not_ready(answering(status, document)) == reason
 
 
 def test_another_server_is_not_waited_for() -> None:
     with pytest.raises(RuntimeError, match="GET /health answered 404"):
-        waiting._not_ready(answering(404, {"detail": "Not Found"}))
+        serving._not_ready(answering(404, {"detail": "Not Found"}))

@@ -17,7 +17,7 @@ import pytest
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from deployments.clips.records import Base
+from deployments.clips.database import Base
 
 # PostgreSQL refuses to run as root; its package comes with a user for it.
 USER = "postgres" if os.getuid() == 0 else pwd.getpwuid(os.getuid()).pw_name

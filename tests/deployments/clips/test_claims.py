@@ -9,10 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from deployments.clips.claims import Claims
-from deployments.clips.database import open_database
-from deployments.clips.records import ClipError
-from deployments.clips.store import ClipStore
+from deployments.clips.database import ClipError, open_database
+from deployments.clips.store import Claims, ClipStore
 from deployments.studio.interface import StageTimes
 from pipelines.request import MediaRequest
 

@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 
 from deployments.clips import attempt
-from deployments.clips.records import ClipRecord
+from deployments.clips.database import ClipRecord
 from deployments.studio.interface import ModelUnavailableError
-from engines.core.failures import JobFailedError
+from engines.core.engine import JobFailedError
 from engines.gang.errors import GangBrokenError, QueueFullError
 from tests.deployments.clips.support.runs import REQUEST, Looking, ended, running, started, the
 from tests.deployments.support.fake_studio import FailingStudio, FakeStudio, clip

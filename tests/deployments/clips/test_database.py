@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import event, text
 
-from deployments.clips.database import open_database
-from deployments.clips.records import ClipError
+from deployments.clips.database import ClipError, open_database
 from deployments.clips.storage import StorageLostError
 from deployments.clips.store import ClipStore
 from tests.deployments.clips.test_claims import REQUEST

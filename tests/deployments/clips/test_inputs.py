@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deployments.clips.folders import ClipFolders
-from deployments.clips.storage import StorageLostError
+from deployments.clips.storage import ClipFolders, StorageLostError
 from engines.gang.errors import GangBrokenError
-from pipelines.pictures import InputPicture, InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import InputPicture, InputPictures, MediaRequest
 from tests.deployments.clips.support.runs import REQUEST as WORDS
 from tests.deployments.clips.support.runs import ended, running, started
 from tests.deployments.support.fake_studio import FakeStudio

@@ -11,8 +11,7 @@ import pytest
 from sqlalchemy import event, exc
 
 from deployments.api.errors import from_failure
-from deployments.clips.folders import ClipFolders
-from deployments.clips.storage import StorageLostError
+from deployments.clips.storage import ClipFolders, StorageLostError
 from tests.deployments.clips.support.runs import QUICK, REQUEST, ended, running, started, the
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S

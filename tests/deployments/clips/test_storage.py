@@ -15,8 +15,7 @@ from sqlalchemy import event, exc, text
 
 from deployments.api.errors import from_failure
 from deployments.clips.clips import Clips
-from deployments.clips.folders import ClipFolders
-from deployments.clips.storage import Orphans, StorageFullError, StorageLostError, storage_problem
+from deployments.clips.storage import ClipFolders, Orphans, StorageFullError, StorageLostError, storage_problem
 from tests.deployments.clips.support.runs import REQUEST, ended, running, started
 from tests.deployments.support.fake_studio import FakeStudio, clip
 from tests.support.patience import PATIENCE_S

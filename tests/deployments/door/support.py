@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 
 from deployments.door.door import Door, listen
-from deployments.door.lane import Lane
+from deployments.door.haproxy import Lane
 from deployments.door.settings import DoorSettings
 from tests.support.patience import PATIENCE_S
 

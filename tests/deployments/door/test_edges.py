@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler
 import httpx
 import pytest
 
-from deployments.door.lane import Lane
+from deployments.door.haproxy import Lane
 from deployments.door.settings import DoorSettings
 from tests.deployments.door.support import SETTINGS, Backend, address_of, assert_error, doored, handled, served
 from tests.deployments.support.live import wait_until

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from deployments.config import AppConfig
-from deployments.door import lane
-from deployments.door.lane import SPARE, Lane
+from deployments.door import haproxy
+from deployments.door.haproxy import SPARE, Lane
 from deployments.names import FULL_HEADER
 from tests.deployments.door.support import doored, handled
 from tests.deployments.support.live import wait_until
@@ -99,8 +99,8 @@ class House:
 
 @pytest.fixture
 def house(monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
-    monkeypatch.setattr(lane, "WORD_MS", 3_600_000)  # no test is to be over before the word is
-    monkeypatch.setattr(lane, "QUEUE_S", 3600)
+    monkeypatch.setattr(haproxy, "WORD_MS", 3_600_000)  # no test is to be over before the word is
+    monkeypatch.setattr(haproxy, "QUEUE_S", 3600)
     yield (house := House())
     house.doors_open.set()
 

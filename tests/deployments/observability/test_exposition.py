@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from deployments.observability.exposition import Counted, Exposition
-from deployments.observability.settings import MetricsSettings
+from deployments.observability.metrics import MetricsSettings
 from tests.support.patience import PATIENCE_S
 
 

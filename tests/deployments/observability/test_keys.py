@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from deployments.observability.keys import MAX_UNNAMED, OTHERS, KeyNames
+from deployments.observability.metrics import MAX_UNNAMED, OTHERS, KeyNames
 from deployments.usage.api_keys import hash_of
 from deployments.usage.quotas import KeyLimits, find_limits
 

@@ -10,13 +10,13 @@ from prometheus_client import CollectorRegistry, Metric, generate_latest, start_
 from prometheus_client.parser import text_string_to_metric_families
 
 from deployments.observability.metrics import (
+    MetricsSettings,
     Page,
     observe_answer,
     observe_failure,
     observe_stage,
     own_families,
 )
-from deployments.observability.settings import MetricsSettings
 from tests.support.patience import PATIENCE_S
 
 MODEL = "observed"

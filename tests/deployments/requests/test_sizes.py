@@ -14,7 +14,7 @@ from deployments.requests.images import image_request
 from deployments.requests.sizes import choose_size, size_of
 from deployments.studio.interface import ModelCard
 from pipelines.defaults import Defaults
-from pipelines.pictures import InputPicture
+from pipelines.request import InputPicture
 from tests.deployments.support.fake_studio import CLIPS, EDITS, PICTURES
 
 LARGE = replace(EDITS, width=1024, height=1024, max_pixels=2048 * 2048)

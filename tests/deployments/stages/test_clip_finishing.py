@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.stages.clip_finishing import ClipFinisher
-from deployments.stages.workers import Workers
-from engines.core.transport.parcel import Parcel
+from deployments.stages.common import Workers
+from deployments.stages.vae_decoder import ClipFinisher
+from engines.core.parcel import Parcel
 from pipelines.blocks.decoder import DecodedMedia
 from pipelines.media import Sound, clip, encode_frames, encode_thumbnail
-from pipelines.media.groups import group_length
+from pipelines.media.clip import group_length
 from tests.deployments.support.fake_studio import CLIPS
 from tests.support.patience import PATIENCE_S
 

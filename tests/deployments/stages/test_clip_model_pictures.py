@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from deployments.config import ModelConfig
-from deployments.door.lane import may_draw
+from deployments.door.haproxy import may_draw
 from deployments.ingress import make_cards
 from deployments.requests.bodies import ImageBody
 from deployments.requests.images import ImageRequest, image_request
@@ -24,7 +24,7 @@ from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from deployments.stages.warm_up import outputs, typical_requests
 from engines.core.model import Branch
-from engines.core.transport.parcel import Parcel
+from engines.core.parcel import Parcel
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest

@@ -13,18 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from deployments.stages.common import Encoded
-from deployments.stages.conditionings import OVERHEAD_BYTES, Conditionings, Names
-from deployments.stages.pictures import NO_SENT_PICTURES, SentPictures
-from deployments.stages.text_encoder import PromptEncoder
-from deployments.stages.workers import Workers
+from deployments.stages.common import NO_SENT_PICTURES, Encoded, SentPictures, Workers
+from deployments.stages.text_encoder import OVERHEAD_BYTES, Conditionings, Names, PromptEncoder
 from pipelines.blocks.encoder import Conditioning
-from pipelines.blocks.noise import NoiseState
+from pipelines.blocks.state import NoiseState
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_path
 from pipelines.media import encode_frames
-from pipelines.pictures import InputPicture, InputPictures
-from pipelines.request import Lora, MediaRequest
+from pipelines.request import InputPicture, InputPictures, Lora, MediaRequest
 from pipelines.run import load_pipeline
 from tests.deployments.stages.test_stages import spec_of, tensors
 from tests.deployments.support.fake_studio import EDITS

@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from deployments.app import _bind_stage
-from deployments.cli.checks.preflight import num_gpus_needed, problems
+from deployments.cli.preflight import num_gpus_needed, problems
 from deployments.config import ModelConfig
 from deployments.stages import devices
 from deployments.stages.common import StageSpec
 from deployments.stages.devices import ALL_GPUS, VISIBLE, own_gpu, stage_devices
 from deployments.stages.vae_decoder import VaeDecoder
 from deployments.studio.interface import Output
-from engines.core.transport.parcel import Parcel
+from engines.core.parcel import Parcel
 from pipelines.checkpoint import Checkpoint
 from pipelines.vae import chunks, multi_gpu
-from tests.deployments.cli.checks.test_preflight import with_model
+from tests.deployments.cli.test_preflight import with_model
 
 
 def spec_of(path: str | Path, **decoder: Any) -> StageSpec:

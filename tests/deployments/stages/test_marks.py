@@ -13,15 +13,13 @@ import pytest
 from PIL import Image
 
 from deployments.config import ModelConfig, ProvenanceConfig
-from deployments.stages.codec import Codec
-from deployments.stages.common import StageSpec
-from deployments.stages.pictures import SentPictures
+from deployments.stages.common import SentPictures, StageSpec
 from deployments.stages.text_encoder import PromptEncoder
-from deployments.stages.vae_decoder import VaeDecoder
+from deployments.stages.vae_decoder import Codec, VaeDecoder
 from deployments.studio.interface import MediaFormat, Output
-from engines.core.transport.parcel import Parcel
+from engines.core.parcel import Parcel
 from pipelines.checkpoint import Checkpoint
-from pipelines.pictures import NO_PICTURES
+from pipelines.request import NO_PICTURES
 from tests.support.certificates import Authority
 
 

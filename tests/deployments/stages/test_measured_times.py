@@ -24,9 +24,9 @@ from deployments.stages.measured_times import (
 from deployments.stages.vae_decoder import VaeDecoder
 from deployments.studio.interface import Output
 from engines.core.estimates import StepEstimates
-from engines.core.transport.parcel import Parcel
+from engines.core.parcel import Parcel
 from engines.gang.jobs.job import Job
-from engines.gang.ranks.rank import RankInfo
+from engines.gang.rank import RankInfo
 from pipelines.checkpoint import Checkpoint
 from tests.deployments.support.fake_studio import PICTURES
 from tests.deployments.support.live import wait_until

@@ -14,13 +14,10 @@ from ray import serve
 from ray.serve.config import ProxyLocation
 from ray.serve.handle import DeploymentHandle
 
-from deployments.stages.conditionings import Conditionings
-from deployments.stages.pictures import SentPictures
-from deployments.stages.text_encoder import PromptEncoder
-from deployments.stages.workers import Workers
+from deployments.stages.common import SentPictures, Workers
+from deployments.stages.text_encoder import Conditionings, PromptEncoder
 from pipelines.checkpoint import Checkpoint
-from pipelines.pictures import NO_PICTURES, InputPicture, InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest
 from tests.deployments.stages.test_stages import spec_of
 from tests.deployments.support.fake_studio import EDITS
 from tests.deployments.support.files import noise

@@ -21,7 +21,7 @@ from deployments.stages.config import EncoderConfig
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from deployments.studio.interface import Output
-from engines.core.transport.parcel import Parcel
+from engines.core.parcel import Parcel
 from pipelines.checkpoint import Checkpoint
 from pipelines.media import encode_frames
 from pipelines.request import MediaRequest

@@ -22,7 +22,7 @@ from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from deployments.stages.warm_up import PROMPT, warm_decoder, warm_encoder
 from deployments.studio.interface import Output
-from engines.core.transport.parcel import Parcel
+from engines.core.parcel import Parcel
 from pipelines.blocks.decoder import BlocksDecoder
 from pipelines.blocks.encoder import BlocksEncoder
 from pipelines.checkpoint import Checkpoint

@@ -15,11 +15,9 @@ import pytest
 
 from deployments.config import ModelConfig
 from deployments.observability.logs import request_context, request_id_var
-from deployments.stages import clip_finishing, vae_decoder
-from deployments.stages.clip_finishing import MAX_THREADS
-from deployments.stages.common import StageSpec
-from deployments.stages.vae_decoder import NUM_ENCODINGS, VaeDecoder
-from deployments.stages.workers import Workers
+from deployments.stages import vae_decoder
+from deployments.stages.common import StageSpec, Workers
+from deployments.stages.vae_decoder import MAX_THREADS, NUM_ENCODINGS, VaeDecoder
 from deployments.studio.interface import Output
 from pipelines.media import clip
 from tests.deployments.support.fake_studio import CLIPS
@@ -45,7 +43,7 @@ def test_many_callers_share_few_threads(monkeypatch: pytest.MonkeyPatch, tmp_pat
         return b""
 
     monkeypatch.setattr(vae_decoder, "encode_frames", encode)
-    monkeypatch.setattr(clip_finishing, "encode_thumbnail", encode)
+    monkeypatch.setattr(vae_decoder, "encode_thumbnail", encode)
     monkeypatch.setattr(clip, "encode_group", partial(counted, groups, clip.encode_group))
     (tmp_path / "model_index.json").write_text("{}")
     checkpoint = SimpleNamespace(decoder=lambda **_: decoder, defaults=CLIPS, path=tmp_path)

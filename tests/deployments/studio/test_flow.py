@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ReferenceCountingAssertionError
 
-from deployments.stages.pictures import SentPicture, SentPictures
+from deployments.stages.common import SentPicture, SentPictures
 from deployments.studio.flow import DeployedStudio
 from deployments.studio.interface import (
     Media,
@@ -24,7 +24,7 @@ from deployments.studio.readiness import Readiness
 from deployments.studio.retries import MAX_LOSSES, RECOVERY_DEADLINE_S
 from engines.gang.errors import DEADLINE, GangBrokenError, QueueFullError, TooLateError
 from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, StepDone
-from pipelines.pictures import InputPicture, InputPictures
+from pipelines.request import InputPicture, InputPictures
 from tests.deployments.studio.support.set_stages import Stages
 from tests.deployments.support.fake_studio import EDITS, PICTURES
 from tests.deployments.support.files import noise

@@ -10,7 +10,7 @@ from deployments.studio import run
 from deployments.studio.interface import Media, Output
 from deployments.studio.run import Run
 from engines.gang.jobs.job import JobDone
-from pipelines.pictures import NO_PICTURES
+from pipelines.request import NO_PICTURES
 from tests.deployments.studio.support.set_stages import Stages
 from tests.deployments.support.fake_studio import LAYERS
 

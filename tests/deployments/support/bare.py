@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from deployments.ingress import make_cards
 from deployments.requests.handle import handle_request
 from pipelines.checkpoint import Checkpoint
-from pipelines.pictures import InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import InputPictures, MediaRequest
 from pipelines.run import load_pipeline
 from tests.deployments.support.live import PROMPT, SMALL, config_of, log_lines
 from tests.pipelines.support.references.frames import painted

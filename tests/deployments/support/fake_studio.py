@@ -15,8 +15,7 @@ from PIL import Image
 from deployments.studio.interface import Media, ModelCard, Output, Preview, Progress, Queued, StageTimes, StudioEvent
 from pipelines.defaults import Defaults
 from pipelines.description import usual_description
-from pipelines.pictures import NO_PICTURES, InputPictures
-from pipelines.request import Lora, MediaRequest
+from pipelines.request import NO_PICTURES, InputPictures, Lora, MediaRequest
 
 ETA_S = 20.0
 STEPS_S, DECODE_S = 0.1, 7.0

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.additions.switch import WeightSwitch
-from engines.additions.weights import added, merge, part_of
-from engines.core.additions import Addition, LowRank, Mix, normal_mix
+from engines.additions import WeightSwitch, added, merge, part_of
 from engines.core.engine import EngineChoice
-from engines.core.precision import Scheme
+from engines.core.model import Addition, LowRank, Mix, normal_mix
+from engines.core.spec import Scheme
 from engines.fast.gemm import Float8Gemm, WeightPart
 from engines.parallel.weight_files import Slice
 from engines.quantization.linear import LAYERS

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engines.core.differences import relative_difference
+from engines.core.tensors import relative_difference
 
 
 def test_it_is_relative_to_what_is_expected() -> None:

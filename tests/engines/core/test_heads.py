@@ -1,6 +1,6 @@
 import pytest
 
-from engines.core.heads import share_heads
+from engines.core.attention import share_heads
 
 
 @pytest.mark.parametrize(

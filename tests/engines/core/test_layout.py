@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.core.layout import TokenLayout
-from engines.parallel.attention.local import take_rows
+from engines.parallel.local_attention import take_rows
 from tests.support.unhurried import UNHURRIED
 
 lengths = st.lists(st.integers(0, 23), min_size=1, max_size=3)

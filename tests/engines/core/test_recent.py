@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engines.core.recent import Recent
+from engines.core.resources import Recent
 
 
 @given(keys=st.lists(st.integers(0, 6), max_size=60), most=st.integers(1, 5))

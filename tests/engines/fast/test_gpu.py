@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engines.core.fast_model import StepTensors
+from engines.core.model import StepTensors
 from engines.fast.graph import CapturedStep, GraphPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -31,8 +31,8 @@ from engines.fast.kernels import (
     scaled_norm,
 )
 from engines.fast.kernels import residual_norm_modulate as residual
-from engines.fast.kernels.rows import QuantRows, quantized
-from engines.quantization.scales import FP8
+from engines.fast.records import QuantRows, quantized
+from engines.quantization.linear import FP8
 from tests.support.patience import PATIENCE_S
 
 BATCH, TEXT, IMAGE, CHANNELS = 2, 3, 5, 24

@@ -23,7 +23,7 @@ from engines.gang import driver
 from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang import DEATH_WITHIN_S, Gang
-from engines.gang.ranks.rank import kill_ranks
+from engines.gang.rank import kill_ranks
 from tests.engines.gang.support.checks import assert_breaks_for_everyone, jobs_in_flight, warm_up
 from tests.engines.gang.support.fakes import (
     FakeRequest,

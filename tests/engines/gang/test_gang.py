@@ -15,9 +15,8 @@ import pytest_asyncio
 import ray
 import torch
 
-from engines.core.failures import JobFailedError
-from engines.gang.clock import Clock
-from engines.gang.config import GangConfig
+from engines.core.engine import JobFailedError
+from engines.gang.config import Clock, GangConfig
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import JobDone, PreviewReady, StepDone

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
-from engines.gang.policies.registry import POLICIES
+from engines.gang.policies.policy import POLICIES
 from tests.engines.gang.support.plans import num_steps_left
 from tests.engines.gang.support.storm import NUM_RANKS, Client, Storm, clients, nothing_to_kill
 from tests.engines.gang.support.virtual_time import CALL_S, GpuRanks, run_in_virtual_time

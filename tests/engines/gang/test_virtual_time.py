@@ -18,7 +18,7 @@ from engines.gang.config import GangConfig
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobQueued
-from engines.gang.policies.registry import POLICIES, make_policy
+from engines.gang.policies.policy import POLICIES, make_policy
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.virtual_time import LOOK_S, MOVE_S, GpuRanks, run_in_virtual_time, virtual_gang
 

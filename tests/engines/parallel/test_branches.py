@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.core.differences import relative_difference
+from engines.core.tensors import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.parallel.test_exact import BOUND, left_out
 from tests.engines.support import models

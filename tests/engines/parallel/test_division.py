@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from engines.core.model import Branch
 from engines.core.spec import ParallelSpec, tiling_sizes
-from engines.parallel.communication.mesh import Groups
-from engines.parallel.division import Division, TeamSpecs, shape_of
-from engines.parallel.guidance import may_pair
+from engines.parallel.division import Division, TeamSpecs, may_pair, shape_of
+from engines.parallel.mesh import Groups
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.core.differences import relative_difference
 from engines.core.spec import STRATEGIES as STRATEGY_NAMES
+from engines.core.tensors import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import PARTS_FROM_TOKENS
 from tests.engines.support import models

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.core.engine import Engine
+from engines.core.engine import Engine, RankContext
 from engines.core.model import Branch, DenoiserModel
-from engines.core.rank import RankContext
 from engines.parallel.self_check import WrongAnswerError, self_check
 from engines.registry import load_engine
 from tests.engines.support import models

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.core.shard_plan import ColumnLinear, FeatureTable, RowLinear, ShardPlan
-from engines.parallel.communication.collectives import Axis
+from engines.parallel.collectives import Axis
 from engines.parallel.copies import weight_sharing_copy
 from engines.parallel.tensor import (
     RowSplitLinear,

@@ -11,8 +11,7 @@ from engines.core.layout import TokenLayout
 from engines.core.spec import ParallelSpec
 from engines.planner.cost_model import Workload, candidates, choose, predict
 from engines.planner.forecast import forecast, workload
-from engines.planner.machine import Line, Machine, between
-from engines.planner.machines import H200
+from engines.planner.machine import H200, Line, Machine, between
 from engines.planner.profile import ModelProfile, profile
 from engines.planner.step_cost import StepCost
 from tests.engines.support import models

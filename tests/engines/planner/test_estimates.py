@@ -9,9 +9,8 @@ import pytest
 from benchmarks.policies.h200 import STEPS
 from engines.parallel.division import TeamSpecs
 from engines.planner.cost_model import Workload
-from engines.planner.estimates import estimates_of
-from engines.planner.forecast import StepForecast, forecast
-from engines.planner.machines import H200
+from engines.planner.forecast import StepForecast, estimates_of, forecast
+from engines.planner.machine import H200
 from engines.planner.profile import ModelProfile, profile
 from tests.engines.planner.test_cost_model import flux, machine
 from tests.engines.support import models

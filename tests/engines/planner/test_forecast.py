@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from engines.core.spec import ParallelSpec
-from engines.parallel.communication.mesh import Groups, Teams
+from engines.parallel.mesh import Groups, Teams
 from engines.planner.cost_model import Workload
 from engines.planner.forecast import StepForecast, forecast
 from engines.planner.measure import measure

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 import psutil
 import pytest
 
-from engines.planner.local_ranks import local_ranks
+from engines.planner.measure import local_ranks
 from tests.support.patience import PATIENCE_S
 
 

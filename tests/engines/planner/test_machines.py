@@ -8,7 +8,7 @@ import pytest
 
 from engines.planner.cost_model import Workload
 from engines.planner.forecast import forecast
-from engines.planner.machines import H200, MACHINES, PUBLISHED
+from engines.planner.machine import H200, MACHINES, PUBLISHED
 from engines.planner.profile import ModelProfile
 from tests.engines.planner.test_cost_model import flux
 

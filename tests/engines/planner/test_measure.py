@@ -7,11 +7,10 @@ import torch
 import torch.distributed as dist
 
 from engines.core.spec import ParallelSpec
-from engines.parallel.communication.collectives import EXCHANGES
-from engines.parallel.communication.mesh import Groups, Teams
+from engines.parallel.collectives import EXCHANGES
+from engines.parallel.mesh import Groups, Teams
 from engines.planner.machine import Machine
-from engines.planner.measure import measure
-from engines.planner.measure_here import measure_here
+from engines.planner.measure import measure, measure_here
 from engines.planner.profile import profile
 from tests.engines.support import models
 from tests.engines.support.gloo import gang

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from engines.core.layout import TokenLayout
 from engines.core.spec import ParallelSpec
-from engines.planner.machines import H200
-from engines.planner.memory import MemoryFloor
+from engines.planner.machine import H200
 from engines.planner.profile import profile
-from engines.planner.step_cost import StepCost
+from engines.planner.step_cost import MemoryFloor, StepCost
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models
 from tests.engines.support.gloo import gang

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from engines.core.kernel import Kernel
+from engines.core.attention import Kernel
 from engines.planner.profile import profile
 from pipelines.checkpoint import Checkpoint
 from tests.engines.support import models

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from engines.core.differences import relative_difference
-from engines.core.precision import Scheme
+from engines.core.spec import Scheme
+from engines.core.tensors import relative_difference
 from engines.quantization.calibration import load_calibration, recording, save_calibration
 from engines.quantization.linear import LAYERS, QuantLinear, swap_linears
 from pipelines.models.flux.spec import SHARD_PLAN

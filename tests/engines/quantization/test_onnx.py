@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from engines.core.spec import ParallelSpec
-from engines.core.storage.fingerprint import fingerprint
+from engines.core.tensors import fingerprint
 from engines.quantization.calibration import calibration_of, recording, save_calibration
-from engines.quantization.layers import quantizable
+from engines.quantization.linear import quantizable
 from engines.quantization.onnx import QUANTIZE_DEQUANTIZE, QuantizedLinear, quantization, quantize
 from engines.tensorrt_engine.build.report import read_engine_text
 from tests.engines.tensorrt_engine.conftest import Build

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from engines.core.model import DenoiserModel
-from engines.core.precision import Scheme
-from engines.core.spec import ParallelSpec
+from engines.core.spec import ParallelSpec, Scheme
 from engines.quantization.calibration import recording
 from engines.quantization.onnx import QuantizedLinear, quantize
-from engines.tensorrt_engine.export.onnx.graph import export_graph
+from engines.tensorrt_engine.export.graph import export_graph
 from tests.engines.tensorrt_engine.support.all_ranks import export_case, relative_error
 from tests.engines.tensorrt_engine.support.simulate import Simulator
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast, reference

@@ -12,8 +12,8 @@ from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec
+from engines.tensorrt_engine.build.bindings import Target
 from engines.tensorrt_engine.build.builder import BuildError, BuildOptions, build
-from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.export.exported import Exported, export_segments
 from engines.tensorrt_engine.export.trace import offline_team
 from tests.engines.tensorrt_engine.support.all_ranks import Case, export_case

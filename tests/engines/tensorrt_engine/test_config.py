@@ -11,8 +11,7 @@ import torch
 
 from engines.core.model import DenoiserModel
 from engines.tensorrt_engine import config as config_module
-from engines.tensorrt_engine.build.bindings import Bindings, load_bindings
-from engines.tensorrt_engine.build.targets import Target
+from engines.tensorrt_engine.build.bindings import Bindings, Target, load_bindings
 from engines.tensorrt_engine.config import TensorRTConfig
 from engines.tensorrt_engine.rules import TensorRTOptions
 from tests.engines.tensorrt_engine.support.zoo import flux_model

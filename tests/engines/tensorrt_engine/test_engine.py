@@ -11,9 +11,9 @@ import torch
 
 from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec
-from engines.parallel.attention.local import plain_attention
-from engines.parallel.communication.mesh import Groups, Team
 from engines.parallel.division import Division, TeamSpecs
+from engines.parallel.local_attention import plain_attention
+from engines.parallel.mesh import Groups, Team
 from engines.tensorrt_engine import engine as engine_module
 from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.exported import Exported

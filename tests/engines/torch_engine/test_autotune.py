@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engines.core.rank import RankContext
+from engines.core.engine import RankContext
 from engines.core.spec import ParallelSpec
-from engines.core.storage.files import HostLock
-from engines.parallel.attention.ulysses import ulysses_in_parts
+from engines.core.storage import HostLock
 from engines.parallel.division import TeamSpecs
+from engines.parallel.ulysses import ulysses_in_parts
 from engines.registry import load_engine
 from engines.torch_engine import autotune
 from engines.torch_engine.autotune import (
@@ -307,7 +307,7 @@ def kernels_of(rules: ExchangeRules) -> list[int]:
 
     counts = []
     with (
-        patch("engines.parallel.attention.strategy.ulysses_in_parts", counted),
+        patch("engines.parallel.strategies.ulysses_in_parts", counted),
         closing(TorchEngine(models.model("flux"), strategy="ulysses")) as engine,
     ):
         for each in (rules, USUAL):

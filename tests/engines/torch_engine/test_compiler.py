@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.core.differences import relative_difference
 from engines.core.shard_plan import ShardPlan
+from engines.core.tensors import relative_difference
 from engines.torch_engine import compiler
 from engines.torch_engine import engine as engine_module
 from engines.torch_engine.compiler import compile_blocks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from engines.torch_engine.complex_products import make_products_real, real_product
+from engines.torch_engine.compiler import make_products_real, real_product
 
 Function = Callable[[Tensor, Tensor], Any]
 

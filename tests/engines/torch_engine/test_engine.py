@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.core.differences import relative_difference
-from engines.core.failures import JobFailedError
+from engines.core.engine import JobFailedError
 from engines.core.model import Branch
+from engines.core.tensors import relative_difference
 from engines.parallel.self_check import WrongAnswerError
 from engines.quantization.calibration import recording, save_calibration
 from engines.torch_engine.checks import check_fast_path

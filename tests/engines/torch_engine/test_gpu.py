@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.core.differences import relative_difference
 from engines.core.model import Branch, DenoiserModel
+from engines.core.tensors import relative_difference
 from engines.torch_engine import steps
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models

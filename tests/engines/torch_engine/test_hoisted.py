@@ -12,7 +12,7 @@ import torch
 
 from engines.core.layout import TokenLayout
 from engines.core.model import LATENTS, Arguments, Branch, ModelInputs, Schedule
-from engines.parallel.communication.mesh import team_of_one
+from engines.parallel.mesh import team_of_one
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import HoistedCache
 from pipelines.models.flux.fast import FluxWeights

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.core.differences import relative_difference
+from engines.core.engine import RankContext
 from engines.core.model import DenoiserModel
-from engines.core.rank import RankContext
+from engines.core.tensors import relative_difference
 from engines.parallel.self_check import WrongAnswerError
 from engines.parallel.weight_files import WeightFiles
 from engines.quantization.calibration import recording, save_calibration

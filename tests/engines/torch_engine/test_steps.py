@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.core.fast_model import StepTensors
-from engines.core.model import Arguments, Branch
+from engines.core.model import Arguments, Branch, StepTensors
 from engines.core.spec import ParallelSpec
-from engines.parallel.communication.mesh import Team, team_of_one
+from engines.parallel.mesh import Team, team_of_one
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine import steps
 from engines.torch_engine.config import TorchChoices

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.core.differences import relative_difference
-from engines.core.kernel import Kernel, Prefix
+from engines.core.attention import Kernel, Prefix
+from engines.core.engine import RankContext
 from engines.core.model import DenoiserModel
-from engines.core.rank import RankContext
+from engines.core.tensors import relative_difference
 from engines.registry import load_engine
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import PARTS_FROM_TOKENS, where_even
@@ -117,7 +117,7 @@ def no_exchange(broken: bool) -> Iterator[None]:
         return
     with (
         patch("engines.torch_engine.exchange.heads.start_all_to_all", lambda x, axis: x),
-        patch("engines.parallel.attention.ulysses.all_to_all", lambda x, axis: x),
+        patch("engines.parallel.ulysses.all_to_all", lambda x, axis: x),
     ):
         yield
 

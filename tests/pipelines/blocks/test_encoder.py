@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.pictures import InputPicture, InputPictures
+from pipelines.request import InputPicture, InputPictures
 from pipelines.size import Size
 from tests.pipelines.support.checkpoints import tiny_qwen
 from tests.pipelines.support.references.picture_cases import small_pictures

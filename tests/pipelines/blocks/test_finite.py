@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from engines.core.failures import JobFailedError
+from engines.core.engine import JobFailedError
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import Lora
 from pipelines.run import Pipeline, load_pipeline

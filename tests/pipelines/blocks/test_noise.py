@@ -10,7 +10,7 @@ import torch
 from diffusers.modular_pipelines.modular_pipeline import BlockState
 from torch import Tensor
 
-from pipelines.blocks.noise import NoiseState, put_away, taken_out
+from pipelines.blocks.state import NoiseState, put_away, taken_out
 
 
 def standing_somewhere() -> torch.Generator:

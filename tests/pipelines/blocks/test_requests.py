@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from pipelines.blocks.requests import inputs_of
-from pipelines.models.usual_defaults import PICTURE
-from pipelines.pictures import InputPicture, InputPictures
+from pipelines.blocks.opened import inputs_of
+from pipelines.models.spec import PICTURE
+from pipelines.request import InputPicture, InputPictures
 
 PICTURES = InputPictures(pictures=(InputPicture.of(Image.new("RGBA", (16, 16), (255, 0, 0, 128))),))
 

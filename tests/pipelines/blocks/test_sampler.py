@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.pictures import InputPicture, InputPictures
+from pipelines.request import InputPicture, InputPictures
 from pipelines.run import Pipeline, load_pipeline
 from tests.pipelines.support.sample_requests import clip, picture
 

@@ -15,7 +15,7 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.models.usual_defaults import PICTURE
+from pipelines.models.spec import PICTURE
 from pipelines.run import Pipeline, load_pipeline
 from pipelines.schedules import SECOND_ORDER, with_schedule
 from pipelines.size import Size

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.directory import MODULAR_INDEX, part_class, part_folder, repositories
+from pipelines.directory import MODULAR_INDEX, open_modular, part_class, part_folder, repositories
 from pipelines.loading import CONFIGURATION_FILES, HUB_FILES, resolve_path
-from pipelines.modular import open_modular
 from pipelines.run import load_pipeline
 from tests.pipelines.support.checkpoints import tiny_models
 from tests.pipelines.support.references.own_call import own_latents

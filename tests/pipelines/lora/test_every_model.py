@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from engines.core.differences import relative_difference
+from engines.core.tensors import relative_difference
 from pipelines.lora.source import LoraSource
 from tests.engines.support.gloo import gang
 from tests.pipelines.lora.support.every_model import MODELS, latents_of, painted

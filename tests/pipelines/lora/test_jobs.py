@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.additions import switch
-from engines.core.differences import relative_difference
+from engines import additions
+from engines.core.tensors import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource
@@ -121,13 +121,13 @@ def test_captured_steps_follow_the_weights(model: str, fast: bool, served: Calla
 
 def without_restoring(*args: Any) -> list[Tensor]:
     """What a job left is never taken out again."""
-    write = switch._Weight.write
+    write = additions._Weight.write
 
     def stays(weight: Any, mix: Any) -> None:
         if mix:
             write(weight, mix)
 
-    with patch.object(switch._Weight, "write", stays):
+    with patch.object(additions._Weight, "write", stays):
         return painted(*args)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.core.differences import relative_difference
+from engines.core.tensors import relative_difference
 from engines.quantization.linear import swap_linears
 from engines.torch_engine.checks import QUANTISED_TOLERANCE
 from pipelines.checkpoint import Checkpoint

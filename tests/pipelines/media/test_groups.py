@@ -13,8 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pipelines.media import Sound, encode_frames
-from pipelines.media.clip import ClipEncoder
-from pipelines.media.groups import QUALITY, encode_group, group_length
+from pipelines.media.clip import QUALITY, ClipEncoder, encode_group, group_length
 
 Frames = NDArray[np.uint8]
 NUM_FRAMES, FPS = 27, 8

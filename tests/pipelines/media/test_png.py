@@ -14,8 +14,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from pipelines.media import png
-from pipelines.media.png import SIGNATURE, STRIP_BYTES, encode_png
+from pipelines.media import picture
+from pipelines.media.picture import SIGNATURE, STRIP_BYTES, encode_png
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
@@ -69,7 +69,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_threads(monkeypatch: pytest.Mo
     frame = noise(300, 700)
     expected = encode_png(frame)
     with ThreadPoolExecutor(1) as one:
-        monkeypatch.setattr(png, "_threads", lambda: one)
+        monkeypatch.setattr(picture, "_threads", lambda: one)
         assert encode_png(frame) == expected
 
 

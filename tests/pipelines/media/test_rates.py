@@ -9,8 +9,7 @@ import av
 import numpy as np
 from av.filter import Graph
 
-from pipelines.media.clip import encode_clip
-from pipelines.media.groups import group_length
+from pipelines.media.clip import encode_clip, group_length
 
 LONGEST = 260
 FPS = 24

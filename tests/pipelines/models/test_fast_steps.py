@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.core.differences import relative_difference
+from engines.core.tensors import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import FastStep
 from pipelines.checkpoint import Checkpoint

@@ -14,8 +14,8 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.core.differences import relative_difference
-from engines.parallel.attention import strategy as strategies
+from engines.core.tensors import relative_difference
+from engines.parallel import strategies as strategies
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest

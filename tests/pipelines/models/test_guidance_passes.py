@@ -40,7 +40,7 @@ def expected(folder: Path) -> Latents:
 
 def without_exchange(folder: Path, request: MediaRequest, strategy: str) -> dict[str, Any]:
     """Each part of the team takes its own prediction for those of all."""
-    with patch("engines.parallel.guidance.all_gather", lambda x, axis: torch.stack([x] * axis.size)):
+    with patch("engines.parallel.division.all_gather", lambda x, axis: torch.stack([x] * axis.size)):
         return denoised(folder, request, (), strategy)
 
 

@@ -14,10 +14,9 @@ from diffusers.modular_pipelines.qwenimage.prompt_templates import QWENIMAGE_LAY
 from PIL import Image
 from torch import Tensor
 
-from engines.core.differences import relative_difference
+from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
-from pipelines.pictures import InputPicture, InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import InputPicture, InputPictures, MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from pipelines.size import Size
 from tests.pipelines.support.checkpoints import tiny_qwen

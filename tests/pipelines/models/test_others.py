@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines.core.transport.packing import pack
+from engines.core.packing import pack
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.registry import load_spec
 from pipelines.run import load_pipeline

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.core.differences import relative_difference
-from engines.core.transport.packing import joined, pack, unpack
-from engines.parallel.attention import strategy as strategies
+from engines.core.packing import joined, pack, unpack
+from engines.core.tensors import relative_difference
+from engines.parallel import strategies as strategies
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import load_pipeline

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engines.core.differences import relative_difference
+from engines.core.tensors import relative_difference
 from tests.engines.support.gloo import gang
 from tests.pipelines.models import test_picture_inputs, test_video
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.core.differences import relative_difference
+from engines.core.tensors import relative_difference
 from engines.parallel.division import shape_of
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint

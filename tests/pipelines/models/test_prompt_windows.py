@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.core.differences import relative_difference
 from engines.core.model import Branch
+from engines.core.tensors import relative_difference
 from engines.torch_engine.engine import TorchEngine
-from engines.torch_engine.exchange.kept_keys import KeptKeys
+from engines.torch_engine.exchange.heads import KeptKeys
 from engines.torch_engine.options import TorchOptions
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.qwen_image.spec import PROMPT_WINDOW

@@ -16,10 +16,10 @@ import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import ImageOps
 
-from engines.core.differences import relative_difference
-from engines.core.transport.packing import joined, pack, unpack
+from engines.core.packing import joined, pack, unpack
+from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
-from pipelines.pictures import InputPicture
+from pipelines.request import InputPicture
 from pipelines.run import Pipeline, load_pipeline
 from tests.pipelines.support.checkpoints import tiny_others, tiny_unknown
 from tests.pipelines.support.references.picture_cases import PictureCase, images_of, mask_of, pictures_of, request_of

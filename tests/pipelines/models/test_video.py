@@ -16,8 +16,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from engines.core.transport.packing import pack
-from engines.parallel.attention import strategy as strategies
+from engines.core.packing import pack
+from engines.parallel import strategies as strategies
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline

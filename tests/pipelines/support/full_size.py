@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from engines.core.fast_model import StepTensors
-from engines.core.model import Branch, DenoiserModel
+from engines.core.model import Branch, DenoiserModel, StepTensors
 from engines.core.shard_plan import ShardPlan
-from engines.parallel.attention import local
-from engines.parallel.communication.mesh import Team
+from engines.parallel import local_attention
 from engines.parallel.copies import truncated
+from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine import steps
 from engines.torch_engine.config import TorchChoices
@@ -147,12 +146,13 @@ def trace(model: DenoiserModel, call: Call) -> None:
     """
     block, args, kwargs = call
     for module in model.modules.values():
-        model.set_kernel(module, local.plain_attention)
+        model.set_kernel(module, local_attention.plain_attention)
     memo: dict[int, Any] = {id(x): nn.Parameter(_shape(x), requires_grad=False) for x in block.parameters()}
     copied = copy.deepcopy(block, memo | {id(x): _shape(x) for x in block.buffers()})
     forward = types.MethodType(type(copied).forward, copied)
     torch._dynamo.reset()
-    with patch.object(local, "_kernel_for", torch.compiler.disable(lambda *_: local.plain_attention)):
+    disabled = torch.compiler.disable(lambda *_: local_attention.plain_attention)
+    with patch.object(local_attention, "_kernel_for", disabled):
         torch.compile(forward, dynamic=False, fullgraph=True, backend="eager")(*args, **kwargs)
 
 

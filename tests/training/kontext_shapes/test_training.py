@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.pictures import InputPicture, InputPictures
+from pipelines.request import InputPicture, InputPictures
 from pipelines.run import load_pipeline
 from training import loop
 from training.evaluate import CHECKPOINTS

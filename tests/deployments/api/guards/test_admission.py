@@ -14,7 +14,7 @@ import pytest
 from deployments.api.errors import ApiError
 from deployments.api.guards.admission import Places
 from deployments.clips.clips import Clips
-from deployments.clips.records import ClipRecord
+from deployments.clips.database import ClipRecord
 from deployments.config import AppConfig
 from deployments.names import FULL_HEADER
 from tests.deployments.api.conftest import build, client_of, serving

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from pipelines.pictures import InputPicture, InputPictures
+from pipelines.request import InputPicture, InputPictures
 from tests.deployments.api.conftest import build, serving
 from tests.deployments.api.routes.test_videos import finished
 from tests.deployments.api.test_errors import error_of

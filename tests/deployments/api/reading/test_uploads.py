@@ -17,7 +17,7 @@ from deployments.api import context
 from deployments.api.errors import ApiError
 from deployments.api.guards.admission import Memory
 from deployments.requests.pictures.unpack import unpack
-from pipelines.pictures import InputPictures
+from pipelines.request import InputPictures
 from tests.deployments.api.conftest import build, client_of
 from tests.deployments.api.test_disconnect import until
 from tests.deployments.api.test_errors import error_of

@@ -14,7 +14,7 @@ import openai
 import pytest
 from PIL import Image
 
-from pipelines.pictures import InputPicture, InputPictures
+from pipelines.request import InputPicture, InputPictures
 from tests.deployments.api.conftest import build, client_of
 from tests.deployments.api.support.events import sse
 from tests.deployments.api.test_errors import error_of

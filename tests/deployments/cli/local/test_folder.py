@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.cli.local.folder import _longest_socket, folder_problem, own_folder
+from deployments.cli.local import _longest_socket, folder_problem, own_folder
 from tests.deployments.support.commands import short_folder
 
 

@@ -9,7 +9,7 @@ from urllib.request import getproxies_environment, proxy_bypass_environment
 import httpx
 import pytest
 
-from deployments.cli.local.proxies import exceptions_for, http_client, is_own
+from deployments.cli.local import exceptions_for, http_client, is_own
 from deployments.settings import process_environment
 from tests.deployments.door.support import Backend, served
 

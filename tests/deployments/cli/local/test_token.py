@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.cli.local.token import token_files, token_problem, token_variables
+from deployments.cli.local import token_files, token_problem, token_variables
 
 
 @pytest.fixture

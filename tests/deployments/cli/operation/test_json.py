@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from deployments.cli import operation
 from deployments.cli.main import app
-from deployments.cli.operation import clips, status
 from deployments.cli.progress import console
 
 CLIP: dict[str, Any] = {
@@ -37,8 +37,8 @@ class StandingServer:
 
 @pytest.fixture(autouse=True)
 def server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clips, "Client", StandingServer)
-    monkeypatch.setattr(status, "Client", StandingServer)
+    monkeypatch.setattr(operation, "Client", StandingServer)
+    monkeypatch.setattr(operation, "Client", StandingServer)
     monkeypatch.setattr(console, "width", 60)
 
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
-from deployments.cli.operation.status import counts_of
+from deployments.cli.operation import counts_of
 from tests.deployments.api.conftest import build, serving
 from tests.deployments.support.commands import assert_one_line, troupe
 from tests.deployments.support.fake_studio import FakeStudio

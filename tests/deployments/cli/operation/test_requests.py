@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deployments.cli.operation.requests import Follower, LogFormat, format_line, show_requests
+from deployments.cli.request_lines import Follower, LogFormat, format_line, show_requests
 from deployments.observability.logs import configure_logs
 from tests.deployments.api.conftest import build, client_of
 from tests.deployments.support.fake_studio import FakeStudio

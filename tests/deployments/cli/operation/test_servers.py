@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from deployments.cli.operation import servers
+from deployments.cli import operation
 from tests.deployments.support.commands import assert_one_line, troupe
 from tests.support.fenced import ROOT
 
 SERVER = """
 import signal, sys
-from deployments.cli.operation.servers import announce
+from deployments.cli.operation import announce
 if sys.argv[2:]:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 announce(sys.argv[1], "http://127.0.0.1:9/metrics")
@@ -48,7 +48,7 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_one_is_found_and_ended() -> None:
     with server("http://127.0.0.1:8000") as process:
-        found = servers.the_server()
+        found = operation.the_server()
         assert (found.pid, found.url, found.port) == (process.pid, "http://127.0.0.1:8000", 8000)
         stopped = troupe("stop")
         assert stopped.exit_code == 0, stopped.output
@@ -61,7 +61,7 @@ def test_one_that_was_killed_is_no_server() -> None:
     with server("http://127.0.0.1:8000") as process:
         process.kill()
         process.wait()
-        assert list(servers.folder().glob("*.json")) != []
+        assert list(operation.folder().glob("*.json")) != []
         assert_one_line(troupe("stop"), "no server runs here")
         assert_one_line(troupe("status"), "no server runs here")
 
@@ -73,7 +73,7 @@ def test_of_two_the_port_says_which() -> None:
         assert troupe("stop", "--port", "8001").exit_code == 0
         assert second.wait() == -signal.SIGTERM
         assert first.poll() is None
-        assert [one.port for one in servers.servers()] == [8000]
+        assert [one.port for one in operation.servers()] == [8000]
 
 
 def test_one_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

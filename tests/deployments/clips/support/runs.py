@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.clips.clips import Clips
-from deployments.clips.records import ClipRecord
+from deployments.clips.database import ClipRecord
 from deployments.clips.settings import ClipSettings
 from tests.deployments.clips.test_claims import REQUEST as BASE
 from tests.deployments.support.fake_studio import FakeStudio

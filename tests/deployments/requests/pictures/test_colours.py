@@ -13,8 +13,8 @@ from PIL import Image, ImageCms
 from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.pictures.sources import Sources
 from deployments.requests.pictures.unpack import unpack
-from pipelines.blocks.requests import inputs_of
-from pipelines.pictures import InputPicture, InputPictures
+from pipelines.blocks.opened import inputs_of
+from pipelines.request import InputPicture, InputPictures
 from tests.deployments.support.files import file_of, noise
 from tests.pipelines.support.sample_requests import picture
 

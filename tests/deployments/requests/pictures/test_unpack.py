@@ -14,7 +14,7 @@ from deployments.requests.errors import RequestError
 from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.pictures.sources import Source, Sources
 from deployments.requests.pictures.unpack import unpack
-from pipelines.pictures import NO_PICTURES, InputPictures
+from pipelines.request import NO_PICTURES, InputPictures
 from tests.deployments.support.files import data_url, file_of, noise
 
 LIMITS = PictureLimits()

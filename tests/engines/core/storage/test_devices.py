@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engines.core.storage.devices import device_name
+from engines.core.storage import device_name
 
 
 @pytest.fixture

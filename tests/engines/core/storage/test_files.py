@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from engines.core.storage.files import HostLock, write_atomically, write_once
+from engines.core.storage import HostLock, write_atomically, write_once
 from tests.support.locks import is_free
 from tests.support.patience import PATIENCE_S
 

@@ -22,7 +22,7 @@ from engines.gang.jobs.job_table import JobTable
 from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.ledger import InFlightStep, Ledger
 from engines.gang.metrics import GangMetrics
-from engines.gang.policies.registry import make_policy
+from engines.gang.policies.policy import make_policy
 from tests.engines.gang.support.checks import metric
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.helpers import run

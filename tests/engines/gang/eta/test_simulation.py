@@ -9,11 +9,9 @@ import pytest
 
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.scheduler import Scheduler
-from engines.gang.policies.candidate import Candidate
 from engines.gang.policies.deadline import Deadline
 from engines.gang.policies.fair import Fair
-from engines.gang.policies.policy import Policy
-from engines.gang.policies.registry import POLICIES, make_policy
+from engines.gang.policies.policy import POLICIES, Candidate, Policy, make_policy
 from engines.gang.policies.shortest import Shortest
 from tests.engines.gang.support.plans import scheduler
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines.core.engine import RankContext
 from engines.core.model import Branch
-from engines.core.rank import RankContext
 from engines.gang.config import RankParts
 from engines.gang.jobs.rank_jobs import RankJobs
 from engines.gang.jobs.step_plan import Emit, JobStep, StepPlan, Work

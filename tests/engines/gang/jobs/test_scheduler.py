@@ -10,7 +10,7 @@ import pytest
 
 from engines.gang.eta.prediction import StepPrediction, shape_name
 from engines.gang.jobs.step_plan import Move, StepPlan
-from engines.gang.policies.registry import POLICIES
+from engines.gang.policies.policy import POLICIES
 from tests.engines.gang.support.plans import all_plans, job, num_steps_left, scheduler
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.core.engine import RankContext
 from engines.core.model import Branch
-from engines.core.rank import RankContext
 from engines.gang.config import RankParts
 from engines.gang.jobs.rank_jobs import RankJobs
 from engines.gang.jobs.step_plan import JobStep, Move, StepPlan, Work

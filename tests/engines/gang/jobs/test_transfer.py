@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.core.differences import relative_difference
-from engines.core.rank import RankContext
-from engines.core.transport.packing import ALIGNMENT
+from engines.core.engine import RankContext
+from engines.core.packing import ALIGNMENT
+from engines.core.tensors import relative_difference
 from engines.gang.config import RankParts
 from engines.gang.jobs.job import Job
-from engines.gang.jobs.rank_jobs import RankJobs
+from engines.gang.jobs.rank_jobs import RankJobs, rehearse, transfer
 from engines.gang.jobs.scheduler import Scheduler
-from engines.gang.jobs.transfer import rehearse, transfer
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.step_plan import StepPlan
-from engines.gang.policies.registry import POLICIES, find_policy, make_policy
+from engines.gang.policies.policy import POLICIES, find_policy, make_policy
 from tests.engines.gang.support.plans import num_steps_left, scheduler
 from tests.support.unhurried import UNHURRIED
 

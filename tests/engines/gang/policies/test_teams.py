@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engines.gang.policies.candidate import Candidate, GangShape, Ranks, Teams
+from engines.gang.policies.policy import Candidate, GangShape, Ranks, Teams
 from engines.gang.policies.teams import quickest_teams
 from tests.engines.gang.support.plans import job
 

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.core.engine import JobFailedError, RankContext
 from engines.core.estimates import StepEstimates
-from engines.core.failures import JobFailedError
 from engines.core.model import Branch
-from engines.core.rank import RankContext
 from engines.gang.config import BuildRank, RankParts
 from engines.gang.jobs.job import Job
 

@@ -12,7 +12,7 @@ from ray import serve
 from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobEvent
-from engines.gang.ranks.placement import gang_bundles, gang_strategy
+from engines.gang.placement import gang_bundles, gang_strategy
 from tests.engines.gang.support.fakes import load_fake
 from tests.engines.gang.support.helpers import held_jobs, submit
 from tests.support.patience import PATIENCE_S

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 from ray.exceptions import ActorDiedError
 
 from engines.core.spec import tiling_sizes
-from engines.gang.clock import Clock
-from engines.gang.config import GangConfig
+from engines.gang.config import Clock, GangConfig
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang import Gang
 from engines.gang.jobs.step_plan import StepPlan, StepReport

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.core.kernel import Kernel, Prefix
+from engines.core.attention import Kernel, Prefix
 from engines.core.layout import TokenLayout
 from engines.core.spec import ParallelSpec
-from engines.parallel.attention import allgather_kv as gat
-from engines.parallel.attention import ring as rin
-from engines.parallel.attention import ulysses as uly
-from engines.parallel.attention.local import cpu_flash, take_rows
-from engines.parallel.attention.strategy import team_kernel
-from engines.parallel.communication.collectives import Axis, Exchange
-from engines.parallel.communication.mesh import Groups, Team, Teams
+from engines.parallel import strategies as gat
+from engines.parallel import strategies as rin
+from engines.parallel import ulysses as uly
+from engines.parallel.collectives import Axis, Exchange
+from engines.parallel.local_attention import cpu_flash, take_rows
+from engines.parallel.mesh import Groups, Team, Teams
+from engines.parallel.strategies import team_kernel
 
 BATCH, DIM = 2, 16
 LENGTHS = (("text", 7), ("image", 22))

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from engines.tensorrt_engine.build import builder as builder_module
-from engines.tensorrt_engine.build.bindings import load_bindings
+from engines.tensorrt_engine.build.bindings import Target, load_bindings
 from engines.tensorrt_engine.build.builder import BuildError, BuildOptions, Profile, build
 from engines.tensorrt_engine.build.progress import BuildCancelledError, ProgressBar, spinner
-from engines.tensorrt_engine.build.targets import Target
 from tests.engines.tensorrt_engine.support.one_layer import attention_network, collective, collective_network
 
 SM89 = Target.parse("sm89")

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from engines.core.storage import files
-from engines.tensorrt_engine.build.bindings import Bindings, load_bindings
+from engines.core import storage
+from engines.tensorrt_engine.build.bindings import Bindings, Target, load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions, Built, Profile
-from engines.tensorrt_engine.build.engine_cache import EngineCache, EngineKey
-from engines.tensorrt_engine.build.targets import Target
+from engines.tensorrt_engine.build.caches import EngineCache, EngineKey
 from tests.support.patience import PATIENCE_S
 
 OPTIONS = BuildOptions(target=Target.parse("sm89"))
@@ -66,7 +65,7 @@ def test_everything_that_matters_is_in_the_key(changed: dict[str, object]) -> No
 def test_another_builder_version_is_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = key().digest()
     newer = Bindings(module=load_bindings().module, product=load_bindings().product, version="99.0")
-    monkeypatch.setattr("engines.tensorrt_engine.build.engine_cache.load_bindings", lambda: newer)
+    monkeypatch.setattr("engines.tensorrt_engine.build.caches.load_bindings", lambda: newer)
     assert key().digest() != before
 
 
@@ -101,7 +100,7 @@ def test_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     def full_disk(_handle: int) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full_disk)
+    monkeypatch.setattr(storage.os, "fsync", full_disk)
     with pytest.raises(OSError, match="no space"):
         EngineCache(tmp_path).get_or_build(key(), builder)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from engines.core.engine import RankContext
 from engines.core.model import Branch
-from engines.core.rank import RankContext
 from engines.core.spec import ParallelSpec
 from engines.tensorrt_engine import load
 from engines.tensorrt_engine.build import report
+from engines.tensorrt_engine.build.bindings import Target
 from engines.tensorrt_engine.build.builder import BuildError
-from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
 from engines.tensorrt_engine.export import exporter
 from engines.tensorrt_engine.export.exporter import Exporter

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from engines.core.model import Branch
+from engines.tensorrt_engine.build.bindings import Target
 from engines.tensorrt_engine.build.builder import BuildError
 from engines.tensorrt_engine.build.report import build_engine
-from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
 from engines.tensorrt_engine.rules import TensorRTOptions
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast

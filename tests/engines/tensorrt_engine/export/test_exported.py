@@ -13,12 +13,12 @@ from torch.fx import GraphModule
 
 from engines.core.model import Branch
 from engines.core.spec import ParallelSpec
-from engines.parallel.communication.collectives import Axis, all_to_all
+from engines.parallel.collectives import Axis, all_to_all
 from engines.tensorrt_engine.build.builder import BuildError
 from engines.tensorrt_engine.build.report import read_engine_text
 from engines.tensorrt_engine.export.buckets import profile_over, varying_dims
 from engines.tensorrt_engine.export.exported import export
-from engines.tensorrt_engine.export.onnx.graph import EngineGraph, export_graph
+from engines.tensorrt_engine.export.graph import EngineGraph, export_graph
 from engines.tensorrt_engine.export.trace import offline_team
 from tests.engines.tensorrt_engine.conftest import Build, Exports
 from tests.engines.tensorrt_engine.support.all_ranks import export_case, relative_error

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.core.kernel import Kernel, Prefix
+from engines.core.attention import Kernel, Prefix
 from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec
 from engines.tensorrt_engine.build.report import read_engine_text

@@ -12,8 +12,8 @@ from torch import Tensor
 from benchmarks.models import wan_denoiser as wan
 from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec
+from engines.tensorrt_engine.build.bindings import Target
 from engines.tensorrt_engine.build.report import build_engine
-from engines.tensorrt_engine.build.targets import Target
 from engines.tensorrt_engine.config import TensorRTConfig
 from engines.tensorrt_engine.export.buckets import varying_dims
 from engines.tensorrt_engine.rules import TensorRTOptions

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from engines.tensorrt_engine.run.nccl import check_process
-from engines.tensorrt_engine.run.preflight import communicator
-from engines.tensorrt_engine.run.runtime import CAPSULE_NAME, communicator_capsule
+from engines.tensorrt_engine.run.runtime import CAPSULE_NAME, communicator, communicator_capsule
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

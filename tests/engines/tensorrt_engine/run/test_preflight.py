@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.tensorrt_engine.build.bindings import Bindings, load_bindings
+from engines.tensorrt_engine.build.bindings import Bindings, Target, load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions
-from engines.tensorrt_engine.build.engine_cache import CachedEngine, EngineKey
-from engines.tensorrt_engine.build.targets import Target
-from engines.tensorrt_engine.run import nccl, preflight
+from engines.tensorrt_engine.build.caches import CachedEngine, EngineKey
+from engines.tensorrt_engine.run import nccl, runtime
 from engines.tensorrt_engine.run.nccl import (
     NcclError,
     check_loaded,
@@ -21,7 +20,7 @@ from engines.tensorrt_engine.run.nccl import (
     rank_environment,
     search,
 )
-from engines.tensorrt_engine.run.preflight import PreflightError, check_engine_file, current_target
+from engines.tensorrt_engine.run.runtime import PreflightError, check_engine_file, current_target
 
 SM89, SM120 = Target.parse("sm89"), Target.parse("sm120")
 LIBRARY = Path("/opt/libnccl.so.2")
@@ -41,7 +40,7 @@ def test_engine_of_another_gpu() -> None:
 def test_engine_of_another_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
     stale = engine()
     newer = Bindings(module=load_bindings().module, product="tensorrt", version="11.9")
-    monkeypatch.setattr(preflight, "load_bindings", lambda: newer)
+    monkeypatch.setattr(runtime, "load_bindings", lambda: newer)
     with pytest.raises(PreflightError, match=r"another TensorRT's: found .*, expected tensorrt 11.9"):
         check_engine_file(stale, rank=0, target=SM89)
 

@@ -7,7 +7,7 @@ from typing import Any
 import onnx
 from onnx import helper
 
-from engines.tensorrt_engine.export.onnx.collectives import DOMAIN, OP_TYPE, Collective
+from engines.tensorrt_engine.export.collectives import DOMAIN, OP_TYPE, Collective
 
 
 def is_collective(node: onnx.NodeProto) -> bool:

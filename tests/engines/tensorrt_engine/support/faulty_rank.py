@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engines.core.engine import RankContext
 from engines.core.model import Branch
-from engines.core.rank import RankContext
 from engines.core.spec import ParallelSpec
 from engines.gang.config import BuildRank, RankParts
-from engines.parallel.communication.mesh import Groups, Team
 from engines.parallel.division import Division, TeamSpecs
+from engines.parallel.mesh import Groups, Team
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.exporter import Exporter
-from engines.tensorrt_engine.export.onnx.graph import EngineGraph
+from engines.tensorrt_engine.export.graph import EngineGraph
 from engines.tensorrt_engine.run.runtime import EnqueueError
 from tests.engines.tensorrt_engine.support.gloo_runner import GlooRunner
 from tests.engines.tensorrt_engine.support.zoo import wan_inputs, wan_model

@@ -15,14 +15,14 @@ from torch import Tensor
 from engines.core.model import Branch
 from engines.core.spec import ParallelSpec
 from engines.core.torch_private import process_group
-from engines.parallel.communication.mesh import Groups, Team
 from engines.parallel.division import Division, TeamSpecs
+from engines.parallel.mesh import Groups, Team
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.engine import TensorRTEngine
+from engines.tensorrt_engine.export.collectives import Collective
 from engines.tensorrt_engine.export.exporter import Exporter
-from engines.tensorrt_engine.export.onnx.collectives import Collective
-from engines.tensorrt_engine.export.onnx.graph import EngineGraph
-from engines.tensorrt_engine.run.preflight import PreflightError, check_alike, check_same_engine_file
+from engines.tensorrt_engine.export.graph import EngineGraph
+from engines.tensorrt_engine.run.runtime import PreflightError, check_alike, check_same_engine_file
 from tests.engines.tensorrt_engine.support.simulate import cut_at_collectives
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, flux_inputs
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from onnx import NodeProto, TensorProto, helper
 
-from engines.tensorrt_engine.export.onnx.collectives import DOMAIN, Collective
-from engines.tensorrt_engine.export.onnx.nodes import collective_node
+from engines.tensorrt_engine.export.collectives import DOMAIN, Collective, collective_node
 from tests.engines.tensorrt_engine.support.collective_nodes import node_with_groups
 
 OPSETS = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
-from engines.parallel.attention.local import plain_attention
+from engines.parallel.local_attention import plain_attention
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 

@@ -15,8 +15,7 @@ import onnx
 import onnxruntime
 from onnx import helper
 
-from engines.tensorrt_engine.export.onnx.collectives import DOMAIN, Array, Collective
-from engines.tensorrt_engine.export.onnx.nodes import FUSED_ONLY, register_schema
+from engines.tensorrt_engine.export.collectives import DOMAIN, FUSED_ONLY, Array, Collective, register_schema
 from tests.engines.tensorrt_engine.support.collective_nodes import is_collective, read_collective
 
 Values = Mapping[str, Array]

@@ -16,7 +16,7 @@ from benchmarks.models import flux_denoiser as flux
 from benchmarks.models import wan_denoiser as wan
 from benchmarks.models.flux_denoiser import image_ids
 from engines.core.model import Branch, DenoiserModel
-from engines.parallel.attention.local import plain_attention
+from engines.parallel.local_attention import plain_attention
 
 NUM_HEADS = 8
 Buckets = tuple[dict[str, Tensor], dict[str, Tensor]]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from engines.core.layout import TokenLayout
-from engines.parallel.attention.local import plain_attention
-from engines.parallel.communication.mesh import Team
+from engines.parallel.local_attention import plain_attention
+from engines.parallel.mesh import Team
 from engines.torch_engine.exchange.choose import ExchangeRules, kernel_by_length
 from tests.engines.torch_engine.support.teams import team_of
 from tests.engines.torch_engine.support.thread_memory import CPU

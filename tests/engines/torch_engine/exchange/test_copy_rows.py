@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engines.torch_engine.exchange.copy_rows import copy_rows, copy_streams
+from engines.torch_engine.exchange.peer_memory import copy_rows, copy_streams
 from tests.engines.torch_engine.support.teams import WORLD, axis_of
 from tests.engines.torch_engine.support.thread_memory import CPU
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.core.kernel import Kernel
-from engines.parallel.attention.local import plain_attention
-from engines.torch_engine.exchange.copy_rows import copy_rows
+from engines.core.attention import Kernel
+from engines.parallel.local_attention import plain_attention
 from engines.torch_engine.exchange.heads import without_lse
 from engines.torch_engine.exchange.peer_attention import parts_of, peer_ulysses
+from engines.torch_engine.exchange.peer_memory import copy_rows
 from tests.engines.torch_engine.support.teams import WORLD, axis_of
 from tests.engines.torch_engine.support.thread_memory import CPU, ThreadMemory, on_all_ranks
 
@@ -68,7 +68,7 @@ def test_control_with_a_part_that_never_leaves_fails() -> None:
         if next(num_calls) != 7:
             copy_rows(target_RC, source_RC)
 
-    with patch("engines.torch_engine.exchange.copy_rows.copy_rows", forgetful):
+    with patch("engines.torch_engine.exchange.peer_memory.copy_rows", forgetful):
         result = together(kernels(), seed=1)
     assert not torch.allclose(result, plain_attention(*qkv(1))[0])
 

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from engines.parallel.attention.local import plain_attention
-from engines.parallel.communication.collectives import Axis
+from engines.parallel.collectives import Axis
+from engines.parallel.local_attention import plain_attention
 from engines.torch_engine.exchange import peer_heads as peer_exchange
 from engines.torch_engine.exchange.heads import without_lse
 from engines.torch_engine.exchange.peer_heads import PeerHeads

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.core.kernel import Kernel
+from engines.core.attention import Kernel
 from engines.core.layout import TokenLayout
-from engines.parallel.attention.local import plain_attention
-from engines.torch_engine.exchange.copy_rows import copy_rows
+from engines.parallel.local_attention import plain_attention
 from engines.torch_engine.exchange.heads import without_lse
-from engines.torch_engine.exchange.peer_keys import peer_allgather_kv
+from engines.torch_engine.exchange.peer_attention import peer_allgather_kv
+from engines.torch_engine.exchange.peer_memory import copy_rows
 from tests.engines.torch_engine.support.teams import WORLD, axis_of
 from tests.engines.torch_engine.support.thread_memory import CPU, ThreadMemory, on_all_ranks
 
@@ -28,7 +28,7 @@ FEW = TokenLayout(lengths=(("text", 2), ("clip", 5)), num_chunks=WORLD)
 
 @pytest.fixture(autouse=True)
 def shared_memory() -> Iterator[None]:
-    with patch("engines.torch_engine.exchange.peer_keys.PeerMemory", ThreadMemory()):
+    with patch("engines.torch_engine.exchange.peer_attention.PeerMemory", ThreadMemory()):
         yield
 
 
@@ -81,6 +81,6 @@ def test_control_with_keys_that_never_leave_fails() -> None:
         if next(num_calls) != 7:
             copy_rows(target_RC, source_RC)
 
-    with patch("engines.torch_engine.exchange.copy_rows.copy_rows", forgetful):
+    with patch("engines.torch_engine.exchange.peer_memory.copy_rows", forgetful):
         result = together(kernels(EVEN), EVEN, 1, 8, 2)
     assert not torch.allclose(result, plain_attention(*qkv(EVEN, 1, 8, 2))[0])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.parallel.communication.collectives import Axis
+from engines.parallel.collectives import Axis
 from engines.torch_engine.exchange.peer_memory import PeerMemory, addresses_of
 from tests.engines.support.rank_resources import separate_rank_resources
 

@@ -13,9 +13,8 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from engines.core.engine import Choosing
+from engines.core.engine import Choosing, RankContext
 from engines.core.estimates import StepEstimates
-from engines.core.rank import RankContext
 from engines.planner.machine import Machine
 from engines.registry import load_engine
 from engines.torch_engine.engine import TorchEngine

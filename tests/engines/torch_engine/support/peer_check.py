@@ -20,15 +20,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.models.flux_denoiser import as_denoiser
-from engines.core.differences import relative_difference
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch
-from engines.parallel.communication.collectives import Axis
+from engines.core.tensors import relative_difference
+from engines.parallel.collectives import Axis
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import ExchangeRules
 from engines.torch_engine.exchange.heads import local_attention
-from engines.torch_engine.exchange.peer_attention import peer_ulysses
-from engines.torch_engine.exchange.peer_keys import peer_allgather_kv
+from engines.torch_engine.exchange.peer_attention import peer_allgather_kv, peer_ulysses
 from engines.torch_engine.exchange.peer_memory import reachable
 from tests.engines.support import models
 

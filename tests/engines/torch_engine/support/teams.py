@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from engines.parallel.communication.collectives import Axis
-from engines.parallel.communication.mesh import Team, team_of_one
+from engines.parallel.collectives import Axis
+from engines.parallel.mesh import Team, team_of_one
 
 WORLD = 4
 

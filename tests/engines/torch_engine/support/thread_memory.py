@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.parallel.communication.collectives import Axis
+from engines.parallel.collectives import Axis
 from tests.engines.torch_engine.support.teams import WORLD
 from tests.support.patience import PATIENCE_S
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.modular import open_modular
+from pipelines.directory import open_modular
 from pipelines.request import Lora, MediaRequest
 from pipelines.size import Size
 from tests.pipelines.support.references.own_call import Change, own_state

@@ -17,9 +17,9 @@ import torch
 from diffusers import Cosmos3OmniTransformer
 from torch import Tensor, nn
 
+from engines.core.packing import pack
 from engines.core.shard_plan import named_like
-from engines.core.transport.packing import pack
-from engines.parallel.guidance import may_pair
+from engines.parallel.division import may_pair
 from engines.parallel.tensor import matching, split_features
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.core.differences import relative_difference
-from engines.core.fast_model import Precision
 from engines.core.layout import TokenLayout
-from engines.core.model import LATENTS
+from engines.core.model import LATENTS, Precision
 from engines.core.spec import ParallelSpec
-from engines.parallel.communication.mesh import Groups, Team, Teams, team_of_one
+from engines.core.tensors import relative_difference
+from engines.parallel.mesh import Groups, Team, Teams, team_of_one
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import HoistedCache
 from pipelines.models.flux.fast import FluxWeights

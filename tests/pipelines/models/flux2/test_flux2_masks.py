@@ -12,7 +12,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from engines.core.differences import relative_difference
+from engines.core.tensors import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from diffusers.modular_pipelines.helios import denoise
 from torch import Tensor
 
-from engines.core.differences import relative_difference
+from engines.core.packing import pack
 from engines.core.shard_plan import named_like
-from engines.core.transport.packing import pack
-from engines.parallel.attention import strategy as strategies
+from engines.core.tensors import relative_difference
+from engines.parallel import strategies as strategies
 from engines.parallel.division import shape_of
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipelines.models.hunyuan_video.autoencoder import frame_by_frame
+from pipelines.models.hunyuan_video.patches import frame_by_frame
 from pipelines.vae.chunks import decode_chunks, decodes_in_chunks
 from pipelines.vae.multi_gpu import distribute_decoder
 from tests.pipelines.support.checkpoints.parts import shake

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engines.core.differences import relative_difference
+from engines.core.packing import pack
 from engines.core.shard_plan import named_like
-from engines.core.transport.packing import pack
-from engines.parallel.attention import strategy as strategies
+from engines.core.tensors import relative_difference
+from engines.parallel import strategies as strategies
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.mini_max_h3.spec import SHARD_PLAN

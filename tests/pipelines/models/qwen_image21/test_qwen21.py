@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.core.differences import relative_difference
 from engines.core.model import DenoiserModel
 from engines.core.shard_plan import named_like
 from engines.core.spec import ParallelSpec
-from engines.parallel.attention import strategy as strategies
-from engines.parallel.guidance import may_pair
+from engines.core.tensors import relative_difference
+from engines.parallel import strategies as strategies
+from engines.parallel.division import may_pair
 from engines.planner.profile import profile
 from engines.tensorrt_engine.export.exported import export
 from engines.tensorrt_engine.export.trace import offline_team

@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers import ZImagePipeline
 
-from engines.core.differences import relative_difference
+from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import PUBLISHED
 from tests.pipelines.support.checkpoints import tiny_models

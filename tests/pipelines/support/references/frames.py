@@ -8,8 +8,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.pictures import NO_PICTURES, InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
 from pipelines.run import load_pipeline
 
 

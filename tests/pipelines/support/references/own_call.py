@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelines.modular import open_modular
+from pipelines.directory import open_modular
 from pipelines.request import MediaRequest
 
 Change = Callable[[Any], None]

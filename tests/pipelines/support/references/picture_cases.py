@@ -16,8 +16,7 @@ import torch.distributed as dist
 from PIL import Image
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.pictures import InputPicture, InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import InputPicture, InputPictures, MediaRequest
 from pipelines.run import Pipeline
 from pipelines.size import Size
 from tests.pipelines.support.checkpoints.tiny_qwen import QwenProcessor

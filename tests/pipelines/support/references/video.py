@@ -16,8 +16,7 @@ from torch import Tensor
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
-from pipelines.pictures import InputPicture, InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import InputPicture, InputPictures, MediaRequest
 from pipelines.run import load_pipeline
 from pipelines.size import Size
 

@@ -1,0 +1,234 @@
+"""``troupe build-engine``: TensorRT engine files ahead of time, on any machine that has a builder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from deployments.cli.progress import console
+from engines.core.spec import is_static
+
+if TYPE_CHECKING:
+    import torch
+
+    from engines.core.model import Branch, DenoiserModel
+    from engines.tensorrt_engine.build.report import EngineReport
+    from pipelines.checkpoint import Checkpoint
+    from pipelines.request import InputPictures, MediaRequest
+
+
+PROMPTS = (
+    "a large red circle in the centre on a white background",
+    "a small blue square above a green triangle on a black background",
+    "a yellow star moves from left to right on a grey background",
+    "a photograph of a lighthouse on a cliff at dusk, long exposure",
+    "portrait of an old fisherman in the rain, black and white",
+    "a bowl of ripe fruit on a wooden table, oil on canvas",
+    "a crowded night market seen from above, neon signs, wet asphalt",
+    "the words 'open late' painted on a shop window, reflections of trees",
+)
+"""What is run without a file of prompts."""
+
+
+def calibrate(source: str, out: Path, prompts_file: Path | None, size: str | None, dtype_name: str) -> None:
+    """Write to ``out`` the largest magnitude that each linear's input has over all steps of the prompts.
+
+    ValueError for a model, a size or a file of prompts that cannot be used.
+    """
+    from engines.quantization.calibration import recording_all, save_calibration
+    from pipelines.checkpoint import Checkpoint
+
+    prompts = read_prompts(prompts_file)
+    model, run = model_over(prompts, Checkpoint.open(source, find_device(), dtype_name), size)
+    with recording_all(model) as records:
+        run()
+    save_calibration(records, out)
+    console.print(f"{out}  scales of {source} over {len(prompts)} prompts", soft_wrap=True)
+
+
+def model_over(
+    prompts: Sequence[str], checkpoint: Checkpoint, size: str | None
+) -> tuple[DenoiserModel, Callable[[], None]]:
+    """A model, and what takes it through all steps of the prompts, unsplit, in ``size`` or the model's own.
+
+    Where it must have pictures beside a prompt, they are noise.
+    """
+    from rich.progress import track
+
+    from pipelines.run import PlainEngine, load_pipeline
+    from pipelines.size import Size
+
+    wanted = Size.parse(size) if size else None
+    unguided = partial(checkpoint.defaults.request, wanted, true_cfg_scale=1.0)
+    requests = [unguided(prompt=prompt, seed=seed) for seed, prompt in enumerate(prompts)]
+    pictures = noisy_pictures(requests[0])
+    model = checkpoint.denoiser()
+    pipeline = load_pipeline(checkpoint, PlainEngine(model=model))
+
+    def run() -> None:
+        for request in track(requests, "Calibrating", console=console, transient=True):
+            pipeline.denoise(request, pictures)
+
+    return model, run
+
+
+def noisy_pictures(request: MediaRequest) -> InputPictures:
+    """As many as come along with ``request``, in its size; the same at every call."""
+    from numpy.random import default_rng
+
+    from pipelines.request import InputPicture, InputPictures
+
+    draw, (width, height) = default_rng(0), (request.width, request.height)
+    pictures = (
+        InputPicture(width=width, height=height, mode="RGB", data=draw.bytes(3 * width * height))
+        for _ in range(request.num_pictures)
+    )
+    return InputPictures(pictures=tuple(pictures))
+
+
+def read_prompts(file: Path | None) -> tuple[str, ...]:
+    """One a line. ValueError for a file without any."""
+    if file is None:
+        return PROMPTS
+    prompts = tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
+    if not prompts:
+        raise ValueError(f"{file} holds no prompt: write one a line")
+    return prompts
+
+
+def find_device() -> torch.device:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """What is to be built. ``dtype`` "auto" is bfloat16; without ``sizes`` the model's.
+
+    Where values of weights do not matter, ``model`` may be a published model's name: its configuration is enough.
+    """
+
+    model: str
+    strategy: str
+    num_ranks: int
+    precision: str
+    target: str
+    sizes: tuple[str, ...] = ()
+    dtype: str = "auto"
+    weights: str = "inputs"
+    cache_dir: Path | None = None
+    weight_streaming: bool = False
+    strip_weights: bool = False
+    calibrate: bool = False
+    prompts: Path | None = None
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether values matter; else the model's configuration is enough, whatever its size."""
+        return self.calibrate or self.weights == "constants" or is_static(self.precision)
+
+
+def build(order: Order) -> None:
+    """Export and build (or find in the cache) the engine files of ``order``, and print what they hold.
+
+    ValueError for what TensorRT cannot do, BuildError with its own words, KeyboardInterrupt after Ctrl-C.
+    """
+    for report in engine_reports(order):
+        console.print("\n".join(report.lines()), soft_wrap=True)
+
+
+def engine_reports(order: Order, *, visible: bool = True) -> list[EngineReport]:
+    """Return what the engine files of ``order`` hold, made if the cache has none. Raises as ``build`` does."""
+    from engines.tensorrt_engine import rules
+    from engines.tensorrt_engine.build.builder import check_target
+    from engines.tensorrt_engine.build.report import build_engine
+    from engines.tensorrt_engine.config import TensorRTConfig
+    from pipelines.checkpoint import Checkpoint
+
+    options = rules.TensorRTOptions(weights=cast(Any, order.weights), cache_dir=order.cache_dir)
+    asked: dict[str, Any] = {"strategy": order.strategy, "precision": order.precision}
+    rules.check_options(**asked, weights=options.weights, num_ranks=order.num_ranks)
+    config, target = TensorRTConfig(**asked, options=options), find_target(order.target)
+    check_target(target)
+    dtype = find_dtype(order.dtype)
+    if order.needs_weights:
+        checkpoint = Checkpoint.open(order.model, find_device(), dtype)
+    else:
+        checkpoint = Checkpoint.of_configuration(order.model, "cpu", dtype)
+    is_split = config.spec(order.num_ranks).context > 1
+    rules.check_model(checkpoint.eager_only(is_split=is_split))
+    if order.calibrate:
+        record_calibration(checkpoint, read_prompts(order.prompts), next(iter(order.sizes), None), config.cache_dir)
+    with model_for(order, checkpoint) as model:
+        return build_engine(
+            model,
+            buckets_for(order, checkpoint, model),
+            config=config,
+            num_ranks=order.num_ranks,
+            target=target,
+            weight_streaming=order.weight_streaming,
+            strip_weights=order.strip_weights,
+            visible=visible,
+        )
+
+
+@contextmanager
+def model_for(order: Order, checkpoint: Checkpoint) -> Iterator[DenoiserModel]:
+    """Give the model; where values of weights do not matter, a copy without them, which takes next to no memory."""
+    from engines.core.torch_private import fake_mode
+
+    if order.needs_weights:
+        yield checkpoint.denoiser()
+        return
+    with fake_mode(allow_non_fake_inputs=True):
+        yield checkpoint.outline()
+
+
+def buckets_for(order: Order, checkpoint: Checkpoint, model: DenoiserModel) -> Sequence[Branch]:
+    from engines.core.torch_private import without_modes
+    from pipelines.size import Size
+
+    defaults = checkpoint.defaults
+    sizes = [Size.parse(size) for size in order.sizes] or [Size(width=defaults.width, height=defaults.height)]
+    with without_modes():  # the solver reads values off its schedule, which fake tensors do not have
+        return [branches[0] for branches in checkpoint.first_steps(sizes, model.modules)]
+
+
+def record_calibration(checkpoint: Checkpoint, prompts: Sequence[str], size: str | None, folder: Path) -> None:
+    """Keep what was seen over ``prompts`` for this checkpoint."""
+    from engines.quantization.calibration import calibration_of, recording_all, save_calibration
+
+    model, run = model_over(prompts, checkpoint, size)
+    with recording_all(model) as records:
+        run()
+    for name, record in records.items():
+        file = calibration_of(model.modules[name], folder)
+        save_calibration({name: record}, file)
+        console.print(f"calibrated {name} on {len(prompts)} prompts: {file}", soft_wrap=True)
+
+
+def find_target(text: str) -> Any:
+    """Return ``text`` as a target; for "auto" the GPU of this machine."""
+    import torch
+
+    from engines.tensorrt_engine.build.bindings import Target
+
+    if text != "auto":
+        return Target.parse(text)
+    if not torch.cuda.is_available():
+        raise ValueError("--target: there is no GPU here to build for; name one, such as sm90 or sm120")
+    major, minor = torch.cuda.get_device_capability()
+    return Target(major=major, minor=minor)
+
+
+def find_dtype(name: str) -> torch.dtype:
+    import torch
+
+    from pipelines.loading import resolve_dtype
+
+    return resolve_dtype("bfloat16" if name == "auto" else name, torch.device("cpu"))

@@ -1,1 +1,0 @@
-"""What this machine can do, and what keeps a configuration from running on it."""

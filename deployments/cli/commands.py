@@ -1,0 +1,143 @@
+"""Commands about engines and the cost of a step, and about the server of this machine. They need no key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deployments.cli.errors import errors
+from deployments.names import own_version
+
+RanksOption = Annotated[int, typer.Option("--ranks", help="Ranks that work on one step.")]
+
+
+def renamed_option(old: str, new: str) -> Any:
+    """A hidden option ``old`` that is refused with a sentence naming ``new``."""
+
+    def refuse(value: str | None) -> None:
+        if value is not None:
+            raise typer.BadParameter(f"it is called {new} now", param_hint=old)
+
+    return typer.Option(old, hidden=True, callback=refuse)
+
+
+def rename_command(app: typer.Typer, old: str, new: str) -> None:
+    """Let the hidden command ``old``, whatever its arguments, end with exit code 2 and the new name."""
+
+    @app.command(old, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+    def refuse(context: typer.Context) -> None:
+        typer.echo(f"troupe: `troupe {old}` is called `troupe {new}` now", err=True)
+        raise typer.Exit(2)
+
+
+def build_engine(
+    model: Annotated[
+        str, typer.Option(help="A shipped model, a diffusers directory, a hub id, or a published model's name.")
+    ],
+    num_ranks: RanksOption = 1,
+    strategy: Annotated[
+        str, typer.Option(help="How they divide it: ulysses, allgather_kv, hybrid, tensor ...")
+    ] = "auto",
+    precision: Annotated[str, typer.Option(help="Of the linears: native, fp8-static or int8-static.")] = "auto",
+    target: Annotated[str, typer.Option(help="Compute capability, such as sm90; auto is this machine's GPU.")] = "auto",
+    size: Annotated[list[str] | None, typer.Option(help="WIDTHxHEIGHT[xFRAMES]; several share an engine file.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: as the model will be loaded.")] = "auto",
+    weights: Annotated[str, typer.Option(help="inputs (one file for all fine-tunes) or constants.")] = "inputs",
+    cache_dir: Annotated[Path | None, typer.Option(help="Folder of engine files; ~/.cache/troupe/engines.")] = None,
+    calibrate: Annotated[bool, typer.Option("--calibrate", help="First measure activations.")] = False,
+    prompts: Annotated[Path | None, typer.Option(help="Prompts to calibrate with, one a line.")] = None,
+    weight_streaming: Annotated[bool, typer.Option("--weight-streaming", help="Weights may stay on the host.")] = False,
+    strip_weights: Annotated[bool, typer.Option("--strip-weights", help="An engine file without its weights.")] = False,
+    width: Annotated[str | None, renamed_option("--width", "--ranks")] = None,
+) -> None:
+    """TensorRT engine files ahead of time; says what they hold."""
+    from deployments.cli.build import Order, build
+
+    with errors():
+        build(
+            Order(
+                model=model,
+                strategy=strategy,
+                num_ranks=num_ranks,
+                precision=precision,
+                target=target,
+                sizes=tuple(size or ()),
+                dtype=dtype,
+                weights=weights,
+                cache_dir=cache_dir,
+                calibrate=calibrate,
+                prompts=prompts,
+                weight_streaming=weight_streaming,
+                strip_weights=strip_weights,
+            )
+        )
+
+
+def calibrate(
+    model: Annotated[str, typer.Option(help="A shipped model, a diffusers directory, or a hub id.")],
+    out: Annotated[Path, typer.Option(help="The file of scales to write (JSON).")],
+    prompts: Annotated[Path | None, typer.Option(help="Prompts to calibrate with, one a line.")] = None,
+    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT[xFRAMES]; the model's default.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Fixed scales for the torch engine's fp8-static and int8-static, from all steps of some prompts."""
+    from deployments.cli.build import calibrate as run
+
+    with errors():
+        run(model, out, prompts, size, dtype)
+
+
+def estimate(
+    model: Annotated[str, typer.Option(help="A shipped model, a folder, a published model's name, or a hub id.")],
+    num_ranks: RanksOption = 1,
+    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels; the model's default.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Frames of a clip; the model's default.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps; the model's default.")] = None,
+    guidance: Annotated[
+        bool | None, typer.Option("--guidance/--no-guidance", help="True guidance: two branches a step.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    precision: Annotated[str, typer.Option(help="Of the linears: native, fp8 or int8.")] = "native",
+    machine: Annotated[str | None, typer.Option(help="h200, h100, l40s, rtx-4090 ..., or a file of --measure.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GiB of each GPU; the machine's.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine now, and keep the figures.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")] = False,
+    gpus: Annotated[str | None, renamed_option("--gpus", "--ranks")] = None,
+) -> None:
+    """Seconds of a picture or clip, whether all parts fit, and each way to divide a step over some ranks."""
+    from deployments.cli.estimate import EstimateOptions, print_estimate
+
+    with errors():
+        options = EstimateOptions(
+            model=model,
+            num_ranks=num_ranks,
+            size=size,
+            num_frames=frames,
+            guided=guidance,
+            dtype=dtype,
+            precision=precision,
+            machine=machine,
+            measure=measure,
+            num_steps=steps,
+            memory_gib=memory,
+        )
+        print_estimate(options, as_json=as_json)
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"troupe {own_version()}")
+        raise typer.Exit
+
+
+def stop(
+    port: Annotated[int | None, typer.Option(help="Of which server, if several run here.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for its end.")] = 120.0,
+) -> None:
+    """End a server that `troupe serve` started here; what is under way there has door.drain_s to finish."""
+    from deployments.cli.operation import stop as run
+
+    with errors():
+        run(port, timeout)

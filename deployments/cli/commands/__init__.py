@@ -1,1 +1,0 @@
-"""Arguments of commands, by subject; the others are in ``deployments.cli.main``."""

@@ -1,0 +1,214 @@
+"""``troupe doctor``: what is installed, what the machine has, what can run here and what cannot and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import cache_from_source, find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from deployments.cli.preflight import install_hint
+from deployments.cli.progress import console
+
+if TYPE_CHECKING:
+    from engines.core.model import DenoiserModel
+
+
+RTX = "tensorrt-rtx-cu13-bindings"
+PACKAGES = ("ray", "torch", "diffusers", "transformers", "tensorrt", RTX, "av", "pillow")
+EXPORT_PACKAGES = ("onnx", "onnx-ir", "onnxscript", "onnxruntime", "filelock", "sympy")
+NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One line of the report. ``ok`` is None for mere facts."""
+
+    subject: str
+    detail: str
+    ok: bool | None = None
+
+
+def print_report(config: str | None = None, *, as_json: bool = False) -> bool:
+    """Print every finding, or all as one JSON array.
+
+    Return True if the CPU path lacks nothing and ``config`` can run."""
+    own = [] if config is None else _configuration(config)
+    findings = [*_software(), *_bytecode(), *_devices(), *_engines(), *_models(), *_privacy(), *own]
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        console.print(_table(findings))
+    needed = ("ray", "torch", "diffusers", *(finding.subject for finding in own))
+    return not any(finding.ok is False and finding.subject in needed for finding in findings)
+
+
+def _table(findings: list[Finding]) -> Table:
+    table = Table("", "subject", "found")
+    for finding in findings:
+        mark = {True: Text("yes", "green"), False: Text("no", "red"), None: Text()}[finding.ok]
+        table.add_row(mark, finding.subject, finding.detail)
+    return table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MakeModel:
+    """Loads ``source`` on a device; travels to the processes that prove with it."""
+
+    source: str
+
+    def __call__(self, device: str) -> DenoiserModel:
+        from pipelines.checkpoint import Checkpoint
+
+        return Checkpoint.open(self.source, device).denoiser()
+
+
+def first_model(config: str) -> str:
+    """Return where the first model that ``config`` would serve comes from."""
+    from deployments.cli.serving import load_config
+
+    return load_config(config).app.models[0].source
+
+
+def print_proofs(model: str) -> bool:
+    """Print how each statement about TensorRT engines fares on this host; return True if none failed."""
+    from deployments.settings import process_environment
+    from engines.tensorrt_engine.run.doctor import doctor
+    from pipelines.loading import resolve_path
+
+    resolve_path(model)  # a name that is wrong is the user's mistake, not a proof that failed
+    colours = {"proved": "green", "failed": "red", "not here": "yellow"}
+    table, proofs = Table("", "statement", "detail"), doctor(process_environment(), MakeModel(source=model))
+    for proof in proofs:
+        table.add_row(Text(proof.result, colours[proof.result]), proof.subject, proof.detail)
+    console.print(table)
+    return all(proof.result != "failed" for proof in proofs)
+
+
+def _software() -> list[Finding]:
+    rows = [Finding(subject="Python", detail=platform.python_version())]
+    for name in PACKAGES:
+        installed = _version(name)
+        rows.append(Finding(subject=name, detail=installed or "not installed", ok=installed is not None))
+    return rows
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _bytecode() -> list[Finding]:
+    """Whether starts find their packages compiled, or compile them. torch, the largest, stands for all."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return []
+    cached = Path(cache_from_source(spec.origin))  # below sys.pycache_prefix where that is set
+    if os.path.exists(cached):
+        return [Finding(subject="bytecode", detail=f"kept, that of torch in {cached.parent}", ok=True)]
+    causes, changes = [], []
+    if sys.dont_write_bytecode:
+        causes.append("Python is told to write none")
+        changes.append("unset PYTHONDONTWRITEBYTECODE")
+    if not _is_writable(cached.parent):
+        causes.append(f"{cached.parent} cannot be written")
+        changes.append("set PYTHONPYCACHEPREFIX to a writable folder")
+    if not causes:
+        return [Finding(subject="bytecode", detail="none yet: the first start writes it", ok=True)]
+    detail = f"none, and {' and '.join(causes)}: every start compiles the sources of its packages, about 8 s. "
+    detail += f"To change that, {' and '.join(changes)}, or run"
+    detail += f" `python -m compileall -q {Path(spec.origin).parents[1]}` once, as where an image is built"
+    return [Finding(subject="bytecode", detail=detail, ok=False)]
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether ``folder``, which need not exist, can be written, or made."""
+    nearest = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+
+
+def _devices() -> list[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return [
+            Finding(subject="GPU", detail="none that torch can use: ranks run on the CPU with Gloo", ok=False),
+            Finding(subject="Gloo", detail="in torch", ok=torch.distributed.is_gloo_available()),
+        ]
+    rows = []
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        detail = f"{card.name}, {card.total_memory >> 30} GiB, compute capability {card.major}.{card.minor}"
+        rows.append(Finding(subject=f"GPU {index}", detail=detail, ok=True))
+    return [*rows, _nccl()]
+
+
+def _nccl() -> Finding:
+    import torch
+
+    wheels = [f"{name} {_version(name)}" for name in NCCL_PACKAGES if _version(name)]
+    nccl_version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    detail = ".".join(map(str, nccl_version)) + f" in torch; wheels: {', '.join(wheels) or 'none'}"
+    return Finding(subject="NCCL", detail=detail, ok=torch.distributed.is_nccl_available())
+
+
+def _engines() -> list[Finding]:
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    rows = [Finding(subject="engine torch", detail="compiled, CUDA graphs" if has_gpu else "eager on the CPU", ok=True)]
+    missing = [name for name in EXPORT_PACKAGES if _version(name) is None]
+    extra = "export"
+    if _version("tensorrt") is None and (has_gpu or _version(RTX) is None):  # RTX builds for GPUs, without one
+        missing, extra = ["tensorrt", *missing], "gpu" if has_gpu else "rtx"
+    if missing:
+        detail = f"needs {', '.join(missing)} ({install_hint(extra)})"
+    else:
+        detail = "ready" if has_gpu else "builds engines here; running them needs a GPU"
+    rows.append(Finding(subject="engine tensorrt", detail=detail, ok=not missing and has_gpu))
+    return rows
+
+
+def _configuration(name: str) -> list[Finding]:
+    """Return what keeps a configuration from running here, or that nothing does. ValueError if it is none."""
+    from deployments.cli.preflight import problems, warnings
+    from deployments.cli.serving import load_config
+
+    config = load_config(name)
+    found = list(problems(config))
+    slow = [Finding(subject=f"config {name}", detail=f"warning: {warning}") for warning in warnings(config)]
+    if found:
+        return [*(Finding(subject=f"config {name}", detail=problem, ok=False) for problem in found), *slow]
+    return [Finding(subject=f"config {name}", detail="can run here", ok=True), *slow]
+
+
+def _privacy() -> list[Finding]:
+    """Whether other users of this machine can read what a server keeps."""
+    from deployments.cli.preflight import open_to_others
+
+    try:
+        paths = " ".join(map(str, open_to_others()))
+    except ValueError as error:  # there is no home folder
+        return [Finding(subject="privacy", detail=str(error), ok=False)]
+    if paths:
+        detail = (
+            f"other users can read {paths}: the next start closes what is this user's, as does `chmod -R go= {paths}`"
+        )
+        return [Finding(subject="privacy", detail=detail, ok=False)]
+    return [Finding(subject="privacy", detail="other users of this machine can read nothing that is kept", ok=True)]
+
+
+def _models() -> list[Finding]:
+    from pipelines.loading import resolve_path, shipped_checkpoints
+
+    return [Finding(subject=f"model {name}", detail=str(resolve_path(name)), ok=True) for name in shipped_checkpoints()]

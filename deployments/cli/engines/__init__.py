@@ -1,1 +1,0 @@
-"""What commands about engines do: engine files, ranges of activations, what a step will take."""

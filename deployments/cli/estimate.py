@@ -1,0 +1,294 @@
+"""``troupe estimate``: seconds of a picture or clip, whether all parts fit, and each way to divide a step over ranks.
+
+The way that is chosen is the one that ``strategy: auto`` makes for the same machine and step.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deployments.cli.configuration import usual_limit_gib
+from deployments.cli.fit import GIB, Fit, RequestTimes, StageMemory, with_memory
+from deployments.cli.progress import console
+from deployments.settings import Settings
+from pipelines.libraries import quiet_libraries
+
+if TYPE_CHECKING:
+    import torch
+
+    from engines.core.model import DenoiserModel
+    from engines.planner.forecast import StepForecast
+    from engines.planner.machine import Machine
+    from engines.planner.profile import ModelProfile
+    from pipelines.blocks.footprint import Footprint
+    from pipelines.checkpoint import Checkpoint
+    from pipelines.defaults import Defaults
+    from pipelines.request import MediaRequest
+    from pipelines.size import Size
+
+
+PAPER_MACHINE = "h200"
+GUIDED = 2.0
+"""Any true guidance scale: that it is above 1 is what gives a step its second branch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EstimateOptions:
+    """What the command line says. ``machine``: the name of a known machine, or a file that a measurement left.
+
+    ``memory_gib`` of each GPU stands for what the machine has.
+    """
+
+    model: str
+    num_ranks: int
+    size: str | None = None
+    num_frames: int | None = None
+    guided: bool | None = None
+    dtype: str = "auto"
+    precision: str = "native"
+    machine: str | None = None
+    measure: bool = False
+    num_steps: int | None = None
+    memory_gib: float | None = None
+
+    def wanted_size(self, defaults: Defaults) -> Size:
+        from pipelines.size import Size
+
+        size = Size.parse(self.size) if self.size else Size(width=defaults.width, height=defaults.height)
+        return size if self.num_frames is None else replace(size, num_frames=self.num_frames)
+
+    def request(self, defaults: Defaults) -> MediaRequest:
+        guided = defaults.true_cfg_scale > 1 if self.guided is None else self.guided
+        scale = max(defaults.true_cfg_scale, GUIDED) if guided else 1.0
+        steps = {} if self.num_steps is None else {"num_inference_steps": self.num_steps}
+        return defaults.request(self.wanted_size(defaults), true_cfg_scale=scale, **steps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """``origin`` says where the machine's figures come from. ``parts`` are those beside the transformer."""
+
+    request: MediaRequest
+    dtype: torch.dtype
+    forecast: StepForecast
+    origin: str
+    parts: Footprint
+    fit: Fit
+    times: RequestTimes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsAlone:
+    """All that is known, on one rank, of a model of whose steps nothing is before there is a request."""
+
+    model: str
+    dtype: torch.dtype
+    num_parameters: int
+    weight_bytes: int
+    parts: Footprint
+    memory_bytes: int
+
+    def lines(self) -> list[str]:
+        weights = f"{self.num_parameters / 1e9:.1f} B parameters, {self.weight_bytes / GIB:.1f} GiB on the one rank"
+        return [f"{self.model}, {_name(self.dtype)}: {weights}", self.sentence, f"no time: {self.reason}"]
+
+    @property
+    def total_bytes(self) -> int:
+        """Of weights and processes, on one GPU."""
+        parts = StageMemory.of(self.parts, limits=False, usual_limit_gib=0)
+        return parts.fullest_bytes(self.weight_bytes)
+
+    @property
+    def sentence(self) -> str:
+        fits = "fit" if self.total_bytes < self.memory_bytes else "do not fit"
+        unknown = f" (without {', '.join(self.parts.unknown)}, of unknown size)" if self.parts.unknown else ""
+        needs = f"weights of all parts and their processes take {self.total_bytes / GIB:.1f} GiB{unknown}"
+        return f"{needs} and {fits} {self.memory_bytes / GIB:.1f} GiB; what a step takes beside them is not known"
+
+    @property
+    def reason(self) -> str:
+        return f"a step of {self.model} is not known before there is a request"
+
+    def document(self) -> dict[str, Any]:
+        """Return the same for programs, which find no candidates."""
+        weights = {"num_parameters": self.num_parameters, "weight_bytes": self.weight_bytes}
+        weights |= {"total_bytes": self.total_bytes, "memory_bytes": self.memory_bytes}
+        told = {"model": self.model, "num_ranks": 1, "dtype": _name(self.dtype), **weights}
+        return {**told, "candidates": [], "chosen": None, "reason": self.reason}
+
+
+def make_estimate(options: EstimateOptions) -> Estimate | WeightsAlone:
+    """Read configurations only. ValueError for what the model, or the machine, does not allow."""
+    import torch
+
+    from engines.torch_engine.config import check_divisible
+    from pipelines.checkpoint import Checkpoint
+    from pipelines.loading import resolve_dtype
+
+    if options.num_ranks < 1:
+        raise ValueError(f"--ranks is {options.num_ranks}; it must be at least 1")
+    on_cpu = options.measure and not _has_gpus(options.num_ranks)
+    dtype = resolve_dtype(options.dtype, torch.device("cpu") if on_cpu else torch.device("cuda"))
+    checkpoint = Checkpoint.of_configuration(options.model, "cpu", dtype)
+    model, request = checkpoint.weightless(), options.request(checkpoint.defaults)
+    check_divisible(model, "one that fits", options.num_ranks)
+    parts = Checkpoint.of_configuration(options.model, "meta", dtype).footprint(request)
+    if checkpoint.spec.has_known_conditioning:
+        return _estimate(options, checkpoint, model, request, parts)
+    weights = [weight for module in model.modules.values() for weight in module.parameters()]
+    return WeightsAlone(
+        model=options.model,
+        dtype=dtype,
+        num_parameters=sum(weight.numel() for weight in weights),
+        weight_bytes=sum(weight.nbytes for weight in weights),
+        parts=parts,
+        memory_bytes=_named_or_read(options.machine or PAPER_MACHINE, options.memory_gib).memory_bytes,
+    )
+
+
+def _estimate(
+    options: EstimateOptions, checkpoint: Checkpoint, model: DenoiserModel, request: MediaRequest, parts: Footprint
+) -> Estimate:
+    from engines.planner.forecast import forecast, workload
+    from engines.planner.profile import profile
+
+    counted = profile(model)
+    machine, origin = find_machine(options, counted)
+    machine = with_memory(machine.for_ranks(options.num_ranks), options.memory_gib)
+    work = workload(model, checkpoint.largest_step(request))
+    step = forecast(counted, work, options.num_ranks, machine, options.precision, must_fit=False)
+    num_steps = checkpoint.num_steps(request)
+    beside = StageMemory.of(
+        parts, limits=_limits_memory(checkpoint), usual_limit_gib=usual_limit_gib(options.num_ranks)
+    )
+    return Estimate(
+        request=request,
+        dtype=checkpoint.dtype,
+        forecast=step,
+        origin=origin,
+        parts=parts,
+        fit=Fit(step=step, num_ranks=options.num_ranks, parts=beside, unknown=parts.unknown),
+        times=RequestTimes.of(parts, machine, request, num_steps, step.chosen.total_ms),
+    )
+
+
+def _limits_memory(checkpoint: Checkpoint) -> bool:
+    from pipelines.preconditions import decoder_problems
+
+    return not list(decoder_problems(checkpoint.path, compiled=False, limits_memory=True, num_devices=1))
+
+
+def find_machine(options: EstimateOptions, counted: ModelProfile) -> tuple[Machine, str]:
+    """Figures, and where they come from: as asked for; measured before; measured now; or a known machine's."""
+    from engines.planner.machine import MACHINES, Machine
+
+    if options.machine is not None:
+        known = options.machine.lower() in MACHINES
+        return _named_or_read(options.machine), f"the known machine {options.machine}" if known else options.machine
+    kind = "cuda" if _has_gpus(options.num_ranks) else "cpu"
+    kept = kept_file(counted, kind, options.num_ranks)
+    if options.measure or (kind == "cuda" and not kept.is_file()):
+        return _measure(counted, options.num_ranks, kind, kept), f"measured now, kept in {kept}"
+    if kept.is_file():
+        return Machine.from_json(kept.read_text()), f"measured before, kept in {kept}"
+    return MACHINES[PAPER_MACHINE], f"the known machine {PAPER_MACHINE}; --measure takes this one's figures"
+
+
+def _named_or_read(name: str, memory_gib: float | None = None) -> Machine:
+    from engines.planner.machine import MACHINES
+
+    return with_memory(MACHINES.get(name.lower()) or _read(Path(name)), memory_gib)
+
+
+def kept_file(counted: ModelProfile, kind: str, num_ranks: int) -> Path:
+    """Where a measurement is kept. It was made with a model's sizes, so they are part of its name."""
+    dtype = str(counted.dtype).removeprefix("torch.")
+    return Settings().data_dir / "machines" / f"{kind}x{num_ranks}_{counted.num_heads}x{counted.head_dim}_{dtype}.json"
+
+
+def print_estimate(options: EstimateOptions, *, as_json: bool) -> None:
+    with quiet_libraries():
+        estimate = make_estimate(options)
+    if isinstance(estimate, WeightsAlone):
+        document, lines = estimate.document(), estimate.lines()
+    else:
+        document, lines = document_of(options, estimate), lines_of(options, estimate)
+    if as_json:
+        print(json.dumps(document, indent=1))
+    else:
+        console.print("\n".join(lines), soft_wrap=True)
+
+
+def lines_of(options: EstimateOptions, estimate: Estimate) -> list[str]:
+    request, step = estimate.request, estimate.forecast
+    frames = f", {request.num_frames} frames" if request.num_frames > 1 else ""
+    tokens = " + ".join(f"{number} {stream}" for stream, number in step.work.lengths)
+    return [
+        f"{options.model}, {request.width}x{request.height}{frames}, {_name(estimate.dtype)}, linears {step.precision}",
+        *estimate.times.lines(request),
+        *estimate.fit.lines(estimate.parts),
+        f"tokens: {tokens}; branches: {step.work.num_branches}; ranks: {options.num_ranks}; times are predicted",
+        step.table(),
+        step.machine.describe(),
+        f"figures: {estimate.origin}",
+    ]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def document_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Any]:
+    """Return the same for programs."""
+    step = estimate.forecast
+    candidates = [
+        {name: value for name, value in asdict(cost).items() if name != "spec"}
+        | {"strategy": cost.spec.name, "total_ms": cost.total_ms}
+        for cost in step.costs
+    ]
+    return {
+        "model": options.model,
+        "size": f"{estimate.request.width}x{estimate.request.height}",
+        "num_frames": estimate.request.num_frames,
+        "num_ranks": options.num_ranks,
+        "dtype": _name(estimate.dtype),
+        "precision": step.precision,
+        "tokens": dict(step.work.lengths),
+        "num_branches": step.work.num_branches,
+        "request": estimate.times.document(),
+        "memory": estimate.fit.document(estimate.parts),
+        "candidates": candidates,
+        "chosen": step.chosen.spec.name,
+        "reason": step.reason(),
+        "machine": asdict(step.machine),
+        "origin": estimate.origin,
+    }
+
+
+def _has_gpus(num_ranks: int) -> bool:
+    import torch
+
+    return torch.cuda.device_count() >= num_ranks
+
+
+def _measure(counted: ModelProfile, num_ranks: int, kind: str, kept: Path) -> Machine:
+    from engines.planner.measure import measure_here
+
+    machine = measure_here(counted, num_ranks, kind)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.write_text(machine.to_json())
+    return machine
+
+
+def _read(file: Path) -> Machine:
+    from engines.planner.machine import MACHINES, Machine
+
+    if not file.is_file():
+        raise ValueError(f"--machine {file} is no file, and no known machine; known: {', '.join(MACHINES)}")
+    try:
+        return Machine.from_json(file.read_text())
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} holds no machine's figures ({error!r}); --measure makes such a file") from error

@@ -1,0 +1,250 @@
+"""Whether all parts of a model fit a GPU together, and seconds of a whole picture or clip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engines.planner.cost_model import Cost
+    from engines.planner.forecast import StepForecast
+    from engines.planner.machine import Machine
+    from pipelines.blocks.footprint import Footprint
+    from pipelines.request import MediaRequest
+
+
+GIB = 2**30
+PROCESS_BYTES = GIB // 2
+"""GPU memory of a process beside its tensors: CUDA context, kernels and libraries. Assumed, not measured."""
+DECODE_LIMIT_GIB = 2
+"""``decoder.memory_gib`` as it is proposed."""
+SHARED, APART, ON_CPU = "shared", "apart", "on_cpu"
+"""Encoder and decoder on the first rank's GPU, on one of their own; the encoder on CPU cores, the decoder shared."""
+MAX_RANKS = 8
+"""Ranks of a usual host: more are not proposed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMemory:
+    """Bytes beside the ranks: weights of encoder and decoder, and what a decode takes (``limited``: at least)."""
+
+    encoder: int
+    decoder: int
+    decode: int
+    limited: int
+
+    @classmethod
+    def of(cls, found: Footprint, *, limits: bool, usual_limit_gib: int) -> StageMemory:
+        """``limits``: the decoder can be kept within ``memory_gib``, as in the configuration that is made for it."""
+        decode = found.decode_bytes or 0
+        return cls(
+            encoder=sum(size or 0 for size in found.encoder.values()),
+            decoder=sum(size or 0 for size in found.decoder.values()),
+            decode=min(decode, usual_limit_gib * GIB) if limits else decode,
+            limited=min(decode, DECODE_LIMIT_GIB * GIB) if limits else decode,
+        )
+
+    def fullest_bytes(self, rank_bytes: int, place: str = SHARED, *, limited: bool = False) -> int:
+        """Return the bytes on the GPU that holds most, where each rank takes ``rank_bytes``."""
+        decode = self.decoder + (self.limited if limited else self.decode) + PROCESS_BYTES
+        rank, encode = rank_bytes + PROCESS_BYTES, self.encoder + PROCESS_BYTES
+        if place == APART:
+            return max(rank, encode + decode)
+        return rank + decode + (encode if place == SHARED else 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """Keys or options that make the fullest of ``num_gpus`` hold ``num_bytes``."""
+
+    words: tuple[str, ...]
+    num_gpus: int
+    num_bytes: int
+
+    def __str__(self) -> str:
+        gpus = "1 GPU" if self.num_gpus == 1 else f"{self.num_gpus} GPUs"
+        return f"{' and '.join(self.words)} ({self.num_bytes / GIB:.1f} GiB on the fullest of {gpus})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """The fullest GPU, which has a rank, the encoder and the decoder, unless ``place`` of a change says otherwise."""
+
+    step: StepForecast
+    num_ranks: int
+    parts: StageMemory
+    unknown: tuple[str, ...]
+
+    @property
+    def machine(self) -> Machine:
+        return self.step.machine
+
+    @property
+    def usable_bytes(self) -> int:
+        from engines.planner.cost_model import USABLE
+
+        return int(USABLE * self.machine.memory_bytes)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.parts.fullest_bytes(self.step.chosen.memory_bytes)
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.usable_bytes
+
+    def changes(self) -> list[Change]:
+        """Return changes with which all parts fit, one for each number of GPUs, fewest first."""
+        found: dict[int, Change] = {}
+        for change in self._tried():
+            if change.num_bytes <= self.usable_bytes:
+                found.setdefault(change.num_gpus, change)
+        return [found[number] for number in sorted(found)]
+
+    def _tried(self) -> Iterator[Change]:
+        """Yield candidates with the GPUs that are there and with more, the smallest changes first."""
+        numbers = (self.num_ranks, *(n for n in (2, 4, MAX_RANKS) if n > self.num_ranks))
+        for place in (SHARED, APART, ON_CPU):
+            for num_ranks in numbers:
+                for precision in (self.step.precision, *self._other_precisions()):
+                    for limited in (False, True):
+                        yield from self._changed(num_ranks, precision, place, limited=limited)
+
+    def _other_precisions(self) -> tuple[str, ...]:
+        return tuple(name for name in self.machine.quantised if name != self.step.precision)
+
+    def _changed(self, num_ranks: int, precision: str, place: str, *, limited: bool) -> Iterator[Change]:
+        if limited and self.parts.limited == self.parts.decode:
+            return
+        ranks = [f"--ranks {num_ranks}"] if num_ranks != self.num_ranks else []
+        words = [f"denoiser.precision: {precision}"] if precision != self.step.precision else []
+        words += ["text_encoder and decoder on a GPU of their own"] if place == APART else []
+        words += ["text_encoder.num_gpus: 0, on slow CPU cores"] if place == ON_CPU else []
+        words += [f"decoder.memory_gib: {DECODE_LIMIT_GIB}"] if limited else []
+        for cost in self._costs(num_ranks, precision):
+            own = [f"denoiser.strategy: {cost.spec.name}"] if cost.spec.divides_weights else []
+            yield Change(
+                words=(*ranks, *own, *words),
+                num_gpus=num_ranks + (place == APART),
+                num_bytes=self.parts.fullest_bytes(cost.memory_bytes, place, limited=limited),
+            )
+
+    def _costs(self, num_ranks: int, precision: str) -> list[Cost]:
+        """Return the divisions of a step, whole weights before divided ones, fastest first."""
+        from engines.planner.forecast import forecast
+
+        if num_ranks == self.num_ranks and precision == self.step.precision:
+            costs = self.step.costs
+        else:
+            machine = self.machine.for_ranks(num_ranks)
+            try:
+                step = forecast(self.step.counted, self.step.work, num_ranks, machine, precision, must_fit=False)
+            except ValueError:  # of a machine that was measured with one rank, exchanges are not known
+                return []
+            costs = step.costs
+        return sorted(costs, key=lambda cost: (cost.spec.divides_weights, cost.total_ms))
+
+    def sentence(self) -> str:
+        room = f"{self.machine.memory_bytes / GIB:.1f} GiB a GPU ({self.usable_bytes / GIB:.1f} of them usable)"
+        without = f"; not counted: {', '.join(self.unknown)}" if self.unknown else ""
+        if self.fits:
+            return f"fits {room}: {self.total_bytes / GIB:.1f} GiB on the fullest{without}"
+        needs = f"does not fit {room}: {self.total_bytes / GIB:.1f} GiB on the fullest"
+        changes = self.changes()
+        if not changes:
+            return f"{needs}, and no division of up to {MAX_RANKS} ranks does: ask for a smaller size or model{without}"
+        return f"{needs}; fits with {'; or with '.join(map(str, changes[:2]))}{without}"
+
+    def gib(self, found: Footprint) -> dict[str, float | None]:
+        """Return GiB by part, on the fullest GPU."""
+        chosen, parts = self.step.chosen, self.parts
+        sizes: dict[str, int | None] = {
+            "transformer": chosen.weight_bytes,
+            "steps": chosen.memory_bytes - chosen.weight_bytes,
+            **{f"encoder: {name}": size for name, size in found.encoder.items()},
+            **{f"decoder: {name}": size for name, size in found.decoder.items()},
+            "decode": parts.decode if found.decode_bytes is not None else None,
+            "processes": 3 * PROCESS_BYTES,
+        }
+        return {name: None if size is None else size / GIB for name, size in sizes.items()}
+
+    def lines(self, found: Footprint) -> list[str]:
+        shown = (f"{name} {'?' if size is None else f'{size:.1f}'}" for name, size in self.gib(found).items())
+        return [f"GiB on the first GPU: {', '.join(shown)}", self.sentence()]
+
+    def document(self, found: Footprint) -> dict[str, Any]:
+        return {
+            "fits": self.fits,
+            "gib": self.gib(found),
+            "total_gib": self.total_bytes / GIB,
+            "usable_gib": self.usable_bytes / GIB,
+            "not_counted": list(self.unknown),
+            "sentence": self.sentence(),
+            "changes": [
+                {"words": list(one.words), "num_gpus": one.num_gpus, "gib": one.num_bytes / GIB}
+                for one in (() if self.fits else self.changes())
+            ],
+        }
+
+
+def with_memory(machine: Machine, memory_gib: float | None) -> Machine:
+    """Return ``machine`` with another size of memory. ValueError for a size that is not positive."""
+    if memory_gib is None:
+        return machine
+    if not memory_gib > 0:
+        raise ValueError(f"--memory is {memory_gib:g}; it must be above 0, in GiB a GPU")
+    return replace(machine, memory_bytes=int(memory_gib * GIB))
+
+
+NEVER_COUNTED = ("waiting", "pictures that are encoded", "sound", "the file (PNG, MP4)", "the way to the client")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestTimes:
+    """Seconds of one request on an idle gang. None: unknown before there is a request."""
+
+    num_steps: int
+    step_s: float
+    encode_s: float | None
+    decode_s: float | None
+
+    @classmethod
+    def of(
+        cls, parts: Footprint, machine: Machine, request: MediaRequest, num_steps: int, step_ms: float
+    ) -> RequestTimes:
+        """``step_ms`` of a step with all its branches. With guidance there is a negative prompt as well."""
+        from engines.planner.cost_model import decode_s, encode_s
+
+        num_prompts = 2 if request.true_cfg_scale > 1 else 1
+        prompt, decode = parts.prompt, parts.decode
+        return cls(
+            num_steps=num_steps,
+            step_s=step_ms / 1e3,
+            encode_s=num_prompts * encode_s(machine, prompt.flops, prompt.moved_bytes, parts.num_tokens)
+            if prompt.flops
+            else None,
+            decode_s=None if decode is None else decode_s(machine, decode.flops, decode.moved_bytes),
+        )
+
+    @property
+    def total_s(self) -> float:
+        return (self.encode_s or 0.0) + self.num_steps * self.step_s + (self.decode_s or 0.0)
+
+    @property
+    def not_counted(self) -> tuple[str, ...]:
+        own = {"the prompt, whose encoder or length is not known here": self.encode_s, "the decode": self.decode_s}
+        return (*(name for name, value in own.items() if value is None), *NEVER_COUNTED)
+
+    def lines(self, request: MediaRequest) -> list[str]:
+        what = "picture" if request.kind == "image" or request.num_frames == 1 else "clip"
+        steps = f"{self.num_steps} steps x {1e3 * self.step_s:.1f} ms"
+        encode = "" if self.encode_s is None else f"encode {self.encode_s:.2f} s + "
+        decode = "" if self.decode_s is None else f" + decode {self.decode_s:.2f} s (within a factor of two)"
+        return [
+            f"one {what}: {self.total_s:.2f} s = {encode}{steps}{decode}",
+            f"not counted: {', '.join(self.not_counted)}",
+        ]
+
+    def document(self) -> dict[str, Any]:
+        return asdict(self) | {"total_s": self.total_s, "not_counted": list(self.not_counted)}

@@ -1,0 +1,257 @@
+"""Preparations on this machine before Ray starts: a folder of its own, a token, the environment's proxies."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ray
+
+from deployments.places import close_to_others, make_folder, refusal
+from deployments.settings import Settings, process_environment, variables_set
+
+PREFIX, LOCK, RAYS = "tr_", "lock", "r"
+"""Names are short for the sake of sockets. Ray opens its folder to all users, so that lies inside a closed one."""
+MAX_SOCKET_BYTES = 107
+"""Of the path of a socket (``sun_path`` in unix(7))."""
+RANDOM_CHARS = 8
+"""What ``mkdtemp`` adds to a prefix."""
+
+logger = logging.getLogger("troupe.serving")
+
+
+@contextmanager
+def own_folder(variables: Mapping[str, str]) -> Iterator[Path]:
+    """Yield a new folder for one cluster, below the one that the environment's ``variables`` name.
+
+    It is deleted at the end. After a failure it stays, with its logs, until the next cluster starts.
+    """
+    _, base = base_folder(variables)
+    base.mkdir(parents=True, exist_ok=True)
+    _sweep(base)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+    with (folder / LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield folder
+        except Exception:
+            logger.warning("logs of the cluster that failed are in %s until the next start", folder)
+            raise
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def base_folder(variables: Mapping[str, str]) -> tuple[str, Path]:
+    """Return where Ray's temporary files belong, after the variable that says so; that is empty for the default."""
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        if value := variables.get(name):
+            return name, Path(value).absolute()
+    return "", Path("/tmp")
+
+
+def folder_problem(variables: Mapping[str, str]) -> str | None:
+    """Return why no cluster can have its folder where ``variables`` say, and what to change; None if it can."""
+    name, base = base_folder(variables)
+    named = f"{name} is {base}" if name else str(base)
+    too_long = len(os.fsencode(_longest_socket(base))) - MAX_SOCKET_BYTES
+    if too_long > 0:
+        return (
+            f"{named}, which is {too_long} bytes too long: Ray's sockets lie there, and the path of a socket "
+            f"has at most {MAX_SOCKET_BYTES} bytes; set RAY_TMPDIR to a shorter folder, such as /tmp"
+        )
+    if reason := refusal(base):
+        return f"{named}, for Ray's files: {reason}; set RAY_TMPDIR to a short path that can be written"
+    return None
+
+
+def _longest_socket(base: Path) -> Path:
+    session = f"session_2026-01-01_00-00-00_000000_{os.getpid()}"
+    return base / f"{PREFIX}{'x' * RANDOM_CHARS}" / RAYS / session / "sockets" / "plasma_store"
+
+
+def _sweep(base: Path) -> None:
+    """Delete folders of this user's whose server was killed, or has failed."""
+    for lock in base.glob(f"{PREFIX}*/{LOCK}"):
+        try:
+            if lock.stat().st_uid != os.geteuid():
+                continue
+            with lock.open() as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+        except OSError:  # it is in use, or just gone
+            continue
+
+
+SCHEMES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+READ_BY_CLIENTS = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ssl_cert_file", "ssl_cert_dir")
+OWN_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+def http_client(url: str, **options: Any) -> httpx.Client:
+    """Return a client for requests to ``url``. It uses the environment's proxies unless that is this machine.
+
+    ValueError names the variable of the environment that it cannot use.
+    """
+    if not uses_proxies(url):
+        return httpx.Client(trust_env=False, **options)
+    try:
+        return httpx.Client(**options)
+    except Exception as error:
+        if problem := client_problem():
+            raise ValueError(f"{url} cannot be asked: {problem}") from error
+        raise
+
+
+def uses_proxies(url: str) -> bool:
+    """Return whether requests to ``url`` may use the environment's proxies: httpx's ``trust_env``."""
+    return not is_own(httpx.URL(url).host)
+
+
+def is_own(host: str) -> bool:
+    """Return whether ``host``, a name or an address, is this machine. Asks no name server."""
+    if host == "localhost" or host.endswith(".localhost") or host == socket.gethostname():
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    if address.is_loopback or address.is_unspecified:
+        return True
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))  # the kernel knows its own addresses
+        except OSError:
+            return False
+    return True
+
+
+def client_problem() -> str | None:
+    """Return which variable no HTTP client can be made with, and why; None if there is none."""
+    named = [name for name in process_environment() if name.lower() in READ_BY_CLIENTS]
+    for name in named:
+        with variables_set(dict.fromkeys(set(named) - {name})):
+            try:
+                httpx.Client().close()
+            except Exception as error:
+                return f"the variable {name} cannot be used: {error}"  # its value may hold a password
+    return None
+
+
+def exceptions_for(hosts: Iterable[str], variables: Mapping[str, str]) -> dict[str, str]:
+    """Return what to set beside ``variables`` so that processes reach ``hosts``, and this one, without a proxy.
+
+    gRPC reads ``no_grpc_proxy`` before ``no_proxy``, in lower case alone (its documentation of environment variables).
+    """
+    lower = {name.lower(): value for name, value in sorted(variables.items()) if value}  # lower case comes last
+    if not any(name in lower for name in SCHEMES):
+        return {}
+    excepted = lower.get("no_proxy", "")
+    values = {"no_grpc_proxy": lower.get("no_grpc_proxy", excepted)}
+    if "*" not in excepted:  # with others beside it, some libraries do not read it as all
+        values["no_proxy"] = excepted
+    return {name: ",".join(dict.fromkeys([*_entries(value), *OWN_NAMES, *hosts])) for name, value in values.items()}
+
+
+def _entries(value: str) -> list[str]:
+    return [entry for part in value.split(",") if (entry := part.strip())]
+
+
+MODE, TOKEN, FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+"""Ray 2.60 reads them in this order."""
+
+
+def token_problem(variables: Mapping[str, str]) -> str | None:
+    """Return why the token that ``variables`` name cannot be used, and what to change; None if it can."""
+    path = variables.get(FILE)
+    if not _is_wanted(variables) or variables.get(TOKEN) or not path:
+        return None
+    try:
+        reason = "" if Path(path).read_text().strip() else "it is empty"
+    except (OSError, UnicodeDecodeError) as error:
+        reason = (os.strerror(error.errno or 0) if isinstance(error, OSError) else "it is no text").lower()
+    if not reason:
+        return None
+    return f"{FILE} names {path}, which holds no token ({reason}): write one (`openssl rand -hex 32`), or unset it"
+
+
+def token_variables(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Return what to set beside ``variables`` so that Ray finds a token; make one if there is none.
+
+    It is the user's in ``~/.ray``, as Ray has it, which is closed to others here; where that cannot be written, one in
+    ``folder``.
+    """
+    if not _is_wanted(variables) or variables.get(TOKEN) or variables.get(FILE):
+        return {}
+    try:
+        file = Path.home() / ".ray" / "auth_token"
+        if _has_token(file):
+            close_to_others(file, 0o600)
+            return {}
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write(file)
+    except (OSError, RuntimeError):  # RuntimeError: there is no home
+        file = folder / "auth_token"
+        _write(file)
+        return {FILE: str(file)}
+    return {}
+
+
+def token_files(variables: Mapping[str, str]) -> list[Path]:
+    """Return the file that holds the token, if one is there."""
+    if not _is_wanted(variables) or variables.get(TOKEN):
+        return []
+    try:
+        file = Path(variables.get(FILE) or Path.home() / ".ray" / "auth_token")
+    except RuntimeError:  # there is no home
+        return []
+    return [file] if os.path.isfile(file) else []
+
+
+def _is_wanted(variables: Mapping[str, str]) -> bool:
+    return variables.get(MODE, "token").lower() == "token"
+
+
+def _has_token(file: Path) -> bool:
+    try:
+        return bool(file.read_bytes().strip())
+    except FileNotFoundError:
+        return False
+
+
+def _write(file: Path) -> None:
+    with open(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as opened:
+        opened.write(_new_token())
+
+
+@cache
+def _new_token() -> str:
+    """The same for a process's life: Ray reads it once, and a process may start several clusters."""
+    return secrets.token_hex(32)
+
+
+@contextmanager
+def prepared() -> Iterator[Path]:
+    """Yield the folder for Ray's files. Processes that start inside the block find a token, and use no proxy for each
+    other."""
+    variables = process_environment()
+    with suppress(OSError):
+        make_folder(Settings().data_dir)  # before a process that keeps times there makes one for all users
+    with own_folder(variables) as folder:
+        own = (ray.util.get_node_ip_address(), socket.gethostname())  # type: ignore[no-untyped-call]
+        with variables_set({**token_variables(variables, folder), **exceptions_for(own, variables)}):
+            yield folder / RAYS

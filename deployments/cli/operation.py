@@ -1,0 +1,256 @@
+"""Running servers of this machine: ``troupe status``, ``troupe stop``, ``troupe clips``."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+from urllib.parse import urlsplit
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+from rich.table import Column, Table
+
+from deployments.cli.client import Client, kinds_of
+from deployments.cli.local import http_client
+from deployments.cli.progress import console
+from deployments.places import make_private, make_private_file
+from deployments.requests.errors import printable
+from deployments.settings import Settings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Server:
+    """``metrics_url`` is empty where it shows none."""
+
+    pid: int
+    url: str
+    metrics_url: str
+
+    @property
+    def port(self) -> int | None:
+        return urlsplit(self.url).port
+
+
+def folder() -> Path:
+    """Return where the files are: in the data directory of the environment, whatever configurations say."""
+    return Settings().data_dir / "servers"
+
+
+_own: list[TextIO] = []
+"""Open, and so locked, until this process has ended, however it does."""
+
+
+def announce(url: str, metrics_url: str = "") -> None:
+    """Let other commands find this process as the server at ``url``, as long as it runs."""
+    file = file_of(url)
+    try:
+        make_private(file.parent)
+        make_private_file(file)
+        record = file.open("a+")
+    except OSError as error:
+        console.print(f"Other commands will not find this server: {error}", soft_wrap=True)
+        return
+    fcntl.flock(record, fcntl.LOCK_EX)
+    record.truncate(0)
+    record.write(json.dumps(asdict(Server(pid=os.getpid(), url=url, metrics_url=metrics_url))))
+    record.flush()
+    _own.append(record)
+
+
+def file_of(url: str) -> Path:
+    parts = urlsplit(url)
+    return folder() / f"{parts.hostname}_{parts.port}.json"
+
+
+def servers() -> list[Server]:
+    """Return those that run, by port. A file whose process has ended says nothing."""
+    running = [server for file in folder().glob("*.json") if (server := _read(file))]
+    return sorted(running, key=lambda server: server.port or 0)
+
+
+def the_server(port: int | None = None) -> Server:
+    """Return the one that listens on ``port``, or the only one. ValueError says which there are."""
+    running = servers()
+    chosen = [server for server in running if port in (None, server.port)]
+    if len(chosen) == 1:
+        return chosen[0]
+    if not running:
+        raise ValueError(f"no server runs here that `troupe serve` started ({folder()} knows of none)")
+    listed = ", ".join(server.url for server in running)
+    if not chosen:
+        raise ValueError(f"no server that `troupe serve` started listens on port {port}; there is {listed}")
+    raise ValueError(f"several servers run here: {listed}; say which")
+
+
+def _read(file: Path) -> Server | None:
+    try:
+        with file.open() as record:
+            return Server(**json.load(record)) if _is_locked(record) else None
+    except (FileNotFoundError, json.JSONDecodeError):  # it begins just now, or another command has cleaned up
+        return None
+
+
+def _is_locked(record: TextIO) -> bool:
+    try:
+        fcntl.flock(record, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+POLL_S = 0.1
+
+
+def stop(port: int | None, timeout_s: float) -> None:
+    """End the server on ``port``, or the only one, and wait until it is gone.
+
+    ValueError if there is none or the choice is not clear, RuntimeError if it runs still after ``timeout_s``.
+    """
+    server, begun_s = the_server(port), time.monotonic()
+    os.kill(server.pid, signal.SIGTERM)
+    while server in servers():
+        if time.monotonic() - begun_s > timeout_s:
+            raise RuntimeError(
+                f"{server.url} (process {server.pid}) has SIGTERM and runs still after {timeout_s:g} s: "
+                f"what is under way may not be done; `kill -9 {server.pid}` ends it at once"
+            )
+        time.sleep(POLL_S)
+    file_of(server.url).unlink(missing_ok=True)
+    took_s = time.monotonic() - begun_s
+    console.print(f"{server.url} (process {server.pid}) ended after {took_s:.1f} s", soft_wrap=True)
+
+
+UNKNOWN = "–"
+GAUGES = {"gangs": "troupe_gangs", "running": "troupe_jobs_running", "waiting": "troupe_jobs_waiting"}
+"""Columns of the table, and where in the metrics they come from."""
+TIMEOUT_S = 10.0
+
+Counts = Mapping[str, Mapping[str, int]]
+"""Model to count, by column."""
+
+
+def print_status(url: str, api_key: str, metrics_url: str, *, as_json: bool = False) -> bool:
+    """Print a line for each model, or one JSON object; return whether all of them are ready.
+
+    Without ``url`` it is the server that runs here. ValueError if that is not clear; httpx's errors if nobody answers.
+    """
+    if not url:
+        server = the_server()
+        url, metrics_url = server.url, metrics_url or server.metrics_url
+    with Client(url, api_key) as client:
+        health = client.health()
+        cards = {card["id"]: card for card in client.models()}
+    counts = _counts(metrics_url)
+    is_ready = bool(health) and all(state == "ready" for state in health.values())
+    if as_json:
+        states = [_document(model, state, cards, counts) for model, state in health.items()]
+        print(json.dumps({"url": url, "ready": is_ready, "models": states}, indent=2))
+        return is_ready
+    table = Table("model", "kind", *GAUGES, "state")
+    table.columns[0].overflow = "fold"
+    for model, state in health.items():
+        numbers = (str(counts[column].get(model, 0)) if counts else UNKNOWN for column in GAUGES)
+        kinds = ", ".join(kinds_of(cards[model])) if model in cards else UNKNOWN
+        table.add_row(model, kinds, *numbers, state)
+    console.print(f"{url} is {'ready' if is_ready else 'not ready'}", soft_wrap=True)
+    console.print(table)
+    if not counts:
+        where = f"{metrics_url} does not answer" if metrics_url else "give --metrics-url"
+        console.print(f"No numbers of gangs and jobs: {where}", soft_wrap=True)
+    return is_ready
+
+
+def _document(model: str, state: str, cards: Mapping[str, dict[str, Any]], counts: Counts) -> dict[str, Any]:
+    """Return what is known of a model; null for what is not."""
+    numbers = {column: counts[column].get(model, 0) if counts else None for column in GAUGES}
+    return {"id": model, "kinds": list(kinds_of(cards[model])) if model in cards else None, **numbers, "state": state}
+
+
+def _counts(metrics_url: str) -> Counts:
+    """Return what the metrics say now; nothing where there are none."""
+    if not metrics_url:
+        return {}
+    try:
+        with http_client(metrics_url, timeout=TIMEOUT_S) as http:
+            page = http.get(metrics_url)
+    except httpx.RequestError:
+        return {}
+    return counts_of(page.text) if page.is_success else {}
+
+
+def counts_of(page: str) -> Counts:
+    """Return the gauges of a page in Prometheus' text format, summed over replicas."""
+    columns = {gauge: column for column, gauge in GAUGES.items()}
+    counts: dict[str, dict[str, Any]] = {column: defaultdict(int) for column in GAUGES}
+    for family in text_string_to_metric_families(page):
+        if column := columns.get(family.name):
+            for sample in family.samples:
+                counts[column][sample.labels["model"]] += int(sample.value)
+    return counts
+
+
+MAX_PROMPT_CHARS = 40
+
+
+def print_clips(url: str, api_key: str, limit: int, *, as_json: bool = False) -> None:
+    """Print the newest ``limit`` clips as a table, or as the server's own objects in a JSON array."""
+    with _client(url, api_key) as client:
+        clips = client.clips(limit)
+    if as_json:
+        print(json.dumps(clips, indent=2))
+        return
+    table = Table(
+        Column("id", no_wrap=True, overflow="ignore", min_width=max([2, *(len(c["id"]) for c in clips)])),
+        "model",
+        "status",
+        "size",
+        "seconds",
+        "created",
+        "prompt",
+    )
+    for clip in clips:
+        table.add_row(*_row(clip))
+    console.print(table)
+
+
+def download_clip(url: str, api_key: str, clip_id: str, out: Path) -> None:
+    """Write the finished clip to ``out``. RefusedError if it is not there, or not finished."""
+    with _client(url, api_key) as client:
+        data = client.clip_file(clip_id)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_bytes(data)
+    console.print(str(out), soft_wrap=True)
+
+
+def delete_clips(url: str, api_key: str, clip_ids: Sequence[str]) -> None:
+    """Delete each. RefusedError at the first that is not there."""
+    with _client(url, api_key) as client:
+        for clip_id in clip_ids:
+            client.delete_clip(clip_id)
+            console.print(f"{clip_id} is deleted", soft_wrap=True)
+
+
+def _client(url: str, api_key: str) -> Client:
+    return Client(url or the_server().url, api_key)
+
+
+def _row(clip: dict[str, Any]) -> tuple[str, ...]:
+    status = clip["status"]
+    if status == "in_progress":
+        status = f"{clip['progress']} %"
+    if clip["error"]:
+        status = f"failed ({clip['error']['code']})"
+    prompt = printable(clip["prompt"])  # whatever a client sends is no command to the terminal
+    if len(prompt) > MAX_PROMPT_CHARS:
+        prompt = f"{prompt[: MAX_PROMPT_CHARS - 1]}…"
+    created = datetime.fromtimestamp(clip["created_at"]).strftime("%Y-%m-%d %H:%M:%S")
+    return clip["id"], clip["model"], status, clip["size"], clip["seconds"], created, prompt

@@ -1,1 +1,0 @@
-"""Looking at servers that run, and ending them."""

@@ -1,0 +1,291 @@
+"""What keeps a configuration from running on this machine, said before anything is started."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deployments.cli.local import client_problem, folder_problem, token_files, token_problem
+from deployments.clips.settings import DATABASE
+from deployments.config import ModelConfig, ServeConfig
+from deployments.door.door import FOLDER as DOOR_FOLDER
+from deployments.door.door import listen
+from deployments.observability.metrics import DEFAULT_PORT
+from deployments.places import file_refusal, is_open_to_others, refusal
+from deployments.settings import Settings, process_environment
+from deployments.stages.common import must_slice
+from deployments.stages.config import ScaledConfig, StageConfig
+from pipelines.checkpoint import Checkpoint
+from pipelines.preconditions import adapter_problems, decoder_problems, weight_problems
+from pipelines.single_file import split_source
+
+if TYPE_CHECKING:
+    from pipelines.media.provenance import Credentials
+
+
+KEPT = ("videos", "files", "answers", "servers")
+"""Folders in the data directory that must be writable, and are closed to others."""
+
+
+def environment_problems(config: ServeConfig) -> Iterator[str]:
+    """Yield what keeps any server from running here and what to change, a sentence each."""
+    try:
+        settings = Settings()
+    except ValueError as error:
+        yield str(error)
+        return
+    try:
+        settings.key_ring()
+    except (OSError, ValueError) as error:
+        yield f"the API keys cannot be read: {error}"
+    folder, given_by = data_directory(config, settings)
+    if reason := _refusal(folder, has_database=not settings.database_url):
+        yield f"{reason}; clips and pictures are kept there: let this user write, or set {given_by} to another folder"
+    if reason := refusal(DOOR_FOLDER):
+        yield f"{reason}; HAProxy's files lie there: let this user write"
+    variables = process_environment()
+    yield from filter(None, (folder_problem(variables), token_problem(variables)))
+
+
+def data_directory(config: ServeConfig, settings: Settings) -> tuple[Path, str]:
+    """Return where clips and pictures are kept, and what says so."""
+    own = config.app.api.data_dir
+    return (settings.data_dir.absolute(), "TROUPE_DATA_DIR") if own is None else (own.absolute(), "api.data_dir")
+
+
+def open_to_others() -> list[Path]:
+    """Return what other users of this machine can read, and should not: clips, pictures, records, Ray's token."""
+    settings = Settings()
+    names = [*KEPT, *(f"{DATABASE}{ending}" for ending in ("", "-wal", "-shm"))]
+    paths = [settings.data_dir / name for name in names if is_open_to_others(settings.data_dir)]
+    return [path for path in (*paths, *token_files(process_environment())) if is_open_to_others(path)]
+
+
+def _refusal(folder: Path, *, has_database: bool) -> str | None:
+    files = [folder / DATABASE] if has_database and (folder / DATABASE).is_file() else []
+    folders = [folder, *(path for name in KEPT if (path := folder / name).is_dir())]
+    reasons = [*(refusal(one) for one in folders), *(file_refusal(one) for one in files)]
+    return next(filter(None, reasons), None)
+
+
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "export": ("onnx", "onnx_ir", "onnxscript", "onnxruntime", "filelock", "sympy"),
+    "gpu": ("tensorrt",),
+    "rtx": ("tensorrt_rtx_bindings",),
+    "postgres": ("asyncpg",),
+    "provenance": ("c2pa", "cryptography"),
+    "train": ("matplotlib", "scipy"),
+}
+"""Extra to the modules that are imported of what it installs."""
+
+
+def install_hint(extra: str) -> str:
+    """Return the command for the root of a clone: the package is on no index."""
+    return f"pip install '.[{extra}]'"
+
+
+def hint_for(module: str) -> str | None:
+    """Return the command that installs ``module``, or None if no extra has it."""
+    package = module.split(".")[0]
+    return next((install_hint(extra) for extra, modules in EXTRAS.items() if package in modules), None)
+
+
+LAST_DAYS = 30
+"""Of a certificate, in which a start warns of its end."""
+NUM_METRICS_PORTS = 100
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def check(config: ServeConfig) -> None:
+    """Raise ValueError with all that keeps ``config`` from running here."""
+    if found := list(problems(config)):
+        raise ValueError("; ".join(found))
+
+
+def problems(config: ServeConfig) -> Iterator[str]:
+    """Yield what is wrong and what to change, a sentence each."""
+    yield from environment_problems(config)
+    for model in config.app.models:
+        yield from _model(model)
+    yield from _provenance(config)
+    yield from _gpus(config)
+    yield from _ports(config)
+
+
+def warnings(config: ServeConfig) -> Iterator[str]:
+    """Yield what runs here, and is slow or open to others, and what to change, a sentence each."""
+    host = config.http_options.host
+    if host not in LOOPBACK and not _asks_for_keys():
+        yield (
+            f"anybody who reaches {host} can use this server, which asks for no key: set TROUPE_API_KEYS_FILE or "
+            "TROUPE_API_KEYS, or say --host 127.0.0.1"
+        )
+    yield from _provenance_warnings(config)
+    for model in config.app.models:
+        stages: dict[str, StageConfig] = {"text_encoder": model.text_encoder}
+        if model.stages == "apart":
+            stages["decoder"] = model.decoder
+        without = [name for name, stage in stages.items() if not stage.num_gpus]
+        if model.denoiser.gpus_per_rank and without:
+            yield (
+                f"the model {model.name}: its ranks have GPUs, and {' and '.join(without)} on CPU cores will be slow: "
+                "say num_gpus: 0.1 there, with gpus_per_rank: 0.8"
+            )
+
+
+def _asks_for_keys() -> bool:
+    try:
+        settings = Settings()
+    except ValueError:
+        return True  # which `environment_problems` says
+    return bool(settings.api_keys.get_secret_value()) or settings.api_keys_file is not None
+
+
+def with_metrics_port(config: ServeConfig) -> ServeConfig:
+    """Return ``config`` with a port of its own for metrics, where it says ``auto``: the default one, or the next one
+    that is free. ValueError if none of NUM_METRICS_PORTS is.
+
+    They lie below those that the system gives to whoever asks for any, as all processes of Ray do that start now.
+    """
+    metrics, own = config.app.metrics, config.http_options.port
+    if metrics.port != "auto":
+        return config
+    ports = range(DEFAULT_PORT, DEFAULT_PORT + NUM_METRICS_PORTS)
+    for port in ports:
+        with suppress(ValueError):
+            if port != own:
+                listen(metrics.host, port).close()
+                return config.with_metrics(port)
+    raise ValueError(
+        f"no port of {metrics.host} from {ports[0]} to {ports[-1]} is free for metrics: choose one with --metrics-port "
+        "or metrics.port, or 0 and null for none"
+    )
+
+
+def num_gpus_needed(config: ServeConfig) -> int:
+    """Return the GPUs that the application starts with: no two ranks share one, encoders and decoders may.
+
+    Replicas that autoscaling adds later are not among them. A decoder may compute on GPUs of which it has no share.
+    """
+    num_ranks, shares, num_seen = 0, 0.0, 0
+    for model in config.app.models:
+        gang = model.denoiser
+        if gang.gpus_per_rank:
+            num_ranks += _num_at_start(gang) * gang.num_ranks
+        shares += _num_at_start(gang) * gang.num_ranks * gang.gpus_per_rank
+        shares += sum(_num_at_start(stage) * stage.num_gpus for stage in (model.text_encoder, model.decoder))
+        if model.decoder.sees_all_gpus:
+            num_seen = max(num_seen, model.decoder.num_devices)
+    return max(num_ranks, math.ceil(shares), num_seen)
+
+
+def _num_at_start(scaled: ScaledConfig) -> int:
+    return scaled.num_replicas if scaled.autoscaling is None else scaled.autoscaling.min_replicas
+
+
+def _ports(config: ServeConfig) -> Iterator[str]:
+    http, metrics = config.http_options, config.app.metrics
+    try:
+        listen(http.host, http.port).close()
+    except ValueError as error:
+        yield str(error)  # that of the metrics is taken as well by a server alike: one sentence is enough
+        return
+    if metrics.number is None:
+        return
+    if metrics.port == "auto":
+        try:
+            _ = with_metrics_port(config)
+        except ValueError as error:
+            yield str(error)
+        return
+    if metrics.number == http.port:
+        yield f"metrics.port is {metrics.number}, which is the API's own port: choose another"
+        return
+    try:
+        listen(metrics.host, metrics.number).close()
+    except ValueError:
+        yield (
+            f"cannot show metrics at port {metrics.number} of {metrics.host}, which is taken: choose another port with "
+            "--metrics-port or metrics.port, or 0 and null for none"
+        )
+
+
+def _provenance(config: ServeConfig) -> Iterator[str]:
+    try:
+        _ = _credentials(config)
+    except ModuleNotFoundError as error:
+        if (hint := hint_for(str(error.name))) is None:
+            raise
+        yield f"api.provenance: {error.name} is not installed, which signs files: {hint}"
+    except ValueError as error:
+        yield f"api.provenance: {error}"
+
+
+def _provenance_warnings(config: ServeConfig) -> Iterator[str]:
+    with suppress(ModuleNotFoundError, ValueError):  # which `_provenance` says
+        credentials, provenance = _credentials(config), config.app.api.provenance
+        if credentials is None or provenance is None:
+            return
+        if credentials.ends_at - datetime.now(UTC) < timedelta(days=LAST_DAYS):
+            yield f"{provenance.certificate} is valid until {credentials.ends_at:%Y-%m-%d}: get a new one before"
+        if is_open_to_others(provenance.key):
+            yield f"other users can read {provenance.key}: `chmod go= {provenance.key}`"
+
+
+def _credentials(config: ServeConfig) -> Credentials | None:
+    provenance = config.app.api.provenance
+    if provenance is None:
+        return None
+    from pipelines.media.provenance import Credentials
+
+    return Credentials.read(provenance.certificate, provenance.key)
+
+
+def _model(model: ModelConfig) -> Iterator[str]:
+    try:
+        for problem in _model_problems(model):
+            yield f"the model {model.name}: {problem}"
+    except (OSError, ValueError) as error:
+        yield f"the model {model.name}: {error}"
+    except Exception:  # as of httpx, which makes no client where it cannot read the environment
+        if (reason := client_problem()) is None:
+            raise
+        yield f"the model {model.name} cannot be fetched: {reason}"
+
+
+def _model_problems(model: ModelConfig) -> Iterator[str]:
+    checkpoint = Checkpoint.open(model.source, weights=False)
+    _ = checkpoint.defaults
+    yield from adapter_problems(checkpoint, model.loras)
+    _, base = split_source(model.source)
+    if Path(base).is_dir():  # a hub's weights may still have to be downloaded
+        yield from weight_problems(checkpoint)
+    if must_slice(model.denoiser) and checkpoint.file is not None:
+        yield f"every rank would read its share of {checkpoint.file}, which is read whole: say load: whole"
+    decoder = model.decoder
+    yield from decoder_problems(
+        checkpoint.path,
+        compiled=decoder.compile,
+        limits_memory=decoder.memory_gib is not None,
+        num_devices=decoder.num_devices,
+    )
+    eager_only = checkpoint.eager_only(is_split=model.denoiser.splits_tokens)
+    model.denoiser.check_engine(model.dtype, eager_only=eager_only)
+
+
+def _gpus(config: ServeConfig) -> Iterator[str]:
+    needed = num_gpus_needed(config)
+    if not needed:
+        return
+    import torch  # two seconds, for those alone who ask for GPUs
+
+    available = torch.cuda.device_count()
+    if needed > available:
+        yield (
+            f"the configuration asks for {needed} GPUs and this machine has {available}: take one for fewer "
+            "(gpu1, gpu2, laptop), or lower num_ranks, gpus_per_rank, num_gpus and num_devices"
+        )

@@ -1,0 +1,167 @@
+"""Serve deployment: one replica holds one gang, which turns conditioning into latents."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Hashable, Mapping
+from contextlib import aclosing
+from functools import partial
+
+import psutil
+import ray
+
+from deployments.config import ModelConfig
+from deployments.forked_workers import python_like_own
+from deployments.observability.exposition import Counted, counted_here
+from deployments.replicas import is_on_loopback, prepare_replica
+from deployments.settings import process_environment
+from deployments.stages.common import Encoded, EncodingDone, StageEvent
+from deployments.stages.measured_times import estimates_s_of, step_times_of
+from deployments.stages.rank import LoadRankParts
+from engines.core.logs import log_phase
+from engines.core.parcel import Shapes
+from engines.gang.errors import QueueFullError
+from engines.gang.gang import Gang
+from engines.gang.jobs.job import Job
+from engines.registry import rank_environment
+from pipelines.caching import computed_steps
+from pipelines.checkpoint import Checkpoint
+from pipelines.request import MediaRequest, ServiceTier
+
+logger = logging.getLogger(__name__)
+
+EVENTS_EVERY_S = 0.1
+"""Interval of progress events, as fast as people can follow."""
+
+
+PRIORITIES: Mapping[ServiceTier, float] = {"flex": 0.25, "default": 1.0, "priority": 4.0}
+"""Divisors of a job's predicted duration in the queue order."""
+
+WATCHED_S = 0.8
+"""Duration of a health check, below its period of 1 s."""
+
+LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}
+
+
+def node_environment(engine: str) -> Mapping[str, str]:
+    """Return the variables to start ranks with on the node where it is called, from that node's own.
+
+    On a loopback cluster, NCCL's sockets use the loopback interface too.
+    """
+    environment = process_environment()
+    local = LOOPBACK if is_on_loopback() else {}
+    own = {name: value for name, value in local.items() if name not in environment}
+    return {**own, **rank_environment(engine, environment)}
+
+
+def shape_of(request: MediaRequest, encoded: Shapes) -> tuple[Hashable, ...]:
+    """Return the key of jobs whose steps have equal shapes."""
+    num_frames = request.num_layers or request.num_frames
+    silence = ("silent",) if request.sound is False else ()  # some models have fewer tokens then
+    return request.width, request.height, num_frames, request.true_cfg_scale > 1, encoded, *silence
+
+
+def idle_steps(request: MediaRequest, num_steps: int) -> frozenset[int]:
+    """Return the steps, counted from 1, that the cache skips."""
+    computed = computed_steps(request.cache, num_steps)
+    return frozenset(step for step, makes_forwards in enumerate(computed, 1) if not makes_forwards)
+
+
+class Denoiser:
+    """Thin: the gang does the work. A broken gang fails ``check_health``, and Serve replaces the replica."""
+
+    async def __init__(self, model: ModelConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        prepare_replica()
+        log_phase("replica: process", time.time() - psutil.Process().create_time(), model=model.name)
+        self._checkpoint = Checkpoint.open(model.source, weights=False)
+        self._gang = await Gang.start(
+            model.denoiser,
+            LoadRankParts(model=model),
+            model=model.name,
+            environment=partial(node_environment, model.denoiser.engine),
+            python=python_like_own("model"),
+            step_times=partial(step_times_of, model, self._checkpoint.path),
+        )
+        self._had_check = False
+        self._check: asyncio.Future[None] | None = None
+
+    async def denoise(
+        self,
+        job_id: str,
+        request: MediaRequest,
+        encoded: list[ray.ObjectRef[Encoded]],
+        exclusive: bool = False,
+        decode_s: float = 0.0,
+        accepted: bool = False,
+    ) -> AsyncGenerator[tuple[StageEvent, ...]]:
+        """Yield events in groups, ``EVENTS_EVERY_S`` apart, ending with ``JobDone``. Closing cancels the job.
+
+        Each group costs a millisecond of CPU time in two processes. ``encoded`` is a list of one reference, so that
+        the call is sent before the encoder is done; the caller owns it until the job ends. ``exclusive``: run beside
+        no other job, after a gang broke under the request. ``decode_s``: predicted decode time, which the deadline
+        must leave. ``accepted``: see ``Job``.
+        """
+        start_s, encoding = time.monotonic(), await encoded[0]
+        waited_s = time.monotonic() - start_s
+        num_steps = self._checkpoint.num_steps(request)
+        job = Job(
+            job_id=job_id,
+            request=request,
+            conditioning=encoded[0],
+            num_steps=num_steps,
+            idle_steps=idle_steps(request, num_steps),
+            preview_steps=frozenset(request.preview_steps),
+            shape=shape_of(request, encoding.shapes),
+            estimates_s=estimates_s_of(request, encoding.shapes, self._gang.estimates),
+            exclusive=exclusive,
+            request_id=request.request_id,
+            priority=PRIORITIES[request.service_tier],
+            deadline_s=request.deadline_s,
+            waited_s=request.waited_s + waited_s,
+            decode_s=decode_s,
+            key=request.key,
+            weight=request.weight,
+            accepted=accepted,
+        )
+        first: tuple[StageEvent, ...] = (EncodingDone(encode_s=encoding.encode_s, was_kept=encoding.was_kept),)
+        logger.info("job is queued", extra=job.log_fields)
+        async with aclosing(self._gang.submit_grouped(job, every_s=EVENTS_EVERY_S)) as groups:
+            try:
+                async for group in groups:
+                    yield (*first, *group)
+                    first = ()
+            except QueueFullError as refusal:
+                yield (refusal,)
+
+    async def spent_s(self, job_id: str) -> float:
+        """Return the GPU seconds of a cancelled or failed job, once reported; 0 if unknown or the gang broke."""
+        return await self._gang.spent_s(job_id)
+
+    async def metrics(self) -> Counted:
+        """Return this replica's name and its metrics."""
+        return counted_here()
+
+    async def check_health(self) -> None:
+        """Raise if the gang is broken. One ``Gang.check_health`` may span several calls.
+
+        A call ends within two seconds, so that only a hanging replica exceeds Serve's timeout. All calls but the first
+        last almost until the next, since Serve polls running checks ten times a second: it learns of a broken gang at
+        once.
+        """
+        if self._check is None:
+            self._check = asyncio.ensure_future(self._gang.check_health())
+        await asyncio.wait({self._check}, timeout=WATCHED_S)
+        if self._check.done():
+            check, self._check = self._check, None
+            check.result()
+        if self._had_check and await self._gang.breaks_within(WATCHED_S):
+            await self._gang.check_health()
+        self._had_check = True
+
+    async def __del__(self) -> None:
+        """Release engines, then communicators, then end ranks. Serve awaits it when a replica is stopped."""
+        gang = getattr(self, "_gang", None)
+        if gang is not None:
+            await gang.close()

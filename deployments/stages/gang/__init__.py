@@ -1,1 +1,0 @@
-"""The denoiser of one model: a gang, and what its ranks build."""

@@ -1,0 +1,96 @@
+"""What each rank of a gang builds at start: the checkpoint's denoiser inside an engine, and its sampler."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+
+from deployments.config import ModelConfig
+from deployments.settings import Settings
+from deployments.stages.common import must_slice
+from deployments.stages.config import DenoiserConfig
+from deployments.stages.devices import host_lock
+from deployments.stages.measured_times import model_facts, software_facts
+from engines.core.engine import Choosing, RankContext
+from engines.core.logs import log_phase, timed
+from engines.core.model import DenoiserModel
+from engines.gang.config import BuildRank, RankParts
+from pipelines.checkpoint import Checkpoint
+from pipelines.libraries import quick_imports
+from pipelines.lora.source import named
+
+FOLDER = "strategies"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadRankParts:
+    """A ``LoadRank``. It is pickled, so it holds configuration only and imports on the rank."""
+
+    model: ModelConfig
+
+    def __call__(self, context: RankContext) -> BuildRank:
+        from deployments.observability.logs import configure_logs
+        from engines.parallel.early_start import wait_for_early_start
+
+        configure_logs()
+        config = self.model.denoiser
+        with timed("rank: libraries", rank=context.rank), quick_imports():
+            import_module("diffusers.pipelines.auto_pipeline")
+        with timed("rank: first exchanges", rank=context.rank):
+            early = wait_for_early_start()  # its exchanges must not overlap the copy of weights
+        for part, took_s in early.items():
+            log_phase(f"rank: early, {part}", took_s, rank=context.rank)
+        with timed("rank: weights", rank=context.rank), quick_imports():
+            checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, loras=self.model.loras)
+            eager_only = checkpoint.eager_only(is_split=config.splits_tokens)
+            config.check_engine(self.model.dtype, eager_only=eager_only)  # before weights are read
+            denoiser = checkpoint.denoiser(sliced=is_sliced(config, checkpoint), typical=checkpoint.defaults.request())
+        return partial(_build, self.model, context, checkpoint, denoiser)
+
+
+def _build(model: ModelConfig, context: RankContext, checkpoint: Checkpoint, denoiser: DenoiserModel) -> RankParts:
+    from engines.registry import load_engine
+    from engines.warm_up import warm_up
+
+    config = model.denoiser
+    start_s = time.monotonic()
+    steps = checkpoint.first_steps(config.warm_sizes, denoiser.modules, fills_prompts=config.fills_prompts)
+    engine = load_engine(
+        config.engine,
+        denoiser,
+        context,
+        strategy=config.strategy,
+        precision=config.precision,
+        options=config.engine_options,
+        expected=steps,
+        choosing=choosing_of(model, checkpoint),
+    )
+    log_phase("rank: engine", time.monotonic() - start_s, rank=context.rank)
+    with timed("rank: warm up", rank=context.rank):
+        warm_up(engine, steps, context, engine.team_sizes if config.elastic else engine.team_sizes[-1:])
+    return RankParts(engine=engine, sampler=checkpoint.sampler(), estimates=engine.estimates)
+
+
+def choosing_of(model: ModelConfig, checkpoint: Checkpoint) -> Choosing:
+    """Return how "auto" is decided: on a default step, cached on rank 0's node by model and software."""
+    return Choosing(
+        typical_step=checkpoint.typical_step,
+        folder=Settings().data_dir / FOLDER,
+        name=model.name,
+        facts={**model_facts(model, checkpoint.path), **software_facts()},
+        every_team=model.denoiser.elastic,
+        lock=host_lock(model.denoiser.gpus_per_rank),
+    )
+
+
+def is_sliced(config: DenoiserConfig, checkpoint: Checkpoint) -> bool:
+    """Return whether weights are loaded sliced. ValueError if the engine cannot do that."""
+    from engines.planner.cost_model import USABLE
+    from engines.planner.measure import memory_bytes
+
+    if (is_decided := must_slice(config)) is not None:
+        return is_decided
+    times_held = 2 if named(checkpoint.loras) else 1  # adapters that switch per job need the original weights too
+    return times_held * checkpoint.weights_bytes() > USABLE * memory_bytes(checkpoint.device)

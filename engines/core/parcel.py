@@ -1,0 +1,43 @@
+"""Values with tensors, sent through processes without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+"""Shapes of tensors by name: hashable."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parcel:
+    """A packed value. Holding one needs no torch; Ray keeps its bytes in the object store and reads them without copy.
+
+    Processes send parcels rather than references to their own objects. A reference inside an item of a stream is lost
+    if its owner asks the reader for it before the reader has asked for the item.
+    """
+
+    skeleton: bytes
+    message: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, value: Any, **fields: Any) -> Self:
+        """Pack ``value``, whose tensors lie on the CPU; ``fields`` are a subclass's own."""
+        import torch
+
+        from engines.core.packing import joined, pack
+
+        cpu = torch.device("cpu")
+        skeleton, tensors = pack(value, cpu)
+        return cls(skeleton=skeleton, message=joined(tensors, cpu).numpy(), **fields)
+
+    def open(self) -> Any:
+        """Return the value; its tensors share one copy of the bytes, since the object store is read-only."""
+        import torch
+
+        from engines.core.packing import unpack
+
+        return unpack(self.skeleton, torch.from_numpy(self.message.copy()))

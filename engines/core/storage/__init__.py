@@ -1,1 +1,0 @@
-"""Files shared by several processes, and the digest that identifies weights."""

@@ -1,1 +1,0 @@
-"""Values with tensors, sent from process to process."""

@@ -1,0 +1,195 @@
+"""Fused elementwise steps between GEMMs: one pass over memory each, in Triton on CUDA, else in plain torch.
+
+Fused elementwise steps between GEMMs: one pass over memory each, in Triton on CUDA, else in plain PyTorch.
+
+Dims: R rows (tokens × batch, batch innermost), C channels, S segments of rows with a modulation of their own, B batch.
+The plain version of each is its specification and the path on the CPU.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engines.core.model import Precision
+from engines.fast.records import EPS, HeadNorms, Modulation, QuantRows, Rows, quantized
+
+
+def gated(x_RE: Tensor) -> Tensor:
+    """Returns ``silu(first half) * second half`` of each row, float32 inside."""
+    if x_RE.is_cuda:
+        from engines.fast.triton_kernels import launch_gated
+
+        return launch_gated(x_RE)
+    gate_RF, up_RF = x_RE.float().chunk(2, dim=1)
+    return (functional.silu(gate_RF) * up_RF).to(x_RE.dtype)
+
+
+def norm_and_rotate(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> None:
+    """Writes q and k (normalised, turned) and v (as it is) of all rows into ``out``, a view with any strides.
+
+    Rows are tokens × batch, batch innermost. ``out`` has dims (L, B, 3, ..., D) whose middle dims number the heads; if
+    there is room for more heads than there are, what lies there afterwards means nothing.
+    When ``out`` is a view of ``qkv`` itself, v stays where it is, and there must be no bias.
+    """
+    assert norms.bias_3HD is None or out_LB3HD.data_ptr() != qkv_R3HD.data_ptr(), "v would not get its bias"
+    if qkv_R3HD.is_cuda:
+        from engines.fast.triton_kernels import launch_norm_and_rotate
+
+        launch_norm_and_rotate(qkv_R3HD, norms, out_LB3HD)
+        return
+    rows, _, _, dim = qkv_R3HD.shape
+    if norms.bias_3HD is not None:
+        qkv_R3HD = qkv_R3HD + norms.bias_3HD
+    weight_R12D = torch.cat(
+        (
+            norms.weight_S2D[:1].expand(norms.first_rows, 2, dim),
+            norms.weight_S2D[-1:].expand(rows - norms.first_rows, 2, dim),
+        )
+    ).unsqueeze(2)
+    x_R2HD = qkv_R3HD[:, :2].float()
+    x_R2HD = x_R2HD * torch.rsqrt(x_R2HD.square().mean(-1, keepdim=True) + norms.eps) * weight_R12D.float()
+    even, odd = x_R2HD[..., 0::2], x_R2HD[..., 1::2]
+    batch = out_LB3HD.shape[1]
+    cos, sin = (table_LP.repeat_interleave(batch, 0)[:, None, None] for table_LP in (norms.cos_LP, norms.sin_LP))
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    both_R3HD = torch.cat((turned.to(qkv_R3HD.dtype), qkv_R3HD[:, 2:]), dim=1)
+    missing = math.prod(out_LB3HD.shape[3:-1]) - both_R3HD.shape[2]
+    both_R3HD = functional.pad(both_R3HD, (0, 0, 0, missing))
+    out_LB3HD.copy_(both_R3HD.view(out_LB3HD.shape[0], batch, 3, *out_LB3HD.shape[3:-1], dim))
+
+
+def norm_modulate(x_RC: Tensor, modulation: Modulation, *, quantize: bool = False) -> Rows:
+    """Returns ``layer_norm(x) * (1 + scale) + shift``, float32 inside; quantised by rows if asked."""
+    if x_RC.is_cuda:
+        from engines.fast.triton_kernels import launch_norm
+
+        return launch_norm(x_RC, (), None, modulation, quantize)
+    return _plain_norm(x_RC, modulation, quantize)
+
+
+def residual_norm_modulate(
+    x_RC: Tensor, updates: tuple[Tensor, ...], gate_SBC: Tensor, modulation: Modulation, *, quantize: bool = False
+) -> Rows:
+    """Adds ``gate * sum(updates)`` to ``x_RC`` in place (one or two updates); returns ``norm_modulate`` of the sum.
+
+    ``gate_SBC`` has one or two segments of its own, divided at the same row as the modulation's.
+    """
+    assert 1 <= len(updates) <= 2, len(updates)
+    if x_RC.is_cuda:
+        from engines.fast.triton_kernels import launch_norm
+
+        return launch_norm(x_RC, updates, gate_SBC, modulation, quantize)
+    gate_RC = modulation.per_row(gate_SBC, x_RC.shape[0])
+    x_RC.copy_(x_RC.float() + gate_RC * sum(update.float() for update in updates))
+    return _plain_norm(x_RC, modulation, quantize)
+
+
+def _plain_norm(x_RC: Tensor, modulation: Modulation, quantize: bool) -> Rows:
+    rows, channels = x_RC.shape
+    shift_RC = modulation.per_row(modulation.shift_SBC, rows)
+    scale_RC = modulation.per_row(modulation.scale_SBC, rows)
+    normed_RC = functional.layer_norm(x_RC.float(), (channels,), eps=EPS) * (1 + scale_RC) + shift_RC
+    result: Tensor | QuantRows = quantized(normed_RC) if quantize else normed_RC.to(x_RC.dtype)
+    return result
+
+
+def quantize_rows(x_GRC: Tensor, *, gelu: bool = False) -> QuantRows:
+    """Returns rows ``x[0, r] | x[1, r] | ...`` (G groups of columns), through GELU (tanh form) if asked, quantised.
+
+    A two-dimensional ``x_RC`` is one group.
+    """
+    x_GRC = x_GRC if x_GRC.ndim == 3 else x_GRC[None]
+    if x_GRC.is_cuda:
+        from engines.fast.triton_kernels import launch_quantize
+
+        return launch_quantize(x_GRC, gelu=gelu)
+    x_RC = x_GRC.movedim(0, 1).flatten(1).float()
+    return quantized(functional.gelu(x_RC, approximate="tanh") if gelu else x_RC)
+
+
+def quantize_weight(weight_NK: Tensor, dtype: torch.dtype, into: QuantRows) -> None:
+    """Writes a weight, rounded to ``dtype``, to ``into``, which has a row for each output feature (contiguous)."""
+    if weight_NK.is_cuda:
+        from engines.fast.triton_kernels import launch_into
+
+        launch_into(weight_NK[None], into, rounded=dtype)
+    else:
+        rows = quantized(weight_NK.to(dtype))
+        into.values_RC.copy_(rows.values_RC)
+        into.scale_R1.copy_(rows.scale_R1)
+
+
+def join_columns(x_GRC: Tensor) -> Tensor:
+    """Returns ``x_RC``, groups of columns side by side; no copy if there is one group."""
+    columns = x_GRC.unbind(0)
+    return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+
+
+def collected_rows(x_GRC: Tensor, precision: Precision) -> Rows:
+    """Returns what an exchange brought back, quantised where GEMMs are."""
+    return join_columns(x_GRC) if precision == "native" else quantize_rows(x_GRC)
+
+
+def join_rows(first: Rows, second: Rows) -> Rows:
+    """Returns both, one under the other."""
+    if isinstance(first, QuantRows):
+        assert isinstance(second, QuantRows)
+        pairs = ((first.values_RC, second.values_RC), (first.scale_R1, second.scale_R1))
+        values_RC, scale_R1 = (torch.cat(pair) for pair in pairs)
+        return QuantRows(values_RC=values_RC, scale_R1=scale_R1)
+    assert isinstance(second, Tensor)
+    return torch.cat((first, second))
+
+
+def scaled_norm(x_RC: Tensor, scale_BC: Tensor, *, eps: float, quantize: bool = False) -> Rows:
+    """Returns ``rms_norm(x) * scale``, float32 inside; quantised by rows if asked."""
+    if x_RC.is_cuda:
+        from engines.fast.triton_kernels import launch_scaled_norm
+
+        return launch_scaled_norm(x_RC, None, None, scale_BC, eps, quantize)
+    normed_RC = _rms_norm(x_RC, eps) * _per_row(scale_BC, x_RC)
+    return quantized(normed_RC) if quantize else normed_RC.to(x_RC.dtype)
+
+
+def add_normed(
+    x_RC: Tensor, update_RC: Tensor, gate_BC: Tensor, scale_BC: Tensor, *, eps: float, quantize: bool = False
+) -> Rows:
+    """Adds ``gate * rms_norm(update)`` to ``x_RC`` in place; returns ``scaled_norm`` of the sum."""
+    if x_RC.is_cuda:
+        from engines.fast.triton_kernels import launch_scaled_norm
+
+        return launch_scaled_norm(x_RC, update_RC, gate_BC, scale_BC, eps, quantize)
+    x_RC.copy_(x_RC.float() + _per_row(gate_BC, x_RC) * _rms_norm(update_RC, eps))
+    return scaled_norm(x_RC, scale_BC, eps=eps, quantize=quantize)
+
+
+def _rms_norm(x_RC: Tensor, eps: float) -> Tensor:
+    x_RC = x_RC.float()
+    return x_RC * torch.rsqrt(x_RC.square().mean(1, keepdim=True) + eps)
+
+
+def _per_row(vectors_BC: Tensor, x_RC: Tensor) -> Tensor:
+    return vectors_BC.float().repeat(x_RC.shape[0] // vectors_BC.shape[0], 1)
+
+
+__all__ = [
+    "HeadNorms",
+    "Modulation",
+    "QuantRows",
+    "Rows",
+    "add_normed",
+    "collected_rows",
+    "gated",
+    "join_columns",
+    "join_rows",
+    "norm_and_rotate",
+    "norm_modulate",
+    "quantize_rows",
+    "quantize_weight",
+    "residual_norm_modulate",
+    "scaled_norm",
+]

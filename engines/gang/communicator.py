@@ -1,0 +1,76 @@
+"""The communicator that a gang's ranks share: NCCL between GPUs, Gloo between CPUs."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from engines.gang.config import StoreAddress
+from engines.parallel.mesh import DEFAULT_OPTIONS, NcclOptions
+
+
+class Communicator:
+    """One rank's membership. ``timeout_s`` is the library's own limit, a last resort behind the gang's deadlines."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        timeout_s: float,
+        nccl: NcclOptions = DEFAULT_OPTIONS,
+    ) -> None:
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._device = device
+        self._timeout = timedelta(seconds=timeout_s)
+        self._nccl = nccl
+        self._store: Store | None = None
+
+    def open_store(self, host: str) -> StoreAddress:
+        """Rank 0 only. The kernel picks the port, and the socket stays open: nobody can take it in between."""
+        assert self._rank == 0
+        listener = socket.create_server((host, 0))
+        port = listener.getsockname()[1]
+        # The store owns the descriptor from here on, and listens on this address alone.
+        self._store = TCPStore(
+            host,
+            port,
+            self._num_ranks,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=self._timeout,
+            master_listen_fd=listener.detach(),
+        )
+        return StoreAddress(host=host, port=port)
+
+    def join(self, address: StoreAddress) -> None:
+        """Initialise ``torch.distributed`` and prove it with one exchange. Blocks until all ranks are here."""
+        if self._store is None:
+            self._store = TCPStore(address.host, address.port, self._num_ranks, timeout=self._timeout)
+        is_cuda = self._device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo",
+            store=self._store,
+            rank=self._rank,
+            world_size=self._num_ranks,
+            timeout=self._timeout,
+            device_id=self._device if is_cuda else None,
+            pg_options=self._nccl.for_torch() if is_cuda else None,
+        )
+        self._prove()
+
+    def leave(self) -> None:
+        """Destroy the process group; all ranks do it together. The store lives as long as rank 0's process."""
+        dist.destroy_process_group()
+
+    def _prove(self) -> None:
+        total = torch.tensor([self._rank + 1], device=self._device)
+        dist.all_reduce(total)
+        expected = self._num_ranks * (self._num_ranks + 1) // 2
+        assert total.item() == expected, f"the first exchange gave {total.item()} and not {expected}"

@@ -1,0 +1,155 @@
+"""A gang's way to its first job: processes, communicator, weights, engines. Each has its deadline, all have pings."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from engines.core.logs import log_phase
+from engines.gang.config import BuiltRank, Clock, Environment, GangConfig, LoadRank
+from engines.gang.errors import GangBrokenError
+from engines.gang.metrics import observe_phase
+from engines.gang.placement import rank_strategy
+from engines.gang.rank import RankInfo
+
+PING_EVERY_S = 1.0
+
+
+class Start:
+    """Takes ``ranks`` that were just spawned through the phases of ``config``. Must be made in the gang's event loop.
+
+    A phase ends when all ranks are through. What one raises in it is raised here as it is; GangBrokenError for ranks
+    that are late, or answer no ping: a process that is stopped would hold up the others until the phase's deadline.
+    """
+
+    def __init__(
+        self,
+        config: GangConfig,
+        ranks: Sequence[Any],
+        clock: Clock,
+        model: str = "unnamed",
+        *,
+        is_forked: bool = False,
+    ) -> None:
+        self._config, self._ranks, self._clock, self._model = config, ranks, clock, model
+        self._silence_s = config.silence_s(is_forked=is_forked)
+        self._end_s = clock.now_s() + config.start_deadline_s
+        self._pings: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run(self, load: LoadRank) -> tuple[list[RankInfo], BuiltRank]:
+        """The ranks' infos, and what they tell of their parts, which are alike."""
+        config, ranks = self._config, self._ranks
+        try:
+            with self._timed("processes"):
+                process_s = config.process_deadline_s
+                await self._phase("start their processes", process_s, lambda rank: rank.ping.remote())
+                self._pings = asyncio.ensure_future(self._ping())
+                await self._phase("open their devices", process_s, lambda rank: rank.open.remote())
+            with self._timed("connect"):
+                infos = await self._connect()
+            with self._timed("load"):
+                await self._phase("load their weights", config.load_deadline_s, lambda rank: rank.load.remote(load))
+            with self._timed("build"):
+                build_s = config.build_deadline_s
+                built = await self._phase("build their engines", build_s, lambda rank: rank.build.remote())
+        finally:
+            self._pings.cancel()
+            await asyncio.gather(self._pings, return_exceptions=True)
+        assert len(built) == len(ranks)
+        return infos, built[0]
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Takes note of how long the block lasts, if nothing is raised in it."""
+        begun_s = self._clock.now_s()
+        yield
+        took_s = self._clock.now_s() - begun_s
+        observe_phase(self._model, phase, took_s)
+        log_phase(f"gang: {phase}", took_s, model=self._model)
+
+    async def _connect(self) -> list[RankInfo]:
+        started_s, deadline_s = self._clock.now_s(), self._config.connect_deadline_s
+        (address,) = await self._phase("connect", deadline_s, lambda rank: rank.open_store.remote(), self._ranks[:1])
+        left_s = deadline_s - (self._clock.now_s() - started_s)
+        return await self._phase("connect", left_s, lambda rank: rank.join.remote(address))
+
+    async def _phase(
+        self,
+        what: str,
+        deadline_s: float | None,
+        call: Callable[[Any], Awaitable[Any]],
+        ranks: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        at_most_s = max(0.0, min(math.inf if deadline_s is None else deadline_s, self._end_s - self._clock.now_s()))
+        answers = [asyncio.ensure_future(_answer(call(rank))) for rank in ranks or self._ranks]
+        together = asyncio.gather(*answers)
+        try:
+            with suppress(TimeoutError):
+                async with self._clock.timeout(at_most_s):
+                    await asyncio.wait((together, self._pings), return_when=asyncio.FIRST_COMPLETED)
+            if together.done():
+                return together.result()
+            if self._pings.done():
+                self._pings.result()
+            late = [rank for rank, answer in enumerate(answers) if not answer.done()]
+            raise GangBrokenError(f"ranks {late} did not {what} within {at_most_s:g} s", "deadline")
+        finally:
+            together.cancel()
+            await asyncio.gather(together, return_exceptions=True)
+
+    async def _ping(self) -> None:
+        """Return never; raises ``GangBrokenError`` when a rank answers no ping for as long as ranks may be silent."""
+        silence_s = self._silence_s
+        while True:
+            answers = [asyncio.ensure_future(_answer(rank.ping.remote())) for rank in self._ranks]
+            try:
+                with suppress(TimeoutError):
+                    async with self._clock.timeout(silence_s):
+                        await asyncio.wait(answers)
+                if silent := [rank for rank, answer in enumerate(answers) if not answer.done()]:
+                    raise GangBrokenError(f"ranks {silent} answered no ping for {silence_s:g} s", "deadline")
+                await asyncio.gather(*answers)
+            finally:
+                for answer in answers:
+                    answer.cancel()
+            with suppress(TimeoutError):
+                async with self._clock.timeout(PING_EVERY_S):
+                    await asyncio.Event().wait()
+
+
+async def _answer(ref: Awaitable[Any]) -> Any:
+    return await ref
+
+
+async def rank_environments(
+    config: GangConfig, group: PlacementGroup, environment: Callable[[], Environment] | None, clock: Clock
+) -> Sequence[Environment]:
+    """Variables for each rank, as ``environment`` answers on its node (where it may prepare files, too): what a rank
+    must find when its process starts, since the loader reads some of it once. ``GangBrokenError`` if that takes a node
+    longer than it may take to start one."""
+    if environment is None:
+        return [{}] * config.num_ranks
+    if config.num_nodes == 1:  # the group is packed: this process is on the node of its ranks
+        return [environment()] * config.num_ranks
+    firsts = [node * config.ranks_per_node for node in range(config.num_nodes)]
+    asked: Any = ray.remote(num_cpus=0)(_ask)
+    answers = [
+        asked.options(scheduling_strategy=rank_strategy(config, rank, group)).remote(environment) for rank in firsts
+    ]
+    within_s = config.process_deadline_s
+    try:
+        async with clock.timeout(within_s):
+            by_node: list[Environment] = await asyncio.gather(*answers)
+    except TimeoutError:
+        raise GangBrokenError(f"nodes did not say what their ranks need within {within_s:g} s", "deadline") from None
+    return [by_node[rank // config.ranks_per_node] for rank in range(config.num_ranks)]
+
+
+def _ask(environment: Callable[[], Environment]) -> Environment:
+    return environment()

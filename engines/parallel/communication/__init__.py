@@ -1,1 +1,0 @@
-"""What ranks talk over: their teams, the process groups of these, and collectives."""

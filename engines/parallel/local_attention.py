@@ -1,0 +1,186 @@
+"""Attention on one device: the best fused kernel that also returns the log-sum-exp."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from engines.core.attention import Kernel, Prefix
+from engines.core.layout import Rows
+from engines.core.torch_private import cpu_attention, cudnn_attention, efficient_attention, flash_attention
+from engines.parallel.flash3 import with_flash3
+
+MASKED = -65504.0
+"""Added to the score of a masked key: its exponential is 0 beside any other. Not -inf, of which cuDNN makes NaN where
+no key is left; float16 has nothing lower."""
+
+
+def local_kernel(device: torch.device | str, dtype: torch.dtype) -> Kernel:
+    """The kernel for a device type and dtype, chosen once.
+
+    CPU: flash. CUDA in half precision: cuDNN, or FlashAttention-2 where cuDNN has no kernel; in bfloat16
+    FlashAttention-3 where it is installed and runs; in float32: the memory-efficient kernel, the only fused one that
+    takes it. Other devices: plain attention in float32. All take grouped key heads, a mask and a prefix.
+    """
+    return _kernel_for(torch.device(device).type, dtype)
+
+
+@cache
+def _kernel_for(device_type: str, dtype: torch.dtype) -> Kernel:
+    if device_type == "cpu":
+        return cpu_flash
+    if device_type != "cuda":
+        return plain_attention
+    if dtype == torch.float32:
+        return cuda_efficient
+    fused = cudnn_flash if _cudnn_runs() else cuda_flash
+    return with_flash3(fused) if dtype == torch.bfloat16 else fused
+
+
+def plain_attention(
+    q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention written out in float32, for devices without a fused kernel (and as a reference in tests)."""
+    several = (q_BLHD, *as_many_as(q_BLHD, k_BMGD, v_BMGD))
+    q_BHLD, k_BHMD, v_BHMD = (x.transpose(1, 2).float() for x in several)
+    scores_BHLM = (q_BHLD @ k_BHMD.mT) * q_BHLD.shape[-1] ** -0.5
+    seen_BLM = _seen(mask_BM, prefix)
+    if seen_BLM is not None:
+        scores_BHLM = scores_BHLM.masked_fill(~seen_BLM[:, None], -torch.inf)
+    lse_BHL = scores_BHLM.logsumexp(-1)
+    base_BHL = lse_BHL if seen_BLM is None else finite(lse_BHL)
+    out_BHLD = (scores_BHLM - base_BHL[..., None]).exp() @ v_BHMD
+    return out_BHLD.transpose(1, 2).to(q_BLHD.dtype), lse_BHL
+
+
+def cpu_flash(
+    q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+) -> tuple[Tensor, Tensor]:
+    """PyTorch's CPU flash attention; reads and writes the strided ``BLHD`` layout without copies."""
+    seen_BLM = _seen(mask_BM, prefix)
+    out_BHLD, lse_BHL = cpu_attention(*_heads_first(q_BLHD, k_BMGD, v_BMGD), attn_mask=_bias(seen_BLM, q_BLHD.dtype))
+    return out_BHLD.transpose(1, 2), _without_keys(lse_BHL.float(), seen_BLM)
+
+
+def cudnn_flash(
+    q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+) -> tuple[Tensor, Tensor]:
+    """cuDNN's fused attention (bf16 and fp16); its log-sum-exp comes with a trailing dim of 1 in some versions."""
+    seen_BLM = _seen(mask_BM, prefix)
+    out_BHLD, lse, *_ = cudnn_attention(*_heads_first(q_BLHD, k_BMGD, v_BMGD), _bias(seen_BLM, q_BLHD.dtype), True)
+    return out_BHLD.transpose(1, 2), _without_keys(lse.reshape(out_BHLD.shape[:3]), seen_BLM)
+
+
+def cuda_flash(
+    q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+) -> tuple[Tensor, Tensor]:
+    """FlashAttention-2 as PyTorch ships it; it takes no mask and no prefix, so ``cuda_efficient`` works where there is
+    one."""
+    if mask_BM is not None or prefix is not None:
+        return cuda_efficient(q_BLHD, k_BMGD, v_BMGD, mask_BM=mask_BM, prefix=prefix)
+    out_BHLD, lse_BHL, *_ = flash_attention(*_heads_first(q_BLHD, k_BMGD, v_BMGD))
+    return out_BHLD.transpose(1, 2), lse_BHL
+
+
+def cuda_efficient(
+    q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+) -> tuple[Tensor, Tensor]:
+    """Memory-efficient attention, in any floating dtype; its log-sum-exp is padded along the tokens.
+
+    It knows no grouped heads, so those of the keys are repeated.
+    """
+    q_BHLD, k_BHMD, v_BHMD = _heads_first(q_BLHD, *as_many_as(q_BLHD, k_BMGD, v_BMGD))
+    seen_BLM = _seen(mask_BM, prefix)
+    bias = _bias(seen_BLM, q_BLHD.dtype)
+    bias_BHLM = None if bias is None else bias.expand(*q_BHLD.shape[:3], -1)
+    out_BHLD, lse_BHL, *_ = efficient_attention(q_BHLD, k_BHMD, v_BHMD, bias_BHLM, True)
+    return out_BHLD.transpose(1, 2), _without_keys(lse_BHL[..., : q_BLHD.shape[1]], seen_BLM)
+
+
+def repeat_heads(x_BMGD: Tensor, times: int) -> Tensor:
+    """Every head so often, one after another: what grouped query heads see (all as they are for 1)."""
+    if times == 1:
+        return x_BMGD
+    return x_BMGD[:, :, :, None].expand(-1, -1, -1, times, -1).flatten(2, 3)
+
+
+def as_many_as(q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with as many heads as the queries have."""
+    times = q_BLHD.shape[2] // k_BMGD.shape[2]
+    return repeat_heads(k_BMGD, times), repeat_heads(v_BMGD, times)
+
+
+def finite(lse_BHL: Tensor) -> Tensor:
+    """0 in place of the -inf of queries without keys: subtracted from -inf, it gives no NaN."""
+    return lse_BHL.masked_fill(lse_BHL == -torch.inf, 0.0)
+
+
+def crop_keys(kernel: Kernel, rows: Rows | None) -> Kernel:
+    """``kernel`` on the given rows of keys, their values, mask and places only (all for None: nothing is added)."""
+    if rows is None:
+        return kernel
+
+    def cropped(
+        q_BLHD: Tensor,
+        k_BMGD: Tensor,
+        v_BMGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        mask_BM = None if mask_BM is None else take_rows(mask_BM, rows)
+        prefix = None if prefix is None else prefix._replace(place_M=take_rows(prefix.place_M[None], rows)[0])
+        return kernel(q_BLHD, take_rows(k_BMGD, rows), take_rows(v_BMGD, rows), mask_BM=mask_BM, prefix=prefix)
+
+    return cropped
+
+
+def take_rows(x_BM: Tensor, rows: Rows) -> Tensor:
+    """Returns those rows along the second dim of ``x_BM`` or ``x_BMHD``."""
+    pieces = [x_BM[:, start:stop] for start, stop in rows]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+
+def _heads_first(*several_BLHD: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x_BLHD.transpose(1, 2) for x_BLHD in several_BLHD)
+
+
+def _seen(mask_BM: Tensor | None, prefix: Prefix | None) -> Tensor | None:
+    """True where a query attends to a key (None: everywhere), as (B or 1, L or 1, M): what is alike is there once."""
+    if prefix is None:
+        return None if mask_BM is None else mask_BM[:, None]
+    seen_LM = prefix.place_M < prefix.reach_L[:, None]
+    return seen_LM[None] if mask_BM is None else mask_BM[:, None] & seen_LM
+
+
+def _bias(seen_BLM: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """What fused kernels add to the scores, with one head: 0 for keys that are attended, ``MASKED`` for others.
+
+    Rows begin at multiples of 16 elements, which some kernels ask for.
+    """
+    if seen_BLM is None:
+        return None
+    num_keys = seen_BLM.shape[2]
+    bias_BLM = torch.zeros_like(seen_BLM, dtype=dtype).masked_fill(~seen_BLM, MASKED)
+    return functional.pad(bias_BLM, (0, -num_keys % 16))[:, None, :, :num_keys]
+
+
+def _without_keys(lse_BHL: Tensor, seen_BLM: Tensor | None) -> Tensor:
+    """``lse`` with -inf for queries that no key is left for: fused kernels put there what they like."""
+    return lse_BHL if seen_BLM is None else lse_BHL.masked_fill(~seen_BLM.any(2)[:, None], -torch.inf)
+
+
+def _cudnn_runs() -> bool:
+    """Whether cuDNN attention accepts a typical call; an old cuDNN or GPU says no when it is called."""
+    q_BHLD = torch.zeros(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
+    try:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            torch.nn.functional.scaled_dot_product_attention(q_BHLD, q_BHLD, q_BHLD)
+    except RuntimeError:
+        return False
+    return True

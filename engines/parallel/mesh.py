@@ -1,0 +1,211 @@
+"""Teams: which ranks of a gang may work together on a step, and the process groups between them.
+
+Making a process group is collective over the whole gang, so all of them are made at start, on every rank in the same
+order. A step then only looks its team up.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from engines.core.resources import rank_resources
+from engines.core.spec import AXES, ParallelSpec, aligned_runs
+from engines.parallel.collectives import Axis
+
+MAX_CTAS = 64
+"""The most that NCCL takes for one exchange."""
+
+_LIMITS = ("min_ctas", "max_ctas")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NcclOptions:
+    """``high_priority``: exchanges run on a stream that the GPU serves first, so that work beside them cannot hold
+    them up. ``min_ctas`` and ``max_ctas`` bound how many thread blocks (and so multiprocessors) an exchange takes;
+    None leaves it to NCCL. See ``torch.distributed.ProcessGroupNCCL.Options`` and NCCL's ``ncclConfig_t``.
+    """
+
+    high_priority: bool = True
+    min_ctas: int | None = None
+    max_ctas: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in _LIMITS:
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MAX_CTAS:
+                raise ValueError(f"{name} is {value}; it must be 1 to {MAX_CTAS}")
+        if self.min_ctas is not None and self.max_ctas is not None and self.min_ctas > self.max_ctas:
+            raise ValueError(f"min_ctas {self.min_ctas} is above max_ctas {self.max_ctas}")
+
+    def for_torch(self) -> Any:
+        """``pg_options`` for ``init_process_group`` and ``new_group``."""
+        from torch.distributed import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority)
+        for name in _LIMITS:
+            if getattr(self, name) is not None:
+                setattr(options.config, name, getattr(self, name))
+        return options
+
+
+DEFAULT_OPTIONS = NcclOptions()
+
+
+def inherited_options() -> Any:
+    """``pg_options`` for a group between some ranks: those of the gang's own group. None unless that is NCCL's."""
+    import torch.distributed as dist
+
+    from engines.core.torch_private import default_nccl_options
+
+    if dist.get_backend() != "nccl":
+        return None
+    given = default_nccl_options()
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.is_high_priority_stream)
+    for name in _LIMITS:
+        setattr(options.config, name, getattr(given.config, name))
+    return options
+
+
+ALONE = Axis(ranks=(0,), index=0)
+_CONTEXT = ("ring", "allgather_kv", "ulysses")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Team:
+    """The ranks of one step as their member ``rank`` sees them: an ``Axis`` per strategy.
+
+    ``context`` runs over all ranks that hold different tokens of the same branch and the same weights, in chunk order.
+    ``before`` and ``after`` join this stage of a pipeline and its neighbour (earlier stage first), if there is one.
+    """
+
+    ranks: tuple[int, ...]
+    spec: ParallelSpec
+    guidance: Axis
+    ring: Axis
+    allgather_kv: Axis
+    ulysses: Axis
+    tensor: Axis
+    context: Axis
+    pipeline: Axis = ALONE
+    before: Axis | None = None
+    after: Axis | None = None
+
+
+class Groups:
+    """Process groups by the ranks in them. Every rank of the gang asks for the same ones in the same order."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._names: dict[tuple[int, ...], str] = {}
+
+    @staticmethod
+    def of_gang() -> Groups:
+        """The groups that all in this process share, for as long as the default process group lives.
+
+        Call ``engines.parallel.early_start.gang_groups``, which waits for those that are being made.
+        """
+        if not dist.is_initialized():
+            return Groups(1)
+        world = dist.group.WORLD
+        assert world is not None
+        return rank_resources().get(GroupsOfWorlds).setdefault(world, Groups(world.size()))
+
+    def name(self, ranks: tuple[int, ...]) -> str:
+        """Made at the first call, which is collective over the gang. A rank alone needs no group."""
+        if len(ranks) == 1:
+            return ""
+        if ranks not in self._names:
+            self._names[ranks] = new_group(ranks, self._num_ranks)
+        return self._names[ranks]
+
+
+class GroupsOfWorlds(WeakKeyDictionary[dist.ProcessGroup, Groups]):
+    """The shared groups by default process group: there is a new one whenever ``torch.distributed`` begins anew."""
+
+
+class Teams:
+    """All teams that a gang may form: ``specs`` on every aligned run of ranks (0-1, 2-3, 0-3 in a gang of four)."""
+
+    def __init__(self, *, rank: int, num_ranks: int, specs: Iterable[ParallelSpec], groups: Groups) -> None:
+        self._rank = rank
+        self._groups = groups
+        self._teams: dict[tuple[tuple[int, ...], ParallelSpec], Team] = {}
+        for spec in sorted(set(specs), key=lambda spec: (spec.num_ranks, spec.name)):
+            for ranks in aligned_runs(num_ranks, spec.num_ranks):
+                self._form(ranks, spec)
+
+    def team(self, ranks: tuple[int, ...], spec: ParallelSpec) -> Team:
+        """The team of ``ranks``, of which the caller is one, for ``spec``. Asks nobody: it was formed at start."""
+        team = self._teams.get((ranks, spec))
+        if team is None:
+            known = ", ".join(f"{ranks} {spec.name}" for ranks, spec in self._teams)
+            raise ValueError(f"rank {self._rank} is in no team {ranks} for {spec.name}; its teams are: {known}")
+        return team
+
+    def all(self) -> tuple[Team, ...]:
+        """The caller's teams, narrow ones first."""
+        return tuple(self._teams.values())
+
+    def _form(self, ranks: tuple[int, ...], spec: ParallelSpec) -> None:
+        for axes in ((axis,) for axis in AXES):
+            self._make_groups(ranks, spec, axes)
+        self._make_groups(ranks, spec, _CONTEXT)
+        for line in lines(ranks, spec, ("pipeline",)):
+            for pair in itertools.pairwise(line):
+                self._groups.name(pair)
+        if self._rank in ranks:
+            axes_of = {axis: self._axis(ranks, spec, (axis,)) for axis in AXES}
+            context = self._axis(ranks, spec, _CONTEXT)
+            before, after = self._neighbours(axes_of["pipeline"])
+            self._teams[ranks, spec] = Team(
+                ranks=ranks, spec=spec, context=context, before=before, after=after, **axes_of
+            )
+
+    def _neighbours(self, pipeline: Axis) -> tuple[Axis | None, Axis | None]:
+        at, pairs = pipeline.index, itertools.pairwise(pipeline.ranks)
+        axes = [Axis(ranks=pair, index=0, group=self._groups.name(pair)) for pair in pairs]
+        before = replace(axes[at - 1], index=1) if at else None
+        after = axes[at] if at < len(axes) else None
+        return before, after
+
+    def _make_groups(self, ranks: tuple[int, ...], spec: ParallelSpec, axes: tuple[str, ...]) -> None:
+        for line in lines(ranks, spec, axes):
+            self._groups.name(line)
+
+    def _axis(self, ranks: tuple[int, ...], spec: ParallelSpec, axes: tuple[str, ...]) -> Axis:
+        line = next(line for line in lines(ranks, spec, axes) if self._rank in line)
+        return Axis(ranks=line, index=line.index(self._rank), group=self._groups.name(line))
+
+
+def lines(ranks: tuple[int, ...], spec: ParallelSpec, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+    """The groups of ranks that differ only in their place on ``axes``, when ``ranks`` fill the mesh in order."""
+    members: dict[tuple[int, ...], list[int]] = {}
+    places = itertools.product(*(range(spec.degree(axis)) for axis in AXES))
+    for rank, place in zip(ranks, places, strict=True):
+        elsewhere = tuple(index for axis, index in zip(AXES, place, strict=True) if axis not in axes)
+        members.setdefault(elsewhere, []).append(rank)
+    return (tuple(line) for line in members.values())
+
+
+def new_group(ranks: tuple[int, ...], num_ranks: int) -> str:
+    """The name of a process group; every rank of the gang must make this call."""
+    if not dist.is_initialized():
+        raise ValueError(f"torch.distributed must be initialised before a team of ranks {ranks} can be formed")
+    if len(ranks) == num_ranks:
+        assert dist.group.WORLD is not None
+        return str(dist.group.WORLD.group_name)
+    group = dist.new_group(list(ranks), pg_options=inherited_options())
+    return str(group.group_name) if isinstance(group, dist.ProcessGroup) else ""
+
+
+def team_of_one(rank: int = 0) -> Team:
+    """The team in which a rank works alone; needs no process group."""
+    alone = Axis(ranks=(rank,), index=0)
+    axes: Mapping[str, Axis] = dict.fromkeys(AXES, alone)
+    return Team(ranks=(rank,), spec=ParallelSpec(), context=alone, **axes)

@@ -1,0 +1,127 @@
+"""The attention kernel of a team: strategies wrapped round one another; ring attention and AllGather-KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engines.core.attention import Kernel, Prefix
+from engines.core.layout import Rows, TokenLayout
+from engines.parallel.collectives import (
+    Axis,
+    all_gather,
+    gather_masks,
+    gather_places,
+    join_masks,
+    join_places,
+    start_rotation,
+    wait,
+)
+from engines.parallel.local_attention import crop_keys, finite
+from engines.parallel.mesh import Team
+from engines.parallel.ulysses import ulysses, ulysses_in_parts
+
+
+def ring(kernel: Kernel, axis: Axis, rows: tuple[Rows | None, ...]) -> Kernel:
+    """``kernel`` over the keys of every rank of the axis, one rank's share after the other.
+
+    ``rows[j]`` are the valid rows of rank j's keys (None: all; empty: that turn is passed over). The next share is
+    under way while attention works on the present one; partial results are merged in float32. Masks and places are so
+    small that all are there before the first turn.
+    """
+    sources = tuple((axis.index - turn) % axis.size for turn in range(axis.size))
+    turns = tuple(_turn(kernel, rows[source]) for source in sources)
+
+    def travelled(
+        q_BLHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        masks_NBM = None if mask_BM is None else gather_masks(mask_BM, axis)
+        places_NM = None if prefix is None else gather_places(prefix.place_M, axis)
+        merged: tuple[Tensor, Tensor] | None = None
+        here = torch.stack((k_BLGD, v_BLGD))
+        for number, (source, turn) in enumerate(zip(sources, turns, strict=True)):
+            last = number == len(turns) - 1
+            coming = here if last else start_rotation(here, axis)
+            if turn is not None:
+                mask = None if masks_NBM is None else masks_NBM[source]
+                seen = None if prefix is None or places_NM is None else prefix._replace(place_M=places_NM[source])
+                part = turn(q_BLHD, here[0], here[1], mask_BM=mask, prefix=seen)
+                merged = _merge(merged, part, masked=mask is not None or seen is not None)
+            here = here if last else wait(coming)
+        assert merged is not None, "every rank's keys are padding"
+        return merged[0].to(q_BLHD.dtype), merged[1]
+
+    return travelled
+
+
+def _turn(kernel: Kernel, rows: Rows | None) -> Kernel | None:
+    return None if rows == () else crop_keys(kernel, rows)
+
+
+def _merge(merged: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor], *, masked: bool) -> tuple[Tensor, Tensor]:
+    return (part[0].float(), part[1]) if merged is None else merge(*merged, *part, masked=masked)
+
+
+def merge(
+    outA_BLHD: Tensor, lseA_BHL: Tensor, outB_BLHD: Tensor, lseB_BHL: Tensor, *, masked: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Attention over two disjoint sets of keys together, from its results over each (arXiv:1805.02867), in float32.
+
+    ``masked``: either set, or both, may be empty, with an ``lse`` of -inf.
+    """
+    lse_BHL = torch.logaddexp(lseA_BHL, lseB_BHL)
+    base_BHL = finite(lse_BHL) if masked else lse_BHL
+    shareA_BLH1 = (lseA_BHL - base_BHL).exp().mT[..., None]
+    shareB_BLH1 = (lseB_BHL - base_BHL).exp().mT[..., None]
+    return outA_BLHD.float() * shareA_BLH1 + outB_BLHD.float() * shareB_BLH1, lse_BHL
+
+
+def allgather_kv(kernel: Kernel, axis: Axis) -> Kernel:
+    """``kernel`` of my queries over the keys of all ranks of the axis, in rank order. Any number of heads will do."""
+
+    def gathered(
+        q_BLHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        all_N2BLGD = all_gather(torch.stack((k_BLGD, v_BLGD)), axis)
+        k_BMGD, v_BMGD = all_N2BLGD.permute(1, 2, 0, 3, 4, 5).flatten(2, 3).unbind(0)
+        mask_BM = None if mask_BM is None else join_masks(mask_BM, axis)
+        prefix = None if prefix is None else prefix._replace(place_M=join_places(prefix.place_M, axis))
+        return kernel(q_BLHD, k_BMGD, v_BMGD, mask_BM=mask_BM, prefix=prefix)
+
+    return gathered
+
+
+MakeKernel = Callable[[Kernel, Team, TokenLayout], Kernel]
+"""Attention over the tokens of a team, from attention on one device."""
+
+
+def team_kernel(local: Kernel, team: Team, layout: TokenLayout, *, num_parts: int = 1) -> Kernel:
+    """``local`` made to attend over the tokens of the whole team: ulysses(ring(local)), ulysses(allgather_kv(local)).
+
+    Padded keys are dropped by the innermost layer, where it is known which rows they are. With ``num_parts`` above 1
+    ulysses exchanges the heads in so many parts.
+    """
+    inner = team.ulysses.size
+    if team.ring.size > 1:
+        rows = tuple(layout.valid_rows(turn * inner, inner) for turn in range(team.ring.size))
+        kernel = ring(local, team.ring, rows)
+    else:
+        kernel = crop_keys(local, layout.valid_rows(0, layout.num_chunks))
+        kernel = allgather_kv(kernel, team.allgather_kv) if team.allgather_kv.size > 1 else kernel
+    if inner == 1:
+        return kernel
+    return ulysses(kernel, team.ulysses) if num_parts == 1 else ulysses_in_parts(kernel, team.ulysses, num_parts)

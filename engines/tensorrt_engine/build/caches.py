@@ -1,0 +1,121 @@
+"""Engine files and exports on disk: made once for all processes, whole or absent, found again at the next start."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from engines.core.storage import get_or_make, write_atomically
+from engines.tensorrt_engine.build.bindings import load_bindings
+from engines.tensorrt_engine.build.builder import BuildOptions, Built, build
+from engines.tensorrt_engine.build.progress import ProgressBar
+from engines.tensorrt_engine.export.graph import EngineGraph
+
+DEFAULT_FOLDER = Path.home() / ".cache" / "troupe" / "engines"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineKey:
+    """Everything that decides an engine file. ``options`` holds target, profiles and flags as one line of text."""
+
+    graph_digest: str
+    strategy: str
+    num_ranks: int
+    precision: str
+    options: str
+    product: str
+    version: str
+
+    @classmethod
+    def of(cls, graph: bytes, *, strategy: str, num_ranks: int, precision: str, options: BuildOptions) -> EngineKey:
+        bindings = load_bindings()
+        return cls(
+            graph_digest=hashlib.sha256(graph).hexdigest(),
+            strategy=strategy,
+            num_ranks=num_ranks,
+            precision=precision,
+            options=json.dumps(dataclasses.asdict(options) | {"timing_cache_dir": None}, sort_keys=True),
+            product=bindings.product,
+            version=bindings.version,
+        )
+
+    @property
+    def target(self) -> str:
+        target = json.loads(self.options)["target"]
+        return f"sm{target['major']}{target['minor']}"
+
+    def digest(self) -> str:
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CachedEngine:
+    """An engine file whose checksum was right when it was read. ``sha256`` is what the ranks of a gang compare."""
+
+    engine_file: bytes
+    sha256: str
+    key: EngineKey
+    build_s: float
+    was_cached: bool
+    path: Path
+
+
+class EngineCache:
+    """A folder of ``.engine`` files, each with an ``.engine.json``, written last, of its key and checksum."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def get_or_build(self, key: EngineKey, build: Callable[[], Built]) -> CachedEngine:
+        """Returns the stored engine, or ``build()``'s. Of processes that ask at once one builds, the others wait."""
+        path = self._folder / f"{key.digest()[:32]}.engine"
+        record = path.with_name(f"{path.name}.json")
+
+        def make() -> CachedEngine:
+            built = build()
+            sha256 = hashlib.sha256(built.engine_file).hexdigest()
+            write_atomically(path, built.engine_file)
+            manifest = {"key": dataclasses.asdict(key), "sha256": sha256, "build_s": built.build_s}
+            write_atomically(record, json.dumps(manifest, indent=1).encode())
+            return CachedEngine(
+                engine_file=built.engine_file,
+                sha256=sha256,
+                key=key,
+                build_s=built.build_s,
+                was_cached=False,
+                path=path,
+            )
+
+        return get_or_make(record, lambda _: _read(path, record, key), make)
+
+
+def _read(path: Path, record: Path, key: EngineKey) -> CachedEngine:
+    """Returns the stored engine. ValueError, KeyError, TypeError or FileNotFoundError where it cannot be used."""
+    manifest = json.loads(record.read_text())
+    if manifest["key"] != dataclasses.asdict(key):
+        raise ValueError("the key inside is another's")
+    sha256, build_s, engine_file = str(manifest["sha256"]), float(manifest["build_s"]), path.read_bytes()
+    if hashlib.sha256(engine_file).hexdigest() != sha256:
+        raise ValueError(f"{path.name} has another checksum")
+    return CachedEngine(engine_file=engine_file, sha256=sha256, key=key, build_s=build_s, was_cached=True, path=path)
+
+
+def cached_engine(
+    graph: EngineGraph,
+    options: BuildOptions,
+    cache: EngineCache,
+    *,
+    strategy: str,
+    precision: str,
+    visible: bool = False,
+) -> CachedEngine:
+    """Returns the graph's engine for its own profiles, built if the cache has none. Raises as ``build`` does."""
+    serialized, options = graph.serialized(), dataclasses.replace(options, profiles=graph.profiles)
+    num_ranks = graph.num_ranks
+    key = EngineKey.of(serialized, strategy=strategy, num_ranks=num_ranks, precision=precision, options=options)
+    return cache.get_or_build(key, lambda: build(serialized, options, bar=ProgressBar(visible=visible)))

@@ -1,1 +1,0 @@
-"""ONNX as TensorRT takes it: graphs of traced cores, and collectives as nodes in them."""

@@ -1,1 +1,0 @@
-"""A traced forward, taken apart where tokens are cut and joined."""

@@ -1,0 +1,125 @@
+"""A transformer's layers for hand-ordered steps: stacked GEMMs, and the modulation of all blocks in one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.core.model import Precision
+from engines.fast.blocks import Pair
+from engines.fast.gemm import ALL, Activation, Gemm, WeightPart, make_gemm, stack
+from engines.fast.kernels import Modulation
+
+
+def gemm(linear: Any, precision: Precision, activation: Activation = "gelu") -> Gemm:
+    return make_gemm(linear.weight, linear.bias, precision, activation, parts=(WeightPart(parameter=linear.weight),))
+
+
+def part_gemm(
+    linear: Any,
+    precision: Precision,
+    activation: Activation = "gelu",
+    *,
+    rows: slice = ALL,
+    columns: slice = ALL,
+    bias_N: Tensor | None = None,
+) -> Gemm:
+    """Returns one for some outputs or some inputs of ``linear``, with the bias that is given."""
+    part = WeightPart(parameter=linear.weight, rows=rows, columns=columns)
+    return make_gemm(part.of(linear.weight), bias_N, precision, activation, parts=(part,))
+
+
+def stacked(linears: Sequence[Any], precision: Precision, activation: Activation = "gelu") -> Gemm:
+    """Returns one GEMM for all ``linears``, whose parameters become views of its own."""
+    parts = [WeightPart(parameter=linear.weight) for linear in linears]
+    return make_gemm(*stack(linears), precision, activation, parts=parts)
+
+
+def pair(text: Any, image: Any, precision: Precision, activation: Activation = "gelu") -> Pair:
+    return Pair(gemm(text, precision, activation), gemm(image, precision, activation))
+
+
+def joint_projections(attn: Any, precision: Precision) -> Pair:
+    """Returns those to queries, keys and values of diffusers' joint attention."""
+    text = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+    return Pair(stacked(text, precision), stacked((attn.to_q, attn.to_k, attn.to_v), precision))
+
+
+def joint_norms(attn: Any) -> Tensor:
+    """Returns ``head_norms_S2D`` of diffusers' joint attention: the text's, then the image's."""
+    return torch.stack((norms(attn.norm_added_q, attn.norm_added_k), norms(attn.norm_q, attn.norm_k)))
+
+
+def norms(norm_q: Any, norm_k: Any) -> Tensor:
+    return torch.stack((norm_q.weight, norm_k.weight))
+
+
+DUAL_VECTORS, SINGLE_VECTORS, LAST_VECTORS = 12, 3, 2
+"""Dual: (shift, scale, gate) of attention, then of the MLP, each for text and image. Last norm: scale, shift."""
+
+
+def vectors_of(linear: Any, active_BC: Tensor) -> Tensor:
+    """Returns ``vectors_VBC``: the layer's output features, cut into vectors of as many channels as it reads."""
+    out_BE: Tensor = linear(active_BC)
+    batch, channels = active_BC.shape
+    return out_BE.view(batch, -1, channels).transpose(0, 1)
+
+
+def dual_vectors(text: Any, image: Any, active_BC: Tensor) -> Tensor:
+    """Returns those of a dual-stream block, whose two layers give (shift, scale, gate) of attention and of the MLP."""
+    return torch.stack((vectors_of(text, active_BC), vectors_of(image, active_BC)), dim=1).flatten(0, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockVectors:
+    """``vectors_VBC`` by place: of dual blocks, of single blocks, of the last norm. Implements ``BlockModulation``.
+
+    If they are ``shared``, all dual blocks have the same ones, and so have all single blocks. ``first_rows`` rows are
+    text.
+    """
+
+    vectors_VBC: Tensor
+    num_duals: int
+    num_singles: int
+    shared: bool
+    first_rows: int
+
+    def first(self) -> Modulation:
+        return self._start_of(0)
+
+    def dual_middle(self, index: int) -> tuple[Tensor, Modulation]:
+        kinds = self._dual_kinds(index)
+        return kinds[2], self._modulation(kinds[3], kinds[4])
+
+    def dual_end(self, index: int) -> tuple[Tensor, Modulation]:
+        return self._dual_kinds(index)[5], self._start_of(index + 1)
+
+    def single_end(self, index: int) -> tuple[Tensor, Modulation]:
+        return self._single_kinds(index)[2], self._start_of(self.num_duals + index + 1)
+
+    def _start_of(self, index: int) -> Modulation:
+        if index < self.num_duals:
+            kinds = self._dual_kinds(index)
+            return self._modulation(kinds[0], kinds[1])
+        if index < self.num_duals + self.num_singles:
+            kinds = self._single_kinds(index - self.num_duals)
+            return self._modulation(kinds[0], kinds[1])
+        scale_1BC, shift_1BC = self.vectors_VBC[-LAST_VECTORS:].unsqueeze(1)
+        return self._modulation(shift_1BC, scale_1BC)
+
+    def _modulation(self, shift_SBC: Tensor, scale_SBC: Tensor) -> Modulation:
+        return Modulation(shift_SBC=shift_SBC, scale_SBC=scale_SBC, first_rows=self.first_rows)
+
+    def _dual_kinds(self, index: int) -> Tensor:
+        start = 0 if self.shared else index * DUAL_VECTORS
+        vectors_VBC = self.vectors_VBC[start : start + DUAL_VECTORS]
+        return vectors_VBC.view(6, 2, *vectors_VBC.shape[1:])
+
+    def _single_kinds(self, index: int) -> Tensor:
+        num_before = 1 if self.shared else self.num_duals
+        start = num_before * DUAL_VECTORS + (0 if self.shared else index * SINGLE_VECTORS)
+        return self.vectors_VBC[start : start + SINGLE_VECTORS].unsqueeze(1)

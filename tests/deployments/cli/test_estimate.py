@@ -1,0 +1,268 @@
+"""``troupe estimate`` for shipped, published and own models: the table, the document, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import Result
+
+from pipelines.loading import published_models
+from tests.deployments.support.commands import troupe
+
+
+@pytest.fixture(autouse=True)
+def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
+def estimate(*args: str) -> Result:
+    return troupe("estimate", *args)
+
+
+def document(*args: str) -> dict[str, Any]:
+    result = estimate(*args, "--json")
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_the_table_shows_every_candidate_and_why_one_was_chosen() -> None:
+    result = estimate("--model", "FLUX.1-dev", "--size", "1024x1024", "--ranks", "4", "--machine", "h200")
+    assert result.exit_code == 0, result.output
+    for part in ("ulysses4 *", "ring4", "allgather_kv4", "tensor4", "pipeline4", "512 text + 4096 image", "GiB"):
+        assert part in result.output
+    assert "* ulysses4: the fastest of 14" in result.output
+    assert "all_to_all/4: 12.0 us + 320 GB/s" in result.output
+
+
+def test_a_published_model_by_its_hub_id_with_its_branches_and_frames() -> None:
+    found = document(
+        "--model", "Wan-AI/Wan2.1-T2V-14B-Diffusers", "--size", "832x480", "--frames", "81", "--ranks", "4"
+    )
+    assert found["tokens"] == {"video": 21 * 30 * 52}
+    assert found["num_branches"] == 2
+    assert found["chosen"].startswith("guidance2x")
+    by_name = {candidate["strategy"]: candidate for candidate in found["candidates"]}
+    assert by_name["tensor4"]["memory_bytes"] < 0.6 * by_name["ulysses4"]["memory_bytes"], "weights are divided"
+    alone = document("--model", "Wan2.1-T2V-14B", "--size", "832x480", "--no-guidance", "--ranks", "4")
+    assert not any("guidance" in candidate["strategy"] for candidate in alone["candidates"])
+
+
+def test_weights_are_divided_where_whole_ones_do_not_fit(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from engines.planner.machine import H200
+
+    small = tmp_path / "small.json"
+    small.write_text(replace(H200, name="small", memory_bytes=20 * 2**30).to_json())
+    found = document("--model", "FLUX.1-dev", "--ranks", "4", "--machine", str(small))
+    assert "tensor" in found["chosen"]
+    assert "fits 90% of 20.0 GiB" in found["reason"]
+
+
+def test_quantised_linears_are_faster_and_lie_beside_the_others() -> None:
+    native, fp8 = (document("--model", "FLUX.1-dev", "--precision", name) for name in ("native", "fp8"))
+    assert fp8["candidates"][0]["products_ms"] < 0.8 * native["candidates"][0]["products_ms"]
+    assert fp8["candidates"][0]["memory_bytes"] > native["candidates"][0]["memory_bytes"]
+
+
+FLUX_1, KLEIN = ("--model", "FLUX.1-dev"), ("--model", "FLUX.2-klein-4B")
+
+
+@pytest.mark.parametrize(
+    ("args", "measured_s"),
+    [
+        ((*FLUX_1, "--steps", "28", "--machine", "h200"), 3.51),
+        ((*FLUX_1, "--steps", "28", "--machine", "h200", "--ranks", "2"), 2.05),
+        ((*FLUX_1, "--steps", "28", "--machine", "h100", "--ranks", "4"), 1.15),
+        ((*KLEIN, "--steps", "4", "--machine", "h100"), 0.38),
+    ],
+)
+def test_a_whole_picture_takes_about_what_was_measured(args: tuple[str, ...], measured_s: float) -> None:
+    """Through HTTP, within a quarter: benchmarks/reports/application_one_h200_2026-11-24.md,
+    application_h200_2026-11-23.md, quad_h100_2026-11-26.md and sweep.jsonl."""
+    request = document(*args, "--size", "1024x1024")["request"]
+    assert request["total_s"] == pytest.approx(measured_s, rel=0.25)
+    parts = request["encode_s"] + request["num_steps"] * request["step_s"] + request["decode_s"]
+    assert request["total_s"] == pytest.approx(parts)
+    assert "waiting" in request["not_counted"]
+
+
+@pytest.mark.parametrize(
+    ("args", "measured_gib"),
+    [
+        ((*FLUX_1, "--machine", "h200", "--ranks", "2"), 42.4),
+        ((*KLEIN, "--machine", "h100"), 29.1),
+        (("--model", "HunyuanVideo-1.5-480p_t2v", "--machine", "h200"), 50.5),
+    ],
+)
+def test_parts_together_take_no_more_than_was_held(args: tuple[str, ...], measured_gib: float) -> None:
+    """On the first GPU of the whole application, whose allocators keep what they were once given; the same reports."""
+    memory = document(*args)["memory"]
+    assert 0.65 * measured_gib < memory["total_gib"] <= measured_gib
+    assert sum(memory["gib"].values()) == pytest.approx(memory["total_gib"])
+
+
+def test_a_model_that_fits() -> None:
+    result = estimate(*KLEIN, "--machine", "rtx-4090")
+    assert result.exit_code == 0, result.output
+    assert "fits 23.7 GiB a GPU (21.3 of them usable): 19." in result.output
+    assert "published, not measured" in result.output
+    assert "published in: NVIDIA Ada GPU architecture white paper" in result.output
+
+
+def test_what_does_not_fit_does_with_the_change_that_is_named() -> None:
+    """The division that is named, estimated by itself, and beside it what the change leaves on the GPU."""
+    memory = document(*FLUX_1, "--machine", "rtx-4090")["memory"]
+    assert not memory["fits"]
+    assert "does not fit 23.7 GiB a GPU (21.3 of them usable)" in memory["sentence"]
+    change = memory["changes"][0]
+    assert change["words"] == [
+        "--ranks 2",
+        "denoiser.strategy: tensor2",
+        "text_encoder.num_gpus: 0, on slow CPU cores",
+    ]
+    assert " and ".join(change["words"]) in memory["sentence"]
+    again = document(*FLUX_1, "--machine", "rtx-4090", "--ranks", "2")
+    (tensor,) = (one["memory_bytes"] / 2**30 for one in again["candidates"] if one["strategy"] == "tensor2")
+    gib = again["memory"]["gib"]
+    two_processes = gib["processes"] * 2 / 3
+    assert change["gib"] == pytest.approx(tensor + gib["decoder: vae"] + gib["decode"] + two_processes, abs=0.01)
+    assert change["gib"] <= memory["usable_gib"]
+
+
+def test_any_number_of_ranks_without_nvlink() -> None:
+    found = document(*FLUX_1, "--ranks", "3", "--machine", "L40S")
+    assert found["num_ranks"] == 3
+    assert {"ulysses3", "pipeline3"} <= {one["strategy"] for one in found["candidates"]}
+    assert found["machine"]["source"] == "NVIDIA L40S data sheet"
+
+
+def test_steps_size_and_frames_are_the_models_own() -> None:
+    found = document("--model", "Wan2.1-T2V-1.3B", "--machine", "h200")
+    assert (found["size"], found["num_frames"], found["request"]["num_steps"]) == ("832x480", 81, 50)
+
+
+def test_nothing_is_printed_but_the_document() -> None:
+    """In a process of its own: libraries warn once, as they are imported."""
+    command = [sys.executable, "-m", "deployments.cli.main", "estimate", *KLEIN, "--machine", "h200", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.stderr == ""
+    assert json.loads(ended.stdout)["model"] == "FLUX.2-klein-4B"
+
+
+def test_a_measurement_is_kept_and_used_again(data_dir: Path) -> None:
+    measured = document("--model", "flux-shapes", "--size", "128x128", "--ranks", "2", "--measure")
+    (file,) = (data_dir / "machines").iterdir()
+    assert str(file) in measured["origin"]
+    assert measured["machine"]["name"].startswith("cpu")
+    again = document("--model", "flux-shapes", "--ranks", "2", "--dtype", "float32")
+    assert again["machine"] == measured["machine"]
+    by_file = document("--model", "flux-shapes", "--ranks", "2", "--machine", str(file))
+    assert by_file["machine"] == measured["machine"]
+
+
+def test_a_folder(pictures: Path) -> None:
+    assert document("--model", str(pictures), "--size", "64x64")["tokens"]["image"] == 64
+
+
+ALONE = ("ideogram-4", "stable-diffusion-3.5-medium", "stable-diffusion-xl-base-1.0")
+"""On one rank a gang."""
+QUICK = ("ERNIE-Image", "Helios-Base", "Qwen-Image-2.1", "Z-Image")
+"""Those whose forwards ask for what "meta" tensors have not, and one of another model's architecture."""
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in published_models() if one not in QUICK)]
+)
+def test_every_published_model_is_known(name: str) -> None:
+    if name in ALONE:
+        assert f"divide {CLASSES[name]} over 2 ranks" in mistake("--model", name, "--ranks", "2")
+        return
+    found = document("--model", name, "--ranks", "2", "--machine", "h200")
+    assert max(found["tokens"].values()) > 1000
+    assert found["candidates"][0]["total_ms"] > 1
+    assert found["chosen"] != "single"
+
+
+CLASSES = dict(
+    zip(ALONE, ("Ideogram4Transformer2DModel", "SD3Transformer2DModel", "UNet2DConditionModel"), strict=True)
+)
+
+
+@pytest.mark.slow
+def test_a_model_whose_tokens_are_not_divided_is_given_no_such_way() -> None:
+    alone = document("--model", "stable-diffusion-3.5-medium", "--ranks", "1", "--machine", "h200")
+    assert [one["strategy"] for one in alone["candidates"]] == ["single"]
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "gib", "parts"),
+    [
+        ("stable-diffusion-xl-base-1.0", "2.6 B parameters, 4.8 GiB on the one rank", 4.8, "and fit 139.0 GiB"),
+        ("ideogram-4", "18.6 B parameters, 34.6 GiB on the one rank", 34.6, "without text_encoder, of unknown size"),
+    ],
+)
+def test_of_a_model_whose_steps_nobody_knows_it_says_what_it_weighs(
+    model: str, weights: str, gib: float, parts: str
+) -> None:
+    told = estimate("--model", model)
+    assert told.exit_code == 0, told.output
+    first, second, last = told.stdout.splitlines()
+    assert first == f"{model}, bfloat16: {weights}"
+    assert second.startswith("weights of all parts and their processes take ")
+    assert parts in second
+    assert last == f"no time: a step of {model} is not known before there is a request"
+    found = document("--model", model)
+    assert found["weight_bytes"] / 2**30 == pytest.approx(gib, abs=0.05)
+    assert (found["candidates"], found["chosen"], found["num_ranks"]) == ([], None, 1)
+
+
+def test_guidance_of_a_published_model_is_its_own() -> None:
+    found = {
+        name: document("--model", name, "--ranks", "1", "--machine", "h200") for name in ("Z-Image", "Z-Image-Turbo")
+    }
+    assert {name: one["num_branches"] for name, one in found.items()} == {"Z-Image": 2, "Z-Image-Turbo": 1}
+
+
+def mistake(*args: str) -> str:
+    result = estimate(*args)
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "nonsense"], "or the name of a published model: Cosmos3-Nano"),
+        (["--model", "FLUX.1-dev", "--size", "big"], "size 'big': write it as WIDTHxHEIGHT"),
+        (["--model", "FLUX.1-dev", "--size", "1000x1024"], "positive multiples of 16"),
+        (["--model", "FLUX.1-dev", "--ranks", "0"], "--ranks is 0; it must be at least 1"),
+        (["--model", "FLUX.1-dev", "--steps", "0"], "num_inference_steps is 0; it must be from 1 to"),
+        (["--model", "FLUX.1-dev", "--memory", "0"], "--memory is 0; it must be above 0, in GiB a GPU"),
+        (
+            ["--model", "FLUX.1-dev", "--machine", "a100", "--precision", "fp8"],
+            "no rate in precision fp8 is known of A100",
+        ),
+        (["--model", "FLUX.1-dev", "--precision", "fp3"], "no rate in precision fp3 is known of H200"),
+        (
+            ["--model", "FLUX.1-dev", "--machine", "abacus"],
+            "abacus is no file, and no known machine; known: h200, b200",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(args: list[str], message: str) -> None:
+    assert message in mistake(*args)
+
+
+def test_a_file_that_holds_no_figures(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text("{}")
+    assert "holds no machine's figures" in estimate("--model", "FLUX.1-dev", "--machine", str(file)).stderr

@@ -1,0 +1,126 @@
+"""What a denoiser says of a job, around a gang that is not there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deployments.app import HEALTH
+from deployments.stages import denoiser as stage
+from deployments.stages.common import Encoded, EncodingDone
+from deployments.stages.denoiser import Denoiser, node_environment
+from engines.gang.errors import GangBrokenError, QueueFullError
+from engines.gang.jobs.job import Job, StepDone
+from pipelines.request import MediaRequest
+from tests.deployments.support.fake_studio import PICTURES
+
+ENCODED = Encoded(skeleton=b"", message=np.zeros(0, np.uint8), encode_s=0.5, shapes=(("prompt_embeds", (1, 7, 4)),))
+STEPS = [StepDone(job_id="j", step=step, num_steps=2, step_ms=1.0, num_ranks=2) for step in (1, 2)]
+
+
+class Unstarted(Denoiser):
+    """Has ``parts`` in place of what a start makes, and nothing to end: nobody awaits the end of what is forgotten."""
+
+    def __init__(self, **parts: Any) -> None:
+        vars(self).update(parts)
+
+    def __del__(self) -> None: ...
+
+
+async def events_of(*acts: StepDone | Exception) -> list[tuple[Any, ...]]:
+    return (await submitted(PICTURES.request(model="m", prompt="a"), ENCODED, *acts))[1]
+
+
+async def submitted(
+    request: MediaRequest, encoding: Encoded, *acts: StepDone | Exception, decode_s: float = 0.0
+) -> tuple[Job, list[tuple[Any, ...]]]:
+    """The job that reaches the gang, and what becomes of it."""
+    jobs: list[Job] = []
+
+    async def submit_grouped(job: Job, *, every_s: float) -> AsyncGenerator[tuple[StepDone, ...]]:
+        jobs.append(job)
+        for act in acts:
+            if isinstance(act, Exception):
+                raise act
+            yield (act,)
+
+    num_steps = replace(PICTURES, max_pictures=1, takes_strength=True, strength=0.6).num_steps_of
+    denoiser = Unstarted(
+        _gang=SimpleNamespace(submit_grouped=submit_grouped, estimates=None),
+        _checkpoint=SimpleNamespace(num_steps=num_steps),
+    )
+    encoded: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
+    encoded.set_result(encoding)
+    events = [group async for group in denoiser.denoise("j", request, [encoded], decode_s=decode_s)]  # type: ignore[list-item]
+    return jobs[0], events
+
+
+async def test_the_first_group_says_how_long_the_encoding_took() -> None:
+    assert await events_of(*STEPS) == [(EncodingDone(encode_s=0.5), STEPS[0]), (STEPS[1],)]
+
+
+async def test_a_job_says_what_decoding_will_take() -> None:
+    job, _ = await submitted(PICTURES.request(model="m", prompt="a", deadline_s=9.0), ENCODED, *STEPS, decode_s=3.0)
+    assert job.left_s == pytest.approx(6.0, abs=0.5)
+
+
+async def test_a_picture_to_paint_over_spares_steps() -> None:
+    request = replace(PICTURES.request(model="m", prompt="a"), num_inference_steps=10)
+    for changes, num in (({}, 10), ({"num_pictures": 1}, 6), ({"num_pictures": 1, "strength": 0.25}, 3)):
+        job, _ = await submitted(replace(request, **changes), ENCODED, *STEPS)
+        assert job.num_steps == num
+
+
+async def test_a_clip_without_sound_has_another_shape() -> None:
+    asked = [PICTURES.request(model="m", prompt="a", sound=sound) for sound in (None, False)]
+    one, silent = [(await submitted(request, ENCODED, *STEPS))[0].shape for request in asked]
+    assert one != silent
+
+
+async def test_jobs_share_a_shape_if_what_was_encoded_does() -> None:
+    request = PICTURES.request(model="m", prompt="a")
+    longer = replace(ENCODED, shapes=(("prompt_embeds", (1, 8, 4)),))
+    one, same, other = [(await submitted(request, each, *STEPS))[0].shape for each in (ENCODED, ENCODED, longer)]
+    assert one == same != other
+    assert len({one, same, other}) == 2
+
+
+async def test_a_refusal_is_told_and_not_raised() -> None:
+    """Serve would log a traceback for each."""
+    ((refusal,),) = await events_of(QueueFullError(4, 1.5))
+    assert isinstance(refusal, QueueFullError)
+    assert (refusal.num_waiting, refusal.retry_after_s) == (4, 1.5)
+
+
+class Breaking:
+    """A gang that is well, and breaks once it is waited for."""
+
+    def __init__(self) -> None:
+        self.is_broken = False
+
+    async def check_health(self) -> None:
+        if self.is_broken:
+            raise GangBrokenError("a rank died", "death")
+
+    async def breaks_within(self, seconds: float) -> bool:
+        assert 0 < seconds < HEALTH["health_check_period_s"], "the next check is due then"
+        self.is_broken = True
+        return True
+
+
+async def test_a_health_check_under_way_fails_as_soon_as_the_gang_breaks() -> None:
+    denoiser = Unstarted(_gang=Breaking(), _had_check=False, _check=None)
+    await denoiser.check_health()  # Serve waits for the first one before it lets requests in
+    with pytest.raises(GangBrokenError):
+        await denoiser.check_health()
+
+
+def test_ranks_start_with_the_variables_of_their_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage, "is_on_loopback", lambda: False)
+    assert node_environment("torch") == {}

@@ -1,0 +1,134 @@
+"""What ranks build from a configuration: whole weights or slices, which teams there are, what is prepared."""
+
+from __future__ import annotations
+
+import json
+import os
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deployments.config import ModelConfig
+from deployments.stages.config import DenoiserConfig
+from deployments.stages.rank import LoadRankParts, is_sliced
+from engines.core.engine import RankContext
+from engines.parallel.early_start import EarlyStart
+from engines.planner.cost_model import USABLE
+from pipelines.checkpoint import Checkpoint
+from pipelines.lora.source import LoraSource
+from pipelines.size import Size
+from tests.engines.support.gloo import gang
+from tests.engines.support.rank_resources import separate_rank_resources
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "team_sizes", "is_warm"),
+    [
+        ({"strategy": "tensor"}, (2,), False),
+        ({"strategy": "tensor", "load": "whole", "warm_sizes": ["64x64"]}, (1, 2), True),
+        ({"strategy": "ulysses", "warm_sizes": ["64x48", "64x64"], "elastic": True}, (1, 2), True),
+    ],
+)
+def test_ranks_of_a_gang(pictures: Path, options: dict[str, Any], team_sizes: tuple[int, ...], is_warm: bool) -> None:
+    assert gang(2).run(build, pictures, options) == [(team_sizes, is_warm)] * 2
+
+
+def build(folder: Path, options: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
+    """The sizes of the engine's teams, and whether a step of 64x64 is warm."""
+    config = DenoiserConfig(num_ranks=2, **options)
+    make = LoadRankParts(model=ModelConfig(name="pictures", path=str(folder), denoiser=config))
+    engine = make(RankContext(rank=dist.get_rank(), num_ranks=2, device="cpu"))().engine
+    checkpoint = Checkpoint(folder)
+    request = checkpoint.defaults.request(Size(width=64, height=64))
+    engine.predict(checkpoint.first_step(request), (0, 1))
+    engine.close()
+    return engine.team_sizes, engine.was_warm
+
+
+def test_auto_is_decided_once_by_steps_of_the_models_default_size(pictures: Path, tmp_path: Path) -> None:
+    """And found by the gang that is built next: with what the first one kept it times nothing."""
+    (first, again), other = gang(2).run(build_twice, pictures, tmp_path)
+    assert (first, again) == other
+    strategy, file = first
+    assert again == (strategy, "nothing is timed")
+    kept = json.loads((tmp_path / "strategies" / file).read_text())
+    assert kept["strategies"]["2"][0] == strategy
+    assert kept["times_ms"]
+
+
+def build_twice(folder: Path, data_dir: Path) -> tuple[tuple[str, str], tuple[str, str]]:
+    config = DenoiserConfig(num_ranks=2, strategy="auto")
+    make = LoadRankParts(model=ModelConfig(name="pictures", path=str(folder), denoiser=config))
+    context = RankContext(rank=dist.get_rank(), num_ranks=2, device="cpu")
+
+    def strategy() -> str:
+        parts = make(context)()
+        engine: Any = parts.engine
+        engine.close()
+        assert parts.estimates is not None
+        assert sorted(parts.estimates.by_size) == [1, 2], "of smaller teams, too"
+        return str(engine.division.team((0, 1)).spec.name)
+
+    every_way = patch("engines.planner.forecast.WORTH_A_TRIAL", 1000.0)  # is timed, however fast this machine is at it
+    with patch.dict(os.environ, {"TROUPE_DATA_DIR": str(data_dir)}), every_way:
+        first = strategy()
+        (file,) = (data_dir / "strategies").iterdir()
+        with patch("engines.torch_engine.autotune.forecasts", side_effect=AssertionError("it is decided anew")):
+            return (first, file.name), (strategy(), "nothing is timed")
+
+
+def test_weights_wait_for_the_first_exchanges(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU each would wait for the other, on different ranks."""
+    config = DenoiserConfig(num_ranks=1)
+    make = LoadRankParts(model=ModelConfig(name="pictures", path=str(pictures), denoiser=config))
+    with separate_rank_resources() as resources:
+        resources.get(EarlyStart).future = exchanges = Future()
+        exchanges.set_exception(RuntimeError("an exchange failed"))
+        monkeypatch.setattr(Checkpoint, "open", Mock(side_effect=AssertionError("weights are read")))
+        with pytest.raises(RuntimeError, match="an exchange failed"):
+            make(RankContext(rank=0, num_ranks=1, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"strategy": "ulysses"}, False),
+        ({"strategy": "ulysses2xtensor2"}, True),
+        ({"strategy": "pipeline"}, True),
+        ({"strategy": "pipeline", "load": "whole"}, False),
+        ({"strategy": "auto"}, False),
+        ({"strategy": "auto", "load": "sliced"}, True),
+        ({"strategy": "tensor", "engine": "tensorrt", "gpus_per_rank": 1}, False),
+    ],
+)
+def test_weights_are_read_in_slices_where_the_strategy_divides_them(
+    pictures: Path, options: dict[str, Any], expected: bool
+) -> None:
+    config = DenoiserConfig(num_ranks=4, **options)
+    assert is_sliced(config, Checkpoint(pictures)) is expected
+
+
+def test_auto_slices_what_does_not_fit(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engines.planner.measure.memory_bytes", lambda device: 1000)
+    assert is_sliced(DenoiserConfig(num_ranks=4), Checkpoint(pictures))
+
+
+def test_weights_that_change_from_job_to_job_need_room_twice(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 1.5 * Checkpoint(pictures).weights_bytes() / USABLE
+    monkeypatch.setattr("engines.planner.measure.memory_bytes", lambda device: room)
+    for name, expected in (("", False), ("ink", True)):
+        checkpoint = Checkpoint(pictures, loras=[LoraSource(path="ink.safetensors", name=name)])
+        assert is_sliced(DenoiserConfig(num_ranks=4), checkpoint) is expected
+
+
+def test_slices_need_ranks_to_share_them(pictures: Path) -> None:
+    config = DenoiserConfig(num_ranks=1, load="sliced")
+    with pytest.raises(ValueError, match="load: sliced needs the engine torch and several ranks, not torch on 1"):
+        is_sliced(config, Checkpoint(pictures))

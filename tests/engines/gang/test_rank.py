@@ -1,0 +1,59 @@
+"""The rank's own part of a gang's start, without Ray's."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from engines.core.engine import RankContext
+from engines.gang.config import BuildRank, GangConfig
+from engines.gang.rank import Rank
+from engines.parallel.early_start import start_early
+from tests.engines.gang.support.fakes import load_fake
+from tests.engines.support.rank_resources import separate_rank_resources
+
+
+def test_a_rank_answers_a_ping_before_it_imports_anything_large() -> None:
+    """What hangs while it imports is found by pings: an actor answers none before it is made."""
+    made = "from engines.gang.rank import Rank; rank = Rank(GangConfig(num_ranks=2, cpus_per_rank=1), 1)"
+    check = "import sys; assert 'torch' not in sys.modules; assert rank.ping() == 1"
+    command = f"from engines.gang.config import GangConfig; {made}; {check}"
+    subprocess.run([sys.executable, "-c", command], check=True)
+
+
+def test_a_rank_is_not_built_before_its_early_start_is_over() -> None:
+    over: list[bool] = []
+
+    def work(_: torch.device) -> None:
+        time.sleep(0.2)
+        over.append(True)
+
+    def load(context: RankContext) -> BuildRank:
+        start_early(torch.device("cpu"))
+        return load_fake(context)  # whose engine waits for nothing
+
+    with separate_rank_resources(), patch("engines.parallel.early_start._compute", work):
+        rank = Rank(GangConfig(num_ranks=1, cpus_per_rank=1), 0)
+        rank.open()
+        rank.load(load)
+        assert rank.build().team_sizes == (1,)
+        assert over
+
+
+def test_an_early_start_that_failed_fails_the_build() -> None:
+    def load(context: RankContext) -> BuildRank:
+        start_early(torch.device("cpu"))
+        return load_fake(context)
+
+    broken = patch("engines.parallel.early_start._compute", side_effect=ZeroDivisionError)
+    with separate_rank_resources(), broken:
+        rank = Rank(GangConfig(num_ranks=1, cpus_per_rank=1), 0)
+        rank.open()
+        rank.load(load)
+        with pytest.raises(ZeroDivisionError):
+            rank.build()

@@ -1,0 +1,285 @@
+"""How ranks come up: what they are started with, and what becomes of a start in which one hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import shutil
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import psutil
+import pytest
+import ray
+from ray.exceptions import RayActorError
+
+from engines.core import logs
+from engines.core.engine import RankContext
+from engines.gang import gang as gang_module
+from engines.gang.config import BuildRank, BuiltRank, GangConfig
+from engines.gang.errors import GangBrokenError
+from engines.gang.eta.measured_times import StepTimes
+from engines.gang.gang import Gang
+from engines.gang.rank import spawn_ranks
+from engines.gang.start import PING_EVERY_S, Start
+from tests.engines.gang.support.fakes import FAKE_ESTIMATES, FakeRequest, fake_job, load_fake, reference_latents
+from tests.engines.gang.support.helpers import alive, eventually, group_for, latents
+from tests.engines.gang.support.set_clock import SetClock, answered, remote, settled
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LIBRARY = "libtroupe_probe.so"
+CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1)
+PHASES = ("ping", "open", "open_store", "join", "load", "build")
+"""What ranks are asked in a start, in this order."""
+DEADLINES = GangConfig(
+    num_ranks=2,
+    process_deadline_s=1.0,
+    connect_deadline_s=2.0,
+    load_deadline_s=3.0,
+    build_deadline_s=4.0,
+    silence_deadline_s=5.0,
+    start_deadline_s=6.0,
+)
+
+
+class HangingRanks:
+    """Two ranks that answer at once whatever they are asked, but for rank 1 (rank 0 if it alone is asked) what
+    ``hangs`` says. ``is_silent``: from then on neither answers a ping."""
+
+    def __init__(self, hangs: str, *, is_silent: bool = False) -> None:
+        self.hangs, self._is_silent = hangs, is_silent
+        self.asked: list[str] = []
+        self.actors = [SimpleNamespace(**{name: self._method(rank, name) for name in PHASES}) for rank in range(2)]
+
+    def _method(self, rank: int, name: str) -> SimpleNamespace:
+        def answer(*_: object) -> asyncio.Future[object]:
+            self.asked.append(name)
+            hangs = name == self.hangs and (rank == 1 or name == "open_store")
+            is_mute = name == "ping" and self._is_silent and self.hangs in self.asked
+            return asyncio.get_running_loop().create_future() if hangs or is_mute else answered((1, 2))
+
+        return remote(answer)
+
+
+async def start(ranks: HangingRanks, clock: SetClock, config: GangConfig = DEADLINES) -> asyncio.Task[object]:
+    """A start that is where it hangs."""
+    starting = asyncio.create_task(Start(config, ranks.actors, clock).run(load_fake))
+    while ranks.hangs not in ranks.asked:
+        await settled()
+    await settled()
+    return starting
+
+
+@pytest.mark.parametrize(
+    ("phase", "deadline_s", "reason"),
+    [
+        ("ping", 1.0, r"ranks \[1\] did not start their processes within 1 s"),
+        ("open", 1.0, r"ranks \[1\] did not open their devices within 1 s"),
+        ("open_store", 2.0, r"ranks \[0\] did not connect within 2 s"),
+        ("join", 2.0, r"ranks \[1\] did not connect within 2 s"),
+        ("load", 3.0, r"ranks \[1\] did not load their weights within 3 s"),
+        ("build", 4.0, r"ranks \[1\] did not build their engines within 4 s"),
+    ],
+)
+async def test_a_rank_that_hangs_is_found_by_the_deadline_of_its_phase(
+    phase: str, deadline_s: float, reason: str
+) -> None:
+    ranks, clock = HangingRanks(phase), SetClock()
+    starting = await start(ranks, clock)
+    await clock.advance(0.99 * deadline_s)
+    assert not starting.done()
+    await clock.advance(0.02 * deadline_s)
+    with pytest.raises(GangBrokenError, match=reason) as caught:
+        await starting
+    assert caught.value.cause == "deadline"
+    assert PHASES.index(phase) == max(PHASES.index(name) for name in ranks.asked), "nothing was asked after that"
+
+
+async def test_a_phase_without_a_deadline_has_what_is_left_of_the_start() -> None:
+    config, clock = replace(DEADLINES, build_deadline_s=None), SetClock()
+    starting = await start(HangingRanks("build"), clock, config)
+    await clock.advance(5.99)
+    assert not starting.done()
+    await clock.advance(0.02)
+    with pytest.raises(GangBrokenError, match="did not build their engines within 6 s"):
+        await starting
+
+
+@pytest.mark.parametrize("phase", ["open", "join", "load", "build"])
+async def test_silent_ranks_are_found_before_the_deadline_of_their_phase(phase: str) -> None:
+    """As processes are that were stopped."""
+    limits = {f"{name}_deadline_s": 60.0 for name in ("process", "connect", "load", "build")}
+    ranks, clock = HangingRanks(phase, is_silent=True), SetClock()
+    starting = await start(ranks, clock, replace(DEADLINES, **limits, start_deadline_s=100.0))
+    await clock.advance(PING_EVERY_S)
+    assert not starting.done()
+    await clock.advance(5.0)
+    with pytest.raises(GangBrokenError, match=r"ranks \[0, 1\] answered no ping for 5 s"):
+        await starting
+
+
+async def test_ranks_that_import_their_libraries_may_be_silent_for_longer() -> None:
+    assert (CONFIG.silence_s(is_forked=True), CONFIG.silence_s(is_forked=False)) == (10.0, 60.0)
+    assert DEADLINES.silence_s(is_forked=False) == 5.0
+
+
+async def test_each_phase_leaves_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    ranks = HangingRanks("none of them")
+    await Start(DEADLINES, ranks.actors, SetClock(), "fake").run(load_fake)
+    lines = [record.__dict__ for record in caplog.records if record.message == logs.MESSAGE]
+    assert [line["phase"] for line in lines] == [f"gang: {name}" for name in ("processes", "connect", "load", "build")]
+    assert {line["model"] for line in lines} == {"fake"}
+    assert {line["took_s"] for line in lines} == {0.0}, "by the clock of the gang"
+
+
+async def test_a_node_that_does_not_say_what_its_ranks_need_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, clock, anywhere = replace(DEADLINES, num_nodes=2), SetClock(), Mock()
+    asked = Mock(return_value=asyncio.get_running_loop().create_future())
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda _: Mock(options=lambda **_: Mock(remote=asked)))
+    starting = asyncio.create_task(
+        Gang.start(config, load_fake, environment=refuse, placement_group=anywhere, clock=clock)
+    )
+    await settled()
+    await clock.advance(DEADLINES.process_deadline_s + 0.1)
+    with pytest.raises(GangBrokenError, match="nodes did not say what their ranks need within 1 s"):
+        starting.result()
+
+
+class UnknownRanksError(Exception):
+    pass
+
+
+async def test_ranks_of_whose_times_nothing_can_be_told_do_not_outlive_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks, killed = HangingRanks("none of them").actors, list[object]()
+
+    async def ready(_start: Start, _load: object) -> tuple[list[Any], BuiltRank]:
+        return [], BuiltRank(team_sizes=(2,))
+
+    def step_times(*_: object) -> StepTimes:
+        raise UnknownRanksError
+
+    monkeypatch.setattr(gang_module, "spawn_ranks", lambda *_: ranks)
+    monkeypatch.setattr(gang_module, "kill_ranks", killed.extend)
+    monkeypatch.setattr(Start, "run", ready)
+    anywhere: Any = object()
+    with pytest.raises(UnknownRanksError):
+        await Gang.start(DEADLINES, load_fake, placement_group=anywhere, step_times=step_times, clock=SetClock())
+    assert killed == ranks
+
+
+def load_stopped(pid_file: Path, context: RankContext) -> BuildRank:
+    """Rank 1 is stopped while it loads."""
+    if context.rank == 1:
+        pid_file.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return load_fake(context)
+
+
+async def test_a_process_that_is_stopped_while_it_loads_ends_the_start(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No time passes before the other rank has answered its pings, which it does in their order."""
+    clock, pid_file, ranks = SetClock(), tmp_path / "pid", list[Any]()
+
+    def spawned(*args: Any) -> list[Any]:
+        ranks.extend(spawn_ranks(*args))
+        return ranks
+
+    monkeypatch.setattr(gang_module, "spawn_ranks", spawned)
+    with group_for(CONFIG) as group:
+        load = partial(load_stopped, pid_file)
+        config = replace(CONFIG, silence_deadline_s=5.0)
+        starting = asyncio.create_task(Gang.start(config, load, placement_group=group, clock=clock))
+        await eventually(lambda: pid_file.exists() and pid_file.read_text())
+        pid = int(pid_file.read_text())
+        await eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+        while not starting.done():
+            await clock.advance(PING_EVERY_S)
+            with suppress(RayActorError):  # it was ended
+                await ranks[0].ping.remote()
+            await settled()
+        with pytest.raises(GangBrokenError, match=r"ranks \[1\] answered no ping for 5 s"):
+            await starting
+        await eventually(lambda: not alive([pid]))
+        monkeypatch.undo()
+        gang = await Gang.start(CONFIG, load_fake, placement_group=group, clock=SetClock())  # the bundles are free
+        await gang.close()
+
+
+STOPPED_TORCH = """
+import os, pathlib, signal
+(pathlib.Path(__file__).parent / str(os.getpid())).touch()
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+"""Takes the place of the first library that a rank imports."""
+
+
+async def test_processes_that_are_stopped_while_they_import_end_the_start(ray_cluster: None, tmp_path: Path) -> None:
+    """Both of a gang, of which none answers a ping any more."""
+    config, clock, torch = replace(CONFIG, silence_deadline_s=5.0), SetClock(), tmp_path / "torch"
+    torch.mkdir()
+    (torch / "__init__.py").write_text(STOPPED_TORCH)
+    with group_for(CONFIG) as group:
+        stopped = partial(dict, PYTHONPATH=str(tmp_path))
+        starting = asyncio.create_task(
+            Gang.start(config, load_fake, environment=stopped, placement_group=group, clock=clock)
+        )
+        await eventually(lambda: sum(path.name.isdigit() for path in torch.iterdir()) == config.num_ranks)
+        pids = [int(path.name) for path in torch.iterdir() if path.name.isdigit()]
+        await eventually(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids))
+        await clock.advance(4.9)
+        assert not starting.done()
+        await clock.advance(PING_EVERY_S + 5.0)
+        with pytest.raises(GangBrokenError, match=r"ranks \[.+\] answered no ping for 5 s"):
+            await starting
+        await eventually(lambda: not alive(pids))
+
+
+def search_path(folder: Path) -> Mapping[str, str]:
+    return {"LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
+
+
+def load_with_library(context: RankContext) -> BuildRank:
+    """OSError where the loader does not find the library by its name alone."""
+    ctypes.CDLL(LIBRARY)
+    return load_fake(context)
+
+
+def any_shared_library() -> Path:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return next(path for line in lines if (path := Path(line.split()[-1])).name.startswith("libm.so"))
+
+
+async def test_ranks_find_libraries_where_the_engine_says(ray_cluster: None, tmp_path: Path) -> None:
+    shutil.copy(any_shared_library(), tmp_path / LIBRARY)
+    with group_for(CONFIG) as group:
+        environment = partial(search_path, tmp_path)
+        gang = await Gang.start(CONFIG, load_with_library, environment=environment, placement_group=group)
+        request = FakeRequest(seed=3, num_steps=2)
+        given = await latents(gang, fake_job("one", request))
+        await gang.close()
+        assert given.equal(reference_latents(request))
+        assert gang.estimates == FAKE_ESTIMATES, "as the ranks told"
+        with pytest.raises(OSError, match=LIBRARY):
+            await Gang.start(CONFIG, load_with_library, placement_group=group)
+
+
+def refuse() -> Mapping[str, str]:
+    raise RuntimeError("there is no such library here")
+
+
+async def test_an_environment_that_cannot_be_made_is_the_error_of_the_start(ray_cluster: None) -> None:
+    with group_for(CONFIG) as group, pytest.raises(RuntimeError, match="no such library here"):
+        await Gang.start(CONFIG, load_fake, environment=refuse, placement_group=group)

@@ -1,0 +1,68 @@
+"""Strategies as kernels: output and log-sum-exp against attention on one device, over Gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engines.core.attention import Kernel
+from engines.parallel.collectives import Axis
+from engines.parallel.local_attention import cpu_flash, plain_attention
+from engines.parallel.mesh import Groups
+from engines.parallel.strategies import allgather_kv, ring
+from engines.parallel.ulysses import _even_parts, ulysses, ulysses_in_parts
+from tests.engines.support.gloo import gang
+
+TOKENS = 5
+"""Per rank."""
+
+
+@pytest.mark.parametrize("name", [
+    "ulysses", "ulysses in 1", "ulysses in 2", "ring", "allgather_kv",
+])  # fmt: skip
+@pytest.mark.parametrize("heads", [(8, 8), (6, 6), (8, 2)], ids=["even", "uneven", "grouped"])
+def test_output_and_lse(name: str, heads: tuple[int, int]) -> None:
+    out_BLHD, lse_BHL = plain_attention(*qkv(*heads))
+    for rank, (mine, lse) in enumerate(gang(4).run(attend, name, heads)):
+        rows = slice(rank * TOKENS, (rank + 1) * TOKENS)
+        torch.testing.assert_close(mine, out_BLHD[:, rows])
+        if "ulysses" in name:
+            assert lse.numel() == 0
+        else:
+            torch.testing.assert_close(lse, lse_BHL[:, :, rows])
+
+
+def qkv(heads: int = 8, key_heads: int = 8) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(2, 4 * TOKENS, n, 16, generator=generator) for n in (heads, key_heads, key_heads)]
+
+
+def attend(name: str, heads: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    rank = dist.get_rank()
+    mine = [x[:, rank * TOKENS : (rank + 1) * TOKENS] for x in qkv(*heads)]
+    return make_kernel(name, rank)(*mine)
+
+
+def make_kernel(name: str, rank: int) -> Kernel:
+    groups = Groups.of_gang()
+    world = Axis(ranks=(0, 1, 2, 3), index=rank, group=groups.name((0, 1, 2, 3)))
+    if name == "ring":
+        return ring(cpu_flash, world, (None,) * 4)
+    if name == "allgather_kv":
+        return allgather_kv(cpu_flash, world)
+    if " in " in name:
+        return ulysses_in_parts(cpu_flash, world, int(name.split()[2]))
+    return ulysses(cpu_flash, world)
+
+
+@pytest.mark.parametrize(("heads", "wanted", "given"), [(10, 2, 2), (10, 3, 2), (10, 4, 2), (7, 4, 1), (3, 8, 3)])
+def test_heads_are_shared_out_evenly(heads: int, wanted: int, given: int) -> None:
+    assert _even_parts(heads, wanted) == given
+
+
+def test_a_ring_of_padding_only_is_our_mistake() -> None:
+    nothing = ring(cpu_flash, Axis(ranks=(0,), index=0), ((),))
+    with pytest.raises(AssertionError, match="every rank's keys are padding"):
+        nothing(*qkv())

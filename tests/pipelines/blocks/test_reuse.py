@@ -1,0 +1,175 @@
+"""Steps that take the predictions of the step before them, against a loop that calls for every step, and diffusers."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxPipeline, TaylorSeerCacheConfig
+from torch import Tensor
+
+from engines.core.model import Branch
+from engines.core.tensors import relative_difference
+from pipelines.caching import CacheMode, computed_steps
+from pipelines.checkpoint import Checkpoint
+from pipelines.request import MediaRequest
+from pipelines.run import Pipeline, PlainEngine, load_pipeline
+from tests.pipelines.lora.support.tiny_lora import request_of
+from tests.pipelines.support.checkpoints import tiny, tiny_models
+
+NUM_STEPS = 10
+MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
+    "flux": (tiny.flux, {"true_cfg_scale": 2.0}),
+    "wan": (tiny.wan, {"true_cfg_scale": 3.0}),
+    "flux2 klein": (tiny_models.flux2_klein, {}),
+    "qwen": (tiny_models.qwen_image, {}),
+    "z image": (tiny_models.z_image, {"true_cfg_scale": 3.0}),
+}
+
+
+class CountingEngine(PlainEngine):
+    """Notes the number of branches of each call."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(model=checkpoint.denoiser())
+        object.__setattr__(self, "calls", [])
+
+    def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> tuple[Tensor, ...]:
+        self.calls.append(len(branches))  # type: ignore[attr-defined]
+        return super().predict(branches, ranks)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return cache(lambda name: MODELS[name][0](tmp_path_factory.mktemp("model")))
+
+
+def asked(name: str, folder: Path, mode: CacheMode) -> MediaRequest:
+    changes = {"num_inference_steps": NUM_STEPS, "cache": mode, **MODELS[name][1]}
+    return replace(request_of(folder), **changes)
+
+
+def reference(pipeline: Pipeline, request: MediaRequest, computed: tuple[bool, ...]) -> Tensor:
+    """Makes every forward, and throws away those of steps that are not ``computed``."""
+    sampler, state = pipeline.sampler, None
+    state = sampler.begin(replace(request, cache="off"), pipeline.text_encoder.encode(request))
+    last: tuple[Tensor, ...] = ()
+    for is_computed in computed:
+        predictions = pipeline.engine.predict(sampler.branches(state), (0,))
+        last = tuple(x.clone() for x in predictions) if is_computed else last
+        state = sampler.advance(state, tuple(x.clone() for x in last))
+    latents: Tensor = sampler.latents(state)["latents"]
+    return latents
+
+
+@pytest.mark.parametrize(("name", "mode"), [*((name, "fast") for name in MODELS), ("flux", "conservative")])
+def test_skipped_steps_take_what_the_step_before_predicted(
+    name: str, mode: CacheMode, folders: Callable[[str], Path]
+) -> None:
+    checkpoint = Checkpoint(folders(name))
+    engine = CountingEngine(checkpoint)
+    pipeline = load_pipeline(checkpoint, engine)
+    request, computed = asked(name, checkpoint.path, mode), computed_steps(mode, NUM_STEPS)
+    latents = pipeline.denoise(request)["latents"]
+    num_branches = engine.calls[0]  # type: ignore[attr-defined]
+    assert engine.calls == [num_branches] * sum(computed)  # type: ignore[attr-defined]
+    assert latents.equal(reference(pipeline, request, computed))
+    if name == "flux":
+        others = (*computed[:-2], not computed[-2], computed[-1])
+        assert not latents.equal(reference(pipeline, request, others)), "a step more or less can be told"
+
+
+def test_off_keeps_nothing_and_paints_what_it_did(folders: Callable[[str], Path]) -> None:
+    pipeline = load_pipeline(Checkpoint(folders("flux")))
+    request = asked("flux", folders("flux"), "off")
+    states = list(pipeline.states(request))
+    assert all(state.kept is None for state in states)
+    assert pipeline.sampler.latents(states[-1])["latents"].equal(reference(pipeline, request, (True,) * NUM_STEPS))
+
+
+def test_nothing_is_kept_that_no_step_takes(folders: Callable[[str], Path]) -> None:
+    pipeline = load_pipeline(Checkpoint(folders("flux")))
+    states = list(pipeline.states(asked("flux", folders("flux"), "conservative")))
+    computed = (*computed_steps("conservative", NUM_STEPS), True)
+    assert [state.kept is None for state in states] == list(computed)
+
+
+def test_a_state_with_something_kept_travels(folders: Callable[[str], Path]) -> None:
+    pipeline = load_pipeline(Checkpoint(folders("wan")))
+    request = asked("wan", folders("wan"), "fast")
+    *_, latents = (pipeline.sampler.latents(state)["latents"] for state in pipeline.states(request))
+    state = next(state for state in pipeline.states(request) if state.kept is not None)
+    state = pickle.loads(pickle.dumps(state))
+    while state.step < NUM_STEPS:
+        branches = pipeline.sampler.branches(state)
+        state = pipeline.sampler.advance(state, pipeline.engine.predict(branches, (0,)) if branches else ())
+    assert pipeline.sampler.latents(state)["latents"].equal(latents)
+
+
+def test_another_transformer_does_not_take_the_predictions_of_the_first(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tiny.wan(tmp_path, boundary_ratio=0.8))
+    engine = CountingEngine(checkpoint)
+    pipeline = load_pipeline(checkpoint, engine)
+    request = asked("wan", tmp_path, "fast")
+    off = list(pipeline.states(replace(request, cache="off")))
+    modules = [pipeline.sampler.branches(state)[0].module for state in off[:-1]]
+    change, computed = modules.index("transformer_2"), computed_steps("fast", NUM_STEPS)
+    assert not computed[change], "this schedule would skip the first step of the second transformer"
+    engine.calls.clear()  # type: ignore[attr-defined]
+    latents = pipeline.denoise(request)["latents"]
+    computed = (*computed[:change], True, *computed[change + 1 :])
+    assert len(engine.calls) == sum(computed)  # type: ignore[attr-defined]
+    assert latents.equal(reference(pipeline, request, computed))
+
+
+def test_too_few_steps_are_refused(folders: Callable[[str], Path]) -> None:
+    pipeline = load_pipeline(Checkpoint(folders("flux")))
+    request = replace(asked("flux", folders("flux"), "fast"), num_inference_steps=4)
+    with pytest.raises(ValueError, match="num_inference_steps is 4"):
+        pipeline.denoise(request)
+
+
+def test_it_equals_diffusers_own_hook_of_order_0(folders: Callable[[str], Path]) -> None:
+    """TaylorSeer's lite form keeps what the last layer gives; its pattern can be made the conservative one."""
+    request = replace(asked("flux", folders("flux"), "conservative"), true_cfg_scale=1.0)
+    computed = computed_steps("conservative", NUM_STEPS)
+    pipeline = FluxPipeline.from_pretrained(folders("flux"))
+    pipeline.set_progress_bar_config(disable=True)
+    num_calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+
+    pipeline.transformer.transformer_blocks[0].attn.register_forward_hook(count)
+    pipeline.transformer.enable_cache(
+        TaylorSeerCacheConfig(
+            cache_interval=2,
+            disable_cache_before_step=computed.index(False),
+            disable_cache_after_step=NUM_STEPS - 1,
+            max_order=0,
+            taylor_factors_dtype=torch.float32,
+            use_lite_mode=True,
+        )
+    )
+    ours = load_pipeline(Checkpoint(folders("flux")))
+    expected = pipeline(
+        request.prompt,
+        height=request.height,
+        width=request.width,
+        num_inference_steps=NUM_STEPS,
+        guidance_scale=request.guidance_scale,
+        max_sequence_length=ours.text_encoder.max_tokens,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="latent",
+    ).images
+    expected = pipeline._unpack_latents(expected, request.height, request.width, pipeline.vae_scale_factor)
+    assert num_calls == sum(computed)
+    assert relative_difference(ours.denoise(request)["latents"], expected) <= 1e-5
+    assert relative_difference(ours.denoise(replace(request, cache="off"))["latents"], expected) > 1e-3
