@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from engines.gang.config import StoreAddress
-from engines.parallel.mesh import DEFAULT_OPTIONS, NcclOptions
+from engines.parallel.nccl_options import DEFAULT_OPTIONS, NcclOptions
 
 
 class Communicator:

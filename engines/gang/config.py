@@ -11,7 +11,7 @@ from typing import Any
 from engines.core.engine import Engine, RankContext, Sampler
 from engines.core.estimates import StepEstimates
 from engines.gang.policies.policy import find_policy
-from engines.parallel.mesh import DEFAULT_OPTIONS, NcclOptions
+from engines.parallel.nccl_options import DEFAULT_OPTIONS, NcclOptions
 
 FORKED_SILENCE_S, IMPORTS_SILENCE_S = 10.0, 60.0
 """Longest silence of a starting rank. Python answers no ping while it maps a library from a slow disk."""

@@ -153,7 +153,8 @@ WAIT = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(42))
 print(os.getpid(), flush=True)
-time.sleep(600)
+while True:
+    time.sleep(0.05)  # a signal just before one long sleep would be handled at its end
 """
 
 

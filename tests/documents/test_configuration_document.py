@@ -13,7 +13,7 @@ from deployments.door.settings import DoorSettings
 from deployments.observability.metrics import MetricsSettings
 from deployments.stages import config as stages
 from deployments.usage.quotas import KeyLimits
-from engines.parallel.mesh import NcclOptions
+from engines.parallel.nccl_options import NcclOptions
 from engines.tensorrt_engine.rules import TensorRTOptions
 from engines.torch_engine.options import TorchOptions
 from pipelines.lora.source import LoraSource

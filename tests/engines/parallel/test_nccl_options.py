@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from engines.gang.communicator import Communicator
-from engines.parallel.mesh import NcclOptions, inherited_options, new_group
+from engines.parallel.mesh import new_group
+from engines.parallel.nccl_options import NcclOptions, inherited_options
 from tests.engines.support.gloo import gang
 
 UNSET = -1
