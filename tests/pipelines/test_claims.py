@@ -68,8 +68,8 @@ SUBJECTS = {
 FAST = {("qwen", 2, "guidance"), ("hunyuan", 2, "pipeline")}
 """Of these every run has the comparison and its control."""
 BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
-    "hybrid": ("attention.ring.start_rotation", lambda x, axis: x.clone()),
-    "guidance": ("guidance.all_gather", lambda x, axis: torch.stack([x] * axis.size)),
+    "hybrid": ("strategies.start_rotation", lambda x, axis: x.clone()),
+    "guidance": ("division.all_gather", lambda x, axis: torch.stack([x] * axis.size)),
     "pipeline": ("pipeline.broadcast", lambda x, axis, source: x),
 }
 """The exchange of each, made a silent no-op of the right shape."""

@@ -58,7 +58,7 @@ def run(*command: object) -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What claims, and who deletes old clips, think the time is, in ``now_s``."""
     clock = SimpleNamespace(now_s=time.time())
-    for module in ("claims", "clips"):
+    for module in ("store", "clips"):
         monkeypatch.setattr(f"deployments.clips.{module}.time", SimpleNamespace(time=lambda: clock.now_s))
     return clock
 

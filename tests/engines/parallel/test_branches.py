@@ -40,7 +40,7 @@ def test_equals_unsharded_module(num_ranks: int, num_branches: int, family: str)
 
 @pytest.mark.parametrize(("num_ranks", "num_branches"), [(2, 3), (3, 4), (4, 3), (4, 4)])
 def test_control_with_the_exchange_left_out_fails(num_ranks: int, num_branches: int) -> None:
-    for answer in gang(num_ranks).run(predict, num_ranks, num_branches, "flux", "guidance.all_gather"):
+    for answer in gang(num_ranks).run(predict, num_ranks, num_branches, "flux", "division.all_gather"):
         for strategy in STRATEGIES[num_ranks]:
             errors = list(map(relative_difference, answer[strategy], reference("flux", num_branches)))
             assert max(errors) > 1000 * BOUND, strategy

@@ -26,8 +26,8 @@ def test_a_sound_gang_passes(strategy: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "exchange"),
     [
-        ("ulysses", "attention.ulysses.all_to_all"),
-        ("ring", "attention.ring.start_rotation"),
+        ("ulysses", "ulysses.all_to_all"),
+        ("ring", "strategies.start_rotation"),
         ("tensor", "tensor.all_reduce_sum"),
     ],
 )
@@ -39,7 +39,7 @@ def test_a_silent_exchange_stops_the_gang(strategy: str, exchange: str) -> None:
 
 
 def test_a_silent_exchange_shows_even_if_the_weights_hide_it() -> None:
-    assert None not in gang(4).run(load, "ulysses", "flux without attention", "attention.ulysses.all_to_all")
+    assert None not in gang(4).run(load, "ulysses", "flux without attention", "ulysses.all_to_all")
 
 
 def load(strategy: str, family: str, broken: str | None) -> str | None:

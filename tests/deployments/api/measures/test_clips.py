@@ -32,7 +32,7 @@ FULL = QueueFullError(3, 7.2)
 def still_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """For clips it is always the same time of day: nothing of what is predicted passes while a test looks at it."""
     now_s = time.time()
-    for module in ("attempt", "claims", "clips", "records", "store"):
+    for module in ("attempt", "clips", "database", "store"):
         clock = SimpleNamespace(time=lambda: now_s, monotonic=time.monotonic)
         monkeypatch.setattr(f"deployments.clips.{module}.time", clock)
 

@@ -63,12 +63,12 @@ def check_norm(device: str, *, channels: int, first: int, gates: int, segments: 
     modulation = Modulation(shift_SBC=vectors[1], scale_SBC=vectors[4], first_rows=first)
     there = moved(modulation, device)
     for quantize in (False, True):
-        got = triton_kernels.launch(x.to(device), (), None, there, quantize)
+        got = triton_kernels.launch_norm(x.to(device), (), None, there, quantize)
         close(got, norm_modulate(x, modulation, quantize=quantize))
         for updates in ((y,), (y, z)):
             x_here, x_there = x.clone(), x.clone().to(device)
             moved_updates = tuple(update.to(device) for update in updates)
-            got = triton_kernels.launch(x_there, moved_updates, gate.to(device), there, quantize)
+            got = triton_kernels.launch_norm(x_there, moved_updates, gate.to(device), there, quantize)
             close(got, residual(x_here, updates, gate, modulation, quantize=quantize))
             close(x_there, x_here)
 
@@ -78,9 +78,9 @@ def check_sandwich(device: str) -> None:
     x, y, gate, scale = torch.randn(rows, channels), torch.randn(rows, channels), *torch.randn(2, batch, channels)
     for quantize in (False, True):
         x_here, x_there = x.clone(), x.clone().to(device)
-        got = triton_kernels.launch(x_there, None, None, scale.to(device), eps, quantize)
+        got = triton_kernels.launch_scaled_norm(x_there, None, None, scale.to(device), eps, quantize)
         close(got, scaled_norm(x_here, scale, eps=eps, quantize=quantize))
-        got = triton_kernels.launch(x_there, y.to(device), gate.to(device), scale.to(device), eps, quantize)
+        got = triton_kernels.launch_scaled_norm(x_there, y.to(device), gate.to(device), scale.to(device), eps, quantize)
         close(got, add_normed(x_here, y, gate, scale, eps=eps, quantize=quantize))
         close(x_there, x_here)
 
@@ -94,7 +94,7 @@ def check_heads(device: str, *, heads: int, dim: int, outer: int, inner: int) ->
         weight_S2D=weight.to(device), cos_LP=norms.cos_LP.to(device), sin_LP=norms.sin_LP.to(device), first_rows=first
     )
     in_place = qkv.clone().to(device)
-    triton_kernels.launch(in_place, there, in_place.view(length, batch, 3, heads, dim))
+    triton_kernels.launch_norm_and_rotate(in_place, there, in_place.view(length, batch, 3, heads, dim))
     expected = qkv.clone()
     norm_and_rotate(expected, norms, expected.view(length, batch, 3, heads, dim))
     close(in_place, expected)
@@ -105,7 +105,7 @@ def check_heads(device: str, *, heads: int, dim: int, outer: int, inner: int) ->
     there_out = here_out.clone().to(device)
     order = (2, 3, 4, 0, 1, 5, 6)
     norm_and_rotate(qkv, norms, here_out.permute(order))
-    triton_kernels.launch(qkv.to(device), there, there_out.permute(order))
+    triton_kernels.launch_norm_and_rotate(qkv.to(device), there, there_out.permute(order))
     close(*(out.permute(order).flatten(3, 5)[:, :, :, :heads] for out in (there_out, here_out)))
 
 
@@ -186,8 +186,11 @@ def check_quantization(device: str) -> None:
     wide = torch.randn(7, 40)
     for gelu in (False, True):
         x = torch.randn(4, 9, 12)
-        close(triton_kernels.launch(x.to(device), gelu=gelu), quantize_rows(x, gelu=gelu))
-        close(triton_kernels.launch(wide[None, :, :30].to(device), gelu=gelu), quantize_rows(wide[:, :30], gelu=gelu))
+        close(triton_kernels.launch_quantize(x.to(device), gelu=gelu), quantize_rows(x, gelu=gelu))
+        close(
+            triton_kernels.launch_quantize(wide[None, :, :30].to(device), gelu=gelu),
+            quantize_rows(wide[:, :30], gelu=gelu),
+        )
     got, expected = (blank_rows(9, 30, where) for where in (device, "cpu"))
     narrow = torch.bfloat16 if device == "cuda" else torch.float32  # the interpreter cuts bfloat16 off, too
     triton_kernels.launch_into(wide[None, :, :30].to(device), got[1:8], rounded=narrow)
@@ -211,7 +214,7 @@ def main(device: str) -> None:
     check_heads(device, heads=6, dim=8, outer=1, inner=4)
     check_quantization(device)
     x = torch.randn(5, 2 * 2100)  # more columns than a program takes
-    close(triton_kernels.launch(x.to(device)), gated(x))
+    close(triton_kernels.launch_gated(x.to(device)), gated(x))
     for heads in (12, 10):
         check_peers(device, heads=heads, dim=16, world=4)
     for by_runs in (False, True):

@@ -84,14 +84,14 @@ def prefix_of(case: Case) -> Prefix | None:
 
 
 EXCHANGES = {
-    "ulysses": ("attention.ulysses.all_to_all", lambda x, axis: x),
-    "ulysses in parts": ("attention.ulysses.start_all_to_all", lambda x, axis: x.clone()),
-    "ring": ("attention.ring.start_rotation", lambda x, axis: x.clone()),
-    "allgather_kv": ("attention.allgather_kv.all_gather", lambda x, axis: torch.stack([x] * axis.size)),
-    "hybrid": ("attention.ulysses.all_to_all", lambda x, axis: x),
-    "allgather_kv2xulysses2": ("attention.allgather_kv.all_gather", lambda x, axis: torch.stack([x] * axis.size)),
+    "ulysses": ("ulysses.all_to_all", lambda x, axis: x),
+    "ulysses in parts": ("ulysses.start_all_to_all", lambda x, axis: x.clone()),
+    "ring": ("strategies.start_rotation", lambda x, axis: x.clone()),
+    "allgather_kv": ("strategies.all_gather", lambda x, axis: torch.stack([x] * axis.size)),
+    "hybrid": ("ulysses.all_to_all", lambda x, axis: x),
+    "allgather_kv2xulysses2": ("strategies.all_gather", lambda x, axis: torch.stack([x] * axis.size)),
 }
-MASKS = ("communication.collectives.all_gather", lambda x, axis: torch.stack([x] * axis.size))
+MASKS = ("collectives.all_gather", lambda x, axis: torch.stack([x] * axis.size))
 
 
 def every_answer(num_ranks: int, broken: str) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
