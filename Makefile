@@ -22,7 +22,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --const
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow test-gpu demo serve bench bench-gpu bench-faults constraints clean
+.PHONY: help venv lint test test-slow test-gpu demo serve bench bench-gpu bench-faults constraints site clean
 
 help: ## Say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -73,6 +73,20 @@ bench-faults: $(READY) ## Kill processes of the application at random for ten mi
 constraints: $(READY) ## Write constraints.txt from what is installed
 	@$(PY) .ci/constraints.py > constraints.txt.new
 	@mv constraints.txt.new constraints.txt
+
+# The site's tools and the package's share no environment: neither needs the other's versions.
+SITE := $(VENV)/site/bin/mkdocs
+
+$(SITE): pyproject.toml
+	@$(PYTHON) -m venv $(VENV)/site
+	@$(VENV)/site/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+		> $(VENV)/site/requirements.txt
+	@$(VENV)/site/bin/python -m pip --disable-pip-version-check install -qq --requirement $(VENV)/site/requirements.txt
+	@touch $@
+
+site: $(SITE) ## Build the documents as a site in out/site, with links and anchors checked
+	@NO_MKDOCS_2_WARNING=1 $(SITE) build --strict --quiet
+	@echo "out/site/index.html"
 
 clean: ## Remove the environment, outputs and caches
 	rm -rf $(VENV) out build dist *.egg-info .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis

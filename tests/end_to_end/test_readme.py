@@ -130,10 +130,3 @@ def test_configuration_is_valid(block: Block) -> None:
 @pytest.mark.parametrize("block", choose("json", served=True) + choose("json", served=False), ids=str)
 def test_json_is_json(block: Block) -> None:
     assert isinstance(json.loads(block.text), Mapping)
-
-
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document: str) -> None:
-    folder = (ROOT / document).parent
-    targets = re.findall(r"\]\((?!https?:)([^)#\s]+)", (ROOT / document).read_text())
-    assert [target for target in targets if not (folder / target).exists()] == []

@@ -1,0 +1,139 @@
+"""Write the table of docs/operate/cards.md: how many GPUs of each size of memory a published model takes.
+
+PYTHONPATH=. python .ci/models_cards.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from models_seen import swept
+
+from deployments.cli.engines.estimate import Estimate, EstimateOptions, WeightsAlone, make_estimate
+from deployments.cli.engines.fit import GIB, Change, Fit, with_memory
+from engines.planner.cost_model import USABLE
+from engines.planner.forecast import forecast
+from engines.planner.machines import MACHINES
+from pipelines.libraries import quiet_libraries
+from pipelines.loading import published_models
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "operate" / "cards.md"
+MARKS = ("<!-- cards: .ci/models_cards.py -->", "<!-- end of cards -->")
+MOST_HELD = 1.6
+"""GPUs held up to this many times the estimate (docs/scale/strategies.md)."""
+LETTERS = {"denoiser.strategy": "w", "denoiser.precision": "q", "decoder.memory_gib": "d", "text_encoder and": "e"}
+LETTERS["text_encoder.num_gpus"] = "c"
+TIGHT = "~"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Card:
+    """A size of memory by its name, and the known machine whose figures count, which has a ``share`` times as much."""
+
+    gb: int
+    machine: str
+    share: float = 1.0
+    hardware: str = ""
+    """A part of the name that a sweep has for it."""
+
+    @property
+    def gib(self) -> float:
+        return self.share * MACHINES[self.machine].memory_bytes / GIB
+
+
+CARDS = (
+    Card(gb=12, machine="rtx-4090", share=12 / 24),
+    Card(gb=16, machine="rtx-4090", share=16 / 24),
+    Card(gb=24, machine="rtx-4090"),
+    Card(gb=48, machine="l40s"),
+    Card(gb=80, machine="h100", hardware="H100 80GB"),
+    Card(gb=141, machine="h200", hardware="H200"),
+)
+"""A tenth is left for captured graphs and gaps, as `troupe estimate` leaves it."""
+
+
+def table() -> str:
+    head = ("model", "GiB estimated", *(f"{card.gb} GB" for card in CARDS))
+    lines = [head, ("---",) * len(head), *map(row, published_models())]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+@cache
+def estimated(model: str) -> Estimate | WeightsAlone:
+    with quiet_libraries():
+        return make_estimate(EstimateOptions(model=model, num_ranks=1, machine="h200"))
+
+
+def row(model: str) -> tuple[str, ...]:
+    estimate = estimated(model)
+    if isinstance(estimate, WeightsAlone):
+        need, unknown = estimate.total_bytes, estimate.parts.unknown
+        marks = "[^weights]" + ("[^encoder]" if unknown else "")
+    else:
+        need, marks = estimate.fit.total_bytes, "[^encoder]" if estimate.fit.unknown else ""
+    return f"{model}{marks}", f"{need / GIB:.1f}", *(cell(model, card) for card in CARDS)
+
+
+def cell(model: str, card: Card) -> str:
+    """Return the fewest GPUs on which all parts fit, with a letter for each change; bold if they were seen to."""
+    estimate = estimated(model)
+    if isinstance(estimate, WeightsAlone):
+        fits = estimate.total_bytes <= USABLE * card.gib * GIB
+        found = Change(words=(), num_gpus=1, num_bytes=estimate.total_bytes) if fits else None
+    else:
+        found = smallest(estimate, card)
+    if found is None:
+        return "–"
+    if card.hardware and found.num_gpus in seen_on(model, card.hardware):
+        return f"**{said(found)}**"
+    return said(found) + (TIGHT if found.num_bytes * MOST_HELD > card.gib * GIB else "")
+
+
+def smallest(estimate: Estimate, card: Card) -> Change | None:
+    machine = with_memory(MACHINES[card.machine].for_ranks(1), card.gib)
+    own = estimate.forecast
+    step = forecast(own.counted, own.work, 1, machine, own.precision, must_fit=False)
+    fit: Fit = replace(estimate.fit, step=step)
+    if fit.fits:
+        return Change(words=(), num_gpus=1, num_bytes=fit.total_bytes)
+    return next(iter(fit.changes()), None)
+
+
+def said(change: Change) -> str:
+    letters = (letter for start, letter in LETTERS.items() for word in change.words if word.startswith(start))
+    return " ".join((str(change.num_gpus), *letters))
+
+
+def seen_on(model: str, hardware: str) -> set[int]:
+    """Numbers of GPUs on which a sweep had pictures or clips of ``model`` through the whole application."""
+    results = (one for one in swept() if one["model"] == model and hardware in one["hardware"])
+    return {one["ranks"] for one in results if one.get("through") == "application" and "error" not in one}
+
+
+def held() -> Iterator[tuple[str, ...]]:
+    """Rows of what the first GPU held at most in a sweep, beside the estimate for the same machine."""
+    for one in swept():
+        if one.get("through") == "application" and "gpu_gib" in one and one["ranks"] == 1:
+            estimate = estimated(one["model"])
+            assert isinstance(estimate, Estimate)
+            gib, most = estimate.fit.total_bytes / GIB, one["gpu_gib"]["highest"]
+            yield one["model"], one["hardware"], f"{gib:.1f}", f"{most:.1f}", f"{most / gib:.2f}"
+
+
+def held_table() -> str:
+    head = ("model", "GPU", "estimated, GiB", "held at most, GiB", "held by estimated")
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *held())) + "\n"
+
+
+def document(written: str) -> str:
+    """Return ``written`` with its tables made anew."""
+    before, rest = written.split(MARKS[0])
+    _, after = rest.split(MARKS[1])
+    return f"{before}{MARKS[0]}\n{table()}\n{held_table()}{MARKS[1]}{after}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document(DOCUMENT.read_text()))
