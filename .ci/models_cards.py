@@ -12,11 +12,11 @@ from pathlib import Path
 
 from models_seen import swept
 
-from deployments.cli.engines.estimate import Estimate, EstimateOptions, WeightsAlone, make_estimate
-from deployments.cli.engines.fit import GIB, Change, Fit, with_memory
+from deployments.cli.estimate import Estimate, EstimateOptions, WeightsAlone, make_estimate
+from deployments.cli.fit import GIB, Change, Fit, with_memory
 from engines.planner.cost_model import USABLE
 from engines.planner.forecast import forecast
-from engines.planner.machines import MACHINES
+from engines.planner.machine import MACHINES
 from pipelines.libraries import quiet_libraries
 from pipelines.loading import published_models
 
