@@ -41,8 +41,9 @@ not). Activations, the encoders and the auto-encoder come on top. Both transform
 *Timed* are the newest reports of measurements on H100s and H200s that have a transformer of this size, with random
 weights (— : none has). *Seen on a GPU*: the date of the last sweep (`python -m benchmarks.sweep`, results in
 `benchmarks/reports/sweep.jsonl`) in which the model ran at full size, milliseconds a step there, or why it did not;
-"not yet" of a model that no sweep has had its turn with. Of those on "one rank" alone (Stable Diffusion XL, Ideogram 4)
-the estimate says parameters and memory, and no time: what a step does is not known before there is a request.
+"not yet" of a model that no sweep has had its turn with. For models on "one rank" alone (Stable
+Diffusion XL, Ideogram 4) the estimate says parameters and memory, and no time: a step is not known before there is a
+request.
 
 """
 MARKS = ("<!-- models: .ci/models_document.py -->", "<!-- end of models -->")
