@@ -9,8 +9,8 @@ from pydantic import BaseModel, Field
 
 from deployments.api.streams import Event
 from deployments.clips.records import ClipRecord
-from deployments.requests.loras import BEHIND
-from deployments.requests.quality import SHARES, Quality, quality_steps
+from deployments.requests.model_choice import BEHIND
+from deployments.requests.rules import QUALITY_SHARES, Quality, quality_steps
 from deployments.studio.interface import ModelCard, StageTimes
 from pipelines.caching import CacheMode
 from pipelines.defaults import Defaults
@@ -55,7 +55,7 @@ class Model(BaseModel):
             loras=card.loras,
             description=description.text,
             sizes=description.sizes_within(defaults),
-            steps={quality: quality_steps(quality, defaults) for quality in SHARES},
+            steps={quality: quality_steps(quality, defaults) for quality in QUALITY_SHARES},
             prompts=description.prompts,
             edits=defaults.edits,
             defaults=defaults,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from fastapi import Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -20,18 +19,16 @@ from deployments.api.lookout import Lookout
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
 from deployments.requests.bodies import MediaBody
-from deployments.requests.cards import choose_card
+from deployments.requests.model_choice import Needs, choose_card
 from deployments.requests.pictures.unpack import unpack
-from deployments.requests.rules import brought_along, needs_of
+from deployments.requests.rules import Requester, RequestRules, ResolvedRequest
 from deployments.studio.interface import Studio
 from deployments.usage.accounts import Accounts, KeyLimitGuard
 from deployments.usage.api_keys import KeyRing
-from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaKind
 
 BEARER = HTTPBearer(auto_error=False, description="Needed only if the server was started with API keys.")
-
-
+B = TypeVar("B", bound=MediaBody)
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Security(BEARER)]
 
 
@@ -62,21 +59,36 @@ class ApiContext:
         key = None if credentials is None else credentials.credentials
         request.state.key_hash = "" if key is None else find_key(self.settings.keys, key) or ""
 
+    def requester(self, request: Request) -> Requester:
+        """Returns who sent a request, which was authorized or recognized."""
+        key = request.state.key_hash
+        return Requester(
+            request_id=request.state.request_id,
+            key=key,
+            weight=self.accounts.limits_of(key).weight,
+            came_s=request.state.came_s,
+        )
+
     def viewer(self, request: Request) -> str | None:
         """Returns whose clips and files the client may see, by the hash of its key; None if everybody's."""
         is_open = not self.settings.keys or self.settings.share_between_keys
         return None if is_open else str(request.state.key_hash)
 
-    async def unpacked(self, body: MediaBody, kind: MediaKind) -> InputPictures:
-        """Returns the pictures that came along. RequestError if the model takes others, or they are none."""
-        card = choose_card(self.studio.cards(), body.model, kind, needs_of(body))
-        sources = brought_along(body, card)
+    async def resolved(self, body: B, kind: MediaKind) -> ResolvedRequest[B]:
+        """Return ``body`` with its model and its decoded pictures. RequestError if the model takes others.
+
+        ApiError 429 or 503 if the model has no place for a picture: decoding is not begun.
+        """
+        card = choose_card(self.studio.cards(), body.model, kind, Needs.of(body))
+        sources = RequestRules(card).check_sources(body)
         if not sources.all:
-            return NO_PICTURES
+            return ResolvedRequest(card=card, body=body)
         gang_in_s = await self.check_ready(card.name)
         if kind == "image":
             self.admission.check_place(card.name, gang_in_s)
-        return await asyncio.get_running_loop().run_in_executor(self.unpacking, unpack, sources, self.settings)
+        loop = asyncio.get_running_loop()
+        pictures = await loop.run_in_executor(self.unpacking, unpack, sources, self.settings)
+        return ResolvedRequest(card=card, body=body, pictures=pictures)
 
     async def check_ready(self, model: str) -> float:
         """Returns in how many seconds ``model`` begins work that comes now, 0 while it is ready: a request waits while
@@ -88,11 +100,6 @@ class ApiContext:
         if self.studio.may_wait_for(model):
             return wait_s
         raise ApiError(503, f"{model} is not ready: {reason}", code="model_not_ready", headers=retry_after(wait_s))
-
-
-def waited_s(request: Request) -> float:
-    """Returns how long ago the request arrived: what it sends along may have taken a while."""
-    return time.monotonic() - float(request.state.came_s)
 
 
 def find_key(keys: KeyRing, key: str) -> str | None:

@@ -18,7 +18,8 @@ from starlette.requests import Request
 from starlette.routing import compile_path
 
 from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError, is_full
-from deployments.requests.errors import RequestError, field_error, shown
+from deployments.requests.errors import RequestError, shown
+from deployments.requests.validation import field_error
 from deployments.studio.interface import ModelUnavailableError
 from deployments.usage.keeper import AccountsUnavailableError
 from deployments.usage.quotas import LimitReachedError

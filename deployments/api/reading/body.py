@@ -11,8 +11,8 @@ from starlette.requests import Request
 from deployments.api.errors import ApiError
 from deployments.api.reading.forms import read_form
 from deployments.requests.bodies import MediaBody
-from deployments.requests.errors import RequestError, shown, validated, validated_form
-from deployments.requests.extra import unfolded, unfolded_form
+from deployments.requests.errors import RequestError, shown
+from deployments.requests.validation import unfolded, unfolded_form, validated, validated_form
 
 B = TypeVar("B", bound=MediaBody)
 

@@ -25,7 +25,7 @@ from deployments.api.answers import (
     QueuedPicture,
     StepProgress,
 )
-from deployments.api.context import ApiContext, waited_s
+from deployments.api.context import ApiContext
 from deployments.api.errors import from_failure
 from deployments.api.guards.hosts import base_url
 from deployments.api.idempotency import REPLAYED
@@ -33,39 +33,38 @@ from deployments.api.measures import ETA_HEADER, Indexed, SpentSeconds, eta_head
 from deployments.api.streams import Event, start_stream, until_disconnect
 from deployments.asyncio_tools import merge
 from deployments.requests.bodies import ImageBody
-from deployments.requests.images import ImageRequest, image_request
+from deployments.requests.images import ImageRequest
+from deployments.requests.rules import ResolvedRequest
 from deployments.studio.interface import Media, Preview, Progress, Queued, StudioEvent
-from pipelines.pictures import NO_PICTURES, InputPictures
 
 
 async def draw_once(
-    context: ApiContext, request: Request, body: ImageBody, inputs: InputPictures, idempotency_key: str | None
+    context: ApiContext, request: Request, resolved: ResolvedRequest[ImageBody], idempotency_key: str | None
 ) -> Response:
-    """Returns what ``draw`` does, or what it did for the same request before. A stream is drawn anew."""
-    async with context.known.turn(request, None if body.stream else idempotency_key, body) as turn:
+    """Return the answer of ``draw``, or its earlier answer to the same request. A stream is drawn anew."""
+    key = None if resolved.body.stream else idempotency_key
+    async with context.known.turn(request, key, resolved.body) as turn:
         if turn.answer is not None:
             return Response(turn.answer, media_type="application/json", headers=dict(REPLAYED))
-        response = await draw(context, request, body, inputs)
+        response = await draw(context, request, resolved)
         await context.known.keep(turn, bytes(response.body) if turn.file is not None else b"")
         return response
 
 
-async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: InputPictures = NO_PICTURES) -> Response:
-    """Returns what ``body`` asks for, made from ``inputs``: one JSON object, or a stream of events."""
-    settings, cards = context.settings, context.studio.cards()
-    key = request.state.key_hash
-    limits = context.accounts.limits_of(key)
+async def draw(context: ApiContext, request: Request, resolved: ResolvedRequest[ImageBody]) -> Response:
+    """Return what ``resolved`` asks for: one JSON object, or a stream of events."""
+    settings, requester = context.settings, context.requester(request)
+    limits = context.accounts.limits_of(requester.key)
     max_n = min(settings.max_images_per_request, limits.max_concurrent or settings.max_images_per_request)
-    pictures = image_request(body, cards, request.state.request_id, max_n, inputs)
-    pictures = pictures.of_key(key, limits.weight, waited_s(request))
-    gang_in_s = await context.check_ready(pictures.model)
+    pictures = ImageRequest.of(resolved, requester, max_n)
+    gang_in_s = await context.check_ready(resolved.card.name)
     events = perform_all(context, pictures, request.state, gang_in_s)
-    if body.stream:
+    if pictures.body.stream:
         headers: dict[str, str] = {}
         return await start_stream(image_events(pictures, events, headers), request.receive, settings, headers)
     media = await until_disconnect(request.receive, collect(events, len(pictures.requests)))
     body_json = await asyncio.to_thread(_answer_json, context, pictures, media, request)  # megabytes: others would wait
-    headers = measures([one.timings for one in media], pictures.cache)
+    headers = measures([one.timings for one in media], pictures.first.cache)
     return Response(body_json, media_type="application/json", headers=headers)
 
 
@@ -79,10 +78,10 @@ def _answer_json(context: ApiContext, pictures: ImageRequest, media: list[Media]
         data=_hand_over(context, pictures, media, request),
         output_format=pictures.output.format,
         size=pictures.size,
-        background="transparent" if pictures.num_layers else "opaque",
+        background="transparent" if pictures.first.num_layers else "opaque",
         quality=pictures.quality,
-        num_inference_steps=pictures.num_inference_steps,
-        cache=pictures.cache,
+        num_inference_steps=pictures.first.num_inference_steps,
+        cache=pictures.first.cache,
         safety_identifier=pictures.safety_identifier,
     )
     return to_json(answer)
@@ -90,7 +89,7 @@ def _answer_json(context: ApiContext, pictures: ImageRequest, media: list[Media]
 
 def _hand_over(context: ApiContext, pictures: ImageRequest, media: list[Media], request: Request) -> list[Image]:
     files = [(data, layer, one) for one in media for layer, data in _layers(pictures, one)]
-    if not pictures.by_url:
+    if pictures.body.response_format != "url":
         return [Image(b64_json=b64encode_as_string(data), seed=one.seed, layer=layer) for data, layer, one in files]
     names = [context.files.put(data, one.format, request.state.key_hash) for data, _, one in files]
     url, named = files_url(context, request), zip(names, files, strict=True)
@@ -99,7 +98,7 @@ def _hand_over(context: ApiContext, pictures: ImageRequest, media: list[Media], 
 
 def _layers(pictures: ImageRequest, media: Media) -> list[tuple[int | None, bytes]]:
     """Returns the files of one picture, each with the number of its layer."""
-    return list(enumerate(media.files)) if pictures.num_layers else [(None, media.data)]
+    return list(enumerate(media.files)) if pictures.first.num_layers else [(None, media.data)]
 
 
 async def perform_all(
@@ -114,7 +113,7 @@ async def perform_all(
     num, spent = len(pictures.requests), SpentSeconds(state)
     async with context.key_limits.taken(state.key_hash, num):
         with (
-            context.admission.taken(pictures.model, num, pictures.num_input_bytes, gang_in_s),
+            context.admission.taken(pictures.first.model, num, pictures.pictures.num_bytes, gang_in_s),
             _answers_for_failures(),
         ):
             performed = (context.studio.perform(one, pictures.output, pictures.pictures) for one in pictures.requests)
@@ -183,13 +182,13 @@ def _told_places(places: list[Indexed], num: int) -> list[Indexed]:
 
 def translate(pictures: ImageRequest, index: int, event: StudioEvent) -> Sequence[Event]:
     match event:
-        case Queued() if pictures.stream_progress:
+        case Queued() if pictures.body.stream_progress:
             return [QueuedPicture(image_index=index, num_before=event.num_before, eta_s=event.eta_s)]
         case Media():
             return [_completed(pictures, index, event, layer, data) for layer, data in _layers(pictures, event)]
         case Preview():
             return [_partial(pictures, index, event)]
-        case Progress() if pictures.stream_progress:
+        case Progress() if pictures.body.stream_progress:
             return [StepProgress(image_index=index, step=event.step, of=event.num_steps, eta_s=event.eta_s)]
     return ()
 
@@ -203,8 +202,8 @@ def _completed(pictures: ImageRequest, index: int, media: Media, layer: int | No
         size=pictures.size,
         background="opaque" if layer is None else "transparent",
         quality=pictures.quality or "auto",
-        num_inference_steps=pictures.num_inference_steps,
-        cache=pictures.cache,
+        num_inference_steps=pictures.first.num_inference_steps,
+        cache=pictures.first.cache,
         safety_identifier=pictures.safety_identifier,
         image_index=index,
         layer=layer,

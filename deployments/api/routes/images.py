@@ -42,7 +42,7 @@ def image_routes(context: ApiContext) -> APIRouter:
     async def generate_images(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
         """Draw pictures. With ``stream``, the answer is server-sent events instead of one JSON object."""
         body = await read_json(request, ImageBody)
-        return await draw_once(context, request, body, await context.unpacked(body, "image"), idempotency_key)
+        return await draw_once(context, request, await context.resolved(body, "image"), idempotency_key)
 
     @router.post(
         "/v1/images/edits",
@@ -52,10 +52,10 @@ def image_routes(context: ApiContext) -> APIRouter:
     )
     async def edit_images(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
         """Change pictures that come along, or draw after them. Models say in their defaults what they take."""
-        body, inputs = await read_upload(context, request, EditBody, "image")
-        if not inputs.pictures:
+        resolved = await read_upload(context, request, EditBody, "image")
+        if not resolved.pictures.pictures:
             raise RequestError("image is required: the picture to change", "image", code="missing_field")
-        return await draw_once(context, request, body, inputs, idempotency_key)
+        return await draw_once(context, request, resolved, idempotency_key)
 
     @router.get(
         "/v1/files/{name}",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.api.answers import Video, VideoDeleted, VideoPage
-from deployments.api.context import ApiContext, waited_s
+from deployments.api.context import ApiContext
 from deployments.api.documents import (
     body_document,
     error_documents,
@@ -38,9 +37,10 @@ from deployments.clips.clips import Clips
 from deployments.clips.folders import CONTENT_TYPES, Variant
 from deployments.clips.records import FILE_GONE, ClipRecord
 from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
-from deployments.requests.clips import ClipRequest, clip_request
 from deployments.requests.errors import shown
+from deployments.requests.rules import ResolvedRequest, clip_seconds
 from pipelines.pictures import InputPictures
+from pipelines.request import MediaRequest
 
 VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
 STATUS_OF_FAILURES = {"invalid_value": 400, "too_late": 429, "gang_broken": 502, "storage_full": 507}
@@ -144,38 +144,34 @@ def video_routes(context: ApiContext) -> APIRouter:
 async def submit_clip(
     context: ApiContext, request: Request, idempotency_key: str | None, *, is_awaited: bool = False
 ) -> ClipRecord:
-    """Returns the record of the clip that the body asks for, or asked for before, if that is still there."""
-    body, inputs = await read_upload(context, request, VideoBody, "video")
-    async with context.known.turn(request, idempotency_key, body) as turn:
+    """Return the record of the clip that the body asks for, or of the earlier clip of the same request."""
+    resolved = await read_upload(context, request, VideoBody, "video")
+    async with context.known.turn(request, idempotency_key, resolved.body) as turn:
         clip = None if turn.answer is None else await context.clips.get(turn.answer.decode())
         if clip is None:
-            clip = await new_clip(context, request, body, inputs, is_awaited=is_awaited)
+            clip = await new_clip(context, request, resolved, is_awaited=is_awaited)
             await context.known.keep(turn, clip.id.encode())
         return clip
 
 
 async def new_clip(
-    context: ApiContext, request: Request, body: VideoBody, inputs: InputPictures, *, is_awaited: bool
+    context: ApiContext, request: Request, resolved: ResolvedRequest[VideoBody], *, is_awaited: bool
 ) -> ClipRecord:
-    """Returns the record of a new clip, queued; where it is awaited, or has a deadline, begun, or refused by gangs."""
-    num_previews = context.settings.num_clip_previews
-    clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews, inputs)
-    await context.check_ready(clip.request.model)
-    key = request.state.key_hash
-    weight = context.accounts.limits_of(key).weight
-    asked = replace(clip.request, key=key, weight=weight, waited_s=waited_s(request))
+    """Return the record of a new clip, queued. If it is awaited or has a deadline, gangs begin or refuse it at once."""
+    asked = resolved.check(context.requester(request), context.settings.num_clip_previews)
+    await context.check_ready(asked.model)
     if is_awaited or asked.deadline_s is not None:
-        return await begin_clip(context, request, replace(clip, request=asked))
-    async with context.key_limits.clip(key):
-        return await context.clips.submit(asked, clip.seconds, key, inputs)
+        return await begin_clip(context, request, asked, resolved.pictures)
+    async with context.key_limits.clip(asked.key):
+        return await context.clips.submit(asked, clip_seconds(asked), asked.key, resolved.pictures)
 
 
-async def begin_clip(context: ApiContext, request: Request, clip: ClipRequest) -> ClipRecord:
-    """Returns the record of a clip that a gang has taken. Where none does, or the client leaves, there is no clip."""
-    clip_id, key = "", request.state.key_hash
+async def begin_clip(context: ApiContext, request: Request, asked: MediaRequest, pictures: InputPictures) -> ClipRecord:
+    """Return the record of a clip that a gang has taken. If none does, or the client leaves, there is no clip."""
+    clip_id = ""
     try:
-        async with context.key_limits.clip(key):
-            clip_id, admission = await context.clips.begin(clip.request, clip.seconds, key, clip.pictures)
+        async with context.key_limits.clip(asked.key):
+            clip_id, admission = await context.clips.begin(asked, clip_seconds(asked), asked.key, pictures)
         await until_disconnect(request.receive, asyncio.wait_for(admission, None))
         return await find_clip(context, request, clip_id)
     except BaseException as failure:
