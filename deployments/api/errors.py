@@ -141,6 +141,22 @@ def from_failure(failure: Exception) -> ApiError | None:
     return None
 
 
+def answer_to(failure: Exception, request_id: str) -> ApiError:
+    """Return the answer to any failure. Log a failure of the server."""
+    answer = from_failure(failure)
+    if answer is None:
+        return internal_error(failure, request_id)
+    if answer.status >= 500 and answer is not failure:
+        logger.error("a request failed: %r", failure)
+    return answer
+
+
+def internal_error(failure: Exception, request_id: str) -> ApiError:
+    """Log a defect with its traceback. Return its answer, which names the request for the log."""
+    logger.error("unhandled error", exc_info=failure)
+    return ApiError(500, f"Internal error; the log has more under request id {request_id}", code="internal")
+
+
 def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
