@@ -11,7 +11,7 @@ from deployments.api.streams import Event
 from deployments.clips.records import ClipRecord
 from deployments.requests.model_choice import BEHIND
 from deployments.requests.rules import QUALITY_SHARES, Quality, quality_steps
-from deployments.studio.interface import ModelCard, StageTimes
+from deployments.studio.interface import ModelCard, Progress, StageTimes
 from pipelines.caching import CacheMode
 from pipelines.defaults import Defaults
 from pipelines.request import Lora, MediaKind
@@ -171,6 +171,10 @@ class StepProgress(Event):
     step: int
     of: int
     eta_s: float | None = Field(description="Seconds; null as long as nothing like it was measured.")
+
+    @classmethod
+    def of_picture(cls, index: int, event: Progress) -> StepProgress:
+        return cls(image_index=index, step=event.step, of=event.num_steps, eta_s=event.eta_s)
 
 
 class VideoError(BaseModel):

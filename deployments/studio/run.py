@@ -24,13 +24,12 @@ from deployments.studio.interface import (
     ModelUnavailableError,
     Output,
     Preview,
-    Progress,
     Queued,
     StageTimes,
     StudioEvent,
 )
 from engines.gang.errors import QueueFullError
-from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, StepDone
+from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, Progress
 from pipelines.pictures import InputPictures
 from pipelines.request import MediaRequest
 
@@ -159,10 +158,10 @@ class Run:
                 if event.eta_s is not None and decode_s is not None:
                     self._eta_s = self._queued_at_s + event.eta_s + decode_s
                 publish(Queued(eta_s=self._eta_s, decode_s=decode_s, num_before=event.num_before))
-            case StepDone():
+            case Progress():
                 self.num_steps_seen += 1
                 self.gpu_s = event.gpu_s
-                publish(Progress(step=event.step, num_steps=event.num_steps, eta_s=event.eta_s, gpu_s=event.gpu_s))
+                publish(event)
             case PreviewReady():
                 self._previews.put_nowait(event)
             case JobDone():

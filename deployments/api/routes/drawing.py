@@ -152,7 +152,7 @@ class Drawing:
             case Preview():
                 return [_partial(pictures, index, event)]
             case Progress() if wants_progress:
-                return [StepProgress(image_index=index, step=event.step, of=event.num_steps, eta_s=event.eta_s)]
+                return [StepProgress.of_picture(index, event)]
         return []
 
     def _queue_events(self) -> list[Event]:
