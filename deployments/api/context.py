@@ -21,10 +21,12 @@ from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
 from deployments.requests.bodies import MediaBody
 from deployments.requests.model_choice import Needs, choose_card
+from deployments.requests.pictures.sources import Sources
 from deployments.requests.pictures.unpack import unpack
 from deployments.requests.rules import Requester, RequestRules, ResolvedRequest
-from deployments.studio.interface import Studio
+from deployments.studio.interface import ModelCard, Studio
 from deployments.usage.accounts import Accounts, KeyLimitGuard
+from pipelines.pictures import NO_PICTURES, InputPictures
 from pipelines.request import MediaKind
 
 BEARER = HTTPBearer(auto_error=False, description="Needed only if the server was started with API keys.")
@@ -72,20 +74,18 @@ class ApiContext:
         return None if is_open else requester.key
 
     async def resolved(self, body: B, kind: MediaKind) -> ResolvedRequest[B]:
-        """Return ``body`` with its model and its decoded pictures. RequestError if the model takes others.
-
-        ApiError 429 or 503 if the model has no place for a picture: decoding is not begun.
-        """
+        """Return ``body`` with its model and its decoded pictures. RequestError if the model takes others."""
         card = choose_card(self.studio.cards(), body.model, kind, Needs.of(body))
         sources = RequestRules(card).check_sources(body)
-        if not sources.all:
-            return ResolvedRequest(card=card, body=body)
+        pictures = await self._decoded(sources, card, kind) if sources.all else NO_PICTURES
+        return ResolvedRequest(card=card, body=body, pictures=pictures)
+
+    async def _decoded(self, sources: Sources, card: ModelCard, kind: MediaKind) -> InputPictures:
+        """Return the pixels of ``sources``. ApiError 429 or 503 before, if the model takes no request now."""
         gang_in_s = await self.check_ready(card.name)
         if kind == "image":
             self.admission.check_place(card.name, gang_in_s)
-        loop = asyncio.get_running_loop()
-        pictures = await loop.run_in_executor(self.unpacking, unpack, sources, self.settings)
-        return ResolvedRequest(card=card, body=body, pictures=pictures)
+        return await asyncio.get_running_loop().run_in_executor(self.unpacking, unpack, sources, self.settings)
 
     async def check_ready(self, model: str) -> float:
         """Return in how many seconds ``model`` begins new work, 0 while it is ready.

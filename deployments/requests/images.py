@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from deployments.requests.bodies import MAX_SEED, EditBody, ImageBody
 from deployments.requests.errors import RequestError
-from deployments.requests.rules import QUALITIES, Quality, Requester, ResolvedRequest
+from deployments.requests.rules import QUALITIES, Quality, Requester, RequestRules, ResolvedRequest
 from deployments.studio.interface import Output
 from pipelines.pictures import InputPictures
 from pipelines.request import MediaRequest
@@ -33,7 +33,7 @@ class ImageRequest:
         if not 1 <= n <= max_n:
             raise RequestError(f"n is {n}; it must be from 1 to {max_n}", "n")
         check_stream_fields(body)
-        first = resolved.check(requester, body.partial_images or 0)
+        first = RequestRules(resolved.card).check(body, resolved.pictures, requester, body.partial_images or 0)
         check_seeds(first.seed, n)
         rest = (replace(first, request_id=f"{first.request_id}-{i}", seed=first.seed + i) for i in range(1, n))
         return cls(body=body, requests=(first, *rest), pictures=resolved.pictures, output=image_output(body, first))

@@ -140,10 +140,6 @@ class ResolvedRequest(Generic[B]):
     body: B
     pictures: InputPictures = NO_PICTURES
 
-    def check(self, requester: Requester, num_previews: int = 0) -> MediaRequest:
-        """See ``RequestRules.check``."""
-        return RequestRules(self.card).check(self.body, self.pictures, requester, num_previews)
-
 
 def _body_field(name: str, body: MediaBody) -> str:
     """Return the field of ``body`` to blame for the field ``name`` of ``MediaRequest``."""

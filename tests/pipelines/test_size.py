@@ -12,11 +12,12 @@ import pytest
 
 from deployments.requests.bodies import ImageBody, MediaBody, VideoBody
 from deployments.requests.errors import RequestError
-from deployments.requests.rules import Requester, ResolvedRequest, choose_size
+from deployments.requests.rules import Requester, RequestRules, choose_size
 from deployments.stages.config import DenoiserConfig
 from deployments.studio.interface import ModelCard
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
+from pipelines.pictures import NO_PICTURES
 from pipelines.size import MAX_SIDES, PIXELS, Size, SizeLimits
 from tests.pipelines.support.sample_requests import clip, picture
 
@@ -103,7 +104,7 @@ def refusal_of_api(checkpoint: Checkpoint, **fields: Any) -> str:
     card = ModelCard(name="m", family="", created=0, defaults=checkpoint.defaults)
     sent = (VideoBody if checkpoint.defaults.kind == "video" else ImageBody)(prompt="a", **fields)
     with pytest.raises(RequestError, match="must be") as caught:
-        ResolvedRequest(card=card, body=sent).check(Requester(request_id="id"))
+        RequestRules(card).check(sent, NO_PICTURES, Requester(request_id="id"))
     assert [caught.value.param] == list(fields)
     return str(caught.value)
 

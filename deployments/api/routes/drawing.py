@@ -38,40 +38,34 @@ from deployments.requests.rules import Requester, ResolvedRequest
 from deployments.studio.interface import Media, Preview, Progress, Queued, StudioEvent
 
 
-async def draw_once(
+async def draw(
     context: ApiContext,
     request: Request,
     requester: Requester,
     resolved: ResolvedRequest[ImageBody],
     idempotency_key: str | None,
 ) -> Response:
-    """Return the answer of ``draw``, or its earlier answer to the same request. A stream is drawn anew."""
-    key = None if resolved.body.stream else idempotency_key
+    """Return what ``resolved`` asks for: one JSON object, or a stream of events.
+
+    The JSON object is the earlier one, if the same request with the same ``idempotency_key`` came before.
+    """
+    key, limit = None if resolved.body.stream else idempotency_key, context.settings.max_images_per_request
     async with context.known.turn(request.url.path, requester, key, resolved.body) as turn:
         if turn.answer is not None:
             return Response(turn.answer, media_type="application/json", headers=dict(REPLAYED))
-        response = await draw(context, request, requester, resolved)
-        await context.known.keep(turn, bytes(response.body) if turn.file is not None else b"")
-        return response
-
-
-async def draw(
-    context: ApiContext, request: Request, requester: Requester, resolved: ResolvedRequest[ImageBody]
-) -> Response:
-    """Return what ``resolved`` asks for: one JSON object, or a stream of events."""
-    limit = context.settings.max_images_per_request
-    max_n = min(limit, context.accounts.limits_of(requester.key).max_concurrent or limit)
-    pictures = ImageRequest.of(resolved, requester, max_n)
-    gang_in_s = await context.check_ready(resolved.card.name)
-    drawing = Drawing(context=context, pictures=pictures, request_id=requester.request_id, gang_in_s=gang_in_s)
-    if pictures.body.stream:
-        return await start_stream(drawing.events(), request.receive, context.settings, lambda: drawing.headers)
-    with drawing.failures():
-        media = await until_disconnect(request.receive, drawing.media())
-        # In a thread: megabytes, for which others would wait.
-        body_json = await asyncio.to_thread(_answer_json, context, pictures, media, request)
+        max_n = min(limit, context.accounts.limits_of(requester.key).max_concurrent or limit)
+        pictures = ImageRequest.of(resolved, requester, max_n)
+        gang_in_s = await context.check_ready(resolved.card.name)
+        drawing = Drawing(context=context, pictures=pictures, request_id=requester.request_id, gang_in_s=gang_in_s)
+        if pictures.body.stream:
+            return await start_stream(drawing.events(), request.receive, context.settings, lambda: drawing.headers)
+        with drawing.failures():
+            media = await until_disconnect(request.receive, drawing.media())
+            # In a thread: megabytes, for which others would wait.
+            answer = await asyncio.to_thread(_answer_json, context, pictures, media, request)
+        await context.known.keep(turn, answer)
     headers = measures([one.timings for one in media], pictures.first.cache)
-    return Response(body_json, media_type="application/json", headers=headers)
+    return Response(answer, media_type="application/json", headers=headers)
 
 
 @dataclass(kw_only=True, slots=True)

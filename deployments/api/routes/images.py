@@ -23,7 +23,7 @@ from deployments.api.idempotency import IdempotencyKey
 from deployments.api.partial import RangedFile
 from deployments.api.reading.body import FORMS, JSON, read_json
 from deployments.api.reading.uploads import read_upload
-from deployments.api.routes.drawing import draw_once
+from deployments.api.routes.drawing import draw
 from deployments.requests.bodies import EditBody, ImageBody
 from deployments.requests.errors import RequestError, shown
 from deployments.requests.rules import Requester
@@ -46,7 +46,7 @@ def image_routes(context: ApiContext) -> APIRouter:
         """Draw pictures. With ``stream``, the answer is server-sent events instead of one JSON object."""
         body = await read_json(request, ImageBody)
         resolved = await context.resolved(body, "image")
-        return await draw_once(context, request, requester, resolved, idempotency_key)
+        return await draw(context, request, requester, resolved, idempotency_key)
 
     @router.post(
         "/v1/images/edits",
@@ -60,7 +60,7 @@ def image_routes(context: ApiContext) -> APIRouter:
         resolved = await read_upload(context, request, EditBody, "image")
         if not resolved.pictures.pictures:
             raise RequestError("image is required: the picture to change", "image", code="missing_field")
-        return await draw_once(context, request, requester, resolved, idempotency_key)
+        return await draw(context, request, requester, resolved, idempotency_key)
 
     @router.get(
         "/v1/files/{name}",

@@ -38,7 +38,7 @@ from deployments.clips.folders import CONTENT_TYPES, Variant
 from deployments.clips.records import FILE_GONE, ClipRecord
 from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
 from deployments.requests.errors import shown
-from deployments.requests.rules import Requester, clip_seconds
+from deployments.requests.rules import Requester, RequestRules, clip_seconds
 from pipelines.pictures import InputPictures
 from pipelines.request import MediaRequest
 
@@ -162,7 +162,8 @@ async def submit_clip(
     async with context.known.turn(request.url.path, requester, idempotency_key, resolved.body) as turn:
         clip = None if turn.answer is None else await context.clips.get(turn.answer.decode())
         if clip is None:
-            asked = resolved.check(requester, context.settings.num_clip_previews)
+            rules, num_previews = RequestRules(resolved.card), context.settings.num_clip_previews
+            asked = rules.check(resolved.body, resolved.pictures, requester, num_previews)
             await context.check_ready(asked.model)
             make = begin_clip if is_awaited or asked.deadline_s is not None else queue_clip
             clip = await make(context, request, requester, asked, resolved.pictures)

@@ -11,10 +11,10 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_layered import calculate_d
 from deployments.requests.bodies import EditBody, ImageBody, VideoBody
 from deployments.requests.errors import RequestError
 from deployments.requests.images import ImageRequest
-from deployments.requests.rules import Requester, ResolvedRequest, choose_size, size_of
+from deployments.requests.rules import Requester, RequestRules, ResolvedRequest, choose_size, size_of
 from deployments.studio.interface import ModelCard
 from pipelines.defaults import Defaults
-from pipelines.pictures import InputPicture
+from pipelines.pictures import NO_PICTURES, InputPicture
 from tests.deployments.support.fake_studio import CLIPS, EDITS, PICTURES
 
 LARGE = replace(EDITS, width=1024, height=1024, max_pixels=2048 * 2048)
@@ -83,10 +83,8 @@ def test_a_picture_that_no_file_of_its_format_holds_is_refused(written: str, lon
 
 
 def test_a_clip_that_no_file_holds_is_refused() -> None:
-    longest, longer = (
-        ResolvedRequest(card=LONG["clips"], body=VideoBody(prompt="a", size=size)) for size in ("16384x32", "32x16385")
-    )
-    assert longest.check(Requester(request_id="id"))
+    rules, requester = RequestRules(LONG["clips"]), Requester(request_id="id")
+    assert rules.check(VideoBody(prompt="a", size="16384x32"), NO_PICTURES, requester)
     with pytest.raises(RequestError, match="size is 32x16385; width and height must be at most 16384") as no:
-        longer.check(Requester(request_id="id"))
+        rules.check(VideoBody(prompt="a", size="32x16385"), NO_PICTURES, requester)
     assert no.value.param == "size"

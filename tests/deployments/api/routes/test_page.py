@@ -12,8 +12,9 @@ import pytest
 
 from deployments.requests.bodies import EditBody, ImageBody, VideoBody
 from deployments.requests.model_choice import choose_card
-from deployments.requests.rules import Requester, ResolvedRequest
+from deployments.requests.rules import Requester, RequestRules
 from pipelines.defaults import Defaults
+from pipelines.pictures import NO_PICTURES
 from pipelines.request import MediaKind
 from tests.deployments.api.conftest import build
 from tests.deployments.api.support.browser import PAGE, SCRIPT, Form, needs_node, run_page
@@ -184,7 +185,7 @@ def test_of_a_model_of_both_one_says_what_to_make(tmp_path: Path, kind: MediaKin
     body = shown["body"] | {"prompt": "a", "model": "fake-both"}
     card = choose_card(FakeStudio(makes_both=True).cards(), "fake-both", kind)
     sent = (VideoBody if kind == "video" else ImageBody).model_validate(body)
-    assert ResolvedRequest(card=card, body=sent).check(Requester(request_id="id")).kind == kind
+    assert RequestRules(card).check(sent, NO_PICTURES, Requester(request_id="id")).kind == kind
 
 
 @needs_node
