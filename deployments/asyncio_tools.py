@@ -7,7 +7,7 @@ failure inside, and who may go on with it in another task.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, Generic, TypeVar
 
@@ -72,59 +72,67 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     return working.result()
 
 
-async def merge(*sources: AsyncGenerator[T]) -> AsyncGenerator[T]:
-    """Yield the items of all ``sources``, which run side by side, as they come. No source waits for the consumer.
+async def produced(produce: Callable[[Callable[[T], None]], Coroutine[Any, Any, None]]) -> AsyncGenerator[T]:
+    """Yield what ``produce`` hands to its argument. It runs in a task, which does not wait for the consumer.
 
-    What the first source that fails raises is raised here. At the end, whatever it is, all sources are closed.
+    Its failure is raised after the items before it. At the end, whatever it is, the task is cancelled and awaited.
     """
-    feed: asyncio.Queue[tuple[T] | BaseException | None] = asyncio.Queue()
-
-    async def pump(source: AsyncGenerator[T]) -> None:
-        end: BaseException | None = None
-        try:
-            async with aclosing(source):
-                async for item in source:
-                    feed.put_nowait((item,))
-        except BaseException as failure:  # a cancellation inside the source, too: nobody is to wait for it for ever
-            end = failure
-        feed.put_nowait(end)
-
-    pumps = [asyncio.create_task(pump(source)) for source in sources]
+    feed: asyncio.Queue[tuple[T] | None] = asyncio.Queue()
+    task = asyncio.ensure_future(produce(lambda item: feed.put_nowait((item,))))
+    task.add_done_callback(lambda _: feed.put_nowait(None))
     try:
-        num_running = len(pumps)
-        while num_running:
-            match await feed.get():
-                case (item,):
-                    yield item
-                case None:
-                    num_running -= 1
-                case BaseException() as failure:
-                    raise failure
+        while (entry := await feed.get()) is not None:
+            yield entry[0]
+        task.result()
     finally:
-        await cancel(*pumps)
+        await cancel(task)
 
 
-async def with_idle(events: AsyncGenerator[T], first_wait_s: float, wait_s: float) -> AsyncGenerator[T | None]:
-    """Yield ``events``, and a None whenever nothing came for ``wait_s`` (before the first event: ``first_wait_s``)."""
-    async with aclosing(events):
-        timeout_s = first_wait_s
-        coming = asyncio.ensure_future(next_or_none(events))
+def merge(*sources: AsyncGenerator[T]) -> AsyncGenerator[tuple[int, T]]:
+    """Yield the items of all ``sources``, each with the index of its source, as they come.
+
+    The sources run side by side and do not wait for the consumer. The first failure is raised. At the end, whatever it
+    is, all sources are closed.
+    """
+
+    async def pump(index: int, source: AsyncGenerator[T], put: Callable[[tuple[int, T]], None]) -> None:
+        async with aclosing(source):
+            async for item in source:
+                put((index, item))
+
+    async def pump_all(put: Callable[[tuple[int, T]], None]) -> None:
+        pumps = [asyncio.ensure_future(pump(index, source, put)) for index, source in enumerate(sources)]
         try:
-            while True:
-                done, _ = await asyncio.wait((coming,), timeout=timeout_s)
-                timeout_s = wait_s
-                if not done:
-                    yield None
-                    continue
-                event = coming.result()
-                if event is None:
-                    return
-                yield event
-                coming = asyncio.ensure_future(next_or_none(events))
+            await asyncio.gather(*pumps)
         finally:
-            await cancel(coming)
+            await cancel(*pumps)
+
+    return produced(pump_all)
 
 
-async def next_or_none(events: AsyncIterator[T]) -> T | None:
-    """Return the next event, or None after the last."""
-    return await anext(events, None)
+class IdleError(Exception):
+    """No item came in time."""
+
+
+class Upcoming(Generic[T]):
+    """The items of an async generator, each waited for with a timeout that does not cancel it."""
+
+    def __init__(self, items: AsyncGenerator[T]) -> None:
+        self._items = items
+        self._next: asyncio.Future[T | None] | None = None
+
+    async def next(self, within_s: float) -> T | None:
+        """Return the next item, None after the last. IdleError if it takes longer: the next call waits on for it."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(anext(self._items, None))
+        await asyncio.wait((self._next,), timeout=within_s)
+        if not self._next.done():
+            raise IdleError
+        item, self._next = self._next, None
+        return item.result()
+
+    async def aclose(self) -> None:
+        """Cancel the item that is waited for, and close the generator."""
+        if self._next is not None:
+            await cancel(self._next)
+        await self._items.aclose()

@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from deployments.requests.errors import SENTENCES, formatted, nearest_name, shown
+from deployments.requests.errors import shown
+from deployments.requests.validation import SENTENCES, formatted, nearest_name
 
 Place = tuple[str | int, ...]
 

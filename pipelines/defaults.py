@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,16 +143,24 @@ class Defaults:
 
     def check(self, request: MediaRequest) -> None:
         """Check all settings, including a picture of a model that makes clips and pictures."""
+        for _, check in self.checks(request):
+            check()
+
+    def checks(self, request: MediaRequest) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yield every check of the model, each with the field of ``MediaRequest`` that it is about."""
         if request.kind != self.kind:
-            self.of(request.kind).check(request)
+            yield from self.of(request.kind).checks(request)
             return
-        self.check_size(request.width, request.height)
-        self.check_num_frames(request.num_frames)
-        self.check_num_steps(request.num_inference_steps)
-        self.check_pictures(request)
-        self.check_layers(request.num_layers)
-        self.check_cache(request)
-        self.check_sound(request)
+        number, has_mask = request.num_pictures, request.has_mask
+        yield "width", partial(self.check_size, request.width, request.height)
+        yield "num_frames", partial(self.check_num_frames, request.num_frames)
+        yield "num_inference_steps", partial(self.check_num_steps, request.num_inference_steps)
+        yield "num_pictures", partial(self.check_num_pictures, number)
+        yield "has_mask", partial(self.check_mask, number, has_mask)
+        yield "strength", partial(self.check_strength, request)
+        yield "num_layers", partial(self.check_layers, request.num_layers)
+        yield "cache", partial(self.check_cache, request)
+        yield "sound", partial(self.check_sound, request)
 
     def check_size(self, width: int, height: int) -> None:
         self._size_limits.check(width, height)
@@ -222,14 +232,17 @@ class Defaults:
             return None
         return self.strength if request.strength is None else request.strength
 
-    def check_pictures(self, request: MediaRequest) -> None:
-        number = request.num_pictures
+    def check_num_pictures(self, number: int) -> None:
         if not self.min_pictures <= number <= self.max_pictures:
             raise ValueError(f"{counted(number, *PICTURES)} came along; this model takes {self._pictures_taken()}")
-        if request.has_mask and not (self.takes_mask and number):
+
+    def check_mask(self, num_pictures: int, has_mask: bool) -> None:
+        if has_mask and not (self.takes_mask and num_pictures):
             raise ValueError(f"this model takes {'a mask with a picture' if self.takes_mask else 'no mask'}")
-        if self.needs_mask and not request.has_mask:
+        if self.needs_mask and not has_mask:
             raise ValueError("this model paints what a mask marks, and none came along: send a mask with the picture")
+
+    def check_strength(self, request: MediaRequest) -> None:
         if request.strength is not None and not self._may_have_strength(request):
             needed = " and a mask" if self.strength_needs_mask else ""
             allowed = f"strength with a picture{needed}" if self.takes_strength else "no strength"

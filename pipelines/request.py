@@ -122,6 +122,12 @@ class InputPictures:
     pictures: tuple[InputPicture, ...] = ()
     mask: InputPicture | None = None
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the pixels, those of the mask included."""
+        mask = () if self.mask is None else (self.mask,)
+        return sum(len(picture.data) for picture in (*self.pictures, *mask))
+
     def cut_to(self, width: int, height: int) -> InputPictures:
         """Return the pictures in RGB and of that size: scaled to cover it, then cropped around the centre."""
         return InputPictures(pictures=tuple(picture.cut_to(width, height) for picture in self.pictures), mask=self.mask)

@@ -9,9 +9,9 @@ from pydantic import BaseModel, Field
 
 from deployments.api.streams import Event
 from deployments.clips.database import ClipRecord
-from deployments.requests.loras import BEHIND
-from deployments.requests.quality import SHARES, Quality, quality_steps
-from deployments.studio.interface import ModelCard, StageTimes
+from deployments.requests.model_choice import BEHIND
+from deployments.requests.rules import QUALITY_SHARES, Quality, quality_steps
+from deployments.studio.interface import ModelCard, Progress, StageTimes
 from pipelines.caching import CacheMode
 from pipelines.defaults import Defaults
 from pipelines.request import Lora, MediaKind
@@ -55,7 +55,7 @@ class Model(BaseModel):
             loras=card.loras,
             description=description.text,
             sizes=description.sizes_within(defaults),
-            steps={quality: quality_steps(quality, defaults) for quality in SHARES},
+            steps={quality: quality_steps(quality, defaults) for quality in QUALITY_SHARES},
             prompts=description.prompts,
             edits=defaults.edits,
             defaults=defaults,
@@ -171,6 +171,10 @@ class StepProgress(Event):
     step: int
     of: int
     eta_s: float | None = Field(description="Seconds; null as long as nothing like it was measured.")
+
+    @classmethod
+    def of_picture(cls, index: int, event: Progress) -> StepProgress:
+        return cls(image_index=index, step=event.step, of=event.num_steps, eta_s=event.eta_s)
 
 
 class VideoError(BaseModel):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from concurrent.futures import Executor
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, TypeVar
 
 from fastapi import Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -17,20 +16,21 @@ from deployments.api.files import FileShelf
 from deployments.api.guards.admission import Admission
 from deployments.api.idempotency import KnownRequests
 from deployments.api.lookout import Lookout
+from deployments.api.middleware import REQUESTER
 from deployments.api.settings import ApiSettings
 from deployments.clips.clips import Clips
 from deployments.requests.bodies import MediaBody
-from deployments.requests.cards import choose_card
+from deployments.requests.model_choice import Needs, choose_card
+from deployments.requests.pictures.sources import Sources
 from deployments.requests.pictures.unpack import unpack
-from deployments.requests.rules import brought_along, needs_of
-from deployments.studio.interface import Studio
+from deployments.requests.rules import Requester, RequestRules, ResolvedRequest
+from deployments.studio.interface import ModelCard, Studio
 from deployments.usage.accounts import Accounts, KeyLimitGuard
-from deployments.usage.api_keys import KeyRing
-from pipelines.request import NO_PICTURES, InputPictures, MediaKind
+from pipelines.request import NO_PICTURES, InputPictures
+from pipelines.request import MediaKind
 
 BEARER = HTTPBearer(auto_error=False, description="Needed only if the server was started with API keys.")
-
-
+B = TypeVar("B", bound=MediaBody)
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Security(BEARER)]
 
 
@@ -47,39 +47,51 @@ class ApiContext:
     key_limits: KeyLimitGuard
     known: KnownRequests
 
-    async def authorize(self, request: Request, credentials: Credentials) -> None:
-        """Raises ApiError 401 without a known key: a dependency of every route behind one."""
+    async def authorize(self, request: Request, credentials: Credentials) -> Requester:
+        """Return who sent the request: a dependency of every route behind a key. ApiError 401 without a known one."""
         if self.settings.keys and credentials is None:
             raise _refusal("An API key is needed: send it as Authorization: Bearer KEY", "missing_api_key")
-        await self.recognize(request, credentials)
-        if self.settings.keys and not request.state.key_hash:
+        requester = await self.recognize(request, credentials)
+        if self.settings.keys and not requester.key:
             raise _refusal("This API key is not known here", "invalid_api_key")
+        return requester
 
-    async def recognize(self, request: Request, credentials: Credentials) -> None:
-        """Notes whose the key is: a dependency of routes that do without one. An unknown key is as good as none: it may
-        be meant for a gateway in front of this server."""
-        key = None if credentials is None else credentials.credentials
-        request.state.key_hash = "" if key is None else find_key(self.settings.keys, key) or ""
+    async def recognize(self, request: Request, credentials: Credentials) -> Requester:
+        """Return who sent the request: a dependency of routes that need no key.
 
-    def viewer(self, request: Request) -> str | None:
-        """Returns whose clips and files the client may see, by the hash of its key; None if everybody's."""
+        An unknown key counts as none: it may be meant for a gateway in front of this server.
+        """
+        key = ""
+        if credentials is not None:  # headers arrive as Latin-1, whatever was sent; keys are UTF-8
+            sent = credentials.credentials.encode("latin-1").decode(errors="replace")
+            key = self.settings.keys.find(sent) or ""
+        requester: Requester = request.scope[REQUESTER]
+        return replace(requester, key=key, weight=self.accounts.limits_of(key).weight)
+
+    def viewer(self, requester: Requester) -> str | None:
+        """Return the hash of the key whose clips and files the requester may see; None if it may see all."""
         is_open = not self.settings.keys or self.settings.share_between_keys
-        return None if is_open else str(request.state.key_hash)
+        return None if is_open else requester.key
 
-    async def unpacked(self, body: MediaBody, kind: MediaKind) -> InputPictures:
-        """Returns the pictures that came along. RequestError if the model takes others, or they are none."""
-        card = choose_card(self.studio.cards(), body.model, kind, needs_of(body))
-        sources = brought_along(body, card)
-        if not sources.all:
-            return NO_PICTURES
+    async def resolved(self, body: B, kind: MediaKind) -> ResolvedRequest[B]:
+        """Return ``body`` with its model and its decoded pictures. RequestError if the model takes others."""
+        card = choose_card(self.studio.cards(), body.model, kind, Needs.of(body))
+        sources = RequestRules(card).check_sources(body)
+        pictures = await self._decoded(sources, card, kind) if sources.all else NO_PICTURES
+        return ResolvedRequest(card=card, body=body, pictures=pictures)
+
+    async def _decoded(self, sources: Sources, card: ModelCard, kind: MediaKind) -> InputPictures:
+        """Return the pixels of ``sources``. ApiError 429 or 503 before, if the model takes no request now."""
         gang_in_s = await self.check_ready(card.name)
         if kind == "image":
             self.admission.check_place(card.name, gang_in_s)
         return await asyncio.get_running_loop().run_in_executor(self.unpacking, unpack, sources, self.settings)
 
     async def check_ready(self, model: str) -> float:
-        """Returns in how many seconds ``model`` begins work that comes now, 0 while it is ready: a request waits while
-        a gang is rebuilt. ApiError 503 where there is nothing to wait for."""
+        """Return in how many seconds ``model`` begins new work, 0 while it is ready.
+
+        Requests wait while a gang is rebuilt. ApiError 503 without anything to wait for.
+        """
         reason = (await self.studio.not_ready()).get(model)
         if reason is None:
             return 0.0
@@ -87,17 +99,6 @@ class ApiContext:
         if self.studio.may_wait_for(model):
             return wait_s
         raise ApiError(503, f"{model} is not ready: {reason}", code="model_not_ready", headers=retry_after(wait_s))
-
-
-def waited_s(request: Request) -> float:
-    """Returns how long ago the request arrived: what it sends along may have taken a while."""
-    return time.monotonic() - float(request.state.came_s)
-
-
-def find_key(keys: KeyRing, key: str) -> str | None:
-    """Returns the hash of ``key``; None unless it is one of ``keys``."""
-    # Headers arrive as Latin-1, whatever was sent; keys are UTF-8.
-    return keys.find(key.encode("latin-1").decode(errors="replace"))
 
 
 def _refusal(message: str, code: str) -> ApiError:

@@ -18,7 +18,8 @@ from starlette.requests import Request
 from starlette.routing import compile_path
 
 from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError, is_full
-from deployments.requests.errors import RequestError, field_error, shown
+from deployments.requests.errors import RequestError, shown
+from deployments.requests.validation import field_error
 from deployments.studio.interface import ModelUnavailableError
 from deployments.usage.keeper import AccountsUnavailableError
 from deployments.usage.quotas import LimitReachedError
@@ -138,6 +139,22 @@ def from_failure(failure: Exception) -> ApiError | None:
         case ValueError():
             return ApiError(400, str(failure))
     return None
+
+
+def answer_to(failure: Exception, request_id: str) -> ApiError:
+    """Return the answer to any failure. Log a failure of the server."""
+    answer = from_failure(failure)
+    if answer is None:
+        return internal_error(failure, request_id)
+    if answer.status >= 500 and answer is not failure:
+        logger.error("a request failed: %r", failure)
+    return answer
+
+
+def internal_error(failure: Exception, request_id: str) -> ApiError:
+    """Log a defect with its traceback. Return its answer, which names the request for the log."""
+    logger.error("unhandled error", exc_info=failure)
+    return ApiError(500, f"Internal error; the log has more under request id {request_id}", code="internal")
 
 
 def add_error_handlers(app: FastAPI) -> None:

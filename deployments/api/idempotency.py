@@ -19,12 +19,12 @@ from weakref import WeakValueDictionary
 
 from fastapi import Header
 from pydantic import BaseModel
-from starlette.requests import Request
 
 from deployments.api.errors import ApiError
 from deployments.api.files import sweep
 from deployments.places import make_private, write_privately
 from deployments.requests.errors import shown
+from deployments.requests.rules import Requester
 
 DAY_S = 86400.0
 MAX_BYTES = 1 << 30
@@ -65,15 +65,15 @@ class KnownRequests:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @asynccontextmanager
-    async def turn(self, request: Request, key: str | None, body: BaseModel) -> AsyncIterator[Turn]:
-        """Yields what is known of ``request``, whose ``body`` was checked. Keys are those of one API key and one path.
+    async def turn(self, path: str, requester: Requester, key: str | None, body: BaseModel) -> AsyncIterator[Turn]:
+        """Yield what is known of a request with that ``body``. ``key`` is unique for one API key and ``path``.
 
         ApiError 409 if the key came with another body.
         """
         if not key:
             yield Turn()
             return
-        scope = f"{request.state.key_hash}\0{request.url.path}\0{key}"
+        scope = f"{requester.key}\0{path}\0{key}"
         name = hashlib.sha256(scope.encode(errors="surrogatepass")).hexdigest()
         async with self._turns.setdefault(name, asyncio.Lock()):
             fingerprint = await asyncio.to_thread(fingerprint_of, body)

@@ -7,19 +7,15 @@ from typing import Literal
 
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
-from starlette.datastructures import State
-from starlette.requests import Request
 
 from deployments.api.context import ApiContext
 from deployments.api.documents import error_documents
 from deployments.api.errors import GPU_HEADER
+from deployments.requests.rules import Requester
 from deployments.studio.interface import Media, Progress, StageTimes, StudioEvent
 from pipelines.caching import CacheMode
 
 ETA_HEADER = "X-Troupe-Eta"
-
-Indexed = tuple[int, StudioEvent]
-"""An event, with the index of its request."""
 
 
 class KeyUsage(BaseModel):
@@ -36,12 +32,12 @@ class KeyUsage(BaseModel):
 
 
 def usage_routes(context: ApiContext) -> APIRouter:
-    router = APIRouter(tags=["usage"], dependencies=[Depends(context.authorize)])
+    router, authorized = APIRouter(tags=["usage"]), Depends(context.authorize)
 
     @router.get("/v1/usage", responses=error_documents(401, 503))
-    async def read_usage(request: Request) -> KeyUsage:
+    async def read_usage(requester: Requester = authorized) -> KeyUsage:
         """What the key of the request has used, and may use; without keys, everybody together. Beyond OpenAI."""
-        key = request.state.key_hash
+        key = requester.key
         limits, usage = context.accounts.limits_of(key), await context.accounts.used(key)
         return KeyUsage(
             started_at=usage.since,
@@ -75,11 +71,9 @@ def gpu_header(gpu_s: float | None) -> dict[str, str]:
 
 
 class SpentSeconds:
-    """Sums the GPU-seconds that the events of one request tell of, in ``state.gpu_s``: if it ends with an error, the
-    answer says so (see ``RequestLog``)."""
+    """GPU-seconds of the pictures of one request, as far as their events say."""
 
-    def __init__(self, state: State) -> None:
-        self._state = state
+    def __init__(self) -> None:
         self._by_index: dict[int, float] = {}
 
     def update(self, index: int, event: StudioEvent) -> None:
@@ -87,7 +81,11 @@ class SpentSeconds:
         match event:
             case Progress(gpu_s=gpu_s) | Media(timings=StageTimes(gpu_s=gpu_s)):
                 self._by_index[index] = gpu_s
-                self._state.gpu_s = sum(self._by_index.values())
+
+    @property
+    def header(self) -> dict[str, str]:
+        """The header of an answer that is an error; none before any work."""
+        return gpu_header(sum(self._by_index.values()) or None)
 
 
 def eta_header(etas_s: Sequence[float | None]) -> dict[str, str]:

@@ -12,11 +12,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deployments.api.errors import ApiError
-from deployments.api.measures import gpu_header
+from deployments.api.errors import internal_error
 from deployments.names import HEALTH
 from deployments.observability.logs import request_context
 from deployments.observability.metrics import observe_answer
+from deployments.requests.rules import Requester
 
 CLIENT_GONE = 499
 """What the access log says of a request whose client did not wait for the answer, as nginx has it."""
@@ -24,18 +24,19 @@ MAX_ID_CHARS = 128
 SANE_REQUEST_ID = re.compile(rf"[A-Za-z0-9._:\-]{{1,{MAX_ID_CHARS}}}")
 
 HEALTH_ANSWERS = (200, 503)
+REQUESTER = "troupe.requester"
+"""Key in the ASGI scope of the ``Requester``, still without its key."""
 
 access_logger = logging.getLogger("troupe.access")
-logger = logging.getLogger("troupe.api")
 
 
 class RequestLog:
-    """Gives each request an id (the client's own ``X-Request-Id`` if it is sane), answers with it, logs one line. Notes
-    when it came. Of ``GET /health``, which is asked again and again, those have a line that are not answered as before.
+    """Gives each request an id (the client's own ``X-Request-Id`` if it is sane), answers with it, logs one line.
 
-    Without ``sends_request_id`` a proxy answers with the client's own whatever it is: then that one is logged, escaped
-    and cut, and only where it is empty is one sent. An exception that nobody handled becomes a 500 in OpenAI's shape,
-    and its traceback a log record. An error says what ranks had done by then, if ``gpu_s`` in its request's state does.
+    The id and the arrival are a ``Requester`` in the scope. ``GET /health``, which is polled, is logged only when its
+    status changes. Without ``sends_request_id`` a proxy answers with the client's id, whatever it is: it is logged,
+    escaped and cut, and an id is sent only in place of an empty one. An unhandled exception becomes a 500 in OpenAI's
+    shape, and its traceback a log record.
 
     A proxy that dies under a request takes the connection with it: that is a client who is gone, no error.
     """
@@ -51,7 +52,7 @@ class RequestLog:
             return
         client_id = Headers(scope=scope).get("x-request-id")
         request_id = choose_request_id(client_id, keeps_any=not self.sends_request_id)
-        scope.setdefault("state", {}).update(request_id=request_id, came_s=time.monotonic())
+        scope[REQUESTER] = Requester(request_id=request_id)
         with request_context(request_id):
             await self._run(scope, receive, send, request_id, sends_id=self.sends_request_id or client_id == "")
 
@@ -65,19 +66,16 @@ class RequestLog:
                 status = message["status"]
                 if sends_id:
                     MutableHeaders(scope=message)["X-Request-Id"] = request_id
-                if status >= 400 and (gpu_s := scope["state"].get("gpu_s")):
-                    MutableHeaders(scope=message).update(gpu_header(gpu_s))
             await send(message)
 
         try:
             await self.app(scope, until_lost(receive), send_with_id)
         except ClientDisconnect:  # in the middle of a body, or of an answer
             status = CLIENT_GONE
-        except Exception:
-            logger.exception("unhandled error")
+        except Exception as failure:
+            error = internal_error(failure, request_id)
             if status:
                 raise
-            error = ApiError(500, f"Internal error; the log has more under request id {request_id}", code="internal")
             await error.response()(scope, receive, send_with_id)
         finally:
             if not self._repeats_itself(scope, status):

@@ -22,6 +22,8 @@ CONDITIONS = StaticFiles()
 BODILESS = (204, 304)
 """Answers that have no body, and say no length (RFC 9110, section 8.6)."""
 RANGE_HEADERS = (b"range", b"if-range")
+IS_HEAD = "troupe.is_head"
+"""Key in the ASGI scope of a GET that was a HEAD."""
 
 
 class HeadAsGet:
@@ -41,9 +43,8 @@ class HeadAsGet:
         async def send_head(message: Message) -> None:
             await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
-        state = {**scope.get("state", {}), "is_head": True}
         headers = [(name, value) for name, value in scope["headers"] if name not in RANGE_HEADERS]
-        asked = {**scope, "method": "GET", "headers": headers, "state": state}
+        asked = {**scope, "method": "GET", "headers": headers, IS_HEAD: True}
         try:
             await self.app(asked, receive, send_head)
         finally:
@@ -87,7 +88,7 @@ def _whole(send: Send) -> Send:
 
 def is_head(request: Request) -> bool:
     """Whether nobody reads the body of the answer."""
-    return getattr(request.state, "is_head", False)
+    return IS_HEAD in request.scope
 
 
 class RangedFile(FileResponse):
@@ -116,7 +117,7 @@ class RangedFile(FileResponse):
         elif CONDITIONS.is_not_modified(self.headers, Headers(scope=scope)):
             await NotModifiedResponse(self.headers)(scope, receive, send)
         else:
-            method = "HEAD" if scope.get("state", {}).get("is_head") else "GET"
+            method = "HEAD" if IS_HEAD in scope else "GET"
             await super().__call__({**scope, "method": method}, receive, send)
 
     @classmethod

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from contextlib import aclosing, suppress
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from starlette.types import Receive, Send
 
 from deployments.api.errors import ApiError, from_failure
 from deployments.api.settings import ApiSettings
-from deployments.asyncio_tools import EndedError, next_or_none, to_the_end, unless, with_idle
+from deployments.asyncio_tools import EndedError, IdleError, Upcoming, to_the_end, unless
 
 logger = logging.getLogger("troupe.api")
 
@@ -39,47 +39,57 @@ class Event(BaseModel):
 
 
 class EventStream(EventSourceResponse):
-    """Sends ``first`` and ``rest`` (None: nothing new) until the client is gone, and closes ``rest`` at once.
+    """Sends ``first`` (None: nothing yet) and the ``rest`` until the client is gone, and closes ``rest`` at once.
 
-    It holds jobs in a gang: they are not to run until somebody collects garbage.
+    A comment is sent whenever nothing happened for ``keepalive_s``. ``rest`` holds jobs in a gang, which must not run
+    until the garbage collector finds it.
     """
 
     def __init__(
-        self, first: Event | None, rest: AsyncGenerator[Event | None], headers: Mapping[str, str] = NO_HEADERS
+        self, first: Event | None, rest: Upcoming[Event], keepalive_s: float, headers: Mapping[str, str] = NO_HEADERS
     ) -> None:
-        self._chunks, self._rest = _chunks(first, rest), rest
-        super().__init__(self._chunks, headers={**STREAM_HEADERS, **headers})
+        self._first, self._rest, self._keepalive_s = first, rest, keepalive_s
+        super().__init__((), headers={**STREAM_HEADERS, **headers})
 
     async def stream_response(self, send: Send) -> None:
-        async with aclosing(self._rest), aclosing(self._chunks):
-            await super().stream_response(send)
+        async with aclosing(self._rest):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            chunk: bytes | None = self._first.encode() if self._first else KEEPALIVE
+            while chunk is not None:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                chunk = await self._next_chunk()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _next_chunk(self) -> bytes | None:
+        """Return the next bytes; None at the end."""
+        try:
+            event = await self._rest.next(self._keepalive_s)
+        except IdleError:
+            return KEEPALIVE
+        except Exception as failure:
+            return _error_bytes(failure)
+        return None if event is None else event.encode()
 
 
 async def start_stream(
-    events: AsyncGenerator[Event], receive: Receive, settings: ApiSettings, headers: Mapping[str, str] = NO_HEADERS
+    events: AsyncGenerator[Event],
+    receive: Receive,
+    settings: ApiSettings,
+    headers: Callable[[], Mapping[str, str]] = dict,
 ) -> EventStream:
-    """Returns a response with ``events``, once the first is there or ``first_event_wait_s`` over, and with what is then
-    in ``headers``.
+    """Return a response with ``events`` once the first is there, or ``first_event_wait_s`` is over.
 
-    What ``events`` raises until then is raised here, so that it gets its own HTTP status; later it becomes an event
-    named error. A comment is sent whenever nothing happened for ``keepalive_s``.
+    ``headers`` is called then. What ``events`` raises until then is raised here, so that it gets its own HTTP status;
+    later it becomes an event named error.
     """
-    beats = with_idle(events, settings.first_event_wait_s, settings.keepalive_s)
+    upcoming, first = Upcoming(events), None
     try:
-        first = await until_disconnect(receive, next_or_none(beats))
+        with suppress(IdleError):
+            first = await until_disconnect(receive, upcoming.next(settings.first_event_wait_s))
+        return EventStream(first, upcoming, settings.keepalive_s, headers())
     except BaseException:  # a cancellation that comes together with the first event, too
-        await to_the_end(beats.aclose())
+        await to_the_end(upcoming.aclose())
         raise
-    return EventStream(first, beats, headers)
-
-
-async def _chunks(first: Event | None, rest: AsyncGenerator[Event | None]) -> AsyncGenerator[bytes]:
-    yield first.encode() if first else KEEPALIVE
-    try:
-        async for event in rest:
-            yield event.encode() if event else KEEPALIVE
-    except Exception as failure:
-        yield _error_bytes(failure)
 
 
 def _error_bytes(failure: Exception) -> bytes:

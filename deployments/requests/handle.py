@@ -6,50 +6,48 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from deployments.requests.bodies import EditBody, VideoBody
-from deployments.requests.cards import Needs, choose_card, find_card
-from deployments.requests.clips import clip_request
-from deployments.requests.errors import NOTHING, RequestError, shown, validated
-from deployments.requests.extra import unfolded
-from deployments.requests.images import image_request
+from deployments.requests.errors import RequestError, shown
+from deployments.requests.images import ImageRequest
+from deployments.requests.model_choice import Needs, choose_card, find_card
 from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.pictures.unpack import unpack
-from deployments.requests.rules import brought_along
+from deployments.requests.rules import Requester, RequestRules, ResolvedRequest
+from deployments.requests.validation import NOTHING, unfolded, validated
 from deployments.studio.interface import ModelCard, Output
 from pipelines.request import InputPictures, MediaKind, MediaRequest
 
 NUM_PREVIEWS = 3
 DEFAULT_LIMITS = PictureLimits()
 KINDS_BY_FIELD: Mapping[str, MediaKind] = {"image": "image", "images": "image", "input_reference": "video"}
-"""What is made of pictures, by the field that they come in."""
+"""The kind that is made of pictures, by their field."""
 
 
 def handle_request(
     cards: Mapping[str, ModelCard], request_id: str, fields: Mapping[str, Any], limits: PictureLimits = DEFAULT_LIMITS
 ) -> tuple[MediaRequest, Output, InputPictures]:
-    """Returns one picture or clip from the fields of ``POST /v1/images/edits`` or ``POST /v1/videos``.
+    """Return one picture or clip from the fields of ``POST /v1/images/edits`` or ``POST /v1/videos``.
 
-    ``kind``, image or video, says which; without it, it is the model's own. Without ``model``, the first served one,
-    of that kind, and for the pictures that come along. These are bytes of files, or data URLs; to unpack them takes
-    time.
-    RequestError says which value is wrong and what is allowed.
+    ``kind``, image or video, tells the two apart; its default is the model's own kind. Without ``model``, the first
+    served one is taken, of that kind, and for the pictures that come along: bytes of files, or data URLs.
+    RequestError names the wrong value and what is allowed. Decoding pictures takes time: not for an event loop.
     """
-    fields = dict(unfolded(fields))
+    fields, requester = dict(unfolded(fields)), Requester(request_id=request_id)
     card = card_for(cards, fields.get("model"), fields.pop("kind", None), fields)
-    fields["model"] = fields.get("model") or card.name
+    rules, fields["model"] = RequestRules(card), fields.get("model") or card.name
     if card.defaults.kind == "video":
         video = validated(VideoBody, fields)
-        clip = clip_request(video, cards, request_id, NUM_PREVIEWS, unpack(brought_along(video, card), limits))
-        return clip.request, Output(format="mp4"), clip.pictures
+        pictures = unpack(rules.check_sources(video), limits)
+        return rules.check(video, pictures, requester, NUM_PREVIEWS), Output(format="mp4"), pictures
     body = validated(EditBody, {**fields, "stream": True})
-    inputs = unpack(brought_along(body, card), limits)
-    pictures = image_request(body, cards, request_id, max_n=1, pictures=inputs)
-    return pictures.requests[0], pictures.output, inputs
+    pictures = unpack(rules.check_sources(body), limits)
+    images = ImageRequest.of(ResolvedRequest(card=card, body=body, pictures=pictures), requester, max_n=1)
+    return images.first, images.output, pictures
 
 
 def card_for(cards: Mapping[str, ModelCard], model: Any, kind: Any, fields: Mapping[str, Any] = NOTHING) -> ModelCard:
-    """Returns the card of the model asked for, with the defaults of ``kind``, by default its own.
+    """Return the card of ``model``, with the defaults of ``kind``, by default the model's own.
 
-    Without both, the names of the pictures in ``fields`` say what is made of them.
+    Without both, the names of the pictures in ``fields`` decide the kind.
     """
     if kind is None and not model and (named := [one for one in KINDS_BY_FIELD if fields.get(one) is not None]):
         kind = KINDS_BY_FIELD[named[0]]
@@ -61,7 +59,7 @@ def card_for(cards: Mapping[str, ModelCard], model: Any, kind: Any, fields: Mapp
 
 
 def needs_of_fields(fields: Mapping[str, Any]) -> Needs:
-    """Returns what ``needs_of`` does, of fields that nobody has checked yet."""
+    """Like ``Needs.of``, for fields that are not checked yet."""
     pictures = [fields[name] for name in KINDS_BY_FIELD if fields.get(name) is not None]
     return Needs(
         num_pictures=sum(len(one) if isinstance(one, list | tuple) else 1 for one in pictures),

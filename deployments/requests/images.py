@@ -1,101 +1,65 @@
-"""From the body of an image request to what the studio is asked for."""
+"""The pictures of one request: what the studio makes, and how the client gets them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from deployments.requests.bodies import EditBody, ImageBody
-from deployments.requests.cards import choose_card
+from deployments.requests.bodies import MAX_SEED, EditBody, ImageBody
 from deployments.requests.errors import RequestError
-from deployments.requests.fields import MAX_SEED
-from deployments.requests.quality import MEANINGS, Quality
-from deployments.requests.rules import media_request, needs_of
-from deployments.studio.interface import ModelCard, Output
-from pipelines.caching import CacheMode
-from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
+from deployments.requests.rules import QUALITIES, Quality, Requester, RequestRules, ResolvedRequest
+from deployments.studio.interface import Output
+from pipelines.request import InputPictures
+from pipelines.request import MediaRequest
 from pipelines.size import MAX_SIDES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageRequest:
-    """One request per picture, with seeds that follow each other, and how to hand the pictures over.
+    """One or several pictures."""
 
-    ``pictures`` go with each of them. ``quality`` is what the number of steps was chosen by; None if the client said
-    the number. ``is_edit``: it came by the route for edits, whose events have names of their own.
-    """
-
+    body: ImageBody
     requests: tuple[MediaRequest, ...]
+    """One request per picture, with consecutive seeds."""
     pictures: InputPictures
-    is_edit: bool
+    """Input pictures of each request."""
     output: Output
-    by_url: bool
-    stream_progress: bool
-    quality: Quality | None
-    safety_identifier: str | None
 
-    def of_key(self, key: str, weight: float, waited_s: float) -> ImageRequest:
-        """Returns the same, asked for ``waited_s`` ago with the API key of that hash, which has that weight."""
-        asked = (replace(request, key=key, weight=weight, waited_s=waited_s) for request in self.requests)
-        return replace(self, requests=tuple(asked))
-
-    @property
-    def model(self) -> str:
-        return self.requests[0].model
-
-    @property
-    def num_inference_steps(self) -> int:
-        return self.requests[0].num_inference_steps
+    @classmethod
+    def of(cls, resolved: ResolvedRequest[ImageBody], requester: Requester, max_n: int) -> ImageRequest:
+        """Return what ``resolved`` asks for. RequestError if a value does not suit the model or another value."""
+        body = resolved.body
+        n = 1 if body.n is None else body.n
+        if not 1 <= n <= max_n:
+            raise RequestError(f"n is {n}; it must be from 1 to {max_n}", "n")
+        check_stream_fields(body)
+        first = RequestRules(resolved.card).check(body, resolved.pictures, requester, body.partial_images or 0)
+        check_seeds(first.seed, n)
+        rest = (replace(first, request_id=f"{first.request_id}-{i}", seed=first.seed + i) for i in range(1, n))
+        return cls(body=body, requests=(first, *rest), pictures=resolved.pictures, output=image_output(body, first))
 
     @property
-    def cache(self) -> CacheMode:
-        return self.requests[0].cache
+    def first(self) -> MediaRequest:
+        """The request of the first picture: the others differ from it in their seed and id."""
+        return self.requests[0]
 
     @property
-    def num_layers(self) -> int:
-        return self.requests[0].num_layers
+    def is_edit(self) -> bool:
+        """True for the route of edits, whose events have names of their own."""
+        return isinstance(self.body, EditBody)
 
     @property
-    def num_input_bytes(self) -> int:
-        """What the pictures, and a mask, take in memory."""
-        mask = () if self.pictures.mask is None else (self.pictures.mask,)
-        return sum(len(picture.data) for picture in (*self.pictures.pictures, *mask))
+    def quality(self) -> Quality | None:
+        """The quality that decided the number of steps; None if the client gave the number."""
+        return QUALITIES[self.body.quality or "auto"] if self.body.num_inference_steps is None else None
+
+    @property
+    def safety_identifier(self) -> str | None:
+        return self.body.safety_identifier or self.body.user or None
 
     @property
     def size(self) -> str:
-        return f"{self.requests[0].width}x{self.requests[0].height}"
-
-
-def image_request(
-    body: ImageBody,
-    cards: Mapping[str, ModelCard],
-    request_id: str,
-    max_n: int,
-    pictures: InputPictures = NO_PICTURES,
-) -> ImageRequest:
-    """Returns what ``body`` asks for. RequestError if a value does not suit the model or another value.
-
-    ``pictures`` are those that came along.
-    """
-    card = choose_card(cards, body.model, "image", needs_of(body))
-    n = 1 if body.n is None else body.n
-    if not 1 <= n <= max_n:
-        raise RequestError(f"n is {n}; it must be from 1 to {max_n}", "n")
-    check_stream_fields(body)
-    first = media_request(body, card, request_id, pictures, num_previews=body.partial_images or 0)
-    check_seeds(first.seed, n)
-    rest = (replace(first, request_id=f"{first.request_id}-{i}", seed=first.seed + i) for i in range(1, n))
-    return ImageRequest(
-        requests=(first, *rest),
-        pictures=pictures,
-        is_edit=isinstance(body, EditBody),
-        output=image_output(body, first),
-        by_url=body.response_format == "url",
-        stream_progress=bool(body.stream_progress),
-        quality=MEANINGS[body.quality or "auto"] if body.num_inference_steps is None else None,
-        safety_identifier=body.safety_identifier or body.user or None,
-    )
+        return f"{self.first.width}x{self.first.height}"
 
 
 def check_stream_fields(body: ImageBody) -> None:

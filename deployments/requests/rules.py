@@ -1,133 +1,164 @@
-"""Rules that depend on the model: from a checked body and a model's card to the frozen requests for the studio."""
+"""Rules that depend on the model: from a checked body and a model's card to the frozen request for the studio."""
 
 from __future__ import annotations
 
+import math
+import re
 import secrets
+import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Generic, Literal, TypeVar
 
-from deployments.requests.bodies import EditBody, MediaBody, VideoBody
-from deployments.requests.cards import Needs
+from deployments.requests.bodies import BLANK, RANDOM_SEED, EditBody, MediaBody, VideoBody, WrittenQuality
 from deployments.requests.errors import RequestError, blaming, shown
-from deployments.requests.fields import BLANK, RANDOM_SEED
-from deployments.requests.loras import choose_loras
+from deployments.requests.model_choice import choose_loras
 from deployments.requests.pictures.sources import Sources
-from deployments.requests.quality import MEANINGS, quality_steps
-from deployments.requests.sizes import choose_size
 from deployments.studio.interface import ModelCard
-from pipelines.defaults import Defaults
-from pipelines.request import NO_PICTURES, InputPictures, MediaRequest, ServiceTier
+from pipelines.defaults import Defaults, largest_num_frames
+from pipelines.request import NO_PICTURES, InputPicture, InputPictures
+from pipelines.request import MediaRequest, ServiceTier
+from pipelines.size import PIXELS, Size
 
 RANDOM_SEED_BITS = 32
 TIERS: Mapping[str, ServiceTier] = {"auto": "default", "default": "default", "flex": "flex", "priority": "priority"}
-"""What clients may write, as OpenAI has it, and what it means."""
+"""Service tiers by the names that OpenAI gives them."""
+Quality = Literal["low", "medium", "high"]
+QUALITIES: Mapping[WrittenQuality, Quality] = {
+    "auto": "medium",
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "standard": "medium",
+    "hd": "high",
+}
+"""Qualities by the names that OpenAI gives them."""
+QUALITY_SHARES: Mapping[Quality, float] = {"low": 0.5, "medium": 1.0, "high": 1.5}
+"""Steps, as a share of the model's default number."""
+BODY_FIELDS = {"has_mask": "mask", "num_layers": "layers", "sound": "generate_sound"}
+"""Fields of ``MediaRequest`` that have another name in a body."""
 
 
-def brought_along(body: MediaBody, card: ModelCard) -> Sources:
-    """Returns the pictures of ``body``, still packed. RequestError for more, or other, than the model takes."""
-    sources, number = sources_of(body), len(sources_of(body).pictures)
-    if not body.picture_fields and card.defaults.min_pictures:
-        raise RequestError(f"{card.name} changes pictures: send them along, to POST /v1/images/edits", "model")
-    with blaming(sources.param):
-        card.defaults.request(num_pictures=number)
-    has_mask = sources.mask is not None
-    with blaming("mask"):
-        card.defaults.request(num_pictures=number, has_mask=has_mask)
-    num_steps = choose_steps(body, card.defaults)
-    with blaming("strength"):
-        strength = strength_of(body)
-        card.defaults.request(num_pictures=number, has_mask=has_mask, strength=strength, num_inference_steps=num_steps)
-    return sources
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requester:
+    """Who sent a request, and when."""
+
+    request_id: str
+    key: str = ""
+    """Hash of the API key, empty without keys."""
+    weight: float = 1.0
+    """Share of the key."""
+    came_s: float = field(default_factory=time.monotonic)
+    """Arrival by the monotonic clock."""
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the arrival."""
+        return time.monotonic() - self.came_s
 
 
-def sources_of(body: MediaBody) -> Sources:
-    """Returns the pictures of ``body`` in their order, whatever the model takes."""
-    match body:
-        case EditBody():
-            return Sources(param="image", pictures=(body.image or ()) + (body.images or ()), mask=body.mask)
-        case VideoBody():
-            return Sources(param="input_reference", pictures=body.input_reference or ())
-    return Sources(param="model")
+@dataclass(frozen=True, slots=True)
+class RequestRules:
+    """The rules of one model for requests."""
+
+    card: ModelCard
+
+    def check_sources(self, body: MediaBody) -> Sources:
+        """Return the pictures of ``body``, still encoded.
+
+        RequestError if the model takes another number of pictures or no mask. It is checked before any is decoded.
+        """
+        sources, defaults = body.sources, self.card.defaults
+        if not body.picture_fields and defaults.min_pictures:
+            message = f"{self.card.name} changes pictures: send them along, to POST /v1/images/edits"
+            raise RequestError(message, "model")
+        with blaming(sources.param):
+            defaults.check_num_pictures(len(sources.pictures))
+        with blaming("mask"):
+            defaults.check_mask(len(sources.pictures), sources.mask is not None)
+        return sources
+
+    def check(
+        self, body: MediaBody, pictures: InputPictures, requester: Requester, num_previews: int = 0
+    ) -> MediaRequest:
+        """Return the request of ``body`` with its decoded ``pictures``.
+
+        RequestError names the first field that does not suit the model or another field.
+        """
+        request = self._request(body, pictures, requester)
+        for name, check in self.card.defaults.checks(request):
+            with blaming(_body_field(name, body)):
+                check()
+        check_negative_prompt(request)
+        num_steps = self.card.defaults.num_steps_of(request)
+        return replace(request, preview_steps=preview_steps(num_steps, num_previews))
+
+    def _request(self, body: MediaBody, pictures: InputPictures, requester: Requester) -> MediaRequest:
+        """Return the request with the model's defaults. Its values are not compared with the limits."""
+        defaults = self.card.defaults
+        num_frames, fps = choose_length(body, defaults)
+        width, height = choose_size(body, defaults, next(iter(pictures.pictures), None))
+        guidance_scale, true_cfg_scale = choose_scales(body, self.card)
+        return MediaRequest(
+            # Clients may send one id twice; in the gang each job needs its own.
+            request_id=f"{requester.request_id}-{secrets.token_hex(4)}",
+            model=self.card.name,
+            kind=defaults.kind,
+            prompt=choose_prompt(body, defaults),
+            negative_prompt=body.negative_prompt,
+            width=width,
+            height=height,
+            num_frames=num_frames,
+            fps=fps,
+            num_inference_steps=choose_steps(body, defaults),
+            guidance_scale=guidance_scale,
+            true_cfg_scale=true_cfg_scale,
+            seed=choose_seed(body),
+            num_pictures=len(pictures.pictures),
+            has_mask=pictures.mask is not None,
+            strength=body.strength if isinstance(body, EditBody | VideoBody) else None,
+            num_layers=choose_layers(body, defaults),
+            loras=choose_loras(body.model, body.lora or (), self.card),
+            cache=body.cache or "off",
+            sound=body.generate_sound if isinstance(body, VideoBody) else None,
+            service_tier=TIERS[body.service_tier or "auto"],
+            deadline_s=body.deadline_s,
+            key=requester.key,
+            weight=requester.weight,
+            waited_s=requester.waited_s,
+        )
 
 
-def needs_of(body: MediaBody) -> Needs:
-    """Returns what decides which model ``body`` is for, where it names none."""
-    sources = sources_of(body)
-    return Needs(
-        num_pictures=len(sources.pictures),
-        has_mask=sources.mask is not None,
-        strength=strength_of(body),
-        num_layers=body.layers if isinstance(body, EditBody) else None,
-    )
+B = TypeVar("B", bound=MediaBody, covariant=True)
 
 
-def strength_of(body: MediaBody) -> float | None:
-    return body.strength if isinstance(body, EditBody | VideoBody) else None
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResolvedRequest(Generic[B]):
+    """A request whose model is chosen and whose pictures are decoded."""
+
+    card: ModelCard
+    body: B
+    pictures: InputPictures = NO_PICTURES
 
 
-def media_request(
-    body: MediaBody,
-    card: ModelCard,
-    request_id: str,
-    pictures: InputPictures = NO_PICTURES,
-    *,
-    num_frames: int = 1,
-    fps: int = 0,
-    num_previews: int = 0,
-) -> MediaRequest:
-    """Returns what the studio is asked for. RequestError says which value does not suit the model."""
-    width, height = choose_size(body, card.defaults, next(iter(pictures.pictures), None))
-    num_steps = choose_steps(body, card.defaults)
-    guidance_scale, true_cfg_scale = choose_scales(body, card)
-    request = MediaRequest(
-        # Clients may send one id twice; in the gang each job needs its own.
-        request_id=f"{request_id}-{secrets.token_hex(4)}",
-        model=card.name,
-        kind=card.defaults.kind,
-        prompt=choose_prompt(body, card),
-        negative_prompt=body.negative_prompt,
-        width=width,
-        height=height,
-        num_frames=num_frames,
-        fps=fps,
-        num_inference_steps=num_steps,
-        guidance_scale=guidance_scale,
-        true_cfg_scale=true_cfg_scale,
-        seed=seed_of(body),
-        num_pictures=len(pictures.pictures),
-        has_mask=pictures.mask is not None,
-        strength=strength_of(body),
-        num_layers=choose_layers(body, card.defaults),
-        loras=choose_loras(body.model, body.lora or (), card),
-        cache=body.cache or "off",
-        sound=body.generate_sound if isinstance(body, VideoBody) else None,
-        service_tier=TIERS[body.service_tier or "auto"],
-        deadline_s=body.deadline_s,
-    )
-    num_painted = card.defaults.num_steps_of(request)
-    return fitting(replace(request, preview_steps=preview_steps(num_painted, num_previews)), card)
+def _body_field(name: str, body: MediaBody) -> str:
+    """Return the field of ``body`` to blame for the field ``name`` of ``MediaRequest``."""
+    if name == "num_pictures":
+        return body.sources.param
+    if name == "width" and has_size(body):
+        return "size"
+    return BODY_FIELDS.get(name, name)
 
 
-def fitting(request: MediaRequest, card: ModelCard) -> MediaRequest:
-    """Returns the request. RequestError if it has too few steps for its ``cache``, a negative prompt without guidance,
-    or a sound that cannot be."""
-    check_negative_prompt(request.negative_prompt, request.true_cfg_scale)
-    with blaming("cache"):
-        card.defaults.check_cache(request)
-    with blaming("generate_sound"):
-        card.defaults.check_sound(request)
-    return request
-
-
-def seed_of(body: MediaBody) -> int:
-    """Returns the seed that was asked for, or one of chance."""
+def choose_seed(body: MediaBody) -> int:
+    """Return the seed of ``body``, or a random one."""
     return secrets.randbits(RANDOM_SEED_BITS) if body.seed in (None, RANDOM_SEED) else body.seed
 
 
-def choose_prompt(body: MediaBody, card: ModelCard) -> str:
-    """Returns the prompt, which may be empty where the model makes its own."""
+def choose_prompt(body: MediaBody, defaults: Defaults) -> str:
+    """Return the prompt, which may be empty where the model makes its own."""
     prompt = body.prompt if body.prompt.strip() else ""
-    if prompt or card.defaults.describes_pictures:
+    if prompt or defaults.describes_pictures:
         return prompt
     if "prompt" not in body.model_fields_set:
         raise RequestError("prompt is required", "prompt", code="missing_field")
@@ -135,26 +166,27 @@ def choose_prompt(body: MediaBody, card: ModelCard) -> str:
 
 
 def choose_layers(body: MediaBody, defaults: Defaults) -> int:
-    """Returns how many layers are asked for; 0 of a model that makes whole pictures, or clips."""
-    asked = body.layers if isinstance(body, EditBody) else None
-    num_layers = defaults.num_layers if asked is None else asked
-    with blaming("layers"):
-        defaults.check_layers(num_layers)
-    return num_layers
+    """Return the number of layers; 0 for a model that makes whole pictures, or clips."""
+    given = body.layers if isinstance(body, EditBody) else None
+    return defaults.num_layers if given is None else given
 
 
 def choose_steps(body: MediaBody, defaults: Defaults) -> int:
     if body.num_inference_steps is None:
-        return quality_steps(MEANINGS[body.quality or "auto"], defaults)
-    with blaming("num_inference_steps"):
-        defaults.check_num_steps(body.num_inference_steps)
+        return quality_steps(QUALITIES[body.quality or "auto"], defaults)
     return body.num_inference_steps
 
 
-def choose_scales(body: MediaBody, card: ModelCard) -> tuple[float, float]:
-    """Returns the distilled scale, and that of classifier-free guidance.
+def quality_steps(quality: Quality, defaults: Defaults) -> int:
+    """Return the steps that ``quality`` stands for, within the model's limits."""
+    num_steps = round(QUALITY_SHARES[quality] * defaults.num_inference_steps)
+    return max(defaults.min_steps, min(defaults.max_steps, num_steps))
 
-    Among clients both are known as ``guidance_scale``: a model has one of them, or none.
+
+def choose_scales(body: MediaBody, card: ModelCard) -> tuple[float, float]:
+    """Return the distilled scale, and the scale of classifier-free guidance.
+
+    Clients call both ``guidance_scale``: a model has one of them, or none.
     """
     defaults, scale, offset = card.defaults, body.guidance_scale, card.defaults.guidance_offset
     true_cfg_scale = defaults.true_cfg_scale if body.true_cfg_scale is None else body.true_cfg_scale
@@ -181,13 +213,106 @@ def _useless_scale(scale: float, true_cfg_scale: float | None, card: ModelCard) 
     )
 
 
-def check_negative_prompt(negative_prompt: str | None, true_cfg_scale: float) -> None:
-    if negative_prompt and true_cfg_scale <= 1:
-        message = f"negative_prompt has no effect while true_cfg_scale is {true_cfg_scale:g}; set it above 1"
+def check_negative_prompt(request: MediaRequest) -> None:
+    if request.negative_prompt and request.true_cfg_scale <= 1:
+        scale = f"{request.true_cfg_scale:g}"
+        message = f"negative_prompt has no effect while true_cfg_scale is {scale}; set it above 1"
         raise RequestError(message, "negative_prompt")
 
 
 def preview_steps(num_steps: int, num_previews: int) -> tuple[int, ...]:
-    """Returns ``num_previews`` steps spread over the job, fewer if it is short. The last is the result, no preview."""
+    """Return ``num_previews`` steps spread over the job, fewer if it is short. The last is the result, no preview."""
     steps = (round(num_steps * (index + 1) / (num_previews + 1)) for index in range(num_previews))
     return tuple(sorted({step for step in steps if 1 <= step < num_steps}))
+
+
+def has_size(body: MediaBody) -> bool:
+    """Return whether ``size`` of ``body`` names a size."""
+    return body.size not in (None, "", "auto")
+
+
+def choose_size(body: MediaBody, defaults: Defaults, first: InputPicture | None = None) -> tuple[int, int]:
+    """Return width and height in pixels, from ``size`` or the two numbers, or else from the ``first`` picture."""
+    sides = (body.width, body.height)
+    if has_size(body):
+        size = parse_size(str(body.size), defaults)
+        if any(side not in (None, given) for side, given in zip(sides, size, strict=True)):
+            message = f"size is {body.size}, but width and height say something else; give one of them"
+            raise RequestError(message, "size")
+        return size
+    if sides != (None, None):
+        return both_sides(*sides)
+    return (defaults.width, defaults.height) if first is None else size_of(first, defaults)
+
+
+def size_of(picture: InputPicture, defaults: Defaults) -> tuple[int, int]:
+    """Return the allowed size that is nearest to the size of ``picture``.
+
+    A picture larger than the model's default is scaled down to it: cameras give many times the pixels for which models
+    were made. Where the model ``enlarges_pictures``, a smaller one is scaled up.
+    """
+    excess = picture.width * picture.height / (defaults.width * defaults.height)
+    scale = 1 / math.sqrt(excess if defaults.enlarges_pictures else max(1.0, excess))
+    nearest = defaults.nearest_size(scale * picture.width, scale * picture.height)
+    return nearest.width, nearest.height
+
+
+def both_sides(width: int | None, height: int | None) -> tuple[int, int]:
+    if width is None or height is None:
+        alone, other = ("width", "height") if height is None else ("height", "width")
+        raise RequestError(f"{alone} is given without {other}; give both, or size", alone)
+    return width, height
+
+
+def parse_size(text: str, defaults: Defaults) -> tuple[int, int]:
+    if not re.fullmatch(PIXELS, text):
+        example = f"{defaults.width}x{defaults.height}"
+        message = f"size is {shown(text)}: it must be WIDTHxHEIGHT in pixels, such as {example}, or auto"
+        raise RequestError(message, "size")
+    size = Size.parse(text)
+    return size.width, size.height
+
+
+def choose_length(body: MediaBody, defaults: Defaults) -> tuple[int, int]:
+    """Return frames and frames per second; 1 and 0 of a picture."""
+    if not isinstance(body, VideoBody):
+        return 1, 0
+    for name in ("n", "num_outputs_per_prompt"):
+        if getattr(body, name) not in (None, 1):
+            message = f"{name} is {getattr(body, name)}; a request makes one clip: send it once for each"
+            raise RequestError(message, name)
+    return clip_length(body.seconds, body.num_frames, body.fps, defaults)
+
+
+def clip_length(seconds: float | None, num_frames: int | None, fps: int | None, defaults: Defaults) -> tuple[int, int]:
+    """Return frames and frames per second.
+
+    ``seconds`` become the nearest number of frames that is 1 + a multiple of ``frame_multiple``.
+    """
+    if seconds is not None and num_frames is not None:
+        raise RequestError("seconds and num_frames are two ways to say one thing; give one of them", "seconds")
+    rate = fps or defaults.fps
+    if seconds is None:
+        return defaults.num_frames if num_frames is None else num_frames, rate
+    length = seconds * rate
+    frames = 1 + max(0, round((length - 1) / defaults.frame_multiple)) * defaults.frame_multiple
+    if length <= 0 or not defaults.min_frames <= frames <= defaults.max_frames:
+        least = "above 0" if defaults.min_frames == 1 else f"at least {decimal(defaults.min_frames / rate)}"
+        message = f"seconds is {seconds:g}; at {rate} fps it must be {least} and at most {longest(rate, defaults)}"
+        raise RequestError(message, "seconds")
+    return frames, rate
+
+
+def longest(rate: int, defaults: Defaults) -> str:
+    """Return the duration of the longest clip in seconds, rounded down so that it is allowed itself."""
+    return decimal(math.floor(1000 * largest_num_frames(defaults.max_frames, defaults.frame_multiple) / rate) / 1000)
+
+
+def clip_seconds(request: MediaRequest) -> str:
+    """Return the duration of a clip, which may differ from the ``seconds`` of its body."""
+    return decimal(request.num_frames / request.fps)
+
+
+def decimal(seconds: float) -> str:
+    """Return at most three decimals, without zeros at the end."""
+    return f"{seconds:.3f}".rstrip("0").rstrip(".")

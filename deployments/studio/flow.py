@@ -92,12 +92,39 @@ class DeployedStudio:
         patience_s, limits = self._patience_s.get(model, RECOVERY_DEADLINE_S), self._limits.get(model, ANY)
         with self.meter.metered(request) as finish, self._counted(model, limits.max_jobs) as accepted:
             retries = Retries(request, self._readiness, patience_s, limits.max_wait_s, accepted=accepted)
-            async with aclosing(self._runs(request, output, pictures, retries)) as events:
-                async for event in events:
-                    if isinstance(event, Media):
-                        self._job_s[model] = event.timings.denoise_s
-                        finish(event.timings)
-                    yield event
+            while True:
+                run = self._run(request, output, pictures, retries)
+                try:
+                    with self.meter.charged(run), self._unwrapped(model):
+                        async with aclosing(run.events()) as events:
+                            async for event in events:
+                                if isinstance(event, Media):
+                                    run.is_finished, self._job_s[model] = True, event.timings.denoise_s
+                                    finish(event.timings)
+                                yield event
+                    return
+                except QueueFullError as refusal:
+                    retries.after_refusal(refusal, run.held_s)
+                except JobFailedError as error:  # it would on any gang
+                    observe_failure(model, type(error).__name__)
+                    raise
+                except RETRYABLE as error:
+                    retries.after(error, run.num_steps_seen)
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    def _run(self, request: MediaRequest, output: Output, pictures: InputPictures, retries: Retries) -> Run:
+        """Return the next run of ``request``."""
+        return Run(
+            stages=self._stages[request.model],
+            request=request,
+            output=output,
+            pictures=pictures,
+            exclusive=retries.exclusive,
+            wait_s=retries.wait_s,
+            accepted=retries.accepted,
+            waited_s=retries.waited_s,
+            decode_times=self._decode_times[request.model],
+        )
 
     @contextmanager
     def _counted(self, model: str, max_jobs: float) -> Iterator[bool]:
@@ -113,37 +140,6 @@ class DeployedStudio:
             yield is_bare
         finally:
             self._num_open[model] -= 1
-
-    async def _runs(
-        self, request: MediaRequest, output: Output, pictures: InputPictures, retries: Retries
-    ) -> AsyncGenerator[StudioEvent]:
-        """Yields the events of one run after the other, until one ends as it should."""
-        while True:
-            run = Run(
-                stages=self._stages[request.model],
-                request=request,
-                output=output,
-                pictures=pictures,
-                exclusive=retries.exclusive,
-                wait_s=retries.wait_s,
-                accepted=retries.accepted,
-                waited_s=retries.waited_s,
-                decode_times=self._decode_times[request.model],
-            )
-            try:
-                with self.meter.charged(run), self._unwrapped(request.model):
-                    async with aclosing(run.events()) as events:
-                        async for event in events:
-                            yield event
-                return
-            except QueueFullError as refusal:
-                retries.after_refusal(refusal, run.held_s)
-            except JobFailedError as error:  # it would on any gang
-                observe_failure(request.model, type(error).__name__)
-                raise
-            except RETRYABLE as error:
-                retries.after(error, run.num_steps_seen)
-            await asyncio.sleep(RETRY_PAUSE_S)
 
     @contextmanager
     def _unwrapped(self, model: str) -> Iterator[None]:

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from engines.gang.jobs.job import Progress as Progress
 from pipelines.defaults import Defaults
 from pipelines.description import NO_DESCRIPTION, Description
 from pipelines.request import NO_PICTURES, InputPictures, Lora, MediaRequest
@@ -69,17 +70,6 @@ class Queued:
     eta_s: float | None
     decode_s: float | None = None
     num_before: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """After ``step`` of ``num_steps``; ``eta_s`` is the prediction for the rest of the denoising, None as above.
-    ``gpu_s``: how long ranks were at work in its steps so far, as far as they have told."""
-
-    step: int
-    num_steps: int
-    eta_s: float | None
-    gpu_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,35 +6,37 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
-from deployments.asyncio_tools import cancel, merge
+from deployments.asyncio_tools import cancel, produced
 from deployments.observability.metrics import observe_encoding, observe_stage
 from deployments.ray_private import object_ref, object_ref_generator
-from deployments.stages.common import Decoded, EncodingDone, SentPictures, StageEvent
+from deployments.stages.common import Decoded, EncodingDone, StageEvent
 from deployments.stages.measured_times import DecodedLike, DecodeTimes, decoded_like
+from deployments.stages.common import SentPictures
 from deployments.studio.interface import (
     Media,
     ModelUnavailableError,
     Output,
     Preview,
-    Progress,
     Queued,
     StageTimes,
     StudioEvent,
 )
 from engines.gang.errors import QueueFullError
-from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, StepDone
-from pipelines.request import InputPictures, MediaRequest
+from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, Progress
+from pipelines.request import InputPictures
+from pipelines.request import MediaRequest
 
 NUM_DECODINGS = 2
 """The latents are here: if the decoder dies over them, another one gets them."""
+
+Publish = Callable[[StudioEvent], None]
 
 logger = logging.getLogger("troupe.flow")
 
@@ -81,26 +83,33 @@ class Run:
     _done: JobDone | None = field(default=None, init=False)
     _decoding: asyncio.Task[Decoded] | None = field(default=None, init=False)
 
-    async def events(self) -> AsyncGenerator[StudioEvent]:
-        """Yields progress and previews, ``Media`` last. Raises what a deployment raised, ModelUnavailableError if none
-        took the request in time."""
+    def events(self) -> AsyncGenerator[StudioEvent]:
+        """Yield progress and previews, ``Media`` last. They do not wait for each other.
+
+        Raise what a deployment raised, ModelUnavailableError if none took the request in time.
+        """
+        return produced(self._perform)
+
+    async def _perform(self, publish: Publish) -> None:
+        previews = asyncio.create_task(self._decode_previews(publish))
         try:
-            async with aclosing(merge(self._progress(), self._decoded_previews())) as events:
-                async for event in events:
-                    yield event
+            await self._denoise(publish)
+            self._previews.put_nowait(None)
+            await previews
             assert self._done is not None, "the gang ended a job without JobDone"
             assert self._decoding is not None
-            decoded = await self._decoding
+            publish(self._finished(self._done, await self._decoding))
         finally:
-            if self._decoding is not None:
-                await cancel(self._decoding)
-        timings = self._timings(self._done, decoded)
+            await cancel(previews, *([] if self._decoding is None else [self._decoding]))
+
+    def _finished(self, done: JobDone, decoded: Decoded) -> Media:
+        """Return what is decoded, and learn from its times."""
+        timings = self._timings(done, decoded)
         rest_s = timings.total_s - self._queued_at_s - timings.queue_s - timings.denoise_s
         self.decode_times.learn(self._decoded_like, max(decoded.decode_s, rest_s))
         for stage in ("queue", "encode", "denoise", "decode", "total"):
             observe_stage(stage, self.request.model, getattr(timings, f"{stage}_s"))
-        self.is_finished = True
-        yield Media(
+        return Media(
             data=decoded.data,
             format=self.output.format,
             seed=self.request.seed,
@@ -109,40 +118,13 @@ class Run:
             further=decoded.further,
         )
 
-    async def _progress(self) -> AsyncGenerator[StudioEvent]:
-        """Yields the job's progress. Its previews go into their queue; at the end its result is being decoded."""
-        async with aclosing(self._job_events()) as events:
-            async for event in events:
-                match event:
-                    case EncodingDone():
-                        self._encode_s = event.encode_s
-                        observe_encoding(self.request.model, was_kept=event.was_kept)
-                    case JobQueued():
-                        self._queued_at_s = self._elapsed_s
-                        decode_s = self._predicted_decode_s
-                        if event.eta_s is not None and decode_s is not None:
-                            self._eta_s = self._queued_at_s + event.eta_s + decode_s
-                        yield Queued(eta_s=self._eta_s, decode_s=decode_s, num_before=event.num_before)
-                    case StepDone():
-                        self.num_steps_seen += 1
-                        self.gpu_s = event.gpu_s
-                        yield Progress(step=event.step, num_steps=event.num_steps, eta_s=event.eta_s, gpu_s=event.gpu_s)
-                    case PreviewReady():
-                        self._previews.put_nowait(event)
-                    case JobDone():
-                        self._done, self.gpu_s = event, event.gpu_s
-                        self._decoding = asyncio.create_task(self._decode(event))
-                    case QueueFullError():
-                        raise event
-        self._previews.put_nowait(None)
+    async def _denoise(self, publish: Publish) -> None:
+        """Follow the denoiser's stream to its end. If this is cancelled, so is the stream: the job stops everywhere.
 
-    async def _job_events(self) -> AsyncGenerator[StageEvent]:
-        """Yields the denoiser's stream. Closed early (the client went away), it is cancelled: the job stops everywhere.
-
-        The encoding may be under way when it begins: the denoiser waits for it, so that the way there takes no time of
-        its own, and what the encoder raised is raised here. It is held here until the end: what is not, is lost. A size
-        that was decoded before fits; of another one the decoder says so, and what it will take, while the encoder is at
-        work.
+        The encoding may be under way when the stream begins: the denoiser waits for it, so that the way there takes no
+        time of its own, and what the encoder raised is raised here. The encoding is held here until the end, so that it
+        is not lost. For a new size the decoder says whether the size fits, and the time that decoding will take, while
+        the encoder is at work.
         """
         responses: list[Any] = [self.stages.text_encoder.encode.remote(self.request, SentPictures.of(self.pictures))]
         if is_new := self.decode_times.get(self._decoded_like) is None:
@@ -159,15 +141,37 @@ class Run:
             await self._taken(object_ref_generator(stream), "denoiser")
             async for group in stream:
                 for event in group:
-                    yield event
+                    self._hear(event, publish)
         except BaseException:
             for response in responses:
                 response.cancel()
             raise
 
-    async def _decoded_previews(self) -> AsyncGenerator[StudioEvent]:
-        """Yields the job's previews in order, each once it is decoded; the job goes on meanwhile, and without those
-        that fail."""
+    def _hear(self, event: StageEvent, publish: Publish) -> None:
+        """Take note of an event of the job. The end of its steps begins the decoding."""
+        match event:
+            case EncodingDone():
+                self._encode_s = event.encode_s
+                observe_encoding(self.request.model, was_kept=event.was_kept)
+            case JobQueued():
+                self._queued_at_s, decode_s = self._elapsed_s, self._predicted_decode_s
+                if event.eta_s is not None and decode_s is not None:
+                    self._eta_s = self._queued_at_s + event.eta_s + decode_s
+                publish(Queued(eta_s=self._eta_s, decode_s=decode_s, num_before=event.num_before))
+            case Progress():
+                self.num_steps_seen += 1
+                self.gpu_s = event.gpu_s
+                publish(event)
+            case PreviewReady():
+                self._previews.put_nowait(event)
+            case JobDone():
+                self._done, self.gpu_s = event, event.gpu_s
+                self._decoding = asyncio.create_task(self._decode(event))
+            case QueueFullError():
+                raise event
+
+    async def _decode_previews(self, publish: Publish) -> None:
+        """Decode the job's previews in order. The job does not wait for them, and goes on without one that fails."""
         index = 0
         while ready := await self._previews.get():
             try:
@@ -175,7 +179,7 @@ class Run:
             except Exception:
                 logger.warning("request %s: a preview failed", self.request.request_id, exc_info=True)
                 continue
-            yield Preview(index=index, step=ready.step, data=data)
+            publish(Preview(index=index, step=ready.step, data=data))
             index += 1
 
     async def _decode(self, done: JobDone, num_left: int = NUM_DECODINGS) -> Decoded:

@@ -18,7 +18,7 @@ from engines.gang.config import Clock, Environment, GangConfig, LoadRank
 from engines.gang.driver import Driver
 from engines.gang.errors import GangBrokenError
 from engines.gang.eta.measured_times import StepTimes
-from engines.gang.jobs.job import Job, JobDone, JobEvent, JobQueued, StepDone
+from engines.gang.jobs.job import Job, JobDone, JobEvent, JobQueued, Progress
 from engines.gang.metrics import observe_start
 from engines.gang.placement import current_group
 from engines.gang.rank import RankInfo, kill_ranks, spawn_ranks
@@ -186,7 +186,7 @@ class Gang:
 
 async def _fetched(event: JobEvent) -> JobEvent | None:
     """Return the event with its latents fetched; None for a lost preview."""
-    if isinstance(event, StepDone | JobQueued):
+    if isinstance(event, Progress | JobQueued):
         return event
     reference: Any = event.latents
     try:

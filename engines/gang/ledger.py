@@ -13,7 +13,7 @@ from engines.gang.config import Clock, GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.eta.prediction import lead_s
-from engines.gang.jobs.job import JobDone, PreviewReady, StepDone
+from engines.gang.jobs.job import JobDone, PreviewReady, Progress
 from engines.gang.jobs.job_table import JobTable, OpenJob
 from engines.gang.jobs.step_plan import JobFailure, JobStep, StepReport, Work
 from engines.gang.metrics import GangMetrics
@@ -247,7 +247,7 @@ class Ledger:
     def _publish_step(self, job: OpenJob, done: JobStep, num_ranks: int, latents: Any, eta_s: EtaOf) -> None:
         job_id = done.job_id
         job.num_steps_done = done.step
-        event = StepDone(
+        event = Progress(
             job_id=job_id,
             step=done.step,
             num_steps=job.job.num_steps,

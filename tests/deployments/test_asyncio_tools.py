@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 import pytest
 from anyio import create_task_group
 
-from deployments.asyncio_tools import EndedError, OneThread, merge, unless, with_idle
+from deployments.asyncio_tools import EndedError, IdleError, OneThread, Upcoming, merge, produced, unless
 from tests.support.patience import PATIENCE_S
 
 
@@ -44,7 +44,7 @@ async def test_items_come_as_they_are_ready() -> None:
         order = (11, 1, 2, 12)
         for number in order:
             (one if number < 10 else other).gates[number].set()
-            assert await anext(items) == number
+            assert await anext(items) == (number > 10, number)
         assert [item async for item in items] == []
     assert one.is_closed
     assert other.is_closed
@@ -62,7 +62,7 @@ async def test_leaving_closes_all() -> None:
     waiting, ready = Source(1), Source(11, 12)
     ready.gates[11].set()
     async with aclosing(merge(waiting.run(), ready.run())) as items:
-        assert await anext(items) == 11
+        assert await anext(items) == (1, 11)
     assert waiting.is_closed
     assert ready.is_closed
 
@@ -90,11 +90,56 @@ async def test_a_cancelled_consumer_closes_all(by_group: bool) -> None:
 
 async def test_silence_is_told_and_nothing_is_lost() -> None:
     source = Source(1, 2)
-    async with aclosing(with_idle(source.run(), 0.0, 0.001)) as items:
-        assert [await anext(items) for _ in range(3)] == [None] * 3
+    async with aclosing(Upcoming(source.run())) as items:
+        for wait_s in (0.0, 0.001):
+            with pytest.raises(IdleError):
+                await items.next(wait_s)
         source.open()
-        assert [item async for item in items if item is not None] == [1, 2]
+        assert [await items.next(PATIENCE_S) for _ in range(4)] == [1, 2, None, None]
     assert source.is_closed
+
+
+async def test_leaving_an_item_that_is_waited_for_closes_its_source() -> None:
+    source = Source(1)
+    async with aclosing(Upcoming(source.run())) as items:
+        with pytest.raises(IdleError):
+            await items.next(0.0)
+        await asyncio.sleep(0)
+    assert source.is_closed
+
+
+async def test_a_producer_fails_after_its_items_and_does_not_wait() -> None:
+    put: list[int] = []
+
+    async def produce(publish: Callable[[int], None]) -> None:
+        for number in (1, 2):
+            publish(number)
+            put.append(number)
+        raise OSError("away")
+
+    items = produced(produce)
+    assert await anext(items) == 1
+    assert put == [1, 2]
+    assert await anext(items) == 2
+    with pytest.raises(OSError, match="away"):
+        await anext(items)
+
+
+async def test_a_producer_ends_with_its_consumer() -> None:
+    is_over = False
+
+    async def produce(publish: Callable[[int], None]) -> None:
+        nonlocal is_over
+        publish(1)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)  # an end that takes its time
+            is_over = True
+
+    async with aclosing(produced(produce)) as items:
+        assert await anext(items) == 1
+    assert is_over
 
 
 async def test_work_ends_with_what_it_depends_on() -> None:

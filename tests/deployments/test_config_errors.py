@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from deployments.cli.serving import CONFIGS, parse_config
-from deployments.requests.errors import nearest_name
+from deployments.requests.validation import nearest_name
 from tests.deployments.support.commands import assert_one_line, troupe
 
 LAPTOP: dict[str, Any] = yaml.safe_load((CONFIGS / "laptop.yaml").read_text())

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from deployments.requests.bodies import MediaBody
-from deployments.requests.clips import check_num_frames
-from deployments.requests.rules import choose_steps
-from deployments.requests.sizes import choose_size
+from deployments.requests.bodies import ImageBody, MediaBody, VideoBody
+from deployments.requests.errors import RequestError
+from deployments.requests.rules import Requester, RequestRules, choose_size
 from deployments.stages.config import DenoiserConfig
+from deployments.studio.interface import ModelCard
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
+from pipelines.request import NO_PICTURES
 from pipelines.size import MAX_SIDES, PIXELS, Size, SizeLimits
 from tests.pipelines.support.sample_requests import clip, picture
 
@@ -80,7 +81,7 @@ def test_the_directory_the_sampler_and_the_api_refuse_a_size_in_the_same_words(t
     assert refusal(lambda: checkpoint.defaults.check(request)) == text
     assert refusal(lambda: checkpoint.first_step(request)) == text
     assert refusal(lambda: checkpoint.defaults.request(Size(width=50, height=32))) == text
-    assert refusal_of_api(lambda: choose_size(body(size="50x32"), checkpoint.defaults)) == text
+    assert refusal_of_api(checkpoint, size="50x32") == text
 
 
 def test_so_they_do_a_number_of_frames(tiny_wan: Path) -> None:
@@ -88,20 +89,23 @@ def test_so_they_do_a_number_of_frames(tiny_wan: Path) -> None:
     text = "num_frames is 7; it must be 1 + a multiple of 4, such as 9"
     assert refusal(lambda: checkpoint.defaults.check(request)) == text
     assert refusal(lambda: checkpoint.first_step(request)) == text
-    assert refusal_of_api(lambda: check_num_frames(7, checkpoint.defaults)) == text
+    assert refusal_of_api(checkpoint, num_frames=7) == text
 
 
 def test_and_steps(tiny_flux: Path) -> None:
     checkpoint, request = Checkpoint(tiny_flux), picture(num_inference_steps=101)
     text = "num_inference_steps is 101; it must be from 1 to 100"
     assert refusal(lambda: checkpoint.defaults.check(request)) == text
-    assert refusal_of_api(lambda: choose_steps(body(num_inference_steps=101), checkpoint.defaults)) == text
+    assert refusal_of_api(checkpoint, num_inference_steps=101) == text
 
 
-def refusal_of_api(ask: Callable[[], object]) -> str:
-    """The message of whatever the API raises."""
-    with pytest.raises(Exception, match="must be") as caught:
-        ask()
+def refusal_of_api(checkpoint: Checkpoint, **fields: Any) -> str:
+    """The message of the API, which blames the one of ``fields``."""
+    card = ModelCard(name="m", family="", created=0, defaults=checkpoint.defaults)
+    sent = (VideoBody if checkpoint.defaults.kind == "video" else ImageBody)(prompt="a", **fields)
+    with pytest.raises(RequestError, match="must be") as caught:
+        RequestRules(card).check(sent, NO_PICTURES, Requester(request_id="id"))
+    assert [caught.value.param] == list(fields)
     return str(caught.value)
 
 

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from deployments.api.errors import ApiError
 from deployments.api.reading.forms import read_form
 from deployments.requests.bodies import MediaBody
-from deployments.requests.errors import RequestError, shown, validated, validated_form
-from deployments.requests.extra import unfolded, unfolded_form
+from deployments.requests.errors import RequestError, shown
+from deployments.requests.validation import unfolded, unfolded_form, validated, validated_form
 
 B = TypeVar("B", bound=MediaBody)
 
@@ -27,9 +27,8 @@ async def read_json(request: Request, body_type: type[B]) -> B:
     """Returns the JSON body as ``body_type``. RequestError names a wrong field, ApiError 415 a wrong content type."""
     check_content_type(request, JSON)
     raw = await request.body()
-    if len(raw) < LARGE_BYTES:
-        return _from_json(raw, body_type)
-    return await asyncio.to_thread(_from_json, raw, body_type)
+    is_small = len(raw) < LARGE_BYTES
+    return _from_json(raw, body_type) if is_small else await asyncio.to_thread(_from_json, raw, body_type)
 
 
 async def read_json_or_form(request: Request, body_type: type[B]) -> B:

@@ -11,26 +11,25 @@ from starlette.types import Message, Receive
 from deployments.api.context import ApiContext
 from deployments.api.reading.body import read_json_or_form
 from deployments.requests.bodies import MediaBody
-from pipelines.request import InputPictures, MediaKind
+from deployments.requests.rules import ResolvedRequest
+from pipelines.request import MediaKind
 
 B = TypeVar("B", bound=MediaBody)
 
 
-async def read_upload(
-    context: ApiContext, request: Request, body_type: type[B], kind: MediaKind
-) -> tuple[B, InputPictures]:
-    """Returns the body and its pictures, unpacked, for a model of ``kind``.
+async def read_upload(context: ApiContext, request: Request, body_type: type[B], kind: MediaKind) -> ResolvedRequest[B]:
+    """Return the body with its model, of ``kind``, and its decoded pictures.
 
-    Meanwhile what it has beyond the bytes of other bodies takes room. ApiError 503 where there is none.
+    Its bytes beyond the limit of other bodies take memory of ``Admission`` meanwhile. ApiError 503 without room.
     """
     with context.admission.memory.taken() as take:
         receive = counting(request.receive, take, context.settings.max_body_bytes)
         body = await read_json_or_form(Request(request.scope, receive), body_type)
-        return body, await context.unpacked(body, kind)
+        return await context.resolved(body, kind)
 
 
 def counting(receive: Receive, take: Callable[[int], None], num_free: int) -> Receive:
-    """Returns ``receive``; for each byte after the first ``num_free``, ``take`` is told."""
+    """Return ``receive``, which calls ``take`` with the number of bytes after the first ``num_free``."""
     num_bytes = 0
 
     async def receive_and_count() -> Message:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 
 from pybase64 import b64encode_as_string
 from pydantic_core import to_json
-from starlette.datastructures import State
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,48 +25,141 @@ from deployments.api.answers import (
     QueuedPicture,
     StepProgress,
 )
-from deployments.api.context import ApiContext, waited_s
-from deployments.api.errors import from_failure
+from deployments.api.context import ApiContext
+from deployments.api.errors import answer_to
 from deployments.api.guards.hosts import base_url
 from deployments.api.idempotency import REPLAYED
-from deployments.api.measures import ETA_HEADER, Indexed, SpentSeconds, eta_header, measures
-from deployments.api.streams import Event, start_stream, until_disconnect
+from deployments.api.measures import SpentSeconds, eta_header, measures
+from deployments.api.streams import ClientGoneError, Event, start_stream, until_disconnect
 from deployments.asyncio_tools import merge
 from deployments.requests.bodies import ImageBody
-from deployments.requests.images import ImageRequest, image_request
+from deployments.requests.images import ImageRequest
+from deployments.requests.rules import Requester, ResolvedRequest
 from deployments.studio.interface import Media, Preview, Progress, Queued, StudioEvent
-from pipelines.request import NO_PICTURES, InputPictures
 
 
-async def draw_once(
-    context: ApiContext, request: Request, body: ImageBody, inputs: InputPictures, idempotency_key: str | None
+async def draw(
+    context: ApiContext,
+    request: Request,
+    requester: Requester,
+    resolved: ResolvedRequest[ImageBody],
+    idempotency_key: str | None,
 ) -> Response:
-    """Returns what ``draw`` does, or what it did for the same request before. A stream is drawn anew."""
-    async with context.known.turn(request, None if body.stream else idempotency_key, body) as turn:
+    """Return what ``resolved`` asks for: one JSON object, or a stream of events.
+
+    The JSON object is the earlier one, if the same request with the same ``idempotency_key`` came before.
+    """
+    key, limit = None if resolved.body.stream else idempotency_key, context.settings.max_images_per_request
+    async with context.known.turn(request.url.path, requester, key, resolved.body) as turn:
         if turn.answer is not None:
             return Response(turn.answer, media_type="application/json", headers=dict(REPLAYED))
-        response = await draw(context, request, body, inputs)
-        await context.known.keep(turn, bytes(response.body) if turn.file is not None else b"")
-        return response
+        max_n = min(limit, context.accounts.limits_of(requester.key).max_concurrent or limit)
+        pictures = ImageRequest.of(resolved, requester, max_n)
+        gang_in_s = await context.check_ready(resolved.card.name)
+        drawing = Drawing(context=context, pictures=pictures, request_id=requester.request_id, gang_in_s=gang_in_s)
+        if pictures.body.stream:
+            return await start_stream(drawing.events(), request.receive, context.settings, lambda: drawing.headers)
+        with drawing.failures():
+            media = await until_disconnect(request.receive, drawing.media())
+            # In a thread: megabytes, for which others would wait.
+            answer = await asyncio.to_thread(_answer_json, context, pictures, media, request)
+        await context.known.keep(turn, answer)
+    headers = measures([one.timings for one in media], pictures.first.cache)
+    return Response(answer, media_type="application/json", headers=headers)
 
 
-async def draw(context: ApiContext, request: Request, body: ImageBody, inputs: InputPictures = NO_PICTURES) -> Response:
-    """Returns what ``body`` asks for, made from ``inputs``: one JSON object, or a stream of events."""
-    settings, cards = context.settings, context.studio.cards()
-    key = request.state.key_hash
-    limits = context.accounts.limits_of(key)
-    max_n = min(settings.max_images_per_request, limits.max_concurrent or settings.max_images_per_request)
-    pictures = image_request(body, cards, request.state.request_id, max_n, inputs)
-    pictures = pictures.of_key(key, limits.weight, waited_s(request))
-    gang_in_s = await context.check_ready(pictures.model)
-    events = perform_all(context, pictures, request.state, gang_in_s)
-    if body.stream:
-        headers: dict[str, str] = {}
-        return await start_stream(image_events(pictures, events, headers), request.receive, settings, headers)
-    media = await until_disconnect(request.receive, collect(events, len(pictures.requests)))
-    body_json = await asyncio.to_thread(_answer_json, context, pictures, media, request)  # megabytes: others would wait
-    headers = measures([one.timings for one in media], pictures.cache)
-    return Response(body_json, media_type="application/json", headers=headers)
+@dataclass(kw_only=True, slots=True)
+class Drawing:
+    """The pictures of one request while they are made."""
+
+    context: ApiContext
+    pictures: ImageRequest
+    request_id: str
+    gang_in_s: float
+    """Seconds until a gang begins new work."""
+    _spent: SpentSeconds = field(default_factory=SpentSeconds, init=False)
+    _queued: list[tuple[int, Queued]] = field(default_factory=list, init=False)
+    """Places in queues by picture, in the order of their events."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of a stream: when all pictures are done, if that is predicted."""
+        return eta_header([queued.eta_s for _, queued in self._queued])
+
+    async def media(self) -> list[Media]:
+        """Return the finished pictures, in the order of the requests."""
+        media: dict[int, Media] = {}
+        async with self._performed() as performed:
+            async for index, event in performed:
+                self._spent.update(index, event)
+                if isinstance(event, Media):
+                    media[index] = event
+        num = len(self.pictures.requests)
+        assert len(media) == num, f"{num} requests gave {len(media)} media"
+        return [media[index] for index in range(num)]
+
+    async def events(self) -> AsyncGenerator[Event]:
+        """Yield previews, finished pictures and, if the client asks for them, places in the queue and steps."""
+        with self.failures():
+            async with self._performed() as performed:
+                async for index, event in performed:
+                    self._spent.update(index, event)
+                    for one in self._translated(index, event):
+                        yield one
+
+    @contextmanager
+    def failures(self) -> Iterator[None]:
+        """Raise what fails inside the block as an ApiError, which tells the GPU-seconds that were spent."""
+        try:
+            yield
+        except ClientGoneError:
+            raise
+        except Exception as failure:
+            answer = answer_to(failure, self.request_id)
+            answer.headers |= self._spent.header
+            raise answer from failure
+
+    @asynccontextmanager
+    async def _performed(self) -> AsyncIterator[AsyncIterator[tuple[int, StudioEvent]]]:
+        """Yield the events of all pictures, which are made side by side, each with its index.
+
+        At the end of the block all are closed. The first failure is raised. LimitReachedError, AccountsUnavailableError
+        or ApiError if the limits of the key or the server do not allow them.
+        """
+        studio, pictures, first = self.context.studio, self.pictures, self.pictures.first
+        num, num_bytes = len(pictures.requests), pictures.pictures.num_bytes
+        async with self.context.key_limits.taken(first.key, num):
+            with self.context.admission.taken(first.model, num, num_bytes, self.gang_in_s):
+                performed = (studio.perform(one, pictures.output, pictures.pictures) for one in pictures.requests)
+                async with aclosing(merge(*performed)) as events:
+                    yield events
+
+    def _translated(self, index: int, event: StudioEvent) -> list[Event]:
+        """Return the events of the API for one of the picture ``index``."""
+        pictures, wants_progress = self.pictures, self.pictures.body.stream_progress
+        match event:
+            case Queued():
+                self._queued.append((index, event))
+                return self._queue_events() if wants_progress else []
+            case Media():
+                return [_completed(pictures, index, event, layer, data) for layer, data in _layers(pictures, event)]
+            case Preview():
+                return [_partial(pictures, index, event)]
+            case Progress() if wants_progress:
+                return [StepProgress.of_picture(index, event)]
+        return []
+
+    def _queue_events(self) -> list[Event]:
+        """Return the newest place in a queue; all places at once when the last picture gets its first.
+
+        So ``headers`` are complete when the first event is sent.
+        """
+        num = len(self.pictures.requests)
+        places = self._queued if len(self._queued) == num else self._queued[num:][-1:]
+        return [
+            QueuedPicture(image_index=index, num_before=queued.num_before, eta_s=queued.eta_s)
+            for index, queued in places
+        ]
 
 
 def files_url(context: ApiContext, request: Request) -> str:
@@ -79,10 +172,10 @@ def _answer_json(context: ApiContext, pictures: ImageRequest, media: list[Media]
         data=_hand_over(context, pictures, media, request),
         output_format=pictures.output.format,
         size=pictures.size,
-        background="transparent" if pictures.num_layers else "opaque",
+        background="transparent" if pictures.first.num_layers else "opaque",
         quality=pictures.quality,
-        num_inference_steps=pictures.num_inference_steps,
-        cache=pictures.cache,
+        num_inference_steps=pictures.first.num_inference_steps,
+        cache=pictures.first.cache,
         safety_identifier=pictures.safety_identifier,
     )
     return to_json(answer)
@@ -90,108 +183,16 @@ def _answer_json(context: ApiContext, pictures: ImageRequest, media: list[Media]
 
 def _hand_over(context: ApiContext, pictures: ImageRequest, media: list[Media], request: Request) -> list[Image]:
     files = [(data, layer, one) for one in media for layer, data in _layers(pictures, one)]
-    if not pictures.by_url:
+    if pictures.body.response_format != "url":
         return [Image(b64_json=b64encode_as_string(data), seed=one.seed, layer=layer) for data, layer, one in files]
-    names = [context.files.put(data, one.format, request.state.key_hash) for data, _, one in files]
+    names = [context.files.put(data, one.format, pictures.first.key) for data, _, one in files]
     url, named = files_url(context, request), zip(names, files, strict=True)
     return [Image(url=f"{url}/{name}", seed=one.seed, layer=layer) for name, (_, layer, one) in named]
 
 
 def _layers(pictures: ImageRequest, media: Media) -> list[tuple[int | None, bytes]]:
     """Returns the files of one picture, each with the number of its layer."""
-    return list(enumerate(media.files)) if pictures.num_layers else [(None, media.data)]
-
-
-async def perform_all(
-    context: ApiContext, pictures: ImageRequest, state: State, gang_in_s: float
-) -> AsyncGenerator[Indexed]:
-    """Yield the events of all pictures, which are made side by side, within the limits of the key and the server.
-
-    Closing this closes every ``perform``, and so does the first one that fails: what it raised is raised here, as an
-    ApiError if it has a meaning for clients. Nothing is made for ``gang_in_s``. LimitReachedError,
-    AccountsUnavailableError or ApiError if the limits do not allow it.
-    """
-    num, spent = len(pictures.requests), SpentSeconds(state)
-    async with context.key_limits.taken(state.key_hash, num):
-        with (
-            context.admission.taken(pictures.model, num, pictures.num_input_bytes, gang_in_s),
-            _answers_for_failures(),
-        ):
-            performed = (context.studio.perform(one, pictures.output, pictures.pictures) for one in pictures.requests)
-            streams = [_indexed(index, events) for index, events in enumerate(performed)]
-            async with aclosing(merge(*streams)) as merged:
-                async for index, event in merged:
-                    spent.update(index, event)
-                    yield index, event
-
-
-@contextmanager
-def _answers_for_failures() -> Iterator[None]:
-    """Raise what fails inside the block as an ApiError, if it has a meaning for clients."""
-    try:
-        yield
-    except Exception as failure:
-        answer = from_failure(failure)
-        if answer is None:
-            raise
-        raise answer from failure
-
-
-async def _indexed(index: int, events: AsyncGenerator[StudioEvent]) -> AsyncGenerator[Indexed]:
-    async with aclosing(events):
-        async for event in events:
-            yield index, event
-
-
-async def collect(events: AsyncGenerator[Indexed], num_media: int) -> list[Media]:
-    """Returns the finished media of ``perform_all``, in the order of the requests."""
-    media: dict[int, Media] = {}
-    async with aclosing(events):
-        async for index, event in events:
-            if isinstance(event, Media):
-                media[index] = event
-    assert len(media) == num_media, f"{num_media} requests gave {len(media)} media"
-    return [media[index] for index in range(num_media)]
-
-
-async def image_events(
-    pictures: ImageRequest, events: AsyncGenerator[Indexed], headers: dict[str, str]
-) -> AsyncGenerator[Event, None]:
-    """Yields what the client is told: previews, finished pictures and, if asked for, places in the queue and steps.
-
-    What is predicted for them, if it is for all, goes into ``headers``, which are sent with the first event. So nothing
-    is told of the queue before every picture has its place.
-    """
-    places: list[Indexed] = []
-    async with aclosing(events):
-        async for index, event in events:
-            told = [(index, event)]
-            if isinstance(event, Queued):
-                places.append((index, event))
-                headers.pop(ETA_HEADER, None)
-                headers.update(eta_header([place.eta_s for _, place in places if isinstance(place, Queued)]))
-                told = _told_places(places, len(pictures.requests))
-            for one in told:
-                for news in translate(pictures, *one):
-                    yield news
-
-
-def _told_places(places: list[Indexed], num: int) -> list[Indexed]:
-    """Returns the places to tell of now: all once there are ``num``, then each new one, as after a lost gang."""
-    return places if len(places) == num else places[num:][-1:]
-
-
-def translate(pictures: ImageRequest, index: int, event: StudioEvent) -> Sequence[Event]:
-    match event:
-        case Queued() if pictures.stream_progress:
-            return [QueuedPicture(image_index=index, num_before=event.num_before, eta_s=event.eta_s)]
-        case Media():
-            return [_completed(pictures, index, event, layer, data) for layer, data in _layers(pictures, event)]
-        case Preview():
-            return [_partial(pictures, index, event)]
-        case Progress() if pictures.stream_progress:
-            return [StepProgress(image_index=index, step=event.step, of=event.num_steps, eta_s=event.eta_s)]
-    return ()
+    return list(enumerate(media.files)) if pictures.first.num_layers else [(None, media.data)]
 
 
 def _completed(pictures: ImageRequest, index: int, media: Media, layer: int | None, data: bytes) -> CompletedPicture:
@@ -203,8 +204,8 @@ def _completed(pictures: ImageRequest, index: int, media: Media, layer: int | No
         size=pictures.size,
         background="opaque" if layer is None else "transparent",
         quality=pictures.quality or "auto",
-        num_inference_steps=pictures.num_inference_steps,
-        cache=pictures.cache,
+        num_inference_steps=pictures.first.num_inference_steps,
+        cache=pictures.first.cache,
         safety_identifier=pictures.safety_identifier,
         image_index=index,
         layer=layer,

@@ -13,8 +13,7 @@ from deployments.api.documents import error_documents
 from deployments.api.drain import Drain, stopping
 from deployments.api.errors import retry_after
 from deployments.names import HEALTH, LIVE
-from deployments.requests.cards import find_card
-from deployments.requests.loras import check_name, split_name
+from deployments.requests.model_choice import check_name, find_card, split_name
 
 HEALTH_MAX_AGE_S = 1.0
 

@@ -23,49 +23,53 @@ from deployments.api.idempotency import IdempotencyKey
 from deployments.api.partial import RangedFile
 from deployments.api.reading.body import FORMS, JSON, read_json
 from deployments.api.reading.uploads import read_upload
-from deployments.api.routes.drawing import draw_once
+from deployments.api.routes.drawing import draw
 from deployments.requests.bodies import EditBody, ImageBody
 from deployments.requests.errors import RequestError, shown
+from deployments.requests.rules import Requester
 
 ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 429, 502, 503, 507)
 
 
 def image_routes(context: ApiContext) -> APIRouter:
     router = APIRouter(tags=["images"])
+    authorized, recognized = Depends(context.authorize), Depends(context.recognize)
 
     @router.post(
         "/v1/images/generations",
-        dependencies=[Depends(context.authorize)],
         responses=image_answers(*IMAGE_EVENTS) | error_documents(*ERRORS, has_work=True),
         openapi_extra=body_document(ImageBody),
     )
-    async def generate_images(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
+    async def generate_images(
+        request: Request, requester: Requester = authorized, idempotency_key: IdempotencyKey = None
+    ) -> Response:
         """Draw pictures. With ``stream``, the answer is server-sent events instead of one JSON object."""
         body = await read_json(request, ImageBody)
-        return await draw_once(context, request, body, await context.unpacked(body, "image"), idempotency_key)
+        resolved = await context.resolved(body, "image")
+        return await draw(context, request, requester, resolved, idempotency_key)
 
     @router.post(
         "/v1/images/edits",
-        dependencies=[Depends(context.authorize)],
         responses=image_answers(*EDIT_EVENTS) | error_documents(*ERRORS, has_work=True),
         openapi_extra=body_document(EditBody, JSON, *FORMS),
     )
-    async def edit_images(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
+    async def edit_images(
+        request: Request, requester: Requester = authorized, idempotency_key: IdempotencyKey = None
+    ) -> Response:
         """Change pictures that come along, or draw after them. Models say in their defaults what they take."""
-        body, inputs = await read_upload(context, request, EditBody, "image")
-        if not inputs.pictures:
+        resolved = await read_upload(context, request, EditBody, "image")
+        if not resolved.pictures.pictures:
             raise RequestError("image is required: the picture to change", "image", code="missing_field")
-        return await draw_once(context, request, body, inputs, idempotency_key)
+        return await draw(context, request, requester, resolved, idempotency_key)
 
     @router.get(
         "/v1/files/{name}",
-        dependencies=[Depends(context.recognize)],
         response_class=FileResponse,
         responses=file_answers("image/png", "image/jpeg", "image/webp") | error_documents(404, 416),
     )
-    async def read_file(name: str, request: Request) -> Response:
+    async def read_file(name: str, requester: Requester = recognized) -> Response:
         """A picture made with ``response_format=url``. Its name is the secret; it is gone after a while."""
-        path = await asyncio.to_thread(context.files.find, name, context.viewer(request) or None)
+        path = await asyncio.to_thread(context.files.find, name, context.viewer(requester) or None)
         if path is None:
             raise ApiError(404, f"There is no file {shown(name)}; files are kept for a limited time", param="name")
         return RangedFile(path, media_type=f"image/{path.suffix[1:]}", headers={"X-Content-Type-Options": "nosniff"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.api.answers import Video, VideoDeleted, VideoPage
-from deployments.api.context import ApiContext, waited_s
+from deployments.api.context import ApiContext
 from deployments.api.documents import (
     body_document,
     error_documents,
@@ -35,12 +34,13 @@ from deployments.api.routes.clip_events import video_events
 from deployments.api.streams import STREAM_HEADERS, ClientGoneError, start_stream, until_disconnect
 from deployments.asyncio_tools import to_the_end
 from deployments.clips.clips import Clips
-from deployments.clips.database import FILE_GONE, ClipRecord
 from deployments.clips.storage import CONTENT_TYPES, Variant
+from deployments.clips.database import FILE_GONE, ClipRecord
 from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
-from deployments.requests.clips import ClipRequest, clip_request
 from deployments.requests.errors import shown
+from deployments.requests.rules import Requester, RequestRules, clip_seconds
 from pipelines.request import InputPictures
+from pipelines.request import MediaRequest
 
 VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
 STATUS_OF_FAILURES = {"invalid_value": 400, "too_late": 429, "gang_broken": 502, "storage_full": 507}
@@ -51,17 +51,23 @@ POLL_MS = 500
 
 
 def video_routes(context: ApiContext) -> APIRouter:
-    router = APIRouter(tags=["videos"], dependencies=[Depends(context.authorize)])
+    authorized = Depends(context.authorize)
+    router = APIRouter(tags=["videos"], dependencies=[authorized])
 
     @router.post(
         "/v1/videos",
         responses=video_answers() | error_documents(*MAKING, has_work=True),
         openapi_extra=body_document(VideoBody, JSON, *FORMS),
     )
-    async def create_video(request: Request, response: Response, idempotency_key: IdempotencyKey = None) -> Video:
+    async def create_video(
+        request: Request,
+        response: Response,
+        requester: Requester = authorized,
+        idempotency_key: IdempotencyKey = None,
+    ) -> Video:
         """Queue a clip. Its record is on disk before the answer, and survives a restart. One with ``deadline_s`` begins
         at once, or is refused."""
-        clip = await submit_clip(context, request, idempotency_key)
+        clip = await submit_clip(context, request, requester, idempotency_key)
         response.headers.update(told_of(clip))
         return Video.of(clip)
 
@@ -71,11 +77,13 @@ def video_routes(context: ApiContext) -> APIRouter:
         responses=sync_answers() | error_documents(*MAKING, has_work=True),
         openapi_extra=body_document(VideoBody, JSON, *FORMS),
     )
-    async def create_video_sync(request: Request, idempotency_key: IdempotencyKey = None) -> Response:
+    async def create_video_sync(
+        request: Request, requester: Requester = authorized, idempotency_key: IdempotencyKey = None
+    ) -> Response:
         """Make a clip and answer with its MP4, once it is there. Closing the connection deletes it; beyond OpenAI."""
-        clip = await submit_clip(context, request, idempotency_key, is_awaited=True)
+        clip = await submit_clip(context, request, requester, idempotency_key, is_awaited=True)
         try:
-            end = await until_disconnect(request.receive, wait_for_end(context, request, clip.id))
+            end = await until_disconnect(request.receive, wait_for_end(context, requester, clip.id))
         except (ClientGoneError, asyncio.CancelledError):
             await to_the_end(context.clips.delete(clip.id))
             raise
@@ -87,24 +95,24 @@ def video_routes(context: ApiContext) -> APIRouter:
         return clip_file(path, clip.id, "video", told | {"X-Troupe-Video-Id": clip.id})
 
     @router.get("/v1/videos", responses=error_documents(400, 401, 404, 503))
-    async def list_videos(request: Request, query: Annotated[PageQuery, Query()]) -> VideoPage:
+    async def list_videos(query: Annotated[PageQuery, Query()], requester: Requester = authorized) -> VideoPage:
         """Clips, the newest first unless order is asc."""
-        last = None if query.after is None else await find_clip(context, request, query.after, "after")
-        key_hash, ascending = context.viewer(request), query.order == "asc"
+        last = None if query.after is None else await find_clip(context, requester, query.after, "after")
+        key_hash, ascending = context.viewer(requester), query.order == "asc"
         page = await context.clips.page(after=last, limit=query.limit, ascending=ascending, key_hash=key_hash)
         return VideoPage.of(*page)
 
     @router.get("/v1/videos/{video_id}", responses=video_answers() | error_documents(401, 404, 503))
-    async def read_video(video_id: str, request: Request, response: Response) -> Video:
+    async def read_video(video_id: str, response: Response, requester: Requester = authorized) -> Video:
         """One clip: where it is in the queue or in its steps, or why it failed."""
-        clip = await find_clip(context, request, video_id)
+        clip = await find_clip(context, requester, video_id)
         response.headers.update(told_of(clip))
         return Video.of(clip)
 
     @router.delete("/v1/videos/{video_id}", responses=error_documents(401, 403, 404, 503))
-    async def delete_video(video_id: str, request: Request) -> VideoDeleted:
+    async def delete_video(video_id: str, requester: Requester = authorized) -> VideoDeleted:
         """Stop the clip if it is still being made, and delete its record and files."""
-        await find_clip(context, request, video_id)
+        await find_clip(context, requester, video_id)
         if not await context.clips.delete(video_id):
             raise no_video(video_id, "video_id")
         return VideoDeleted(id=video_id)
@@ -117,12 +125,12 @@ def video_routes(context: ApiContext) -> APIRouter:
     )
     async def read_content(
         video_id: str,
-        request: Request,
         query: Annotated[ContentQuery, Query()],
+        requester: Requester = authorized,
         range_header: Annotated[str | None, Header(alias="Range", examples=["bytes=0-1023"])] = None,
     ) -> Response:
         """The clip as MP4 (H.264), a still of it as WebP, or a preview as PNG. One byte range is honoured."""
-        clip, variant = await find_clip(context, request, video_id), query.variant
+        clip, variant = await find_clip(context, requester, video_id), query.variant
         may_be_there = variant == "preview" or clip.status == "completed"
         path = await context.clips.file(video_id, variant) if may_be_there else None
         if path is None:
@@ -130,9 +138,9 @@ def video_routes(context: ApiContext) -> APIRouter:
         return clip_file(path, video_id, variant, gpu_header(clip.gpu_s))
 
     @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404, 429, 503))
-    async def read_events(video_id: str, request: Request) -> Response:
+    async def read_events(video_id: str, request: Request, requester: Requester = authorized) -> Response:
         """Server-sent events while the clip is made, from now to its end; beyond OpenAI."""
-        clip = await find_clip(context, request, video_id)
+        clip = await find_clip(context, requester, video_id)
         if is_head(request):
             return EventSourceResponse((), headers=STREAM_HEADERS)
         events = video_events(context.lookout, clip, context.admission.watcher())
@@ -142,42 +150,45 @@ def video_routes(context: ApiContext) -> APIRouter:
 
 
 async def submit_clip(
-    context: ApiContext, request: Request, idempotency_key: str | None, *, is_awaited: bool = False
+    context: ApiContext,
+    request: Request,
+    requester: Requester,
+    idempotency_key: str | None,
+    *,
+    is_awaited: bool = False,
 ) -> ClipRecord:
-    """Returns the record of the clip that the body asks for, or asked for before, if that is still there."""
-    body, inputs = await read_upload(context, request, VideoBody, "video")
-    async with context.known.turn(request, idempotency_key, body) as turn:
+    """Return the record of the clip that the body asks for, or of the earlier clip of the same request."""
+    resolved = await read_upload(context, request, VideoBody, "video")
+    async with context.known.turn(request.url.path, requester, idempotency_key, resolved.body) as turn:
         clip = None if turn.answer is None else await context.clips.get(turn.answer.decode())
         if clip is None:
-            clip = await new_clip(context, request, body, inputs, is_awaited=is_awaited)
+            rules, num_previews = RequestRules(resolved.card), context.settings.num_clip_previews
+            asked = rules.check(resolved.body, resolved.pictures, requester, num_previews)
+            await context.check_ready(asked.model)
+            make = begin_clip if is_awaited or asked.deadline_s is not None else queue_clip
+            clip = await make(context, request, requester, asked, resolved.pictures)
             await context.known.keep(turn, clip.id.encode())
         return clip
 
 
-async def new_clip(
-    context: ApiContext, request: Request, body: VideoBody, inputs: InputPictures, *, is_awaited: bool
+async def queue_clip(
+    context: ApiContext, request: Request, requester: Requester, asked: MediaRequest, pictures: InputPictures
 ) -> ClipRecord:
-    """Returns the record of a new clip, queued; where it is awaited, or has a deadline, begun, or refused by gangs."""
-    num_previews = context.settings.num_clip_previews
-    clip = clip_request(body, context.studio.cards(), request.state.request_id, num_previews, inputs)
-    await context.check_ready(clip.request.model)
-    key = request.state.key_hash
-    weight = context.accounts.limits_of(key).weight
-    asked = replace(clip.request, key=key, weight=weight, waited_s=waited_s(request))
-    if is_awaited or asked.deadline_s is not None:
-        return await begin_clip(context, request, replace(clip, request=asked))
-    async with context.key_limits.clip(key):
-        return await context.clips.submit(asked, clip.seconds, key, inputs)
+    """Return the record of a new clip, queued."""
+    async with context.key_limits.clip(asked.key):
+        return await context.clips.submit(asked, clip_seconds(asked), asked.key, pictures)
 
 
-async def begin_clip(context: ApiContext, request: Request, clip: ClipRequest) -> ClipRecord:
-    """Returns the record of a clip that a gang has taken. Where none does, or the client leaves, there is no clip."""
-    clip_id, key = "", request.state.key_hash
+async def begin_clip(
+    context: ApiContext, request: Request, requester: Requester, asked: MediaRequest, pictures: InputPictures
+) -> ClipRecord:
+    """Return the record of a clip that a gang has taken. If none does, or the client leaves, there is no clip."""
+    clip_id = ""
     try:
-        async with context.key_limits.clip(key):
-            clip_id, admission = await context.clips.begin(clip.request, clip.seconds, key, clip.pictures)
+        async with context.key_limits.clip(asked.key):
+            clip_id, admission = await context.clips.begin(asked, clip_seconds(asked), asked.key, pictures)
         await until_disconnect(request.receive, asyncio.wait_for(admission, None))
-        return await find_clip(context, request, clip_id)
+        return await find_clip(context, requester, clip_id)
     except BaseException as failure:
         if clip_id:
             await to_the_end(context.clips.delete(clip_id))
@@ -192,12 +203,12 @@ def told_of(clip: ClipRecord) -> dict[str, str]:
     return {"openai-poll-after-ms": str(POLL_MS), **eta_header([clip.eta_s]), **gpu_header(clip.gpu_s)}
 
 
-async def wait_for_end(context: ApiContext, request: Request, video_id: str) -> ClipRecord:
+async def wait_for_end(context: ApiContext, requester: Requester, video_id: str) -> ClipRecord:
     """Returns the clip when it is completed. ApiError if it failed, or was deleted meanwhile."""
     async for event in video_events(context.lookout, await context.clips.get(video_id)):
         if event.type == "video.deleted":
             break
-    clip = await find_clip(context, request, video_id)
+    clip = await find_clip(context, requester, video_id)
     if clip.error is not None:
         status = STATUS_OF_FAILURES.get(clip.error.code, 500)
         retry_s = clip.error.retry_after_s
@@ -217,13 +228,13 @@ def clip_file(path: Path, video_id: str, variant: Variant, headers: Mapping[str,
     )
 
 
-async def find_clip(context: ApiContext, request: Request, video_id: str, param: str = "video_id") -> ClipRecord:
+async def find_clip(context: ApiContext, requester: Requester, video_id: str, param: str = "video_id") -> ClipRecord:
     """Returns the clip, or raises ApiError 404 if there is none that the client may see.
 
     Only what looks like an id gets to the database.
     """
     clip = await context.clips.get(video_id) if VIDEO_ID.fullmatch(video_id) else None
-    if clip is None or context.viewer(request) not in (None, clip.key_hash):
+    if clip is None or context.viewer(requester) not in (None, clip.key_hash):
         raise no_video(video_id, param)
     return clip
 

@@ -73,15 +73,16 @@ class JobQueued:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepDone:
-    """A job has done ``step`` of ``num_steps``."""
+class Progress:
+    """A job has done ``step`` of ``num_steps``. From the ranks to the clients, this is the only such event."""
 
-    job_id: str
+    job_id: str = ""
     step: int
     num_steps: int
-    step_ms: float | None
+    step_ms: float | None = None
     """Time of the newest measured step: on a GPU an earlier one, None at first."""
-    num_ranks: int
+    num_ranks: int = 0
+    """0 where it is not known."""
     eta_s: float | None = None
     """Predicted seconds to the last step, waits for other jobs included; None if that would be a guess."""
     gpu_s: float = 0.0
@@ -115,4 +116,4 @@ class JobDone:
     """The request always gives the same latents. False in an elastic gang: rounding depends on the team size."""
 
 
-JobEvent = JobQueued | StepDone | PreviewReady | JobDone
+JobEvent = JobQueued | Progress | PreviewReady | JobDone

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from engines.gang.config import Clock, GangConfig
 from engines.gang.errors import GangBrokenError, QueueFullError
-from engines.gang.jobs.job import Job, JobDone, JobEvent, StepDone
+from engines.gang.jobs.job import Job, JobDone, JobEvent, Progress
 from engines.gang.metrics import GangMetrics, Outcome
 
 NUM_REMEMBERED = 1000
@@ -39,9 +39,9 @@ class OpenJob:
     """Set when no rank will report on the job any more."""
 
     async def next_events(self, until_s: float) -> list[JobEvent | Exception]:
-        """Return at least one event. Wait for more until ``until_s`` while the last one is a ``StepDone``."""
+        """Return at least one event. Wait for more until ``until_s`` while the last one is a ``Progress``."""
         group = [await self.events.get()]
-        while isinstance(group[-1], StepDone):
+        while isinstance(group[-1], Progress):
             try:
                 async with self.clock.timeout(until_s - self.clock.now_s()):
                     group.append(await self.events.get())

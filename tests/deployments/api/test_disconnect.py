@@ -17,6 +17,7 @@ from starlette.types import Message
 
 from deployments.api.settings import ApiSettings
 from deployments.api.streams import Event, EventStream, start_stream
+from deployments.asyncio_tools import Upcoming
 from tests.deployments.api.conftest import build, serving
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S
@@ -99,7 +100,7 @@ async def test_a_client_that_is_gone_before_the_first_byte() -> None:
         raise ConnectionResetError
 
     events = endless()
-    response = EventStream(await anext(events), events)
+    response = EventStream(await anext(events), Upcoming(events), keepalive_s=1.0)
     with pytest.raises(ConnectionResetError):
         await response.stream_response(fail)
     assert is_closed

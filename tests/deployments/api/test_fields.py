@@ -10,8 +10,7 @@ import httpx
 import openai
 import pytest
 
-from deployments.requests.bodies import EditBody, ImageBody, MediaBody, VideoBody
-from deployments.requests.fields import NoEffect
+from deployments.requests.bodies import EditBody, ImageBody, MediaBody, NoEffect, VideoBody
 from pipelines.request import MediaRequest
 from tests.deployments.api.routes.test_images import IMAGES
 from tests.deployments.api.routes.test_videos import finished, make

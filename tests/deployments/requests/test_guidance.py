@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from deployments.requests.bodies import ImageBody
-from deployments.requests.rules import media_request
+from deployments.requests.rules import Requester, RequestRules
 from deployments.studio.interface import ModelCard
 from pipelines.checkpoint import Checkpoint
+from pipelines.request import NO_PICTURES
 from pipelines.run import Pipeline, load_pipeline
 from tests.pipelines.support.checkpoints import tiny_models, tiny_others, tiny_unknown
 
@@ -51,7 +52,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("scale", [0.0, 0.5, 1.0, 4.0])
 def test_guidance_scale_is_that_of_diffusers(scale: float, model: tuple[ModelCard, Pipeline, Any]) -> None:
     card, ours, theirs = model
-    request = media_request(ImageBody(**SAID, seed=5, guidance_scale=scale), card, "id")
+    body = ImageBody(**SAID, seed=5, guidance_scale=scale)
+    request = RequestRules(card).check(body, NO_PICTURES, Requester(request_id="id"))
     generator = torch.Generator().manual_seed(5)
     expected = theirs(**SAID, guidance_scale=scale, generator=generator, output_type="np").images[0]
     pixels_FCHW = ours.decoder.pixels(ours.denoise(request))

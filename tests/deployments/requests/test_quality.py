@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from deployments.requests.quality import Quality, quality_steps
+from deployments.requests.rules import Quality, quality_steps
 from tests.deployments.support.fake_studio import PICTURES
 
 

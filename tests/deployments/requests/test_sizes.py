@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_layered import calculate_dimensions
 
 from deployments.requests.bodies import EditBody, ImageBody, VideoBody
-from deployments.requests.clips import clip_request
 from deployments.requests.errors import RequestError
-from deployments.requests.images import image_request
-from deployments.requests.sizes import choose_size, size_of
+from deployments.requests.images import ImageRequest
+from deployments.requests.rules import Requester, RequestRules, ResolvedRequest, choose_size, size_of
 from deployments.studio.interface import ModelCard
 from pipelines.defaults import Defaults
-from pipelines.request import InputPicture
+from pipelines.request import NO_PICTURES, InputPicture
 from tests.deployments.support.fake_studio import CLIPS, EDITS, PICTURES
 
 LARGE = replace(EDITS, width=1024, height=1024, max_pixels=2048 * 2048)
@@ -65,21 +65,26 @@ LONG = {
 }
 
 
+def asked_for(**fields: Any) -> ImageRequest:
+    resolved = ResolvedRequest(card=LONG["pictures"], body=ImageBody(prompt="a", **fields))
+    return ImageRequest.of(resolved, Requester(request_id="id"), max_n=1)
+
+
 @pytest.mark.parametrize(("written", "longest"), [("webp", 16_383), ("jpeg", 65_500)])
 def test_a_picture_that_no_file_of_its_format_holds_is_refused(written: str, longest: int) -> None:
     """Before it is painted, not when it would be encoded."""
-    fields = {"prompt": "a", "output_format": written}
     for sides in ({"width": longest, "height": 32}, {"width": 32, "height": longest}):
-        assert image_request(ImageBody(**fields, **sides), LONG, "id", 1).output.format == written
+        assert asked_for(output_format=written, **sides).output.format == written
     for sides in ({"width": longest + 1, "height": 32}, {"width": 32, "height": longest + 1}):
         with pytest.raises(RequestError, match=f"holds at most {longest} pixels.* output_format to png") as no:
-            image_request(ImageBody(**fields, **sides), LONG, "id", 1)
+            asked_for(output_format=written, **sides)
         assert no.value.param == "output_format"
-        assert image_request(ImageBody(**fields | {"output_format": "png"}, **sides), LONG, "id", 1)
+        assert asked_for(output_format="png", **sides)
 
 
 def test_a_clip_that_no_file_holds_is_refused() -> None:
-    assert clip_request(VideoBody(prompt="a", size="16384x32"), LONG, "id", 0)
+    rules, requester = RequestRules(LONG["clips"]), Requester(request_id="id")
+    assert rules.check(VideoBody(prompt="a", size="16384x32"), NO_PICTURES, requester)
     with pytest.raises(RequestError, match="size is 32x16385; width and height must be at most 16384") as no:
-        clip_request(VideoBody(prompt="a", size="32x16385"), LONG, "id", 0)
+        rules.check(VideoBody(prompt="a", size="32x16385"), NO_PICTURES, requester)
     assert no.value.param == "size"

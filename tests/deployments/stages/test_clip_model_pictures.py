@@ -18,7 +18,9 @@ from deployments.config import ModelConfig
 from deployments.door.haproxy import may_draw
 from deployments.ingress import make_cards
 from deployments.requests.bodies import ImageBody
-from deployments.requests.images import ImageRequest, image_request
+from deployments.requests.images import ImageRequest
+from deployments.requests.model_choice import choose_card
+from deployments.requests.rules import Requester, ResolvedRequest
 from deployments.stages.common import Decoded, StageSpec
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
@@ -49,7 +51,8 @@ def asked(folder: Path, **more: object) -> ImageRequest:
     """What the API makes of a body that says no size."""
     cards = make_cards(config_of({"m": folder}).app)
     fields = {"prompt": PROMPT, "num_inference_steps": STEPS, "seed": SEED, **more}
-    return image_request(ImageBody.model_validate(fields), cards, "id", max_n=4)
+    resolved = ResolvedRequest(card=choose_card(cards, None, "image"), body=ImageBody.model_validate(fields))
+    return ImageRequest.of(resolved, Requester(request_id="id"), max_n=4)
 
 
 def made(folder: Path, request: MediaRequest, pictures: ImageRequest) -> tuple[Decoded, bytes]:

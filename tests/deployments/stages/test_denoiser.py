@@ -16,12 +16,12 @@ from deployments.stages import denoiser as stage
 from deployments.stages.common import Encoded, EncodingDone
 from deployments.stages.denoiser import Denoiser, node_environment
 from engines.gang.errors import GangBrokenError, QueueFullError
-from engines.gang.jobs.job import Job, StepDone
+from engines.gang.jobs.job import Job, Progress
 from pipelines.request import MediaRequest
 from tests.deployments.support.fake_studio import PICTURES
 
 ENCODED = Encoded(skeleton=b"", message=np.zeros(0, np.uint8), encode_s=0.5, shapes=(("prompt_embeds", (1, 7, 4)),))
-STEPS = [StepDone(job_id="j", step=step, num_steps=2, step_ms=1.0, num_ranks=2) for step in (1, 2)]
+STEPS = [Progress(job_id="j", step=step, num_steps=2, step_ms=1.0, num_ranks=2) for step in (1, 2)]
 
 
 class Unstarted(Denoiser):
@@ -33,17 +33,17 @@ class Unstarted(Denoiser):
     def __del__(self) -> None: ...
 
 
-async def events_of(*acts: StepDone | Exception) -> list[tuple[Any, ...]]:
+async def events_of(*acts: Progress | Exception) -> list[tuple[Any, ...]]:
     return (await submitted(PICTURES.request(model="m", prompt="a"), ENCODED, *acts))[1]
 
 
 async def submitted(
-    request: MediaRequest, encoding: Encoded, *acts: StepDone | Exception, decode_s: float = 0.0
+    request: MediaRequest, encoding: Encoded, *acts: Progress | Exception, decode_s: float = 0.0
 ) -> tuple[Job, list[tuple[Any, ...]]]:
     """The job that reaches the gang, and what becomes of it."""
     jobs: list[Job] = []
 
-    async def submit_grouped(job: Job, *, every_s: float) -> AsyncGenerator[tuple[StepDone, ...]]:
+    async def submit_grouped(job: Job, *, every_s: float) -> AsyncGenerator[tuple[Progress, ...]]:
         jobs.append(job)
         for act in acts:
             if isinstance(act, Exception):

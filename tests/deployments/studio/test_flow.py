@@ -17,20 +17,19 @@ from deployments.studio.interface import (
     ModelUnavailableError,
     Output,
     Preview,
-    Progress,
     StudioEvent,
 )
 from deployments.studio.readiness import Readiness
 from deployments.studio.retries import MAX_LOSSES, RECOVERY_DEADLINE_S
 from engines.gang.errors import DEADLINE, GangBrokenError, QueueFullError, TooLateError
-from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, StepDone
+from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, Progress
 from pipelines.request import InputPicture, InputPictures
 from tests.deployments.studio.support.set_stages import Stages
 from tests.deployments.support.fake_studio import EDITS, PICTURES
 from tests.deployments.support.files import noise
 from tests.support.patience import PATIENCE_S
 
-STEP = StepDone(job_id="j", step=1, num_steps=1, step_ms=1.0, num_ranks=2)
+STEP = Progress(job_id="j", step=1, num_steps=1, step_ms=1.0, num_ranks=2)
 DONE = JobDone(job_id="j", latents="latents", queue_s=0.0, denoise_s=1.0, was_warm=True)  # type: ignore[arg-type]
 BROKEN = GangBrokenError("rank 1 died", "death", in_flight=True)
 WAITED_BESIDE = GangBrokenError("rank 1 died", "death", in_flight=False)
@@ -55,6 +54,7 @@ async def test_progress_does_not_wait_for_previews() -> None:
             if sum(isinstance(event, Progress) for event in events) == 3:
                 stages.previews_may_go_on.set()
     assert [type(event) for event in events] == [Progress] * 3 + [Preview] * 2 + [Media]
+    assert all(event is STEP for event in events[:3]), "the gang's own event goes on to the client"
     previews = [event for event in events if isinstance(event, Preview)]
     assert [(one.index, one.step, one.data) for one in previews] == [
         (0, 1, b"preview of latents 1"),

@@ -13,12 +13,12 @@ from deployments.studio.interface import Media, Output, StudioEvent
 from deployments.studio.readiness import Readiness
 from deployments.studio.retries import HELD_S
 from engines.gang.errors import GangBrokenError, QueueFullError
-from engines.gang.jobs.job import JobDone, StepDone
+from engines.gang.jobs.job import JobDone, Progress
 from tests.deployments.studio.support.set_stages import Stages
 from tests.deployments.support.fake_studio import PICTURES
 from tests.support.patience import PATIENCE_S
 
-STEP = StepDone(job_id="j", step=1, num_steps=1, step_ms=1.0, num_ranks=2)
+STEP = Progress(job_id="j", step=1, num_steps=1, step_ms=1.0, num_ranks=2)
 DONE = JobDone(job_id="j", latents="latents", queue_s=0.0, denoise_s=1.0, was_warm=True)  # type: ignore[arg-type]
 BROKEN = GangBrokenError("rank 1 died", "death", in_flight=True)
 FULL = QueueFullError(4, 1.0)

@@ -15,11 +15,11 @@ from ray.exceptions import ActorDiedError
 
 from deployments.studio import flow
 from deployments.studio.flow import DeployedStudio
-from deployments.studio.interface import Media, Output, Progress, StudioEvent
+from deployments.studio.interface import Media, Output, StudioEvent
 from deployments.studio.readiness import Readiness
 from deployments.usage.accounts import Accounts
 from engines.gang.errors import GangBrokenError, TooLateError
-from engines.gang.jobs.job import JobDone, JobQueued, StepDone
+from engines.gang.jobs.job import JobDone, JobQueued, Progress
 from tests.deployments.studio.support.set_stages import Act, Stages
 from tests.deployments.support.fake_studio import PICTURES
 from tests.support.patience import PATIENCE_S
@@ -28,7 +28,7 @@ KEY = "k"
 ETA_S, DECODE_S = 20.0, 7.0
 QUEUED = JobQueued(job_id="j", eta_s=ETA_S)
 STEPS = [
-    StepDone(job_id="j", step=step, num_steps=3, step_ms=1.0, num_ranks=2, gpu_s=1.5 * (step - 1)) for step in (1, 2, 3)
+    Progress(job_id="j", step=step, num_steps=3, step_ms=1.0, num_ranks=2, gpu_s=1.5 * (step - 1)) for step in (1, 2, 3)
 ]
 DONE = JobDone(job_id="j", latents="latents", queue_s=0.5, denoise_s=1.0, was_warm=True, gpu_s=4.5)  # type: ignore[arg-type]
 BROKEN = GangBrokenError("rank 1 died", "death", in_flight=True)

@@ -13,7 +13,7 @@ from engines.gang.config import GangConfig
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.eta.prediction import USUAL_MOVE_S
 from engines.gang.gang import Gang
-from engines.gang.jobs.job import JobDone, StepDone
+from engines.gang.jobs.job import JobDone, Progress
 from tests.engines.gang.support.checks import assert_equal
 from tests.engines.gang.support.fakes import FakeRequest, fake_job, reference_latents
 from tests.engines.gang.support.helpers import gang_of, run, submit
@@ -63,7 +63,7 @@ async def test_teams_shrink_and_grow_as_jobs_come_and_go(four: Gang) -> None:
             f"elastic{i}", requests[i], conditioning=conditioning_L, shape="large", estimates_s=HARDLY_FASTER
         )
         async for event in submit(four, job):
-            if isinstance(event, StepDone):
+            if isinstance(event, Progress):
                 team_sizes.add(event.num_ranks)
                 if i == 0 and event.step in its_turn:
                     its_turn[event.step].set()

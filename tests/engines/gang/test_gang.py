@@ -19,7 +19,7 @@ from engines.core.engine import JobFailedError
 from engines.gang.config import Clock, GangConfig
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
-from engines.gang.jobs.job import JobDone, PreviewReady, StepDone
+from engines.gang.jobs.job import JobDone, PreviewReady, Progress
 from engines.gang.jobs.job_table import JobTable
 from engines.gang.metrics import GangMetrics
 from tests.engines.gang.support.checks import assert_equal, assert_unharmed, metric
@@ -49,8 +49,8 @@ async def gang(ray_cluster: None) -> AsyncIterator[Gang]:
 async def test_a_job_gives_its_steps_previews_and_latents(gang: Gang) -> None:
     request = FakeRequest(seed=1, num_steps=5)
     *events, done = await run(gang, fake_job("one", request, preview_steps=frozenset({2, 5})))
-    assert [e.step for e in events if isinstance(e, StepDone)] == [1, 2, 3, 4, 5]
-    assert {(e.num_steps, e.num_ranks) for e in events if isinstance(e, StepDone)} == {(5, 2)}
+    assert [e.step for e in events if isinstance(e, Progress)] == [1, 2, 3, 4, 5]
+    assert {(e.num_steps, e.num_ranks) for e in events if isinstance(e, Progress)} == {(5, 2)}
     (preview,) = [e for e in events if isinstance(e, PreviewReady)]
     assert preview.step == 2
     assert_equal(preview.latents.open(), reference_latents(FakeRequest(seed=1, num_steps=2)))
@@ -164,7 +164,7 @@ async def test_a_cancelled_job_stops_on_all_ranks_within_two_steps(
     async def follow() -> None:
         stream = submit(gang, fake_job(f"cancelled by {way}", request))
         async for event in stream:
-            if isinstance(event, StepDone) and event.step == 5:
+            if isinstance(event, Progress) and event.step == 5:
                 reached.set()
                 if way == "aclose":
                     await stream.aclose()
@@ -225,7 +225,7 @@ async def test_steps_jobs_and_starts_are_counted_in_seconds(gang: Gang) -> None:
 
     before, sum_s, count = counted(), steps("sum"), steps("count")
     events = await run(gang, fake_job("measured", FakeRequest(seed=1, num_steps=2)))
-    done = [event for event in events if isinstance(event, StepDone)]
+    done = [event for event in events if isinstance(event, Progress)]
     assert steps("count") - count == len(done) == 2
     assert steps("sum") - sum_s == pytest.approx(sum(step.step_ms for step in done) / 1e3, rel=1e-9)
     with pytest.raises(ValueError, match="no beginning"):

@@ -15,7 +15,7 @@ from engines.gang.config import GangConfig
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.eta.prediction import LEAD_S, LEAD_SHARE, USUAL_MOVE_S
 from engines.gang.gang import Gang
-from engines.gang.jobs.job import Job, JobDone, JobEvent, StepDone
+from engines.gang.jobs.job import Job, JobDone, JobEvent, Progress
 from engines.gang.jobs.job_table import JobTable
 from engines.gang.jobs.step_plan import JobFailure, StepReport, Work
 from engines.gang.ledger import InFlightStep, Ledger
@@ -265,8 +265,8 @@ async def _seen(requests: Sequence[Request], config: GangConfig, known: StepTime
                 seen.left_s[name] = await gang.spent_s(name)
                 return
             (seen.gpu_s[name],) = (event.gpu_s for event in events if isinstance(event, JobDone))
-            seen.step_ms[name] = [event.step_ms for event in events if isinstance(event, StepDone)]
-            seen.so_far_s[name] = [event.gpu_s for event in events if isinstance(event, StepDone)]
+            seen.step_ms[name] = [event.step_ms for event in events if isinstance(event, Progress)]
+            seen.so_far_s[name] = [event.gpu_s for event in events if isinstance(event, Progress)]
 
         await asyncio.gather(*(one(number, request) for number, request in enumerate(requests)))
     seen.rank_s, seen.counted_s = dict(ranks.rank_s), counted_s("seen") - before_s

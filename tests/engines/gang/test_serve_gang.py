@@ -17,7 +17,7 @@ from ray.serve.config import ProxyLocation
 from ray.serve.handle import DeploymentHandle
 
 from engines.gang.errors import GangBrokenError
-from engines.gang.jobs.job import Job, JobDone, StepDone
+from engines.gang.jobs.job import Job, JobDone, Progress
 from tests.engines.gang.support.fakes import FakeRequest, fake_job, reference_latents
 from tests.engines.gang.support.helpers import alive, eventually, num_placement_groups
 from tests.engines.gang.support.serve_app import gang_app
@@ -66,7 +66,7 @@ async def break_during_a_job(handle: DeploymentHandle[Any], pid: int) -> BaseExc
     job = fake_job("victim", FakeRequest(seed=1, num_steps=1000, step_s=0.05, fault="hang", fault_step=5, fault_rank=1))
     try:
         async for event in handle.options(stream=True).denoise.remote(job):
-            if isinstance(event, StepDone) and event.step == 3:
+            if isinstance(event, Progress) and event.step == 3:
                 os.kill(pid, signal.SIGKILL)
     except (GangBrokenError, ray.exceptions.RayActorError) as error:
         return error

@@ -14,7 +14,7 @@ from engines.gang import gang as gang_module
 from engines.gang.config import GangConfig
 from engines.gang.errors import TooLateError
 from engines.gang.gang import Gang
-from engines.gang.jobs.job import Job, JobDone, JobEvent, JobQueued, PreviewReady, StepDone
+from engines.gang.jobs.job import Job, JobDone, JobEvent, JobQueued, PreviewReady, Progress
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.helpers import run
 from tests.engines.gang.support.set_clock import SetClock, SetRanks, settled
@@ -59,15 +59,15 @@ async def test_quick_steps_come_in_groups_and_everything_else_at_once(
     await following
     came_s, (queued,) = groups.pop(0)
     assert (came_s, type(queued)) == (0.0, JobQueued)
-    last_steps = [max(event.step for event in group if isinstance(event, StepDone)) for _, group in groups]
-    assert [event.step for _, group in groups for event in group if isinstance(event, StepDone)] == [*range(1, 41)]
+    last_steps = [max(event.step for event in group if isinstance(event, Progress)) for _, group in groups]
+    assert [event.step for _, group in groups for event in group if isinstance(event, Progress)] == [*range(1, 41)]
     assert last_steps == [1, 8, 16, 20, 27, 35, 40]
     assert [came_s for came_s, _ in groups] == pytest.approx([0.013, 0.113, 0.213, 0.260, 0.360, 0.460, 0.520])
     others = [
-        (index, event) for index, (_, group) in enumerate(groups) for event in group if type(event) is not StepDone
+        (index, event) for index, (_, group) in enumerate(groups) for event in group if type(event) is not Progress
     ]
     assert [(index, type(event)) for index, event in others] == [(3, PreviewReady), (6, JobDone)]
-    assert all(type(event) is StepDone for _, group in groups for event in group[:-1])
+    assert all(type(event) is Progress for _, group in groups for event in group[:-1])
 
 
 async def test_times_are_told_apart(gang: Gang, ranks: SetRanks) -> None:
@@ -146,7 +146,7 @@ async def test_a_job_is_told_when_it_will_be_done(gang: Gang, clock: SetClock, r
     assert clock.now_s() - begun_s == pytest.approx(3 * alone_s)
     left_s = [alone_s - STEP_S * step for step in range(1, NUM_STEPS + 1)]
     for _, stream in jobs:
-        steps = [event async for group in stream for event in group if isinstance(event, StepDone)]
+        steps = [event async for group in stream for event in group if isinstance(event, Progress)]
         assert [step.eta_s for step in steps] == pytest.approx(left_s, abs=STEP_S), "each is next once it has begun"
 
 
@@ -175,7 +175,7 @@ async def test_while_nothing_was_measured_nothing_is_said_nor_refused(gang: Gang
     for _ in range(2 * NUM_STEPS):
         await ranks.finish_step(STEP_S)
     first, second = [
-        [event.eta_s async for group in stream for event in group if isinstance(event, StepDone)] for _, stream in jobs
+        [event.eta_s async for group in stream for event in group if isinstance(event, Progress)] for _, stream in jobs
     ]
     assert first == [*[None] * (NUM_STEPS - 1), 0.0]
     assert second == pytest.approx([STEP_S * (NUM_STEPS - step) for step in range(1, NUM_STEPS + 1)], abs=STEP_S)
@@ -189,7 +189,7 @@ async def test_a_first_job_that_is_alone_is_told_by_its_own_steps(gang: Gang, ra
     await ranks.finish_step(20 * STEP_S, was_warm=False)
     for _ in range(NUM_STEPS - 1):
         await ranks.finish_step(STEP_S)
-    steps = [event.eta_s async for group in stream for event in group if isinstance(event, StepDone)]
+    steps = [event.eta_s async for group in stream for event in group if isinstance(event, Progress)]
     assert steps[0] is None
     assert steps[1:] == pytest.approx([STEP_S * (NUM_STEPS - step) for step in range(2, NUM_STEPS + 1)])
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from deployments.requests.bodies import EditBody, ImageBody, VideoBody
-from deployments.requests.clips import clip_request
-from deployments.requests.images import image_request
+from deployments.requests.model_choice import choose_card
+from deployments.requests.rules import Requester, RequestRules
 from pipelines.defaults import Defaults
+from pipelines.request import NO_PICTURES
+from pipelines.request import MediaKind
 from tests.deployments.api.conftest import build
 from tests.deployments.api.support.browser import PAGE, SCRIPT, Form, needs_node, run_page
 from tests.deployments.support.fake_studio import BEGUN_CLIPS, BOTH, CLIPS, EDITS, LAYERS, PICTURES, FakeStudio
@@ -174,18 +176,16 @@ console.log(JSON.stringify({ ...shown, files: chosenFiles(model).length }));
 
 @needs_node
 @pytest.mark.parametrize(("kind", "size"), [("video", "32x32"), ("image", "96x64")])
-def test_of_a_model_of_both_one_says_what_to_make(tmp_path: Path, kind: str, size: str) -> None:
+def test_of_a_model_of_both_one_says_what_to_make(tmp_path: Path, kind: MediaKind, size: str) -> None:
     shown = run_page(tmp_path, MAKE.replace("KIND", kind), BOTH)
     assert (shown["kind"], shown["isHidden"], shown["files"]) == (kind, False, 0)
     assert shown["numbers"] == (["num_frames", "fps", "width"] if kind == "video" else ["n", "width"])
     assert shown["body"]["size"] == size
     assert ("fps" in shown["body"], "n" in shown["body"]) == (kind == "video", kind == "image")
     body = shown["body"] | {"prompt": "a", "model": "fake-both"}
-    cards = FakeStudio(makes_both=True).cards()
-    if kind == "video":
-        assert clip_request(VideoBody.model_validate(body), cards, "id", 0).request.kind == "video"
-    else:
-        assert image_request(ImageBody.model_validate(body), cards, "id", 4).requests[0].kind == "image"
+    card = choose_card(FakeStudio(makes_both=True).cards(), "fake-both", kind)
+    sent = (VideoBody if kind == "video" else ImageBody).model_validate(body)
+    assert RequestRules(card).check(sent, NO_PICTURES, Requester(request_id="id")).kind == kind
 
 
 @needs_node

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.requests.clips import clip_length
+from deployments.requests.rules import clip_length
 from engines.gang.errors import GangBrokenError
 from pipelines.request import MediaRequest
 from tests.deployments.api.conftest import Watch, build, client_of

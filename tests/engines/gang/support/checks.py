@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError
 
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
-from engines.gang.jobs.job import Job, StepDone
+from engines.gang.jobs.job import Job, Progress
 from tests.engines.gang.support.fakes import FakeRequest, fake_job, reference_latents
 from tests.engines.gang.support.helpers import alive, eventually, held_jobs, latents, run, submit
 from tests.support.patience import PATIENCE_S
@@ -45,7 +45,7 @@ async def outcome_of(gang: Gang, job: Job, steps: list[int]) -> GangBrokenError:
     """What a job ends with. The steps that are done meanwhile go into ``steps``."""
     try:
         async for event in submit(gang, job):
-            assert isinstance(event, StepDone), "the job ended well"
+            assert isinstance(event, Progress), "the job ended well"
             steps.append(event.step)
     except GangBrokenError as error:
         return error

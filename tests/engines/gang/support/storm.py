@@ -17,7 +17,7 @@ from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang import Gang
-from engines.gang.jobs.job import Job, JobDone, PreviewReady, StepDone
+from engines.gang.jobs.job import Job, JobDone, PreviewReady, Progress
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.helpers import submit
 from tests.engines.gang.support.virtual_time import GpuRanks, virtual_gang
@@ -151,7 +151,7 @@ class Storm:
         steps: list[int] = []
         async with aclosing(submit(self.lives[-1][0], job)) as events:
             async for event in events:
-                if isinstance(event, StepDone):
+                if isinstance(event, Progress):
                     steps.append(event.step)
                     if event.step == leaves_at_step:
                         return "left"

@@ -1,0 +1,129 @@
+"""The model of a request and its adapters: by name or alias, or by the pictures that come along."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from deployments.requests.bodies import AskedLora, EditBody, MediaBody, VideoBody
+from deployments.requests.errors import RequestError, shown
+from deployments.studio.interface import ModelCard
+from pipelines.defaults import Defaults
+from pipelines.request import Lora, MediaKind
+
+MAX_LORAS = 8
+"""Limit for one request: more adapters drown each other."""
+BEHIND = ":"
+"""Separates the name of a model from the name of its adapter. No model has it in its name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a request needs of a model. None: the request has no such value."""
+
+    num_pictures: int = 0
+    has_mask: bool = False
+    strength: float | None = None
+    num_layers: int | None = None
+
+    @classmethod
+    def of(cls, body: MediaBody) -> Needs:
+        """Return what ``body`` needs."""
+        return cls(
+            num_pictures=len(body.sources.pictures),
+            has_mask=body.sources.mask is not None,
+            strength=body.strength if isinstance(body, EditBody | VideoBody) else None,
+            num_layers=body.layers if isinstance(body, EditBody) else None,
+        )
+
+    def rank(self, defaults: Defaults) -> tuple[bool, ...]:
+        """Return the flaws of a model, the worst first, as a key for ``min``.
+
+        It takes another number of pictures, lacks something else, or repaints or splits a picture instead of editing.
+        """
+        takes_number = defaults.min_pictures <= self.num_pictures <= defaults.max_pictures
+        takes_mask = defaults.takes_mask if self.has_mask else not defaults.needs_mask
+        takes_strength = defaults.takes_strength or self.strength is None
+        takes_layers = defaults.max_layers > 0 or self.num_layers is None
+        suits = defaults.edits or self.num_pictures == 0 or self.strength is not None or self.num_layers is not None
+        return not takes_number, not (takes_mask and takes_strength and takes_layers), not suits
+
+
+NO_NEEDS = Needs()
+
+
+def choose_card(
+    cards: Mapping[str, ModelCard], name: str | None, kind: MediaKind, needs: Needs = NO_NEEDS
+) -> ModelCard:
+    """Return the card of the named model, with the defaults of ``kind``. RequestError without such a model.
+
+    Without a name, the model of this kind that suits ``needs`` best is taken, the first of several. If no model takes
+    so many pictures, it is the one that takes the most. Models of one kind come before models of both kinds.
+    """
+    fitting = fitting_cards(cards, kind)
+    if name is None:
+        if not fitting:
+            raise RequestError(f"No {kind} model is served", "model", code="model_not_found")
+        fitting.sort(key=lambda card: needs.rank(card.defaults))
+        has_too_few = needs.rank(fitting[0].defaults)[0]
+        return max(fitting, key=lambda card: card.defaults.max_pictures) if has_too_few else fitting[0]
+    card = find_card(cards, name)
+    found = next((one for one in fitting if one.name == card.name), None)
+    if found is None:
+        names = ", ".join(one.name for one in fitting) or "none"
+        message = f"{shown(name)} makes {card.defaults.kind}s, not {kind}s; {kind} models served: {names}"
+        raise RequestError(message, "model", code="wrong_kind")
+    return found
+
+
+def fitting_cards(cards: Mapping[str, ModelCard], kind: MediaKind) -> list[ModelCard]:
+    """Return the cards of models that make ``kind``, with its defaults; models whose own kind it is come first."""
+    makers = [card for card in cards.values() if kind in card.defaults.kinds]
+    makers.sort(key=lambda card: card.defaults.kind != kind)
+    return [replace(card, defaults=card.defaults.of(kind)) for card in makers]
+
+
+def find_card(cards: Mapping[str, ModelCard], name: object) -> ModelCard:
+    """Return the card of a model's name or alias, an adapter's name behind it or not. RequestError lists the models."""
+    model = split_name(name)[0]
+    for card in cards.values():
+        if model == card.name or model in card.aliases:
+            return card
+    missing = f"There is no model {shown(name)}" if name else "model is empty, and names none"
+    message = f"{missing}; models served: {', '.join(cards) or 'none'}"
+    raise RequestError(message, "model", code="model_not_found")
+
+
+def split_name(name: object) -> tuple[object, str | None]:
+    """Return the model's name or alias, and the name of the adapter behind it, if any."""
+    if not isinstance(name, str) or BEHIND not in name:
+        return name, None
+    model, _, lora = name.partition(BEHIND)
+    return model, lora
+
+
+def choose_loras(model: str | None, asked: Iterable[AskedLora], card: ModelCard) -> tuple[Lora, ...]:
+    """Return the adapters ``asked`` for and the one behind the name ``model``, sorted by name, with their scales.
+
+    RequestError for an unknown adapter, or one that is named twice.
+    """
+    behind = split_name(model)[1]
+    wanted = [*(() if behind is None else ((behind, None, "model"),)), *((*one, "lora") for one in asked)]
+    names = [name for name, *_ in wanted]
+    for name, _, param in wanted:
+        check_name(name, card, param)
+        if names.count(name) > 1:
+            raise RequestError(f"{shown(name)} is named twice; name each adapter once, with its scale", "lora")
+    if len(wanted) > MAX_LORAS:
+        raise RequestError(f"lora has {len(wanted)} adapters; at most {MAX_LORAS} are allowed", "lora")
+    own = {lora.name: lora.scale for lora in card.loras}
+    loras = (Lora(name=name, scale=own[name] if scale is None else scale) for name, scale, _ in wanted)
+    return tuple(sorted(loras, key=lambda lora: lora.name))
+
+
+def check_name(name: str, card: ModelCard, param: str, code: str = "lora_not_found") -> None:
+    """Raise RequestError, which lists the model's adapters, for any other adapter."""
+    if name not in (lora.name for lora in card.loras):
+        known = ", ".join(lora.name for lora in card.loras) or "none"
+        message = f"{card.name} is served without an adapter {shown(name)}; its adapters: {known}"
+        raise RequestError(message, param, code=code)
