@@ -26,8 +26,7 @@ from deployments.requests.pictures.unpack import unpack
 from deployments.requests.rules import Requester, RequestRules, ResolvedRequest
 from deployments.studio.interface import ModelCard, Studio
 from deployments.usage.accounts import Accounts, KeyLimitGuard
-from pipelines.request import NO_PICTURES, InputPictures
-from pipelines.request import MediaKind
+from pipelines.request import NO_PICTURES, InputPictures, MediaKind
 
 BEARER = HTTPBearer(auto_error=False, description="Needed only if the server was started with API keys.")
 B = TypeVar("B", bound=MediaBody)

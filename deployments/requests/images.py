@@ -9,8 +9,7 @@ from deployments.requests.bodies import MAX_SEED, EditBody, ImageBody
 from deployments.requests.errors import RequestError
 from deployments.requests.rules import QUALITIES, Quality, Requester, RequestRules, ResolvedRequest
 from deployments.studio.interface import Output
-from pipelines.request import InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import InputPictures, MediaRequest
 from pipelines.size import MAX_SIDES
 
 

@@ -16,8 +16,7 @@ from deployments.requests.model_choice import choose_loras
 from deployments.requests.pictures.sources import Sources
 from deployments.studio.interface import ModelCard
 from pipelines.defaults import Defaults, largest_num_frames
-from pipelines.request import NO_PICTURES, InputPicture, InputPictures
-from pipelines.request import MediaRequest, ServiceTier
+from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest, ServiceTier
 from pipelines.size import PIXELS, Size
 
 RANDOM_SEED_BITS = 32

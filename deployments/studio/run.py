@@ -16,9 +16,8 @@ from ray.serve.handle import DeploymentHandle
 from deployments.asyncio_tools import cancel, produced
 from deployments.observability.metrics import observe_encoding, observe_stage
 from deployments.ray_private import object_ref, object_ref_generator
-from deployments.stages.common import Decoded, EncodingDone, StageEvent
+from deployments.stages.common import Decoded, EncodingDone, SentPictures, StageEvent
 from deployments.stages.measured_times import DecodedLike, DecodeTimes, decoded_like
-from deployments.stages.common import SentPictures
 from deployments.studio.interface import (
     Media,
     ModelUnavailableError,
@@ -30,8 +29,7 @@ from deployments.studio.interface import (
 )
 from engines.gang.errors import QueueFullError
 from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, Progress
-from pipelines.request import InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import InputPictures, MediaRequest
 
 NUM_DECODINGS = 2
 """The latents are here: if the decoder dies over them, another one gets them."""

@@ -34,13 +34,12 @@ from deployments.api.routes.clip_events import video_events
 from deployments.api.streams import STREAM_HEADERS, ClientGoneError, start_stream, until_disconnect
 from deployments.asyncio_tools import to_the_end
 from deployments.clips.clips import Clips
-from deployments.clips.storage import CONTENT_TYPES, Variant
 from deployments.clips.database import FILE_GONE, ClipRecord
+from deployments.clips.storage import CONTENT_TYPES, Variant
 from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
 from deployments.requests.errors import shown
 from deployments.requests.rules import Requester, RequestRules, clip_seconds
-from pipelines.request import InputPictures
-from pipelines.request import MediaRequest
+from pipelines.request import InputPictures, MediaRequest
 
 VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
 STATUS_OF_FAILURES = {"invalid_value": 400, "too_late": 429, "gang_broken": 502, "storage_full": 507}

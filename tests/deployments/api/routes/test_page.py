@@ -14,8 +14,7 @@ from deployments.requests.bodies import EditBody, ImageBody, VideoBody
 from deployments.requests.model_choice import choose_card
 from deployments.requests.rules import Requester, RequestRules
 from pipelines.defaults import Defaults
-from pipelines.request import NO_PICTURES
-from pipelines.request import MediaKind
+from pipelines.request import NO_PICTURES, MediaKind
 from tests.deployments.api.conftest import build
 from tests.deployments.api.support.browser import PAGE, SCRIPT, Form, needs_node, run_page
 from tests.deployments.support.fake_studio import BEGUN_CLIPS, BOTH, CLIPS, EDITS, LAYERS, PICTURES, FakeStudio
