@@ -22,7 +22,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --const
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow test-gpu demo serve bench bench-gpu bench-faults constraints clean
+.PHONY: help venv lint test test-unit test-slow test-gpu demo serve bench bench-gpu bench-faults constraints clean
 
 help: ## Say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -46,6 +46,10 @@ lint: $(READY) ## Check style and types
 
 test: $(READY) ## Run every test that needs neither a GPU nor minutes
 	@$(PY) -m pytest -m "not gpu and not slow" $(PARALLEL) $(PYTEST_ARGS)
+
+test-unit: $(READY) ## Run the tests that import no torch (tests/unit.txt): a minute on two cores
+	@$(PY) -m pytest -p tests.support.without_torch -m "not gpu and not slow and not ray and not torch" -n 2 \
+		@tests/unit.txt $(PYTEST_ARGS)
 
 test-slow: $(READY) ## Run the tests that take minutes on two cores
 	@$(PY) -m pytest -m "slow and not gpu" $(PYTEST_ARGS)

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -121,8 +122,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     tests of models, each has one core: threads of two processes would wait for each other."""
     first = item.session.stash.setdefault(FIRST, item)
     if "PYTEST_XDIST_WORKER" in os.environ and not is_of_ray(item.location[0]):
-        import torch
-
-        torch.set_num_threads(1)
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(1)
         if first is item:
             os.nice(LOWEST_PRIORITY)
