@@ -6,7 +6,8 @@ PY ?= $(VENV)/bin/python
 CONFIG ?= deployments/configs/laptop.yaml
 PYTEST_ARGS ?=
 # Two processes, one of which has all tests of Ray (tests/conftest.py); one is enough where PYTEST_ARGS names a file.
-PARALLEL ?= $(if $(filter tests/%,$(PYTEST_ARGS)),,-n 2 --no-loadscope-reorder)
+TWO := -n 2 --no-loadscope-reorder
+PARALLEL ?= $(if $(filter tests/%,$(PYTEST_ARGS)),,$(TWO))
 
 export RAY_USAGE_STATS_ENABLED ?= 0
 # Each of the application's processes would compile the same sources again.
@@ -22,7 +23,7 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --const
 READY := $(if $(filter $(VENV)/bin/python,$(PY)),$(STAMP))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint test test-slow test-gpu demo serve bench bench-gpu bench-faults constraints site clean
+.PHONY: help venv lint test test-unit test-slow test-gpu durations demo serve bench bench-gpu bench-faults constraints site clean
 
 help: ## Say what each target does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -47,8 +48,17 @@ lint: $(READY) ## Check style and types
 test: $(READY) ## Run every test that needs neither a GPU nor minutes
 	@$(PY) -m pytest -m "not gpu and not slow" $(PARALLEL) $(PYTEST_ARGS)
 
+test-unit: $(READY) ## Run the tests that import no torch (tests/unit.txt): a minute on two cores
+	@$(PY) -m pytest -p tests.support.without_torch -m "not gpu and not slow and not ray and not torch" $(TWO) \
+		@tests/unit.txt $(PYTEST_ARGS)
+
 test-slow: $(READY) ## Run the tests that take minutes on two cores
 	@$(PY) -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+durations: $(READY) ## Run what make test does, and write tests/durations.json, by which it orders files
+	@$(PY) -m pytest -m "not gpu and not slow" $(TWO) --junitxml=out/durations.xml
+	@$(PY) .ci/durations.py out/durations.xml > tests/durations.json.new
+	@mv tests/durations.json.new tests/durations.json
 
 test-gpu: $(READY) ## Run the tests that need CUDA devices
 	@$(PY) -m pytest -m gpu $(PYTEST_ARGS)

@@ -4,28 +4,30 @@ together when they run in two processes."""
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
-import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_AUTH_MODE"] = "disabled"  # read when Ray is imported
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-os.environ.setdefault("RAY_worker_niceness", "0")  # else 15, hardly before tests of LOWEST_PRIORITY
+os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: other tests would leave them little of the cores
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-OF_RAY = re.compile(r"\bray_cluster: None\b|\bmark\.ray\b")
-OF_GANGS = re.compile(r"\bgloo import gang\b")
-LOWEST_PRIORITY = 19
-FIRST = pytest.StashKey[pytest.Item]()
+RAY_FILES = ROOT / "tests/ray.txt"
+OF_RAY = frozenset(RAY_FILES.read_text().split())
+DURATIONS = ROOT / "tests/durations.json"
+"""Seconds by file (``make durations``)."""
+UNKNOWN_DURATION_S = 30.0
+"""Of a new file: it comes early, since a long one at the end would leave one process without work."""
 
 NUM_CLUSTER_CPUS = 8
 """More than the machine may have: tests ask for fractions of a CPU, and are mostly waiting."""
@@ -66,63 +68,66 @@ def ray_cluster() -> Iterator[None]:
             ray.shutdown()
 
 
-@cache
-def is_of_ray(file: str) -> bool:
-    """Whether tests of a file run in the session's cluster, or start one of their own (the marker ``ray``).
-
-    Read from its text and that of the ``conftest.py`` beside it: who hands out tests knows their files alone.
-    """
-    texts = (each.read_text() for each in (ROOT / file, (ROOT / file).with_name("conftest.py")) if each.exists())
-    return any(OF_RAY.search(text) for text in texts)
-
-
-@cache
-def turn_of(file: str) -> int:
-    """When the tests of a file begin: those of Ray first, then those of gangs of Gloo ranks, then all others."""
-    is_of_gangs = OF_GANGS.search((ROOT / file).read_text()) is not None
-    return 0 if is_of_ray(file) else 1 if is_of_gangs else 2
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With ``-n`` one process has all tests of Ray, as of two clusters that start at once one may give up. Of others
-    those of a file stay together."""
+    """Give one process all files of ``tests/ray.txt``, since of two clusters that start at once one may give up. Every
+    other file stays in one process too.
+
+    Groups of xdist (``--dist loadgroup``) would do it, but pytest 9.2 ignores them (pytest-xdist issue 1386).
+    """
     from xdist.scheduler import LoadFileScheduling
 
-    class Scheduling(LoadFileScheduling):
+    class RayTogether(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = str(super()._split_scope(nodeid))
-            return "ray" if is_of_ray(file) else file
+            return "ray" if file in OF_RAY else file
 
-    return Scheduling(config, log)
+    return RayTogether(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``-n`` the tests of Ray, which take longest, come first; what is left at the end is shared out. Before that
-    come the tests of Gloo ranks: the other process keeps its gangs for all of them, and this one need not make its own.
+    """Order the files for two processes.
+
+    Ray comes first, then what computes on Gloo ranks, whose processes are started once and kept. The rest follows by
+    duration, so that the last files are short.
     """
     for item in items:
-        if "ray_cluster" in getattr(item, "fixturenames", ()) and not is_of_ray(item.location[0]):
-            raise pytest.UsageError(f"{item.nodeid} wants ray_cluster: say so in its file, or mark it with ray")
+        if is_of_ray(item) and file_of(item) not in OF_RAY:
+            raise pytest.UsageError(f"{item.nodeid} uses a Ray cluster: add its file to {RAY_FILES.relative_to(ROOT)}")
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: turn_of(item.location[0]))
+        durations_s = json.loads(DURATIONS.read_text())
+        items.sort(
+            key=lambda item: (
+                file_of(item) not in OF_RAY,
+                not is_of_gloo(item),
+                -durations_s.get(file_of(item), UNKNOWN_DURATION_S),
+            )
+        )
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.location[0]
+
+
+def is_of_ray(item: pytest.Item) -> bool:
+    """True for a test that runs in the session's cluster, or starts its own (the marker ``ray``)."""
+    return "ray_cluster" in getattr(item, "fixturenames", ()) or item.get_closest_marker("ray") is not None
+
+
+def is_of_gloo(item: pytest.Item) -> bool:
+    """True for the tests of a module that imports ``tests.engines.support.gloo.gang``."""
+    gloo = sys.modules.get("tests.engines.support.gloo")
+    return gloo is not None and getattr(getattr(item, "module", None), "gang", None) is gloo.gang
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays, most of a million objects: no search for garbage goes over it again,
-    which would be a quarter of what tracing and exporting a model takes."""
+    """Freeze what was imported and collected, most of a million objects: no search for garbage goes over it again,
+    which would be a quarter of what tracing and exporting a model takes.
+
+    Each of two processes computes on one thread: threads of both would wait for each other.
+    """
     gc.collect()
     gc.freeze()
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """With ``-n`` the process with the tests of Ray has the cores first: the other takes what it leaves. When both have
-    tests of models, each has one core: threads of two processes would wait for each other."""
-    first = item.session.stash.setdefault(FIRST, item)
-    if "PYTEST_XDIST_WORKER" in os.environ and not is_of_ray(item.location[0]):
-        import torch
-
-        torch.set_num_threads(1)
-        if first is item:
-            os.nice(LOWEST_PRIORITY)
+    if "PYTEST_XDIST_WORKER" in os.environ and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)

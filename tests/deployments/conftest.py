@@ -1,4 +1,7 @@
-"""The models that the application's tests serve."""
+"""The models that the application's tests serve.
+
+They are made with torch, which most tests of this folder do without: only the fixtures import it.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,13 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.deployments.support.live import TIMEOUT_S
-from tests.pipelines.support.checkpoints import tiny
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture(scope="session")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.pipelines.support.checkpoints import tiny
+
     path = tiny.flux(tmp_path_factory.mktemp("pictures"))
     (path / "troupe.json").write_text(json.dumps({"width": 64, "height": 64, "num_inference_steps": 8}))
     return path
@@ -22,6 +26,8 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.pipelines.support.checkpoints import tiny
+
     path = tiny.wan(tmp_path_factory.mktemp("clips"))
     own = {"width": 32, "height": 32, "num_frames": 9, "fps": 8, "num_inference_steps": 6, "max_frames": 33}
     (path / "troupe.json").write_text(json.dumps(own))
@@ -35,5 +41,5 @@ def models(pictures: Path, clips: Path) -> dict[str, Path]:
 
 @pytest.fixture
 def official(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         yield client

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 
 import pytest
 
-from tests.layout.support.source import CODE, PACKAGES, Names, modules_named, python_files, top, tree_of
+from tests.layout.support.source import CODE, PACKAGES, Names, modules_named, nodes_of, python_files, top, tree_of
 
 MAY_IMPORT = {
     "engines": {"engines"},
@@ -52,7 +53,7 @@ def forbidden_imports(names: list[str], forbidden: Callable[[str, str], bool]) -
     return [
         f"{name}:{line} names {module}"
         for name in names
-        for line, module in modules_named(tree_of(name))
+        for line, module in modules_named(name)
         if forbidden(name, module)
     ]
 
@@ -65,7 +66,7 @@ def test_imports_go_from_deployments_to_pipelines_to_engines() -> None:
 
 
 def test_imports_are_absolute() -> None:
-    nodes = [(name, node) for name in python_files(*CODE) for node in ast.walk(tree_of(name))]
+    nodes = [(name, node) for name in python_files(*CODE) for node in nodes_of(name)]
     assert [f"{name}:{node.lineno}" for name, node in nodes if isinstance(node, ast.ImportFrom) and node.level] == []
 
 
@@ -111,9 +112,9 @@ def test_an_impure_import_is_found(module: str, found: bool) -> None:
     assert is_impure("engines/gang/policies/fair.py", module) is found
 
 
-def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def private_names(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Imported modules and attributes of the libraries in ``PRIVATE`` with a part that begins with an underscore."""
-    nodes = list(ast.walk(tree))
+    nodes = list(nodes)
     named = [(node.lineno, alias.name) for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     named += [(node.lineno, f"{node.module}.{alias.name}") for node in imports for alias in node.names]
@@ -128,7 +129,7 @@ def test_private_names_of_libraries_have_one_file() -> None:
     offenders = [
         f"{name}:{line} uses {private}"
         for name in python_files(*PACKAGES)
-        for line, private in private_names(tree_of(name))
+        for line, private in private_names(nodes_of(name))
         if name != PRIVATE[private.split(".")[0]]
     ]
     assert offenders == []
@@ -148,7 +149,7 @@ def test_private_names_of_libraries_have_one_file() -> None:
     ],
 )
 def test_a_private_name_is_found(code: str, found: bool) -> None:
-    assert any(private_names(ast.parse(code))) is found
+    assert any(private_names(ast.walk(ast.parse(code)))) is found
 
 
 def test_http_is_known_to_deployments_alone() -> None:
@@ -162,6 +163,7 @@ def registry_table() -> ast.Assign:
     return next(node for node in assignments if ast.unparse(node.targets[0]) == "FAMILY_FOLDERS")
 
 
+@cache
 def families() -> set[str]:
     """The words that transformer classes begin with: ``flux``, ``wan``. One letter is no word."""
     classes = ast.literal_eval(registry_table().value)
@@ -174,16 +176,15 @@ def words(text: str) -> set[str]:
     return {word.lower() for word in re.findall(WORD, text)}
 
 
-def documentation(tree: ast.Module) -> set[int]:
+def documentation(nodes: Iterable[ast.AST]) -> set[int]:
     """Ids of strings for readers: those that stand alone as statements, and the ``description=`` of a field."""
-    nodes = list(ast.walk(tree))
     alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     return alone | {id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "description"}
 
 
-def identifiers_and_strings(tree: ast.Module) -> Names:
-    for_readers = documentation(tree)
-    for node in ast.walk(tree):
+def identifiers_and_strings(name: str) -> Names:
+    for_readers = documentation(nodes_of(name))
+    for node in nodes_of(name):
         line = getattr(node, "lineno", 0)
         match node:
             case ast.Name(id=text) | ast.Attribute(attr=text) | ast.arg(arg=text) | ast.alias(name=text):
@@ -222,9 +223,9 @@ def test_a_family_is_known_in_its_own_files_and_its_registry_line_alone() -> Non
     offenders = [
         f"{name}:{line} says {text!r}"
         for name in python_files(*PACKAGES)
-        for line, text in identifiers_and_strings(tree_of(name))
+        for line, text in identifiers_and_strings(name)
         for family in families()
-        if family in words(text) and not may_name_family(name, line, family)
+        if family in text.lower() and family in words(text) and not may_name_family(name, line, family)
     ]
     assert offenders == []
 
@@ -252,7 +253,7 @@ def test_one_file_reads_the_environment() -> None:
         f"{name}:{getattr(node, 'lineno', 0)}"
         for name in python_files(*CODE)
         if name != SETTINGS and name not in SET_VARIABLES_OF_LIBRARIES | START_PROCESSES
-        for node in ast.walk(tree_of(name))
+        for node in nodes_of(name)
         if mentions_environment(node)
     ]
     assert offenders == []

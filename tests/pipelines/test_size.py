@@ -75,6 +75,7 @@ def refusal(ask: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.torch
 def test_the_directory_the_sampler_and_the_api_refuse_a_size_in_the_same_words(tiny_flux: Path) -> None:
     checkpoint, request = Checkpoint(tiny_flux), picture(width=50)
     text = "size is 50x32: width and height must be positive multiples of 8, such as 48x32"
@@ -84,6 +85,7 @@ def test_the_directory_the_sampler_and_the_api_refuse_a_size_in_the_same_words(t
     assert refusal_of_api(checkpoint, size="50x32") == text
 
 
+@pytest.mark.torch
 def test_so_they_do_a_number_of_frames(tiny_wan: Path) -> None:
     checkpoint, request = Checkpoint(tiny_wan), clip(num_frames=7)
     text = "num_frames is 7; it must be 1 + a multiple of 4, such as 9"
@@ -92,6 +94,7 @@ def test_so_they_do_a_number_of_frames(tiny_wan: Path) -> None:
     assert refusal_of_api(checkpoint, num_frames=7) == text
 
 
+@pytest.mark.torch
 def test_and_steps(tiny_flux: Path) -> None:
     checkpoint, request = Checkpoint(tiny_flux), picture(num_inference_steps=101)
     text = "num_inference_steps is 101; it must be from 1 to 100"
@@ -109,6 +112,7 @@ def refusal_of_api(checkpoint: Checkpoint, **fields: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.torch
 def test_a_default_request_says_what_the_model_does(tiny_wan: Path) -> None:
     defaults: Defaults = replace(Checkpoint(tiny_wan).defaults, width=64, height=48, num_frames=9)
     request = defaults.request()
@@ -151,6 +155,7 @@ def test_what_is_suggested_is_as_long_as_it_must_be() -> None:
             limits.check(*size)
 
 
+@pytest.mark.torch
 def test_a_clip_is_no_longer_than_its_file_can_be(tiny_wan: Path) -> None:
     defaults = Checkpoint(tiny_wan).defaults
     defaults.check_size(16_384, 16)

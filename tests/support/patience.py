@@ -1,4 +1,4 @@
 """How long a test waits for what takes seconds."""
 
-PATIENCE_S = 240.0
-"""A process of low priority (``conftest.py``) may wait minutes for a core while others start servers."""
+PATIENCE_S = 60.0
+"""A wait that fails keeps all other tests waiting as well, so one that may take longer says why, where it is."""

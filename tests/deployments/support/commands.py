@@ -78,7 +78,8 @@ class Command:
         def has_matched_or_ended() -> bool:
             return self._process.poll() is not None or re.search(pattern, self.output) is not None
 
-        wait_until(has_matched_or_ended, f"{pattern} in the output")
+        # A server starts Ray and a dozen processes before it says its address: 10 s alone, 70 s on busy cores.
+        wait_until(has_matched_or_ended, f"{pattern} in the output", patience_s=3 * PATIENCE_S)
         match = re.search(pattern, self.output)
         assert match is not None, self.output
         return match[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -37,9 +37,20 @@ def tree_of(name: str) -> ast.Module:
     return ast.parse((ROOT / name).read_text(), filename=name)
 
 
-def modules_named(tree: ast.Module) -> Names:
-    """Every absolute module that is imported, or named in a string that looks like a module of this project."""
-    for node in ast.walk(tree):
+@cache
+def nodes_of(name: str) -> tuple[ast.AST, ...]:
+    """Return all nodes of a file, in the order of ``ast.walk``: one walk serves all rules."""
+    return tuple(ast.walk(tree_of(name)))
+
+
+@cache
+def modules_named(name: str) -> tuple[tuple[int, str], ...]:
+    """Return every absolute module that a file imports, or names in a string that looks like one of this project's."""
+    return tuple(_modules_named(nodes_of(name)))
+
+
+def _modules_named(nodes: Iterable[ast.AST]) -> Names:
+    for node in nodes:
         match node:
             case ast.Import(names=names):
                 yield from ((node.lineno, alias.name) for alias in names)

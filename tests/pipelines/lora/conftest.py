@@ -25,8 +25,10 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return cache(lambda name: SMALL[name](tmp_path_factory.mktemp("model")))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
+    """Models with two adapters, each made once, so that diffusers' own latents of them are computed once."""
+
     @cache
     def make(model: str) -> Served:
         top = tmp_path_factory.mktemp("model")

@@ -34,9 +34,18 @@ SETTINGS = {
 }
 WITHOUT_PIPELINE = ("flux2 klein", "z image")
 """Their plans have none."""
-QUICK = ("flux", "qwen")
+QUICK = {
+    ("flux", "alone"),
+    ("flux", "ulysses, fast"),
+    ("flux", "tensor, sliced"),
+    ("flux", "pipeline"),
+    ("qwen", "alone, fast"),
+    ("qwen", "ulysses"),
+    ("qwen", "tensor"),
+}
+"""Each setting for two ranks at most once, and a step of blocks and a hand-ordered one of two models."""
 CASES = [
-    pytest.param(model, setting, marks=[] if model in QUICK and "four" not in setting else [pytest.mark.slow])
+    pytest.param(model, setting, marks=[] if (model, setting) in QUICK else [pytest.mark.slow])
     for model in MODELS
     for setting in SETTINGS
     if not (model in WITHOUT_PIPELINE and setting == "pipeline") and not (model == "wan" and SETTINGS[setting].fast)

@@ -30,12 +30,24 @@ QUANTISED = {
 }
 
 
-CASES = [
-    *(("flux", name) for name in QUANTISED),
-    ("flux2 klein", "fp8, alone, fast"),
-    pytest.param("qwen", "fp8, alone, fast", marks=pytest.mark.slow),
+QUICK = {
+    ("flux", "int8, tensor"),
+    ("flux", "fp8, ulysses, fast"),
+    ("flux", "fp8, tensor, sliced"),
+    ("flux", "fp8, pipeline"),
     ("wan", "fp8, alone"),
     ("z image", "fp8, alone, fast"),
+}
+"""Each setting once; int8 on one rank is in a test of its own."""
+MODELS_OF_ONE_SETTING = [
+    ("flux2 klein", "fp8, alone, fast"),
+    ("qwen", "fp8, alone, fast"),
+    ("wan", "fp8, alone"),
+    ("z image", "fp8, alone, fast"),
+]
+CASES = [
+    pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+    for case in [*(("flux", name) for name in QUANTISED), *MODELS_OF_ONE_SETTING]
 ]
 
 

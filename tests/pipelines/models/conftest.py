@@ -1,4 +1,4 @@
-"""Checkpoints that the tests of a file share."""
+"""Checkpoints that the tests of this folder share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
-    """The folder that a builder of a tiny checkpoint wrote to, once."""
+    """Return the folder that a builder of a tiny checkpoint wrote to, once. No test writes to it."""
     return cache(lambda make: make(tmp_path_factory.mktemp("model")))

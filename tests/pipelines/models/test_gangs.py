@@ -106,8 +106,16 @@ def without_exchange(folder: Path, request: MediaRequest, strategy: str, conditi
         return denoised(folder, request, strategy, conditioning)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", CASES)
+TWO = ("z image with guidance",)
+"""Run on two ranks in the quick tests: four split its weights in another way. All others run on one and four."""
+SIZES = [
+    pytest.param(name, num_ranks, marks=[] if num_ranks != 2 or name in TWO else [pytest.mark.slow])
+    for name in CASES
+    for num_ranks in (1, 2, 4)
+]
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), SIZES)
 def test_latents_equal_the_pipelines_own(
     name: str, num_ranks: int, folders: Callable[[Any], Path], own: Callable[[str], Tensor]
 ) -> None:

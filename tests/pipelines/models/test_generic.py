@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +23,6 @@ from tests.pipelines.models.test_gangs import (
     TOLERANCE,
     Case,
     denoised,
-    encoded,
     relative_difference,
     request_of,
     without_exchange,
@@ -46,6 +47,12 @@ WHOLE = {
 def nothing_known() -> Any:
     with patch.dict(registry.FAMILY_FOLDERS, clear=True):
         yield
+
+
+@cache
+def encoded(folder: Path, request: MediaRequest) -> bytes:
+    """As ``test_gangs.encoded``, but of a class that no file knows."""
+    return pickle.dumps(Checkpoint(folder).text_encoder().encode(request))
 
 
 def unknown_denoised(folder: Path, request: MediaRequest, strategy: str, conditioning: bytes) -> Tensor:
@@ -80,7 +87,7 @@ def test_a_u_net_and_two_transformers_a_step(
     assert pipeline.decoder.decode(latents, request).shape == (1, request.height, request.width, 3)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("name", DIVIDED)
 def test_a_plan_of_diffusers_divides_a_step(name: str, num_ranks: int, folders: Callable[[Any], Path]) -> None:
     case = DIVIDED[name]

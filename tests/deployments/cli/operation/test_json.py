@@ -58,6 +58,7 @@ def test_status_says_null_for_what_is_not_known() -> None:
     assert told == {"url": "http://here", "ready": True, "models": [state]}
 
 
+@pytest.mark.torch
 def test_models_and_doctor_print_one_document() -> None:
     assert [model["id"] for model in json.loads(shown("models", "--json"))][:2] == ["flux-shapes", "wan-shapes"]
     assert {"subject", "detail", "ok"} == set(json.loads(shown("doctor", "--json"))[0])

@@ -100,7 +100,7 @@ def num_free_cpus() -> float:
 
 
 async def eventually(holds: Callable[[], object]) -> None:
-    """Returns once ``holds()``. AssertionError when it does not for minutes."""
+    """Returns once ``holds()``. AssertionError after ``PATIENCE_S``."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline_s, f"not within {PATIENCE_S:g} s"
