@@ -75,7 +75,7 @@ def check_engine(name: str, choice: EngineChoice) -> None:
 
 
 def rank_environment(name: str, variables: Mapping[str, str]) -> Mapping[str, str]:
-    """Returns variables to start a rank on this node with, whose own are ``variables``; empty if none."""
+    """Return variables to start a rank on this node with, whose own are ``variables``; empty if none."""
     environment = find_engine(name).environment
     return {} if environment is None else cast("Mapping[str, str]", _named(environment)(variables))
 

@@ -124,7 +124,7 @@ _DAMAGES = (ValueError, KeyError, TypeError, FileNotFoundError, zipfile.BadZipFi
 
 
 def get_or_make(path: Path, read: Callable[[Path], T], make: Callable[[], T]) -> T:
-    """Returns what ``read`` makes of the file, or what ``make`` returns, which has to write the file.
+    """Return what ``read`` makes of the file, or what ``make`` returns, which has to write the file.
 
     Of several processes that ask at once one makes it, the others wait. A file of which ``read`` raises ValueError,
     KeyError, TypeError, FileNotFoundError or BadZipFile is damaged: that is logged, and it is made again.
