@@ -53,7 +53,7 @@ def open_rank_resources() -> RankResources:
     return _current
 
 
-class Recent(Generic[T]):
+class LRUCache(Generic[T]):
     """A cache of ``capacity`` entries. The least recently used is evicted, and freed, before another is made.
 
     Ranks that request the same keys in the same order hold the same entries.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
-from engines.core.resources import Recent
+from engines.core.resources import LRUCache
 from engines.fast.graph import CapturedStep, GraphPool
 from engines.parallel.division import Division, shape_of
 from engines.parallel.mesh import Team
@@ -63,7 +63,7 @@ class TensorRTEngine:
         self._buckets = tuple(buckets)
         self._capture = capture
         self._shared: dict[Any, tuple[list[Branch], Exported] | None] = {}
-        self._steps: dict[Any, Recent[_Step]] = {}
+        self._steps: dict[Any, LRUCache[_Step]] = {}
         """By team key, then by shape. Ranks of a team request the same shapes in the same order."""
         self._pool: GraphPool | None = None
         self._was_warm = False
@@ -117,9 +117,9 @@ class TensorRTEngine:
             step.captured = CapturedStep(step.run, inputs, self._pool)
         return step.captured(inputs).clone()
 
-    def _team_steps(self, team: Team) -> Recent[_Step]:
+    def _team_steps(self, team: Team) -> LRUCache[_Step]:
         capacity = max(MAX_SHAPES, len(self._buckets))
-        return self._steps.setdefault(_team_key(team), Recent(capacity, _Step.close))
+        return self._steps.setdefault(_team_key(team), LRUCache(capacity, _Step.close))
 
     def _step(self, branch: Branch, team: Team) -> _Step:
         """Return the step for the branch's shape. The first call for a shape is collective over the team."""
