@@ -42,7 +42,7 @@ class Choosing:
     """Inputs of an "auto" choice."""
 
     typical_step: Callable[[], tuple[Branch, ...]]
-    """Return the branches of a typical step (empty: not known before a request)."""
+    """Returns the branches of a typical step (empty: not known before a request)."""
     folder: Path
     """Where decisions are stored, in files of this ``name``, for these ``facts`` about model and software."""
     name: str

@@ -205,7 +205,7 @@ class DenoiserModel:
     forward: Callable[[nn.Module, Arguments], Tensor]
     """``forward(module, arguments)`` returns the prediction."""
     probe: Callable[[], tuple[Branch, ...]]
-    """Return a small, seeded step, the same on every rank, for a gang's self-check (empty: none)."""
+    """Returns a small, seeded step, the same on every rank, for a gang's self-check (empty: none)."""
     hoisted: Callable[[nn.Module, Arguments], ModelInputs] | None = None
     """Computes extra inputs of ``forward`` once a job, from all but latents and timestep; the module is whole."""
     reads_values: bool = False
