@@ -16,7 +16,7 @@ from engines.fast.graph import CapturedStep, GraphPool
 from engines.parallel.division import Division, shape_of
 from engines.parallel.mesh import Team
 from engines.tensorrt_engine.export.buckets import fits_export, shared_branches
-from engines.tensorrt_engine.export.exported import Exported
+from engines.tensorrt_engine.export.exported import EngineExport
 from engines.tensorrt_engine.export.exporter import Exporter
 from engines.tensorrt_engine.run.step import EngineStep, MakeRunner, make_step
 
@@ -62,7 +62,7 @@ class TensorRTEngine:
         self._exporter = exporter or Exporter(model=model)
         self._buckets = tuple(buckets)
         self._capture = capture
-        self._shared: dict[Any, tuple[list[Branch], Exported] | None] = {}
+        self._shared: dict[Any, tuple[list[Branch], EngineExport] | None] = {}
         self._steps: dict[Any, LRUCache[_Step]] = {}
         """By team key, then by shape. Ranks of a team request the same shapes in the same order."""
         self._pool: GraphPool | None = None
@@ -130,7 +130,7 @@ class TensorRTEngine:
 
         return self._team_steps(team).get(shape_of(branch), make)
 
-    def _shared_export(self, branch: Branch, team: Team) -> Exported | None:
+    def _shared_export(self, branch: Branch, team: Team) -> EngineExport | None:
         """Return the export that several buckets share, if ``branch`` lies between their sizes; None otherwise."""
         key = (_team_key(team), branch.module)
         if key not in self._shared:

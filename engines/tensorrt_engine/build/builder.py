@@ -83,14 +83,14 @@ class BuildOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Built:
+class BuiltEngine:
     """A serialized engine and its build time."""
 
     engine_file: bytes
     build_s: float
 
 
-def build(onnx_file: bytes, options: BuildOptions, *, bar: ProgressBar | None = None) -> Built:
+def build(onnx_file: bytes, options: BuildOptions, *, bar: ProgressBar | None = None) -> BuiltEngine:
     """Build a strongly typed network for ``options.target``.
 
     Raises BuildError with TensorRT's reason, BuildCancelledError after Ctrl-C.
@@ -114,7 +114,7 @@ def build(onnx_file: bytes, options: BuildOptions, *, bar: ProgressBar | None = 
             f"TensorRT refused the network for {options.target.name}: {take_errors() or 'no reason given'}"
         )
     store_timing_cache(config, cache)
-    return Built(engine_file=bytes(engine_file), build_s=time.perf_counter() - started_s)
+    return BuiltEngine(engine_file=bytes(engine_file), build_s=time.perf_counter() - started_s)
 
 
 def _parse(builder: Any, onnx_file: bytes) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engines.core.storage import get_or_make, write_atomically
 from engines.tensorrt_engine.build.bindings import load_bindings
-from engines.tensorrt_engine.build.builder import BuildOptions, Built, build
+from engines.tensorrt_engine.build.builder import BuildOptions, BuiltEngine, build
 from engines.tensorrt_engine.build.progress import ProgressBar
 from engines.tensorrt_engine.export.graph import EngineGraph
 
@@ -72,7 +72,7 @@ class EngineCache:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def get_or_build(self, key: EngineKey, build: Callable[[], Built]) -> CachedEngine:
+    def get_or_build(self, key: EngineKey, build: Callable[[], BuiltEngine]) -> CachedEngine:
         """Return the stored engine, or ``build()``'s. One of several concurrent processes builds; the others wait."""
         path = self._folder / f"{key.digest()[:32]}.engine"
         record = path.with_name(f"{path.name}.json")

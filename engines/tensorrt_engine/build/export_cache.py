@@ -17,7 +17,7 @@ from engines.core.model import Branch, DenoiserModel
 from engines.core.storage import get_or_make, write_atomically
 from engines.parallel.mesh import Team
 from engines.tensorrt_engine.export.archive import read_export, write_export
-from engines.tensorrt_engine.export.exported import Exported
+from engines.tensorrt_engine.export.exported import EngineExport
 
 _PACKAGES = ("torch", "diffusers", "onnx", "onnxscript", "onnx_ir")
 """Packages whose versions affect an export."""
@@ -30,18 +30,18 @@ class ExportCache:
         self._folder = folder / "exports"
 
     def get_or_export(
-        self, key: str, weights: Mapping[str, Tensor], device: torch.device, export: Callable[[], Exported]
-    ) -> Exported:
+        self, key: str, weights: Mapping[str, Tensor], device: torch.device, export: Callable[[], EngineExport]
+    ) -> EngineExport:
         """Return the stored export, or ``export()``'s. One of several concurrent processes exports; the others wait.
 
         ``weights`` are bound to the parts that run in torch. A damaged file is logged and replaced.
         """
         path = self._folder / f"{key}.zip"
 
-        def read(path: Path) -> Exported:
+        def read(path: Path) -> EngineExport:
             return read_export(path.read_bytes(), weights, device)
 
-        def make() -> Exported:
+        def make() -> EngineExport:
             write_atomically(path, write_export(export()))
             return read(path)  # the same bytes as the other ranks read
 

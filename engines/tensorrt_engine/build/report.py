@@ -22,7 +22,7 @@ from engines.tensorrt_engine.build.caches import CachedEngine, EngineCache, cach
 from engines.tensorrt_engine.build.progress import spinner
 from engines.tensorrt_engine.config import ResolvedConfig, TensorRTConfig
 from engines.tensorrt_engine.export.buckets import shared_branches
-from engines.tensorrt_engine.export.exported import Exported
+from engines.tensorrt_engine.export.exported import EngineExport
 from engines.tensorrt_engine.export.exporter import Exporter, change_for
 from engines.tensorrt_engine.export.graph import EngineGraph
 from engines.tensorrt_engine.export.trace import offline_team
@@ -130,7 +130,7 @@ def _export(exporter: Exporter, buckets: Sequence[Branch], team: Team) -> list[E
     return list({graph.serialized(): graph for graph in graphs}.values())
 
 
-def _export_module(exporter: Exporter, buckets: Sequence[Branch], module: str, team: Team) -> list[Exported]:
+def _export_module(exporter: Exporter, buckets: Sequence[Branch], module: str, team: Team) -> list[EngineExport]:
     """Return one export for all sizes that share an engine, and one for each other size, like ``TensorRTEngine``."""
     branches = [branch for branch in buckets if branch.module == module]
     shared = [] if exporter.is_segmented(team) else shared_branches(exporter.model, branches, team)

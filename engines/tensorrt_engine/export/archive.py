@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 
 from engines.core.torch_private import is_operator
 from engines.tensorrt_engine.build.builder import Profile, Shape
-from engines.tensorrt_engine.export.exported import Exported
+from engines.tensorrt_engine.export.exported import EngineExport
 from engines.tensorrt_engine.export.graph import WEIGHT_PREFIX, EngineGraph
 from engines.tensorrt_engine.export.segments import Segment
 from engines.tensorrt_engine.export.subgraph import tensors_of
@@ -39,7 +39,7 @@ _OWN_OPERATORS = ("engines.tensorrt_engine.export.markers", "engines.quantizatio
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
-def write_export(exported: Exported) -> bytes:
+def write_export(exported: EngineExport) -> bytes:
     """Return the file's bytes, equal for equal exports. ValueError for a graph that cannot be serialised."""
     parts = (exported.prologue, exported.epilogue)
     tensors = {name: tensor for part in parts for name, tensor in tensors_of(part, part.graph).items()}
@@ -62,7 +62,7 @@ def write_export(exported: Exported) -> bytes:
     return buffer.getvalue()
 
 
-def read_export(data: bytes, weights: Mapping[str, Tensor], device: torch.device) -> Exported:
+def read_export(data: bytes, weights: Mapping[str, Tensor], device: torch.device) -> EngineExport:
     """Read the file; ``weights`` by ``state_dict`` key. Damage is ValueError, KeyError or ``zipfile.BadZipFile``."""
     members = _members(data)
     record: dict[str, Any] = json.loads(members["export.json"])
@@ -70,7 +70,7 @@ def read_export(data: bytes, weights: Mapping[str, Tensor], device: torch.device
     onnx_files = [members[f"{index}.onnx"] for index in range(len(record["graphs"]))]
     tensors = {name: tensor.to(device) for name, tensor in constants.items()}
     tensors |= {name: _parameter(weights[name.removeprefix(WEIGHT_PREFIX)]) for name in record["weights"]}
-    return Exported(
+    return EngineExport(
         graphs=tuple(_graph(*pair) for pair in zip(record["graphs"], onnx_files, strict=True)),
         prologue=_read_graph(record["prologue"], tensors),
         epilogue=_read_graph(record["epilogue"], tensors),

@@ -13,7 +13,7 @@ from engines.core.model import Branch, DenoiserModel, ModelInputs
 from engines.parallel.division import shape_of
 from engines.parallel.mesh import Team
 from engines.tensorrt_engine.build.builder import Profile
-from engines.tensorrt_engine.export.exported import Exported, rank_index_of
+from engines.tensorrt_engine.export.exported import EngineExport, rank_index_of
 from engines.tensorrt_engine.export.trace import DynamicDims
 
 
@@ -33,7 +33,7 @@ def varying_dims(buckets: Sequence[ModelInputs]) -> DynamicDims:
     return dims
 
 
-def profile_over(exported: Exported, buckets: Sequence[ModelInputs]) -> Profile:
+def profile_over(exported: EngineExport, buckets: Sequence[ModelInputs]) -> Profile:
     """Return a profile from the smallest to the largest shape of each engine input, tuned for the first bucket."""
     engine_inputs = [exported.engine_inputs(exported.run_prologue(inputs, 0)) for inputs in buckets]
     covered = {}
@@ -55,19 +55,18 @@ def divides_evenly(model: DenoiserModel, branch: Branch, team: Team) -> bool:
 
 
 def shared_branches(model: DenoiserModel, branches: Sequence[Branch], team: Team) -> list[Branch]:
-    """Return the branches, all of one module, for one engine of varying sizes; empty if all have one size.
+    """Return the branches for one engine of varying sizes; empty if all have one size.
 
-    A branch with constants (grids) has its own engine, since constants belong to one size.
+    ``branches`` are of one module. Constants (grids) belong to one size, so a branch with any has its own engine.
     """
     found = [branch for branch in branches if not branch.constants and divides_evenly(model, branch, team)]
     return found if len({shape_of(branch) for branch in found}) > 1 else []
 
 
-def fits_export(model: DenoiserModel, branch: Branch, team: Team, shared: Sequence[Branch], exported: Exported) -> bool:
-    """Return whether ``exported``, made for ``shared``, accepts ``branch``: all dims within the sizes of ``shared``.
-
-    Engine inputs must fit the profile too: two dims within bounds may give too many tokens, their product.
-    """
+def fits_export(
+    model: DenoiserModel, branch: Branch, team: Team, shared: Sequence[Branch], exported: EngineExport
+) -> bool:
+    """Return whether ``exported``, made for ``shared``, accepts ``branch``: inputs within the bounds of ``shared``."""
     if branch.constants or not divides_evenly(model, branch, team) or set(branch.inputs) != set(shared[0].inputs):
         return False
     for name, tensor in branch.inputs.items():
@@ -78,6 +77,7 @@ def fits_export(model: DenoiserModel, branch: Branch, team: Team, shared: Sequen
             sizes = [other.shape[dim] for other in others]
             if not min(sizes) <= size <= max(sizes):
                 return False
+    # Engine inputs need a check too: two dims within bounds may give too many tokens, their product.
     return exported.graph.takes(exported.engine_inputs(exported.run_prologue(branch.inputs, rank_index_of(team))))
 
 

@@ -20,7 +20,7 @@ from engines.tensorrt_engine.export.trace import ChangeModule, DynamicDims, trac
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exported:
+class EngineExport:
     """Engine graphs and the parts around them that run in torch. Equal on all ranks of the team."""
 
     graphs: tuple[EngineGraph, ...]
@@ -68,7 +68,7 @@ def export(
     dynamic: DynamicDims | None = None,
     change: ChangeModule = unchanged,
     ring: RingForm = "none",
-) -> Exported:
+) -> EngineExport:
     """Export ``branch``'s forward as one rank of ``team`` runs it; only shapes and dtypes of its inputs matter.
 
     ``dynamic`` names dims like ``torch.export``. Raises ValueError for what TensorRT does not support.
@@ -84,7 +84,9 @@ def export(
     return _exported(parts, (graph,))
 
 
-def export_segments(model: DenoiserModel, branch: Branch, team: Team, *, change: ChangeModule = unchanged) -> Exported:
+def export_segments(
+    model: DenoiserModel, branch: Branch, team: Team, *, change: ChangeModule = unchanged
+) -> EngineExport:
     """Export ``branch``'s forward in segments, cut at the attentions, for a ring in torch."""
     parts = partition(trace(model, branch, team, None, change, "segments"))
     segments, kinds = segment_core(parts, team.context.size * team.tensor.size)
@@ -104,8 +106,8 @@ def rank_index_of(team: Team) -> int:
     return team.context.index if team.context.size > 1 else team.tensor.index
 
 
-def _exported(parts: Parts, graphs: tuple[EngineGraph, ...], segments: tuple[Segment, ...] = ()) -> Exported:
-    return Exported(
+def _exported(parts: Parts, graphs: tuple[EngineGraph, ...], segments: tuple[Segment, ...] = ()) -> EngineExport:
+    return EngineExport(
         graphs=graphs,
         prologue=parts.prologue,
         epilogue=parts.epilogue,

@@ -15,7 +15,7 @@ from engines.quantization.onnx import Quantization, quantization
 from engines.tensorrt_engine.build.export_cache import ExportCache, export_key
 from engines.tensorrt_engine.config import RingForm
 from engines.tensorrt_engine.export.buckets import profile_over, varying_dims
-from engines.tensorrt_engine.export.exported import Exported, export, export_segments, rank_weights
+from engines.tensorrt_engine.export.exported import EngineExport, export, export_segments, rank_weights
 from engines.tensorrt_engine.export.trace import ChangeModule, unchanged
 
 
@@ -31,7 +31,7 @@ class Exporter:
     """True if TensorRT runs a ring; otherwise it runs in torch, between segments of the engine."""
     cache: ExportCache | None = None
 
-    def export(self, branches: Sequence[Branch], team: Team) -> Exported:
+    def export(self, branches: Sequence[Branch], team: Team) -> EngineExport:
         """Export one branch with static shapes, or several as one graph with a profile, tuned for the first.
 
         Collective over the team. ValueError for what TensorRT does not support.
@@ -41,7 +41,7 @@ class Exporter:
         except ValueError as error:
             raise ValueError(f"{self.model.class_name} in TensorRT: {error}") from error
 
-    def _cached_export(self, branches: Sequence[Branch], team: Team) -> Exported:
+    def _cached_export(self, branches: Sequence[Branch], team: Team) -> EngineExport:
         change = self.change(branches[0].module)
         cacheable = change is unchanged or isinstance(change, Quantization)
         if self.cache is None or not cacheable:
@@ -55,7 +55,7 @@ class Exporter:
         """Return whether the engine has segments, with a ring in torch between them."""
         return team.spec.ring > 1 and team.spec.ulysses == 1 and not self.native_ring
 
-    def _export(self, branches: Sequence[Branch], team: Team, change: ChangeModule) -> Exported:
+    def _export(self, branches: Sequence[Branch], team: Team, change: ChangeModule) -> EngineExport:
         first = branches[0]
         if self.is_segmented(team):
             assert len(branches) == 1, "segments of an engine have fixed shapes"

@@ -14,7 +14,7 @@ from engines.core.model import Branch, DenoiserModel, ModelInputs
 from engines.parallel.local_attention import local_kernel
 from engines.parallel.mesh import Team
 from engines.parallel.strategies import team_kernel
-from engines.tensorrt_engine.export.exported import Exported, rank_index_of, rank_weights
+from engines.tensorrt_engine.export.exported import EngineExport, rank_index_of, rank_weights
 from engines.tensorrt_engine.export.graph import EngineGraph
 from engines.tensorrt_engine.export.segments import Segment
 
@@ -35,7 +35,7 @@ MakeRunner = Callable[[EngineGraph, Mapping[str, Tensor], Team], Runner]
 class WholeStep:
     """The prologue in torch, the engine, the epilogue in torch."""
 
-    exported: Exported
+    exported: EngineExport
     runner: Runner
     rank_index: int
 
@@ -52,7 +52,7 @@ class WholeStep:
 class SegmentedStep:
     """``runners[kind]`` runs every segment of that kind, with the segment's own weights bound at each run."""
 
-    exported: Exported
+    exported: EngineExport
     runners: tuple[Runner, ...]
     weights: Mapping[str, Tensor]
     kernel: Kernel
@@ -84,7 +84,7 @@ EngineStep = WholeStep | SegmentedStep
 
 
 def make_step(
-    exported: Exported, model: DenoiserModel, branch: Branch, team: Team, make_runner: MakeRunner
+    exported: EngineExport, model: DenoiserModel, branch: Branch, team: Team, make_runner: MakeRunner
 ) -> EngineStep:
     """Return a step with its own runners. Collective over the team."""
     weights = rank_weights(model, branch.module, team)
@@ -95,7 +95,7 @@ def make_step(
 
 
 def _segmented_step(
-    exported: Exported,
+    exported: EngineExport,
     model: DenoiserModel,
     branch: Branch,
     team: Team,
