@@ -124,7 +124,7 @@ def test_the_key_holds_all_that_decides_an_export(counted: Counted, monkeypatch:
     for number, (asked, changes) in enumerate(others):
         counted.export(asked, **changes)  # type: ignore[arg-type]
         assert counted.num_exports == number + 2
-    monkeypatch.setattr("engines.tensorrt_engine.build.caches.code_digest", lambda package: "newer code")
+    monkeypatch.setattr("engines.tensorrt_engine.build.export_cache.code_digest", lambda package: "newer code")
     counted.export(branch)
     assert counted.num_exports == len(others) + 2
 
