@@ -104,7 +104,7 @@ class Target:
         """Parse "sm89", "SM120", "8.9" or "12.0"."""
         digits = text.lower().removeprefix("sm").replace(".", "")
         if not (digits.isdecimal() and 2 <= len(digits) <= 3):
-            raise ValueError(f"target {text!r} is no compute capability: write sm80, sm89, sm90, sm100 or sm120")
+            raise ValueError(f"target {text!r} is no compute capability: write it as sm80, sm89, sm90, sm100 or sm120")
         return cls(major=int(digits[:-1]), minor=int(digits[-1]))
 
     @property
