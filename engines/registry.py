@@ -1,4 +1,4 @@
-"""Engines by name, imported when they are asked for."""
+"""Engines by name, imported at first use."""
 
 from __future__ import annotations
 
@@ -16,18 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineRow:
-    """Where an engine's parts are, as "module:name"; all but ``load`` do without torch.
-
-    ``load`` makes one: ``(model, context, *, strategy, precision, options, expected, choosing) -> Engine``. ``options``
-    is the class of its own options, ``check`` raises ValueError for an ``EngineChoice`` that it cannot do,
-    ``environment`` gives the variables that its ranks must be started with, from a node's own: ``(variables) ->
-    variables``.
-    """
+    """Import paths ("module:name") of an engine's parts. Only ``load`` needs torch."""
 
     load: str
+    """``(model, context, *, strategy, precision, options, expected, choosing) -> Engine``."""
     options: str
+    """The class of the engine's own options."""
     check: str
+    """Raises ValueError for an ``EngineChoice`` that the engine does not support."""
     environment: str | None = None
+    """Maps a node's environment variables to those that a rank must be started with in addition."""
 
 
 ENGINES = {
@@ -56,28 +54,28 @@ def load_engine(
     expected: Sequence[tuple[Branch, ...]] = (),
     choosing: Choosing | None = None,
 ) -> Engine:
-    """The engine of that name, compared with one rank on every team. All ranks of a gang make the call together.
+    """Return the engine of that name, self-checked on every team. Collective over the gang.
 
-    ``options`` are those of that engine alone (None: its defaults), ``expected`` steps in the sizes that will come.
-    ``choosing`` says how what is "auto" is decided, and where that is kept (None: by prediction, at each start).
-    Raises ``ValueError`` for an unknown name and for what the engine or the model does not allow.
+    ``options`` are the engine's own (None: its defaults), ``expected`` are steps in the expected sizes. ``choosing``
+    are the inputs of an "auto" choice (None: it is predicted at each start). Raises ``ValueError`` for an unknown name
+    and for settings that the engine or the model does not support.
     """
     row = find_engine(name)
-    options = options or _named(row.options)()
-    load = _named(row.load)
-    asked = {"strategy": strategy, "precision": precision, "options": options}
-    return cast(Engine, load(model, context, **asked, expected=expected, choosing=choosing))
+    options = options or _import(row.options)()
+    load = _import(row.load)
+    settings = {"strategy": strategy, "precision": precision, "options": options}
+    return cast(Engine, load(model, context, **settings, expected=expected, choosing=choosing))
 
 
 def check_engine(name: str, choice: EngineChoice) -> None:
-    """Raise ``ValueError`` if the engine of that name cannot do what ``choice`` asks for, whatever the model."""
-    _named(find_engine(name).check)(choice)
+    """Raise ``ValueError`` if the engine of that name does not support ``choice`` for any model."""
+    _import(find_engine(name).check)(choice)
 
 
 def rank_environment(name: str, variables: Mapping[str, str]) -> Mapping[str, str]:
-    """Returns variables to start a rank on this node with, whose own are ``variables``; empty if none."""
+    """Return the variables that a rank needs in addition to ``variables``, this node's; empty if none."""
     environment = find_engine(name).environment
-    return {} if environment is None else cast("Mapping[str, str]", _named(environment)(variables))
+    return {} if environment is None else cast("Mapping[str, str]", _import(environment)(variables))
 
 
 def find_engine(name: str) -> EngineRow:
@@ -86,6 +84,6 @@ def find_engine(name: str) -> EngineRow:
     return ENGINES[name]
 
 
-def _named(place: str) -> Any:
-    module, _, name = place.partition(":")
+def _import(path: str) -> Any:
+    module, _, name = path.partition(":")
     return getattr(import_module(module), name)

@@ -1,4 +1,4 @@
-"""What a gang prepares at its start: the shapes that are expected, on every team that will work on them."""
+"""Warm-up at a gang's start: expected shapes, on every team that will run them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def warm_up(
     engine: Engine, steps: Iterable[tuple[Branch, ...]], context: RankContext, team_sizes: Sequence[int]
 ) -> None:
-    """Do what the first of each of ``steps`` would have to do, at each of ``team_sizes``. All ranks make the call."""
+    """Warm up the engine for each of ``steps`` at each of ``team_sizes``. Collective over the gang."""
     for branches in steps:
         shapes = {name: tuple(x.shape) for name, x in branches[0].inputs.items()}
         for team_size in team_sizes:

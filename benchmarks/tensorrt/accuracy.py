@@ -27,7 +27,7 @@ from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec, Scheme
 from engines.quantization.calibration import recording
 from engines.quantization.onnx import Quantization
-from engines.tensorrt_engine.export.exported import Exported, export, rank_weights
+from engines.tensorrt_engine.export.exported import EngineExport, export, rank_weights
 from engines.tensorrt_engine.export.trace import ChangeModule, offline_team, unchanged
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
@@ -95,7 +95,7 @@ class Subject:
 class GraphEngine:
     """An ``Engine`` of one rank: an exported graph in onnxruntime."""
 
-    exported: Exported
+    exported: EngineExport
     simulator: Simulator
     weights: dict[str, Any]
 

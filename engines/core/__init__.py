@@ -1,1 +1,1 @@
-"""Contracts and plain records shared by engines, strategies, gangs and models. Imports nothing else of engines."""
+"""Interfaces and records shared by engines, strategies, gangs and models. Imports no other package of engines."""

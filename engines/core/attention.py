@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 class Prefix(NamedTuple):
     """How far each query sees, for sequences whose first tokens do not attend to later ones.
 
-    A query attends to the keys whose place is below its ``reach_L``. ``reach_L`` is the own place plus 1 for a causal
-    token, the group's end for tokens that see each other and all before, and the token count for full attention.
-    ``place_M`` are the places of the keys. Both have an integer dtype.
+    A query attends to the keys whose place is below its ``reach_L``. Both fields have an integer dtype.
     """
 
     reach_L: Tensor
+    """Own place plus 1 for a causal token, group end for a bidirectional group, token count for full attention."""
     place_M: Tensor
+    """Places of the keys."""
 
 
 class Kernel(Protocol):
@@ -25,13 +25,13 @@ class Kernel(Protocol):
 
     ``q_BLHD``, ``k_BMGD`` and ``v_BMGD`` share batch and head dim; the scale is ``D ** -0.5``. H is a multiple of G,
     and each key head serves H / G neighbouring query heads (arXiv:2305.13245). ``out_BLHD`` has the shape and dtype of
-    ``q``. ``lse_BHL`` is the float32 natural log of the softmax denominators; it merges partial results over disjoint
+    ``q``. ``lse_BHL`` is the float32 natural log of the softmax denominators. It merges partial results over disjoint
     keys (Milakov & Gimelshein 2018, arXiv:1805.02867).
 
-    ``mask_BM`` is True for attended keys (None: all). Where tokens are split, it covers the caller's keys only; either
-    all ranks of a team pass a mask or none does. ``prefix`` limits how far the caller's queries see (None: to the end)
-    and places the caller's keys in the whole sequence; again all ranks pass it or none. A query without any key has an
-    ``lse`` of -inf and a finite, meaningless ``out``.
+    ``mask_BM`` is True for attended keys (None: all). If tokens are split, it covers the caller's keys only. ``prefix``
+    limits how far the caller's queries see (None: to the end), and places the caller's keys in the whole sequence.
+    All ranks of a team pass a mask or none does; likewise a prefix. A query without any key has an ``lse`` of -inf and
+    a finite, meaningless ``out``.
     """
 
     def __call__(
@@ -75,8 +75,8 @@ def share_heads(num_heads: int, num_key_heads: int, num_ranks: int) -> HeadShare
     """Return equal shares of ``num_heads`` query heads, with the ``num_key_heads`` key heads that they need.
 
     Minimises query heads per rank, which cost attention time, then key heads. 32 and 8 heads on 4 ranks are 8 and 2
-    each, on 16 ranks 2 and 1 (each key head twice). 30 on 4 ranks are 8 each, two of them padding. Raises ValueError
-    if ``num_heads`` is no multiple of ``num_key_heads``.
+    each. On 16 ranks they are 2 and 1, each key head twice. 30 on 4 ranks are 8 each, two of them padding. Raises
+    ValueError if ``num_heads`` is no multiple of ``num_key_heads``.
     """
     if num_heads % num_key_heads:
         raise ValueError(f"{num_heads} query heads cannot share {num_key_heads} key heads: it must be a multiple")

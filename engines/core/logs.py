@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def log_level(level: int, *names: str) -> Iterator[None]:
-    """Inside the block the loggers ``names`` have ``level``; behind it they have their own again."""
+    """Set the loggers ``names`` to ``level`` inside the block."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -18,8 +18,8 @@ def log_level(level: int, *names: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for logger, own in zip(loggers, levels, strict=True):
-            logger.setLevel(own)
+        for logger, previous in zip(loggers, levels, strict=True):
+            logger.setLevel(previous)
 
 
 MESSAGE = "phase is over"

@@ -23,7 +23,7 @@ Mix: TypeAlias = tuple[tuple[str, float], ...]
 class LowRank:
     """``scale * up_NR @ down_RK`` (Hu et al. 2021, arXiv:2106.09685), in the shape of its parameter.
 
-    A parameter that has not two dims counts as a matrix of its first dim and all others: for a bias, K is 1.
+    A parameter without two dims counts as a matrix of its first dim and all others: for a bias, K is 1.
     """
 
     up_NR: Tensor
@@ -53,8 +53,9 @@ Precision = Literal["native", "fp8"]
 """The dtype that the GEMMs of a hand-ordered step compute in."""
 
 KEPT = "kept"
-"""Key in ``hoisted`` of the mask for a padded prompt: True for attended keys, ``(tokens,)`` of all streams, in the
-order of a step's rows."""
+"""Key in ``hoisted`` of the mask for a padded prompt: True for attended keys.
+
+Its shape is ``(tokens,)`` of all streams, in the order of a step's rows."""
 
 StepTensors: TypeAlias = Mapping[str, "Tensor"]
 """All inputs of one step, by name. A captured step has buffers of these shapes."""
@@ -127,8 +128,8 @@ Arguments: TypeAlias = Mapping[str, Any]
 class Schedule:
     """The timesteps of all steps of a job (one value for all entries), and the index of the current step.
 
-    An engine may compute once what depends on these and on inputs that stay the same tensors from step to step.
-    ``find()`` returns the timesteps, the same tensor in all steps of a job.
+    An engine may compute values of these and of constant inputs once per job. ``find()`` returns the timesteps, the
+    same tensor in all steps of a job.
     """
 
     find: Callable[[], Tensor]
@@ -145,8 +146,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Branch:
-    """One forward of one step. A step has one branch, with true guidance two (prompt, negative prompt), in some models
-    more."""
+    """One forward of one step. With true guidance, a step has two branches or more (prompt, negative prompt)."""
 
     inputs: ModelInputs
     module: str = "transformer"
@@ -232,7 +232,7 @@ class DenoiserModel:
         if num_ranks > 1 and not self.plan.shards and not self.plan.linears:
             raise ValueError(
                 f"there is no plan to divide {self.class_name} over {num_ranks} ranks: give it gangs of one rank "
-                "(num_ranks: 1), and more of them (num_replicas) for more pictures at once"
+                "(num_ranks: 1), and more of them (num_replicas) for more pictures in parallel"
             )
 
     @property

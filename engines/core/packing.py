@@ -17,7 +17,7 @@ ALIGNMENT = 16
 def pack(state: Any, device: torch.device) -> tuple[bytes, list[Tensor]]:
     """Return ``state`` without its tensors on ``device``, and these tensors, each once.
 
-    ValueError for a random generator in it, with its place.
+    ValueError, which names the place, for a random generator in ``state``.
     """
     file = io.BytesIO()
     packer = _Packer(file, state, device)
@@ -43,8 +43,8 @@ class _Packer(pickle.Pickler):
         """Return the tensor's start in the message, its shape and its dtype."""
         if isinstance(obj, torch.Generator):
             raise ValueError(
-                f"{_found_at(self._state, obj)} is a torch.Generator, which cannot be packed: torch reads what it is "
-                "restored from as if it began where its message does. Keep its state, a tensor, instead: get_state()"
+                f"{_expression_of(self._state, obj)} is a torch.Generator, which cannot be packed: torch would restore "
+                "it from the wrong offset of the message. Store its state, a tensor, instead: get_state()"
             )
         if not isinstance(obj, Tensor) or obj.device.type != self._device_type:
             return None
@@ -69,20 +69,20 @@ class _Unpacker(pickle.Unpickler):
         return self._made[start]
 
 
-def _found_at(state: Any, wanted: object) -> str:
-    """Return the expression that leads from ``state`` to ``wanted``."""
-    place = _place(state, wanted, set())
-    return f"state{place}" if place is not None else f"what a part of a {type(state).__name__} is pickled as"
+def _expression_of(state: Any, target: object) -> str:
+    """Return the expression that leads from ``state`` to ``target``."""
+    place = _place(state, target, set())
+    return f"state{place}" if place is not None else f"a pickled part of a {type(state).__name__}"
 
 
-def _place(value: Any, wanted: object, seen: set[int]) -> str | None:
-    if value is wanted:
+def _place(value: Any, target: object, seen: set[int]) -> str | None:
+    if value is target:
         return ""
     if id(value) in seen:
         return None
     seen.add(id(value))
     for step, part in _parts(value):
-        if (place := _place(part, wanted, seen)) is not None:
+        if (place := _place(part, target, seen)) is not None:
             return step + place
     return None
 

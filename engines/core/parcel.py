@@ -1,4 +1,4 @@
-"""Values with tensors, sent through processes without torch."""
+"""Values with tensors, in a form that processes without torch can forward."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parcel:
-    """A packed value. Holding one needs no torch; Ray keeps its bytes in the object store and reads them without copy.
+    """A packed value, usable without torch. Ray stores its bytes in the object store and reads them without a copy.
 
-    Processes send parcels rather than references to their own objects. A reference inside an item of a stream is lost
-    if its owner asks the reader for it before the reader has asked for the item.
+    Processes send parcels, not references to their own objects. Ray loses a reference in a stream's item if the
+    owner's query reaches the reader before the reader has requested the item.
     """
 
     skeleton: bytes

@@ -1,8 +1,7 @@
 """Resources shared by all engines of a rank, and an LRU cache with a destructor.
 
-Resources shared by all engines of a rank: made at first use, released together by one owner.
-
-Process groups, side streams and memory that other ranks write belong to a rank, not to one of its engines.
+Process groups, side streams and memory that other ranks write belong to a rank, not to one of its engines. They are
+made at first use and released together.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ T = TypeVar("T")
 class RankResources:
     """The owner. A rank actor makes one, and closes it after its engines and before its communicator.
 
-    Outside a gang (tests, benchmarks, commands) one lives as long as the process.
+    Outside a gang (tests, benchmarks, commands), one exists as long as the process.
     """
 
     def __init__(self) -> None:
@@ -54,40 +53,39 @@ def open_rank_resources() -> RankResources:
     return _current
 
 
-class Recent(Generic[T]):
-    """A cache of at most ``most`` entries. The least recently used is evicted before another is made; ``let_go`` frees
-    it.
+class LRUCache(Generic[T]):
+    """A cache of ``capacity`` entries. The least recently used is evicted, and freed, before another is made.
 
     Ranks that request the same keys in the same order hold the same entries.
     """
 
-    def __init__(self, most: int, let_go: Callable[[T], None] = lambda _: None) -> None:
-        assert most > 0
-        self._most, self._let_go = most, let_go
-        self._things: OrderedDict[Hashable, T] = OrderedDict()
+    def __init__(self, capacity: int, free: Callable[[T], None] = lambda _: None) -> None:
+        assert capacity > 0
+        self._capacity, self._free = capacity, free
+        self._entries: OrderedDict[Hashable, T] = OrderedDict()
 
     def __contains__(self, key: Hashable) -> bool:
-        return key in self._things
+        return key in self._entries
 
     def __iter__(self) -> Iterator[T]:
         """Iterate over the entries, least recently used first."""
-        return iter(self._things.values())
+        return iter(self._entries.values())
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the entry of ``key``, made if missing. An error in ``make`` leaves the key without an entry."""
-        if key not in self._things:
-            while len(self._things) >= self._most:
-                self._let_go(self._things.popitem(last=False)[1])
-            self._things[key] = make()
-        self._things.move_to_end(key)
-        return self._things[key]
+        if key not in self._entries:
+            while len(self._entries) >= self._capacity:
+                self._free(self._entries.popitem(last=False)[1])
+            self._entries[key] = make()
+        self._entries.move_to_end(key)
+        return self._entries[key]
 
     def drop(self, key: Hashable) -> None:
         """Evict the entry of ``key``, if there is one."""
-        if key in self._things:
-            self._let_go(self._things.pop(key))
+        if key in self._entries:
+            self._free(self._entries.pop(key))
 
     def clear(self) -> None:
         """Evict all entries."""
-        while self._things:
-            self._let_go(self._things.popitem(last=False)[1])
+        while self._entries:
+            self._free(self._entries.popitem(last=False)[1])

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenShard:
-    """One tensor to cut along its token dim, so that rank r of n holds chunk r (padded to equal chunks).
+    """One tensor to cut along its token dim: rank r of n holds chunk r, padded to equal chunks.
 
     A tensor without the dim, or with one row for all tokens, stays whole. A whole number that counts a stream's tokens
     becomes the rank's number of tokens, padding included.
@@ -81,11 +81,11 @@ class ColumnLinear(LayerRule):
 class RowLinear(LayerRule):
     """Linears whose input features are split over the tensor axis; partial results are summed over the ranks.
 
-    ``segments`` are the shares of the input features that were split separately before they were concatenated
-    (FLUX single blocks: attention then MLP, ``(1, 4)``); ``(1,)`` for a plain layer.
+    FLUX single blocks concatenate attention and MLP: ``(1, 4)``.
     """
 
     segments: tuple[int, ...] = (1,)
+    """Shares of input features that were split separately, then concatenated; ``(1,)`` for a plain layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,11 +95,10 @@ class FullWidthNorm(LayerRule):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureTable(LayerRule):
-    """Modules without weights whose outputs have the features of all heads together (rotary tables): each output is
-    split along ``dim`` over the tensor axis.
-    """
+    """Modules without weights whose outputs have the features of all heads together (rotary tables)."""
 
     dim: int
+    """The dim of each output to split over the tensor axis."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

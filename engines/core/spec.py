@@ -61,9 +61,9 @@ class ParallelSpec:
         open_axes = [axis for axis, degree in degrees.items() if not degree]
         if len(open_axes) > 1:
             raise ValueError(f"{strategy!r}: give a number to all factors but one, for instance {strategy}{num_ranks}")
-        known = math.prod(degree for degree in degrees.values() if degree)
+        fixed = math.prod(degree for degree in degrees.values() if degree)
         for axis in open_axes:
-            degrees[axis] = _share(num_ranks, known, strategy)
+            degrees[axis] = _share(num_ranks, fixed, strategy)
         spec = cls(**degrees)
         return spec if open_axes else spec.narrowed(num_ranks)
 
@@ -102,10 +102,9 @@ class ParallelSpec:
         return ParallelSpec(**degrees)
 
     def for_branches(self, num_branches: int, *, keep_weights: bool = False) -> ParallelSpec:
-        """Return the division for at most ``num_branches`` branches: unused guidance ranks go to the strategy of each
-        of its parts (ulysses if none).
+        """Return the division for at most ``num_branches`` branches.
 
-        With ``keep_weights``, no rank's share of the weights changes.
+        Unused guidance ranks go to the parts' strategy (ulysses if none), without changing weights if ``keep_weights``.
         """
         axes = [axis for axis in _SPREAD_FIRST if not (keep_weights and axis == "tensor")]
         axis = next((axis for axis in axes if self.degree(axis) > 1), "ulysses")
@@ -155,7 +154,7 @@ def aligned_runs(num_ranks: int, team_size: int) -> list[tuple[int, ...]]:
 
 
 def tiling_sizes(num_ranks: int) -> tuple[int, ...]:
-    """Return the team sizes that a gang can form: the divisors of its own, so that teams of one size fill it."""
+    """Return the team sizes that a gang can form: the divisors of its size, so teams of one size fill it."""
     return tuple(team_size for team_size in range(1, num_ranks + 1) if num_ranks % team_size == 0)
 
 
@@ -173,10 +172,10 @@ def _parse(strategy: str) -> dict[str, int]:
     return degrees
 
 
-def _share(num_ranks: int, known: int, strategy: str) -> int:
-    if num_ranks % known:
-        raise ValueError(f"{strategy!r} needs a multiple of {known} ranks, not {num_ranks}")
-    return num_ranks // known
+def _share(num_ranks: int, fixed: int, strategy: str) -> int:
+    if num_ranks % fixed:
+        raise ValueError(f"{strategy!r} needs a multiple of {fixed} ranks, not {num_ranks}")
+    return num_ranks // fixed
 
 
 def _check_divides(axis: str, degree: int, number: int, what: str, common: int) -> None:
@@ -190,8 +189,9 @@ Scheme = Literal["int8", "fp8"]
 """Symmetric int8, or float8 e4m3 (arXiv:2209.05433)."""
 
 PRECISIONS = ("auto", "native", "fp8", "fp8-static", "int8", "int8-static")
-"""``native`` (and "auto") computes in the model's dtype. The others quantise weights by row, and activations with a
-scale per row or, if "static", with fixed scales from a calibration."""
+"""``native`` (and "auto") computes in the model's dtype. The others quantise weights by row.
+
+Activations have a scale per row or, if "static", a fixed scale from a calibration."""
 
 STATIC = "-static"
 

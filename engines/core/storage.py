@@ -1,4 +1,4 @@
-"""Files that several processes write, read and lock, and the kind of device that they are about."""
+"""Files that several processes write, read and lock, and names of devices."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     """Write ``data`` to ``path``, and make its folders.
 
-    Readers see the old file or the whole new one, even after a crash. Permissions are ``mode`` less the process's
-    umask. The call waits for the disk: inside an event loop, run it in a thread.
+    Readers see the old file or the complete new one, even after a crash. The process's umask applies to ``mode``. The
+    call waits for the disk: inside an event loop, run it in a thread.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -40,32 +40,31 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def write_once(path: Path, data: bytes) -> bool:
-    """Write ``data`` to ``path`` as ``write_atomically`` does, if there is no such file. Return whether it was written:
-    one of several concurrent processes succeeds."""
+    """Write a new file atomically. Return False if ``path`` exists: one of several concurrent processes succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    whole = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    write_atomically(whole, data)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    write_atomically(temporary, data)
     try:
-        _claim(path, whole)
+        _rename_new(temporary, path)
     except FileExistsError:
         return False
     finally:
-        whole.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return True
 
 
-def _claim(path: Path, whole: Path) -> None:
-    """Give the file ``whole`` the name ``path``. FileExistsError if that exists.
+def _rename_new(temporary: Path, path: Path) -> None:
+    """Rename the file ``temporary`` to ``path``. FileExistsError if that exists.
 
     On file systems without hard links (many network ones), a concurrent reader may find it empty.
     """
     try:
-        os.link(whole, path)
+        os.link(temporary, path)
     except FileExistsError:
         raise
     except OSError:
         path.touch(exist_ok=False)
-        whole.replace(path)
+        temporary.replace(path)
 
 
 def file_about(folder: Path, name: str, facts: Mapping[str, object]) -> Path:
@@ -77,12 +76,12 @@ def file_about(folder: Path, name: str, facts: Mapping[str, object]) -> Path:
 class HostLock:
     """A lock on the GPUs of a host: warm-ups share it, and a process that times steps holds it exclusively.
 
-    Processes that share a GPU slow each other down, and with them the ranks that exchange tensors. Two H200s took 104
-    and 114 ms for steps of 66 and 75 ms while an encoder and a decoder warmed up there.
+    Processes that share a GPU slow each other down, and with them the ranks that exchange tensors. On two H200s, steps
+    of 66 and 75 ms took 104 and 114 ms during the warm-up of an encoder and a decoder.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Lock a file in ``folder``, one per host. If it cannot be opened, the lock has no effect."""
+        """Use one file per host in ``folder``. If it cannot be opened, the lock has no effect."""
         self._file = folder / f"{socket.gethostname()}.lock"
 
     def shared(self) -> AbstractContextManager[object]:
@@ -97,17 +96,17 @@ class HostLock:
             return None
 
     def _lock(self, operation: int) -> AbstractContextManager[object]:
-        with ExitStack() as opened:
+        with ExitStack() as stack:
             try:
                 self._file.parent.mkdir(parents=True, exist_ok=True)
-                file = opened.enter_context(self._file.open("a"))
+                file = stack.enter_context(self._file.open("a"))
                 fcntl.flock(file, operation)
-                opened.callback(fcntl.flock, file, fcntl.LOCK_UN)  # a child forked meanwhile holds the file open, too
+                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)  # closing is not enough: a fork may share the file
             except BlockingIOError:
                 raise
             except OSError as error:
                 logger.warning("the GPUs of this host cannot be locked: %s", error)
-            return opened.pop_all()
+            return stack.pop_all()
 
 
 def device_name(device: str) -> str:
@@ -120,33 +119,33 @@ def device_name(device: str) -> str:
 
 
 T = TypeVar("T")
-_DAMAGES = (ValueError, KeyError, TypeError, FileNotFoundError, zipfile.BadZipFile)
+_DAMAGE_ERRORS = (ValueError, KeyError, TypeError, FileNotFoundError, zipfile.BadZipFile)
 
 
 def get_or_make(path: Path, read: Callable[[Path], T], make: Callable[[], T]) -> T:
-    """Returns what ``read`` makes of the file, or what ``make`` returns, which has to write the file.
+    """Return ``read(path)``, or ``make()``, which must write the file.
 
-    Of several processes that ask at once one makes it, the others wait. A file of which ``read`` raises ValueError,
-    KeyError, TypeError, FileNotFoundError or BadZipFile is damaged: that is logged, and it is made again.
+    One of several concurrent processes makes it; the others wait. A file is damaged if ``read`` raises ValueError,
+    KeyError, TypeError, FileNotFoundError or BadZipFile. A damaged file is logged and made again.
     """
     with locked(path):
-        stored = _stored(path, read)
+        stored = _read_stored(path, read)
         return make() if stored is None else stored
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the lock beside ``path``, whose folder is made."""
+    """Hold the lock file beside ``path``; make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         yield
 
 
-def _stored(path: Path, read: Callable[[Path], T]) -> T | None:
+def _read_stored(path: Path, read: Callable[[Path], T]) -> T | None:
     if not path.exists():
         return None
     try:
         return read(path)
-    except _DAMAGES as error:
+    except _DAMAGE_ERRORS as error:
         logger.warning("%s is damaged (%s) and will be made again", path, error)
         return None

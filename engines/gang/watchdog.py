@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from engines.core.resources import Recent
+from engines.core.resources import LRUCache
 from engines.gang.config import Clock, GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.jobs.job import Job
@@ -36,7 +36,7 @@ class Watchdog:
         self._config = config
         self._ranks = ranks
         self._clock = clock
-        self._warm: defaultdict[tuple[int, ...], Recent[None]] = defaultdict(lambda: Recent(MAX_WARM))
+        self._warm: defaultdict[tuple[int, ...], LRUCache[None]] = defaultdict(lambda: LRUCache(MAX_WARM))
         """By team, the shapes for which its ranks found everything ready when they last worked on them."""
         self._watches = [asyncio.ensure_future(answer_of(i, rank.watch.remote())) for i, rank in enumerate(ranks)]
         self._num_cold = 0

@@ -43,8 +43,8 @@ class _Recorder:
         largest = float(arguments[0].detach().abs().amax())
         if not math.isfinite(largest):
             raise ValueError(
-                f"layer {self._name} was given {largest}, which no scale fits: calibrate in a dtype that holds larger "
-                "numbers (bfloat16, float32)"
+                f"layer {self._name} was given {largest}, which no scale fits: calibrate in a dtype of a larger range "
+                "(bfloat16, float32)"
             )
         self._amax[self._name] = max(largest, self._amax.get(self._name, 0.0))
 

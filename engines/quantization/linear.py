@@ -172,7 +172,7 @@ LAYERS: Mapping[Scheme, type[QuantLinear]] = {"fp8": Float8Linear, "int8": Int8L
 
 
 def swap_linears(module: nn.Module, plan: ShardPlan, scheme: Scheme, amax: Mapping[str, float] | None = None) -> int:
-    """Quantise in place the large linears that ``plan`` names; return how many. See ``layers.replace_linears``."""
+    """Quantise in place the large linears that ``plan`` names; return how many. See ``replace_linears``."""
     return replace_linears(module, plan, LAYERS[scheme], amax)
 
 

@@ -16,51 +16,49 @@ from torch import Tensor
 WEIGHT = ".weight"
 SPELLINGS = (".scale_weight", ".weight_scale")
 INPUT_SCALES = (".scale_input", ".input_scale")
-"""For products in eight bits alone: a weight that is multiplied out needs none."""
+"""Needed for eight-bit products only, not for dequantised weights."""
 MARKER = "scaled_fp8"
 FORMAT = ".comfy_quant"
-"""JSON in bytes, with the format of the layer's weight."""
+"""JSON as bytes, with the format of the layer's weight."""
 FORMATS = ("float8_e4m3fn", "float8_e5m2")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scales:
-    """Names in a file: ``of_weight`` has the scale of each scaled weight, ``formats`` say how weights are stored.
-
-    ``unneeded`` are keys that a dequantised read leaves alone.
-    """
+    """Keys in a file that describe scaled weights."""
 
     of_weight: Mapping[str, str]
+    """Scale key by weight key."""
     formats: frozenset[str]
     unneeded: frozenset[str]
+    """Keys that dequantisation ignores."""
 
     @property
     def beside(self) -> frozenset[str]:
-        """Every key that is no weight itself."""
+        """All keys that are no weights."""
         return frozenset(self.of_weight.values()) | self.formats | self.unneeded
 
 
 def find_scales(names: Iterable[str]) -> Scales:
-    """Return what ``names``, the keys of all files of a part, say of scaled weights."""
-    known = set(names)
+    """Return the scales among ``names``, the keys of all files of a model part."""
+    keys = set(names)
     scales: dict[str, str] = {}
-    for name in known:
+    for name in keys:
         for end in SPELLINGS:
             weight = name.removesuffix(end) + WEIGHT
-            if name.endswith(end) and weight in known:
+            if name.endswith(end) and weight in keys:
                 scales[weight] = name
     layers = {weight.removesuffix(WEIGHT) for weight in scales}
-    unneeded = {name for name in known if name.rpartition(".")[2] == MARKER}
-    unneeded |= {layer + end for layer in layers for end in INPUT_SCALES} & known
-    formats = {layer + FORMAT for layer in layers} & known
+    unneeded = {name for name in keys if name.rpartition(".")[2] == MARKER}
+    unneeded |= {layer + end for layer in layers for end in INPUT_SCALES} & keys
+    formats = {layer + FORMAT for layer in layers} & keys
     return Scales(of_weight=scales, formats=frozenset(formats), unneeded=frozenset(unneeded))
 
 
 def multiplied(weight: Tensor, scale: Tensor, name: str) -> Tensor:
     """Return ``weight`` times ``scale`` in float32.
 
-    ValueError, which calls the weight ``name``, for a scale that is neither one number nor one for each row, or for
-    packed weights.
+    ValueError, with the weight's ``name``, unless ``scale`` is one number or one per row, and for packed weights.
     """
     if not (weight.dtype.is_floating_point or weight.dtype == torch.int8):
         raise ValueError(f"{name} is packed as {weight.dtype}, and only fp8 and int8 weights with a scale are read")
@@ -75,21 +73,21 @@ def multiplied(weight: Tensor, scale: Tensor, name: str) -> Tensor:
 
 
 def check_format(name: str, written: Tensor) -> None:
-    """Raise ValueError if the JSON in ``written`` names a format that is not read; ``name`` is its key."""
+    """Raise ValueError if the JSON in ``written``, whose key is ``name``, names an unsupported format."""
     found = json.loads(bytes(written.to(torch.uint8).cpu().tolist()))
     if found.get("format") not in FORMATS:
         raise ValueError(f"{name} says {found}, and only {' and '.join(FORMATS)} are read: take a file in one of these")
 
 
 def dequantised(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return ``tensors``, those of all files of a part, with scaled weights multiplied out in ``dtype``.
+    """Return ``tensors``, those of all files of a part, with scaled weights dequantised to ``dtype``.
 
-    All others are as they were, and keys that only describe weights are gone. ValueError as ``multiplied``.
+    Other weights are unchanged; keys that only describe weights are dropped. ValueError like ``multiplied``.
     """
     scales = find_scales(tensors)
     for name in scales.formats:
         check_format(name, tensors[name])
-    plain = {name: tensor for name, tensor in tensors.items() if name not in scales.beside}
+    weights = {name: tensor for name, tensor in tensors.items() if name not in scales.beside}
     for name, scale in scales.of_weight.items():
-        plain[name] = multiplied(tensors[name], tensors[scale], name).to(dtype)
-    return plain
+        weights[name] = multiplied(tensors[name], tensors[scale], name).to(dtype)
+    return weights

@@ -1,4 +1,4 @@
-"""What is asked of a TensorRT engine, and what it means for a model and a GPU: refused with what would work instead."""
+"""Configuration of a TensorRT engine, resolved for a model, a number of ranks and a GPU."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from engines.tensorrt_engine.rules import (
 
 RingForm = Literal["none", "segments", "native"]
 MIN_FUSED_HEADS = 2
-"""TensorRT wants two: with one head per rank it builds no fused attention (fp16 fails, bf16 is silently unfused)."""
+"""Heads per rank from which TensorRT fuses attention. With one, fp16 fails to build and bf16 is silently unfused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRTConfig:
-    """``strategy``: "auto", or what ``ParallelSpec.of`` takes. ``precision`` is one of ``rules.PRECISIONS``."""
-
     strategy: str = "auto"
+    """"auto", or an argument of ``ParallelSpec.of``."""
     precision: str = "auto"
+    """One of ``rules.PRECISIONS``."""
     options: TensorRTOptions = field(default_factory=TensorRTOptions)
 
     def __post_init__(self) -> None:
@@ -41,25 +41,25 @@ class TensorRTConfig:
 
     @property
     def cache_dir(self) -> Path:
-        """Where engine files, exports and calibrations are kept."""
+        """The folder of engine files, exports and calibrations."""
         return self.options.cache_dir or DEFAULT_FOLDER
 
     def specs(self, model: DenoiserModel, team_size: int, target: Target) -> tuple[ParallelSpec, ...]:
-        """How a team of that size divides one branch, two at once, and so on. ValueError if it cannot."""
+        """Return a team's division of one branch, of two in parallel, and so on. ValueError if there is none."""
         specs = self.resolve(model, team_size, target).spec.by_branches()
         for spec in specs:
             spec.check(num_heads=model.num_heads, has_tensor_plan=bool(model.plan.linears))
         return specs
 
     def spec(self, num_ranks: int, *, num_heads: int | None = None) -> ParallelSpec:
-        """The division over so many ranks. "auto" is Ulysses while every rank has two heads, then AllGather-KV."""
+        """Return the division over ``num_ranks``. "auto" is Ulysses if every rank has two heads, else AllGather-KV."""
         if self.strategy != "auto":
             return ParallelSpec.of(self.strategy, num_ranks)
         fits = num_heads is None or (num_heads % num_ranks == 0 and num_heads // num_ranks >= MIN_FUSED_HEADS)
         return ParallelSpec.of("ulysses" if fits else "allgather_kv", num_ranks)
 
     def resolve(self, model: DenoiserModel, num_ranks: int, target: Target) -> ResolvedConfig:
-        """Concrete choices for a model, a number of ranks and a GPU. ValueError says why a combination cannot be."""
+        """Return concrete choices for a model, a number of ranks and a GPU. ValueError if they do not fit together."""
         model.check_planned(num_ranks)
         spec = self.spec(num_ranks, num_heads=model.num_heads)
         spec.check(num_heads=model.num_heads, has_tensor_plan=bool(model.plan.linears))
@@ -72,31 +72,30 @@ class TensorRTConfig:
         if spec.num_ranks > 1 and heads < MIN_FUSED_HEADS and precision != "float32":
             raise ValueError(
                 f"{spec.name} leaves {heads} of {model.num_heads} heads on a rank; TensorRT fuses half-precision "
-                f"attention from {MIN_FUSED_HEADS} heads on: use fewer ranks, or allgather_kv, which keeps all heads"
+                f"attention from {MIN_FUSED_HEADS} heads: use fewer ranks, or allgather_kv, which keeps all heads"
             )
         ring = ring_form(spec, target)
         if ring == "segments" and self.weights == "constants":
             raise ValueError(
-                f"{spec.name} with weights: constants on {target.name}: the engine is cut into segments that blocks of "
-                f"one type share, with the weights of each as inputs; use weights: inputs, or ulysses{spec.num_ranks}"
+                f"{spec.name} with weights: constants on {target.name}: a ring cuts the engine into segments that "
+                f"blocks of one type share, with weights as inputs; use weights: inputs, or ulysses{spec.num_ranks}"
             )
         return ResolvedConfig(spec=spec, precision=precision, ring=ring, target=target)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedConfig:
-    """``precision`` is a quantised one, or the name of the model's dtype; ``ring`` says how a ring runs."""
-
     spec: ParallelSpec
     precision: str
+    """A quantised precision, or the name of the model's dtype."""
     ring: RingForm
     target: Target
 
 
 def ring_form(spec: ParallelSpec, target: Target) -> RingForm:
-    """Alone, a ring is TensorRT's own where it has one, else the torch engine's between segments of the engine.
+    """Return how a ring runs: by TensorRT ("native"), if supported, or in torch between segments of the engine.
 
-    With Ulysses it is the group-free hybrid, which needs neither.
+    With Ulysses, the group-free hybrid needs neither ("none").
     """
     if spec.ring == 1 or spec.ulysses > 1:
         return "none"

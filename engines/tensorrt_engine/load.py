@@ -1,4 +1,4 @@
-"""The TensorRT engine for a rank of a gang: configuration resolved, checks made, engine files found or built."""
+"""Load a rank's TensorRT engine: resolve the configuration, check the gang, load or build engine files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engines.parallel.early_start import gang_groups
 from engines.parallel.mesh import Team
 from engines.parallel.self_check import self_check
 from engines.tensorrt_engine.build.bindings import Target, load_bindings
-from engines.tensorrt_engine.build.builder import BuildOptions, told_of
+from engines.tensorrt_engine.build.builder import BuildOptions, explain_build_errors
 from engines.tensorrt_engine.build.caches import EngineCache, cached_engine
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.config import TensorRTConfig
@@ -28,10 +28,10 @@ from engines.tensorrt_engine.rules import TensorRTOptions
 from engines.tensorrt_engine.run.runtime import (
     EngineRunner,
     LoadedEngine,
-    check_alike,
     check_engine_file,
     check_nccl,
     check_same_engine_file,
+    check_same_facts,
     communicator,
     current_target,
 )
@@ -48,19 +48,19 @@ def load_tensorrt_engine(
     expected: Sequence[tuple[Branch, ...]] = (),
     choosing: Choosing | None = None,
 ) -> TensorRTEngine:
-    """Made, checked on every team. Every rank of the gang makes this call at the same time.
+    """Return the engine, self-checked on every team. Collective over the gang.
 
-    ``expected`` are steps in the sizes that will come: they share an engine file, prepared before this returns, and are
-    used for the check. What "auto" means goes by rules, so ``choosing`` decides nothing. Raises ValueError for what
-    TensorRT cannot do, PreflightError, EngineRejectedError, WrongAnswerError.
+    ``expected`` are steps in the expected sizes. They share an engine file, which is loaded before this returns, and
+    they serve as input of the self-check. ``choosing`` is unused, since fixed rules resolve "auto". Raises ValueError
+    for what TensorRT does not support, PreflightError, EngineRejectedError, WrongAnswerError.
     """
     config = TensorRTConfig(strategy=strategy, precision=precision, options=options or TensorRTOptions())
     buckets = tuple(branches[0] for branches in expected)
     target = current_target(context.rank)
-    groups = gang_groups()  # waits for the early start: no exchange comes before it
+    groups = gang_groups()  # waits for the early start, which precedes any exchange
     if context.num_ranks > 1:
         nccl = check_nccl(context.rank)
-        check_alike(start_facts(model, config, target, nccl), rank=context.rank)
+        check_same_facts(start_facts(model, config, target, nccl), rank=context.rank)
     specs = TeamSpecs.of_sizes(tiling_sizes(context.num_ranks), lambda size: config.specs(model, size, target))
     engine = TensorRTEngine(
         model,
@@ -77,7 +77,7 @@ def load_tensorrt_engine(
 
 
 def start_facts(model: DenoiserModel, config: TensorRTConfig, target: Target, nccl: str) -> dict[str, str]:
-    """What must be the same on every rank of a gang, by name."""
+    """Return by name what must be equal on all ranks of a gang."""
     bindings = load_bindings()
     weights = {f"weights of {name}": fingerprint(module) for name, module in model.modules.items()}
     options = f"strategy {config.strategy}, precision {config.precision}, weights {config.weights}"
@@ -96,9 +96,9 @@ def exporter_of(config: TensorRTConfig, model: DenoiserModel, num_ranks: int, ta
 
 
 def engine_runners(config: TensorRTConfig, model: DenoiserModel, context: RankContext, target: Target) -> MakeRunner:
-    """Returns what makes runners: engine files from the cache, alike on every rank, with the team's communicator.
+    """Return a function that makes runners from cached engine files, with the team's communicator.
 
-    An engine file is deserialized once, however many shapes it serves, and again where all of them had gone.
+    All shapes of an engine file share one deserialized engine, which is loaded again after the last was evicted.
     """
     cache = EngineCache(config.cache_dir)
     device = torch.device(context.device)
@@ -107,7 +107,7 @@ def engine_runners(config: TensorRTConfig, model: DenoiserModel, context: RankCo
     def make(graph: EngineGraph, weights: Mapping[str, Tensor], team: Team) -> EngineRunner:
         precision = config.resolve(model, len(team.ranks), target).precision
         options = BuildOptions(target=target)
-        with told_of(model, team.spec.name):
+        with explain_build_errors(model, team.spec.name):
             engine = cached_engine(graph, options, cache, strategy=team.spec.name, precision=precision)
         check_engine_file(engine, rank=context.rank, target=target)
         group = team.context.group or team.tensor.group

@@ -1,4 +1,4 @@
-"""What a configuration may ask of a TensorRT engine, and what none can do. Without torch."""
+"""Options of a TensorRT engine, and checks of a configuration. Free of torch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ from engines.core.spec import ParallelSpec, check_known, scheme_of
 Weights = Literal["inputs", "constants"]
 
 PRECISIONS = ("auto", "native", "fp8-static", "int8-static")
-"""Scales are constants of an engine file, so they are static ones."""
+"""Quantisation scales are constants of an engine file, hence static."""
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""Names under which users look for a dtype among precisions."""
+"""dtype names that users may give as a precision by mistake."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRTOptions:
-    """``weights``: inputs of one engine file for all fine-tunes, or constants of one per checkpoint. Engine files are
-    kept in ``cache_dir`` (None: ``~/.cache/troupe/engines``).
-    """
-
     weights: Weights = "inputs"
+    """Inputs of one engine file for all fine-tunes, or constants of one engine file per checkpoint."""
     cache_dir: Path | None = None
+    """Folder of engine files; None: ``~/.cache/troupe/engines``."""
 
     def __post_init__(self) -> None:
         if self.weights not in get_args(Weights):
@@ -33,7 +31,7 @@ class TensorRTOptions:
 
 
 def check(choice: EngineChoice) -> None:
-    """Raise ``ValueError``, with the reason and what would work, if TensorRT cannot do what ``choice`` asks for."""
+    """Raise ``ValueError``, with the reason and an alternative, if TensorRT does not support ``choice``."""
     options = choice.options or TensorRTOptions()
     assert isinstance(options, TensorRTOptions)
     check_device(gpus_per_rank=choice.gpus_per_rank)
@@ -48,32 +46,32 @@ def check(choice: EngineChoice) -> None:
 
 
 def check_model(eager_only: str) -> None:
-    """Refuse a model of which it is known that no graph can be made; see ``EngineChoice``."""
+    """Raise ValueError for a model that cannot be exported; see ``EngineChoice.eager_only``."""
     if eager_only:
         raise ValueError(f"{eager_only}, which no TensorRT engine does: use engine: torch")
 
 
 def check_options(*, strategy: str, precision: str, weights: str, num_ranks: int | None = None) -> None:
-    """Raises ValueError with the reason and what would work. Without ``num_ranks``, any that fits the strategy does."""
+    """Raise ValueError, with an alternative. Without ``num_ranks``, check a number of ranks that fits the strategy."""
     check_known_precision(precision)
     if strategy == "auto":
         return
-    spec = ParallelSpec.of(strategy, _some_num_ranks(strategy) if num_ranks is None else num_ranks)
+    spec = ParallelSpec.of(strategy, _valid_num_ranks(strategy) if num_ranks is None else num_ranks)
     check_spec(spec, weights=weights)
     check_precision(spec, precision=precision)
 
 
 def check_spec(spec: ParallelSpec, *, weights: str) -> None:
-    """Refuse what would need communicators within the team, and what would need an engine file per rank."""
+    """Raise ValueError for divisions that need communicators within the team or an engine file per rank."""
     if spec.tensor > 1 and spec.context > 1:
         raise ValueError(
             f"{spec.name} in TensorRT: tensor parallelism with split tokens needs two communicators, and TensorRT "
-            f"ignores the groups of a collective (it would exchange with the wrong ranks, in silence). "
+            f"ignores the groups of a collective (it would silently exchange with the wrong ranks). "
             f"Use tensor{spec.num_ranks} or ulysses{spec.num_ranks} alone, or engine: torch"
         )
     if spec.pipeline > 1:
         raise ValueError(
-            f"{spec.name} in TensorRT: a pipeline gives every rank other layers, and all ranks of a team load one "
+            f"{spec.name} in TensorRT: a pipeline gives each rank its own layers, but all ranks of a team load one "
             f"engine file. Use ulysses{spec.num_ranks} or tensor{spec.num_ranks}, or engine: torch"
         )
     if spec.tensor > 1 and weights == "constants":
@@ -82,13 +80,11 @@ def check_spec(spec: ParallelSpec, *, weights: str) -> None:
 
 def check_precision(spec: ParallelSpec, *, precision: str) -> None:
     if scheme_of(precision) and spec.tensor > 1:
-        raise ValueError(
-            f"{precision} with {spec.name}: scales are those of whole weights; use ulysses or allgather_kv"
-        )
+        raise ValueError(f"{precision} with {spec.name}: scales belong to whole weights; use ulysses or allgather_kv")
 
 
 def check_known_precision(precision: str) -> None:
-    """Raises ValueError with what there is, and what to write instead of names that others use."""
+    """Raise ValueError for an unknown precision, with the right spelling for common mistakes."""
     if precision in DTYPES:
         raise ValueError(
             f"precision is {precision!r}; native computes in the model's dtype, so set that to {DTYPES[precision]}"
@@ -108,12 +104,12 @@ def check_device(*, gpus_per_rank: float) -> None:
         )
 
 
-def _some_num_ranks(strategy: str) -> int:
-    """A number of ranks at which a strategy's name can be checked: 4 shows its axes, a product has its own."""
+def _valid_num_ranks(strategy: str) -> int:
+    """Return a number of ranks that the strategy accepts, 4 if it can: this shows all axes of a hybrid."""
     for num_ranks in (4, 2, 8, 3, 6, 12, 16):
         try:
             ParallelSpec.of(strategy, num_ranks)
         except ValueError:
             continue
         return num_ranks
-    return 4  # and ParallelSpec says what is wrong with it
+    return 4  # ParallelSpec raises the error

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from engines.core.engine import EngineChoice
 from engines.core.estimates import StepEstimates
 from engines.core.model import Branch, DenoiserModel, dtype_of
-from engines.core.resources import Recent
+from engines.core.resources import LRUCache
 from engines.core.shard_plan import ShardPlan
 from engines.core.spec import ParallelSpec, scheme_of
 from engines.parallel.division import Division, TeamSpecs, exchange_predictions, forward_fails_alone, shape_of
@@ -97,9 +97,9 @@ class TorchEngine:
         self.division = Division(specs, model.plan, others=others, **gang)
         self._model = model
         self._memory = memory_floor(model, self.config.precision)
-        self._checked: Recent[None] = Recent(MAX_KNOWN)
+        self._checked: LRUCache[None] = LRUCache(MAX_KNOWN)
         self._was_warm = False
-        self._pipelined: Recent[None] = Recent(MAX_KNOWN)
+        self._pipelined: LRUCache[None] = LRUCache(MAX_KNOWN)
         make_kernel = kernel_by_length(self.config.exchange, self.device, self.dtype)
         self._sharded = ShardedModel(model, self._prepare_module, make_kernel=make_kernel)
         self._steps = StepRunner(model, self._sharded, config=self.config, device=self.device)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel, FastWeights, Precision, StepTensors
-from engines.core.resources import Recent
+from engines.core.resources import LRUCache
 from engines.fast.graph import CapturedStep, GraphPool
 from engines.parallel.division import shape_of
 from engines.parallel.mesh import Team
@@ -58,7 +58,7 @@ class StepRunner:
         """Of the graphs that there are."""
         self._hoisted = HoistedCache(latents=model.latents, timestep=model.timestep)
         self._weights: dict[str, FastWeights] = {}
-        self._steps: dict[Hashable, Recent[_Step]] = {}
+        self._steps: dict[Hashable, LRUCache[_Step]] = {}
         """By team, and how it divides a step; then by shape."""
         self.was_warm = False
         """Whether the last run was a replay without a capture; where nothing is captured: its shape had run before."""
@@ -98,7 +98,7 @@ class StepRunner:
                 return self._module_step(branch, team)
             return self._fast_step(branch, team, weights, filled)
 
-        steps = self._steps.setdefault((team.ranks, team.spec), Recent(MAX_SHAPES, self._let_go))
+        steps = self._steps.setdefault((team.ranks, team.spec), LRUCache(MAX_SHAPES, self._let_go))
         return steps.get(shape, make)
 
     def _let_go(self, step: _Step) -> None:

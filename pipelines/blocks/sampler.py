@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engines.core.engine import JobFailedError
 from engines.core.model import Branch, Schedule, normal_mix
-from engines.core.resources import Recent
+from engines.core.resources import LRUCache
 from engines.parallel.division import shape_of
 from pipelines.blocks import arguments, passes, tree
 from pipelines.blocks.denoiser import guided, set_scale
@@ -75,7 +75,7 @@ class BlocksSampler:
         self._decoder_reads = opened.input_names(opened.sections.decode) - {"generator"}
         self._is_fast = self._spec.fast_weights(opened.part_config(opened.transformers[0])) is not None
         self._noted: tuple[Noted, ...] = ()
-        self._known_timesteps: Recent[tuple[Steps, Tensor]] = Recent(MAX_JOBS)
+        self._known_timesteps: LRUCache[tuple[Steps, Tensor]] = LRUCache(MAX_JOBS)
         """By the id of a job's steps; the entry holds them, so that the id stays unique."""
 
     def begin(self, request: MediaRequest, conditioning: Conditioning) -> BlocksState:

@@ -1,1 +1,1 @@
-"""From ONNX to an engine file: TensorRT's builder, and caches of what it made."""
+"""TensorRT's builder (ONNX to engine file), and caches of engine files and exports."""

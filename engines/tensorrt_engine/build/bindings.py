@@ -1,4 +1,4 @@
-"""The installed TensorRT (``tensorrt``, else TensorRT-RTX), its messages, and the GPU generations it builds for."""
+"""The installed TensorRT (``tensorrt``, else TensorRT-RTX), its messages, and its target GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TensorRTMissingError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bindings:
-    """The Python module of a TensorRT product and what the key of a cached engine must know of it."""
+    """The Python module of a TensorRT product; product and version are part of an engine's cache key."""
 
     module: ModuleType
     product: str
@@ -32,9 +32,9 @@ class Bindings:
 
 @functools.cache
 def load_bindings() -> Bindings:
-    """Returns ``tensorrt`` where it is installed (it runs engines on data-centre GPUs), TensorRT-RTX otherwise.
+    """Return ``tensorrt`` if installed (it runs engines on data-centre GPUs), TensorRT-RTX otherwise.
 
-    Raises TensorRTMissingError when neither can be imported.
+    Raises TensorRTMissingError if neither can be imported.
     """
     failures = []
     for name, product in (("tensorrt", "tensorrt"), ("tensorrt_rtx_bindings", "tensorrt_rtx")):
@@ -55,7 +55,7 @@ def _logger_class() -> type:
     trt = load_bindings().api
     failures = (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR)
 
-    class ErrorKeepingLogger(trt.ILogger):  # type: ignore[misc, name-defined]
+    class ErrorCollector(trt.ILogger):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
             self.errors: list[str] = []
@@ -63,20 +63,20 @@ def _logger_class() -> type:
         def log(self, severity: Any, message: str) -> None:
             if severity in failures:
                 self.errors.append(message)
-            if severity != trt.ILogger.VERBOSE:  # of warnings there are hundreds a build, none that a user can act on
+            if severity != trt.ILogger.VERBOSE:  # a build has hundreds of warnings, none actionable for a user
                 logger.debug("%s", message)
 
-    return ErrorKeepingLogger
+    return ErrorCollector
 
 
 @functools.cache
 def trt_logger() -> Any:
-    """Returns the process's one ``ILogger`` (TensorRT keeps the first it gets); ``errors`` collects error messages."""
+    """Return the process's only ``ILogger`` (TensorRT ignores a second); its ``errors`` collects error messages."""
     return _logger_class()()
 
 
 def take_errors() -> str:
-    """Returns the error messages since the last call, as one line."""
+    """Return the error messages since the last call, as one line."""
     errors = trt_logger().errors
     text = "; ".join(dict.fromkeys(errors)).strip()
     errors.clear()
@@ -90,7 +90,7 @@ _NATIVE_RING = (10, 0)
 
 @dataclass(frozen=True, kw_only=True, slots=True, order=True)
 class Target:
-    """The GPU an engine file is built for, e.g. ``Target.parse("sm89")``. It runs on no other."""
+    """Compute capability that an engine file is built for, and the only one that it runs on."""
 
     major: int
     minor: int
@@ -101,7 +101,7 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Reads "sm89", "SM120", "8.9" or "12.0"."""
+        """Parse "sm89", "SM120", "8.9" or "12.0"."""
         digits = text.lower().removeprefix("sm").replace(".", "")
         if not (digits.isdecimal() and 2 <= len(digits) <= 3):
             raise ValueError(f"target {text!r} is no compute capability: write it as sm80, sm89, sm90, sm100 or sm120")
@@ -117,5 +117,5 @@ class Target:
 
     @property
     def has_native_ring(self) -> bool:
-        """Whether attention may span devices inside the engine (``IAttention.num_ranks``, in TensorRT 11)."""
+        """True if attention may span devices inside the engine (``IAttention.num_ranks``, TensorRT 11)."""
         return (self.major, self.minor) >= _NATIVE_RING

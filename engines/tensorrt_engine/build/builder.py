@@ -1,4 +1,4 @@
-"""From ONNX to an engine file: everything that touches TensorRT's builder."""
+"""Calls of TensorRT's builder: ONNX to engine file, with timing caches, profiles and targets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engines.tensorrt_engine.build.progress import BuildCancelledError, Progress
 
 
 def attach_timing_cache(config: Any, folder: Path | None, target: Target) -> Path | None:
-    """Gives ``config`` the stored timings; returns the file to store them in again, None without a cache folder."""
+    """Load stored timings into ``config``; return the file to store them in. None without a cache folder."""
     if folder is None:
         return None
     bindings = load_bindings()
@@ -31,7 +31,7 @@ def attach_timing_cache(config: Any, folder: Path | None, target: Target) -> Pat
 
 
 def store_timing_cache(config: Any, path: Path | None) -> None:
-    """Merges this build's timings into the file (other builds may have added theirs meanwhile)."""
+    """Merge this build's timings into the file, which concurrent builds may have updated."""
     if path is None:
         return
     with locked(path), _rtx_deprecation_ignored():
@@ -43,7 +43,7 @@ def store_timing_cache(config: Any, path: Path | None) -> None:
 
 @contextmanager
 def _rtx_deprecation_ignored() -> Iterator[None]:
-    """Silences TensorRT-RTX, which compiles on the target GPU, keeps no timings and deprecates their cache."""
+    """Ignore TensorRT-RTX's deprecation of the timing cache: it compiles on the target GPU, without timings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
@@ -53,17 +53,17 @@ Shape = tuple[int, ...]
 
 
 class BuildError(RuntimeError):
-    """TensorRT refused the network; the message is its own."""
+    """TensorRT refused the network; the message quotes its reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Shapes that one optimization profile covers: input name -> (smallest, most likely, largest)."""
+    """Shapes that one optimization profile covers: input name to (smallest, most likely, largest) shape."""
 
     shapes: Mapping[str, tuple[Shape, Shape, Shape]]
 
     def covers(self, shapes: Mapping[str, Shape]) -> bool:
-        """Whether every dim of every input of the profile lies between its smallest and its largest."""
+        """Return whether all dims of all inputs of the profile are within its bounds."""
         return all(
             low <= size <= high
             for name, (smallest, _, largest) in self.shapes.items()
@@ -73,7 +73,7 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildOptions:
-    """What besides the network decides the engine file."""
+    """Settings that determine the engine file, together with the network."""
 
     target: Target
     profiles: tuple[Profile, ...] = ()
@@ -83,17 +83,17 @@ class BuildOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Built:
-    """A serialized engine and how long the builder took."""
+class BuiltEngine:
+    """A serialized engine and its build time."""
 
     engine_file: bytes
     build_s: float
 
 
-def build(onnx_file: bytes, options: BuildOptions, *, bar: ProgressBar | None = None) -> Built:
-    """Builds a strongly typed network for ``options.target``.
+def build(onnx_file: bytes, options: BuildOptions, *, bar: ProgressBar | None = None) -> BuiltEngine:
+    """Build a strongly typed network for ``options.target``.
 
-    Raises BuildError with TensorRT's words, BuildCancelledError after Ctrl-C.
+    Raises BuildError with TensorRT's reason, BuildCancelledError after Ctrl-C.
     """
     trt = load_bindings().api
     bar = bar if bar is not None else ProgressBar(visible=False)
@@ -114,7 +114,7 @@ def build(onnx_file: bytes, options: BuildOptions, *, bar: ProgressBar | None = 
             f"TensorRT refused the network for {options.target.name}: {take_errors() or 'no reason given'}"
         )
     store_timing_cache(config, cache)
-    return Built(engine_file=bytes(engine_file), build_s=time.perf_counter() - started_s)
+    return BuiltEngine(engine_file=bytes(engine_file), build_s=time.perf_counter() - started_s)
 
 
 def _parse(builder: Any, onnx_file: bytes) -> Any:
@@ -128,7 +128,7 @@ def _parse(builder: Any, onnx_file: bytes) -> Any:
 
 
 def _check_profiles(network: Any, profiles: tuple[Profile, ...]) -> None:
-    """Raises ValueError for names that TensorRT ignores in silence, or for whose lack it blames the graph."""
+    """Raise ValueError for names that TensorRT would silently ignore, or report as an error of the graph."""
     inputs = [network.get_input(i) for i in range(network.num_inputs)]
     dynamic = {tensor.name for tensor in inputs if -1 in tuple(tensor.shape)}
     if dynamic and not profiles:
@@ -163,19 +163,19 @@ def _optimization_profile(builder: Any, profile: Profile) -> Any:
 
 
 def check_target(target: Target) -> None:
-    """Raises ValueError for a target that the installed product does not build for.
+    """Raise ValueError for a target that the installed product does not support.
 
-    RTX cross-compiles for a list of targets; TensorRT builds for the GPU that it runs on.
+    RTX cross-compiles for a list of targets; TensorRT builds for the local GPU.
     """
     capabilities = getattr(load_bindings().api, "ComputeCapability", None)
     if capabilities is None:
         _require_this_gpu(target)
         return
-    known = [name.lower() for name in capabilities.__members__ if name.startswith("SM")]
-    if target.name not in known:
+    supported = [name.lower() for name in capabilities.__members__ if name.startswith("SM")]
+    if target.name not in supported:
         product = load_bindings().product
         raise ValueError(
-            f"{product} builds for {', '.join(known)}, not for {target.name}: build on such a GPU, with TensorRT 11"
+            f"{product} builds for {', '.join(supported)}, not for {target.name}: build on such a GPU with TensorRT 11"
         )
 
 
@@ -189,15 +189,15 @@ def _set_target(config: Any, target: Target) -> None:
 
 def _require_this_gpu(target: Target) -> None:
     if not torch.cuda.is_available():
-        raise ValueError(f"TensorRT builds for the GPU it runs on, and there is none here to build {target.name} for")
+        raise ValueError(f"TensorRT builds for the GPU it runs on; there is none here to build for {target.name}")
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) != (target.major, target.minor):
         raise ValueError(f"TensorRT builds for the GPU it runs on: this is sm{major}{minor}, not {target.name}")
 
 
 @contextmanager
-def told_of(model: DenoiserModel, strategy: str) -> Iterator[None]:
-    """Names the class of ``model`` in a BuildError, and what works instead; TensorRT's own words are the cause."""
+def explain_build_errors(model: DenoiserModel, strategy: str) -> Iterator[None]:
+    """Add the class of ``model`` and an alternative to a BuildError, in front of TensorRT's own message."""
     try:
         yield
     except BuildError as error:

@@ -1,4 +1,4 @@
-"""Engine files and exports on disk: made once for all processes, whole or absent, found again at the next start."""
+"""Engine files on disk: built once for all processes, written atomically, reused at the next start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from engines.core.storage import get_or_make, write_atomically
 from engines.tensorrt_engine.build.bindings import load_bindings
-from engines.tensorrt_engine.build.builder import BuildOptions, Built, build
+from engines.tensorrt_engine.build.builder import BuildOptions, BuiltEngine, build
 from engines.tensorrt_engine.build.progress import ProgressBar
 from engines.tensorrt_engine.export.graph import EngineGraph
 
@@ -20,13 +20,14 @@ DEFAULT_FOLDER = Path.home() / ".cache" / "troupe" / "engines"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineKey:
-    """Everything that decides an engine file. ``options`` holds target, profiles and flags as one line of text."""
+    """Everything that determines an engine file."""
 
     graph_digest: str
     strategy: str
     num_ranks: int
     precision: str
     options: str
+    """Target, profiles and flags as JSON."""
     product: str
     version: str
 
@@ -55,7 +56,7 @@ class EngineKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedEngine:
-    """An engine file whose checksum was right when it was read. ``sha256`` is what the ranks of a gang compare."""
+    """An engine file, built or read with a correct checksum. Ranks of a gang compare ``sha256``."""
 
     engine_file: bytes
     sha256: str
@@ -66,13 +67,13 @@ class CachedEngine:
 
 
 class EngineCache:
-    """A folder of ``.engine`` files, each with an ``.engine.json``, written last, of its key and checksum."""
+    """A folder of ``.engine`` files; each has an ``.engine.json`` with key and checksum, written last."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def get_or_build(self, key: EngineKey, build: Callable[[], Built]) -> CachedEngine:
-        """Returns the stored engine, or ``build()``'s. Of processes that ask at once one builds, the others wait."""
+    def get_or_build(self, key: EngineKey, build: Callable[[], BuiltEngine]) -> CachedEngine:
+        """Return the stored engine, or ``build()``'s. One of several concurrent processes builds; the others wait."""
         path = self._folder / f"{key.digest()[:32]}.engine"
         record = path.with_name(f"{path.name}.json")
 
@@ -95,13 +96,13 @@ class EngineCache:
 
 
 def _read(path: Path, record: Path, key: EngineKey) -> CachedEngine:
-    """Returns the stored engine. ValueError, KeyError, TypeError or FileNotFoundError where it cannot be used."""
+    """Return the stored engine. Unusable files raise ValueError, KeyError, TypeError or FileNotFoundError."""
     manifest = json.loads(record.read_text())
     if manifest["key"] != dataclasses.asdict(key):
-        raise ValueError("the key inside is another's")
+        raise ValueError("its key differs from the requested one")
     sha256, build_s, engine_file = str(manifest["sha256"]), float(manifest["build_s"]), path.read_bytes()
     if hashlib.sha256(engine_file).hexdigest() != sha256:
-        raise ValueError(f"{path.name} has another checksum")
+        raise ValueError(f"{path.name} has a wrong checksum")
     return CachedEngine(engine_file=engine_file, sha256=sha256, key=key, build_s=build_s, was_cached=True, path=path)
 
 
@@ -114,8 +115,7 @@ def cached_engine(
     precision: str,
     visible: bool = False,
 ) -> CachedEngine:
-    """Returns the graph's engine for its own profiles, built if the cache has none. Raises as ``build`` does."""
+    """Return the graph's engine for its profiles, from the cache or built. Raises as ``build`` does."""
     serialized, options = graph.serialized(), dataclasses.replace(options, profiles=graph.profiles)
-    num_ranks = graph.num_ranks
-    key = EngineKey.of(serialized, strategy=strategy, num_ranks=num_ranks, precision=precision, options=options)
+    key = EngineKey.of(serialized, strategy=strategy, num_ranks=graph.num_ranks, precision=precision, options=options)
     return cache.get_or_build(key, lambda: build(serialized, options, bar=ProgressBar(visible=visible)))

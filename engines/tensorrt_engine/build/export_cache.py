@@ -1,4 +1,4 @@
-"""Exports on disk: made by one rank for all, found again at the next start. Tracing a large model takes minutes."""
+"""Exports on disk: made once for all ranks and reused at the next start. Tracing a large model takes minutes."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from engines.core.model import Branch, DenoiserModel
 from engines.core.storage import get_or_make, write_atomically
 from engines.parallel.mesh import Team
 from engines.tensorrt_engine.export.archive import read_export, write_export
-from engines.tensorrt_engine.export.exported import Exported
+from engines.tensorrt_engine.export.exported import EngineExport
 
-_TRACERS = ("torch", "diffusers", "onnx", "onnxscript", "onnx_ir")
-"""Packages whose versions decide what an export looks like."""
+_PACKAGES = ("torch", "diffusers", "onnx", "onnxscript", "onnx_ir")
+"""Packages whose versions affect an export."""
 
 
 class ExportCache:
-    """A folder with one file an export, under a key of all that decides it."""
+    """A folder with one file per export, named by a key of everything that determines it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / "exports"
 
     def get_or_export(
-        self, key: str, weights: Mapping[str, Tensor], device: torch.device, export: Callable[[], Exported]
-    ) -> Exported:
-        """Returns the stored export, or ``export()``'s. Of processes that ask at once one exports, the others wait.
+        self, key: str, weights: Mapping[str, Tensor], device: torch.device, export: Callable[[], EngineExport]
+    ) -> EngineExport:
+        """Return the stored export, or ``export()``'s. One of several concurrent processes exports; the others wait.
 
-        ``weights`` are bound to what runs in torch. A damaged file is logged and made again.
+        ``weights`` are bound to the parts that run in torch. A damaged file is logged and replaced.
         """
         path = self._folder / f"{key}.zip"
 
-        def read(path: Path) -> Exported:
+        def read(path: Path) -> EngineExport:
             return read_export(path.read_bytes(), weights, device)
 
-        def make() -> Exported:
+        def make() -> EngineExport:
             write_atomically(path, write_export(export()))
-            return read(path)  # what the other ranks read, byte for byte
+            return read(path)  # the same bytes as the other ranks read
 
         return get_or_make(path, read, make)
 
 
 def export_key(model: DenoiserModel, branches: tuple[Branch, ...], team: Team, **options: str) -> str:
-    """Returns a digest of all that decides an export: model, shapes, division, options, versions and our own code."""
+    """Return a digest of all that determines an export: model, shapes, division, options, versions, Troupe's code."""
     module = model.modules[branches[0].module]
     facts = {
         "module": repr(module),
@@ -57,16 +57,16 @@ def export_key(model: DenoiserModel, branches: tuple[Branch, ...], team: Team, *
         "tensors": [f"{name} {tuple(x.shape)} {x.dtype} {x.device}" for name, x in module.state_dict().items()],
         "buffers": [f"{name} {_digest(x)}" for name, x in module.named_buffers()],
         "model": f"{model.plan} {model.num_heads} {model.head_dim} {model.forward.__module__}",
-        "branches": [_described(branch) for branch in branches],
+        "branches": [_describe(branch) for branch in branches],
         "spec": str(team.spec),
         "options": options,
-        "versions": {name: version(name.replace("_", "-")) for name in _TRACERS},
+        "versions": {name: version(name.replace("_", "-")) for name in _PACKAGES},
         "code": [code_digest(name) for name in ("engines", model.forward.__module__.partition(".")[0])],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _described(branch: Branch) -> str:
+def _describe(branch: Branch) -> str:
     tensors = ((name, x) for name, x in sorted(branch.inputs.items()) if x is not None)
     forms = (f"{name} {tuple(x.shape)} {x.dtype} {x.device}" for name, x in tensors)
     return " ".join((branch.module, str(sorted(branch.constants.items())), *forms))
@@ -80,7 +80,7 @@ def _digest(tensor: Tensor) -> str:
 
 @functools.cache
 def code_digest(package: str) -> str:
-    """Returns a digest of every Python file in a package that is imported."""
+    """Return a digest of all Python files of an imported package."""
     digest = hashlib.sha256()
     for folder in map(Path, getattr(sys.modules[package], "__path__", ())):
         for file in sorted(folder.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""A build's progress as a bar, and a clean end when somebody presses Ctrl-C."""
+"""A build's progress bar, and cancellation by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class BuildCancelledError(KeyboardInterrupt):
 
 
 class ProgressBar:
-    """Phases of a build as nested rich bars. ``cancelled`` set from any thread ends the build at its next step."""
+    """Phases of a build as nested bars. Setting ``cancelled``, from any thread, ends the build at its next step."""
 
     def __init__(self, *, visible: bool) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -34,7 +34,7 @@ class ProgressBar:
         self._tasks[phase] = self._progress.add_task(indent + phase, total=num_steps)
 
     def step_complete(self, phase: str, step: int) -> bool:
-        """Returns False to ask TensorRT to stop."""
+        """Advance the bar; return False to stop the build."""
         if phase in self._tasks:
             self._progress.update(self._tasks[phase], completed=step + 1)
         return not self.cancelled.is_set()
@@ -45,17 +45,17 @@ class ProgressBar:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Shows the bar; Ctrl-C sets ``cancelled`` meanwhile (an exception must not cross TensorRT's C++ frames)."""
+        """Show the bar. Ctrl-C sets ``cancelled``, since exceptions must not cross TensorRT's C++ frames."""
         with self._progress, _interrupts_to(self.cancelled):
             yield
 
 
 @contextmanager
 def spinner(text: str, *, visible: bool) -> Iterator[None]:
-    """Show that work without a known number of steps is under way.
+    """Show a spinner while the block runs.
 
-    Raises KeyboardInterrupt at the end of the block if Ctrl-C came and its exception was lost inside: Python drops
-    exceptions in finalizers and in callbacks of weak references, of which tracing has many.
+    Raises KeyboardInterrupt at the end of the block if an exception of Ctrl-C was lost inside. Python drops exceptions
+    in finalizers and in weak-reference callbacks, which are frequent during a trace.
     """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     interrupted = threading.Event()
@@ -67,7 +67,7 @@ def spinner(text: str, *, visible: bool) -> Iterator[None]:
 
 
 def _progress(*columns: ProgressColumn, visible: bool) -> Progress:
-    """Returns a bar that is gone at its end. It shows nothing in a file or a pipe, where it would leave blank lines."""
+    """Return a bar that disappears at its end, and shows nothing if the output is no terminal."""
     console = Console()
     return Progress(*columns, console=console, disable=not (visible and console.is_terminal), transient=True)
 
@@ -76,7 +76,7 @@ def _progress(*columns: ProgressColumn, visible: bool) -> Progress:
 def _interrupts_to(cancelled: threading.Event, *, raises: bool = False) -> Iterator[None]:
     """Set ``cancelled`` at Ctrl-C; with ``raises``, raise KeyboardInterrupt too."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python delivers signals to the main thread alone
+        yield  # Python delivers signals to the main thread only
         return
 
     def on_interrupt(_signal: int, _frame: FrameType | None) -> None:
@@ -113,5 +113,5 @@ def _monitor_class() -> type:
 
 
 def as_monitor(bar: ProgressBar) -> Any:
-    """Returns ``bar`` as TensorRT's ``IProgressMonitor``. The caller keeps it alive during the build."""
+    """Return ``bar`` as an ``IProgressMonitor``, to be kept alive during the build."""
     return _monitor_class()(bar)

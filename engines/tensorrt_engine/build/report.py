@@ -1,8 +1,7 @@
-"""``troupe build-engine``: exports a model's step, builds its engine file or finds it in the cache, says what it holds.
+"""``troupe build-engine``: export a model's step, build or load its engine files, and report their contents.
 
-Without a GPU an engine file cannot be deserialized, so TensorRT's engine inspector is out of reach. Those of
-TensorRT-RTX 1.7 carry their compiled program as text, in an undocumented format; for diagnostics alone, what is in it
-is counted here.
+TensorRT's engine inspector needs a GPU. Engine files of TensorRT-RTX 1.7 contain their program as text, in an
+undocumented format. Its instructions are counted here for diagnostics.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ import onnx_ir as ir
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.mesh import Team
 from engines.tensorrt_engine.build.bindings import Target
-from engines.tensorrt_engine.build.builder import BuildOptions, Shape, check_target, told_of
+from engines.tensorrt_engine.build.builder import BuildOptions, Shape, check_target, explain_build_errors
 from engines.tensorrt_engine.build.caches import CachedEngine, EngineCache, cached_engine
 from engines.tensorrt_engine.build.progress import spinner
 from engines.tensorrt_engine.config import ResolvedConfig, TensorRTConfig
-from engines.tensorrt_engine.export.buckets import sharing
-from engines.tensorrt_engine.export.exported import Exported
+from engines.tensorrt_engine.export.buckets import shared_branches
+from engines.tensorrt_engine.export.exported import EngineExport
 from engines.tensorrt_engine.export.exporter import Exporter, change_for
 from engines.tensorrt_engine.export.graph import EngineGraph
 from engines.tensorrt_engine.export.trace import offline_team
@@ -44,12 +43,13 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineReport:
-    """What one engine file holds. ``num_fused_attentions`` is None where this TensorRT's cannot be looked into."""
+    """Contents of one engine file."""
 
     title: str
     collectives: dict[str, int]
     num_attentions: int
     num_fused_attentions: int | None
+    """None if the engine file contains no readable program."""
     inputs: tuple[str, ...]
     num_weight_inputs: int
     graph_bytes: int
@@ -61,7 +61,7 @@ class EngineReport:
     sha256: str
 
     def lines(self) -> list[str]:
-        """Returns the report for a terminal."""
+        """Return the report for a terminal."""
         exchanges = ", ".join(f"{number} {name}" for name, number in sorted(self.collectives.items())) or "none"
         fused = "unknown" if self.num_fused_attentions is None else str(self.num_fused_attentions)
         origin = "found in the cache, built in" if self.was_cached else "built in"
@@ -90,12 +90,12 @@ def build_engine(
     strip_weights: bool = False,
     visible: bool = True,
 ) -> list[EngineReport]:
-    """Returns reports of the engine files for ``num_ranks`` ranks: one a module, or one a kind of segment.
+    """Return reports of the engine files for ``num_ranks`` ranks: one per module, or one per kind of segment.
 
-    The engine is cut into segments where a ring runs in torch. One branch of a module gives static shapes; several give
-    one engine file over all of their shapes, tuned for the first. No process group may exist (torch's fake one stands
-    in for the other ranks), and no GPU is needed with TensorRT-RTX.
-    Raises ValueError for what TensorRT cannot do, BuildError, BuildCancelledError after Ctrl-C.
+    An engine has segments if a ring runs in torch. One branch of a module gives static shapes. Several give one engine
+    file that covers all their shapes, tuned for the first. No process group may exist, since torch's fake one replaces
+    the other ranks. TensorRT-RTX needs no GPU.
+    Raises ValueError for what TensorRT does not support, BuildError, BuildCancelledError after Ctrl-C.
     """
     check_target(target)
     resolved = config.resolve(model, num_ranks, target)
@@ -117,24 +117,23 @@ def build_engine(
     )
     cache = EngineCache(config.cache_dir)
     named = {"strategy": resolved.spec.name, "precision": resolved.precision}
-    with told_of(model, resolved.spec.name):
+    with explain_build_errors(model, resolved.spec.name):
         engines = [cached_engine(graph, options, cache, **named, visible=visible) for graph in graphs]
     return [_report(graph, resolved, engine, export_s) for graph, engine in zip(graphs, engines, strict=True)]
 
 
 def _export(exporter: Exporter, buckets: Sequence[Branch], team: Team) -> list[EngineGraph]:
-    """Returns equal graphs once: two transformers of one make share their engine files while weights are inputs."""
-    exports = [
-        export for module in dict.fromkeys(b.module for b in buckets) for export in _of(exporter, buckets, module, team)
-    ]
+    """Return the distinct graphs: two transformers of one class share engine files if weights are inputs."""
+    modules = dict.fromkeys(bucket.module for bucket in buckets)
+    exports = [export for module in modules for export in _export_module(exporter, buckets, module, team)]
     graphs = [graph for exported in exports for graph in exported.graphs]
     return list({graph.serialized(): graph for graph in graphs}.values())
 
 
-def _of(exporter: Exporter, buckets: Sequence[Branch], module: str, team: Team) -> list[Exported]:
-    """Returns, as the engine makes them, one export for the sizes that share an engine, and one for each other."""
+def _export_module(exporter: Exporter, buckets: Sequence[Branch], module: str, team: Team) -> list[EngineExport]:
+    """Return one export for all sizes that share an engine, and one for each other size, like ``TensorRTEngine``."""
     branches = [branch for branch in buckets if branch.module == module]
-    shared = [] if exporter.is_segmented(team) else sharing(exporter.model, branches, team)
+    shared = [] if exporter.is_segmented(team) else shared_branches(exporter.model, branches, team)
     rest = [branch for branch in branches if all(branch is not each for each in shared)]
     return [exporter.export(each, team) for each in ([shared] if shared else []) + [[branch] for branch in rest]]
 
@@ -147,7 +146,7 @@ def _report(graph: EngineGraph, resolved: ResolvedConfig, engine: CachedEngine, 
         collectives=graph.collectives() if text is None else text.collectives,
         num_attentions=graph.num_attentions(),
         num_fused_attentions=None if text is None else text.num_fused_attentions,
-        inputs=tuple(_shown(value, graph) for value in graph.model.graph.inputs if value.name in graph.inputs),
+        inputs=tuple(_describe_input(value, graph) for value in graph.model.graph.inputs if value.name in graph.inputs),
         num_weight_inputs=len(graph.weights),
         graph_bytes=len(graph.serialized()),
         engine_bytes=len(engine.engine_file),
@@ -159,8 +158,8 @@ def _report(graph: EngineGraph, resolved: ResolvedConfig, engine: CachedEngine, 
     )
 
 
-def _shown(value: ir.Value, graph: EngineGraph) -> str:
-    """Returns name, dims and dtype; a dim that varies with its smallest and its largest size."""
+def _describe_input(value: ir.Value, graph: EngineGraph) -> str:
+    """Return name, dims and dtype; a varying dim as a range of sizes."""
     profiles = [profile.shapes[str(value.name)] for profile in graph.profiles if value.name in profile.shapes]
     dims = _range(profiles[0]) if profiles else [str(dim) for dim in value.shape or ("?",)]
     return f"{value.name} {'×'.join(dims)} {value.dtype.name if value.dtype else ''}".rstrip()
@@ -173,14 +172,14 @@ def _range(shapes: tuple[Shape, Shape, Shape]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineText:
-    """Counts over the whole program. ``collectives`` maps the operation to its number."""
+    """Counts over the whole program of an engine file."""
 
     collectives: dict[str, int]
     num_fused_attentions: int
 
 
 def read_engine_text(engine_file: bytes) -> EngineText | None:
-    """Returns counts of the file's instructions; None when it has no program text of the known version."""
+    """Return counts of the file's instructions; None if it has no program text of the expected version."""
     start = engine_file.find(_PROGRAM_START)
     if start < 0:
         return None

@@ -1,1 +1,1 @@
-"""From a model to ONNX: traced, its collectives marked and translated, cut where an engine cannot go on."""
+"""Export of a model to ONNX: trace, partition, translation of collectives, segments."""

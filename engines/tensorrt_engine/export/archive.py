@@ -1,8 +1,8 @@
-"""An exported engine as one file: ONNX graphs, the torch parts around them as JSON, and the constants these hold.
+"""An export as one file: ONNX graphs, the torch parts around them as JSON, and the constants of these parts.
 
-Weights are not in it (unless the engine has them as constants): they are bound by name when the file is read. Nothing
-in it is code. ``torch.export.save`` would trace both torch parts again, keep their weights' values, and take more than
-ten times as long to read, on every rank at every start.
+The file contains no code. Weights that are inputs of the engine are not in it, but bound by name at reading.
+``torch.export.save`` would trace the torch parts again and store their weights. Reading its files takes more than ten
+times as long, on every rank at every start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, fx, nn
 
 from engines.core.torch_private import is_operator
 from engines.tensorrt_engine.build.builder import Profile, Shape
-from engines.tensorrt_engine.export.exported import Exported
+from engines.tensorrt_engine.export.exported import EngineExport
 from engines.tensorrt_engine.export.graph import WEIGHT_PREFIX, EngineGraph
 from engines.tensorrt_engine.export.segments import Segment
 from engines.tensorrt_engine.export.subgraph import tensors_of
@@ -34,13 +34,13 @@ from engines.tensorrt_engine.export.subgraph import tensors_of
 _FIXED_TIME = (1980, 1, 1, 0, 0, 0)
 _FUNCTIONS = {module.__name__: module for module in (operator, math, torch)}
 _OWN_OPERATORS = ("engines.tensorrt_engine.export.markers", "engines.quantization.onnx")
-"""Modules that register the operators a graph may name besides torch's."""
+"""Modules that register custom operators which a graph may contain."""
 
-_OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+_TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
-def write_export(exported: Exported) -> bytes:
-    """Returns the file's bytes; equal exports give equal bytes. ValueError for a graph that has no written form."""
+def write_export(exported: EngineExport) -> bytes:
+    """Return the file's bytes, equal for equal exports. ValueError for a graph that cannot be serialised."""
     parts = (exported.prologue, exported.epilogue)
     tensors = {name: tensor for part in parts for name, tensor in tensors_of(part, part.graph).items()}
     record = {
@@ -62,16 +62,15 @@ def write_export(exported: Exported) -> bytes:
     return buffer.getvalue()
 
 
-def read_export(data: bytes, weights: Mapping[str, Tensor], device: torch.device) -> Exported:
-    """Reads the file; ``weights`` go by ``state_dict`` key. ValueError, KeyError or ``zipfile.BadZipFile`` if it is
-    damaged."""
+def read_export(data: bytes, weights: Mapping[str, Tensor], device: torch.device) -> EngineExport:
+    """Read the file; ``weights`` by ``state_dict`` key. Damage is ValueError, KeyError or ``zipfile.BadZipFile``."""
     members = _members(data)
     record: dict[str, Any] = json.loads(members["export.json"])
     constants = load(members["constants.safetensors"])
     onnx_files = [members[f"{index}.onnx"] for index in range(len(record["graphs"]))]
     tensors = {name: tensor.to(device) for name, tensor in constants.items()}
     tensors |= {name: _parameter(weights[name.removeprefix(WEIGHT_PREFIX)]) for name in record["weights"]}
-    return Exported(
+    return EngineExport(
         graphs=tuple(_graph(*pair) for pair in zip(record["graphs"], onnx_files, strict=True)),
         prologue=_read_graph(record["prologue"], tensors),
         epilogue=_read_graph(record["epilogue"], tensors),
@@ -83,9 +82,9 @@ def read_export(data: bytes, weights: Mapping[str, Tensor], device: torch.device
 
 def _members(data: bytes) -> dict[str, bytes]:
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:  # checks each member's CRC as it is read
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:  # checks the CRC of each member
             return {name: archive.read(name) for name in archive.namelist()}
-    except (RuntimeError, zlib.error) as error:  # what says how members are written is damaged
+    except (RuntimeError, zlib.error) as error:  # damaged headers of members
         raise ValueError(f"a member of the archive cannot be read: {error}") from error
 
 
@@ -129,7 +128,7 @@ def _segment(record: dict[str, Any]) -> Segment:
 
 
 def _write_graph(graph: fx.Graph) -> list[dict[str, Any]]:
-    """Returns one record a node. ValueError for an argument or a function that has no written form."""
+    """Return one record per node. ValueError for an argument or a function that cannot be serialised."""
     return [
         {
             "name": node.name,
@@ -143,7 +142,7 @@ def _write_graph(graph: fx.Graph) -> list[dict[str, Any]]:
 
 
 def _read_graph(records: list[dict[str, Any]], tensors: Mapping[str, Tensor]) -> fx.GraphModule:
-    """Returns the graph again, its ``get_attr`` nodes bound to ``tensors`` by name."""
+    """Return the graph of ``records``, with its ``get_attr`` nodes bound to ``tensors`` by name."""
     for module in _OWN_OPERATORS:
         importlib.import_module(module)
     graph, nodes = fx.Graph(), dict[str, fx.Node]()
@@ -162,7 +161,7 @@ def _write_target(node: fx.Node) -> str:
     name = str(getattr(node.target, "__name__", node.target))
     home = str(getattr(node.target, "__module__", "")).lstrip("_")
     if home not in _FUNCTIONS or getattr(_FUNCTIONS[home], name, None) is not node.target:
-        raise ValueError(f"{home}.{name} has no written form")
+        raise ValueError(f"the function {home}.{name} cannot be serialised")
     return f"{home}.{name}"
 
 
@@ -194,7 +193,7 @@ def _write(value: Any) -> Any:
             return {"device": str(value)}
         case torch.dtype() | torch.layout() | torch.memory_format():
             return {"torch": str(value).removeprefix("torch.")}
-    raise ValueError(f"an argument of type {type(value).__name__} has no written form")
+    raise ValueError(f"an argument of type {type(value).__name__} cannot be serialised")
 
 
 def _read(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
@@ -215,5 +214,5 @@ def _read(value: Any, nodes: Mapping[str, fx.Node]) -> Any:
         case "device":
             return torch.device(inside)
     constant = getattr(torch, inside)
-    assert isinstance(constant, _OF_TORCH), inside
+    assert isinstance(constant, _TORCH_CONSTANTS), inside
     return constant

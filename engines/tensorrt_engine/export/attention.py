@@ -1,10 +1,8 @@
-"""Attention in exports: hybrid without process groups, and TensorRT's own multi-device attention.
+"""Attention in exports: hybrid attention without process groups, and TensorRT's own multi-device attention.
 
-Hybrid attention without process groups.
-
-TensorRT drops ``groups`` in silence, so every exchange spans the whole team.
-With u·r ranks, rank (jr, ju) computes head group ju for a 1/r share of every rank's query rows, over all keys of that
-head group. Queries and results travel once; keys and values r times, which is what ring attention would save.
+TensorRT silently ignores ``groups``, so every exchange of the hybrid spans the whole team. With u·r ranks, rank
+(jr, ju) computes head group ju: a 1/r share of every rank's query rows over all keys. Queries and results are sent
+once. Keys and values are sent r times, a cost that ring attention would save.
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ from engines.parallel.ulysses import first, spread_heads
 
 
 def group_free_kernel(local: Kernel, team: Team, layout: TokenLayout) -> Kernel:
-    """Returns ``local`` over all tokens: heads in ``ulysses`` groups, queries in ``ring × allgather_kv`` shares.
+    """Return ``local`` over all tokens: heads in ``ulysses`` groups, queries in ``ring × allgather_kv`` shares.
 
-    It takes no mask and no prefix.
+    The kernel supports no mask and no prefix.
     """
     num_groups, num_shares = team.ulysses.size, team.ring.size * team.allgather_kv.size
     cropped = crop_keys(local, layout.valid_rows(0, layout.num_chunks))
@@ -53,7 +51,7 @@ def _exchange(
 ) -> tuple[Tensor, Tensor]:
     q_BLHD, k_BLHD, v_BLHD = qkv_BLHD
     batch, length, heads, dim = q_BLHD.shape
-    q_BLHD = _padded(q_BLHD, num_shares)
+    q_BLHD = _pad_queries(q_BLHD, num_shares)
     share, group, key_group = q_BLHD.shape[1] // num_shares, heads // num_groups, k_BLHD.shape[2] // num_groups
     q_RBSUhD = q_BLHD.reshape(batch, num_shares, share, num_groups, group, dim).movedim(1, 0)
     q_NBShD = q_RBSUhD.movedim(3, 1).reshape(axis.size, batch, share, group, dim)
@@ -70,8 +68,8 @@ def _exchange(
     return back_BLHD[:, :length], lse
 
 
-def _padded(q_BLHD: Tensor, num_shares: int) -> Tensor:
-    """Pads queries to a multiple of the shares (a symbolic length is one already, which the tracer then checks)."""
+def _pad_queries(q_BLHD: Tensor, num_shares: int) -> Tensor:
+    """Pad queries to a multiple of ``num_shares``. A symbolic length is already one, as the tracer checks."""
     length = q_BLHD.shape[1]
     if not isinstance(length, int) or length % num_shares == 0:
         return q_BLHD
@@ -80,7 +78,7 @@ def _padded(q_BLHD: Tensor, num_shares: int) -> Tensor:
 
 @torch.library.custom_op("troupe::ring_attention", mutates_args=())
 def ring_attention(q_BHLD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, num_ranks: int) -> Tensor:
-    """Marks attention over the keys of all ranks; TensorRT runs it, torch never does."""
+    """Mark attention over the keys of all ranks. It runs only in TensorRT."""
     raise NotImplementedError("troupe::ring_attention only runs inside TensorRT")
 
 
@@ -93,14 +91,14 @@ RING_ATTENTION = torch.ops.troupe.ring_attention.default
 
 
 def native_ring_kernel(team: Team, layout: TokenLayout) -> Kernel:
-    """Returns the kernel, which takes no mask and no prefix.
+    """Return TensorRT's ring as a kernel, which supports no mask and no prefix.
 
-    Raises ValueError for tokens that do not divide: the node has no way to leave padding out.
+    Raises ValueError if tokens do not divide evenly, since the node cannot skip padding.
     """
     if layout.valid_rows(0, layout.num_chunks) is not None:
         raise ValueError(
             f"TensorRT's ring over {team.ring.size} ranks needs token numbers that divide by it, not "
-            f"{dict(layout.lengths)}: choose another size, or ulysses or allgather_kv"
+            f"{dict(layout.lengths)}: use another size, or ulysses or allgather_kv"
         )
 
     def kernel(
@@ -114,8 +112,8 @@ def native_ring_kernel(team: Team, layout: TokenLayout) -> Kernel:
     ) -> tuple[Tensor, Tensor]:
         assert mask_BM is None
         assert prefix is None
-        several = (q_BLHD, *as_many_as(q_BLHD, k_BLGD, v_BLGD))
-        q_BHLD, k_BHLD, v_BHLD = (x.transpose(1, 2).contiguous() for x in several)
+        qkv_BLHD = (q_BLHD, *as_many_as(q_BLHD, k_BLGD, v_BLGD))
+        q_BHLD, k_BHLD, v_BHLD = (x.transpose(1, 2).contiguous() for x in qkv_BLHD)
         out_BHLD: Tensor = RING_ATTENTION(q_BHLD, k_BHLD, v_BHLD, team.ring.size)
         return out_BHLD.transpose(1, 2), q_BLHD.new_empty(0)
 

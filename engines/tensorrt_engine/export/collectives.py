@@ -1,7 +1,7 @@
-"""The eight collectives of TensorRT's ``DistCollective`` node: what the attributes say, and what each one computes.
+"""The eight collectives of TensorRT's ``DistCollective`` node: attributes, semantics, and its ONNX schema.
 
-A collective works on dim 0. ``groups`` is deliberately absent: TensorRT drops it in silence for the symmetric
-operations (pytorch/TensorRT #4380, and RTX 1.7.1 as our tests show), so every collective here spans all ranks.
+A collective works on dim 0. ``groups`` is deliberately absent: TensorRT silently ignores it for the symmetric
+operations (pytorch/TensorRT #4380, and RTX 1.7.1 in our tests). Every collective here spans all ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Collective:
             raise ValueError(f"{self.operation} with root {self.root} on {self.num_ranks} ranks")
 
     def attributes(self) -> dict[str, str | int]:
-        """Returns the node's attributes, all of them: TensorRT's parser has no defaults for symmetric operations."""
+        """Return all attributes of the node: TensorRT's parser has no defaults for symmetric operations."""
         return {
             "collective_operation": self.operation,
             "reduce_op": self.reduction,
@@ -58,21 +58,21 @@ class Collective:
         }
 
     def apply(self, inputs: Sequence[Array]) -> list[Array]:
-        """Returns each rank's output from each rank's input. What NCCL leaves open on non-roots is NaN (or 0)."""
+        """Return all ranks' outputs from all ranks' inputs. Outputs that NCCL leaves undefined are NaN (or 0)."""
         if len(inputs) != self.num_ranks:
             raise ValueError(f"{self.operation} over {self.num_ranks} ranks got {len(inputs)} inputs")
-        return [np.ascontiguousarray(out) for out in _MEANING[self.operation](self, list(inputs))]
+        return [np.ascontiguousarray(out) for out in _SEMANTICS[self.operation](self, list(inputs))]
 
 
-def _unspecified(like: Array) -> Array:
+def _undefined_like(like: Array) -> Array:
     return np.full_like(like, np.nan if np.issubdtype(like.dtype, np.floating) else 0)
 
 
 def _on_root(collective: Collective, out: Array) -> list[Array]:
-    return [out if rank == collective.root else _unspecified(out) for rank in range(collective.num_ranks)]
+    return [out if rank == collective.root else _undefined_like(out) for rank in range(collective.num_ranks)]
 
 
-def _reduced(collective: Collective, inputs: list[Array]) -> Array:
+def _reduce(collective: Collective, inputs: list[Array]) -> Array:
     stacked = np.stack(inputs)
     reduce: Any = {
         "sum": np.sum, "avg": np.mean, "prod": np.prod, "max": np.max, "min": np.min,
@@ -86,12 +86,12 @@ def _all_to_all(collective: Collective, inputs: list[Array]) -> list[Array]:
     return [np.concatenate([sent[rank] for sent in chunks]) for rank in range(collective.num_ranks)]
 
 
-_MEANING: dict[Operation, Callable[[Collective, list[Array]], list[Array]]] = {
-    "all_reduce": lambda c, xs: [_reduced(c, xs)] * c.num_ranks,
+_SEMANTICS: dict[Operation, Callable[[Collective, list[Array]], list[Array]]] = {
+    "all_reduce": lambda c, xs: [_reduce(c, xs)] * c.num_ranks,
     "all_gather": lambda c, xs: [np.concatenate(xs)] * c.num_ranks,
     "broadcast": lambda c, xs: [xs[c.root]] * c.num_ranks,
-    "reduce": lambda c, xs: _on_root(c, _reduced(c, xs)),
-    "reduce_scatter": lambda c, xs: np.split(_reduced(c, xs), c.num_ranks),
+    "reduce": lambda c, xs: _on_root(c, _reduce(c, xs)),
+    "reduce_scatter": lambda c, xs: np.split(_reduce(c, xs), c.num_ranks),
     "all_to_all": _all_to_all,
     "gather": lambda c, xs: _on_root(c, np.concatenate(xs)),
     "scatter": lambda c, xs: np.split(xs[c.root], c.num_ranks),
@@ -99,10 +99,10 @@ _MEANING: dict[Operation, Callable[[Collective, list[Array]], list[Array]]] = {
 
 
 OPSET = 23
-"""The first with ``Attention``, which TensorRT runs as one fused kernel."""
+"""The first opset with ``Attention``, which TensorRT runs as one fused kernel."""
 
 FUSED_ONLY = "TRT_decomposable"
-"""Attribute on ``Attention``: 0 makes TensorRT fuse it or (fp16) fail, never decompose it into matrix products."""
+"""Attribute of ``Attention``: with 0, TensorRT fuses it or (fp16) fails; it never decomposes it into GEMMs."""
 
 _INTEGERS = ("root", "nb_rank", "group_size")
 _STRINGS = ("collective_operation", "reduce_op")
@@ -125,7 +125,7 @@ def _infer(context: Any) -> None:
 
 @functools.cache
 def register_schema() -> None:
-    """Makes ONNX's checker and shape inference know the node (once per process)."""
+    """Register the node with ONNX's checker and shape inference, once per process."""
     schema = onnx.defs.OpSchema
     kinds = dict.fromkeys(_INTEGERS, schema.AttrType.INT) | dict.fromkeys(_STRINGS, schema.AttrType.STRING)
     collective = schema(
@@ -143,7 +143,7 @@ def register_schema() -> None:
 
 
 def _ring_attention_schema() -> Any:
-    """Returns ``Attention`` with TensorRT's extra attribute; it goes to ONNX's own domain after the export."""
+    """Return the schema of ``Attention`` with TensorRT's extra attribute, for use until the export is complete."""
     schema = onnx.defs.OpSchema
     return schema(
         "Attention",
@@ -157,6 +157,6 @@ def _ring_attention_schema() -> Any:
 
 
 def collective_node(collective: Collective, source: str, result: str) -> onnx.NodeProto:
-    """Returns a node that TensorRT's parser turns into an ``IDistCollectiveLayer``."""
+    """Return a node that TensorRT parses into an ``IDistCollectiveLayer``."""
     attributes: dict[str, Any] = {**collective.attributes()}
     return helper.make_node(OP_TYPE, [source], [result], domain=DOMAIN, **attributes)

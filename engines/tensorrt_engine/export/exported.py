@@ -1,4 +1,4 @@
-"""From a family's model, a strategy and a number of ranks to engine graphs and the torch parts around them."""
+"""Export of a model's branch on a team: engine graphs, and the parts around them that run in torch."""
 
 from __future__ import annotations
 
@@ -20,28 +20,26 @@ from engines.tensorrt_engine.export.trace import ChangeModule, DynamicDims, trac
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exported:
-    """Engine graphs with what runs in torch around them. The same on every rank of the team.
-
-    One graph, or with a ring in torch one per kind of segment, and ``segments`` lists these in running order.
-    ``prologue(**inputs, rank_index)`` gives what ``prologue_outputs`` names; ``epilogue`` takes what
-    ``epilogue_inputs`` names.
-    """
+class EngineExport:
+    """Engine graphs and the parts around them that run in torch. Equal on all ranks of the team."""
 
     graphs: tuple[EngineGraph, ...]
+    """One graph, or one per kind of segment."""
     prologue: fx.GraphModule
+    """``prologue(**inputs, rank_index)`` returns ``prologue_outputs``; ``epilogue`` takes ``epilogue_inputs``."""
     epilogue: fx.GraphModule
     prologue_outputs: tuple[str, ...]
     epilogue_inputs: tuple[str, ...]
     segments: tuple[Segment, ...] = ()
+    """Segments in running order, if a ring runs in torch."""
 
     @property
     def graph(self) -> EngineGraph:
-        """The only graph; of an engine in segments that of the last one."""
+        """The only graph, or that of the last segment."""
         return self.graphs[-1]
 
     def run_prologue(self, inputs: ModelInputs, rank_index: int) -> dict[str, Tensor]:
-        """Returns what torch computes first, by name: this rank's tokens, rotary rows, timestep sinusoids."""
+        """Return the prologue's outputs by name: this rank's tokens, rotary rows, timestep sinusoids."""
         names = [str(node.target) for node in self.prologue.graph.nodes if node.op == "placeholder"]
         tensors = {name: inputs[name] for name in names if name != RANK}
         with torch.no_grad():
@@ -49,11 +47,11 @@ class Exported:
         return dict(zip(self.prologue_outputs, outputs, strict=True))
 
     def engine_inputs(self, prologue_outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns those that the engine takes; the rest (sizes) goes round it."""
+        """Return the outputs that the engine takes; the rest (sizes) bypasses it."""
         return {name: prologue_outputs[name] for name in self.graph.inputs}
 
     def run_epilogue(self, prologue_outputs: Mapping[str, Tensor], engine_outputs: Mapping[str, Tensor]) -> Tensor:
-        """Returns the whole prediction from the engine's outputs, and what went round the engine."""
+        """Return the whole prediction from the engine's outputs and the prologue's."""
         values = {**prologue_outputs, **engine_outputs}
         with torch.no_grad():
             (prediction,) = self.epilogue(*(values[name] for name in self.epilogue_inputs))
@@ -70,14 +68,14 @@ def export(
     dynamic: DynamicDims | None = None,
     change: ChangeModule = unchanged,
     ring: RingForm = "none",
-) -> Exported:
-    """Exports ``branch``'s forward as one rank of ``team`` runs it; only shapes and dtypes of its inputs matter.
+) -> EngineExport:
+    """Export ``branch``'s forward as one rank of ``team`` runs it; only shapes and dtypes of its inputs matter.
 
-    ``dynamic`` names dims as ``torch.export`` does. Raises ValueError for what TensorRT cannot do.
+    ``dynamic`` names dims like ``torch.export``. Raises ValueError for what TensorRT does not support.
     """
     if team.tensor.size > 1 and not weights_as_inputs:
         raise ValueError(
-            "tensor parallelism gives every rank its own weights: they must be inputs, or no engine file fits all"
+            "tensor parallelism gives every rank its own weights: they must be inputs for one engine file to fit all"
         )
     traced = trace(model, branch, team, dynamic, change, ring)
     _check_dynamic(traced, dynamic or {})
@@ -86,28 +84,30 @@ def export(
     return _exported(parts, (graph,))
 
 
-def export_segments(model: DenoiserModel, branch: Branch, team: Team, *, change: ChangeModule = unchanged) -> Exported:
-    """Exports the same in segments, cut at the attentions: for a ring in torch."""
+def export_segments(
+    model: DenoiserModel, branch: Branch, team: Team, *, change: ChangeModule = unchanged
+) -> EngineExport:
+    """Export ``branch``'s forward in segments, cut at the attentions, for a ring in torch."""
     parts = partition(trace(model, branch, team, None, change, "segments"))
     segments, kinds = segment_core(parts, team.context.size * team.tensor.size)
     return _exported(parts, kinds, segments)
 
 
 def rank_weights(model: DenoiserModel, module: str, team: Team) -> dict[str, Tensor]:
-    """Returns the tensors that one rank binds to an engine's weight inputs, by ``state_dict`` key."""
+    """Return by ``state_dict`` key the tensors that one rank binds to an engine's weight inputs."""
     whole: nn.Module = model.modules[module]
     share = split_weights(whole, model.plan, team.tensor) if team.tensor.size > 1 else whole
     return dict(share.state_dict())
 
 
-def place_of(team: Team) -> int:
-    """Returns the rank's place among those that hold other tokens, or other weights: an engine's ranks share one."""
+def rank_index_of(team: Team) -> int:
+    """Return the caller's index among the ranks that share the tokens, or the weights; never both in one engine."""
     assert team.context.size == 1 or team.tensor.size == 1, team
     return team.context.index if team.context.size > 1 else team.tensor.index
 
 
-def _exported(parts: Parts, graphs: tuple[EngineGraph, ...], segments: tuple[Segment, ...] = ()) -> Exported:
-    return Exported(
+def _exported(parts: Parts, graphs: tuple[EngineGraph, ...], segments: tuple[Segment, ...] = ()) -> EngineExport:
+    return EngineExport(
         graphs=graphs,
         prologue=parts.prologue,
         epilogue=parts.epilogue,
@@ -118,11 +118,11 @@ def _exported(parts: Parts, graphs: tuple[EngineGraph, ...], segments: tuple[Seg
 
 
 def _check_dynamic(traced: fx.GraphModule, dynamic: DynamicDims) -> None:
-    """Raises ValueError for a dim that the tracer fixed: it does so quietly where the model's code depends on it."""
+    """Raise ValueError for a dim that the tracer silently fixed because the model's code depends on its size."""
     for node in traced.graph.nodes:
         for dim in dynamic.get(input_name(node), None) or () if node.op == "placeholder" else ():
             if isinstance(node.meta["val"].shape[dim], int):
                 raise ValueError(
                     f"dim {dim} of input {input_name(node)} cannot vary in one engine: the model's own code fixes it "
-                    f"at {node.meta['val'].shape[dim]}; give each such size an engine of its own"
+                    f"at {node.meta['val'].shape[dim]}; use a separate engine for each such size"
                 )

@@ -1,4 +1,4 @@
-"""Exports for an engine: the right kind for a team, one for several sizes, from the cache where there is one."""
+"""Exports for an engine, from the cache if possible: whole or in segments, for one size or several."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from engines.quantization.onnx import Quantization, quantization
 from engines.tensorrt_engine.build.export_cache import ExportCache, export_key
 from engines.tensorrt_engine.config import RingForm
 from engines.tensorrt_engine.export.buckets import profile_over, varying_dims
-from engines.tensorrt_engine.export.exported import Exported, export, export_segments, rank_weights
+from engines.tensorrt_engine.export.exported import EngineExport, export, export_segments, rank_weights
 from engines.tensorrt_engine.export.trace import ChangeModule, unchanged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exporter:
-    """``change(module name)`` swaps layers before an export (quantization). ``native_ring`` gives a ring to TensorRT;
-    else it runs in torch, between segments of the engine. Without ``cache`` every export is made anew.
-    """
+    """Exports branches of one model."""
 
     model: DenoiserModel
     weights_as_inputs: bool = True
     change: Callable[[str], ChangeModule] = lambda name: unchanged
+    """``change(module name)`` returns the function that changes the module before its export (quantisation)."""
     native_ring: bool = False
+    """True if TensorRT runs a ring; otherwise it runs in torch, between segments of the engine."""
     cache: ExportCache | None = None
 
-    def export(self, branches: Sequence[Branch], team: Team) -> Exported:
-        """Exports one branch for its shapes, several as one graph with a profile over all shapes, tuned for the first.
+    def export(self, branches: Sequence[Branch], team: Team) -> EngineExport:
+        """Export one branch with static shapes, or several as one graph with a profile, tuned for the first.
 
-        Every rank of the team makes this call at the same time. ValueError for what TensorRT cannot do.
+        Collective over the team. ValueError for what TensorRT does not support.
         """
         try:
-            return self._found_or_made(branches, team)
+            return self._cached_export(branches, team)
         except ValueError as error:
             raise ValueError(f"{self.model.class_name} in TensorRT: {error}") from error
 
-    def _found_or_made(self, branches: Sequence[Branch], team: Team) -> Exported:
+    def _cached_export(self, branches: Sequence[Branch], team: Team) -> EngineExport:
         change = self.change(branches[0].module)
         cacheable = change is unchanged or isinstance(change, Quantization)
         if self.cache is None or not cacheable:
@@ -52,10 +52,10 @@ class Exporter:
         return self.cache.get_or_export(key, weights, device, lambda: self._export(branches, team, change))
 
     def is_segmented(self, team: Team) -> bool:
-        """Whether the engine is in segments, with a ring in torch between them."""
+        """Return whether the engine has segments, with a ring in torch between them."""
         return team.spec.ring > 1 and team.spec.ulysses == 1 and not self.native_ring
 
-    def _export(self, branches: Sequence[Branch], team: Team, change: ChangeModule) -> Exported:
+    def _export(self, branches: Sequence[Branch], team: Team, change: ChangeModule) -> EngineExport:
         first = branches[0]
         if self.is_segmented(team):
             assert len(branches) == 1, "segments of an engine have fixed shapes"
@@ -72,7 +72,7 @@ class Exporter:
         return dataclasses.replace(exported, graphs=(dataclasses.replace(exported.graph, profiles=(profile,)),))
 
     def _key(self, branches: tuple[Branch, ...], team: Team, change: ChangeModule) -> str:
-        holds_values = change is not unchanged or not self.weights_as_inputs  # then those of weights are in the graph
+        holds_values = change is not unchanged or not self.weights_as_inputs  # the graph contains values of weights
         return export_key(
             self.model,
             branches,
@@ -85,6 +85,6 @@ class Exporter:
 
 
 def change_for(model: DenoiserModel, name: str, precision: str, folder: Path) -> ChangeModule:
-    """Returns what happens to module ``name`` before it is traced. ValueError without the calibration that it needs."""
+    """Return the change of module ``name`` before its trace. ValueError if it lacks its calibration."""
     scheme = scheme_of(precision)
     return quantization(model, name, scheme, folder) if scheme else unchanged

@@ -1,4 +1,4 @@
-"""The core of a traced forward as an ONNX graph that TensorRT takes."""
+"""ONNX graph of a traced forward's core, in the form that TensorRT supports."""
 
 from __future__ import annotations
 
@@ -29,24 +29,23 @@ WEIGHT_PREFIX = "module."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineGraph:
-    """An ONNX graph and what it is fed. ``weights`` are ``state_dict`` keys; empty when they are constants inside.
-
-    ``profiles`` are the shapes that an engine of a graph with dynamic dims is to take; a static graph has none.
-    """
+    """An ONNX graph with the names of its inputs and outputs."""
 
     model: ir.Model
     inputs: tuple[str, ...]
     weights: tuple[str, ...]
+    """Weight inputs by ``state_dict`` key; empty if weights are constants of the graph."""
     outputs: tuple[str, ...]
     num_ranks: int
     profiles: tuple[Profile, ...] = ()
+    """Shapes that an engine covers, for a graph with dynamic dims."""
 
     def serialized(self) -> bytes:
-        """Returns the graph as bytes (below 2 GiB: so with weights outside, or a small model)."""
+        """Return the graph as bytes: at most 2 GiB, which a large model's constants exceed."""
         return bytes(ir.to_proto(self.model).SerializeToString())
 
     def takes(self, inputs: Mapping[str, Tensor]) -> bool:
-        """Whether an engine of this graph takes inputs of these shapes: the fixed ones, or all within one profile."""
+        """Return whether an engine accepts inputs of these shapes: equal to static ones, and within one profile."""
         shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
         declared = {str(value.name): value.shape for value in self.model.graph.inputs}
         fixed = {name: shape.numpy() for name in self.inputs if (shape := declared[name]) and shape.is_static()}
@@ -55,12 +54,12 @@ class EngineGraph:
         return len(fixed) == len(self.inputs) or any(profile.covers(shapes) for profile in self.profiles)
 
     def collectives(self) -> dict[str, int]:
-        """Returns the number of nodes of each collective."""
+        """Return node counts by collective."""
         nodes = (node for node in self.model.graph if node.op_type == OP_TYPE)
         return dict(Counter(node.attributes["collective_operation"].as_string() for node in nodes))
 
     def dynamic_inputs(self) -> tuple[str, ...]:
-        """Returns the inputs of which some dim is not fixed."""
+        """Return the inputs with a dynamic dim."""
         shapes = {str(value.name): value.shape for value in self.model.graph.inputs}
         return tuple(name for name, shape in shapes.items() if shape is not None and not shape.is_static())
 
@@ -69,7 +68,7 @@ class EngineGraph:
 
 
 def export_core(parts: Parts, num_ranks: int, *, weights_as_inputs: bool = True) -> EngineGraph:
-    """Translates ``parts.core``. Raises ValueError for exchanges that TensorRT cannot do (groups, unequal shares)."""
+    """Translate ``parts.core``. ValueError for exchanges that TensorRT does not support (groups, unequal shares)."""
     inputs, outputs = parts.core_inputs, parts.core_outputs
     return export_graph(parts.core, inputs, outputs, num_ranks, weights_as_inputs=weights_as_inputs)
 
@@ -82,9 +81,9 @@ def export_graph(
     *,
     weights_as_inputs: bool = True,
 ) -> EngineGraph:
-    """Translates any traced graph; its inputs and outputs get these names."""
+    """Translate a traced graph, with these names for its inputs and outputs."""
     arguments = example_inputs(core)
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), _silence_exporter():
         program = torch.onnx.export(
             core,
             arguments,
@@ -92,7 +91,7 @@ def export_graph(
             opset_version=OPSET,
             custom_translation_table=translation_table(num_ranks),
             dynamic_shapes=_dynamic_shapes(core),
-            optimize=False,  # done below: it would fold weights before they can become inputs
+            optimize=False,  # done below: here it would fold weights, which are to become inputs
             verbose=False,
         )
     assert program is not None
@@ -101,9 +100,9 @@ def export_graph(
     _separate_outputs(model.graph)
     _rename(model.graph.outputs, outputs)
     weights = _name_weights(model.graph, _parameters(core), as_inputs=weights_as_inputs)
-    named = [(value, value.name) for value in model.graph.inputs]
+    input_names = [(value, value.name) for value in model.graph.inputs]
     _simplify(model)
-    for value, name in named:
+    for value, name in input_names:
         value.name = name  # an input that is also an output was renamed
     _mark_attention(model.graph)
     _drop_metadata(model)
@@ -118,12 +117,13 @@ def export_graph(
 
 
 def _simplify(model: ir.Model) -> None:
-    """Runs onnxscript's optimizer without its rewrite rules: TensorRT has its own, and these take minutes on a large
-    model, in time that grows with the square of its layers.
+    """Run onnxscript's optimizer without its rewrite rules.
+
+    TensorRT has its own; these take minutes on a large model, quadratic in its layers.
     """
     passes.InlinePass()(model)
     optimizer.fold_constants(model)
-    tidying: tuple[Any, ...] = (
+    cleanup_passes: tuple[Any, ...] = (
         passes.RemoveUnusedNodesPass(),
         passes.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]
         passes.RemoveUnusedOpsetsPass(),
@@ -133,20 +133,20 @@ def _simplify(model: ir.Model) -> None:
         passes.OutputFixPass(),
         passes.NameFixPass(),
     )
-    for tidy in tidying:
-        tidy(model)
+    for cleanup in cleanup_passes:
+        cleanup(model)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the exporter's warning that torchvision is missing; nothing here uses it."""
+def _silence_exporter() -> Iterator[None]:
+    """Silence the exporter's warning about missing torchvision, which is unused here."""
     with log_level(logging.ERROR, ONNX_REGISTRATION_LOGGER), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def example_inputs(core: fx.GraphModule) -> tuple[Tensor, ...]:
-    """Returns inputs of the traced shapes, fake where the weights are."""
+    """Return inputs of the traced shapes, fake if the weights are."""
     weight = next(iter(core.parameters()), None)
     with nullcontext() if weight is None else fake_mode_of(weight):
         values = [node.meta["val"] for node in core.graph.nodes if node.op == "placeholder"]
@@ -164,15 +164,15 @@ def _dynamic_shapes(core: fx.GraphModule) -> tuple[dict[int, Any], ...] | None:
 
 
 def _separate_outputs(graph: ir.Graph) -> None:
-    """Makes an output that is an input too, or another output, a value of its own: each has one name."""
-    taken = set(graph.inputs)
+    """Copy outputs that are also inputs or other outputs, so that each value has one name."""
+    seen = set(graph.inputs)
     for index, value in enumerate(graph.outputs):
-        if value in taken:
+        if value in seen:
             copied = ir.node("Identity", [value])
             graph.append(copied)
             copied.outputs[0].shape, copied.outputs[0].type = value.shape, value.type
             graph.outputs[index] = copied.outputs[0]
-        taken.add(graph.outputs[index])
+        seen.add(graph.outputs[index])
 
 
 def _rename(values: Any, names: tuple[str, ...]) -> None:
@@ -185,7 +185,7 @@ def _parameters(core: fx.GraphModule) -> set[str]:
 
 
 def _name_weights(graph: ir.Graph, parameters: set[str], *, as_inputs: bool) -> tuple[str, ...]:
-    """Names parameters by their ``state_dict`` keys and, ``as_inputs``, makes them inputs. Buffers stay constants."""
+    """Name parameters by ``state_dict`` key and, if ``as_inputs``, make them inputs. Buffers stay constants."""
     weights = [value for name, value in graph.initializers.items() if name in parameters]
     for value in weights:
         del graph.initializers[str(value.name)]
@@ -199,7 +199,7 @@ def _name_weights(graph: ir.Graph, parameters: set[str], *, as_inputs: bool) -> 
 
 
 def _drop_unused_inputs(graph: ir.Graph) -> set[str]:
-    """Returns the names of the inputs that are left. A value whose shape alone mattered is no input of the engine."""
+    """Return the names of the remaining inputs. A value of which only the shape was used is no input of the engine."""
     used = [value for value in graph.inputs if value.uses() or value in graph.outputs]
     graph.inputs.clear()
     graph.inputs.extend(used)
@@ -207,16 +207,16 @@ def _drop_unused_inputs(graph: ir.Graph) -> set[str]:
 
 
 def _mark_attention(graph: ir.Graph) -> None:
-    """Marks half precision as fused only (or the build fails); float32 has no fused kernel and must be decomposable."""
+    """Mark half-precision attention as fused-only, float32 as decomposable, since it has no fused kernel."""
     for node in graph:
         if node.op_type == "Attention":
             node.domain = ""
-            wide = node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.FLOAT
-            node.attributes[FUSED_ONLY] = ir.AttrInt64(FUSED_ONLY, int(wide))
+            is_float32 = node.inputs[0] is not None and node.inputs[0].dtype == ir.DataType.FLOAT
+            node.attributes[FUSED_ONLY] = ir.AttrInt64(FUSED_ONLY, int(is_float32))
 
 
 def _drop_metadata(model: ir.Model) -> None:
-    """Takes stack traces and paths out: the same model gives the same bytes wherever it is exported."""
+    """Remove stack traces and paths, so that a model gives the same bytes on every machine."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     for node in model.graph:

@@ -1,7 +1,7 @@
-"""Two operators that mark, in a traced graph, where tokens are cut and joined.
+"""Operators that mark in a traced graph where tokens are cut and joined, and a layout that uses them.
 
-They let one trace be taken apart: what comes before the cuts and after the joins runs in torch (it is cheap and alone
-knows which rank it is on), the rest becomes the engine, which is the same on every rank.
+A trace is partitioned at the markers. The parts before the cuts and after the joins are cheap, depend on the rank and
+run in torch. The rest becomes the engine, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engines.parallel.collectives import Axis
 
 @torch.library.custom_op("troupe::cut", mutates_args=())
 def cut(x: Tensor, dim: int, length: int, chunk: int, index: int) -> Tensor:
-    """Returns ``chunk`` rows from ``index * chunk`` on, of dim ``dim`` (``length`` long; zeros beyond its end)."""
+    """Return ``chunk`` rows of dim ``dim`` from ``index * chunk``, zero-padded beyond the dim's ``length``."""
     start = min(index * chunk, length)
     stop = min(start + chunk, length)
     rows = x.narrow(dim, start, stop - start)
@@ -33,7 +33,7 @@ def _(x: Tensor, dim: int, length: int, chunk: int, index: int) -> Tensor:
 
 @torch.library.custom_op("troupe::join", mutates_args=())
 def join(gathered: Tensor, dim: int, length: int) -> Tensor:
-    """Lays chunks that are stacked along dim 0 one after another along ``dim`` of a chunk; ``length`` rows are kept."""
+    """Concatenate chunks, stacked along dim 0, along their dim ``dim``; return the first ``length`` rows."""
     return gathered.movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, length).clone()
 
 
@@ -44,7 +44,7 @@ def _(gathered: Tensor, dim: int, length: int) -> Tensor:
 
 
 def cut_features(table: Tensor, dim: int, axis: Axis) -> Tensor:
-    """Returns this rank's equal share of the features along ``dim``, and leaves a marker."""
+    """Return this rank's equal share of the features along ``dim``, with a marker in the graph."""
     dim, length = dim % table.ndim, table.shape[dim]
     share: Tensor = CUT(table, dim, length, length // axis.size, axis.index)
     return share
@@ -56,11 +56,11 @@ JOIN = torch.ops.troupe.join.default
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MarkedLayout(TokenLayout):
-    """A layout whose cuts and joins leave markers. Symbolic lengths are taken to be multiples of ``num_chunks``."""
+    """A layout whose cuts and joins leave markers. Symbolic lengths must be multiples of ``num_chunks``."""
 
     @classmethod
     def tracing(cls, streams: tuple[str, ...], lengths: Mapping[str, int], num_chunks: int) -> MarkedLayout:
-        """Returns what ``TokenLayout.of`` does, but keeps symbolic lengths symbolic."""
+        """Return the same as ``TokenLayout.of``, with symbolic lengths."""
         return cls(lengths=tuple((name, lengths[name]) for name in streams), num_chunks=num_chunks)
 
     def chunk(self, stream: str) -> int:

@@ -1,4 +1,4 @@
-"""One traced forward, taken apart into a prologue in torch, the core (the engine to be), and an epilogue in torch."""
+"""Partition of a traced forward into a prologue in torch, the core (the future engine), and an epilogue in torch."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _IS_PARAMETER = "is_parameter"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """``prologue(**inputs, rank_index)`` gives ``prologue_outputs``; ``core`` takes those that ``core_inputs`` names,
-    in order, and gives ``core_outputs``; ``epilogue`` takes what ``epilogue_inputs`` names, from both, and gives the
-    prediction.
-    """
+    """The three parts of a traced forward."""
 
     prologue: fx.GraphModule
+    """``prologue(**inputs, rank_index)`` returns ``prologue_outputs``."""
     core: fx.GraphModule
+    """Takes ``core_inputs``, some of the prologue's outputs, in order; returns ``core_outputs``."""
     epilogue: fx.GraphModule
+    """Takes ``epilogue_inputs``, outputs of prologue and core; returns the prediction."""
     prologue_outputs: tuple[str, ...]
     core_inputs: tuple[str, ...]
     core_outputs: tuple[str, ...]
@@ -48,10 +48,10 @@ class Parts:
 
 
 def partition(traced: fx.GraphModule) -> Parts:
-    """Cuts ``traced`` (of ``torch.export``, unlifted) at its markers. The core never depends on the rank."""
+    """Cut ``traced`` (from ``torch.export``, unlifted) at its markers. The core does not depend on the rank."""
     _drop_assertions(traced.graph)
-    _drop_idle_squeezes(traced.graph)
-    _refuse_regions(traced)
+    _drop_noop_squeezes(traced.graph)
+    _check_no_regions(traced)
     write_complex_as_real(traced.graph)
     _mark_parameters(traced)
     nodes = [node for node in traced.graph.nodes if node.op != "output"]
@@ -59,8 +59,8 @@ def partition(traced: fx.GraphModule) -> Parts:
     epilogue = downstream([node for node in nodes if node.target is JOIN])
     result = next(node for node in traced.graph.nodes if node.op == "output").args[0]
     results = list(result) if isinstance(result, list | tuple) else [result]
-    apart = prologue | epilogue
-    core = [node for node in nodes if node not in apart and node.op not in ("placeholder", "get_attr")]
+    in_torch = prologue | epilogue
+    core = [node for node in nodes if node not in in_torch and node.op not in ("placeholder", "get_attr")]
     inputs = [node for node in nodes if node.op == "placeholder"]
 
     into_core = [node for node in _outside(core) if not is_size(node)]
@@ -86,8 +86,8 @@ def _drop_assertions(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def _drop_idle_squeezes(graph: fx.Graph) -> None:
-    """torch leaves a dim that is not 1 as it is; ONNX's operator of the same name refuses it."""
+def _drop_noop_squeezes(graph: fx.Graph) -> None:
+    """Remove squeezes of dims other than 1, which torch ignores and ONNX rejects."""
     for node in list(graph.nodes):
         if node.op == "call_function" and _packet(node) == "squeeze":
             (source,) = node.all_input_nodes
@@ -96,8 +96,8 @@ def _drop_idle_squeezes(graph: fx.Graph) -> None:
                 graph.erase_node(node)
 
 
-def _refuse_regions(traced: fx.GraphModule) -> None:
-    """ValueError for a part of the forward that is a graph of its own: under another autocast, or a condition."""
+def _check_no_regions(traced: fx.GraphModule) -> None:
+    """Raise ValueError for a nested graph in the forward: another autocast, or a condition."""
     for node in traced.graph.nodes:
         if node.op == "get_attr" and isinstance(operator.attrgetter(str(node.target))(traced), nn.Module):
             raise ValueError(
@@ -113,15 +113,15 @@ def _mark_parameters(traced: fx.GraphModule) -> None:
 
 
 def _prologue(nodes: list[fx.Node]) -> set[fx.Node]:
-    """Returns the cuts, what TensorRT lacks, all they need, and what then needs neither weight nor exchange.
+    """Return the cuts, unsupported nodes, their inputs, and nodes that then need neither weights nor exchanges.
 
-    So the sinusoids of a timestep are computed in torch, whatever the engine's precision. Views at the end go back to
-    the core: it takes one rotary table, not one per block.
+    A timestep's sinusoids are thus computed in torch, in any precision of the engine. Trailing views stay in the core:
+    its input is one rotary table, not one per block.
     """
-    prologue = _upstream([n for n in nodes if n.target is CUT or _is_lacking(n)])
+    prologue = _upstream([n for n in nodes if n.target is CUT or _is_unsupported(n)])
     for node in nodes:
         is_computed = node.op == "call_function" and not _is_exchange(node)
-        if is_computed and all(_is_known(source, prologue) for source in node.all_input_nodes):
+        if is_computed and all(_is_prologue_input(source, prologue) for source in node.all_input_nodes):
             prologue.add(node)
     for node in reversed(nodes):
         if node in prologue and _is_view(node) and not any(user in prologue for user in node.users):
@@ -129,15 +129,15 @@ def _prologue(nodes: list[fx.Node]) -> set[fx.Node]:
     return prologue
 
 
-def _is_known(source: fx.Node, prologue: set[fx.Node]) -> bool:
-    """Whether it is an input, a buffer or what torch computed; but no cut tokens, on which the engine's work begins."""
+def _is_prologue_input(source: fx.Node, prologue: set[fx.Node]) -> bool:
+    """Return whether it is an input, a buffer or computed in torch. Cut tokens are not: they are for the core."""
     if source.op == "get_attr":
         return not source.meta[_IS_PARAMETER]
     return source.op == "placeholder" or (source in prologue and source.target is not CUT)
 
 
-def _is_lacking(node: fx.Node) -> bool:
-    """Whether TensorRT has nothing like it: float64 arithmetic, and sums at places that other values name."""
+def _is_unsupported(node: fx.Node) -> bool:
+    """Return whether TensorRT has no such operator: float64 arithmetic and ``scatter_add``."""
     return _takes_float64(node) or _packet(node) == "scatter_add"
 
 
@@ -146,7 +146,7 @@ def _takes_float64(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether it changes a shape alone, of something the core can take (no float64)."""
+    """Return whether it only changes the shape of a tensor that the core supports (no float64)."""
     sources = node.all_input_nodes
     views = len(sources) == 1 and _packet(node) in _VIEWS and _dtype(sources[0]) is not torch.float64
     return views and _dtype(sources[0]) is not None
@@ -185,14 +185,14 @@ def _closure(nodes: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Nod
 
 
 def _outside(part: list[fx.Node], extra: Iterable[fx.Node] = ()) -> list[fx.Node]:
-    """Returns values that ``part`` takes from elsewhere (weights excepted), in order of first use."""
+    """Return the values that ``part`` takes from outside (except weights), in order of first use."""
     inside = set(part)
     used = [source for node in part for source in node.all_input_nodes] + list(extra)
     return [n for n in dict.fromkeys(used) if n not in inside and n.op != "get_attr"]
 
 
 def _names(nodes: list[fx.Node]) -> dict[fx.Node, str]:
-    """Returns names of the prologue's outputs: a cut keeps that of what it cuts, others get their submodule's."""
+    """Return names of the prologue's outputs: a cut has its input's name, others have their submodule's."""
     names: dict[fx.Node, str] = {}
     counts: Counter[str] = Counter()
     for node in nodes:

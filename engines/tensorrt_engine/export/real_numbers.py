@@ -1,7 +1,7 @@
-"""Complex numbers in a traced forward, written as pairs of real ones: neither ONNX nor TensorRT has complex tensors.
+"""Rewrite of a traced forward's complex numbers as pairs of real ones, since ONNX and TensorRT have no complex tensors.
 
-Rotary embeddings of some models turn queries and keys as complex numbers. Their tables are made in torch, before the
-engine; from where they are cut to a rank's tokens on, every complex value becomes a real one with a last dim of 2.
+Some models apply rotary embeddings as complex numbers. Their tables are computed in torch, before the engine. After
+the cut to a rank's tokens, every complex value is a real one with a last dim of 2.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from engines.tensorrt_engine.export.markers import CUT
 
 aten = torch.ops.aten
 SHAPING = (CUT, aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor, aten.select.int)
-"""What may happen to a complex value besides products: operators whose second argument is a dim."""
+"""Supported operators on complex values besides products; their second argument is a dim."""
 PRODUCT = aten.mul.Tensor
 
 
 def write_complex_as_real(graph: fx.Graph) -> None:
-    """Rewrites what is done with complex values from their cut, or their making of real ones, on.
+    """Rewrite operators on complex values, from their cut or their creation from real values.
 
-    ValueError for what is neither a product of two nor among ``SHAPING``.
+    ValueError for operators other than products and ``SHAPING``.
     """
     pairs: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
@@ -33,37 +33,37 @@ def write_complex_as_real(graph: fx.Graph) -> None:
             elif node.target is aten.view_as_real.default and node.args[0] in pairs:
                 node.replace_all_uses_with(pairs[node.args[0]])
             elif node.target is CUT and _is_complex(node.args[0]):
-                pairs[node] = _shaped(graph, node, _real_view(graph, node.args[0]))
+                pairs[node] = _reshape(graph, node, _real_view(graph, node.args[0]))
             elif any(source in pairs for source in node.all_input_nodes):
-                pairs[node] = _rewritten(graph, node, pairs)
+                pairs[node] = _rewrite(graph, node, pairs)
     graph.eliminate_dead_code()
 
 
-def _rewritten(graph: fx.Graph, node: fx.Node, pairs: Mapping[Any, fx.Node]) -> fx.Node:
+def _rewrite(graph: fx.Graph, node: fx.Node, pairs: Mapping[Any, fx.Node]) -> fx.Node:
     if node.target in SHAPING:
-        return _shaped(graph, node, pairs[node.args[0]])
+        return _reshape(graph, node, pairs[node.args[0]])
     if node.target is PRODUCT and all(map(_is_complex, node.args)):
-        one, other = (pairs.get(source) or _real_view(graph, source) for source in node.args)
-        return _product(graph, one, other)
+        left, right = (pairs.get(source) or _real_view(graph, source) for source in node.args)
+        return _product(graph, left, right)
     raise ValueError(
-        f"{node.target} of complex numbers ({node.name}): an export knows their products and cuts; use engine: torch"
+        f"{node.target} of complex numbers ({node.name}) cannot be exported, only products and cuts: use engine: torch"
     )
 
 
 def _real_view(graph: fx.Graph, source: Any) -> fx.Node:
-    """Returns what torch makes real before the engine."""
+    """Return a complex value's real view, computed in torch before the engine."""
     return _call(graph, aten.view_as_real.default, source)
 
 
-def _shaped(graph: fx.Graph, node: fx.Node, pair: fx.Node) -> fx.Node:
-    """Returns ``node`` done to real numbers: a dim that counts from the end has one more behind it."""
+def _reshape(graph: fx.Graph, node: fx.Node, pair: fx.Node) -> fx.Node:
+    """Return ``node`` applied to pairs; negative dims account for the extra last dim."""
     _, dim, *others = node.args
     assert isinstance(dim, int)
     return _call(graph, node.target, pair, dim if dim >= 0 else dim - 1, *others)
 
 
 def _product(graph: fx.Graph, x_D2: fx.Node, y_D2: fx.Node) -> fx.Node:
-    """Returns ``(a + bi)(c + di) = (ac - bd) + (ad + bc)i``, put together along the last dim."""
+    """Return ``(a + bi)(c + di) = (ac - bd) + (ad + bc)i``, stacked along the last dim."""
     (a, b), (c, d) = ([_call(graph, aten.select.int, pair, -1, index) for index in range(2)] for pair in (x_D2, y_D2))
     real = _call(graph, aten.sub.Tensor, _call(graph, PRODUCT, a, c), _call(graph, PRODUCT, b, d))
     imaginary = _call(graph, aten.add.Tensor, _call(graph, PRODUCT, a, d), _call(graph, PRODUCT, b, c))
@@ -71,7 +71,7 @@ def _product(graph: fx.Graph, x_D2: fx.Node, y_D2: fx.Node) -> fx.Node:
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
-    """Returns a call with the ``val`` that tracing would have given it."""
+    """Return a call with the ``val`` of a traced node."""
     node = graph.call_function(target, args)
     node.meta["val"] = target(*fx.node.map_arg(args, lambda source: source.meta["val"]))
     return node

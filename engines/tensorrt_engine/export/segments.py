@@ -1,7 +1,7 @@
-"""A core graph cut at its attentions, for a ring that runs in torch between the segments.
+"""Segments of a core graph between its attentions, for a ring that runs in torch between them.
 
-Blocks of one type give segments of one kind: with weights as inputs they share an engine file. 57 attentions of two
-types leave 58 segments of 5 kinds (start, first type, from the first to the second, second type, end).
+Blocks of one type give segments of one kind, which share an engine file with weights as inputs. 57 attentions of two
+types give 58 segments of 5 kinds: start, first type, between the types, second type, end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engines.tensorrt_engine.export.subgraph import extract
 
 @torch.library.custom_op("troupe::attend", mutates_args=())
 def attend(q_BLHD: Tensor, k_BLHD: Tensor, v_BLHD: Tensor) -> Tensor:
-    """Marks where a rank's queries, keys and values leave the engine; it is never run."""
+    """Mark where a rank's queries, keys and values leave the engine. It never runs."""
     raise NotImplementedError("troupe::attend only marks a place in a traced graph")
 
 
@@ -34,16 +34,17 @@ ATTEND = torch.ops.troupe.attend.default
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """One segment: ``kind`` is the index of its graph; values and weights by name, in the order of the graph's own.
-
-    ``attention`` names the queries, keys, values and result of the attention that follows; None after the last segment.
-    """
+    """One segment as an instance of its kind's graph."""
 
     kind: int
+    """Index of the graph."""
     inputs: tuple[str, ...]
+    """Names of values, in the order of the graph's own; ``outputs`` likewise."""
     weights: Mapping[str, str]
+    """The graph's weight names to the segment's."""
     outputs: tuple[str, ...]
     attention: tuple[str, str, str, str] | None
+    """Names of queries, keys, values and result of the next attention; None for the last segment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +56,7 @@ class _TracedSegment:
 
 
 def segment_core(parts: Parts, num_ranks: int) -> tuple[tuple[Segment, ...], tuple[EngineGraph, ...]]:
-    """Returns the segments of ``parts.core`` in running order, and a graph for each kind of them."""
+    """Return the segments of ``parts.core`` in running order, and one graph per kind."""
     first_of: dict[str, tuple[int, _TracedSegment]] = {}
     kinds: list[EngineGraph] = []
     segments = []
@@ -71,14 +72,14 @@ def segment_core(parts: Parts, num_ranks: int) -> tuple[tuple[Segment, ...], tup
 
 
 def _segment(traced: _TracedSegment, first: _TracedSegment, kind: int, graph: EngineGraph) -> Segment:
-    """Returns ``traced`` as an instance of ``graph``, which was made of ``first``.
+    """Return ``traced`` as an instance of ``graph``, which was exported from ``first``.
 
-    A value of which the graph uses the dtype alone is no input.
+    A value of which the graph uses only the dtype is no input.
     """
-    named = zip(_numbered("in", traced.inputs), traced.inputs, strict=True)
+    pairs = zip(_numbered("in", traced.inputs), traced.inputs, strict=True)
     return Segment(
         kind=kind,
-        inputs=tuple(name for own, name in named if own in graph.inputs),
+        inputs=tuple(name for own, name in pairs if own in graph.inputs),
         weights=dict(zip(_weights(first.graph), _weights(traced.graph), strict=True)),
         outputs=traced.outputs,
         attention=traced.attention,
@@ -97,44 +98,43 @@ def _traced_segments(parts: Parts) -> list[_TracedSegment]:
     names = dict(zip([*inputs, *results], [*parts.core_inputs, *parts.core_outputs], strict=True))
     stages = _stages(nodes, attends)
     members = [[n for n in nodes if stages.get(n) == stage] for stage in range(len(attends) + 1)]
-    return [_extracted(parts.core, part, names, attend) for part, attend in zip(members, [*attends, None], strict=True)]
+    pairs = zip(members, [*attends, None], strict=True)
+    return [_extract_segment(parts.core, part, names, attend) for part, attend in pairs]
 
 
-def _extracted(
+def _extract_segment(
     core: fx.GraphModule, part: list[fx.Node], names: Mapping[fx.Node, str], attention: fx.Node | None
 ) -> _TracedSegment:
     inside = set(part)
     outside = list(dict.fromkeys(s for n in part for s in n.all_input_nodes if s not in inside and s.op != "get_attr"))
     results = [n for n in part if not inside.issuperset(n.users)]
-    around: tuple[str, ...] | None = None
+    qkv_out: tuple[str, ...] | None = None
     if attention is not None:
-        around = tuple(_named(node, names) for node in (*attention.args, attention))  # type: ignore[arg-type]
+        qkv_out = tuple(_value_name(node, names) for node in (*attention.args, attention))  # type: ignore[arg-type]
     return _TracedSegment(
         graph=extract(core, outside, part, results),
-        inputs=tuple(_named(n, names) for n in outside),
-        outputs=tuple(_named(n, names) for n in results),
-        attention=around,  # type: ignore[arg-type]
+        inputs=tuple(_value_name(n, names) for n in outside),
+        outputs=tuple(_value_name(n, names) for n in results),
+        attention=qkv_out,  # type: ignore[arg-type]
     )
 
 
-def _named(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+def _value_name(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     return names.get(node, f"value {node.name}")
 
 
 def _stages(nodes: list[fx.Node], attends: list[fx.Node]) -> dict[fx.Node, int]:
-    """Returns each node's stage: as late as possible, so that a block's own work (modulation, above all) lies in its
-    own segments. But what more than two segments need (the text of cross-attention) is made in the first.
-    """
+    """Return each node's stage: as late as possible, so that segments contain their own work, such as modulation."""
     order = {node: index for index, node in enumerate(attends)}
     stages: dict[fx.Node, int] = {}
     depends = downstream(attends)
     for node in reversed(nodes):
         if node.op == "call_function" and node not in order:
             users = [order[user] if user in order else stages[user] for user in node.users if user.op != "output"]
-            shared = node not in depends and bool(users) and max(users) - min(users) > 1
+            shared = node not in depends and bool(users) and max(users) - min(users) > 1  # text of cross-attention
             stages[node] = 0 if shared else min(users, default=len(attends))
     for node in nodes:
-        if node.target is operator.getitem:  # a tensor may go from segment to segment, a list of them may not
+        if node.target is operator.getitem:  # segments exchange tensors, not lists
             stages[node] = stages[node.all_input_nodes[0]]
     return stages
 
@@ -145,7 +145,7 @@ def _weights(graph: fx.GraphModule) -> list[str]:
 
 
 def _structure(graph: fx.GraphModule) -> str:
-    """Returns the graph without its names: equal for blocks of one type."""
+    """Return the graph as text without names, equal for blocks of one type."""
     index: dict[fx.Node, int] = {}
     lines = []
     for node in graph.graph.nodes:

@@ -1,6 +1,6 @@
-"""Parts of a traced graph as modules of their own, with just the tensors they read.
+"""Extraction of parts of a traced graph as modules that hold only the tensors they read.
 
-``torch.fx.passes.split_module`` would make weights, and sizes that vary, inputs of each part.
+``torch.fx.passes.split_module`` would make weights and varying sizes inputs of each part.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ Size = fx.Node | int
 
 
 class Sizes:
-    """Rebuilds symbolic sizes in ``graph`` from the dims of ``inputs`` (original node -> its placeholder)."""
+    """Nodes of ``graph`` that compute symbolic sizes from dims of ``inputs`` (original node, its placeholder)."""
 
     def __init__(self, graph: fx.Graph, inputs: Iterable[tuple[fx.Node, fx.Node]]) -> None:
         self._graph = graph
-        self._known: dict[sympy.Expr, tuple[fx.Node, int]] = {}
+        self._input_dims: dict[sympy.Expr, tuple[fx.Node, int]] = {}
         for original, placeholder in inputs:
             for dim, size in enumerate(original.meta["val"].shape):
                 if isinstance(size, torch.SymInt):
-                    self._known.setdefault(_exact(size.node.expr), (placeholder, dim))
+                    self._input_dims.setdefault(_without_floor(size.node.expr), (placeholder, dim))
 
     def node(self, size: torch.SymInt) -> Size:
-        """Returns a node (or number) with the value of ``size``. ValueError when the inputs do not determine it."""
-        return self._build(_exact(size.node.expr))
+        """Return a node (or number) with the value of ``size``. ValueError if the inputs do not determine it."""
+        return self._build(_without_floor(size.node.expr))
 
     def _build(self, expr: sympy.Expr) -> Size:
         if expr.is_Integer:
             return int(expr)
-        for known, (placeholder, dim) in self._known.items():
-            ratio = sympy.cancel(expr / known)
+        for input_expr, (placeholder, dim) in self._input_dims.items():
+            ratio = sympy.cancel(expr / input_expr)
             if ratio.is_Rational:
                 size = self._graph.call_function(torch.ops.aten.sym_size.int, (placeholder, dim))
                 return self._scale(size, int(ratio.p), int(ratio.q))
@@ -47,11 +47,11 @@ class Sizes:
             combine = operator.add if expr.is_Add else operator.mul
             parts = [self._build(argument) for argument in expr.args]
             return reduce(lambda a, b: self._call(combine, a, b), parts)
-        raise ValueError(f"the engine cannot compute the size {expr} from its inputs' sizes {list(self._known)}")
+        raise ValueError(f"the engine cannot compute the size {expr} from its inputs' sizes {list(self._input_dims)}")
 
-    def _scale(self, size: Size, times: int, divided_by: int) -> Size:
-        grown = size if times == 1 else self._call(operator.mul, size, times)
-        return grown if divided_by == 1 else self._call(operator.floordiv, grown, divided_by)
+    def _scale(self, size: Size, factor: int, divisor: int) -> Size:
+        product = size if factor == 1 else self._call(operator.mul, size, factor)
+        return product if divisor == 1 else self._call(operator.floordiv, product, divisor)
 
     def _call(self, function: object, a: Size, b: Size) -> Size:
         if isinstance(a, int) and isinstance(b, int):
@@ -59,19 +59,19 @@ class Sizes:
         return self._graph.call_function(function, (a, b))  # type: ignore[arg-type]
 
 
-def _exact(expr: sympy.Expr) -> sympy.Expr:
-    """Writes floor divisions as fractions: shards of tokens divide without rest, which the tracer has checked."""
+def _without_floor(expr: sympy.Expr) -> sympy.Expr:
+    """Replace floor divisions by fractions: the tracer has checked that token shards divide without remainder."""
     for division in floor_divisions():
         expr = expr.replace(division, lambda a, b: a / b)
     return sympy.expand(expr)
 
 
 RANK = "rank_index"
-"""Name of the extra input of a prologue: the caller's place among those that share tokens or weights."""
+"""Name of a prologue's extra input: the caller's index among the ranks that share tokens or weights."""
 
 
 def input_name(placeholder: fx.Node) -> str:
-    """Returns the model input's name: ``torch.export`` puts the name of the dict of inputs in front."""
+    """Return the model input's name, without ``torch.export``'s prefix for the dict of inputs."""
     return placeholder.name.removeprefix("inputs_")
 
 
@@ -82,7 +82,7 @@ def is_size(node: fx.Node) -> bool:
 def extract(
     traced: fx.GraphModule, inputs: list[fx.Node], part: list[fx.Node], results: list[fx.Node], *, rank: bool = False
 ) -> fx.GraphModule:
-    """Returns the nodes ``part`` as a module that takes ``inputs`` (and the rank's index) and gives ``results``."""
+    """Return the nodes ``part`` as a module that takes ``inputs`` (and the rank's index) and returns ``results``."""
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     for node in inputs:
@@ -102,7 +102,7 @@ def extract(
 
 
 def _copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, Any]) -> fx.Node:
-    """Copies as ``graph.node_copy`` does, but a source may have become a plain number."""
+    """Copy like ``graph.node_copy``, but accept a source that has become a plain number."""
     assert node.op == "call_function", node.op
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: copies[source])
     copied = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def _copy(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, Any]) -> fx.N
 
 
 def tensors_of(root: nn.Module, graph: fx.Graph) -> dict[str, Tensor]:
-    """Returns the tensors of ``root`` that ``graph`` reads, by the names of its ``get_attr`` nodes."""
+    """Return the tensors of ``root`` that ``graph`` reads, by the target of its ``get_attr`` nodes."""
     names = dict.fromkeys(str(node.target) for node in graph.nodes if node.op == "get_attr")
     return {name: resolve(root, name) for name in names}
 

@@ -1,4 +1,4 @@
-"""Trace a family's module as one rank of a team runs it: strategy, hooks and collectives included."""
+"""Trace of a family's module as one rank of a team runs it, with strategy, hooks and collectives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ChangeModule = Callable[[nn.Module], nn.Module]
 def sdpa(
     q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The kernel that becomes ONNX's ``Attention``; it has no log-sum-exp, and no strategy that exports needs one."""
+    """Compute attention that exports as ONNX's ``Attention``. Its log-sum-exp is empty: no strategy here needs it."""
     assert mask_BM is None
     assert prefix is None
     q_BHLD, k_BHMD, v_BHMD = (x.transpose(1, 2) for x in (q_BLHD, *as_many_as(q_BLHD, k_BMGD, v_BMGD)))
@@ -45,7 +45,7 @@ def sdpa(
 
 
 class _OneRank(nn.Module):
-    """The sharded forward as a module: inputs in by name, the whole prediction out."""
+    """The sharded forward as a module that maps inputs by name to the whole prediction."""
 
     def __init__(self, model: DenoiserModel, branch: Branch, team: Team, change: ChangeModule, ring: RingForm) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def _kernel(team: Team, layout: MarkedLayout, ring: RingForm) -> Kernel:
             return native_ring_kernel(team, layout)
         if ring == "segments":
             return _leave_engine
-        raise ValueError(f"{spec.name} does not fit into one engine: export it in segments, or use TensorRT's own ring")
+        raise ValueError(f"{spec.name} does not fit into one engine: export it in segments, or use a native ring")
     grouped = spec.ring > 1 or (spec.allgather_kv > 1 and spec.ulysses > 1)
     return (group_free_kernel if grouped else team_kernel)(sdpa, team, layout)
 
@@ -93,9 +93,9 @@ def _leave_engine(
 
 
 def unmasked(kernel: Kernel) -> Kernel:
-    """``kernel``, with a ValueError for a mask or a prefix."""
+    """Return ``kernel``, with a ValueError for a mask or a prefix."""
 
-    def refusing(
+    def checked_kernel(
         q_BLHD: Tensor,
         k_BLGD: Tensor,
         v_BLGD: Tensor,
@@ -114,7 +114,7 @@ def unmasked(kernel: Kernel) -> Kernel:
             )
         return kernel(q_BLHD, k_BLGD, v_BLGD)
 
-    return refusing
+    return checked_kernel
 
 
 def unchanged(module: nn.Module) -> nn.Module:
@@ -129,9 +129,9 @@ def trace(
     change: ChangeModule = unchanged,
     ring: RingForm = "none",
 ) -> fx.GraphModule:
-    """Returns one branch's forward, exported; parameters are ``get_attr`` nodes named ``module.<state_dict key>``.
+    """Return one branch's exported forward; parameters are ``get_attr`` nodes named ``module.<state_dict key>``.
 
-    ``change`` swaps layers of a copy of the module first (quantization); ``ring`` says how a ring is to be run.
+    ``change`` first replaces layers of a copy of the module (quantisation). ``ring`` selects how a ring runs.
     """
     inputs: ModelInputs = {name: value for name, value in branch.inputs.items() if value is not None}
     shapes = None if dynamic is None else ({name: dynamic.get(name) for name in inputs},)
@@ -145,9 +145,9 @@ def trace(
 
 @contextmanager
 def offline_team(spec: ParallelSpec, rank: int = 0) -> Iterator[Team]:
-    """Gives ``spec``'s team so that one process can trace it: torch's fake process group answers for other ranks."""
+    """Yield ``spec``'s team for a trace in one process; torch's fake process group replaces the other ranks."""
     if dist.is_initialized():
-        raise ValueError("an engine is exported before torch.distributed is initialised, or for the gang's own team")
+        raise ValueError("offline_team needs a process without torch.distributed: use the gang's own team instead")
     dist.init_process_group("fake", rank=rank, world_size=spec.num_ranks, store=fake_store())
     try:
         yield Teams(rank=rank, num_ranks=spec.num_ranks, specs=(spec,), groups=Groups(spec.num_ranks)).team(

@@ -1,4 +1,4 @@
-"""torch's functional collectives as ``DistCollective`` nodes, for ``torch.onnx.export``'s translation table."""
+"""Translation table for ``torch.onnx.export``: functional collectives of torch as ``DistCollective`` nodes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Translation = Callable[..., Any]
 
 
 def translation_table(num_ranks: int) -> dict[Callable[..., Any], Translation]:
-    """Returns translations for an engine of ``num_ranks``.
+    """Return the table for an engine of ``num_ranks``.
 
-    They raise ValueError for a collective over fewer ranks: it would need ``groups``.
+    Translations raise ValueError for a collective over fewer ranks, which would need ``groups``.
     """
     register_schema()
     ops = collective_ops
@@ -42,7 +42,7 @@ def translation_table(num_ranks: int) -> dict[Callable[..., Any], Translation]:
 
 
 def _node(x: Any, what: Collective, group: str) -> Any:
-    _require_whole_team(group, what.num_ranks, what.operation)
+    _check_whole_team(group, what.num_ranks, what.operation)
     return _OWN.DistCollective(x, **what.attributes())
 
 
@@ -100,7 +100,7 @@ def _ring_attention(q: Any, k: Any, v: Any, num_ranks: int) -> Any:
     return _OWN.Attention(q, k, v, nb_rank=num_ranks)  # goes to the standard domain after the export
 
 
-def _require_whole_team(group: str, num_ranks: int, operation: str) -> None:
+def _check_whole_team(group: str, num_ranks: int, operation: str) -> None:
     size = process_group(group).size()
     if size != num_ranks:
         raise ValueError(

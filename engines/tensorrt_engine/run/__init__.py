@@ -1,1 +1,1 @@
-"""Engine files on GPUs: checks before the first step, bindings, steps."""
+"""Engine files on GPUs: preflight checks, runtime, steps."""

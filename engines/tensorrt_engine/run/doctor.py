@@ -1,7 +1,7 @@
-"""``troupe doctor --tensorrt``: proves on this host what can be proved here, and says what cannot.
+"""``troupe doctor --tensorrt``: run the proofs that this host allows, and list the others.
 
-On a host with TensorRT 11 and GPUs that is everything: each collective executed over NCCL against its meaning, and the
-model's engine on teams of each size against one rank and against torch. Without a GPU it is what the builder shows.
+A host with TensorRT 11 and GPUs allows all. Each collective runs over NCCL and is compared with its reference. The
+model's engine on teams of each size is compared with one rank and with torch. Without a GPU, only builds are checked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from engines.tensorrt_engine.run.runtime import EngineRunner, LoadedEngine, comm
 
 Result = Literal["proved", "failed", "not here"]
 MakeModel = Callable[[str], DenoiserModel]
-"""A model on the named device; picklable, because every rank makes its own."""
+"""``make_model(device)``: picklable, since every rank makes its own model."""
 
 ROWS, COLUMNS = 8, 16
 START_TIMEOUT_S, LEAVE_S = 900.0, 60.0
@@ -46,7 +46,7 @@ START_TIMEOUT_S, LEAVE_S = 900.0, 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """One statement of the table in docs/reference/tensorrt.md, and how it went on this host."""
+    """One statement of the table in docs/reference/tensorrt.md, and its result on this host."""
 
     subject: str
     result: Result
@@ -54,9 +54,9 @@ class Proof:
 
 
 def doctor(environment: Mapping[str, str], make_model: MakeModel | None = None) -> list[Proof]:
-    """Returns every proof that this host allows; a failure is a proof that failed, no exception.
+    """Return every proof that this host allows; a failure is a failed proof, not an exception.
 
-    Starts one process per GPU where there are any. ``environment`` holds this process's variables.
+    Starts one process per GPU. ``environment`` holds this process's variables.
     """
     try:
         bindings = load_bindings()
@@ -64,15 +64,15 @@ def doctor(environment: Mapping[str, str], make_model: MakeModel | None = None) 
         return [Proof(subject="TensorRT", result="failed", detail=str(error))]
     proofs = [Proof(subject="TensorRT", result="proved", detail=f"{bindings.product} {bindings.version}")]
     target = _target()
-    proofs += [_builds(operation, target) for operation in get_args(Operation)]
+    proofs += [_prove_build(operation, target) for operation in get_args(Operation)]
     if not torch.cuda.is_available():
         missing = "no GPU on this host"
         return [
             *proofs,
             *(Proof(subject=s, result="not here", detail=missing) for s in ("NCCL", "execution", "engine")),
         ]
-    proofs.append(_nccl_names(environment))
-    return proofs + _on_gpus(environment, make_model)
+    proofs.append(_prove_nccl_names(environment))
+    return proofs + _prove_on_gpus(environment, make_model)
 
 
 def _target() -> Target:
@@ -80,18 +80,18 @@ def _target() -> Target:
 
 
 def one_collective(operation: Operation, num_ranks: int) -> tuple[Collective, bytes]:
-    """Returns a network of one collective on float32, and its meaning."""
+    """Return a collective, and the ONNX file of a network that runs it on float32."""
     reduction: Any = "sum" if operation in REDUCING else "none"
     root = 0 if operation in ROOTED else -1
-    what = Collective(operation=operation, num_ranks=num_ranks, reduction=reduction, root=root)
+    collective = Collective(operation=operation, num_ranks=num_ranks, reduction=reduction, root=root)
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, (ROWS * num_ranks, COLUMNS))
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    graph = helper.make_graph([collective_node(what, "x", "y")], operation, [x], [y])
+    graph = helper.make_graph([collective_node(collective, "x", "y")], operation, [x], [y])
     opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)]
-    return what, bytes(helper.make_model(graph, opset_imports=opsets).SerializeToString())
+    return collective, bytes(helper.make_model(graph, opset_imports=opsets).SerializeToString())
 
 
-def _builds(operation: Operation, target: Target) -> Proof:
+def _prove_build(operation: Operation, target: Target) -> Proof:
     subject = f"{operation} builds"
     try:
         build(one_collective(operation, 2)[1], BuildOptions(target=target))
@@ -100,7 +100,7 @@ def _builds(operation: Operation, target: Target) -> Proof:
     return Proof(subject=subject, result="proved", detail=target.name)
 
 
-def _nccl_names(environment: Mapping[str, str]) -> Proof:
+def _prove_nccl_names(environment: Mapping[str, str]) -> Proof:
     libraries = nccl.search(nccl.library_path(environment))
     missing = [name for name in (nccl.VERSIONED, nccl.PLAIN) if name not in libraries]
     if missing:
@@ -109,8 +109,8 @@ def _nccl_names(environment: Mapping[str, str]) -> Proof:
     return Proof(subject="NCCL names", result="proved", detail=", ".join(map(str, libraries.values())))
 
 
-def _on_gpus(environment: Mapping[str, str], make_model: MakeModel | None) -> list[Proof]:
-    """Starts one process per GPU, in an environment in which TensorRT finds torch's NCCL."""
+def _prove_on_gpus(environment: Mapping[str, str], make_model: MakeModel | None) -> list[Proof]:
+    """Start one process per GPU, in an environment where TensorRT finds torch's NCCL."""
     os.environ.update(nccl.rank_environment(environment))
     return on_ranks(_rank, torch.cuda.device_count(), make_model)
 
@@ -118,7 +118,7 @@ def _on_gpus(environment: Mapping[str, str], make_model: MakeModel | None) -> li
 def on_ranks(
     body: Body, num_ranks: int, make_model: MakeModel | None, *, within_s: float = START_TIMEOUT_S
 ) -> list[Proof]:
-    """Returns what rank 0 sends; or one failed proof, as soon as a rank has died, or when time is up."""
+    """Return the proofs of rank 0, or one failed proof after a rank's death or a timeout."""
     with (
         tempfile.TemporaryDirectory() as folder,
         local_ranks(body, num_ranks, (num_ranks, folder, make_model)) as ranks,
@@ -137,17 +137,17 @@ def _rank(rank: int, answer: Connection, num_ranks: int, folder: str, make_model
     rendezvous = f"file://{Path(folder) / 'store'}"
     dist.init_process_group("nccl", init_method=rendezvous, rank=rank, world_size=num_ranks, device_id=device)
     dist.all_reduce(torch.zeros(1, device=device))
-    proofs = [_executes(operation, rank, num_ranks, device) for operation in get_args(Operation)]
+    proofs = [_prove_execution(operation, rank, num_ranks, device) for operation in get_args(Operation)]
     if make_model is not None:
-        proofs.append(_engine_agrees(make_model, rank, num_ranks, device))
+        proofs.append(_prove_engine(make_model, rank, num_ranks, device))
     if rank == 0:
         answer.send(proofs)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _executes(operation: Operation, rank: int, num_ranks: int, device: torch.device) -> Proof:
-    what, network = one_collective(operation, num_ranks)
+def _prove_execution(operation: Operation, rank: int, num_ranks: int, device: torch.device) -> Proof:
+    collective, network = one_collective(operation, num_ranks)
     inputs = [
         np.random.default_rng(r).standard_normal((ROWS * num_ranks, COLUMNS), np.float32) for r in range(num_ranks)
     ]
@@ -157,7 +157,7 @@ def _executes(operation: Operation, rank: int, num_ranks: int, device: torch.dev
     runner = EngineRunner(LoadedEngine(engine_file), {}, communicator=pointer)
     output = runner.run({"x": torch.from_numpy(inputs[rank]).to(device)})["y"].cpu().numpy()
     runner.close()
-    expected = what.apply(inputs)[rank]
+    expected = collective.apply(inputs)[rank]
     wrong = int(not np.allclose(output, expected, rtol=1e-5, atol=1e-5)) if not np.isnan(expected).any() else 0
     total = torch.tensor(wrong, device=device)
     dist.all_reduce(total)
@@ -165,8 +165,8 @@ def _executes(operation: Operation, rank: int, num_ranks: int, device: torch.dev
     return Proof(subject=f"{operation} executes", result="failed" if total else "proved", detail=detail)
 
 
-def _engine_agrees(make_model: MakeModel, rank: int, num_ranks: int, device: torch.device) -> Proof:
-    """Runs the gang's own self-check (every team against one rank), then compares one rank with torch."""
+def _prove_engine(make_model: MakeModel, rank: int, num_ranks: int, device: torch.device) -> Proof:
+    """Run the gang's self-check (every team against one rank), then compare one rank with torch."""
     from engines.core.tensors import relative_difference
     from engines.parallel.self_check import TOLERANCE
     from engines.tensorrt_engine.load import load_tensorrt_engine

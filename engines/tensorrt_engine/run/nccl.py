@@ -1,4 +1,4 @@
-"""The one NCCL of a process, as TensorRT must find it: torch's, of a version it takes, under both names."""
+"""Checks of a process's only NCCL, and links by which TensorRT finds it: torch's, under both of its names."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _WHEELS = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 
 class NcclError(RuntimeError):
-    """TensorRT could not use this process's NCCL; the message says what was found and what to change."""
+    """TensorRT cannot use this process's NCCL. The message says what was found and what to change."""
 
 
 def loaded_libraries(maps: Path = Path("/proc/self/maps")) -> tuple[Path, ...]:
-    """Returns the NCCL libraries mapped into this process, each once (resolved)."""
+    """Return the resolved paths of the NCCL libraries mapped into this process."""
     paths = {line.split(maxsplit=5)[-1].strip() for line in maps.read_text().splitlines() if "libnccl" in line}
     return tuple(sorted({Path(path).resolve() for path in paths if Path(path).name.startswith(PLAIN)}))
 
 
 def library_version(path: Path) -> tuple[int, int, int]:
-    """Returns (major, minor, patch) as the library itself says."""
+    """Return the library's own (major, minor, patch)."""
     code = ctypes.c_int()
     if ctypes.CDLL(str(path)).ncclGetVersion(ctypes.byref(code)):
-        raise NcclError(f"{path} does not say which version it is")
+        raise NcclError(f"{path} does not report its version")
     return decode_version(code.value)
 
 
 def decode_version(code: int) -> tuple[int, int, int]:
-    """Reads NCCL's one number: 22809 is 2.28.9 (and 2708, from before 2.9, is 2.7.8)."""
+    """Decode NCCL's version number: 22809 is 2.28.9; 2708, from before 2.9, is 2.7.8."""
     return (
         (code // 10000, code // 100 % 100, code % 100)
         if code >= 10000
@@ -45,27 +45,27 @@ def decode_version(code: int) -> tuple[int, int, int]:
 
 
 def check_loaded(libraries: tuple[Path, ...], versions: Mapping[Path, tuple[int, int, int]]) -> None:
-    """Raises NcclError unless there is exactly one NCCL, of a version that TensorRT takes."""
+    """Raise NcclError unless there is exactly one NCCL, of a version that TensorRT supports."""
     if len(libraries) != 1:
         shown = ", ".join(map(str, libraries)) or "none"
         raise NcclError(
-            f"one NCCL must be in the process, torch's; found {shown}: take other copies off LD_LIBRARY_PATH"
+            f"the process must load one NCCL, torch's; found {shown}: take other copies off LD_LIBRARY_PATH"
         )
     version = versions[libraries[0]]
     if not MIN_VERSION <= version[:2] < END_VERSION:
-        wanted = f">= {MIN_VERSION[0]}.{MIN_VERSION[1]}, < {END_VERSION[0]}"
-        raise NcclError(f"TensorRT takes NCCL {wanted}; {libraries[0]} is {'.'.join(map(str, version))}")
+        supported = f">= {MIN_VERSION[0]}.{MIN_VERSION[1]}, < {END_VERSION[0]}"
+        raise NcclError(f"TensorRT needs NCCL {supported}; {libraries[0]} is {'.'.join(map(str, version))}")
 
 
 def check_process() -> Path:
-    """Returns the path of this process's NCCL, once it is checked."""
+    """Return the path of this process's NCCL. NcclError if TensorRT cannot use it."""
     libraries = loaded_libraries()
     check_loaded(libraries, {path: library_version(path) for path in libraries})
     return libraries[0]
 
 
 def search(folders: Iterable[Path]) -> dict[str, Path]:
-    """Returns the first file of each name along ``folders``, as TensorRT's own search goes."""
+    """Return the first file of each name in ``folders``, by TensorRT's search order."""
     libraries: dict[str, Path] = {}
     for folder in folders:
         for name in (VERSIONED, PLAIN):
@@ -79,7 +79,7 @@ def library_path(environment: Mapping[str, str]) -> tuple[Path, ...]:
 
 
 def wheel_folder() -> Path | None:
-    """Returns where pip put torch's NCCL; None where it did not."""
+    """Return the folder of pip's NCCL wheel; None if it is not installed."""
     for name in _WHEELS:
         try:
             files = importlib.metadata.files(name) or []
@@ -92,16 +92,15 @@ def wheel_folder() -> Path | None:
 
 
 def rank_environment(environment: Mapping[str, str], link_folder: Path = LINKS) -> dict[str, str]:
-    """Returns variables to start a rank with, beside ``environment``, so that TensorRT finds torch's NCCL.
+    """Return changes of ``environment`` for a new rank, so that TensorRT finds torch's NCCL; empty if it already does.
 
-    TensorRT wants it under both its names. pip ships ``libnccl.so.2`` alone; links of both names in ``link_folder``
-    mend that. Empty when nothing needs to change. The loader reads LD_LIBRARY_PATH once, so it is of no use in a
-    process that runs already.
+    TensorRT looks for both names, but pip ships ``libnccl.so.2`` only. Links of both names are made in ``link_folder``.
+    The loader reads LD_LIBRARY_PATH once: changes have no effect in a running process.
     """
     libraries = search(library_path(environment))
     if VERSIONED in libraries and PLAIN in libraries:
         return {}
-    library = libraries.get(VERSIONED) or _in_wheel()
+    library = libraries.get(VERSIONED) or _wheel_library()
     missing = " and ".join(name for name in (VERSIONED, PLAIN) if name not in libraries)
     logger.warning(
         "no %s on LD_LIBRARY_PATH, where TensorRT looks: ranks get %s, linked in %s", missing, library, link_folder
@@ -113,7 +112,7 @@ def rank_environment(environment: Mapping[str, str], link_folder: Path = LINKS) 
     return {"LD_LIBRARY_PATH": f"{link_folder}:{rest}" if rest else str(link_folder)}
 
 
-def _in_wheel() -> Path:
+def _wheel_library() -> Path:
     folder = wheel_folder()
     if folder is None:
         wheels = " or ".join(_WHEELS)

@@ -1,4 +1,4 @@
-"""The other half of TensorRT: an engine deserialized, tensors bound by address, a communicator set, an enqueue."""
+"""TensorRT's runtime (engines, contexts, communicators), and preflight checks of a gang's ranks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from engines.tensorrt_engine.build.bindings import Target, load_bindings, take_e
 from engines.tensorrt_engine.build.caches import CachedEngine
 from engines.tensorrt_engine.run.nccl import check_process, library_version
 
-CAPSULE_NAME = b"ncclComm_t"  # kept here: a capsule does not copy its name
+CAPSULE_NAME = b"ncclComm_t"  # global: a capsule does not copy its name
 
 
 class EngineRejectedError(RuntimeError):
-    """TensorRT would not load an engine file, or not run it on this device."""
+    """TensorRT cannot load an engine file, or cannot run it on this device."""
 
 
 class EnqueueError(RuntimeError):
-    """This rank could not start its part of a step. The others wait for it until the step's deadline."""
+    """This rank could not start its part of a step. The other ranks wait for it until the step's deadline."""
 
 
 def communicator_capsule(pointer: int) -> object:
-    """Returns ``set_communicator``'s argument: a capsule named ``ncclComm_t`` around the pointer."""
+    """Return the argument of ``set_communicator``: a capsule named ``ncclComm_t`` of the pointer."""
     if pointer == 0:
         raise ValueError("the process group has no NCCL communicator yet: run one collective on it first")
     new = ctypes.pythonapi.PyCapsule_New
@@ -38,7 +38,7 @@ def communicator_capsule(pointer: int) -> object:
 
 
 def deserialize(engine_file: bytes) -> Any:
-    """Returns an ``ICudaEngine``. Raises EngineRejectedError with TensorRT's words."""
+    """Return an ``ICudaEngine``. Raises EngineRejectedError with TensorRT's reason."""
     trt = load_bindings().api
     take_errors()
     runtime = trt.Runtime(trt_logger())
@@ -51,7 +51,7 @@ def deserialize(engine_file: bytes) -> Any:
 
 
 class LoadedEngine:
-    """An engine on this device, shared by the runners of all shapes that it serves; released with the last of them."""
+    """An engine on this device, shared by the runners of all its shapes and released with the last of them."""
 
     def __init__(self, engine_file: bytes) -> None:
         self._engine: Any = deserialize(engine_file)
@@ -61,39 +61,39 @@ class LoadedEngine:
     def is_released(self) -> bool:
         return self._engine is None
 
-    def take(self) -> Any:
-        """Returns the ``ICudaEngine``, for one more user."""
+    def acquire(self) -> Any:
+        """Return the ``ICudaEngine`` to another user."""
         assert self._engine is not None, "released"
         self._num_users += 1
         return self._engine
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         self._num_users -= 1
         if self._num_users == 0:
             self._engine = None
 
 
 class EngineRunner:
-    """One execution context of an engine on one rank. Weights are bound once; activations at each run, without copies.
+    """One execution context of an engine on one rank. Weights are bound once, activations at each run, without copies.
 
-    Making it is collective when there is a communicator, and so is every run. Raises EngineRejectedError, EnqueueError.
+    Creation and runs are collective if there is a communicator. Raises EngineRejectedError, EnqueueError.
     """
 
     def __init__(self, loaded: LoadedEngine, weights: Mapping[str, Tensor], *, communicator: int | None = None) -> None:
         self._loaded = loaded
-        self._engine = loaded.take()
+        self._engine = loaded.acquire()
         self._context = self._engine.create_execution_context()
         if self._context is None:
             raise EngineRejectedError(f"no execution context: {take_errors() or 'out of device memory?'}")
         if communicator is not None and not self._context.set_communicator(communicator_capsule(communicator)):
             raise EngineRejectedError(f"TensorRT would not take the NCCL communicator: {take_errors()}")
-        self._weights = {name: tensor.contiguous() for name, tensor in weights.items()}  # kept alive: bound by address
+        self._weights = {name: tensor.contiguous() for name, tensor in weights.items()}  # bound by address: keep alive
         for name, tensor in self._weights.items():
             self._bind(name, tensor)
         self._outputs = tuple(self._names(load_bindings().api.TensorIOMode.OUTPUT))
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Enqueues on the current stream; the outputs are ready when the stream gets there."""
+        """Enqueue on the current stream, and return outputs that are valid in stream order."""
         bound = {name: tensor.contiguous() for name, tensor in inputs.items()}
         for name, tensor in bound.items():
             if not self._context.set_input_shape(name, tuple(tensor.shape)):
@@ -107,18 +107,18 @@ class EngineRunner:
         return outputs
 
     def close(self) -> None:
-        """Releases the context, then the engine. The communicator must still be alive."""
+        """Release the context, then the engine. The communicator must still be alive."""
         self._context = None
         self._engine = None
-        self._loaded.give_back()
+        self._loaded.release()
         self._weights.clear()
 
     def _bind(self, name: str, tensor: Tensor) -> None:
-        wanted = _torch_dtype(self._engine.get_tensor_dtype(name))
-        if tensor.dtype != wanted:
-            raise EnqueueError(f"{name} is {tensor.dtype}, the engine wants {wanted}")
+        expected = _torch_dtype(self._engine.get_tensor_dtype(name))
+        if tensor.dtype != expected:
+            raise EnqueueError(f"{name} is {tensor.dtype}, the engine expects {expected}")
         if not self._context.set_tensor_address(name, tensor.data_ptr()):
-            raise EnqueueError(f"TensorRT would not bind {name}: {take_errors() or 'no such tensor in the engine'}")
+            raise EnqueueError(f"TensorRT cannot bind {name}: {take_errors() or 'no such tensor in the engine'}")
 
     def _allocate(self, name: str) -> Tensor:
         shape = tuple(self._context.get_tensor_shape(name))
@@ -144,7 +144,7 @@ def _torch_dtype(dtype: Any) -> torch.dtype:
 
 
 class PreflightError(RuntimeError):
-    """A rank cannot take part. Says which rank, what it found and what was expected; survives pickling."""
+    """A rank cannot take part. The message names the rank, what it found and what was expected. Picklable."""
 
     def __init__(self, rank: int, what: str, found: str, expected: str) -> None:
         super().__init__(rank, what, found, expected)
@@ -155,7 +155,7 @@ class PreflightError(RuntimeError):
 
 
 def current_target(rank: int) -> Target:
-    """Returns the GPU of this process. Raises PreflightError without one."""
+    """Return the GPU of this process. Raises PreflightError without one."""
     if not torch.cuda.is_available():
         raise PreflightError(rank, "a TensorRT engine runs on a GPU", "none", "one; or engine: torch")
     major, minor = torch.cuda.get_device_capability()
@@ -163,7 +163,7 @@ def current_target(rank: int) -> Target:
 
 
 def check_engine_file(engine: CachedEngine, *, rank: int, target: Target) -> None:
-    """Raises PreflightError for an engine of another compute capability, or of another TensorRT than is installed."""
+    """Raise PreflightError for an engine of another compute capability or another TensorRT version."""
     if engine.key.target != target.name:
         raise PreflightError(rank, f"{engine.path.name} is for another GPU", engine.key.target, target.name)
     bindings = load_bindings()
@@ -173,23 +173,22 @@ def check_engine_file(engine: CachedEngine, *, rank: int, target: Target) -> Non
 
 
 def check_same_engine_file(sha256: str, *, rank: int, group: str) -> None:
-    """Raises on every rank of ``group`` when one has another engine file. Collective."""
-    _compare(
-        {"its engine file is not that of the rest of its team": sha256[:12]}, rank=rank, group=process_group(group)
-    )
+    """Raise PreflightError on every rank of ``group`` if their engine files differ. Collective."""
+    fact = {"its engine file is not that of the rest of its team": sha256[:12]}
+    _compare(fact, rank=rank, group=process_group(group))
 
 
-def check_alike(facts: Mapping[str, str], *, rank: int) -> None:
-    """Raises on every rank of the gang when one has other values. Collective."""
+def check_same_facts(facts: Mapping[str, str], *, rank: int) -> None:
+    """Raise PreflightError on every rank of the gang if their ``facts`` differ. Collective."""
     assert dist.group.WORLD is not None
-    named = {f"its {name} is not that of the rest of the gang": value for name, value in facts.items()}
-    _compare(named, rank=rank, group=dist.group.WORLD)
+    sentences = {f"its {name} is not that of the rest of the gang": value for name, value in facts.items()}
+    _compare(sentences, rank=rank, group=dist.group.WORLD)
 
 
 def _compare(facts: Mapping[str, str], *, rank: int, group: dist.ProcessGroup) -> None:
-    answers: list[Any] = [None] * group.size()
-    dist.all_gather_object(answers, (rank, dict(facts)), group=group)
-    (first, expected), *others = answers
+    facts_by_rank: list[Any] = [None] * group.size()
+    dist.all_gather_object(facts_by_rank, (rank, dict(facts)), group=group)
+    (first, expected), *others = facts_by_rank
     for other, values in others:
         for what, value in expected.items():
             if values.get(what) != value:
@@ -197,14 +196,14 @@ def _compare(facts: Mapping[str, str], *, rank: int, group: dist.ProcessGroup) -
 
 
 def check_nccl(rank: int) -> str:
-    """Returns the version of the process's NCCL. PreflightError unless there is one, that TensorRT takes."""
+    """Return the version of the process's NCCL. PreflightError if TensorRT cannot use it."""
     try:
         library = check_process()
     except RuntimeError as error:
-        raise PreflightError(rank, "NCCL", str(error), "torch's alone, 2.19 or later") from None
+        raise PreflightError(rank, "NCCL", str(error), "only torch's, 2.19 or later") from None
     return ".".join(map(str, library_version(library)))
 
 
 def communicator(group: str, device: torch.device) -> int:
-    """Returns the address of the group's ``ncclComm_t``, after one collective on it has made it."""
+    """Return the address of the group's ``ncclComm_t``, which its first collective creates."""
     return nccl_communicator(process_group(group), device)

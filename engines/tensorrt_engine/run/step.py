@@ -1,4 +1,4 @@
-"""One branch's forward on one rank through an engine, whole or in segments: made once a shape, called each step."""
+"""One branch's forward on one rank through an engine, whole or in segments: made per shape, called every step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from engines.core.model import Branch, DenoiserModel, ModelInputs
 from engines.parallel.local_attention import local_kernel
 from engines.parallel.mesh import Team
 from engines.parallel.strategies import team_kernel
-from engines.tensorrt_engine.export.exported import Exported, place_of, rank_weights
+from engines.tensorrt_engine.export.exported import EngineExport, rank_index_of, rank_weights
 from engines.tensorrt_engine.export.graph import EngineGraph
 from engines.tensorrt_engine.export.segments import Segment
 
 
 class Runner(Protocol):
-    """What runs an engine graph on one rank: TensorRT's ``EngineRunner``, or a stand-in in tests."""
+    """Runs an engine graph on one rank: TensorRT's ``EngineRunner``, or a fake in tests."""
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
 
@@ -28,14 +28,14 @@ class Runner(Protocol):
 
 
 MakeRunner = Callable[[EngineGraph, Mapping[str, Tensor], Team], Runner]
-"""Called on every rank of a team at the same time; weights are those the graph takes as inputs."""
+"""``make_runner(graph, weights, team)``, collective over the team; ``weights`` are the graph's weight inputs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeStep:
     """The prologue in torch, the engine, the epilogue in torch."""
 
-    exported: Exported
+    exported: EngineExport
     runner: Runner
     rank_index: int
 
@@ -52,7 +52,7 @@ class WholeStep:
 class SegmentedStep:
     """``runners[kind]`` runs every segment of that kind, with the segment's own weights bound at each run."""
 
-    exported: Exported
+    exported: EngineExport
     runners: tuple[Runner, ...]
     weights: Mapping[str, Tensor]
     kernel: Kernel
@@ -84,25 +84,25 @@ EngineStep = WholeStep | SegmentedStep
 
 
 def make_step(
-    exported: Exported, model: DenoiserModel, branch: Branch, team: Team, make_runner: MakeRunner
+    exported: EngineExport, model: DenoiserModel, branch: Branch, team: Team, make_runner: MakeRunner
 ) -> EngineStep:
-    """Returns a step with runners of its own. Every rank of the team makes this call at the same time."""
+    """Return a step with its own runners. Collective over the team."""
     weights = rank_weights(model, branch.module, team)
     if exported.segments:
         return _segmented_step(exported, model, branch, team, make_runner, weights)
     runner = make_runner(exported.graph, {name: weights[name] for name in exported.graph.weights}, team)
-    return WholeStep(exported=exported, runner=runner, rank_index=place_of(team))
+    return WholeStep(exported=exported, runner=runner, rank_index=rank_index_of(team))
 
 
 def _segmented_step(
-    exported: Exported,
+    exported: EngineExport,
     model: DenoiserModel,
     branch: Branch,
     team: Team,
     make_runner: MakeRunner,
     weights: Mapping[str, Tensor],
 ) -> SegmentedStep:
-    """Returns a step with one runner per kind of segment, which gets the weights of each segment as it runs."""
+    """Return a step with one runner per kind of segment, without weights: each run binds a segment's own."""
     weight = next(iter(weights.values()))
     layout = TokenLayout.of(model.plan.streams, model.stream_lengths(branch.arguments), team.context.size)
     return SegmentedStep(

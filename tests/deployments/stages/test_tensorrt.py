@@ -54,7 +54,7 @@ def model_config(**denoiser: Any) -> ModelConfig:
             "load one engine file. Use ulysses4 or tensor4, or engine: torch",
         ),
         ({"strategy": "tensor", "tensorrt": {"weights": "constants"}}, "one engine file per rank; use weights: inputs"),
-        ({"strategy": "tensor", "precision": "int8-static"}, "scales are those of whole weights; use ulysses"),
+        ({"strategy": "tensor", "precision": "int8-static"}, "scales belong to whole weights; use ulysses"),
         ({"strategy": "guidance2xulysses", "num_ranks": 3}, "needs a multiple of 2 ranks, not 3"),
         ({"strategy": "magic"}, "unknown strategy 'magic'; known: ulysses"),
         ({"precision": "fp4"}, "the TensorRT engine knows auto, native, fp8-static, int8-static"),

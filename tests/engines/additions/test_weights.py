@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.additions import WeightSwitch, added, merge, part_of
+from engines.additions import WeightSwitch, add_products, merge, slice_low_rank
 from engines.core.engine import EngineChoice
 from engines.core.model import Addition, LowRank, Mix, normal_mix
 from engines.core.spec import Scheme
@@ -52,7 +52,7 @@ def test_two_products_are_rounded_once() -> None:
 @pytest.mark.parametrize(("shape", "columns"), [((ROWS, 5, 1, 2), 10), ((ROWS,), 1)], ids=["convolution", "bias"])
 def test_parameters_of_other_shapes(shape: tuple[int, ...], columns: int) -> None:
     one = LowRank(up_NR=random(ROWS, 2, seed=1), down_RK=random(2, columns, seed=2))
-    total = added(torch.ones(shape), [(2.0, one)])
+    total = add_products(torch.ones(shape), [(2.0, one)])
     assert torch.allclose(total.flatten(), (1 + 2 * one.up_NR @ one.down_RK).flatten(), atol=1e-5)
     assert total.shape == shape
 
@@ -60,10 +60,10 @@ def test_parameters_of_other_shapes(shape: tuple[int, ...], columns: int) -> Non
 @pytest.mark.parametrize(("dim", "ranges"), [(0, ((3, 6),)), (1, ((0, 2), (5, 9)))], ids=["rows", "columns"])
 def test_a_share_gets_its_part(dim: int, ranges: tuple[tuple[int, int], ...]) -> None:
     place = Slice(name="weight", dim=dim, ranges=ranges)
-    mine = part_of(ONE, {"share.weight": place}, "share.weight")
-    whole = added(torch.zeros(ROWS, COLUMNS), [(1.0, ONE)])
+    mine = slice_low_rank(ONE, {"share.weight": place}, "share.weight")
+    whole = add_products(torch.zeros(ROWS, COLUMNS), [(1.0, ONE)])
     pieces = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
-    assert torch.allclose(added(torch.zeros_like(torch.cat(pieces, dim)), [(1.0, mine)]), torch.cat(pieces, dim))
+    assert torch.allclose(add_products(torch.zeros_like(torch.cat(pieces, dim)), [(1.0, mine)]), torch.cat(pieces, dim))
 
 
 def switch_of(layer: nn.Module) -> WeightSwitch:
@@ -125,7 +125,7 @@ def test_what_was_written_halfway_is_undone_in_all_shares() -> None:
 
 
 def test_a_name_that_is_not_known_lists_those_that_are() -> None:
-    with pytest.raises(ValueError, match="nothing is known of three to add to the weights; known: one, two"):
+    with pytest.raises(ValueError, match="unknown additions to the weights: three; known: one, two"):
         switch_of(linear()).set("m", "whole", (("three", 1.0),))
 
 

@@ -35,7 +35,7 @@ class Hidden:
         (lambda one: {"steps": [torch.ones(3), {7: one}]}, r"state\['steps'\]\[1\]\[7\]"),
         (lambda one: Kept(x_BC=torch.ones(2, 3), noise=(None, one)), r"state\.noise\[1\]"),
         (lambda one: SimpleNamespace(values={"a": 1}, inner=SimpleNamespace(rng=one)), r"state\.inner\.rng"),
-        (lambda one: Hidden(), "what a part of a Hidden is pickled as"),
+        (lambda one: Hidden(), "a pickled part of a Hidden"),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -14,7 +14,7 @@ from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec
 from engines.tensorrt_engine.build.bindings import Target
 from engines.tensorrt_engine.build.builder import BuildError, BuildOptions, build
-from engines.tensorrt_engine.export.exported import Exported, export_segments
+from engines.tensorrt_engine.export.exported import EngineExport, export_segments
 from engines.tensorrt_engine.export.trace import offline_team
 from tests.engines.tensorrt_engine.support.all_ranks import Case, export_case
 from tests.engines.tensorrt_engine.support.cases import DTYPES, Key
@@ -77,7 +77,7 @@ def exports() -> Exports:
     return case_of
 
 
-Ring = tuple[DenoiserModel, Exported]
+Ring = tuple[DenoiserModel, EngineExport]
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from engines.parallel.local_attention import plain_attention
 from engines.parallel.mesh import Groups, Team
 from engines.tensorrt_engine import engine as engine_module
 from engines.tensorrt_engine.engine import TensorRTEngine
-from engines.tensorrt_engine.export.exported import Exported
+from engines.tensorrt_engine.export.exported import EngineExport
 from engines.tensorrt_engine.export.exporter import Exporter
 from tests.engines.support.gloo import gang
 from tests.engines.tensorrt_engine.support.all_ranks import relative_error
@@ -75,7 +75,7 @@ class Asked(Exception):
 
 
 class AskedExporter(Exporter):
-    def export(self, branches: Sequence[Branch], team: Team) -> Exported:
+    def export(self, branches: Sequence[Branch], team: Team) -> EngineExport:
         raise Asked(len(branches))
 
 
@@ -101,7 +101,7 @@ def test_contexts_of_shapes_that_came_longest_ago_go() -> None:
     engine = TensorRTEngine(model, division=alone(model), make_runner=GlooRunner, exporter=Mock(), capture=False)
     closed = Mock()
 
-    def make(_exported: Exported, _model: object, branch: Branch, *_: object) -> Mock:
+    def make(_exported: EngineExport, _model: object, branch: Branch, *_: object) -> Mock:
         return Mock(side_effect=lambda inputs: inputs["hidden_states"], close=lambda: closed(branch))
 
     one, two, three = (Branch(inputs=flux_inputs(1, *size)) for size in ((16, 2, 2), (16, 4, 2), (16, 4, 4)))

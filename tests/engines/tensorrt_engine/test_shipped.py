@@ -14,7 +14,7 @@ from engines.core.model import Branch
 from engines.core.spec import ParallelSpec
 from engines.tensorrt_engine.build.builder import Profile
 from engines.tensorrt_engine.build.report import read_engine_text
-from engines.tensorrt_engine.export.buckets import divides, profile_over, varying_dims
+from engines.tensorrt_engine.export.buckets import divides_evenly, profile_over, varying_dims
 from engines.tensorrt_engine.export.trace import offline_team
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import shipped_checkpoints
@@ -109,10 +109,10 @@ def test_a_size_that_a_hybrid_would_have_to_pad_gets_an_engine_of_its_own() -> N
     name, spec = "wan-shapes", ParallelSpec.of("hybrid", 4)
     model = load(name, torch.float32)
     with offline_team(spec) as team:
-        answers = [divides(model, first_branch(name, torch.float32, size), team) for size in SIZES]
+        answers = [divides_evenly(model, first_branch(name, torch.float32, size), team) for size in SIZES]
     assert answers == [False, True, True]
     with offline_team(ParallelSpec.of("ulysses", 4)) as team:
-        assert divides(model, first_branch(name, torch.float32), team)
+        assert divides_evenly(model, first_branch(name, torch.float32), team)
 
 
 def test_a_whole_picture_of_four_ranks() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from engines.core import storage
 from engines.tensorrt_engine.build.bindings import Bindings, Target, load_bindings
-from engines.tensorrt_engine.build.builder import BuildOptions, Built, Profile
+from engines.tensorrt_engine.build.builder import BuildOptions, BuiltEngine, Profile
 from engines.tensorrt_engine.build.caches import EngineCache, EngineKey
 from tests.support.patience import PATIENCE_S
 
@@ -24,11 +24,11 @@ def key(graph: bytes = b"graph", **changes: object) -> EngineKey:
     return EngineKey.of(graph, **facts)  # type: ignore[arg-type]
 
 
-def builder(engine_file: bytes = b"engine") -> Built:
-    return Built(engine_file=engine_file, build_s=1.5)
+def builder(engine_file: bytes = b"engine") -> BuiltEngine:
+    return BuiltEngine(engine_file=engine_file, build_s=1.5)
 
 
-def refuse() -> Built:
+def refuse() -> BuiltEngine:
     raise AssertionError("it should have been found")
 
 
@@ -107,7 +107,7 @@ def test_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_failed_build_stores_nothing_and_frees_the_lock(tmp_path: Path) -> None:
-    def broken() -> Built:
+    def broken() -> BuiltEngine:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -116,7 +116,7 @@ def test_failed_build_stores_nothing_and_frees_the_lock(tmp_path: Path) -> None:
 
 
 def build_slowly(folder: Path, log: Path) -> None:
-    def build() -> Built:
+    def build() -> BuiltEngine:
         with log.open("a") as file:
             file.write(f"{os.getpid()}\n")
         time.sleep(0.5)

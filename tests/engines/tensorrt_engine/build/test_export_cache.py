@@ -17,7 +17,7 @@ from engines.quantization.onnx import Quantization
 from engines.tensorrt_engine.build.export_cache import ExportCache
 from engines.tensorrt_engine.export import exporter as exporter_module
 from engines.tensorrt_engine.export.archive import read_export, write_export
-from engines.tensorrt_engine.export.exported import Exported, export, rank_weights
+from engines.tensorrt_engine.export.exported import EngineExport, export, rank_weights
 from engines.tensorrt_engine.export.exporter import Exporter
 from engines.tensorrt_engine.export.trace import offline_team
 from tests.engines.tensorrt_engine.conftest import Exports, Ring
@@ -73,18 +73,18 @@ def test_segments_of_a_ring_are_kept_too(ring: Ring) -> None:
 class Counted:
     """``Exporter`` over one model, with the exports that it asks for counted and not traced: each is ``made``."""
 
-    def __init__(self, model: DenoiserModel, made: Exported, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, model: DenoiserModel, made: EngineExport, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_exports, self.folder = 0, folder
         self.exporter = Exporter(model=model, cache=ExportCache(folder))
         self._made = made
         monkeypatch.setattr(exporter_module, "export", self._count)
 
-    def _count(self, *args: object, **options: object) -> Exported:
+    def _count(self, *args: object, **options: object) -> EngineExport:
         inspect.signature(export).bind(*args, **options)
         self.num_exports += 1
         return self._made
 
-    def export(self, branch: Branch, spec: ParallelSpec = WAN.spec, **changes: object) -> Exported:
+    def export(self, branch: Branch, spec: ParallelSpec = WAN.spec, **changes: object) -> EngineExport:
         with offline_team(spec) as team:
             return replace(self.exporter, **changes).export((branch,), team)  # type: ignore[arg-type]
 
@@ -156,7 +156,7 @@ def test_of_two_that_ask_at_once_one_exports(exports: Exports, tmp_path: Path) -
     case = exports(WAN)
     exporters: list[str] = []
 
-    def slow() -> Exported:
+    def slow() -> EngineExport:
         exporters.append(threading.current_thread().name)
         threading.Event().wait(0.3)
         return case.exported

@@ -137,8 +137,8 @@ def test_a_team_of_one_needs_no_communicator(engine: FakeEngine) -> None:
     ("inputs", "message"),
     [
         ({"x": torch.zeros(5)}, "profile excludes"),
-        ({"x": torch.zeros(4, dtype=torch.float16)}, "x is torch.float16, the engine wants torch.float32"),
-        ({"z": torch.zeros(4)}, "would not bind z"),
+        ({"x": torch.zeros(4, dtype=torch.float16)}, "x is torch.float16, the engine expects torch.float32"),
+        ({"z": torch.zeros(4)}, "cannot bind z"),
     ],
 )
 def test_wrong_inputs_are_errors_before_the_enqueue(engine: FakeEngine, inputs: dict[str, Any], message: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel, ModelInputs
 from engines.core.spec import ParallelSpec
-from engines.tensorrt_engine.export.exported import Exported, export, rank_weights
+from engines.tensorrt_engine.export.exported import EngineExport, export, rank_weights
 from engines.tensorrt_engine.export.trace import ChangeModule, DynamicDims, offline_team, unchanged
 from tests.engines.tensorrt_engine.support.simulate import Simulator
 
@@ -19,7 +19,7 @@ from tests.engines.tensorrt_engine.support.simulate import Simulator
 class Case:
     """An exported engine with the weights of each rank."""
 
-    exported: Exported
+    exported: EngineExport
     weights: tuple[dict[str, Tensor], ...]
     simulators: list[Simulator] = field(default_factory=list)
 

@@ -22,7 +22,7 @@ from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.collectives import Collective
 from engines.tensorrt_engine.export.exporter import Exporter
 from engines.tensorrt_engine.export.graph import EngineGraph
-from engines.tensorrt_engine.run.runtime import PreflightError, check_alike, check_same_engine_file
+from engines.tensorrt_engine.run.runtime import PreflightError, check_same_engine_file, check_same_facts
 from tests.engines.tensorrt_engine.support.simulate import cut_at_collectives
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, flux_inputs
 
@@ -112,7 +112,7 @@ def predict_sizes(folder: Path, sizes: tuple[str, ...]) -> tuple[list[Tensor], l
 
 def alike_error(facts: list[dict[str, str]]) -> str:
     try:
-        check_alike(facts[dist.get_rank()], rank=dist.get_rank())
+        check_same_facts(facts[dist.get_rank()], rank=dist.get_rank())
     except PreflightError as error:
         return str(error)
     return ""
