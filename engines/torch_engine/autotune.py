@@ -94,7 +94,7 @@ def autotuned_engine(
     decision = from_rank_0(lambda: file.write(fastest, tuner.times_ms))
     fields = {"file": str(file.path), "times_ms": tuner.times_ms}
     logger.info("strategy is decided: %s", decision.describe(), extra=fields)
-    if engine.division.knows(decision.specs):
+    if engine.division.has_teams_for(decision.specs):
         engine.division.use(decision.specs)
     else:  # another gang was first, and its strategy was no candidate here
         engine.close()

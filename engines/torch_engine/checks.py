@@ -13,7 +13,7 @@ from engines.core.model import Branch, DenoiserModel
 from engines.core.tensors import relative_difference
 from engines.parallel.copies import truncated
 from engines.parallel.mesh import team_of_one
-from engines.parallel.self_check import LEFT_OUT, TOLERANCE, WrongAnswerError, over_again
+from engines.parallel.self_check import SKIPPED, TOLERANCE, WrongAnswerError, repeat_to
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.engine import TorchEngine
 
@@ -62,13 +62,13 @@ def check_sliced(engine: TorchEngine, model: DenoiserModel, make: Callable[..., 
     """
     probe = model.probe()
     if not probe:
-        logger.warning(LEFT_OUT, extra={"rank": rank})
+        logger.warning(SKIPPED, extra={"rank": rank})
         return 0.0
     ranks = tuple(range(engine.team_sizes[-1]))
     num_blocks = engine.division.team(ranks).pipeline.size
     small = truncated(model, num_blocks)
     most = max(len(probe), engine.division.at_once)
-    branches = over_again(probe, most)
+    branches = repeat_to(probe, most)
     expected = _alone(small, branches)
     allowed = tolerance_of(engine, expected[0].dtype)
     worst = 0.0
