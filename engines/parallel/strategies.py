@@ -29,7 +29,7 @@ def ring(kernel: Kernel, axis: Axis, rows: tuple[Rows | None, ...]) -> Kernel:
 
     ``rows[j]`` are the valid rows of rank j's keys (None: all; empty: skip that turn). The next share travels while
     attention works on the present one; partial results are merged in float32. Masks and places are small, so all are
-    allgather_kernel before the first turn.
+    gathered before the first turn.
     """
     sources = tuple((axis.index - turn) % axis.size for turn in range(axis.size))
     turns = tuple(_turn(kernel, rows[source]) for source in sources)

@@ -73,7 +73,7 @@ def check_norm(device: str, *, channels: int, first: int, gates: int, segments: 
             close(x_there, x_here)
 
 
-def check_sandwich(device: str) -> None:
+def check_pre_post_norm(device: str) -> None:
     batch, rows, channels, eps = 2, 10, 48, 1e-3
     x, y, gate, scale = torch.randn(rows, channels), torch.randn(rows, channels), *torch.randn(2, batch, channels)
     for quantize in (False, True):
@@ -208,7 +208,7 @@ def main(device: str) -> None:
     check_norm(device, channels=48, first=4, gates=2, segments=2)
     check_norm(device, channels=96, first=4, gates=2, segments=1)
     check_norm(device, channels=64, first=0, gates=1, segments=1)
-    check_sandwich(device)
+    check_pre_post_norm(device)
     check_heads(device, heads=12, dim=16, outer=2, inner=2)
     check_heads(device, heads=6, dim=8, outer=1, inner=3)
     check_heads(device, heads=6, dim=8, outer=1, inner=4)
