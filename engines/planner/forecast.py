@@ -44,7 +44,7 @@ class StepForecast:
         return f"{name}: {gap}, and simpler or smaller"
 
     def shortlist(self) -> tuple[ParallelSpec, ...]:
-        """Return the candidates to time: the chosen one, then near-equals with whole weights (none if it divides them)."""
+        """Return the candidates to time: the chosen one, then near-equals with whole weights unless it divides them."""
         if self.chosen.spec.divides_weights:
             return (self.chosen.spec,)
         fitting = [cost for cost in self.costs if not cost.spec.divides_weights and self._fits(cost)]

@@ -145,7 +145,7 @@ class OneProcessMemory:
 
     def __init__(self, numel: int, sample: Tensor, axis: Axis, *, use: str) -> None:
         several = self.opened.setdefault(use, [sample.new_full((numel,), float("nan")) for _ in axis.ranks])
-        self.views_W, self.mine = tuple(several), several[axis.index]
+        self.views_W, self.local = tuple(several), several[axis.index]
         self.addresses_W = addresses_of(several)
         self.barrier = lambda channel: None
 
