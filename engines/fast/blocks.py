@@ -69,8 +69,7 @@ class Blocks:
         return self.precision == "fp8"
 
     def quantizes_after_dual(self, index: int) -> bool:
-        """Return whether the consumer of dual block ``index`` reads quantised rows: only blocks do, not the last norm.
-        """
+        """Return whether the consumer of dual block ``index`` reads quantised rows: only blocks do."""
         return self.quantizes and (index + 1 < len(self.duals) or bool(self.singles))
 
 
