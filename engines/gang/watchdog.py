@@ -36,7 +36,7 @@ class Watchdog:
         self._ranks = ranks
         self._clock = clock
         self._warm: defaultdict[tuple[int, ...], Recent[None]] = defaultdict(lambda: Recent(MAX_WARM))
-        """By team, the shapes that were warm in its last step with them."""
+        """Shapes by team that were warm in its last step with them."""
         self._watches = [asyncio.ensure_future(answer_of(i, rank.watch.remote())) for i, rank in enumerate(ranks)]
         self._num_cold = 0
 

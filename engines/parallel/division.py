@@ -71,7 +71,6 @@ class TeamSpecs:
         return self.by_size[size]
 
     def every(self) -> tuple[ParallelSpec, ...]:
-        """Return all divisions, each once."""
         return tuple(dict.fromkeys(itertools.chain.from_iterable(self.by_size.values())))
 
 

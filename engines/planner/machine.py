@@ -39,7 +39,7 @@ class Machine:
     memory_bytes: int
     """Memory of one rank."""
     exchanges: dict[str, Line]
-    """By "kind/ranks"."""
+    """Keyed by "kind/ranks"."""
     quantised: dict[str, Rates] = field(default_factory=dict)
     """Rates of products in other precisions, by name."""
     fast_path: bool = False
@@ -94,10 +94,10 @@ class Machine:
 
     @classmethod
     def from_json(cls, text: str) -> Machine:
-        given = json.loads(text)
-        given["exchanges"] = {key: Line(**line) for key, line in given["exchanges"].items()}
-        given["quantised"] = {name: _rates(table) for name, table in given.get("quantised", {}).items()}
-        return cls(**given | {name: _rates(given[name]) for name in ("products", "attention")})
+        document = json.loads(text)
+        document["exchanges"] = {key: Line(**line) for key, line in document["exchanges"].items()}
+        document["quantised"] = {name: _rates(table) for name, table in document.get("quantised", {}).items()}
+        return cls(**document | {name: _rates(document[name]) for name in ("products", "attention")})
 
     def describe(self) -> str:
         """Return the figures for people, a line each."""

@@ -27,7 +27,7 @@ class StreamCost:
     """Costs of a stream per token."""
 
     split_flops: float = 0.0
-    """Of linears that a tensor axis splits."""
+    """Linears that a tensor axis splits; ``whole_flops``: all others."""
     whole_flops: float = 0.0
     reduced_features: int = 0
     """Outputs of row-split linears, to be summed over the tensor axis."""
@@ -51,10 +51,9 @@ class ModelProfile:
     num_reductions: int
     """Row-split linears and full-width norms."""
     out_features: int
-    """Of a predicted token."""
+    """Features of a predicted token."""
     weight_bytes: int
-    """Of all modules; the next two are parts of it, those of the blocks and of the linears that a tensor axis
-    divides."""
+    """Weights of all modules; the next two are the parts in blocks, and in linears that a tensor axis divides."""
     block_weight_bytes: int
     split_weight_bytes: int
     tensor_unit: int

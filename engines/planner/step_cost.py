@@ -197,7 +197,7 @@ class MemoryFloor:
     available_bytes: int
     """Memory of one rank, the smallest of the gang's."""
     weight_bytes: int
-    """Of the whole model."""
+    """Weights of the whole model."""
     token_bytes: int
 
     def needed_bytes(self, num_tokens: int, spec: ParallelSpec) -> int:

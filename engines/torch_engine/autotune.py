@@ -137,7 +137,7 @@ class DecisionFile:
     name: str
     """Prefix of the file name, which ends with a digest of the facts."""
     facts: Mapping[str, str]
-    """What the decision depends on: model, machine, software and configuration."""
+    """Conditions of the decision: model, machine, software and configuration."""
     check: Callable[[ParallelSpec], None] = lambda _: None
     """Raises ValueError for a strategy that the model cannot use."""
 

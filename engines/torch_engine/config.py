@@ -28,7 +28,7 @@ class TorchChoices:
     """Concrete values of all options that may be "auto"."""
 
     precision: str = "native"
-    """Of the linears (see ``engines.core.spec``)."""
+    """Precision of the linears (see ``engines.core.spec``)."""
     calibration: Path | None = None
     compile_blocks: bool = False
     """Where the module runs."""

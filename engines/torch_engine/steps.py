@@ -57,7 +57,7 @@ class StepRunner:
         self._hoisted = HoistedCache(latents=model.latents, timestep=model.timestep)
         self._weights: dict[str, FastWeights] = {}
         self._steps: dict[Hashable, Recent[_Step]] = {}
-        """By team and its division, then by shape."""
+        """Steps by team and its division, then by shape."""
         self.was_warm = False
         """Whether the last run was a replay without a capture or, without capturing, of a shape that had run before."""
 

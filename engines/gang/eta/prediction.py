@@ -69,7 +69,7 @@ class StepPrediction:
         Anything else is a guess: good enough for an order, but not for clients.
         """
         name = shape_name(job.shape)
-        if job.shape is not None and any(known == name for known, _ in self.measured):
+        if job.shape is not None and any(measured == name for measured, _ in self.measured):
             return True
         for (_, team_size), near_s in self.estimated.items():
             estimate_s = estimated_s(job, team_size)
@@ -88,7 +88,7 @@ class StepPrediction:
     def _derived_s(self, job: Job, team_size: int) -> float:
         """Scale the nearest measured team size of the shape by the estimates, or use these alone."""
         name = shape_name(job.shape)
-        sizes = [size for known, size in self.measured if known == name] if job.shape is not None else []
+        sizes = [size for other, size in self.measured if other == name] if job.shape is not None else []
         estimate_s = self._estimate_s(job, team_size)
         if not sizes:
             return estimate_s

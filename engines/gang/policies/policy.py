@@ -23,10 +23,10 @@ class Candidate:
     num_left: float
     """Steps with forwards that are left (fractions of steps in a simulation)."""
     step_s: Mapping[int, float]
-    """Of one step, by team size."""
+    """Time of one step, by team size; ``fastest_s``: on the fastest team."""
     fastest_s: float
     whole_s: float
-    """Of all steps of the job on the fastest team, done ones included."""
+    """Time of all steps of the job on the fastest team, done ones included."""
     ranks: Ranks = ()
     """Current team; empty while the job waits."""
     holders: Ranks = ()

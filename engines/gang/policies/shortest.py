@@ -10,7 +10,7 @@ from engines.gang.policies.policy import Candidate, GangShape, Teams
 from engines.gang.policies.teams import quickest_teams
 
 MAX_OVERTAKEN = 6.0
-"""As a multiple of a job's lone time."""
+"""Limit of overtaking, as a multiple of a job's lone time."""
 
 
 class Shortest:

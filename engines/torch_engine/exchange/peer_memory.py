@@ -63,7 +63,7 @@ class PeerMemory:
         handle: Any = symmetric.rendezvous(whole, cast(Any, axis.group))
         torch.cuda.synchronize(sample.device)
         local = whole[:numel]
-        # The handle counts from the start of the segment that holds ``mine``, which is equal on all ranks.
+        # The handle counts from the start of the segment that holds ``local``, which is equal on all ranks.
         start = (local.data_ptr() - handle.buffer_ptrs[axis.index]) // local.element_size()
         views = tuple(handle.get_buffer(rank, (numel,), local.dtype, start) for rank in range(axis.size))
         assert views[axis.index].data_ptr() == local.data_ptr(), "peer memory is not where its handle says"
