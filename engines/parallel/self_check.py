@@ -24,7 +24,7 @@ from engines.parallel.strategies import MakeKernel, team_kernel
 
 T = TypeVar("T")
 
-SKIPPED = "self-check of the model is skipped: it has no known step"
+SKIPPED = "self-check of the model is skipped: no step is known"
 
 logger = logging.getLogger(__name__)
 
