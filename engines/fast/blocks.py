@@ -1,7 +1,7 @@
-"""The blocks of a diffusion transformer with two streams (MM-DiT, arXiv:2403.03206) as records of GEMMs.
+"""The blocks of a two-stream diffusion transformer (MM-DiT, arXiv:2403.03206) as records of GEMMs.
 
-Dual-stream blocks come first, with weights of their own for the context (text) and the latents; then single-stream
-blocks, which take both streams alike.
+Dual-stream blocks come first, with separate weights for the context (text) and the latents. Single-stream blocks follow
+and treat both streams alike.
 """
 
 from __future__ import annotations
@@ -33,22 +33,20 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DualBlock:
-    """``qkv``: queries, keys and values as one; ``up`` and ``down``: the MLP's two GEMMs, with an activation
-    between them.
-
-    ``head_norms_S2D``: RMS norms of q and k, of the context's and of the latents' rows.
-    """
+    """A dual-stream block. ``up`` and ``down`` are the MLP's two GEMMs, with an activation between them."""
 
     qkv: Pair
+    """Queries, keys and values as one GEMM."""
     out: Pair
     up: Pair
     down: Pair
     head_norms_S2D: Tensor
+    """RMS norms of q and k, for the context's rows and for the latents'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SingleBlock:
-    """Attention and MLP side by side; the output projection is cut by input, the MLP's share has the bias."""
+    """Attention and MLP side by side. The output projection is split by input; the MLP's part has the bias."""
 
     qkv: Gemm
     up: Gemm
@@ -59,7 +57,7 @@ class SingleBlock:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Blocks:
-    """All blocks of a transformer, in running order. A modulated layer norm and a plain projection follow them."""
+    """All blocks of a transformer, in running order. A modulated layer norm and a plain projection follow."""
 
     duals: tuple[DualBlock, ...]
     singles: tuple[SingleBlock, ...]
@@ -67,41 +65,41 @@ class Blocks:
 
     @property
     def quantizes(self) -> bool:
-        """Says whether GEMMs of blocks read quantised rows."""
+        """Whether GEMMs of blocks read quantised rows."""
         return self.precision == "fp8"
 
     def quantizes_after_dual(self, index: int) -> bool:
-        """Says whether what follows dual block ``index`` reads quantised rows: blocks do, the last projection not."""
+        """Return whether the consumer of dual block ``index`` reads quantised rows: only blocks do."""
         return self.quantizes and (index + 1 < len(self.duals) or bool(self.singles))
 
 
 class BlockModulation(Protocol):
-    """One step's modulation and gates by place. Gates (``gate_SBC``) have one or two segments: streams."""
+    """One step's modulation and gates by place. Gates (``gate_SBC``) have one or two segments (streams)."""
 
     @property
     def first_rows(self) -> int:
-        """The number of the context's rows."""
+        """Number of the context's rows."""
         ...
 
     def first(self) -> Modulation:
-        """Returns the modulation of the norm before the first block."""
+        """Return the modulation of the norm before the first block."""
         ...
 
     def dual_middle(self, index: int) -> tuple[Tensor, Modulation]:
-        """Returns the gate of dual block ``index``'s attention, and the modulation of the norm before its MLP."""
+        """Return the gate of dual block ``index``'s attention, and the modulation of the norm before its MLP."""
         ...
 
     def dual_end(self, index: int) -> tuple[Tensor, Modulation]:
-        """Returns the gate of its MLP, and the modulation of the norm before what follows."""
+        """Return the gate of dual block ``index``'s MLP, and the modulation of the next norm."""
         ...
 
     def single_end(self, index: int) -> tuple[Tensor, Modulation]:
-        """Returns the gate of single block ``index``, and the modulation of the norm before what follows."""
+        """Return the gate of single block ``index``, and the modulation of the next norm."""
         ...
 
 
 def writers_of(blocks: Iterable[object]) -> Writers:
-    """Returns those of all float8 GEMMs in ``blocks``, which are records of GEMMs, by parameter."""
+    """Return the weight writers of all float8 GEMMs in ``blocks`` (records of GEMMs), by parameter."""
     writers: dict[nn.Parameter, tuple[WriteWeight, ...]] = {}
     for block in blocks:
         for gemm in _float8_in(block):
@@ -119,55 +117,51 @@ def _float8_in(record: object) -> Iterator[Float8Gemm]:
 
 
 NUM_VECTORS = 4
-"""Of a block: scale and gate of attention, then of the MLP. Weights of the norms are factors in them."""
+"""Vectors of a block: scale and gate of attention, then of the MLP. Weights of the norms are folded into them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SandwichBlock:
-    """``x += gate * norm(out(attention(qkv(norm(x) * scale))))``, and the same with an MLP, ``down(act(up(...)))``.
-
-    ``head_norms_S2D``: the RMS norms of q and k.
-    """
+class PrePostNormBlock:
+    """A block with norms around: ``x += gate * norm(out(attention(qkv(norm(x) * scale))))``, then the MLP alike."""
 
     qkv: Gemm
     out: Gemm
     up: Gemm
     down: Gemm
     head_norms_S2D: Tensor
+    """RMS norms of q and k."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SandwichStep:
-    """One step through ``blocks``. ``vectors_VBC`` has ``NUM_VECTORS`` for each, one after the other.
+class PrePostNormStep:
+    """One step through ``blocks``. Rows are tokens × ``batch``; ``eps`` is that of all norms."""
 
-    ``cos_LP`` and ``sin_LP`` turn my tokens' queries and keys; rows are tokens × ``batch``; ``eps`` is that of all
-    norms.
-    """
-
-    blocks: Sequence[SandwichBlock]
+    blocks: Sequence[PrePostNormBlock]
     exchange: HeadExchange
     vectors_VBC: Tensor
+    """``NUM_VECTORS`` for each block, one block after another."""
     cos_LP: Tensor
+    """With ``sin_LP``, the rotation of this rank's queries and keys."""
     sin_LP: Tensor
     batch: int
     eps: float
     precision: Precision
 
     def run(self, x_RC: Tensor) -> Tensor:
-        """Returns the rows after all blocks, in the memory of ``x_RC``."""
+        """Return the rows after all blocks, in the memory of ``x_RC``."""
         quantize = self.precision == "fp8"
         normed = scaled_norm(x_RC, self.vectors_VBC[0], eps=self.eps, quantize=quantize)
         for index, block in enumerate(self.blocks):
             vectors_VBC = self.vectors_VBC[index * NUM_VECTORS :]
             _, gate_BC, mlp_scale_BC, mlp_gate_BC = vectors_VBC[:NUM_VECTORS].unbind(0)
-            following_BC = vectors_VBC[NUM_VECTORS if index + 1 < len(self.blocks) else 0]  # of the last none is read
+            following_BC = vectors_VBC[NUM_VECTORS if index + 1 < len(self.blocks) else 0]  # unused after the last
             update_RC = block.out(self._attended(block, normed))
             normed = add_normed(x_RC, update_RC, gate_BC, mlp_scale_BC, eps=self.eps, quantize=quantize)
             update_RC = block.down(block.up.activated(normed))
             normed = add_normed(x_RC, update_RC, mlp_gate_BC, following_BC, eps=self.eps, quantize=quantize)
         return x_RC
 
-    def _attended(self, block: SandwichBlock, normed: Rows) -> Rows:
+    def _attended(self, block: PrePostNormBlock, normed: Rows) -> Rows:
         qkv_RE = block.qkv(normed)
         qkv_R3HD = qkv_RE.view(qkv_RE.shape[0], 3, -1, block.head_norms_S2D.shape[-1])
         norms = HeadNorms(

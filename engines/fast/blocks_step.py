@@ -1,7 +1,7 @@
-"""One step through all blocks as a hand-ordered sequence of GEMMs, fused steps and exchanges.
+"""One step through all blocks as a hand-ordered sequence of GEMMs, fused passes and exchanges.
 
-All rows lie in one tensor, context first, tokens before batch (rows R = tokens × batch), so that a block needs no
-concatenation. Each residual is added in the pass that norms for what comes next.
+All rows (R = tokens × batch) lie in one tensor, context first, tokens before batch, so no block concatenates. Each
+residual is added in the pass of the next norm.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from engines.fast.kernels import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlocksStep:
-    """One step through all blocks. ``cos_LP`` and ``sin_LP`` turn my tokens' queries and keys; ``batch``: rows a token.
+    """One step through all blocks. ``cos_LP`` and ``sin_LP`` rotate this rank's q and k; ``batch``: rows per token.
 
-    The two streams of a dual block meet in attention only: from one attention to the next each depends on nothing but
-    itself. So the context's share runs on a stream of its own, in whatever time and on whatever multiprocessors the
-    latents' leaves: above all while queries, keys and values of the latents travel. A rank's share of the context is
-    small, and GEMMs of so few rows leave a GPU mostly idle.
+    The two streams of a dual block meet only in attention. Between two attentions the context runs on its own CUDA
+    stream and uses the time and multiprocessors that the latents leave, above all while the latents' q, k and v travel.
+    A rank's share of the context is small, and GEMMs of few rows leave a GPU mostly idle.
     """
 
     blocks: Blocks
@@ -43,9 +42,9 @@ class BlocksStep:
     batch: int
 
     def run(self, x_RC: Tensor) -> Tensor:
-        """Returns the latents' rows after all blocks and the norm that follows; ``x_RC`` is overwritten.
+        """Return the latents' rows after all blocks and the final norm; ``x_RC`` is overwritten.
 
-        Rows of the context are not needed after the last single block's attention, and left out from there.
+        The context's rows are dropped after the last single block's attention.
         """
         singles, first_rows = self.blocks.singles, self.modulation.first_rows
         normed = self._duals(x_RC)
@@ -61,7 +60,7 @@ class BlocksStep:
         return normed if singles else normed[first_rows:]
 
     def _single(self, normed: Rows, single: SingleBlock, needed: slice) -> tuple[Tensor, ...]:
-        """Returns what the residual gets. Every row is attended to, but only those in ``needed`` go on.
+        """Return the updates of the residual. All rows are attended to; only those in ``needed`` continue.
 
         On several ranks the MLP's first GEMM runs while queries and keys travel, its second while the result does.
         """
@@ -80,7 +79,7 @@ class BlocksStep:
         return single.out_attention.add(update_RC, result[needed])
 
     def _duals(self, x_RC: Tensor) -> Rows:
-        """Returns all rows normed for what follows the dual blocks; ``x_RC`` has passed them."""
+        """Run the dual blocks on ``x_RC`` in place; return all rows normed for the next consumer."""
         qkv_RE: Tensor | None = _new_qkv(x_RC)
         normed: dict[int, Rows] = {}
         for stream in (CONTEXT, LATENTS):
@@ -92,7 +91,7 @@ class BlocksStep:
             norms = self._norms(dual.head_norms_S2D)
             attended = self.parts.exchange.send_rest(_by_head(qkv_RE, norms), self.batch, norms).attend()
             result = collected_rows(attended.collect(), self.blocks.precision)
-            # Made before the streams part: what was in this memory before has been read by then.
+            # Allocated before the streams fork: earlier contents of this memory have been read by then.
             following = _new_qkv(x_RC) if index + 1 < len(self.blocks.duals) else None
             for stream in (CONTEXT, LATENTS):
                 with self._beside(stream):
@@ -108,14 +107,14 @@ class BlocksStep:
         self._project(stream, 0, normed, qkv_RE)
 
     def _rest(self, stream: int, index: int, result: Rows, x_RC: Tensor, qkv_RE: Tensor | None) -> Rows:
-        """Does everything of a block after its attention, and of the next block before its own."""
+        """Run the block's part after its attention, and the next block's part before its own."""
         dual, (start, stop) = self.blocks.duals[index], self._rows(stream, x_RC)
-        mine_RC = x_RC[start:stop]
+        rows_RC = x_RC[start:stop]
         update_RC = dual.out.of_stream(stream)(result[start:stop])
-        normed = self._norm(stream, mine_RC, update_RC, self.modulation.dual_middle(index), self.blocks.quantizes)
+        normed = self._norm(stream, rows_RC, update_RC, self.modulation.dual_middle(index), self.blocks.quantizes)
         update_RC = dual.down.of_stream(stream)(dual.up.of_stream(stream).activated(normed))
         quantize = self.blocks.quantizes_after_dual(index)
-        normed = self._norm(stream, mine_RC, update_RC, self.modulation.dual_end(index), quantize)
+        normed = self._norm(stream, rows_RC, update_RC, self.modulation.dual_end(index), quantize)
         if qkv_RE is not None:
             self._project(stream, index + 1, normed, qkv_RE)
         return normed
@@ -125,11 +124,11 @@ class BlocksStep:
     ) -> Rows:
         gate_SBC, modulation = vectors
         gate_1BC = gate_SBC[:1] if stream == CONTEXT else gate_SBC[-1:]
-        mine = modulation.of_stream(stream, x_RC.shape[0])
-        return residual_norm_modulate(x_RC, (update_RC,), gate_1BC, mine, quantize=quantize)
+        own = modulation.of_stream(stream, x_RC.shape[0])
+        return residual_norm_modulate(x_RC, (update_RC,), gate_1BC, own, quantize=quantize)
 
     def _project(self, stream: int, index: int, normed: Rows, qkv_RE: Tensor | None) -> None:
-        """Makes queries, keys and values of block ``index``, sent at once if the exchange can."""
+        """Compute queries, keys and values of block ``index``; send them at once if the exchange can."""
         assert qkv_RE is not None
         dual, (start, stop) = self.blocks.duals[index], self._rows(stream, qkv_RE)
         dual.qkv.of_stream(stream)(normed, out=qkv_RE[start:stop])
@@ -146,7 +145,7 @@ class BlocksStep:
 
     @contextmanager
     def _beside(self, stream: int) -> Iterator[None]:
-        """Runs the context's share on its side stream, the latents' on the current one."""
+        """Run the context's share on its side stream, the latents' on the current one."""
         if stream == LATENTS:
             yield
             return
@@ -155,7 +154,7 @@ class BlocksStep:
 
 
 def _by_head(qkv_RE: Tensor, norms: HeadNorms) -> Tensor:
-    """Returns the view ``qkv_R3HD``."""
+    """Return the view ``qkv_R3HD``."""
     return qkv_RE.view(qkv_RE.shape[0], 3, -1, norms.weight_S2D.shape[-1])
 
 

@@ -1,4 +1,4 @@
-"""GEMMs of one or several linear layers as one, in the precision of the weights or in float8."""
+"""GEMMs of one or several linear layers, in the precision of the weights or in float8."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engines.fast.kernels import QuantRows, Rows, gated, quantize_rows, quantize
 from engines.quantization.linear import FP8
 
 Activation = Literal["gelu", "swiglu"]
-"""GELU in its tanh form; or SwiGLU, whose GEMM gives gates, then what they let through."""
+"""Tanh-form GELU, or SwiGLU, whose GEMM computes the gates first, then the gated values."""
 
 ALL = slice(None)
 
@@ -38,24 +38,24 @@ class Gemm(Protocol):
     """``x @ weight.T + bias`` on rows."""
 
     def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
-        """Returns the result, written to ``out`` if given (contiguous rows)."""
+        """Return the result, written to ``out`` if given (contiguous rows)."""
         ...
 
     def activated(self, x: Rows) -> Rows:
-        """Returns the result through the activation, as the next GEMM wants it."""
+        """Return the activated result in the form that the next GEMM reads."""
         ...
 
     def without_bias(self) -> tuple[Gemm, Tensor | None]:
-        """Returns the GEMM alone, and the bias that must be added elsewhere (None: this one is as fast with it)."""
+        """Return the GEMM alone and the bias to add elsewhere. None: this GEMM adds its bias at no cost."""
         ...
 
     def add(self, update_RN: Tensor, x: Rows) -> tuple[Tensor, ...]:
-        """Returns one or two tensors whose sum is ``update + x @ weight.T + bias``; ``update`` may be overwritten."""
+        """Return one or two tensors whose sum is ``update + x @ weight.T + bias``; ``update`` may be overwritten."""
         ...
 
 
 class NativeGemm:
-    """cuBLAS with bias and GELU in its epilogue; reads the layer's own weight."""
+    """A cuBLAS GEMM with bias and GELU in its epilogue; it reads the layer's own weight."""
 
     def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, activation: Activation = "gelu") -> None:
         self.weight_NK, self.bias_N, self._activation = weight_NK, bias_N, activation
@@ -71,7 +71,7 @@ class NativeGemm:
         if self._activation == "swiglu":
             return gated(self(x))
         assert self.bias_N is not None
-        if x.is_cuda:  # the epilogue's GELU is the tanh form; on the CPU the same op takes the exact one
+        if x.is_cuda:  # the epilogue's GELU is the tanh form; on the CPU the same op uses the exact one
             fused: Tensor = addmm_activation(self.bias_N, x, self.weight_NK.t(), use_gelu=True)
             return fused
         return functional.gelu(functional.linear(x, self.weight_NK, self.bias_N), approximate="tanh")
@@ -86,9 +86,9 @@ class NativeGemm:
 
 
 class Float8Gemm:
-    """Row-wise float8: one scale per output feature, fixed, and one per row of activations, measured as they come.
+    """Row-wise float8: a fixed scale per output feature, and a dynamic scale per row of activations.
 
-    ``parts`` are what ``weight_NK`` was made of, one under the other.
+    ``parts`` are the stacked parts of ``weight_NK``.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Float8Gemm:
         )  # fmt: skip
 
     def activated(self, x: Rows) -> QuantRows:
-        """GELU shares the pass that quantises."""
+        """Return the quantised rows; GELU shares the quantisation pass."""
         if self._activation == "swiglu":
             return quantize_rows(gated(self(x)))
         return quantize_rows(self(x), gelu=True)
@@ -125,7 +125,7 @@ class Float8Gemm:
         return update_RN, self(x)
 
     def writers(self) -> Iterator[tuple[nn.Parameter, WriteWeight]]:
-        """Yields the parameters of its parts, each with what takes its new value."""
+        """Yield the parameter of each part with the function that writes its new value."""
         start = 0
         for part in self._parts:
             stop = start + part.of(part.parameter).shape[0]
@@ -133,7 +133,7 @@ class Float8Gemm:
             start = stop
 
     def _write(self, rows: slice, part: WeightPart, weight_NK: Tensor) -> None:
-        """In place: steps that were captured see it."""
+        """Write in place, so that captured steps see the new value."""
         quantize_weight(part.of(weight_NK), part.parameter.dtype, self._rows(rows))
 
     def _rows(self, rows: slice) -> QuantRows:
@@ -154,14 +154,14 @@ def make_gemm(
     *,
     parts: Sequence[WeightPart] = (),
 ) -> Gemm:
-    """``parts`` are what ``weight_NK`` was made of, one under the other: for weights that change later."""
+    """Return a GEMM in ``precision``. ``parts`` of the stacked ``weight_NK`` are for weights that change later."""
     if precision == "native":
         return NativeGemm(weight_NK, bias_N, activation)
     return Float8Gemm(weight_NK, bias_N, activation, parts)
 
 
 def stack(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Returns weight and bias of all ``linears`` one under the other; the layers' parameters become views of them.
+    """Return the stacked weight and bias of all ``linears``; their parameters become views of them.
 
     The bias is None if no layer has one.
     """

@@ -1,4 +1,4 @@
-"""A whole step in one CUDA graph: every kernel, copy and collective recorded once and replayed with one call."""
+"""A whole step in one CUDA graph: kernels, copies and collectives are recorded once and replayed with one call."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ NUM_WARM_UP_RUNS = 2
 
 
 class GraphPool:
-    """Memory that all graphs of a process share. Graphs that share it must not run at the same time."""
+    """Memory shared by all graphs of a process. Such graphs must not run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = named_stream(device, "graphs", priority=-1)  # side lanes fill what this one leaves
+        self.stream = named_stream(device, "graphs", priority=-1)  # side streams use what this one leaves
         self.handle: Any = torch.cuda.graph_pool_handle()
         self._inputs: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
-        """Those that a graph reads."""
+        """Buffers that at least one graph reads."""
 
     def input(self, name: str, like: Tensor) -> Tensor:
-        """The memory in which graphs of this pool find an input of that name, shape and dtype."""
+        """Return the buffer from which graphs of this pool read an input of that name, shape and dtype."""
         key = (name, tuple(like.shape), like.dtype)
-        known = self._inputs.get(key)
-        if known is None:
-            known = self._inputs[key] = torch.empty_like(like, memory_format=torch.contiguous_format)
-        return known
+        buffer = self._inputs.get(key)
+        if buffer is None:
+            buffer = self._inputs[key] = torch.empty_like(like, memory_format=torch.contiguous_format)
+        return buffer
 
 
 class CapturedStep:
     """``function`` of named tensors, recorded for the shapes of ``example``.
 
-    All ranks of a team capture at the same time and replay in the same order. The result lies in the graph's own
-    memory: it holds until the pool's next replay.
+    All ranks of a team capture at the same time and replay in the same order. The result lies in the graph's memory and
+    is valid until the pool's next replay.
     """
 
     def __init__(self, function: Callable[[StepTensors], Tensor], example: StepTensors, pool: GraphPool) -> None:
-        self._function = function  # its kernels read what it holds: weights, tables, other ranks' memory
+        self._function = function  # keeps alive what the kernels read: weights, tables, other ranks' memory
         self._inputs = {name: pool.input(name, like=tensor) for name, tensor in example.items()}
         self._fill(example)
         self._graph = torch.cuda.CUDAGraph()
@@ -58,7 +58,7 @@ class CapturedStep:
             self._result = function(self._inputs)
 
     def __call__(self, tensors: StepTensors) -> Tensor:
-        """Copy ``tensors`` in (but not the buffers themselves) and replay on the current stream."""
+        """Copy ``tensors`` in, except the buffers themselves, and replay on the current stream."""
         self._fill(tensors)
         self._graph.replay()
         return self._result
@@ -70,13 +70,13 @@ class CapturedStep:
 
     @property
     def inputs(self) -> StepTensors:
-        """The buffers that the graph reads; other graphs of its pool may have filled them since."""
+        """Buffers that the graph reads. Other graphs of its pool may have overwritten them since."""
         return self._inputs
 
     def close(self) -> None:
-        """Let go of the recording and its memory; the communicator must still be alive.
+        """Release the recording and its memory, while the communicator is still alive.
 
-        The result goes too: a pool whose graphs are gone but whose memory is held takes no new graph.
+        The result goes too: a pool without graphs whose memory is still referenced accepts no new graph.
         """
         self._graph.reset()
         self._result = torch.empty(0)

@@ -1,9 +1,7 @@
-"""Fused elementwise steps between GEMMs: one pass over memory each, in Triton on CUDA, else in plain torch.
+"""Fused elementwise operations between GEMMs: one pass over memory each, in Triton on CUDA, else in plain PyTorch.
 
-Fused elementwise steps between GEMMs: one pass over memory each, in Triton on CUDA, else in plain PyTorch.
-
-Dims: R rows (tokens × batch, batch innermost), C channels, S segments of rows with a modulation of their own, B batch.
-The plain version of each is its specification and the path on the CPU.
+Dims: R rows (tokens × batch, batch innermost), C channels, S segments of rows with their own modulation, B batch. The
+plain version of each is its specification and the path on the CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from engines.fast.records import EPS, HeadNorms, Modulation, QuantRows, Rows, qu
 
 
 def gated(x_RE: Tensor) -> Tensor:
-    """Returns ``silu(first half) * second half`` of each row, float32 inside."""
+    """Return ``silu(first half) * second half`` of each row, float32 inside."""
     if x_RE.is_cuda:
         from engines.fast.triton_kernels import launch_gated
 
@@ -29,11 +27,11 @@ def gated(x_RE: Tensor) -> Tensor:
 
 
 def norm_and_rotate(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> None:
-    """Writes q and k (normalised, turned) and v (as it is) of all rows into ``out``, a view with any strides.
+    """Write q and k (normalised, rotated) and v (unchanged) of all rows into ``out``, a view with any strides.
 
-    Rows are tokens × batch, batch innermost. ``out`` has dims (L, B, 3, ..., D) whose middle dims number the heads; if
-    there is room for more heads than there are, what lies there afterwards means nothing.
-    When ``out`` is a view of ``qkv`` itself, v stays where it is, and there must be no bias.
+    Rows are tokens × batch, batch innermost. ``out`` has dims (L, B, 3, ..., D), whose middle dims number the heads;
+    the contents of surplus heads are undefined. If ``out`` is a view of ``qkv`` itself, v stays in place, and there
+    must be no bias.
     """
     assert norms.bias_3HD is None or out_LB3HD.data_ptr() != qkv_R3HD.data_ptr(), "v would not get its bias"
     if qkv_R3HD.is_cuda:
@@ -55,15 +53,15 @@ def norm_and_rotate(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor) -> No
     even, odd = x_R2HD[..., 0::2], x_R2HD[..., 1::2]
     batch = out_LB3HD.shape[1]
     cos, sin = (table_LP.repeat_interleave(batch, 0)[:, None, None] for table_LP in (norms.cos_LP, norms.sin_LP))
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    both_R3HD = torch.cat((turned.to(qkv_R3HD.dtype), qkv_R3HD[:, 2:]), dim=1)
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    both_R3HD = torch.cat((rotated.to(qkv_R3HD.dtype), qkv_R3HD[:, 2:]), dim=1)
     missing = math.prod(out_LB3HD.shape[3:-1]) - both_R3HD.shape[2]
     both_R3HD = functional.pad(both_R3HD, (0, 0, 0, missing))
     out_LB3HD.copy_(both_R3HD.view(out_LB3HD.shape[0], batch, 3, *out_LB3HD.shape[3:-1], dim))
 
 
 def norm_modulate(x_RC: Tensor, modulation: Modulation, *, quantize: bool = False) -> Rows:
-    """Returns ``layer_norm(x) * (1 + scale) + shift``, float32 inside; quantised by rows if asked."""
+    """Return ``layer_norm(x) * (1 + scale) + shift``, float32 inside; quantised by rows if ``quantize``."""
     if x_RC.is_cuda:
         from engines.fast.triton_kernels import launch_norm
 
@@ -74,9 +72,9 @@ def norm_modulate(x_RC: Tensor, modulation: Modulation, *, quantize: bool = Fals
 def residual_norm_modulate(
     x_RC: Tensor, updates: tuple[Tensor, ...], gate_SBC: Tensor, modulation: Modulation, *, quantize: bool = False
 ) -> Rows:
-    """Adds ``gate * sum(updates)`` to ``x_RC`` in place (one or two updates); returns ``norm_modulate`` of the sum.
+    """Add ``gate * sum(updates)`` to ``x_RC`` in place (one or two updates); return ``norm_modulate`` of the sum.
 
-    ``gate_SBC`` has one or two segments of its own, divided at the same row as the modulation's.
+    ``gate_SBC`` has one or two segments, divided at the same row as the modulation's.
     """
     assert 1 <= len(updates) <= 2, len(updates)
     if x_RC.is_cuda:
@@ -98,7 +96,7 @@ def _plain_norm(x_RC: Tensor, modulation: Modulation, quantize: bool) -> Rows:
 
 
 def quantize_rows(x_GRC: Tensor, *, gelu: bool = False) -> QuantRows:
-    """Returns rows ``x[0, r] | x[1, r] | ...`` (G groups of columns), through GELU (tanh form) if asked, quantised.
+    """Return rows ``x[0, r] | x[1, r] | ...`` (G groups of columns), after tanh-form GELU if ``gelu``, quantised.
 
     A two-dimensional ``x_RC`` is one group.
     """
@@ -112,7 +110,7 @@ def quantize_rows(x_GRC: Tensor, *, gelu: bool = False) -> QuantRows:
 
 
 def quantize_weight(weight_NK: Tensor, dtype: torch.dtype, into: QuantRows) -> None:
-    """Writes a weight, rounded to ``dtype``, to ``into``, which has a row for each output feature (contiguous)."""
+    """Write a weight, rounded to ``dtype``, to ``into``, which has a contiguous row per output feature."""
     if weight_NK.is_cuda:
         from engines.fast.triton_kernels import launch_into
 
@@ -124,18 +122,18 @@ def quantize_weight(weight_NK: Tensor, dtype: torch.dtype, into: QuantRows) -> N
 
 
 def join_columns(x_GRC: Tensor) -> Tensor:
-    """Returns ``x_RC``, groups of columns side by side; no copy if there is one group."""
+    """Return ``x_RC``, groups of columns side by side; no copy if there is one group."""
     columns = x_GRC.unbind(0)
     return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
 
 
 def collected_rows(x_GRC: Tensor, precision: Precision) -> Rows:
-    """Returns what an exchange brought back, quantised where GEMMs are."""
+    """Return the result of an exchange as rows for the next GEMM, quantised unless it is native."""
     return join_columns(x_GRC) if precision == "native" else quantize_rows(x_GRC)
 
 
 def join_rows(first: Rows, second: Rows) -> Rows:
-    """Returns both, one under the other."""
+    """Return both, concatenated along the rows."""
     if isinstance(first, QuantRows):
         assert isinstance(second, QuantRows)
         pairs = ((first.values_RC, second.values_RC), (first.scale_R1, second.scale_R1))
@@ -146,7 +144,7 @@ def join_rows(first: Rows, second: Rows) -> Rows:
 
 
 def scaled_norm(x_RC: Tensor, scale_BC: Tensor, *, eps: float, quantize: bool = False) -> Rows:
-    """Returns ``rms_norm(x) * scale``, float32 inside; quantised by rows if asked."""
+    """Return ``rms_norm(x) * scale``, float32 inside; quantised by rows if ``quantize``."""
     if x_RC.is_cuda:
         from engines.fast.triton_kernels import launch_scaled_norm
 
@@ -158,7 +156,7 @@ def scaled_norm(x_RC: Tensor, scale_BC: Tensor, *, eps: float, quantize: bool = 
 def add_normed(
     x_RC: Tensor, update_RC: Tensor, gate_BC: Tensor, scale_BC: Tensor, *, eps: float, quantize: bool = False
 ) -> Rows:
-    """Adds ``gate * rms_norm(update)`` to ``x_RC`` in place; returns ``scaled_norm`` of the sum."""
+    """Add ``gate * rms_norm(update)`` to ``x_RC`` in place; return ``scaled_norm`` of the sum."""
     if x_RC.is_cuda:
         from engines.fast.triton_kernels import launch_scaled_norm
 

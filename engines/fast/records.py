@@ -1,4 +1,4 @@
-"""Inputs of fused steps: rows of activations, plain or with one scale a row, and their modulation and norms."""
+"""Inputs of fused operations: rows of activations, plain or with one scale per row, and their modulation and norms."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from engines.quantization.linear import FP8, row_scales
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantRows:
-    """``values_RC`` (float8 e4m3) times ``scale_R1`` (float32) are the rows."""
+    """Rows as ``values_RC`` (float8 e4m3) times ``scale_R1`` (float32)."""
 
     values_RC: Tensor
     scale_R1: Tensor
 
     def dequantized(self) -> Tensor:
-        """Returns the rows, float32."""
+        """Return the rows, float32."""
         return self.values_RC.float() * self.scale_R1
 
     def __getitem__(self, rows: slice) -> QuantRows:
@@ -29,20 +29,20 @@ Rows = Tensor | QuantRows
 
 
 def quantized(x_RC: Tensor) -> QuantRows:
-    """Returns ``x_RC`` with the largest magnitude of each row mapped to the largest float8; plain PyTorch."""
+    """Return ``x_RC`` quantised in plain PyTorch: each row's largest magnitude maps to the largest float8."""
     scale_R1 = row_scales(x_RC, "fp8")
     return QuantRows(values_RC=(x_RC.float() / scale_R1).to(FP8), scale_R1=scale_R1)
 
 
 EPS = 1e-6
-"""What is added to the variance in layer norms and, where nothing else is said, to the mean square in RMS norms."""
+"""Default term added to the variance in layer norms and to the mean square in RMS norms."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Modulation:
-    """Shift and scale after a layer norm, ``shift_SBC`` and ``scale_SBC``: one per segment and batch entry.
+    """Shift and scale after a layer norm, one vector per segment and batch entry.
 
-    The first ``first_rows`` rows take segment 0, the others the last segment (the same one when there is only one).
+    The first ``first_rows`` rows use segment 0, the others the last segment (the same if there is only one).
     """
 
     shift_SBC: Tensor
@@ -50,13 +50,13 @@ class Modulation:
     first_rows: int
 
     def of_stream(self, number: int, num_rows: int) -> Modulation:
-        """Returns the modulation of the first (0) or the last (1) segment alone, for its ``num_rows`` rows."""
+        """Return the modulation of the first (0) or the last (1) segment alone, for its ``num_rows`` rows."""
         vectors = (x_SBC[:1] if number == 0 else x_SBC[-1:] for x_SBC in (self.shift_SBC, self.scale_SBC))
         shift_1BC, scale_1BC = vectors
         return Modulation(shift_SBC=shift_1BC, scale_SBC=scale_1BC, first_rows=num_rows)
 
     def per_row(self, x_SBC: Tensor, num_rows: int) -> Tensor:
-        """Returns ``x_SBC`` spread over the rows it is for, float32."""
+        """Return ``x_SBC`` repeated over its rows, float32."""
         batch = x_SBC.shape[1]
         first = x_SBC[0].float().repeat(self.first_rows // batch, 1)
         return torch.cat((first, x_SBC[-1].float().repeat((num_rows - self.first_rows) // batch, 1)))
@@ -64,21 +64,19 @@ class Modulation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadNorms:
-    """What is done to q and k per head: RMS norm with ``weight_S2D`` (segment, q or k), then rotation of pairs.
-
-    ``cos_LP`` and ``sin_LP`` (float32) turn the pair (2p, 2p + 1) of token l. The first ``first_rows`` rows take
-    segment 0, the others the last one. ``bias_3HD`` is added to every row before that; ``eps`` to the mean square.
-    """
+    """Processing of q and k per head: bias, RMS norm with a weight by segment and by q or k, rotation of pairs."""
 
     weight_S2D: Tensor
     cos_LP: Tensor
+    """With ``sin_LP`` (float32), the rotation of the pair (2p, 2p + 1) of token l."""
     sin_LP: Tensor
     first_rows: int
+    """These rows use segment 0, the others the last one."""
     bias_3HD: Tensor | None = None
     eps: float = EPS
 
     def run(self, start: int, stop: int, batch: int) -> HeadNorms:
-        """Returns the norms of the rows from ``start`` to ``stop`` alone."""
+        """Return the norms of the rows from ``start`` to ``stop`` alone."""
         tables = (table_LP[start // batch : stop // batch] for table_LP in (self.cos_LP, self.sin_LP))
         cos_LP, sin_LP = tables
         first_rows = min(max(self.first_rows - start, 0), stop - start)

@@ -1,4 +1,4 @@
-"""Triton versions of ``kernels.py``: one program a row, the row in registers."""
+"""Triton versions of ``kernels.py``: one program per row, the row in registers."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
@@ -143,7 +143,7 @@ def _num_warps(num_heads: int) -> int:
 
 
 def _tables(qkv_R3HD: Tensor, norms: HeadNorms) -> tuple[Tensor | int, ...]:
-    """Returns the kernel's arguments from ``weight_ptr`` to ``bias_which``."""
+    """Return the kernel's arguments from ``weight_ptr`` to ``bias_which``."""
     weight_S2D, bias_3HD = norms.weight_S2D, norms.bias_3HD
     segment = weight_S2D.stride(0) if weight_S2D.shape[0] > 1 else 0
     bias, which = (qkv_R3HD, 0) if bias_3HD is None else (bias_3HD, bias_3HD.stride(0))
@@ -151,11 +151,10 @@ def _tables(qkv_R3HD: Tensor, norms: HeadNorms) -> tuple[Tensor | int, ...]:
 
 
 def launch_to_peers(qkv_R3HD: Tensor, norms: HeadNorms, batch: int, addresses_W: Tensor, first_token: int) -> None:
-    """Writes my rows straight into the inbox of the rank that attends to each head.
+    """Write this rank's rows straight into the inbox of the rank that attends to each head.
 
-    ``addresses_W`` (int64, on the device) are the inboxes of all ranks as this one sees them; each is contiguous
-    (all tokens, B, 3, H / W rounded up, D), and mine is the run of tokens from ``first_token``. What lies in the place
-    of heads that are not there stays as it is.
+    ``addresses_W`` (int64, on the device) are the inboxes of all ranks as this rank maps them. Each is contiguous (all
+    tokens, B, 3, H / W rounded up, D); this rank writes the tokens from ``first_token``. Surplus heads stay unchanged.
     """
     rows, _, num_heads, dim = qkv_R3HD.shape
     each = heads_of_one(num_heads, addresses_W.shape[0])
@@ -207,7 +206,7 @@ def _residual_norm(
 def launch_norm(
     x_RC: Tensor, updates: tuple[Tensor, ...], gate_SBC: Tensor | None, modulation: Modulation, quantize: bool
 ) -> Rows:
-    """Returns ``norm.residual_norm_modulate``, or ``norm.norm_modulate`` without updates."""
+    """Return ``kernels.residual_norm_modulate``, or ``kernels.norm_modulate`` without updates."""
     rows, channels = x_RC.shape
     shift_SBC, scale_SBC = modulation.shift_SBC, modulation.scale_SBC
     gate_SBC = shift_SBC if gate_SBC is None else gate_SBC
@@ -252,7 +251,7 @@ def _push(
 
 
 def push_columns(x_WRC: Tensor, addresses_W: Tensor, rank: int) -> None:
-    """Writes ``x[j]`` to rank j's inbox (R, W x C), into the columns that belong to ``rank``."""
+    """Write ``x[j]`` to rank j's inbox (R, W x C), into the columns of ``rank``."""
     world, rows, columns = x_WRC.shape
     assert x_WRC.is_contiguous(), x_WRC.stride()
     _push[(triton.cdiv(rows, ROWS_PER_PROGRAM), world)](
@@ -262,7 +261,7 @@ def push_columns(x_WRC: Tensor, addresses_W: Tensor, rank: int) -> None:
 
 
 @triton.jit
-def _sandwich(
+def _pre_post_norm(
     x_ptr, y_ptr, gate_ptr, scale_ptr, out_ptr, out_scale_ptr, batch, channels, gate_batch, scale_batch, eps,
     ADDS: tl.constexpr, QUANTIZE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -288,7 +287,7 @@ def _sandwich(
 def launch_scaled_norm(
     x_RC: Tensor, update_RC: Tensor | None, gate_BC: Tensor | None, scale_BC: Tensor, eps: float, quantize: bool
 ) -> Rows:
-    """Returns ``sandwich.add_normed``, or ``sandwich.scaled_norm`` without an update."""
+    """Return ``kernels.add_normed``, or ``kernels.scaled_norm`` without an update."""
     rows, channels = x_RC.shape
     gate_BC = scale_BC if gate_BC is None else gate_BC
     assert gate_BC.stride(-1) == scale_BC.stride(-1) == 1, (gate_BC.stride(), scale_BC.stride())
@@ -297,7 +296,7 @@ def launch_scaled_norm(
     out_RC = torch.empty_like(x_RC, dtype=FP8 if quantize else x_RC.dtype)
     out_scale_R1 = x_RC.new_empty((rows, 1) if quantize else (1, 1), dtype=torch.float32)
     block = triton.next_power_of_2(channels)
-    _sandwich[(rows,)](
+    _pre_post_norm[(rows,)](
         x_RC, x_RC if update_RC is None else update_RC, gate_BC, scale_BC, out_RC, out_scale_R1,
         scale_BC.shape[0], channels, gate_BC.stride(0), scale_BC.stride(0), eps,
         ADDS=update_RC is not None, QUANTIZE=quantize, LARGEST=LARGEST["fp8"], SMALLEST=SMALLEST_AMAX, BLOCK=block,

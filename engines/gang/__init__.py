@@ -1,1 +1,1 @@
-"""Rank actors that live and die together: placement, step scheduling, watching. Only here do engines import Ray."""
+"""Rank actors that live and die together: placement, step scheduling, watchdog. Only this engine code imports Ray."""

@@ -1,4 +1,4 @@
-"""The communicator that a gang's ranks share: NCCL between GPUs, Gloo between CPUs."""
+"""The communicator of a gang's ranks: NCCL between GPUs, Gloo between CPUs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Communicator:
         self._store: Store | None = None
 
     def open_store(self, host: str) -> StoreAddress:
-        """Rank 0 only. The kernel picks the port, and the socket stays open: nobody can take it in between."""
+        """Open the store on rank 0. The kernel picks the port, and the open socket keeps it reserved."""
         assert self._rank == 0
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
-        # The store owns the descriptor from here on, and listens on this address alone.
+        # The store owns the descriptor from here on, and listens on this address only.
         self._store = TCPStore(
             host,
             port,
@@ -50,7 +50,7 @@ class Communicator:
         return StoreAddress(host=host, port=port)
 
     def join(self, address: StoreAddress) -> None:
-        """Initialise ``torch.distributed`` and prove it with one exchange. Blocks until all ranks are here."""
+        """Initialise ``torch.distributed`` and verify it with one exchange. Block until all ranks have joined."""
         if self._store is None:
             self._store = TCPStore(address.host, address.port, self._num_ranks, timeout=self._timeout)
         is_cuda = self._device.type == "cuda"
@@ -63,14 +63,14 @@ class Communicator:
             device_id=self._device if is_cuda else None,
             pg_options=self._nccl.for_torch() if is_cuda else None,
         )
-        self._prove()
+        self._verify()
 
     def leave(self) -> None:
         """Destroy the process group; all ranks do it together. The store lives as long as rank 0's process."""
         dist.destroy_process_group()
 
-    def _prove(self) -> None:
+    def _verify(self) -> None:
         total = torch.tensor([self._rank + 1], device=self._device)
         dist.all_reduce(total)
         expected = self._num_ranks * (self._num_ranks + 1) // 2
-        assert total.item() == expected, f"the first exchange gave {total.item()} and not {expected}"
+        assert total.item() == expected, f"the first exchange gave {total.item()}, expected {expected}"

@@ -66,10 +66,10 @@ class GangConfig:
             )
         for name in ("cpus_per_rank", "max_waiting_jobs"):
             _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
-        has_some = self.cpus_per_rank > 0 or self.gpus_per_rank > 0
-        _check(has_some, "cpus_per_rank", self.cpus_per_rank, "above 0 for ranks without GPUs")
-        alone = self.gpus_per_rank == 0 or 0.5 < self.gpus_per_rank <= 1
-        _check(alone, "gpus_per_rank", self.gpus_per_rank, "0, or above 0.5 and up to 1 (no two ranks share a device)")
+        has_resources = self.cpus_per_rank > 0 or self.gpus_per_rank > 0
+        _check(has_resources, "cpus_per_rank", self.cpus_per_rank, "above 0 for ranks without GPUs")
+        single = self.gpus_per_rank == 0 or 0.5 < self.gpus_per_rank <= 1
+        _check(single, "gpus_per_rank", self.gpus_per_rank, "0, or above 0.5 and up to 1 (no two ranks share a device)")
         _check(
             self.num_ranks % self.num_nodes == 0,
             "num_nodes",
@@ -97,9 +97,9 @@ DEADLINES = tuple(
 )
 
 
-def _check(ok: bool, name: str, given: object, allowed: str) -> None:
+def _check(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
-        raise ValueError(f"{name} is {given!r}; it must be {allowed}")
+        raise ValueError(f"{name} is {value!r}; it must be {allowed}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -69,7 +69,7 @@ class Driver:
         self.ended = asyncio.Event()
         """Set when the gang is broken, or closed."""
 
-    # What the gang calls, from requests and health checks.
+    # Called by the gang, from requests and health checks.
 
     def start(self) -> None:
         for coroutine in (self._schedule(), self._watchdog.watch()):

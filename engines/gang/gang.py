@@ -76,11 +76,11 @@ class Gang:
         Exceptions of ``load`` and of its result are raised here unchanged.
         """
         group, clock = placement_group or current_group(), clock or Clock()
-        begun_s = clock.now_s()
+        started_s = clock.now_s()
         ranks = spawn_ranks(config, group, await rank_environments(config, group, environment, clock), python)
         try:
             infos, built = await Start(config, ranks, clock, model, is_forked=bool(python)).run(load)
-            start_s = clock.now_s() - begun_s
+            start_s = clock.now_s() - started_s
             observe_start(model, start_s)
             pids = [info.pid for info in infos]
             logger.info("gang is ready", extra={"model": model, "start_s": round(start_s, 3), "pids": pids})

@@ -1,4 +1,4 @@
-"""Where a gang lives: the bundles of its deployment's placement group, and each rank's place in it."""
+"""Placement of a gang: the bundles of its deployment's placement group, and each rank's bundle."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Bundle = dict[str, float]
 
 
 def gang_bundles(config: GangConfig, *, replica_cpus: float) -> list[Bundle]:
-    """The ``placement_group_bundles``: bundle 0 the replica, 1…N a rank each.
+    """Return the ``placement_group_bundles``: bundle 0 for the replica, 1…N for a rank each.
 
-    A gang wider than a node gets one bundle a node, each with all the node's ranks and the first with the replica too.
+    A gang of several nodes has one bundle per node for all ranks of that node; the first also holds the replica.
     """
     if config.num_nodes == 1:
         return [{"CPU": replica_cpus}] + [_rank_bundle(config, 1) for _ in range(config.num_ranks)]
@@ -25,12 +25,12 @@ def gang_bundles(config: GangConfig, *, replica_cpus: float) -> list[Bundle]:
 
 
 def gang_strategy(config: GangConfig) -> Literal["STRICT_PACK", "STRICT_SPREAD"]:
-    """The ``placement_group_strategy``: all on one node, or one bundle on each of ``num_nodes``."""
+    """Return the ``placement_group_strategy``: all on one node, or one bundle on each of ``num_nodes``."""
     return "STRICT_PACK" if config.num_nodes == 1 else "STRICT_SPREAD"
 
 
 def rank_bundle_index(config: GangConfig, rank: int) -> int:
-    """The bundle that holds ``rank``; ranks go to nodes in node order."""
+    """Return the bundle of ``rank``; ranks fill the nodes in node order."""
     return 1 + rank if config.num_nodes == 1 else rank // config.ranks_per_node
 
 
@@ -43,7 +43,7 @@ def rank_strategy(config: GangConfig, rank: int, group: PlacementGroup) -> Place
 
 
 def current_group() -> PlacementGroup:
-    """The placement group that this process runs in: the replica's own."""
+    """Return the placement group of this process: the replica's own."""
     group = get_current_placement_group()
     if group is None:
         raise ValueError(
@@ -54,5 +54,5 @@ def current_group() -> PlacementGroup:
 
 
 def _rank_bundle(config: GangConfig, num_ranks: int) -> Bundle:
-    wanted = {"CPU": num_ranks * config.cpus_per_rank, "GPU": num_ranks * config.gpus_per_rank}
-    return {name: amount for name, amount in wanted.items() if amount}
+    resources = {"CPU": num_ranks * config.cpus_per_rank, "GPU": num_ranks * config.gpus_per_rank}
+    return {name: amount for name, amount in resources.items() if amount}

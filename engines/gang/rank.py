@@ -1,6 +1,6 @@
-"""The rank actor: one process, one device, one place in the communicator. All logic is in the parts that it joins.
+"""The rank actor: one process, one device, one place in the communicator. It only joins parts that hold the logic.
 
-Torch is imported inside the actor: the process that spawns ranks imports this module too, and touches no tensor.
+Torch is imported inside the actor, because the process that spawns ranks imports this module without torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 NUM_ADMISSION_THREADS = 8
 """Conditionings that a rank waits for at the same time; more of them queue."""
 
-# Steps run on the main thread, in order. The other groups answer while a step runs, or hangs.
+# Steps run on the main thread, in order. The other groups answer while a step runs or hangs.
 CONCURRENCY_GROUPS = {"control": 1, "sentinel": 1, "admission": NUM_ADMISSION_THREADS}
 
 
@@ -50,10 +50,9 @@ class RankInfo:
 
 
 class Rank:
-    """Called by the gang alone: ``open``, ``open_store`` (rank 0), ``join``, ``load``, ``build`` in this order, then
-    others.
+    """Called by the gang only: ``open``, ``open_store`` (rank 0), ``join``, ``load``, ``build`` in order, then others.
 
-    Making one takes no time: an actor answers no ping before it is made, and what hangs then is found by pings alone.
+    The constructor must be quick: before it returns, an actor answers no ping, and only pings detect a hang.
     """
 
     def __init__(self, config: GangConfig, rank: int) -> None:
@@ -65,12 +64,12 @@ class Rank:
 
     def open(self) -> None:
         """Import torch and take the device."""
-        config, begun_s = self._config, time.monotonic()
+        config, started_s = self._config, time.monotonic()
         import torch
 
         from engines.gang.communicator import Communicator
 
-        self._torch_s = time.monotonic() - begun_s
+        self._torch_s = time.monotonic() - started_s
         torch.set_num_threads(config.threads_per_rank)
         self._resources = open_rank_resources()
         if config.gpus_per_rank:
@@ -89,7 +88,7 @@ class Rank:
     def join(self, address: StoreAddress) -> RankInfo:
         """Join the communicator. On a GPU, groups and first exchanges follow in a thread beside ``load``."""
         self._communicator.join(address)
-        if self._context.device != "cpu":  # Gloo connects ranks at once: nothing to gain
+        if self._context.device != "cpu":  # Gloo connects ranks at once
             import torch
 
             from engines.parallel.early_start import start_early
@@ -110,30 +109,30 @@ class Rank:
         log_phase("rank: torch", self._torch_s, rank=rank)
 
     def build(self) -> BuiltRank:
-        """Make the engine, and all that a job needs."""
-        from engines.gang.jobs.rank_jobs import RankJobs, rehearse
+        """Build the engine, and the state for jobs."""
+        from engines.gang.jobs.rank_jobs import RankJobs, warm_up_transfers
         from engines.parallel.early_start import wait_for_early_start
 
         assert self._build is not None
         parts = self._build()
-        self._build = None  # and the weights that it holds are the engine's
-        wait_for_early_start()  # in case no engine did
+        self._build = None  # releases its references to the weights
+        wait_for_early_start()  # in case the engine did not
         if self._config.elastic:
-            with timed("rank: rehearsed transfers", rank=self._context.rank):
-                rehearse(self._context)
+            with timed("rank: first transfers", rank=self._context.rank):
+                warm_up_transfers(self._context)
         self._runner = RankJobs(parts, self._context)
         logger.info("rank is built", extra={"rank": self._context.rank})
         return BuiltRank(team_sizes=parts.engine.team_sizes, estimates=parts.estimates)
 
     def execute(self, plan: StepPlan) -> Any:
-        """The report, followed by parcels of what ``plan.emits_of`` this rank names; Ray makes an object of each."""
+        """Return the report, then a parcel of latents per ``plan.emits_of`` this rank, each as its own Ray object."""
         assert self._runner is not None
         report, emitted = self._runner.execute(plan)
         parcels = (None if latents is None else Parcel.of(latents) for latents in emitted)
         return (report, *parcels) if emitted else report
 
     def close(self) -> None:
-        """Graphs and contexts go first, for they use memory of other ranks and the communicator, which goes last."""
+        """Release graphs and contexts, which use other ranks' memory and the communicator, then the communicator."""
         if self._runner is not None:
             self._runner.close()
         self._resources.close()
@@ -141,10 +140,10 @@ class Rank:
 
     @ray.method(concurrency_group="admission")
     def admit(self, job: Job) -> JobFailure | None:
-        """Resolve the conditioning, however long that takes, and hold the job. Steps of other jobs go on meanwhile."""
+        """Resolve the conditioning, however long that takes, and hold the job, beside the steps of other jobs."""
         assert self._runner is not None
         try:
-            job = replace(job, conditioning=_here(job.conditioning))
+            job = replace(job, conditioning=_resolve(job.conditioning))
         except Exception as error:
             return JobFailure(job_id=job.job_id, error=portable(_cause(error)), shared=False)
         self._runner.admit(job)
@@ -156,7 +155,7 @@ class Rank:
 
     @ray.method(concurrency_group="sentinel")
     def watch(self) -> None:
-        """Never returns: the caller learns of this process's death from the call, at once."""
+        """Block for ever: the pending call fails at once when this process dies."""
         threading.Event().wait()
 
 
@@ -165,11 +164,11 @@ def spawn_ranks(
 ) -> list[Any]:
     """Return one actor handle per rank. The actors end with the process that spawned them, and are never restarted.
 
-    ``environments`` are the variables of each rank's process, and ``python`` the command that runs it (Ray's
+    ``environments`` are the variables of each rank's process. ``python`` is the command that runs it (Ray's
     ``py_executable``), by default the caller's.
     """
     executable = {"py_executable": python} if python else {}
-    # Ray's types do not know of concurrency groups.
+    # Ray's types lack concurrency groups.
     actor: Any = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=CONCURRENCY_GROUPS)(Rank)  # type: ignore[call-overload]
     return [
         actor.options(
@@ -183,7 +182,7 @@ def spawn_ranks(
 
 
 def kill_ranks(ranks: Sequence[Any]) -> None:
-    """End the processes, even of ranks that hang in an exchange. Rank 0, which keeps the store, goes last."""
+    """Kill the processes, even of ranks that hang in an exchange. Rank 0 holds the store and goes last."""
     for rank in reversed(ranks):
         ray.kill(rank)
 
@@ -192,14 +191,14 @@ def _node_ip() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
-def _here(conditioning: Any) -> Any:
-    """The conditioning itself, fetched and unpacked if need be."""
+def _resolve(conditioning: Any) -> Any:
+    """Return the conditioning itself, fetched and unpacked if needed."""
     if isinstance(conditioning, ray.ObjectRef):
         conditioning = ray.get(conditioning)
     return conditioning.open() if isinstance(conditioning, Parcel) else conditioning
 
 
 def _cause(error: Exception) -> Exception:
-    """The exception that a task raised, rather than Ray's wrapping of it."""
+    """Return the exception of a task instead of Ray's wrapper."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(error, ray.exceptions.RayTaskError) and isinstance(cause, Exception) else error

@@ -1,4 +1,4 @@
-"""A gang's way to its first job: processes, communicator, weights, engines. Each has its deadline, all have pings."""
+"""Start of a gang: processes, communicator, weights, engines. Each phase has its deadline, and all have pings."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PING_EVERY_S = 1.0
 
 
 class Start:
-    """Takes ``ranks`` that were just spawned through the phases of ``config``. Must be made in the gang's event loop.
+    """Takes newly spawned ``ranks`` through the phases of ``config``. Must be made in the gang's event loop.
 
-    A phase ends when all ranks are through. What one raises in it is raised here as it is; GangBrokenError for ranks
-    that are late, or answer no ping: a process that is stopped would hold up the others until the phase's deadline.
+    A phase ends when all ranks have done it. An exception of a rank is raised unchanged; ranks that are late or answer
+    no ping raise GangBrokenError. Without pings, a stopped process would delay the others until the phase's deadline.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Start:
         self._pings: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, load: LoadRank) -> tuple[list[RankInfo], BuiltRank]:
-        """The ranks' infos, and what they tell of their parts, which are alike."""
+        """Return the ranks' infos, and the built parts, which are equal on all ranks."""
         config, ranks = self._config, self._ranks
         try:
             with self._timed("processes"):
@@ -66,10 +66,10 @@ class Start:
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        """Takes note of how long the block lasts, if nothing is raised in it."""
-        begun_s = self._clock.now_s()
+        """Record the duration of the block, unless it raises."""
+        started_s = self._clock.now_s()
         yield
-        took_s = self._clock.now_s() - begun_s
+        took_s = self._clock.now_s() - started_s
         observe_phase(self._model, phase, took_s)
         log_phase(f"gang: {phase}", took_s, model=self._model)
 
@@ -81,30 +81,30 @@ class Start:
 
     async def _phase(
         self,
-        what: str,
+        action: str,
         deadline_s: float | None,
         call: Callable[[Any], Awaitable[Any]],
         ranks: Sequence[Any] | None = None,
     ) -> list[Any]:
-        at_most_s = max(0.0, min(math.inf if deadline_s is None else deadline_s, self._end_s - self._clock.now_s()))
+        limit_s = max(0.0, min(math.inf if deadline_s is None else deadline_s, self._end_s - self._clock.now_s()))
         answers = [asyncio.ensure_future(_answer(call(rank))) for rank in ranks or self._ranks]
         together = asyncio.gather(*answers)
         try:
             with suppress(TimeoutError):
-                async with self._clock.timeout(at_most_s):
+                async with self._clock.timeout(limit_s):
                     await asyncio.wait((together, self._pings), return_when=asyncio.FIRST_COMPLETED)
             if together.done():
                 return together.result()
             if self._pings.done():
                 self._pings.result()
             late = [rank for rank, answer in enumerate(answers) if not answer.done()]
-            raise GangBrokenError(f"ranks {late} did not {what} within {at_most_s:g} s", "deadline")
+            raise GangBrokenError(f"ranks {late} did not {action} within {limit_s:g} s", "deadline")
         finally:
             together.cancel()
             await asyncio.gather(together, return_exceptions=True)
 
     async def _ping(self) -> None:
-        """Return never; raises ``GangBrokenError`` when a rank answers no ping for as long as ranks may be silent."""
+        """Ping for ever; raise ``GangBrokenError`` when a rank is silent for longer than allowed."""
         silence_s = self._silence_s
         while True:
             answers = [asyncio.ensure_future(_answer(rank.ping.remote())) for rank in self._ranks]
@@ -130,17 +130,15 @@ async def _answer(ref: Awaitable[Any]) -> Any:
 async def rank_environments(
     config: GangConfig, group: PlacementGroup, environment: Callable[[], Environment] | None, clock: Clock
 ) -> Sequence[Environment]:
-    """Variables for each rank, as ``environment`` answers on its node (where it may prepare files, too): what a rank
-    must find when its process starts, since the loader reads some of it once. ``GangBrokenError`` if that takes a node
-    longer than it may take to start one."""
+    """Return each rank's variables, by ``environment`` on its node. ``GangBrokenError`` after the process deadline."""
     if environment is None:
         return [{}] * config.num_ranks
-    if config.num_nodes == 1:  # the group is packed: this process is on the node of its ranks
+    if config.num_nodes == 1:  # the group is packed: this process is on the ranks' node
         return [environment()] * config.num_ranks
     firsts = [node * config.ranks_per_node for node in range(config.num_nodes)]
-    asked: Any = ray.remote(num_cpus=0)(_ask)
+    task: Any = ray.remote(num_cpus=0)(_call)
     answers = [
-        asked.options(scheduling_strategy=rank_strategy(config, rank, group)).remote(environment) for rank in firsts
+        task.options(scheduling_strategy=rank_strategy(config, rank, group)).remote(environment) for rank in firsts
     ]
     within_s = config.process_deadline_s
     try:
@@ -151,5 +149,5 @@ async def rank_environments(
     return [by_node[rank // config.ranks_per_node] for rank in range(config.num_ranks)]
 
 
-def _ask(environment: Callable[[], Environment]) -> Environment:
+def _call(environment: Callable[[], Environment]) -> Environment:
     return environment()

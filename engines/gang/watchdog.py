@@ -1,4 +1,4 @@
-"""Who watches what is under way: a deadline for each step, and a call to each rank that ends when it dies."""
+"""Watchdog of running steps: a deadline for each, and a pending call to each rank that fails when it dies."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from engines.gang.ledger import InFlightStep
 logger = logging.getLogger(__name__)
 
 DEATH_NOTICE_S = 5.0
-"""How long news of a dead rank may take, and a rank that is alive to say so."""
+"""Longest time for news of a dead rank, and for a living rank's answer."""
 
 MAX_WARM = 8
-"""The number of shapes that a team is taken to be warm for, those of its last jobs. Engines keep what they prepared for
-16 or more, of which the branches of a job may take several: what went unseen would get the deadline of what is ready.
-"""
+"""Shapes that a team counts as warm, the newest ones. Engines cache 16 or more shapes, and a job's branches may take
+several. A larger number would give evicted shapes the deadline of warm ones."""
 
 
 class Watchdog:
@@ -37,7 +36,7 @@ class Watchdog:
         self._ranks = ranks
         self._clock = clock
         self._warm: defaultdict[tuple[int, ...], LRUCache[None]] = defaultdict(lambda: LRUCache(MAX_WARM))
-        """By team, the shapes for which its ranks found everything ready when they last worked on them."""
+        """Shapes by team that were warm in its last step with them."""
         self._watches = [asyncio.ensure_future(answer_of(i, rank.watch.remote())) for i, rank in enumerate(ranks)]
         self._num_cold = 0
 
@@ -47,12 +46,12 @@ class Watchdog:
         return self._num_cold > 0
 
     async def watch(self) -> None:
-        """Return never; raises ``GangBrokenError`` when a rank dies, also between steps."""
+        """Wait for ever; raise ``GangBrokenError`` when a rank dies, also between steps."""
         await asyncio.wait(self._watches, return_when=asyncio.FIRST_COMPLETED)
         raise next(error for error in _errors(self._watches))
 
     async def reports(self, step: InFlightStep, jobs: Mapping[str, Job]) -> dict[int, StepReport]:
-        """Return its reports by rank. ``GangBrokenError`` if a rank fails, or outlasts the deadline from now."""
+        """Return the reports by rank. ``GangBrokenError`` if a rank fails, or exceeds the deadline from now."""
         work = step.work
         is_cold = work is not None and not self._is_warm(work, jobs)
         deadline_s = self._config.start_deadline_s if is_cold else self._config.step_deadline_s
@@ -62,10 +61,10 @@ class Watchdog:
         finally:
             self._num_cold -= is_cold
         if work is not None and any(report.predicted for report in reports.values()):
-            found_ready = all(report.was_warm for report in reports.values())
+            was_warm = all(report.was_warm for report in reports.values())
             warm = self._warm[work.ranks]
             for shape in _shapes(work, jobs):
-                if found_ready:
+                if was_warm:
                     warm.get(shape, lambda: None)
                 else:
                     warm.drop(shape)
@@ -93,8 +92,7 @@ class Watchdog:
         return not any(first_steps) and all(shape in self._warm[work.ranks] for shape in _shapes(work, jobs))
 
     async def _explain(self, error: BaseException) -> BaseException:
-        """Return the death of a rank, if one has died: its peers see a failed exchange before there is news of it, and
-        that is the lesser explanation. Ranks that all answer a ping are alive, and nothing is waited for."""
+        """Return a rank's death if one died: its peers see a failed exchange earlier. Else return ``error``."""
         pings = [asyncio.ensure_future(answer_of(i, rank.ping.remote())) for i, rank in enumerate(self._ranks)]
         answered = asyncio.ensure_future(asyncio.wait(pings))
         try:
@@ -104,15 +102,15 @@ class Watchdog:
                 task.cancel()
         return [*_errors((*self._watches, *pings)), error][0]
 
-    async def _wait(self, tasks: Sequence[asyncio.Future[Any]], at_most_s: float, return_when: str) -> None:
-        """Wait as ``asyncio.wait`` does, by the gang's clock: the tasks go on in any case."""
+    async def _wait(self, tasks: Sequence[asyncio.Future[Any]], limit_s: float, return_when: str) -> None:
+        """Wait like ``asyncio.wait``, by the gang's clock; pending tasks continue."""
         with suppress(TimeoutError):
-            async with self._clock.timeout(at_most_s):
+            async with self._clock.timeout(limit_s):
                 await asyncio.wait(tasks, return_when=return_when)
 
 
 def _shapes(work: Work, jobs: Mapping[str, Job]) -> set[Hashable]:
-    """Return those of its jobs that have one."""
+    """Return the shapes of the jobs that have one."""
     return {jobs[job_id].shape for job_id in work.job_ids} - {None}
 
 

@@ -1,1 +1,1 @@
-"""What splits one denoising step over several ranks: attention, weights, blocks and branches of guidance."""
+"""Strategies that split one denoising step over several ranks: attention, weights, blocks, guidance branches."""

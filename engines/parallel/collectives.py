@@ -1,7 +1,7 @@
-"""The collectives that strategies use: functional ops, so that one module runs, compiles, is captured and exports.
+"""Collectives of the strategies, so that one module runs eagerly, compiles, is captured and exports.
 
-Only PyTorch's functional ops are called here (traceable, one op per exchange, the group entering by name). Nothing else
-in ``engines`` talks to ``torch.distributed`` inside a forward.
+They call PyTorch's functional ops only: traceable, one op per exchange, the group given by name. No other module of
+``engines`` calls ``torch.distributed`` inside a forward.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _num_started = 0
 
 
 def num_started() -> int:
-    """How many exchanges this process has started by itself: those inside of compiled code are not counted."""
+    """Return how many exchanges this process has started outside compiled code."""
     return _num_started
 
 
 def _ops() -> Any:
-    """The functional ops, of which one is called next."""
+    """Return the functional ops and count the call that follows."""
     global _num_started
     if not torch.compiler.is_compiling():
         _num_started += 1
@@ -33,14 +33,14 @@ def _ops() -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """One axis of a team's mesh, seen from one rank: the ``ranks`` along it (global numbers) and the caller's place.
-
-    ``group`` is the name of their process group; an axis of size 1 has none, and every exchange on it is the identity.
-    """
+    """One axis of a team's mesh, seen from one rank. Exchanges on an axis of size 1 are the identity."""
 
     ranks: tuple[int, ...]
+    """Global numbers of the ranks along the axis."""
     index: int
+    """The caller's place on it."""
     group: str = ""
+    """Name of the process group; empty for an axis of size 1."""
 
     @property
     def size(self) -> int:
@@ -53,14 +53,14 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 
 def start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
-    """Start ``all_to_all`` on an axis of several ranks; pass the result to ``wait`` before reading it."""
+    """Start ``all_to_all`` on an axis of several ranks. Pass the result to ``wait`` before reading it."""
     assert x.shape[0] == axis.size, (x.shape, axis)
     ones = [1] * axis.size
     return cast(Tensor, _ops().all_to_all_single(x, ones, ones, axis.group))
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """The ``x`` of every rank, stacked in rank order along a new first dim."""
+    """Return the ``x`` of every rank, stacked in rank order along a new first dim."""
     if axis.size == 1:
         return x[None]
     gathered = wait(_ops().all_gather_into_tensor(x.contiguous()[None], axis.size, axis.group))
@@ -69,37 +69,36 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_masks(mask_BM: Tensor, axis: Axis) -> Tensor:
-    """The boolean mask of every rank, stacked in rank order along a new first dim; sent as bytes."""
+    """Return the boolean mask of every rank, stacked in rank order along a new first dim; sent as bytes."""
     return all_gather(mask_BM.to(torch.uint8), axis).bool()
 
 
 def join_masks(mask_BM: Tensor, axis: Axis) -> Tensor:
-    """The boolean masks of all ranks, one after another in rank order: (B, size·M)."""
+    """Return the boolean masks of all ranks, concatenated in rank order: (B, size·M)."""
     return gather_masks(mask_BM, axis).transpose(0, 1).flatten(1)
 
 
 def gather_places(places_L: Tensor, axis: Axis) -> Tensor:
-    """The numbers that every rank has for its tokens, stacked in rank order along a new first dim."""
+    """Return the token positions of every rank, stacked in rank order along a new first dim."""
     return all_gather(places_L.to(torch.int32), axis)
 
 
 def join_places(places_L: Tensor, axis: Axis) -> Tensor:
-    """The numbers that all ranks have for their tokens, one after another in rank order: (size·L,)."""
+    """Return the token positions of all ranks, concatenated in rank order: (size·L,)."""
     return gather_places(places_L, axis).flatten()
 
 
 def all_reduce_sum(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of ``x`` over the axis, bitwise the same on every rank."""
+    """Return the sum of ``x`` over the axis, bitwise equal on every rank."""
     if axis.size == 1:
         return x
     return wait(_ops().all_reduce(x.contiguous(), "sum", axis.group))
 
 
 def start_rotation(x: Tensor, axis: Axis) -> Tensor:
-    """Start sending ``x`` to the next rank of the axis and receiving the previous one's; pass the result to ``wait``.
+    """Start sending ``x`` to the next rank and receiving from the previous one. Pass the result to ``wait``.
 
-    An all-to-all in which all but one split is empty: the one form of send/receive that is functional on every backend
-    (NCCL turns it into one grouped send and receive).
+    An all-to-all with one non-empty split is the only functional send/receive on every backend. NCCL groups it.
     """
     send = [0] * axis.size
     receive = [0] * axis.size
@@ -109,17 +108,17 @@ def start_rotation(x: Tensor, axis: Axis) -> Tensor:
 
 
 def start_send(x: Tensor, pair: Axis) -> Tensor:
-    """Start sending a flat ``x`` to rank 1 of a pair; pass the result to ``wait`` before ``x`` is let go."""
+    """Start sending a flat ``x`` to rank 1 of a pair. Keep ``x`` until the result was passed to ``wait``."""
     return cast(Tensor, _ops().all_to_all_single(x.contiguous(), [0, 0], [0, x.numel()], pair.group))
 
 
 def receive(num: int, like: Tensor, pair: Axis) -> Tensor:
-    """``num`` elements of the dtype and device of ``like`` from rank 0 of a pair."""
+    """Return ``num`` elements from rank 0 of a pair, with the dtype and device of ``like``."""
     return wait(_ops().all_to_all_single(like.new_empty(0), [num, 0], [0, 0], pair.group))
 
 
 def broadcast(x: Tensor, axis: Axis, source: int) -> Tensor:
-    """The ``x`` of rank ``source`` (its place on the axis) on every rank; all ranks pass a tensor of its shape."""
+    """Return the ``x`` of rank ``source`` (its place on the axis) on every rank. All ranks pass the same shape."""
     return x if axis.size == 1 else wait(_ops().broadcast(x.contiguous(), source, axis.group))
 
 
@@ -136,4 +135,4 @@ EXCHANGES: dict[str, Exchange] = {
     "all_reduce": all_reduce_sum,
     "rotation": lambda x, axis: wait(start_rotation(x, axis)),
 }
-"""Sizes are those of the tensor that a rank passes in."""
+"""Exchanges by name, for measurements. Sizes are those of the tensor that a rank passes in."""

@@ -1,4 +1,4 @@
-"""Copies of modules and models that may be changed without changing the original, at no cost in memory."""
+"""Copies of modules and models that share memory with the original and can be changed independently."""
 
 from __future__ import annotations
 
@@ -15,73 +15,73 @@ from engines.core.shard_plan import ShardPlan
 from engines.core.torch_private import clear_forward_hooks
 
 WEIGHTLESS = "is_weightless"
-"""The mark of a copy without weights."""
+"""Attribute that marks a copy without weights."""
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 def weight_sharing_copy(module: AnyModule) -> AnyModule:
-    """A copy of the tree of submodules, hooks included; parameters and buffers are the same tensors."""
+    """Return a copy of the module tree, hooks included, whose parameters and buffers are the same tensors."""
     tensors = [*module.parameters(), *module.buffers()]
     return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 
 
 def weightless_copy(module: AnyModule) -> AnyModule:
-    """A copy on the CPU, without hooks, whose parameters take no memory: each is one zero, repeated.
+    """Return a copy on the CPU, without hooks, whose parameters take no memory: each is one zero, expanded.
 
-    Linear layers give zeros at once. Tables, and what is computed of inputs alone, have true values: forwards that ask
-    for values (masks, positions) run. Tables on "meta" have none, and become zeros.
+    Linear layers return zeros at once. Buffers and values computed from inputs are true, so forwards that read values
+    (masks, positions) run. Buffers on "meta" become zeros.
     """
     plain = [x for each in module.modules() for x in vars(each).values() if isinstance(x, Tensor)]
     memo: dict[int, object] = {id(x): on_cpu(x) for x in (*module.buffers(), *plain)}
-    memo |= {id(x): nn.Parameter(_repeated_zero(x), requires_grad=False) for x in module.parameters()}
-    copied = copy.deepcopy(module, memo)
-    for each in copied.modules():
-        clear_forward_hooks(each)  # of an engine that runs the original
+    memo |= {id(x): nn.Parameter(_expanded_zero(x), requires_grad=False) for x in module.parameters()}
+    result = copy.deepcopy(module, memo)
+    for each in result.modules():
+        clear_forward_hooks(each)  # they belong to an engine that runs the original
         if isinstance(each, nn.Linear):
-            each.__dict__["forward"] = partial(_zeros_of, each)
-    copied.__dict__[WEIGHTLESS] = True
-    return copied
+            each.__dict__["forward"] = partial(_zero_output, each)
+    result.__dict__[WEIGHTLESS] = True
+    return result
 
 
 def is_weightless(module: nn.Module) -> bool:
-    """Whether it is such a copy, which is there to be counted: what comes once a job may be left out."""
+    """Return whether ``module`` is a ``weightless_copy``, made for counting: work done once per job may be skipped."""
     return WEIGHTLESS in module.__dict__
 
 
 def on_cpu(x: Tensor) -> Tensor:
-    """A copy of ``x`` there; zeros if it has no values."""
+    """Return a copy of ``x`` on the CPU; zeros if it is on "meta"."""
     return torch.zeros_like(x, device="cpu") if x.is_meta else x.to("cpu", copy=True)
 
 
-def _repeated_zero(x: Tensor) -> Tensor:
+def _expanded_zero(x: Tensor) -> Tensor:
     return torch.zeros((), dtype=x.dtype, device="cpu").expand(x.shape)
 
 
-def _zeros_of(layer: nn.Linear, x: Tensor) -> Tensor:
+def _zero_output(layer: nn.Linear, x: Tensor) -> Tensor:
     return x.new_zeros(*x.shape[:-1], layer.out_features)
 
 
 def truncated(model: DenoiserModel, num_blocks: int) -> DenoiserModel:
-    """``model`` with the first ``num_blocks`` of each list of blocks; it shares whatever tensors it keeps.
+    """Return ``model`` with the first ``num_blocks`` of each list of blocks, sharing their tensors.
 
-    Small enough to be held whole beside a rank's share of all of it.
+    The result is small enough to be held whole beside a rank's share of the full model.
     """
-    modules = {name: _cut(module, model, num_blocks) for name, module in model.modules.items()}
-    return replace(model, modules=modules, plan=_renamed_last(model, num_blocks))
+    modules = {name: _truncate_module(module, model, num_blocks) for name, module in model.modules.items()}
+    return replace(model, modules=modules, plan=_truncate_plan(model, num_blocks))
 
 
-def _renamed_last(model: DenoiserModel, num_blocks: int) -> ShardPlan:
-    """The plan for the first ``num_blocks``: what it says of a list's last block is then said of another."""
-    some = next(iter(model.modules.values()))
-    lengths = {name: len(list(some.get_submodule(name).children())) for name in model.plan.blocks}
+def _truncate_plan(model: DenoiserModel, num_blocks: int) -> ShardPlan:
+    """Return the plan for the first ``num_blocks``, with rules for a list's last block moved to the new last block."""
+    module = next(iter(model.modules.values()))
+    lengths = {name: len(list(module.get_submodule(name).children())) for name in model.plan.blocks}
     last = {f"{name}.{length - 1}": f"{name}.{min(length, num_blocks) - 1}" for name, length in lengths.items()}
     gathers = tuple(replace(gather, module=last.get(gather.module, gather.module)) for gather in model.plan.gathers)
     return replace(model.plan, gathers=gathers)
 
 
-def _cut(module: nn.Module, model: DenoiserModel, num_blocks: int) -> nn.Module:
-    copied = weight_sharing_copy(module)
+def _truncate_module(module: nn.Module, model: DenoiserModel, num_blocks: int) -> nn.Module:
+    result = weight_sharing_copy(module)
     for name in model.plan.blocks:
-        copied.set_submodule(name, nn.ModuleList(list(copied.get_submodule(name).children())[:num_blocks]))
-    return copied
+        result.set_submodule(name, nn.ModuleList(list(result.get_submodule(name).children())[:num_blocks]))
+    return result

@@ -1,13 +1,12 @@
-"""What a rank can do before its model is there: process groups, the first exchange on each, the first kernels.
+"""Work of a rank before its model is loaded: process groups, the first exchange on each, the first kernels.
 
-A library connects ranks, loads kernels and makes its handles at the first call that needs them: seconds altogether. All
-of that happens below Python, with the interpreter's lock released, so a thread does it while the main thread imports
-the model's library. Weights come after it: a copy to the GPU waits for what is under way there, with the driver's lock
-held, and what is under way may be an exchange that waits for another rank, whose thread waits for that lock in turn.
-One of two ranks was seen to stop in the midst of its weights; that this was why was not proved.
+At the first call a library connects ranks, loads kernels and creates handles: seconds altogether. All of that releases
+the interpreter's lock, so a thread does it while the main thread imports the model's library.
 
-The thread imports nothing, which could wait for a module that the main thread is importing: keep it so. It draws no
-random numbers.
+Weights are loaded afterwards. A copy to the GPU waits for running work with the driver's lock held. That work may be an
+exchange whose peer waits for the same lock. One of two ranks once hung while loading weights; this cause is likely but
+not proved. The thread draws no random numbers. It must import nothing, because it could wait for a module that the main
+thread is importing.
 """
 
 from __future__ import annotations
@@ -29,38 +28,37 @@ from engines.parallel.mesh import Groups
 
 
 class EarlyStart:
-    """``future``: the start that is under way, or is over; None before. ``seconds``: of its parts, as they end."""
+    """State of the early start in this process."""
 
     def __init__(self) -> None:
-        self.future: Future[None] | None = None
-        self.seconds: dict[str, float] = {}
+        self.future: Future[None] | None = None  # None before the start
+        self.seconds: dict[str, float] = {}  # by part, as they end
 
     @contextmanager
     def timed(self, part: str, device: torch.device) -> Iterator[None]:
-        """The block's time, and that of what it has sent to ``device``."""
-        begun_s = time.monotonic()
+        """Record the time of the block, including the work it sent to ``device``."""
+        start_s = time.monotonic()
         yield
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        self.seconds[part] = time.monotonic() - begun_s
+        self.seconds[part] = time.monotonic() - start_s
 
 
 def start_early(device: torch.device) -> None:
-    """Begin, in a thread, after ``torch.distributed`` is initialised (alone: without).
+    """Start the thread. Call it after ``torch.distributed`` is initialised (a single rank needs no such call).
 
-    Every rank of the gang makes the call. Until ``wait_for_early_start`` or ``gang_groups`` has returned, nothing else
-    in this process may exchange, make a process group or choose among attention kernels.
+    Every rank of the gang makes the call. Until ``wait_for_early_start`` or ``gang_groups`` returns, no other code of
+    this process may exchange, make a process group or choose an attention kernel.
     """
     start = rank_resources().get(EarlyStart)
     assert start.future is None or start.future.done(), "the early start is under way already"
     start.future = Future()
-    # A daemon: where an exchange hangs, the process can still end.
-    Thread(target=_fulfil, args=(start, device), name="early start", daemon=True).start()
+    # A daemon thread: the process can still exit if an exchange hangs.
+    Thread(target=_run, args=(start, device), name="early start", daemon=True).start()
 
 
 def wait_for_early_start() -> dict[str, float]:
-    """Return once ``start_early``'s thread is done, at once if there is none: the seconds of its parts. What it raised
-    is raised here."""
+    """Return the seconds per part once the thread of ``start_early`` is done. Raise what it raised."""
     start = rank_resources().get(EarlyStart)
     if start.future is not None:
         start.future.result()
@@ -68,36 +66,34 @@ def wait_for_early_start() -> dict[str, float]:
 
 
 def gang_groups() -> Groups:
-    """The groups that all engines of this process share, those of the early start among them; waits for it."""
+    """Wait for the early start and return the process groups that all engines of this process share."""
     wait_for_early_start()
     return Groups.of_gang()
 
 
-def _fulfil(start: EarlyStart, device: torch.device) -> None:
+def _run(start: EarlyStart, device: torch.device) -> None:
     assert start.future is not None
     try:
-        _work(start, device)
+        _warm_up(start, device)
         start.future.set_result(None)
-    except BaseException as error:  # else the main thread would wait for ever
+    except BaseException as error:  # otherwise the main thread would wait for ever
         start.future.set_exception(error)
 
 
-def _work(start: EarlyStart, device: torch.device) -> None:
+def _warm_up(start: EarlyStart, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # each thread has its own current device
     if dist.is_initialized():
-        _exchange(start, device)
+        _warm_up_exchanges(start, device)
     with start.timed("first kernels", device):
-        _compute(device)
+        _warm_up_kernels(device)
 
 
-def _exchange(start: EarlyStart, device: torch.device) -> None:
-    """Every kind on every aligned run of ranks that this one is in, at a small and a large size: NCCL connects them
-    differently.
-    """
+def _warm_up_exchanges(start: EarlyStart, device: torch.device) -> None:
+    """Run every exchange on every aligned run with this rank, at two sizes: NCCL connects ranks differently at each."""
     groups, rank, num_ranks = Groups.of_gang(), dist.get_rank(), dist.get_world_size()
     runs = [ranks for team_size in tiling_sizes(num_ranks)[1:] for ranks in aligned_runs(num_ranks, team_size)]
-    # Groups first: ranks outside a new one wait until those inside have made it, some with the interpreter locked.
+    # Groups first: ranks outside a new group wait until its members have made it, some with the interpreter locked.
     with start.timed("groups", device):
         names = {ranks: groups.name(ranks) for ranks in runs}
     sizes_bytes = (2**16, 2**24) if device.type == "cuda" else (2**10,)
@@ -112,8 +108,8 @@ def _exchange(start: EarlyStart, device: torch.device) -> None:
                     exchange(x, axis)
 
 
-def _compute(device: torch.device) -> None:
-    """Attention and a product in the dtype that models have on this kind of device."""
+def _warm_up_kernels(device: torch.device) -> None:
+    """Run attention and a product in the dtype that models use on this kind of device."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q_BLHD = torch.zeros(1, 128, 4, 128, device=device, dtype=dtype)
     local_kernel(device, dtype)(q_BLHD, q_BLHD, q_BLHD)

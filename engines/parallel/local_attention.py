@@ -15,16 +15,16 @@ from engines.core.torch_private import cpu_attention, cudnn_attention, efficient
 from engines.parallel.flash3 import with_flash3
 
 MASKED = -65504.0
-"""Added to the score of a masked key: its exponential is 0 beside any other. Not -inf, of which cuDNN makes NaN where
-no key is left; float16 has nothing lower."""
+"""Score bias of a masked key; float16 has no lower value. Its exponential is 0 beside any other. cuDNN returns NaN
+for -inf where all keys are masked."""
 
 
 def local_kernel(device: torch.device | str, dtype: torch.dtype) -> Kernel:
-    """The kernel for a device type and dtype, chosen once.
+    """Return the cached kernel for a device type and dtype. All kernels take grouped key heads, a mask and a prefix.
 
     CPU: flash. CUDA in half precision: cuDNN, or FlashAttention-2 where cuDNN has no kernel; in bfloat16
-    FlashAttention-3 where it is installed and runs; in float32: the memory-efficient kernel, the only fused one that
-    takes it. Other devices: plain attention in float32. All take grouped key heads, a mask and a prefix.
+    FlashAttention-3 if it is installed and works; in float32: the memory-efficient kernel, the only fused one for it.
+    Other devices: plain attention in float32.
     """
     return _kernel_for(torch.device(device).type, dtype)
 
@@ -44,11 +44,11 @@ def _kernel_for(device_type: str, dtype: torch.dtype) -> Kernel:
 def plain_attention(
     q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention written out in float32, for devices without a fused kernel (and as a reference in tests)."""
+    """Compute attention step by step in float32, for devices without a fused kernel and as a reference in tests."""
     several = (q_BLHD, *as_many_as(q_BLHD, k_BMGD, v_BMGD))
     q_BHLD, k_BHMD, v_BHMD = (x.transpose(1, 2).float() for x in several)
     scores_BHLM = (q_BHLD @ k_BHMD.mT) * q_BHLD.shape[-1] ** -0.5
-    seen_BLM = _seen(mask_BM, prefix)
+    seen_BLM = _attended(mask_BM, prefix)
     if seen_BLM is not None:
         scores_BHLM = scores_BHLM.masked_fill(~seen_BLM[:, None], -torch.inf)
     lse_BHL = scores_BHLM.logsumexp(-1)
@@ -60,26 +60,25 @@ def plain_attention(
 def cpu_flash(
     q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
 ) -> tuple[Tensor, Tensor]:
-    """PyTorch's CPU flash attention; reads and writes the strided ``BLHD`` layout without copies."""
-    seen_BLM = _seen(mask_BM, prefix)
+    """Run PyTorch's CPU flash attention, which reads and writes the strided ``BLHD`` layout without copies."""
+    seen_BLM = _attended(mask_BM, prefix)
     out_BHLD, lse_BHL = cpu_attention(*_heads_first(q_BLHD, k_BMGD, v_BMGD), attn_mask=_bias(seen_BLM, q_BLHD.dtype))
-    return out_BHLD.transpose(1, 2), _without_keys(lse_BHL.float(), seen_BLM)
+    return out_BHLD.transpose(1, 2), _mask_lse(lse_BHL.float(), seen_BLM)
 
 
 def cudnn_flash(
     q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
 ) -> tuple[Tensor, Tensor]:
-    """cuDNN's fused attention (bf16 and fp16); its log-sum-exp comes with a trailing dim of 1 in some versions."""
-    seen_BLM = _seen(mask_BM, prefix)
+    """Run cuDNN's fused attention (bf16 and fp16). Some versions add a trailing dim of 1 to the log-sum-exp."""
+    seen_BLM = _attended(mask_BM, prefix)
     out_BHLD, lse, *_ = cudnn_attention(*_heads_first(q_BLHD, k_BMGD, v_BMGD), _bias(seen_BLM, q_BLHD.dtype), True)
-    return out_BHLD.transpose(1, 2), _without_keys(lse.reshape(out_BHLD.shape[:3]), seen_BLM)
+    return out_BHLD.transpose(1, 2), _mask_lse(lse.reshape(out_BHLD.shape[:3]), seen_BLM)
 
 
 def cuda_flash(
     q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
 ) -> tuple[Tensor, Tensor]:
-    """FlashAttention-2 as PyTorch ships it; it takes no mask and no prefix, so ``cuda_efficient`` works where there is
-    one."""
+    """Run PyTorch's FlashAttention-2, or ``cuda_efficient`` if there is a mask or a prefix."""
     if mask_BM is not None or prefix is not None:
         return cuda_efficient(q_BLHD, k_BMGD, v_BMGD, mask_BM=mask_BM, prefix=prefix)
     out_BHLD, lse_BHL, *_ = flash_attention(*_heads_first(q_BLHD, k_BMGD, v_BMGD))
@@ -89,38 +88,38 @@ def cuda_flash(
 def cuda_efficient(
     q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Memory-efficient attention, in any floating dtype; its log-sum-exp is padded along the tokens.
+    """Run memory-efficient attention, in any floating dtype. Its log-sum-exp is padded along the tokens.
 
-    It knows no grouped heads, so those of the keys are repeated.
+    The kernel has no grouped heads, so key and value heads are repeated.
     """
     q_BHLD, k_BHMD, v_BHMD = _heads_first(q_BLHD, *as_many_as(q_BLHD, k_BMGD, v_BMGD))
-    seen_BLM = _seen(mask_BM, prefix)
+    seen_BLM = _attended(mask_BM, prefix)
     bias = _bias(seen_BLM, q_BLHD.dtype)
     bias_BHLM = None if bias is None else bias.expand(*q_BHLD.shape[:3], -1)
     out_BHLD, lse_BHL, *_ = efficient_attention(q_BHLD, k_BHMD, v_BHMD, bias_BHLM, True)
-    return out_BHLD.transpose(1, 2), _without_keys(lse_BHL[..., : q_BLHD.shape[1]], seen_BLM)
+    return out_BHLD.transpose(1, 2), _mask_lse(lse_BHL[..., : q_BLHD.shape[1]], seen_BLM)
 
 
 def repeat_heads(x_BMGD: Tensor, times: int) -> Tensor:
-    """Every head so often, one after another: what grouped query heads see (all as they are for 1)."""
+    """Repeat every head ``times`` times, adjacent to each other, for grouped query heads."""
     if times == 1:
         return x_BMGD
     return x_BMGD[:, :, :, None].expand(-1, -1, -1, times, -1).flatten(2, 3)
 
 
 def as_many_as(q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values with as many heads as the queries have."""
+    """Return keys and values with as many heads as the queries."""
     times = q_BLHD.shape[2] // k_BMGD.shape[2]
     return repeat_heads(k_BMGD, times), repeat_heads(v_BMGD, times)
 
 
 def finite(lse_BHL: Tensor) -> Tensor:
-    """0 in place of the -inf of queries without keys: subtracted from -inf, it gives no NaN."""
+    """Replace the -inf of queries without keys by 0: subtracting -inf from -inf would give NaN."""
     return lse_BHL.masked_fill(lse_BHL == -torch.inf, 0.0)
 
 
 def crop_keys(kernel: Kernel, rows: Rows | None) -> Kernel:
-    """``kernel`` on the given rows of keys, their values, mask and places only (all for None: nothing is added)."""
+    """Return ``kernel`` restricted to the given rows of keys, values, mask and places. None keeps all."""
     if rows is None:
         return kernel
 
@@ -141,7 +140,7 @@ def crop_keys(kernel: Kernel, rows: Rows | None) -> Kernel:
 
 
 def take_rows(x_BM: Tensor, rows: Rows) -> Tensor:
-    """Returns those rows along the second dim of ``x_BM`` or ``x_BMHD``."""
+    """Return those rows along the second dim of ``x_BM`` or ``x_BMHD``."""
     pieces = [x_BM[:, start:stop] for start, stop in rows]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
 
@@ -150,8 +149,8 @@ def _heads_first(*several_BLHD: Tensor) -> tuple[Tensor, ...]:
     return tuple(x_BLHD.transpose(1, 2) for x_BLHD in several_BLHD)
 
 
-def _seen(mask_BM: Tensor | None, prefix: Prefix | None) -> Tensor | None:
-    """True where a query attends to a key (None: everywhere), as (B or 1, L or 1, M): what is alike is there once."""
+def _attended(mask_BM: Tensor | None, prefix: Prefix | None) -> Tensor | None:
+    """Return True where a query attends to a key, as (B or 1, L or 1, M), or None for everywhere."""
     if prefix is None:
         return None if mask_BM is None else mask_BM[:, None]
     seen_LM = prefix.place_M < prefix.reach_L[:, None]
@@ -159,9 +158,9 @@ def _seen(mask_BM: Tensor | None, prefix: Prefix | None) -> Tensor | None:
 
 
 def _bias(seen_BLM: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """What fused kernels add to the scores, with one head: 0 for keys that are attended, ``MASKED`` for others.
+    """Return the score bias of fused kernels, with one head: 0 for attended keys, ``MASKED`` for others.
 
-    Rows begin at multiples of 16 elements, which some kernels ask for.
+    Rows begin at multiples of 16 elements, as some kernels require.
     """
     if seen_BLM is None:
         return None
@@ -170,13 +169,13 @@ def _bias(seen_BLM: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return functional.pad(bias_BLM, (0, -num_keys % 16))[:, None, :, :num_keys]
 
 
-def _without_keys(lse_BHL: Tensor, seen_BLM: Tensor | None) -> Tensor:
-    """``lse`` with -inf for queries that no key is left for: fused kernels put there what they like."""
+def _mask_lse(lse_BHL: Tensor, seen_BLM: Tensor | None) -> Tensor:
+    """Return ``lse`` with -inf for queries without keys, where fused kernels leave arbitrary values."""
     return lse_BHL if seen_BLM is None else lse_BHL.masked_fill(~seen_BLM.any(2)[:, None], -torch.inf)
 
 
 def _cudnn_runs() -> bool:
-    """Whether cuDNN attention accepts a typical call; an old cuDNN or GPU says no when it is called."""
+    """Return whether cuDNN attention accepts a typical call; an old cuDNN or GPU refuses it when called."""
     q_BHLD = torch.zeros(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
     try:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):

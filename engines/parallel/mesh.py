@@ -1,7 +1,7 @@
-"""Teams: which ranks of a gang may work together on a step, and the process groups between them.
+"""Teams: ranks of a gang that may work together on a step, and the process groups between them.
 
-Making a process group is collective over the whole gang, so all of them are made at start, on every rank in the same
-order. A step then only looks its team up.
+Making a process group is collective over the whole gang. So all groups are made at start, on every rank in the same
+order. A step only looks its team up.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _CONTEXT = ("ring", "allgather_kv", "ulysses")
 class Team:
     """The ranks of one step as their member ``rank`` sees them: an ``Axis`` per strategy.
 
-    ``context`` runs over all ranks that hold different tokens of the same branch and the same weights, in chunk order.
-    ``before`` and ``after`` join this stage of a pipeline and its neighbour (earlier stage first), if there is one.
+    ``context`` spans the ranks with different tokens of one branch and the same weights, in chunk order. ``before`` and
+    ``after`` join this pipeline stage and its neighbour (earlier stage first), if there is one.
     """
 
     ranks: tuple[int, ...]
@@ -44,7 +44,7 @@ class Team:
 
 
 class Groups:
-    """Process groups by the ranks in them. Every rank of the gang asks for the same ones in the same order."""
+    """Process groups by their ranks. Every rank of the gang must request the same groups in the same order."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -52,9 +52,9 @@ class Groups:
 
     @staticmethod
     def of_gang() -> Groups:
-        """The groups that all in this process share, for as long as the default process group lives.
+        """Return the groups shared within this process for the lifetime of the default process group.
 
-        Call ``engines.parallel.early_start.gang_groups``, which waits for those that are being made.
+        Call ``engines.parallel.early_start.gang_groups`` instead: it waits for groups that are being made.
         """
         if not dist.is_initialized():
             return Groups(1)
@@ -63,7 +63,7 @@ class Groups:
         return rank_resources().get(GroupsOfWorlds).setdefault(world, Groups(world.size()))
 
     def name(self, ranks: tuple[int, ...]) -> str:
-        """Made at the first call, which is collective over the gang. A rank alone needs no group."""
+        """Return the group's name; empty for one rank. The first call makes the group, collectively over the gang."""
         if len(ranks) == 1:
             return ""
         if ranks not in self._names:
@@ -72,7 +72,7 @@ class Groups:
 
 
 class GroupsOfWorlds(WeakKeyDictionary[dist.ProcessGroup, Groups]):
-    """The shared groups by default process group: there is a new one whenever ``torch.distributed`` begins anew."""
+    """Shared groups by default process group, which is new after each initialisation of ``torch.distributed``."""
 
 
 class Teams:
@@ -87,15 +87,15 @@ class Teams:
                 self._form(ranks, spec)
 
     def team(self, ranks: tuple[int, ...], spec: ParallelSpec) -> Team:
-        """The team of ``ranks``, of which the caller is one, for ``spec``. Asks nobody: it was formed at start."""
+        """Return the team of ``ranks`` for ``spec``, formed at start. ValueError if the caller is in no such team."""
         team = self._teams.get((ranks, spec))
         if team is None:
-            known = ", ".join(f"{ranks} {spec.name}" for ranks, spec in self._teams)
-            raise ValueError(f"rank {self._rank} is in no team {ranks} for {spec.name}; its teams are: {known}")
+            formed = ", ".join(f"{ranks} {spec.name}" for ranks, spec in self._teams)
+            raise ValueError(f"rank {self._rank} is in no team {ranks} for {spec.name}; its teams are: {formed}")
         return team
 
     def all(self) -> tuple[Team, ...]:
-        """The caller's teams, narrow ones first."""
+        """Return the caller's teams, small ones first."""
         return tuple(self._teams.values())
 
     def _form(self, ranks: tuple[int, ...], spec: ParallelSpec) -> None:
@@ -130,17 +130,17 @@ class Teams:
 
 
 def lines(ranks: tuple[int, ...], spec: ParallelSpec, axes: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
-    """The groups of ranks that differ only in their place on ``axes``, when ``ranks`` fill the mesh in order."""
+    """Return the groups of ranks that differ only in their place on ``axes``, when ``ranks`` fill the mesh in order."""
     members: dict[tuple[int, ...], list[int]] = {}
     places = itertools.product(*(range(spec.degree(axis)) for axis in AXES))
     for rank, place in zip(ranks, places, strict=True):
-        elsewhere = tuple(index for axis, index in zip(AXES, place, strict=True) if axis not in axes)
-        members.setdefault(elsewhere, []).append(rank)
+        other_axes = tuple(index for axis, index in zip(AXES, place, strict=True) if axis not in axes)
+        members.setdefault(other_axes, []).append(rank)
     return (tuple(line) for line in members.values())
 
 
 def new_group(ranks: tuple[int, ...], num_ranks: int) -> str:
-    """The name of a process group; every rank of the gang must make this call."""
+    """Return the name of a new process group. Every rank of the gang must make this call."""
     if not dist.is_initialized():
         raise ValueError(f"torch.distributed must be initialised before a team of ranks {ranks} can be formed")
     if len(ranks) == num_ranks:
@@ -151,7 +151,7 @@ def new_group(ranks: tuple[int, ...], num_ranks: int) -> str:
 
 
 def team_of_one(rank: int = 0) -> Team:
-    """The team in which a rank works alone; needs no process group."""
+    """Return the team in which a rank works alone; it needs no process group."""
     alone = Axis(ranks=(rank,), index=0)
     axes: Mapping[str, Axis] = dict.fromkeys(AXES, alone)
     return Team(ranks=(rank,), spec=ParallelSpec(), context=alone, **axes)

@@ -1,4 +1,4 @@
-"""How process groups over NCCL are made; groups of other libraries take no options. Imports torch when called."""
+"""Options of process groups over NCCL; other backends take none. Torch is imported by the functions only."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_CTAS = 64
-"""The most that NCCL takes for one exchange."""
+"""Largest number of thread blocks that NCCL accepts for one exchange."""
 
 _LIMITS = ("min_ctas", "max_ctas")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NcclOptions:
-    """``high_priority``: exchanges run on a stream that the GPU serves first, so that work beside them cannot hold
-    them up. ``min_ctas`` and ``max_ctas`` bound how many thread blocks (and so multiprocessors) an exchange takes;
-    None leaves it to NCCL. See ``torch.distributed.ProcessGroupNCCL.Options`` and NCCL's ``ncclConfig_t``.
-    """
+    """See ``torch.distributed.ProcessGroupNCCL.Options`` and NCCL's ``ncclConfig_t``. None leaves a bound to NCCL."""
 
     high_priority: bool = True
+    """Run exchanges on a high-priority stream, so that work beside them cannot delay them."""
     min_ctas: int | None = None
+    """Fewest thread blocks (and so multiprocessors) of an exchange."""
     max_ctas: int | None = None
+    """Most thread blocks of an exchange."""
 
     def __post_init__(self) -> None:
         for name in _LIMITS:
@@ -31,7 +31,7 @@ class NcclOptions:
             raise ValueError(f"min_ctas {self.min_ctas} is above max_ctas {self.max_ctas}")
 
     def for_torch(self) -> Any:
-        """``pg_options`` for ``init_process_group`` and ``new_group``."""
+        """Return ``pg_options`` for ``init_process_group`` and ``new_group``."""
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options(is_high_priority_stream=self.high_priority)
@@ -45,15 +45,15 @@ DEFAULT_OPTIONS = NcclOptions()
 
 
 def inherited_options() -> Any:
-    """``pg_options`` for a group between some ranks: those of the gang's own group. None unless that is NCCL's."""
+    """Return ``pg_options`` like the default group's for a group of some ranks. None unless that group is NCCL's."""
     import torch.distributed as dist
 
     from engines.core.torch_private import default_nccl_options
 
     if dist.get_backend() != "nccl":
         return None
-    given = default_nccl_options()
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=given.is_high_priority_stream)
+    inherited = default_nccl_options()
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=inherited.is_high_priority_stream)
     for name in _LIMITS:
-        setattr(options.config, name, getattr(given.config, name))
+        setattr(options.config, name, getattr(inherited.config, name))
     return options

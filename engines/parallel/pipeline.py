@@ -1,7 +1,7 @@
 """Pipeline: consecutive blocks on consecutive ranks, with several jobs in flight (Huang et al. 2018, arXiv:1811.06965).
 
-Every stage runs the whole module's ``forward`` with the blocks of other stages passed over. What is cheap (embedders,
-the last projection) is computed everywhere; what blocks carry comes from the stage before and goes to the one after.
+Every stage runs the whole module's ``forward`` but skips the blocks of other stages. Embedders and the last projection
+are cheap and run everywhere. Stages send the tensors that blocks carry to the next stage.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from engines.parallel.mesh import Team
 class Stage:
     """Makes ``module`` (a copy for this purpose) compute one rank's share of the blocks only.
 
-    ``weights`` are those of all blocks (``block_weights``), as they were before any layer was swapped.
+    ``weights`` are those of all blocks (``block_weights``) before any layer is swapped.
     """
 
     def __init__(self, module: nn.Module, plan: ShardPlan, team: Team, weights: Sequence[int]) -> None:
         self._plan, self._team = plan, team
-        self._sent: list[tuple[Tensor, Tensor]] = []
+        self._pending_sends: list[tuple[Tensor, Tensor]] = []
         blocks = pipeline_blocks(module, plan)
-        first, last = _my_bounds(weights, team)
+        first, last = _rank_bounds(weights, team)
         for block in other_stages(module, plan, team, weights):
-            block.__dict__["forward"] = _passing(block, plan.carried)
+            block.__dict__["forward"] = _identity_forward(block, plan.carried)
         if team.before is not None:
             blocks[first].register_forward_pre_hook(self._receive, with_kwargs=True)
         if team.after is not None:
             blocks[last - 1].register_forward_hook(self._send)
 
     def finish(self, prediction: Tensor) -> Tensor:
-        """The last stage's prediction, on every stage. Called after all forwards that shall overlap are under way."""
-        for pending, _message in self._sent:
+        """Return the last stage's prediction on every stage. Call it after all overlapping forwards were started."""
+        for pending, _message in self._pending_sends:
             wait(pending)
-        self._sent.clear()
+        self._pending_sends.clear()
         return broadcast(prediction, self._team.pipeline, source=self._team.pipeline.size - 1)
 
     def _receive(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -58,36 +58,36 @@ class Stage:
         assert self._team.after is not None
         carried = (output,) if isinstance(output, Tensor) else output
         message = torch.cat([x.flatten() for x in carried])
-        self._sent.append((start_send(message, self._team.after), message))
+        self._pending_sends.append((start_send(message, self._team.after), message))
 
 
 def pipeline_blocks(module: nn.Module, plan: ShardPlan) -> list[nn.Module]:
-    """All blocks that a pipeline may be cut between, in running order; none if the plan names nothing carried."""
+    """Return the blocks that a pipeline may be cut between, in running order; none if the plan carries nothing."""
     if not plan.carried:
         return []
     return plan.blocks_of(module)
 
 
 def block_weights(module: nn.Module, plan: ShardPlan) -> list[int]:
-    """How much each block weighs when stages are cut: its parameters. Quantised layers have none to count."""
+    """Return each block's number of parameters, by which stages are cut. Quantised layers count as 0."""
     return [sum(weight.numel() for weight in block.parameters()) for block in pipeline_blocks(module, plan)]
 
 
 def other_stages(module: nn.Module, plan: ShardPlan, team: Team, weights: Sequence[int]) -> list[nn.Module]:
-    """The blocks that other stages run: all but mine."""
+    """Return the blocks that other stages run."""
     if team.pipeline.size == 1:
         return []
     blocks = pipeline_blocks(module, plan)
-    first, last = _my_bounds(weights, team)
+    first, last = _rank_bounds(weights, team)
     return [*blocks[:first], *blocks[last:]]
 
 
-def _my_bounds(weights: Sequence[int], team: Team) -> tuple[int, int]:
+def _rank_bounds(weights: Sequence[int], team: Team) -> tuple[int, int]:
     return stage_bounds(weights, team.pipeline.size)[team.pipeline.index]
 
 
 def stage_bounds(weights: Sequence[int], num_stages: int) -> list[tuple[int, int]]:
-    """Half-open ranges of blocks per stage, at least one each, whose weights are about equal."""
+    """Return half-open ranges of blocks per stage, at least one block each, of about equal weight."""
     assert len(weights) >= num_stages, (len(weights), num_stages)
     sums = [0, *itertools.accumulate(weights)]
     ends = [0]
@@ -98,12 +98,12 @@ def stage_bounds(weights: Sequence[int], num_stages: int) -> list[tuple[int, int
     return list(itertools.pairwise([*ends, len(weights)]))
 
 
-def _passing(block: nn.Module, carried: tuple[str, ...]) -> Any:
-    """A ``forward`` that hands on what it gets."""
+def _identity_forward(block: nn.Module, carried: tuple[str, ...]) -> Any:
+    """Return a ``forward`` that returns its inputs unchanged."""
     signature = inspect.signature(type(block).forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(block, *args, **kwargs).arguments
-        return given[carried[0]] if len(carried) == 1 else tuple(given[name] for name in carried)
+        arguments = signature.bind(block, *args, **kwargs).arguments
+        return arguments[carried[0]] if len(carried) == 1 else tuple(arguments[name] for name in carried)
 
     return forward

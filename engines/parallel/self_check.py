@@ -1,7 +1,7 @@
-"""One known step on every team of a gang, compared with the same step on one rank. A wrong answer is an error.
+"""Self-check: one known step on every team of a gang, compared with one rank. A wrong answer is an error.
 
-Collectives inside an engine are known to have become silent no-ops elsewhere, and a picture made so still looks like a
-picture at a glance.
+Collectives inside an engine have become silent no-ops in other projects. The resulting picture still looks plausible at
+a glance.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from engines.parallel.strategies import MakeKernel, team_kernel
 
 T = TypeVar("T")
 
-LEFT_OUT = "the model's own self-check is left out: no step is known"
+SKIPPED = "self-check of the model is skipped: no step is known"
 
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""Relative error (2-norm) that rounding explains, by dtype of the prediction; a missing exchange costs far more."""
+"""Relative error (2-norm) that rounding explains, by dtype of the prediction. A missing exchange costs far more."""
 
 
 class WrongAnswerError(RuntimeError):
-    """Ranks that work together give another answer than one rank alone. Nothing that they make can be trusted."""
+    """A team's answer differs from one rank's. No result of this team can be trusted."""
 
     def __init__(self, ranks: tuple[int, ...], strategy: str, difference: float, allowed: float) -> None:
         super().__init__(ranks, strategy, difference, allowed)
@@ -56,37 +56,36 @@ def self_check(
     num_runs: int = 1,
     tolerance: float | None = None,
 ) -> dict[str, float]:
-    """Run ``branches`` (one alone, two, and so on) on every team of the caller; ``teams`` are (ranks, strategy).
+    """Run ``branches`` (one alone, two, and so on) on every team of the caller and compare with one rank.
 
-    Teams divide steps of up to ``at_once`` branches: so many are run, over again where there are fewer.
+    ``teams`` are (ranks, strategy). Branches are repeated up to ``at_once``, the most that teams run together.
+    ``num_runs``: runs of each, for an engine whose later runs use other code (captured graphs) than the first.
+    ``tolerance`` replaces ``TOLERANCE``, for differences beyond rounding in the prediction's dtype.
 
-    ``num_runs`` of each, for an engine whose later runs are other code (recorded, replayed) than its first.
-    ``tolerance``: what may differ for other reasons than rounding in the prediction's dtype.
-
-    Returns the relative difference per team, none without branches (no step of the model is known). Raises
-    ``WrongAnswerError``. Every rank of the gang calls it with its own teams, in the same order.
+    Return the relative difference per team; none without branches (the model has no known step). Raise
+    ``WrongAnswerError``. Every rank of the gang makes the call with its own teams, in the same order.
     """
     if not branches:
-        logger.warning(LEFT_OUT, extra={"rank": rank})
+        logger.warning(SKIPPED, extra={"rank": rank})
         return {}
     alone = engine.predict(branches, (rank,))
-    most = max(len(branches), at_once)
-    branches, alone = over_again(branches, most), over_again(alone, most)
+    max_branches = max(len(branches), at_once)
+    branches, alone = repeat_to(branches, max_branches), repeat_to(alone, max_branches)
     differences: dict[str, float] = {}
     for ranks, strategy in teams:
-        for num in num_runs * list(range(1, most + 1)):
+        for num in num_runs * list(range(1, max_branches + 1)):
             together = engine.predict(branches[:num], ranks)
-            worst = max(map(relative_difference, together, alone))  # alone may be longer: map stops at the shorter
+            difference = max(map(relative_difference, together, alone))  # map stops at the shorter
             allowed = tolerance or TOLERANCE.get(alone[0].dtype, 1e-4)
-            if not worst <= allowed:
-                raise WrongAnswerError(ranks, strategy, worst, allowed)
-            differences[f"{ranks} {strategy}"] = max(worst, differences.get(f"{ranks} {strategy}", 0.0))
+            if not difference <= allowed:
+                raise WrongAnswerError(ranks, strategy, difference, allowed)
+            differences[f"{ranks} {strategy}"] = max(difference, differences.get(f"{ranks} {strategy}", 0.0))
     logger.info("self-check passed", extra={"rank": rank, "differences": differences})
     return differences
 
 
-def over_again(several: Iterable[T], num: int) -> tuple[T, ...]:
-    """The first ``num`` of ``several``, which begin anew where they are fewer."""
+def repeat_to(several: Iterable[T], num: int) -> tuple[T, ...]:
+    """Return ``num`` items: those of ``several``, repeated from the start if they are fewer."""
     return tuple(itertools.islice(itertools.cycle(several), num))
 
 
@@ -99,9 +98,9 @@ def check_attention(
     dtype: torch.dtype,
     make_kernel: MakeKernel = team_kernel,
 ) -> float:
-    """The team's attention of known queries, keys and values against one rank's, told apart even with weights of 0.
+    """Compare the team's attention of fixed queries, keys and values with one rank's; works even with weights of 0.
 
-    Returns the relative difference; raises ``WrongAnswerError``. Every rank of the team makes the call.
+    Return the relative difference; raise ``WrongAnswerError``. Every rank of the team makes the call.
     """
     layout = TokenLayout(lengths=(("short", 3), ("long", 8 * team.context.size - 3)), num_chunks=team.context.size)
     generator = torch.Generator().manual_seed(20251122)
@@ -109,19 +108,19 @@ def check_attention(
     whole = [torch.randn(1, layout.num_tokens, heads, head_dim, generator=generator) for _ in "qkv"]
     q_BLHD, k_BLHD, v_BLHD = (x.to(device, dtype) for x in whole)
     local = local_kernel(device, dtype)
-    expected = _my_rows(local(q_BLHD, k_BLHD, v_BLHD)[0], layout, team)
-    mine = (_my_rows(x, layout, team) for x in (q_BLHD, k_BLHD, v_BLHD))
+    expected = _rank_rows(local(q_BLHD, k_BLHD, v_BLHD)[0], layout, team)
+    shards = (_rank_rows(x, layout, team) for x in (q_BLHD, k_BLHD, v_BLHD))
     rows = layout.valid_rows(team.context.index, 1)
-    given = make_kernel(local, team, layout)(*mine)[0]
-    difference = relative_difference(crop(given, rows), crop(expected, rows))
+    actual = make_kernel(local, team, layout)(*shards)[0]
+    difference = relative_difference(crop(actual, rows), crop(expected, rows))
     allowed = TOLERANCE.get(dtype, 1e-4)
     if not difference <= allowed:
         raise WrongAnswerError(team.ranks, team.spec.name, difference, allowed)
     return difference
 
 
-def _my_rows(x_BLHD: Tensor, layout: TokenLayout, team: Team) -> Tensor:
-    """What this rank holds of a whole tensor: its chunk of each stream, one after another."""
+def _rank_rows(x_BLHD: Tensor, layout: TokenLayout, team: Team) -> Tensor:
+    """Return what this rank holds of a whole tensor: its chunk of each stream, one after another."""
     streams = torch.split(x_BLHD, [length for _, length in layout.lengths], dim=1)
     names = [name for name, _ in layout.lengths]
     pieces = [

@@ -1,4 +1,4 @@
-"""A family's model, run by any team of a gang: weights, hooks and kernels for the team, chosen per forward."""
+"""A family's model, run by any team of a gang: the team's weights, hooks and kernels, chosen per forward."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from engines.parallel.token_hooks import TokenHooks
 from engines.parallel.weight_files import slices_of
 
 PrepareModule = Callable[[str, nn.Module, ShardPlan], None]
-"""Called once for every module that will run, with its name, the module or a copy with a share of its weights, and how
-it is divided: compiles blocks, or swaps layers for faster equals."""
+"""Called once per module that will run, with its name, the module (or a copy with a share of its weights) and its
+plan. It compiles blocks, or swaps layers for faster equivalents."""
 
 
 class KernelsInModules(WeakKeyDictionary[nn.Module, Kernel]):
-    """The kernel that each module has now (setting one walks all submodules): engines may share a module."""
+    """Current kernel of each module, since setting one walks all submodules. Engines may share a module."""
 
 
 _Key = tuple[str | Axis | None, ...]
 FAST: _Key = ("fast",)
-"""The share of teams whose weights are arranged for hand-ordered steps."""
+"""Key of teams whose weights are arranged for hand-ordered steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,10 @@ class _Share:
 
 
 class ShardedModel:
-    """One branch at a time, over the tokens and weights of a team; every rank of it makes the same call.
+    """Runs one branch at a time over the tokens and weights of a team. Every rank of the team makes the same call.
 
-    Splitting tokens changes no weight, so teams share the module; tensor and pipeline axes have copies of it, made at
-    first use, that share what they can. Of a model whose weights are in files, each copy reads its own share.
+    Teams that split only tokens share the module. Tensor and pipeline axes get copies at first use, which share tensors
+    where they can. With weights in files, each copy reads its own share.
     """
 
     def __init__(
@@ -61,36 +61,36 @@ class ShardedModel:
     ) -> None:
         self._model = model
         self._hooks = {name: TokenHooks(module, model.plan) for name, module in model.modules.items()}
-        # Now: layers of the module itself may be swapped later, on some ranks before others.
+        # Counted now: layers of the module may be swapped later, on some ranks before others.
         self._weights = {name: block_weights(module, model.plan) for name, module in model.modules.items()}
         self._shares: dict[_Key, _Share] = {}
         self._switch = WeightSwitch(model.additions)
-        self._held_fast: set[str] = set()
+        self._fast_modules: set[str] = set()
         self._on_new_module = on_new_module
         self._make_kernel = make_kernel
-        self._kernel_of = lru_cache(maxsize=256)(lambda make, team, layout: make(self._local(), team, layout))
+        self._kernel_of = lru_cache(maxsize=256)(lambda make, team, layout: make(self._local_kernel(), team, layout))
 
     def use(self, make_kernel: MakeKernel) -> None:
-        """Attend with kernels that ``make_kernel`` makes, from the next forward on."""
+        """Use kernels made by ``make_kernel`` from the next forward on."""
         self._make_kernel = make_kernel
 
     def close(self) -> None:
-        """Give the model back as it was: no hooks, the local kernel."""
+        """Restore the model: no hooks, the local kernel."""
         self._switch.clear()
-        kernels, local = rank_resources().get(KernelsInModules), self._local()
+        kernels, local = rank_resources().get(KernelsInModules), self._local_kernel()
         for name, module in self._model.modules.items():
             self._hooks[name].remove()
             self._model.set_kernel(module, local)
             kernels[module] = local
         self._shares.clear()
-        self._held_fast.clear()
+        self._fast_modules.clear()
 
     def module(self, name: str, team: Team) -> nn.Module:
-        """The module of that name with a team's share of weights and blocks, made at first use."""
+        """Return the named module with a team's share of weights and blocks, made at first use."""
         return self._share(name, team).module
 
     def forward(self, branch: Branch, team: Team) -> Tensor:
-        """The whole prediction, equal on the team's context and tensor axes; with a pipeline ``finish`` makes it so."""
+        """Return the whole prediction, equal on the context and tensor axes; ``finish`` adds the pipeline axis."""
         module = self.module(branch.module, team)
         layout = self.layout(branch, team)
         self._set_kernel(module, team, layout)
@@ -98,21 +98,21 @@ class ShardedModel:
             return self._model.forward(module, branch.arguments)
 
     def set_additions(self, branch: Branch, team: Team, fast: FastWeights | None = None) -> None:
-        """Make the weights that the team uses those that ``branch`` asks for: before its forward, or its replay.
+        """Apply the additions of ``branch`` to the team's weights, before its forward or its replay.
 
-        If the weights that it uses are ``fast``, all teams that do share them.
+        Teams that use the ``fast`` weights share them.
         """
         if not (self._model.additions or branch.additions):
             return
         if fast is None:
             self._share(branch.module, team)
-        elif branch.module not in self._held_fast:
+        elif branch.module not in self._fast_modules:
             self._hold_fast(branch.module, fast)
         key = _key(branch.module, team) if fast is None else FAST
         self._switch.set(branch.module, key, branch.additions)
 
     def finish(self, prediction: Tensor, branch: Branch, team: Team) -> Tensor:
-        """Make a prediction equal on the pipeline axis too, when the forwards that shall overlap are under way."""
+        """Make a prediction equal on the pipeline axis, once all overlapping forwards were started."""
         stage = self._share(branch.module, team).stage
         return prediction if stage is None else stage.finish(prediction)
 
@@ -129,11 +129,11 @@ class ShardedModel:
         if name not in self._model.modules:
             raise ValueError(f"the model has no module {name!r}; it has {', '.join(self._model.modules)}")
         whole, plan, weights = self._model.modules[name], self._model.plan, self._model.weights
-        self._switch.reset(name)  # what is split off is as it was loaded
+        self._switch.reset(name)  # a share is split from the weights as loaded
         module = whole
         slices = slices_of(whole, plan, team.tensor) if team.tensor.size > 1 else {}
         if team.tensor.size > 1:
-            module = split_weights(whole, plan, team.tensor)  # a copy, which keeps the hooks
+            module = split_weights(whole, plan, team.tensor)  # a copy that keeps the hooks
         elif team.pipeline.size > 1 or weights is not None:
             module = weight_sharing_copy(whole)
         if weights is not None:
@@ -149,7 +149,7 @@ class ShardedModel:
         self._switch.reset(name)
         module = self._model.modules[name]
         self._switch.hold(name, FAST, module, {}, loaded=dict(module.named_parameters()), writers=fast.writers())
-        self._held_fast.add(name)
+        self._fast_modules.add(name)
 
     def _set_kernel(self, module: nn.Module, team: Team, layout: TokenLayout) -> None:
         kernels, kernel = rank_resources().get(KernelsInModules), self._kernel(team, layout)
@@ -164,9 +164,9 @@ class ShardedModel:
         kernel: Kernel = self._kernel_of(self._make_kernel, team, layout)
         return kernel
 
-    def _local(self) -> Kernel:
-        some = next(iter(self._model.modules.values()))
-        return local_kernel(self._model.device, dtype_of(some))
+    def _local_kernel(self) -> Kernel:
+        module = next(iter(self._model.modules.values()))
+        return local_kernel(self._model.device, dtype_of(module))
 
 
 def _key(name: str, team: Team) -> _Key:

@@ -1,4 +1,4 @@
-"""The attention kernel of a team: strategies wrapped round one another; ring attention and AllGather-KV."""
+"""The attention kernel of a team: nested strategies; ring attention and AllGather-KV."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from engines.parallel.ulysses import ulysses, ulysses_in_parts
 
 
 def ring(kernel: Kernel, axis: Axis, rows: tuple[Rows | None, ...]) -> Kernel:
-    """``kernel`` over the keys of every rank of the axis, one rank's share after the other.
+    """Return ``kernel`` over the keys of every rank of the axis, one rank's share after another.
 
-    ``rows[j]`` are the valid rows of rank j's keys (None: all; empty: that turn is passed over). The next share is
-    under way while attention works on the present one; partial results are merged in float32. Masks and places are so
-    small that all are there before the first turn.
+    ``rows[j]`` are the valid rows of rank j's keys (None: all; empty: skip that turn). The next share travels while
+    attention works on the present one; partial results are merged in float32. Masks and places are small, so all are
+    gathered before the first turn.
     """
     sources = tuple((axis.index - turn) % axis.size for turn in range(axis.size))
     turns = tuple(_turn(kernel, rows[source]) for source in sources)
 
-    def travelled(
+    def ring_kernel(
         q_BLHD: Tensor,
         k_BLGD: Tensor,
         v_BLGD: Tensor,
@@ -46,20 +46,20 @@ def ring(kernel: Kernel, axis: Axis, rows: tuple[Rows | None, ...]) -> Kernel:
         masks_NBM = None if mask_BM is None else gather_masks(mask_BM, axis)
         places_NM = None if prefix is None else gather_places(prefix.place_M, axis)
         merged: tuple[Tensor, Tensor] | None = None
-        here = torch.stack((k_BLGD, v_BLGD))
+        current = torch.stack((k_BLGD, v_BLGD))
         for number, (source, turn) in enumerate(zip(sources, turns, strict=True)):
             last = number == len(turns) - 1
-            coming = here if last else start_rotation(here, axis)
+            arriving = current if last else start_rotation(current, axis)
             if turn is not None:
                 mask = None if masks_NBM is None else masks_NBM[source]
-                seen = None if prefix is None or places_NM is None else prefix._replace(place_M=places_NM[source])
-                part = turn(q_BLHD, here[0], here[1], mask_BM=mask, prefix=seen)
-                merged = _merge(merged, part, masked=mask is not None or seen is not None)
-            here = here if last else wait(coming)
+                visible = None if prefix is None or places_NM is None else prefix._replace(place_M=places_NM[source])
+                part = turn(q_BLHD, current[0], current[1], mask_BM=mask, prefix=visible)
+                merged = _merge(merged, part, masked=mask is not None or visible is not None)
+            current = current if last else wait(arriving)
         assert merged is not None, "every rank's keys are padding"
         return merged[0].to(q_BLHD.dtype), merged[1]
 
-    return travelled
+    return ring_kernel
 
 
 def _turn(kernel: Kernel, rows: Rows | None) -> Kernel | None:
@@ -73,7 +73,7 @@ def _merge(merged: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor], *,
 def merge(
     outA_BLHD: Tensor, lseA_BHL: Tensor, outB_BLHD: Tensor, lseB_BHL: Tensor, *, masked: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Attention over two disjoint sets of keys together, from its results over each (arXiv:1805.02867), in float32.
+    """Merge attention results over two disjoint sets of keys (arXiv:1805.02867), in float32.
 
     ``masked``: either set, or both, may be empty, with an ``lse`` of -inf.
     """
@@ -85,9 +85,9 @@ def merge(
 
 
 def allgather_kv(kernel: Kernel, axis: Axis) -> Kernel:
-    """``kernel`` of my queries over the keys of all ranks of the axis, in rank order. Any number of heads will do."""
+    """Return ``kernel`` of this rank's queries over the keys of all ranks, in rank order. Any number of heads works."""
 
-    def gathered(
+    def allgather_kernel(
         q_BLHD: Tensor,
         k_BLGD: Tensor,
         v_BLGD: Tensor,
@@ -102,18 +102,18 @@ def allgather_kv(kernel: Kernel, axis: Axis) -> Kernel:
         prefix = None if prefix is None else prefix._replace(place_M=join_places(prefix.place_M, axis))
         return kernel(q_BLHD, k_BMGD, v_BMGD, mask_BM=mask_BM, prefix=prefix)
 
-    return gathered
+    return allgather_kernel
 
 
 MakeKernel = Callable[[Kernel, Team, TokenLayout], Kernel]
-"""Attention over the tokens of a team, from attention on one device."""
+"""Makes attention over the tokens of a team from attention on one device."""
 
 
 def team_kernel(local: Kernel, team: Team, layout: TokenLayout, *, num_parts: int = 1) -> Kernel:
-    """``local`` made to attend over the tokens of the whole team: ulysses(ring(local)), ulysses(allgather_kv(local)).
+    """Return attention over the whole team's tokens: ulysses(ring(local)) or ulysses(allgather_kv(local)).
 
-    Padded keys are dropped by the innermost layer, where it is known which rows they are. With ``num_parts`` above 1
-    ulysses exchanges the heads in so many parts.
+    The innermost kernel drops padded keys, because it knows which rows they are. With ``num_parts`` above 1, ulysses
+    exchanges the heads in that many parts.
     """
     inner = team.ulysses.size
     if team.ring.size > 1:

@@ -14,60 +14,60 @@ from engines.parallel.copies import weight_sharing_copy
 
 
 def split_weights(module: nn.Module, plan: ShardPlan, axis: Axis) -> nn.Module:
-    """A copy of ``module`` in which the plan's linears hold this rank's share; all other tensors are shared with it.
+    """Return a copy of ``module`` whose planned linears hold this rank's share; all other tensors are shared.
 
-    Raises ``ValueError`` if a layer's features are no multiple of the axis' size.
+    Raise ``ValueError`` if a layer's features are no multiple of the axis' size.
     """
-    mine = weight_sharing_copy(module)
+    result = weight_sharing_copy(module)
     for rule in plan.linears:
-        for name in matching(mine, rule):
-            mine.set_submodule(name, _split(name, mine.get_submodule(name), rule, axis))
+        for name in matching(result, rule):
+            result.set_submodule(name, _split(name, result.get_submodule(name), rule, axis))
     for table in plan.tables:
-        for name in matching(mine, table):
-            mine.set_submodule(name, SplitTable(mine.get_submodule(name), table.dim, axis))
-    return mine
+        for name in matching(result, table):
+            result.set_submodule(name, SplitTable(result.get_submodule(name), table.dim, axis))
+    return result
 
 
 def matching(module: nn.Module, rule: LayerRule) -> list[str]:
-    """Names of the submodules that fit. ``ValueError`` if there is none."""
-    return _fitting([name for name, _ in module.named_modules()], module, rule)
+    """Return the names of the submodules that match. ``ValueError`` if there are none."""
+    return _matching_names([name for name, _ in module.named_modules()], module, rule)
 
 
-def _fitting(names: list[str], module: nn.Module, rule: LayerRule) -> list[str]:
-    """Those of ``names``, all of the module's submodules, that fit: listing them takes longer than comparing them."""
-    fitting = [name for name in names if rule.matches(name)]
-    if not fitting:
-        raise ValueError(f"the shard plan's pattern {rule.pattern!r} fits no submodule of {type(module).__name__}")
-    return fitting
+def _matching_names(names: list[str], module: nn.Module, rule: LayerRule) -> list[str]:
+    """Return the matching ones of ``names``, all of the module's submodules: listing them costs more than matching."""
+    matches = [name for name in names if rule.matches(name)]
+    if not matches:
+        raise ValueError(f"the shard plan's pattern {rule.pattern!r} matches no submodule of {type(module).__name__}")
+    return matches
 
 
 def split_features(module: nn.Module, plan: ShardPlan) -> dict[str, int]:
-    """What a tensor axis divides, by the plan's patterns: all of these must be multiples of its size."""
+    """Return the features that a tensor axis divides, by pattern. Each must be a multiple of the axis' size."""
     features: dict[str, int] = {}
     inner = dict(module.named_modules())
     for rule in plan.linears:
-        layers = [inner[name] for name in _fitting(list(inner), module, rule)]
-        features[rule.pattern] = math.gcd(*(_divided(layer, rule) for layer in layers))
+        layers = [inner[name] for name in _matching_names(list(inner), module, rule)]
+        features[rule.pattern] = math.gcd(*(_features_unit(layer, rule) for layer in layers))
     return features
 
 
-def _divided(layer: nn.Module, rule: ColumnLinear | RowLinear | FullWidthNorm) -> int:
+def _features_unit(layer: nn.Module, rule: ColumnLinear | RowLinear | FullWidthNorm) -> int:
     match rule:
         case ColumnLinear():
-            return _common(cast(nn.Linear, layer).out_features // rule.unit, rule.segments)
+            return _segments_unit(cast(nn.Linear, layer).out_features // rule.unit, rule.segments)
         case RowLinear():
-            return _common(cast(nn.Linear, layer).in_features, rule.segments)
+            return _segments_unit(cast(nn.Linear, layer).in_features, rule.segments)
         case FullWidthNorm():
             return int(cast(nn.RMSNorm, layer).normalized_shape[0])
 
 
-def _common(features: int, segments: tuple[int, ...]) -> int:
-    """What divides each segment of ``features`` by itself."""
+def _segments_unit(features: int, segments: tuple[int, ...]) -> int:
+    """Return the largest number of parts that divides each segment of ``features`` evenly."""
     return features // sum(segments) * math.gcd(*segments)
 
 
 class RowSplitLinear(nn.Module):
-    """A linear whose ranks hold different input features: partial products are summed, then the bias is added once."""
+    """A linear split by input features: partial products are summed over the ranks, then the bias is added once."""
 
     def __init__(self, partial: nn.Linear, bias: nn.Parameter | None, axis: Axis) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class RowSplitLinear(nn.Module):
 
 
 class SplitRMSNorm(nn.Module):
-    """An RMS norm over features that are spread over the axis."""
+    """An RMS norm over features that are split over the axis."""
 
     def __init__(self, weight: Tensor | None, eps: float, axis: Axis) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class SplitRMSNorm(nn.Module):
 
 
 class SplitTable(nn.Module):
-    """This rank's features of what ``whole`` gives, a tuple of tensors."""
+    """Returns this rank's features of the tensors that ``whole`` returns."""
 
     def __init__(self, whole: nn.Module, dim: int, axis: Axis) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class SplitTable(nn.Module):
 
     @staticmethod
     def share(table: Tensor, dim: int, axis: Axis) -> Tensor:
-        """Returns what rank ``axis.index`` holds of one of them; an export leaves a mark in its place."""
+        """Return rank ``axis.index``'s part of one table. An export patches this method to mark the place."""
         return table.tensor_split(axis.size, dim)[axis.index]
 
 
@@ -128,31 +128,31 @@ def _split(name: str, layer: nn.Module, rule: ColumnLinear | RowLinear | FullWid
 
 
 def split_columns(layer: nn.Linear, segments: tuple[int, ...], axis: Axis) -> nn.Linear:
-    """The share of each segment of the output features: of one alone a view, no memory of its own."""
+    """Return the share of each segment of the output features. A single segment is a view without own memory."""
     ranges = shares(layer.out_features, segments, axis)
-    bias = None if layer.bias is None else _joined([layer.bias[start:stop] for start, stop in ranges], dim=0)
-    return _linear(_joined([layer.weight[start:stop] for start, stop in ranges], dim=0), bias)
+    bias = None if layer.bias is None else _concatenate([layer.bias[start:stop] for start, stop in ranges], dim=0)
+    return _linear(_concatenate([layer.weight[start:stop] for start, stop in ranges], dim=0), bias)
 
 
 def split_rows(layer: nn.Linear, segments: tuple[int, ...], axis: Axis) -> RowSplitLinear:
-    """The share of each segment of the input features, one after another."""
+    """Return the share of each segment of the input features, one after another."""
     pieces = [layer.weight[:, start:stop] for start, stop in shares(layer.in_features, segments, axis)]
     return RowSplitLinear(_linear(torch.cat(pieces, dim=1), None), layer.bias, axis)
 
 
-def _joined(pieces: list[Tensor], dim: int) -> Tensor:
+def _concatenate(pieces: list[Tensor], dim: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=dim)
 
 
 def shares(features: int, segments: tuple[int, ...], axis: Axis) -> tuple[tuple[int, int], ...]:
-    """Which features a rank has, half-open ranges, if each of ``segments`` of them is split by itself."""
-    unit, rest = divmod(features, sum(segments))
-    if rest:
+    """Return a rank's half-open ranges of features when each of ``segments`` is split by itself."""
+    unit, remainder = divmod(features, sum(segments))
+    if remainder:
         raise ValueError(f"{features} features do not divide into segments {segments}")
     ranges, start = [], 0
     for segment in segments:
-        mine = share(segment * unit, axis)
-        ranges.append((start + mine.start, start + mine.stop))
+        part = share(segment * unit, axis)
+        ranges.append((start + part.start, start + part.stop))
         start += segment * unit
     return tuple(ranges)
 
@@ -165,7 +165,7 @@ def split_norm(layer: nn.RMSNorm, axis: Axis) -> SplitRMSNorm:
 
 
 def share(features: int, axis: Axis) -> slice:
-    """A rank's part of ``features`` that are split over the axis."""
+    """Return a rank's part of ``features`` that are split over the axis."""
     if features % axis.size:
         raise ValueError(f"{features} features cannot be split over {axis.size} ranks of the tensor axis")
     size = features // axis.size

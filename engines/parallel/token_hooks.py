@@ -1,7 +1,6 @@
-"""Cut and gather tokens at the submodules that a shard plan names, from outside: the module itself stays as it is.
+"""Hooks that cut and gather tokens at the submodules a shard plan names, without changing the module.
 
-The hooks sit on modules, not inside their ``forward``, so a compiled or captured ``forward`` never sees which rank it
-is on.
+They sit on modules, not inside ``forward``. So a compiled or captured ``forward`` is independent of its rank.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from engines.parallel.collectives import Axis, all_gather
 
 
 class TokenHooks:
-    """Hooks on one module. They do nothing until ``over`` says which layout and axis a forward is for."""
+    """Hooks on one module. They do nothing until ``over`` sets the layout and axis of a forward."""
 
     def __init__(self, module: nn.Module, plan: ShardPlan) -> None:
         self._layout: TokenLayout | None = None
@@ -47,7 +46,7 @@ class TokenHooks:
             self._layout = self._axis = None
 
     def _cut(self, x: Any, shard: TokenShard) -> Any:
-        """Also of a list: each of its tensors."""
+        """Return this rank's part of ``x``; of a list or tuple, of each item."""
         if isinstance(x, list | tuple):
             return type(x)(self._cut(inner, shard) for inner in x)
         if x is None or self._layout is None or self._axis is None or self._axis.size == 1:

@@ -1,4 +1,4 @@
-"""Weights that are read slice by slice: a rank holds its share of a model that fits no single device."""
+"""Weights that are read slice by slice: a rank loads its share of a model that fits no single device."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ INDEX = f"{NAME}.index.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slice:
-    """The part of a tensor in a file that a parameter is made of: half-open ``ranges`` along ``dim``, or all of it."""
+    """The part of a tensor in a file that fills a parameter: half-open ``ranges`` along ``dim``, or all of it."""
 
     name: str
     dim: int = 0
     ranges: tuple[tuple[int, int], ...] = ()
 
     def read(self, file: Any) -> Tensor:
-        """Only what is wanted leaves the disk. The file gives views of a mapping of all of it: hence copies."""
+        """Read only the slice from disk. Copy it, because the file returns views of a mapping of the whole file."""
         if not self.ranges:
             whole: Tensor = file.get_tensor(self.name)
             return whole
@@ -43,7 +43,7 @@ class Slice:
         )
 
     def of_rows(self, scale: Tensor) -> Tensor:
-        """The part of ``scale`` that belongs to the rows that are read."""
+        """Return the part of ``scale`` for the rows that are read."""
         if scale.numel() == 1 or not self.ranges or self.dim != 0:
             return scale
         return torch.cat([scale[start:stop] for start, stop in self.ranges])
@@ -51,7 +51,7 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFiles:
-    """Safetensors, whole or in shards with an index, in a folder per module; ``device`` is where weights go."""
+    """Safetensors in one folder per module, whole or sharded with an index. ``device`` receives the weights."""
 
     folders: Mapping[str, Path]
     device: torch.device
@@ -59,16 +59,16 @@ class WeightFiles:
     def fill(
         self, name: str, module: nn.Module, slices: Mapping[str, Slice], leave_out: Collection[nn.Module] = ()
     ) -> None:
-        """Give ``module`` (its parameters on "meta") its weights, but none to the modules in ``leave_out``.
+        """Load weights into ``module`` (its parameters on "meta"), except into the modules in ``leave_out``.
 
-        ``slices`` are those of parameters that are no whole tensor of the same name. ValueError if a tensor is not in
-        the files, or has another shape.
+        ``slices`` are for parameters that are not a whole tensor of the same name. ValueError if a tensor is missing
+        from the files or has another shape.
         """
-        left_out = {id(each) for unused in leave_out for each in unused.modules()}
+        excluded = {id(each) for unused in leave_out for each in unused.modules()}
         with ExitStack() as stack:
             files = _OpenFiles(self.folders[name], stack)
             for prefix, owner in module.named_modules():
-                if id(owner) not in left_out:
+                if id(owner) not in excluded:
                     self._fill_one(owner, prefix, slices, files)
 
     def _fill_one(self, owner: nn.Module, prefix: str, slices: Mapping[str, Slice], files: _OpenFiles) -> None:
@@ -83,22 +83,22 @@ class WeightFiles:
             else:
                 setattr(owner, leaf, buffer.to(self.device))
 
-    def _read(self, files: _OpenFiles, wanted: Slice, place: Tensor) -> Tensor:
-        """In the dtype of its ``place``, on the device."""
-        value = files.read(wanted)
-        if value.shape != place.shape:
+    def _read(self, files: _OpenFiles, part: Slice, target: Tensor) -> Tensor:
+        """Return the tensor in the dtype of ``target``, on the device."""
+        value = files.read(part)
+        if value.shape != target.shape:
             raise ValueError(
-                f"{files.file_of(wanted.name)} has {wanted.name} as {tuple(value.shape)}, which is "
-                f"{tuple(place.shape)} here"
+                f"{files.file_of(part.name)} has {part.name} as {tuple(value.shape)}, which is "
+                f"{tuple(target.shape)} here"
             )
-        value = value.to(self.device, place.dtype)
+        value = value.to(self.device, target.dtype)
         if not is_finite(value):
-            raise ValueError(f"{files.file_of(wanted.name)} has values that are not finite in {wanted.name}")
+            raise ValueError(f"{files.file_of(part.name)} has values that are not finite in {part.name}")
         return value
 
 
 class _OpenFiles:
-    """The files of one folder, each opened at its first use."""
+    """The files of one folder, each opened at first use."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder, self._stack = folder, stack
@@ -119,37 +119,37 @@ class _OpenFiles:
     def file_of(self, name: str) -> Path:
         return self.folder / self._file_of[name]
 
-    def read(self, wanted: Slice) -> Tensor:
-        """float32 where the files have a scale beside the weight."""
-        value = self._read(wanted)
-        if (scale := self._scales.of_weight.get(wanted.name)) is None:
+    def read(self, part: Slice) -> Tensor:
+        """Return the tensor; in float32 if the files have a scale beside the weight."""
+        value = self._read(part)
+        if (scale := self._scales.of_weight.get(part.name)) is None:
             return value
-        return multiplied(value, wanted.of_rows(self._read(Slice(name=scale))), wanted.name)
+        return multiplied(value, part.of_rows(self._read(Slice(name=scale))), part.name)
 
-    def _read(self, wanted: Slice) -> Tensor:
-        if wanted.name not in self._file_of:
+    def _read(self, part: Slice) -> Tensor:
+        if part.name not in self._file_of:
             file = INDEX if (self.folder / INDEX).is_file() else NAME
-            raise ValueError(f"{self.folder / file} lists no tensor {wanted.name}")
-        file = self._file_of[wanted.name]
+            raise ValueError(f"{self.folder / file} lists no tensor {part.name}")
+        file = self._file_of[part.name]
         try:
             if file not in self._open:
                 self._open[file] = self._stack.enter_context(safe_open(self.folder / file, framework="pt"))
-            return wanted.read(self._open[file])
+            return part.read(self._open[file])
         except Exception as error:
-            raise ValueError(f"{self.folder / file}: {wanted.name} cannot be read ({error})") from error
+            raise ValueError(f"{self.folder / file}: {part.name} cannot be read ({error})") from error
 
 
 def is_finite(value: Tensor) -> bool:
-    """Return False if any value is NaN or infinite. One pass (0.03 s for 1 GiB on two cores)."""
+    """Return False if any value is NaN or infinite, in one pass (0.03 s for 1 GiB on two cores)."""
     if not value.numel() or not value.is_floating_point():
         return True
     return all(bool(torch.isfinite(end)) for end in torch.aminmax(value))
 
 
 def tensor_files(folder: Path, name: str = NAME) -> dict[str, str]:
-    """Return the file of each tensor of a part, by the index beside ``name`` or by that file's own header.
+    """Return the file of each tensor of a part, from the index beside ``name`` or that file's own header.
 
-    Empty where there is neither. ValueError for a file that is no safetensors file.
+    Empty if neither exists. ValueError if the file is not a safetensors file.
     """
     if (index := _index(folder, name)) is not None:
         return index
@@ -159,7 +159,7 @@ def tensor_files(folder: Path, name: str = NAME) -> dict[str, str]:
 
 
 def tensor_names(file: Path) -> tuple[str, ...]:
-    """Return the keys of a safetensors file. ValueError, which names the file, if it is none."""
+    """Return the keys of a safetensors file. ValueError, with the file's name, if it is not one."""
     try:
         with safe_open(file, framework="pt") as opened:
             return tuple(opened.keys())
@@ -168,14 +168,14 @@ def tensor_names(file: Path) -> tuple[str, ...]:
 
 
 def files_of(folder: Path, name: str = NAME) -> tuple[Path, ...]:
-    """Returns the files of a model in diffusers' layout; none where it is in no safetensors of the usual names."""
+    """Return the files of a model in diffusers' layout; none if there are no safetensors of the usual names."""
     if (index := _index(folder, name)) is not None:
         return tuple(folder / file for file in sorted(set(index.values())))
     return tuple(file for file in (folder / name,) if file.is_file())
 
 
 def _index(folder: Path, name: str) -> dict[str, str] | None:
-    """Tensor to file; None if nothing says."""
+    """Return the file of each tensor; None without an index."""
     file = folder / f"{name}.index.json"
     if not file.is_file():
         return None
@@ -184,9 +184,9 @@ def _index(folder: Path, name: str) -> dict[str, str] | None:
 
 
 def slices_of(module: nn.Module, plan: ShardPlan, axis: Axis) -> dict[str, Slice]:
-    """What a rank of a tensor axis reads for the layers that ``split_weights`` divides; ``module`` is whole.
+    """Return the slices that a rank of a tensor axis reads for layers that ``split_weights`` divides.
 
-    By the names that parameters have after the split.
+    ``module`` is whole. Keys are the names of parameters after the split.
     """
     slices: dict[str, Slice] = {}
     for rule in plan.linears:
@@ -199,8 +199,8 @@ def slices_of(module: nn.Module, plan: ShardPlan, axis: Axis) -> dict[str, Slice
             if isinstance(rule, ColumnLinear):
                 ranges = shares(layer.out_features, rule.segments, axis)
             else:
-                mine = share(layer.normalized_shape[0], axis)
-                ranges = ((mine.start, mine.stop),)
+                part = share(layer.normalized_shape[0], axis)
+                ranges = ((part.start, part.stop),)
             for leaf, _ in layer.named_parameters(recurse=False):
                 slices[f"{name}.{leaf}"] = Slice(name=f"{name}.{leaf}", ranges=ranges)
     return slices

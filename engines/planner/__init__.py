@@ -1,1 +1,1 @@
-"""What a step costs on a machine, and the cheapest way to divide it."""
+"""Cost of a step on a machine, and the cheapest way to divide it."""

@@ -1,4 +1,4 @@
-"""What strategy "auto" means by prediction, on this machine as it is measured at start."""
+"""Strategy "auto" by prediction, on this machine as measured at start."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from engines.planner.profile import profile
 logger = logging.getLogger(__name__)
 
 TYPICAL_TOKENS = {"cpu": 256, "cuda": 4096}
-"""Length of the longest stream for which a choice is made, if the model does not say: a small picture on CPUs,
-1024 x 1024 pixels on GPUs."""
+"""Length of the longest stream to choose for if the model has no typical lengths: a small picture on CPUs, 1024 x
+1024 pixels on GPUs."""
 
 UNLIMITED = 2**63
 
@@ -35,7 +35,7 @@ def choose_specs(
     groups: Groups,
     precision: str,
 ) -> TeamSpecs:
-    """The fastest divisions of one branch, and of two, by ``forecasts``."""
+    """Return the divisions of one branch, and of two, that ``forecasts`` predicts to be fastest."""
     if num_ranks == 1:
         return TeamSpecs(by_size={1: (ParallelSpec(), ParallelSpec())})
     plans = forecasts(model, rank=rank, num_ranks=num_ranks, device=device, groups=groups, precision=precision)
@@ -43,7 +43,7 @@ def choose_specs(
 
 
 def as_predicted(plans: Mapping[int, tuple[StepForecast, ...]]) -> TeamSpecs:
-    """What ``forecasts`` chose."""
+    """Return the chosen divisions of ``plans``."""
     return TeamSpecs(by_size={size: tuple(plan.chosen.spec for plan in several) for size, several in plans.items()})
 
 
@@ -57,10 +57,9 @@ def forecasts(
     precision: str,
     num_branches: int = 2,
 ) -> dict[int, tuple[StepForecast, ...]]:
-    """What dividing one branch costs, two, and so on to ``num_branches``, by size of team. All ranks make the call and
-    get the same answer.
+    """Return the costs of dividing 1 to ``num_branches`` branches, by team size. All ranks make the call.
 
-    It is what ``forecast`` prints for the same machine and step; the figures and the table are logged.
+    All get the same answer, which matches ``forecast`` for this machine and step. Figures and table are logged.
     """
     counted = profile(model)
     lines = [ParallelSpec(ulysses=team_size) for team_size in tiling_sizes(num_ranks)]
@@ -70,11 +69,11 @@ def forecasts(
         logger.info("this machine:\n%s", machine.describe(), extra={"machine": machine.to_json()})
     by_size: dict[int, tuple[StepForecast, ...]] = {}
     for team_size in possible_team_sizes(model, num_ranks):
-        # Memory decides for the whole gang alone: smaller teams are there for smaller steps.
-        here = machine if team_size == num_ranks else replace(machine, memory_bytes=UNLIMITED)
+        # Only the whole gang's teams must fit in memory: smaller teams serve smaller steps.
+        local = machine if team_size == num_ranks else replace(machine, memory_bytes=UNLIMITED)
         one, *several = (Workload(lengths=lengths, num_branches=number) for number in range(1, num_branches + 1))
-        single = forecast(counted, one, team_size, here, precision)
-        others = (forecast(counted, n, team_size, here, precision, same_weights=single.chosen.spec) for n in several)
+        single = forecast(counted, one, team_size, local, precision)
+        others = (forecast(counted, n, team_size, local, precision, same_weights=single.chosen.spec) for n in several)
         plans = (single, *others)
         for plan in plans if rank == 0 else ():
             logger.info("auto strategy for a step of %s:\n%s", dict(lengths), plan.table(), extra=plan.log_fields)
@@ -83,17 +82,17 @@ def forecasts(
 
 
 def possible_team_sizes(model: DenoiserModel, num_ranks: int) -> tuple[int, ...]:
-    """All that tile the gang; but ranks that read only their share of the weights work together or not at all."""
+    """Return the team sizes that tile the gang; the gang's size alone if ranks read only their share of the weights."""
     return tiling_sizes(num_ranks) if model.weights is None else (num_ranks,)
 
 
 def lengths_of_choice(model: DenoiserModel, device: torch.device) -> tuple[tuple[str, int], ...]:
-    """Return the tokens of the step for which a choice is made."""
+    """Return the tokens of the step that a choice is made for."""
     return typical_lengths(model, TYPICAL_TOKENS.get(device.type, 4096))
 
 
 def typical_lengths(model: DenoiserModel, num_tokens: int) -> tuple[tuple[str, int], ...]:
-    """Return what the model says; else the probe's streams, grown together until the longest has ``num_tokens``."""
+    """Return the model's typical lengths, or the probe's streams scaled until the longest has ``num_tokens``."""
     if model.typical_lengths is not None:
         return tuple((stream, model.typical_lengths[stream]) for stream in model.plan.streams)
     lengths: Mapping[str, int] = model.stream_lengths(model.probe()[0].arguments)

@@ -1,6 +1,6 @@
-"""Predict the cost of each way to divide a step, and pick the fastest that fits: this is strategy "auto".
+"""Cost model: predict each way to divide a step and choose the fastest that fits, for strategy "auto".
 
-Beside its steps a request has prompts to encode and latents to decode (``encode_s``, ``decode_s``).
+``encode_s`` and ``decode_s`` predict the other parts of a request.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from engines.planner.profile import ModelProfile
 from engines.planner.step_cost import StepCost
 
 CLOSE = 0.02
-"""Candidates this near to the fastest are as good; then the one with the simpler exchange is taken."""
+"""Candidates within this fraction of the fastest count as equal; then the simpler exchange wins."""
 
 USABLE = 0.9
-"""Share of a device's memory that a prediction may fill: captured steps, libraries and fragments need the rest."""
+"""Share of a device's memory that a prediction may fill. Captured steps, libraries and fragments need the rest."""
 DECODE_SLOWDOWN = 2.0
-"""A decode's time as a multiple of what its arithmetic and its memory traffic take one after the other.
+"""Time of a decode as a multiple of its arithmetic and its memory traffic, one after the other.
 
-Measured on H100s and H200s, this multiple is 1.2 to 3.5: 1.2 for 848x480x121 by HunyuanVideo's auto-encoder, 1.5 for
-1024x1024 by Qwen-Image-2.1's, 2.5 for 832x480x81 by Wan's, 3.5 for 2048x2048 by FLUX.1's, uncompiled
+Measured on H100s and H200s: 1.2 for 848x480x121 by HunyuanVideo's auto-encoder, 1.5 for 1024x1024 by
+Qwen-Image-2.1's, 2.5 for 832x480x81 by Wan's, 3.5 for 2048x2048 by FLUX.1's, uncompiled
 (benchmarks/reports/application_h200_2026-11-23.md, application_one_h200_2026-11-24.md, sweep.jsonl).
 """
 MANY_ROWS = 2**14
-"""Rows of a convolution as a product: the rate is that of large ones."""
+"""Rows of a convolution as a matrix product, which reaches the rate of large products."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """One step: tokens per stream, in the plan's order, how many branches it has, and of how many jobs (``batch``)."""
+    """One step: tokens per stream in the plan's order, number of branches, and number of jobs (``batch``)."""
 
     lengths: tuple[tuple[str, int], ...]
     num_branches: int = 1
@@ -41,7 +41,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Predicted milliseconds of one step, by where they go, and bytes on each rank: ``weight_bytes`` of them stay."""
+    """Predicted milliseconds of one step by kind of work, and bytes on each rank; ``weight_bytes`` of them stay."""
 
     spec: ParallelSpec
     products_ms: float
@@ -57,7 +57,7 @@ class Cost:
 
 
 def candidates(profile: ModelProfile, num_ranks: int, num_branches: int) -> list[ParallelSpec]:
-    """Every division of a step over ``num_ranks`` ranks that the model and the number of branches allow."""
+    """Return every division of a step over ``num_ranks`` that the model and the number of branches allow."""
     divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
     found = []
     for guidance, pipeline, ring, gather, tensor in itertools.product(*[divisors] * 5):
@@ -74,10 +74,10 @@ def candidates(profile: ModelProfile, num_ranks: int, num_branches: int) -> list
 def predict(
     profile: ModelProfile, work: Workload, spec: ParallelSpec, machine: Machine, precision: str = "native"
 ) -> Cost:
-    """The model of a step: time of its parts on one rank, and what is exchanged that nothing hides.
+    """Predict one step: time of its parts on one rank, and of exchanges that nothing hides.
 
-    A pipeline of s stages takes n + s - 1 turns for n forwards, each as long as a stage's share of the blocks. Of
-    branches at the same time, the part of the team that has most of them counts.
+    A pipeline of s stages takes n + s - 1 turns for n forwards, each as long as a stage's share of the blocks. With
+    parallel branches, the part of the team with most branches counts.
     """
     step = StepCost(profile, TokenLayout(lengths=work.lengths, num_chunks=spec.context), spec, machine, precision)
     forwards = -(-work.num_branches // spec.guidance) * work.batch
@@ -96,9 +96,9 @@ def predict(
 
 
 def choose(costs: list[Cost], memory_bytes: int) -> Cost:
-    """The fastest that fits. Near equals: the one with fewer kinds of exchange, then the smaller memory.
+    """Return the fastest that fits. Ties are broken by fewer kinds of exchange, then by smaller memory.
 
-    Weights are divided only where whole ones do not fit: ranks with whole weights can form teams of any size.
+    Weights are divided only if whole ones do not fit: ranks with whole weights can form teams of any size.
     """
     fitting = [cost for cost in costs if cost.memory_bytes <= USABLE * memory_bytes]
     if not fitting:
@@ -121,7 +121,7 @@ def _allows(profile: ModelProfile, spec: ParallelSpec) -> bool:
 
 
 def encode_s(machine: Machine, flops: float, moved_bytes: float, num_tokens: int) -> float:
-    """Return the seconds of one prompt: products of its tokens, and weights that are read once."""
+    """Return the seconds of one prompt: products of its tokens, and one read of the weights."""
     return machine.product_s(flops, num_tokens) + moved_bytes / machine.copy_bytes_per_s
 
 

@@ -1,4 +1,4 @@
-"""The candidates for a step and why one was chosen, as records and as a table for people."""
+"""Forecast of a step: the candidates and the reason for the choice, as records and as a table."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from engines.planner.cost_model import USABLE, Cost, Workload, candidates, choos
 from engines.planner.machine import Machine
 from engines.planner.profile import ModelProfile
 
-WORTH_A_TRIAL, MAX_TRIED = 0.15, 3
-"""So much slower than the best a way may be predicted to be timed as well, and so many ways are."""
+TRIAL_MARGIN, MAX_TRIALS = 0.15, 3
+"""A candidate within this fraction of the best is timed too, up to this many candidates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepForecast:
-    """Predicted costs of every candidate, fastest first, and the chosen one; of which model, where."""
+    """Predicted costs of every candidate, fastest first, and the chosen one."""
 
     counted: ModelProfile
     machine: Machine
@@ -29,10 +29,10 @@ class StepForecast:
     chosen: Cost
 
     def reason(self) -> str:
-        """Why the chosen one was chosen, in a sentence."""
+        """Return the reason for the choice, in a sentence."""
         name, fastest = self.chosen.spec.name, self.costs[0]
         if not self._fits(self.chosen):
-            return f"{name}: the smallest of {len(self.costs)}, of which none fits"
+            return f"{name}: the smallest of {len(self.costs)}, none of which fits"
         if self.chosen is fastest:
             return f"{name}: the fastest of {len(self.costs)}"
         if not self._fits(fastest):
@@ -44,14 +44,13 @@ class StepForecast:
         return f"{name}: {gap}, and simpler or smaller"
 
     def shortlist(self) -> tuple[ParallelSpec, ...]:
-        """The ways that are worth a trial, the chosen one first: nearly as fast as the best, and with the weights whole
-        on every rank. The chosen one alone if it divides them."""
+        """Return the candidates to time: the chosen one, then near-equals with whole weights unless it divides them."""
         if self.chosen.spec.divides_weights:
             return (self.chosen.spec,)
         fitting = [cost for cost in self.costs if not cost.spec.divides_weights and self._fits(cost)]
-        limit_ms = (1 + WORTH_A_TRIAL) * fitting[0].total_ms
+        limit_ms = (1 + TRIAL_MARGIN) * fitting[0].total_ms
         near = [cost.spec for cost in fitting if cost.total_ms <= limit_ms and cost is not self.chosen]
-        return (self.chosen.spec, *near)[:MAX_TRIED]
+        return (self.chosen.spec, *near)[:MAX_TRIALS]
 
     def _fits(self, cost: Cost) -> bool:
         return cost.memory_bytes <= USABLE * self.machine.memory_bytes
@@ -67,7 +66,7 @@ class StepForecast:
         return fields | {"strategy": self.chosen.spec.name, "predicted_ms": round(self.chosen.total_ms, 2)}
 
     def table(self) -> str:
-        """One line per candidate: milliseconds of a step by where they go, and GiB per rank."""
+        """Return one line per candidate: milliseconds of a step by kind of work, and GiB per rank."""
         lines = [f"{'strategy':<28}{'ms':>9}{'products':>10}{'attention':>10}{'other':>9}{'exchange':>10}{'GiB':>8}"]
         for cost in self.costs:
             mark = " *" if cost is self.chosen else ""
@@ -89,13 +88,13 @@ def forecast(
 ) -> StepForecast:
     """Cost every way to divide the step over ``num_ranks`` ranks and choose one. Loads and runs nothing.
 
-    ``same_weights``: only ways that give each rank the weights that it has with this one. ValueError where nothing fits
-    the machine's memory; without ``must_fit`` the smallest is chosen then.
+    ``same_weights`` restricts candidates to those with the same weights on each rank. ValueError if nothing fits the
+    machine's memory; without ``must_fit`` the smallest is chosen then.
     """
     specs = candidates(counted, num_ranks, work.num_branches)
     if same_weights is not None:
-        wanted = (same_weights.tensor, same_weights.pipeline)
-        specs = [spec for spec in specs if (spec.tensor, spec.pipeline) == wanted]
+        degrees = (same_weights.tensor, same_weights.pipeline)
+        specs = [spec for spec in specs if (spec.tensor, spec.pipeline) == degrees]
     costs = [predict(counted, work, spec, machine, precision) for spec in specs]
     smallest = min(costs, key=lambda cost: cost.memory_bytes)
     is_hopeless = not must_fit and smallest.memory_bytes > USABLE * machine.memory_bytes
@@ -110,20 +109,20 @@ def forecast(
 
 
 def workload(model: DenoiserModel, branches: tuple[Branch, ...]) -> Workload:
-    """The step that ``branches`` of one job make."""
+    """Return the step made of ``branches`` of one job."""
     lengths = model.stream_lengths(branches[0].arguments)
     ordered = tuple((stream, lengths[stream]) for stream in model.plan.streams)
     return Workload(lengths=ordered, num_branches=len(branches))
 
 
 TOKENS = tuple(2**power for power in range(6, 19))
-"""From the smallest picture to the longest clip; the cost model is smooth between two of them."""
+"""From the smallest picture to the longest clip; the cost model is smooth in between."""
 
 
 def estimates_of(plans: Mapping[int, Sequence[StepForecast]], specs: TeamSpecs) -> StepEstimates:
-    """Return what steps take if teams divide them by ``specs``; ``plans`` are by size of team, of one branch and more.
+    """Return step times if teams divide steps by ``specs``; ``plans`` are by team size, for one branch and more.
 
-    Streams grow together, in the proportions of the step for which was decided.
+    Streams grow together, in the proportions of the forecast step.
     """
     by_size = {
         size: tuple(_times_s(plan, spec) for plan, spec in zip(several, specs.of(size), strict=False))

@@ -1,4 +1,4 @@
-"""A machine's throughput, bandwidth and latencies: as measured here, and by name for machines that are elsewhere."""
+"""A machine's throughput, bandwidth and latencies: measured here, or published figures by name."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
 Rates = tuple[tuple[int, float], ...]
-"""(tokens, FLOP/s), at growing sizes."""
+"""(tokens, FLOP/s), in ascending order of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """Time as latency plus size over speed."""
+    """Time as a fixed latency plus size divided by speed."""
 
     latency_s: float
     bytes_per_s: float
@@ -23,31 +23,32 @@ class Line:
 
     @classmethod
     def through(cls, small: tuple[float, float], large: tuple[float, float]) -> Line:
-        """The line through two measurements (bytes, seconds); noise cannot make it slope down or start below zero."""
+        """Return the line through two measurements (bytes, seconds), with slope and latency bounded against noise."""
         slope = max((large[1] - small[1]) / (large[0] - small[0]), 1e-15)
         return cls(latency_s=max(small[1] - small[0] * slope, 0.0), bytes_per_s=1 / slope)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """``exchanges`` go by "kind/ranks"; ``quantised`` are rates of products in other precisions, by their name.
-
-    ``memory_bytes`` is what one rank has to itself. ``fast_path``: engines run a family's hand-ordered step there.
-    ``source``: the document that figures are published in; empty if they were measured.
-    """
+    """Figures of one rank's device and of the exchanges between ranks."""
 
     name: str
     products: Rates
     attention: Rates
     copy_bytes_per_s: float
     memory_bytes: int
+    """Memory of one rank."""
     exchanges: dict[str, Line]
+    """Keyed by "kind/ranks"."""
     quantised: dict[str, Rates] = field(default_factory=dict)
+    """Rates of products in other precisions, by name."""
     fast_path: bool = False
+    """Whether engines run a family's hand-ordered step there."""
     source: str = ""
+    """Document of published figures; empty if measured."""
 
     def product_s(self, flops: float, rows: float, precision: str = "native") -> float:
-        """``ValueError`` if no rate in that precision is known."""
+        """Return the seconds of a product. ``ValueError`` if there is no rate for the precision."""
         if precision == "native":
             return flops / between(self.products, rows)
         if precision not in self.quantised:
@@ -59,7 +60,7 @@ class Machine:
         return flops / between(self.attention, tokens)
 
     def exchange_s(self, kind: str, num_ranks: int, size_bytes: float) -> float:
-        """0 on one rank. ``ValueError`` if the machine was not measured with that many."""
+        """Return the seconds of an exchange; 0 on one rank. ``ValueError`` if that number of ranks was not measured."""
         if num_ranks == 1:
             return 0.0
         line = self.exchanges.get(f"{kind}/{num_ranks}")
@@ -71,8 +72,7 @@ class Machine:
     def for_ranks(self, num_ranks: int) -> Machine:
         """Return this machine with exchanges over each number of ranks that divides ``num_ranks``.
 
-        Those that were not measured have the latency of the nearest number of ranks, and its speed for the bytes that
-        leave a rank.
+        Unmeasured ones get the latency of the nearest number of ranks, and its speed for the bytes that leave a rank.
         """
         sizes = [size for size in range(2, num_ranks + 1) if num_ranks % size == 0]
         added = {
@@ -94,13 +94,13 @@ class Machine:
 
     @classmethod
     def from_json(cls, text: str) -> Machine:
-        given = json.loads(text)
-        given["exchanges"] = {key: Line(**line) for key, line in given["exchanges"].items()}
-        given["quantised"] = {name: _rates(table) for name, table in given.get("quantised", {}).items()}
-        return cls(**given | {name: _rates(given[name]) for name in ("products", "attention")})
+        document = json.loads(text)
+        document["exchanges"] = {key: Line(**line) for key, line in document["exchanges"].items()}
+        document["quantised"] = {name: _rates(table) for name, table in document.get("quantised", {}).items()}
+        return cls(**document | {name: _rates(document[name]) for name in ("products", "attention")})
 
     def describe(self) -> str:
-        """The figures for people, a line each."""
+        """Return the figures for people, a line each."""
         tables = {"products": self.products, "attention": self.attention}
         tables |= {f"products, {name}": table for name, table in self.quantised.items()}
         lines = [f"{self.name}: {self.memory_bytes / 2**30:.1f} GiB a rank, copies {_si(self.copy_bytes_per_s)}B/s"]
@@ -114,7 +114,7 @@ class Machine:
 
 
 def sent_share(kind: str, num_ranks: int) -> float:
-    """Bytes that leave a rank, as a multiple of those that an exchange counts."""
+    """Return the bytes that leave a rank, as a multiple of the exchange's size."""
     match kind:
         case "all_to_all":
             return (num_ranks - 1) / num_ranks
@@ -130,7 +130,7 @@ def _rates(table: list[list[float]]) -> Rates:
 
 
 def _si(value: float) -> str:
-    """Three digits and a prefix: 7.5e14 is "750 T"."""
+    """Return three digits and a prefix: 7.5e14 is "750 T"."""
     for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if value >= factor:
             return f"{value / factor:.3g} {prefix}"
@@ -138,7 +138,7 @@ def _si(value: float) -> str:
 
 
 def between(table: Rates, size: float) -> float:
-    """The rate at ``size``, linear between measured sizes and constant outside them."""
+    """Return the rate at ``size``, linear between measured sizes and constant outside them."""
     sizes = [entry[0] for entry in table]
     at = bisect.bisect_left(sizes, size)
     if at in (0, len(table)):
@@ -157,8 +157,8 @@ _EXCHANGES = {
     "rotation/2": Line(latency_s=15e-6, bytes_per_s=2.3e11),
     "rotation/4": Line(latency_s=18e-6, bytes_per_s=1.75e11),
 }
-"""NCCL 2.28. Speeds as the engine measures them at start; latencies inside a captured step, which are 15 to 20 us lower
-than those of calls from Python (of all-reduce and rotation: taken from all-gather)."""
+"""NCCL 2.28. Speeds are measured by the engine at start, latencies inside a captured step: 15 to 20 us below calls
+from Python. Latencies of all-reduce and rotation are those of all-gather."""
 
 H200 = Machine(
     name="H200 with NVLink, measured",
@@ -173,10 +173,9 @@ H200 = Machine(
     },
     fast_path=True,
 )
-"""Measured (benchmarks/reports/denoise_step_h200_2026-11-21.md): bf16 products of 3072 and 12288 features as a step
-mixes them, and attention of 128-wide heads, at the clock that a GPU keeps under such a load (cool, they are 10 to
-20 % faster); float8 with its quantisation; int8 products by themselves, no faster than bf16's.
-"""
+"""Measured (benchmarks/reports/denoise_step_h200_2026-11-21.md): bf16 products of 3072 and 12288 features in a
+step's mix, and attention of 128-wide heads, at the clock of a GPU under sustained load (10 to 20 % faster when
+cool). float8 includes its quantisation. int8 products alone are no faster than bf16's."""
 
 TERA, GIGA = 1e12, 1e9
 NVLINK, PCIE = "NVLink", "PCIe"
@@ -184,11 +183,11 @@ NVLINK, PCIE = "NVLink", "PCIe"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedFigures:
-    """Published figures of a GPU. Rates are dense: without sparsity, accumulated in float32 (int8 in int32).
+    """Published figures of a GPU. Rates are dense FLOP/s, without sparsity, accumulated in float32 (int8 in int32).
 
-    ``bf16``, ``fp8``, ``int8``: FLOP/s (0: the GPU has no such product). ``memory_bytes_per_s``: of its memory.
-    ``memory_gib``: as named, less what error correction takes where memory has no room of its own for it.
-    ``link_bytes_per_s``: between two GPUs of a host, in each direction. ``source``: the document.
+    A rate of 0 means that the GPU has no such product. ``memory_gib`` is less the part that error correction takes, if
+    it has no memory of its own. ``link_bytes_per_s``: between two GPUs of a host, per direction. ``source``: the
+    document.
     """
 
     name: str
@@ -216,13 +215,13 @@ _H200 = PublishedFigures(
 
 
 def from_published(figures: PublishedFigures) -> Machine:
-    """Return the machine that reaches the same share of its published figures as ``H200`` does of its own.
+    """Return the machine that reaches the same share of its published figures as ``H200`` does.
 
     Latencies of exchanges are those of ``H200``.
     """
 
-    def scaled(rates: Rates, own: float, known: float) -> Rates:
-        return tuple((size, rate * own / known) for size, rate in rates)
+    def scaled(rates: Rates, own: float, reference: float) -> Rates:
+        return tuple((size, rate * own / reference) for size, rate in rates)
 
     own = {"fp8": (figures.fp8, _H200.fp8), "int8": (figures.int8, _H200.int8)}
     link = figures.link_bytes_per_s / _H200.link_bytes_per_s
@@ -250,7 +249,7 @@ def _figures(
     memory: tuple[float, float],
     link: tuple[str, float],
 ) -> PublishedFigures:
-    """``tera_flop`` of bf16, fp8 and int8, ``memory`` in GiB and GB/s, ``link`` in GB/s in each direction."""
+    """Convert ``tera_flop`` of bf16, fp8 and int8, ``memory`` in GiB and GB/s, and ``link`` in GB/s per direction."""
     bf16, fp8, int8 = (TERA * rate for rate in tera_flop)
     return PublishedFigures(
         name=name,

@@ -1,4 +1,4 @@
-"""The short measurement that calibrates the cost model on the machine at hand."""
+"""The short measurement that calibrates the cost model on this machine."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from engines.planner.profile import ModelProfile
 
 
 def measure(profile: ModelProfile, teams: Teams, device: torch.device) -> Machine:
-    """Measure this machine with a model's sizes; under a second on a GPU. Every rank of the gang makes the call.
+    """Measure this machine with a model's sizes, in under a second on a GPU. Every rank of the gang makes the call.
 
-    Ranks measure at the same time, as they work at the same time; all get rank 0's numbers, so that all choose alike.
+    Ranks measure at the same time, as they work at the same time. All get rank 0's figures, so all choose alike.
     """
     rows = (64, 256, 1024) if device.type == "cpu" else (512, 1152, 2304, 4608)
     machine = Machine(
@@ -55,7 +55,7 @@ def _product_rate(rows: int, profile: ModelProfile, device: torch.device) -> flo
 
 
 def _quantised_rates(rows: tuple[int, ...], profile: ModelProfile, device: torch.device) -> dict[str, Rates]:
-    """The products of the quantised linears by themselves; on the CPU float8 is emulated in float32."""
+    """Measure the products of the quantised linears alone; on the CPU float8 is emulated in float32."""
     features, out = profile.hidden, 4 * profile.hidden
     if features % 16:
         return {}
@@ -80,7 +80,7 @@ def _int8_product(rows: int, features: int, out: int, device: torch.device) -> C
 
 
 def _fp8_product(rows: int, features: int, out: int, device: torch.device) -> Callable[[], object]:
-    """The product that the engine makes, with a scale a row on both sides."""
+    """Return the engine's product, with a scale per row on both sides."""
     x = torch.randn(rows, features, device=device).to(torch.float8_e4m3fn)
     weight = torch.randn(out, features, device=device).to(torch.float8_e4m3fn)
     scales = {"scale_a": torch.ones(rows, 1, device=device), "scale_b": torch.ones(1, out, device=device)}
@@ -100,15 +100,15 @@ def _copy_rate(device: torch.device) -> float:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """What one rank has to itself."""
+    """Return the memory of one rank."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1  # they share the host's memory
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1  # ranks share the host's memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
 
 
 def _exchange_lines(teams: Teams, device: torch.device) -> dict[str, Line]:
-    """Each kind at two sizes over teams of every size that the gang has (several of one size: side by side)."""
+    """Measure each kind at two sizes, over teams of every size of the gang. Teams of one size measure side by side."""
     small, large = (2**14, 2**20) if device.type == "cpu" else (2**16, 2**24)
     lines: dict[str, Line] = {}
     for team in teams.all():
@@ -126,7 +126,7 @@ def _exchange_s(exchange: Exchange, size_bytes: int, axis: Axis, device: torch.d
 
 
 def shortest_s(call: Callable[[], object], device: torch.device, num_warm: int = 2, num_timed: int = 7) -> float:
-    """Seconds of the fastest of some calls, the device's work included: what else runs here can only add to it."""
+    """Return the seconds of the fastest of some calls, including the device's work. Other load can only add time."""
     times = []
     for number in range(num_warm + num_timed):
         started = time.perf_counter()
@@ -144,16 +144,16 @@ Body = Callable[..., None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalRanks:
-    """Running ranks. ``context`` watches their processes, ``receiver`` is where rank 0's answer arrives."""
+    """Running ranks. ``context`` watches their processes; ``receiver`` gets rank 0's answer."""
 
     context: ProcessContext
     receiver: Connection
 
     def answer(self, within_s: float) -> Any:
-        """Return what rank 0 sent.
+        """Return rank 0's answer.
 
-        Raises RuntimeError with the last line of a rank's error as soon as one has failed, or if all ended without an
-        answer, and TimeoutError when time is up.
+        Raise RuntimeError with the last line of a rank's error as soon as one fails, or if all end without an answer.
+        Raise TimeoutError after ``within_s``.
         """
         end_s = time.monotonic() + within_s
         while True:
@@ -166,13 +166,13 @@ class LocalRanks:
                 raise RuntimeError(f"all {len(self.context.processes)} ranks ended without an answer")
 
     def leave(self, within_s: float) -> None:
-        """Wait until all ranks have ended, or time is up. RuntimeError for one that fails meanwhile."""
+        """Wait until all ranks have ended, at most ``within_s``. RuntimeError if one fails meanwhile."""
         end_s = time.monotonic() + within_s
         while not self._join(max(0.0, end_s - time.monotonic())) and time.monotonic() < end_s:
             pass
 
     def _join(self, timeout_s: float) -> bool:
-        """Whether all have ended, after one more has or time is up."""
+        """Wait until one more rank ends, at most ``timeout_s``; return whether all have ended."""
         try:
             return bool(self.context.join(timeout=timeout_s))
         except ProcessException as error:
@@ -181,7 +181,7 @@ class LocalRanks:
 
 @contextmanager
 def local_ranks(body: Body, num_ranks: int, args: tuple[Any, ...] = ()) -> Iterator[LocalRanks]:
-    """Ranks that run ``body`` in processes of their own (spawned, so it must be picklable). None outlives the block."""
+    """Run ``body`` in ranks of their own processes (spawned, so it must be picklable). All end with the block."""
     receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
     start: Any = start_processes
     context = start(body, args=(sender, *args), nprocs=num_ranks, join=False)
@@ -195,13 +195,13 @@ def local_ranks(body: Body, num_ranks: int, args: tuple[Any, ...] = ()) -> Itera
 
 TIMEOUT_S = 180.0
 END_S = 10.0
-"""How long ranks may take to end by themselves after the measurement."""
+"""Time for ranks to exit by themselves after the measurement."""
 
 
 def measure_here(profile: ModelProfile, num_ranks: int, device_type: str) -> Machine:
     """Measure on ``num_ranks`` processes of this host, with one device each ("cuda") or one thread each ("cpu").
 
-    Raises ``ValueError`` if there are not so many devices, ``RuntimeError`` if a rank fails.
+    Raise ``ValueError`` if there are too few devices, ``RuntimeError`` if a rank fails.
     """
     if device_type == "cuda" and torch.cuda.device_count() < num_ranks:
         raise ValueError(f"{num_ranks} ranks need {num_ranks} GPUs, and this host has {torch.cuda.device_count()}")
@@ -213,7 +213,7 @@ def measure_here(profile: ModelProfile, num_ranks: int, device_type: str) -> Mac
             raise RuntimeError(f"measuring this machine took longer than {TIMEOUT_S:.0f} s") from None
         except RuntimeError as error:
             raise RuntimeError(f"the ranks that measure this machine ended early: {error}") from error
-        with suppress(RuntimeError):  # it is measured, however they end
+        with suppress(RuntimeError):  # the measurement is complete, however they end
             ranks.leave(END_S)
         return machine
 

@@ -1,4 +1,4 @@
-"""What one forward of a model costs, counted once without its weights: products, attention calls, weights."""
+"""Profile of one forward, counted once without weights: products, attention calls, bytes of weights."""
 
 from __future__ import annotations
 
@@ -19,50 +19,49 @@ from engines.parallel.pipeline import pipeline_blocks
 from engines.parallel.tensor import split_features
 
 JOINT = "joint"
-"""Stands for all streams together, where a block has concatenated them."""
+"""All streams together, where a block has concatenated them."""
 
 
 @dataclass(kw_only=True, slots=True)
 class StreamCost:
-    """What a token of a stream costs: ``flops`` of linears that a tensor axis splits, and of those that it does not.
-
-    ``reduced_features`` leave row-split linears (to be summed over the tensor axis); ``num_norms`` are full-width.
-    """
+    """Costs of a stream per token."""
 
     split_flops: float = 0.0
+    """Linears that a tensor axis splits; ``whole_flops``: all others."""
     whole_flops: float = 0.0
     reduced_features: int = 0
+    """Outputs of row-split linears, to be summed over the tensor axis."""
     num_norms: int = 0
+    """Full-width norms."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelProfile:
-    """Costs of a branch by stream, and those that do not grow with the tokens.
-
-    ``num_reductions`` counts row-split linears and full-width norms, ``out_features`` are those of a predicted token.
-    Of ``weight_bytes`` (all modules) the blocks hold ``block_weight_bytes``, and of those the linears that a tensor
-    axis divides ``split_weight_bytes``. ``tensor_unit`` is what heads and those linears' features have in common;
-    ``num_key_heads`` are the keys' in self-attention (the most of any), which serve ``num_heads`` queries'.
-    ``num_blocks`` are those that a pipeline may be cut between. ``has_fast_path``: the family has a hand-ordered step.
-    ``divides_tokens``: ranks may have a share of them each. A model with attention of its own calls it once a block.
-    """
+    """Costs of a branch by stream, and those that do not grow with the tokens."""
 
     num_heads: int
     num_key_heads: int
+    """Key heads in self-attention (the most of any), which serve ``num_heads`` queries."""
     head_dim: int
     num_attentions: int
+    """One per block for a model with its own attention."""
     dtype: torch.dtype
     streams: dict[str, StreamCost]
     once_flops: float
     num_reductions: int
+    """Row-split linears and full-width norms."""
     out_features: int
+    """Features of a predicted token."""
     weight_bytes: int
+    """Weights of all modules; the next two are the parts in blocks, and in linears that a tensor axis divides."""
     block_weight_bytes: int
     split_weight_bytes: int
     tensor_unit: int
+    """Greatest common divisor of heads and those linears' features."""
     num_blocks: int
     has_fast_path: bool = False
     divides_tokens: bool = True
+    """Whether ranks may have a share of the tokens each."""
 
     @property
     def element_bytes(self) -> int:
@@ -73,13 +72,13 @@ class ModelProfile:
         return self.num_heads * self.head_dim
 
     def tokens(self, layout: TokenLayout, stream: str) -> int:
-        """Tokens that one context rank holds, padding included."""
+        """Return the tokens that one context rank holds, padding included."""
         return layout.chunk_length if stream == JOINT else layout.chunk(stream)
 
 
 @dataclass(slots=True)
 class _Counter:
-    """``times``: how many equal blocks the one that runs now stands for."""
+    """Counts layers as they run. ``times``: number of equal blocks that the running one stands for."""
 
     lengths: dict[int, str]
     plan: ShardPlan
@@ -129,7 +128,7 @@ class _Counter:
 
 
 def profile(model: DenoiserModel) -> ModelProfile:
-    """Count the model's probe step (its first branch), a small one, on the CPU; moves no weight, multiplies by none."""
+    """Count the model's small probe step (its first branch) on the CPU, without moving or multiplying weights."""
     branch: Branch = model.probe()[0]
     source = model.modules[branch.module]
     module = weightless_copy(source)
@@ -183,7 +182,7 @@ def _weight_bytes(module: nn.Module) -> int:
 
 
 def _names_by_length(lengths: dict[str, int]) -> dict[int, str]:
-    """Which stream a number of rows belongs to; the probe's lengths differ, so that this is unambiguous."""
+    """Return the stream of each number of rows. The probe's lengths differ, so this is unambiguous."""
     names = {sum(lengths.values()): JOINT} | {length: stream for stream, length in lengths.items()}
     assert len(names) == len(lengths) + (len(lengths) > 1), f"the probe's streams are equally long: {lengths}"
     return names
@@ -198,7 +197,7 @@ def _count_layers(module: nn.Module, counter: _Counter) -> None:
 
 
 def _run_first_only(blocks: nn.Module, counter: _Counter) -> None:
-    """Let the first of several equal blocks run, and count, for all of them."""
+    """Run and count the first of several equal blocks for all of them."""
     first, *others = blocks.children()
     if len({_signature(block) for block in (first, *others)}) > 1:
         return

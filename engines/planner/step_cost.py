@@ -1,8 +1,7 @@
-"""One branch's step on one rank: seconds by where they go, and bytes.
+"""Cost of one branch's step on one rank: seconds by kind of work, and bytes.
 
-What a step needs on each rank at the very least, so that what certainly does not fit is refused and not tried.
-
-To run out of memory inside a step breaks a gang, and the next one after it.
+``MemoryFloor`` is the least memory of a step, so that steps that cannot fit are refused: running out of memory inside a
+step breaks a gang, and the next one after it.
 """
 
 from __future__ import annotations
@@ -16,29 +15,29 @@ from engines.planner.machine import Machine
 from engines.planner.profile import ModelProfile
 
 ELEMENTWISE_PASSES = 36
-"""How often a compiled block reads or writes its hidden state outside products and attention (norms, modulation,
-rotary embedding, residuals); fitted to a 57-block model on one GPU."""
+"""Reads and writes of the hidden state by a compiled block outside products and attention (norms, modulation, rotary
+embedding, residuals); fitted to a 57-block model on one GPU."""
 
 FAST_PASSES = 9.6
-"""The same for a hand-ordered step: a dual block has 12 (two norms of 4, q and k normed in place), a single one 8; most
-models have twice as many of these."""
+"""The same for a hand-ordered step: a dual block has 12 (two norms of 4, q and k normed in place), a single one 8.
+Most models have twice as many single blocks."""
 
 FAST_ULYSSES_PASSES = 4
-"""v goes through the norm's pass too, and the result's columns are put together."""
+"""v takes part in the norm's pass, and the result's columns are joined."""
 
 FAST_SHOWN = 0.7
-"""Share of its exchange of heads that nothing hides: most blocks have a product to run beside it. Fitted to a 57-block
-model on 2 and 4 GPUs that write into each other's memory (0.5 and 0.9)."""
+"""Share of a fast step's head exchange that nothing hides: most blocks run a product beside it. Fitted to a 57-block
+model on 2 and 4 GPUs with peer memory (0.5 and 0.9)."""
 
 LIVE_COPIES = 24
-"""Hidden states that are alive at once in the widest place of a block (MLP input and output, q, k, v, residuals)."""
+"""Hidden states alive at once in the widest place of a block (MLP input and output, q, k, v, residuals)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """The costs of all blocks, as if the rank ran them all; a pipeline divides that by its stages.
+    """Costs of all blocks as if the rank ran them all; a pipeline divides them by its stages.
 
-    ``precision`` is that of the linears: "native", or a scheme that the machine was measured with.
+    ``precision`` is that of the linears: "native", or a measured scheme.
     """
 
     profile: ModelProfile
@@ -48,29 +47,29 @@ class StepCost:
     precision: str = "native"
 
     @property
-    def my_tokens(self) -> int:
+    def own_tokens(self) -> int:
         return self.layout.chunk_length
 
     @property
     def heads(self) -> HeadShare:
-        """How the heads that my projections give are shared out, with those of zeros that fill them up."""
+        """Distribution of the heads that this rank projects, including zero heads for padding."""
         queries, keys = (number // self.spec.tensor for number in (self.profile.num_heads, self.profile.num_key_heads))
         return share_heads(queries, keys, self.spec.ulysses)
 
     @property
     def query_bytes(self) -> int:
-        """Queries (or results) of my tokens, as they are exchanged."""
-        return self.my_tokens * self.heads.all_queries * self.profile.head_dim * self.profile.element_bytes
+        """Queries (or results) of this rank's tokens, as exchanged."""
+        return self.own_tokens * self.heads.all_queries * self.profile.head_dim * self.profile.element_bytes
 
     @property
     def key_bytes(self) -> int:
-        """Keys (or values) of my tokens, as they are exchanged."""
-        return self.my_tokens * self.heads.all_keys * self.profile.head_dim * self.profile.element_bytes
+        """Keys (or values) of this rank's tokens, as exchanged."""
+        return self.own_tokens * self.heads.all_keys * self.profile.head_dim * self.profile.element_bytes
 
     @property
     def hidden_bytes(self) -> float:
-        """The hidden state of my tokens."""
-        return self.my_tokens * self.profile.hidden * self.profile.element_bytes
+        """Hidden state of this rank's tokens."""
+        return self.own_tokens * self.profile.hidden * self.profile.element_bytes
 
     def products_s(self) -> float:
         total = self.machine.product_s(self.profile.once_flops, 1)
@@ -81,44 +80,44 @@ class StepCost:
         return total
 
     def attention_s(self) -> float:
-        queries = self.my_tokens * self.spec.ulysses
+        queries = self.own_tokens * self.spec.ulysses
         flops = 4.0 * queries * self.layout.num_tokens * self.heads.queries * self.profile.head_dim
         per_turn = self.layout.num_tokens / self.spec.ring
         return self.profile.num_attentions * self.machine.attention_s(flops, min(queries, per_turn))
 
     def elementwise_s(self) -> float:
-        passes = ELEMENTWISE_PASSES / (2 if self.spec.tensor > 1 else 1)  # about half of them lie inside split layers
+        passes = ELEMENTWISE_PASSES / (2 if self.spec.tensor > 1 else 1)  # about half of them are inside split layers
         passes = FAST_PASSES if self._is_fast else passes
         passes += self._layout_passes() / self.spec.tensor
         return self.profile.num_attentions * passes * self.hidden_bytes / self.machine.copy_bytes_per_s
 
     @property
     def _is_fast(self) -> bool:
-        """Whether the engine would run the hand-ordered step: with whole weights, no int8."""
-        is_known = self.precision in ("native", "fp8") and not self.spec.divides_weights
-        return self.profile.has_fast_path and self.machine.fast_path and is_known
+        """Whether the engine would run the hand-ordered step: with whole weights, not in int8."""
+        is_supported = self.precision in ("native", "fp8") and not self.spec.divides_weights
+        return self.profile.has_fast_path and self.machine.fast_path and is_supported
 
     @property
     def _exchanges_beside_products(self) -> bool:
         return self._is_fast and self.spec.context == self.spec.ulysses
 
     def _layout_passes(self) -> float:
-        """Return the copies (read + write) that bring q, k, v and out into an exchange's order.
+        """Return the copies (read + write) that reorder q, k, v and out for an exchange.
 
-        A ring merges in float32, outside of compiled code: 34 bytes an element and turn, where a pass moves 2.
+        A ring merges in float32, outside compiled code: 34 bytes per element and turn, where a pass moves 2.
         """
         passes = 0.0
         if self.spec.ulysses > 1:
-            filled = self.heads.all_queries * self.spec.tensor / self.profile.num_heads
-            passes += (FAST_ULYSSES_PASSES if self._exchanges_beside_products else 14) * filled
+            padding = self.heads.all_queries * self.spec.tensor / self.profile.num_heads
+            passes += (FAST_ULYSSES_PASSES if self._exchanges_beside_products else 14) * padding
         passes += 4 + 4 * self.spec.allgather_kv if self.spec.allgather_kv > 1 else 0
         passes += 4 + 17 * (self.spec.ring - 1) if self.spec.ring > 1 else 0
         return passes
 
     def exchange_s(self) -> float:
-        """What is exchanged inside the blocks, and not hidden."""
-        a_block = self._ulysses_s() + self._gather_s() + self._ring_s()
-        return self.profile.num_attentions * a_block + self._tensor_s()
+        """Return the time of exchanges inside the blocks that nothing hides."""
+        per_block_s = self._ulysses_s() + self._gather_s() + self._ring_s()
+        return self.profile.num_attentions * per_block_s + self._tensor_s()
 
     def _ulysses_s(self) -> float:
         sizes = (self.query_bytes + 2 * self.key_bytes, self.query_bytes) if self.spec.ulysses > 1 else ()
@@ -129,12 +128,12 @@ class StepCost:
         return self.machine.exchange_s("all_gather", self.spec.allgather_kv, 2 * self.key_bytes)
 
     def _ring_s(self) -> float:
-        """What attention over the share at hand does not hide of the next share's journey, every turn but the last."""
+        """Return the part of each next share's transfer that attention over the current share does not hide."""
         if self.spec.ring == 1:
             return 0.0
-        journey_s = self.machine.exchange_s("rotation", self.spec.ring, 2 * self.key_bytes)
+        transfer_s = self.machine.exchange_s("rotation", self.spec.ring, 2 * self.key_bytes)
         turn_s = self.attention_s() / self.profile.num_attentions / self.spec.ring
-        return (self.spec.ring - 1) * max(journey_s - turn_s, 0.0)
+        return (self.spec.ring - 1) * max(transfer_s - turn_s, 0.0)
 
     def _tensor_s(self) -> float:
         if self.spec.tensor == 1:
@@ -147,12 +146,12 @@ class StepCost:
         return num * self.machine.exchange_s("all_reduce", self.spec.tensor, size_bytes / num)
 
     def handing_on_s(self) -> float:
-        """The hidden state from one stage of a pipeline to the next."""
+        """Return the time to send the hidden state from one stage of a pipeline to the next."""
         return self.machine.exchange_s("rotation", self.spec.pipeline, self.hidden_bytes)
 
     def prediction_s(self) -> float:
-        """Putting the prediction together, and passing it to the other stages."""
-        size_bytes = self.my_tokens * self.profile.out_features * self.profile.element_bytes
+        """Return the time to gather the prediction and pass it to the other stages."""
+        size_bytes = self.own_tokens * self.profile.out_features * self.profile.element_bytes
         gathered_s = self.machine.exchange_s("all_gather", self.spec.context, size_bytes)
         return gathered_s + self.machine.exchange_s("all_gather", self.spec.pipeline, size_bytes * self.spec.context)
 
@@ -161,10 +160,9 @@ class StepCost:
         return self.machine.exchange_s("all_gather", self.spec.guidance, size_bytes)
 
     def weight_bytes(self) -> float:
-        """A rank's share of the weights, once all are there.
+        """Return a rank's share of the weights, once all are loaded.
 
-        A hand-ordered step keeps the weights that were read beside its quantised ones; a module has quantised layers
-        in their place.
+        A hand-ordered step holds the original weights beside its quantised ones; a module replaces its layers.
         """
         split = self.profile.split_weight_bytes / self.spec.tensor
         quantised = 0.0 if self.precision == "native" else split / self.profile.element_bytes
@@ -173,13 +171,13 @@ class StepCost:
         return self.profile.weight_bytes - self.profile.block_weight_bytes + blocks / self.spec.pipeline
 
     def loading_bytes(self) -> float:
-        """What a rank holds while it reads its share: all of it in the model's dtype, before layers are quantised."""
+        """Return the bytes of a rank's share while it is read: all in the model's dtype, before quantisation."""
         split = self.profile.split_weight_bytes / self.spec.tensor
         blocks = self.profile.block_weight_bytes - self.profile.split_weight_bytes + split
         return self.profile.weight_bytes - self.profile.block_weight_bytes + blocks / self.spec.pipeline
 
     def memory_bytes(self) -> int:
-        """Weights and activations at their widest, or the weights as they are read if that is more.
+        """Return weights and activations at their widest, or the weights while they are read, whichever is more.
 
         Branches run one after the other.
         """
@@ -188,32 +186,33 @@ class StepCost:
 
 
 CERTAIN_COPIES = 5
-"""Hidden states that no block does without at once: the residual, queries, keys, values and what attention makes of
-them; or the residual and what an MLP widens it to. ``step_cost.LIVE_COPIES`` are those of a usual engine."""
+"""Hidden states that any block needs at once: the residual, queries, keys, values and attention's result; or the
+residual and the MLP's hidden layer. A usual engine has ``LIVE_COPIES``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryFloor:
-    """``available_bytes`` of one rank, the smallest of the gang's; ``weight_bytes`` of the whole model, and
-    ``token_bytes`` of a hidden state's row."""
+    """The least memory that a step needs on each rank."""
 
     available_bytes: int
+    """Memory of one rank, the smallest of the gang's."""
     weight_bytes: int
+    """Weights of the whole model."""
     token_bytes: int
 
     def needed_bytes(self, num_tokens: int, spec: ParallelSpec) -> int:
-        """The weights, and the activations of one rank's tokens. Never more than it is."""
+        """Return a lower bound of the weights and the activations of one rank's tokens."""
         weights = self.weight_bytes / (spec.tensor * spec.pipeline)
         tokens = -(-num_tokens // spec.context)
         return int(weights + CERTAIN_COPIES * tokens * self.token_bytes / spec.tensor)
 
     def check(self, num_tokens: int, spec: ParallelSpec) -> None:
-        """``ValueError`` for a step that cannot fit, with what it needs and what there is."""
+        """Raise ``ValueError`` for a step that cannot fit, with the bytes needed and available."""
         needed = self.needed_bytes(num_tokens, spec)
         if needed > self.available_bytes:
-            held = self.needed_bytes(0, spec)
+            static = self.needed_bytes(0, spec)
             raise ValueError(
                 f"a step of {num_tokens} tokens needs {needed / 2**30:.1f} GiB on each rank at least, "
-                f"{held / 2**30:.1f} of them for weights, and a rank has {self.available_bytes / 2**30:.1f} GiB: ask "
+                f"{static / 2**30:.1f} of them for weights, and a rank has {self.available_bytes / 2**30:.1f} GiB: ask "
                 "for a smaller size or fewer frames, or serve the model with more ranks that share a step"
             )

@@ -1,8 +1,8 @@
-"""Strategy "auto": the cost model ranks divisions, timed steps choose among the best, and a file keeps the choice.
+"""Strategy "auto": the cost model ranks divisions, timed steps choose among the best, and a file records the choice.
 
-The cost model's figures are measured anew at each start, and divisions that it ranks equal may differ by a sixth. The
-choice is therefore made once for a machine and a model, so that a rebuilt gang gives a seed the same bytes. All ranks
-of a gang call the functions of this module together and get the same results.
+The cost model is calibrated at each start, and divisions that it ranks equal may differ by a sixth. So the choice is
+made once per machine and model: a rebuilt gang gives a seed the same bytes. All ranks of a gang call the functions of
+this module together and get the same results.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 logger = logging.getLogger(__name__)
 
 NOISE = 0.03
-"""Step times within this fraction are equal: the simpler name wins, then the alphabet, or the usual exchange."""
+"""Step times within this fraction are equal: the simpler name wins, then the alphabet, or the default exchange."""
 NUM_TIMED = 5
-"""Timed steps of a candidate, after one that may wait for the device. The shortest counts: other work only adds."""
+"""Timed steps of a candidate, after an untimed one. The shortest counts: other load can only add time."""
 MIN_BRANCHES = 2
 """A decision covers one branch alone and two at once, at least."""
 
 POLL_S, PATIENCE_S = 0.1, 180.0
-"""Pause between tries to take the lock, and their sum at one start: a clip decoder compiles for minutes."""
+"""Pause between tries to take the lock, and the longest wait at one start: a clip decoder compiles for minutes."""
 
 Specs = tuple[ParallelSpec, ...]
 """How a team divides one branch, two at once, and so on."""
 EXCHANGE_FIELDS = ("parts_from_tokens", "peer_memory", "side_streams")
-"""Rules of an exchange in the order in which their alternatives are timed."""
+"""Fields of the exchange rules, in the order in which alternatives are timed."""
 
 T = TypeVar("T")
 
@@ -63,13 +63,13 @@ T = TypeVar("T")
 def autotuned_engine(
     model: DenoiserModel, context: RankContext, choosing: Choosing, *, precision: str, options: TorchOptions
 ) -> TorchEngine:
-    """Return an engine that divides steps as the decision file says, or as timed steps decide now.
+    """Return an engine that divides steps by the decision file, or by steps timed now.
 
-    Candidates run one after the other in one engine on the same weights, and release their captures in between.
-    Strategies that divide weights are taken by prediction: each trial would read all weights again.
+    Candidates run one after another in one engine on the same weights, and release their captures in between.
+    Strategies that divide weights are chosen by prediction: each trial would read all weights again.
     """
     check_divisible(model, "auto", context.num_ranks)
-    groups = gang_groups()  # waits for the early start: no exchange comes before it
+    groups = gang_groups()  # waits for the early start, before any exchange
     gang: dict[str, Any] = {"rank": context.rank, "num_ranks": context.num_ranks, "groups": groups}
     make = partial(TorchEngine, model, precision=precision, options=options)
     file = _decision_file(model, choosing, precision, options)
@@ -79,8 +79,8 @@ def autotuned_engine(
         return _configured(make(strategy=decision.specs), decision, options)
     step, lock = choosing.typical_step(), GangLock(choosing.lock)
     with lock.held():
-        known: dict[str, Any] = {"device": model.device, "num_branches": max(len(step), MIN_BRANCHES)}
-        plans = forecasts(model, precision=scheme_of(precision) or "native", **known, **gang)
+        settings: dict[str, Any] = {"device": model.device, "num_branches": max(len(step), MIN_BRANCHES)}
+        plans = forecasts(model, precision=scheme_of(precision) or "native", **settings, **gang)
     branches = step if model.weights is None else ()
     sizes = [size for size in plans if size > 1 and (choosing.every_team or size == max(plans))] if branches else []
     candidates = (spec for size in sizes for plan in plans[size] for spec in plan.shortlist())
@@ -94,9 +94,9 @@ def autotuned_engine(
     decision = from_rank_0(lambda: file.write(fastest, tuner.times_ms))
     fields = {"file": str(file.path), "times_ms": tuner.times_ms}
     logger.info("strategy is decided: %s", decision.describe(), extra=fields)
-    if engine.division.knows(decision.specs):
+    if engine.division.has_teams_for(decision.specs):
         engine.division.use(decision.specs)
-    else:  # another gang was first, and its strategy was no candidate here
+    else:  # another gang decided first, for a strategy that was no candidate here
         engine.close()
         engine = make(strategy=decision.specs)
     return _configured(engine, decision, options)
@@ -104,7 +104,7 @@ def autotuned_engine(
 
 def _configured(engine: TorchEngine, decision: Decision, options: TorchOptions) -> TorchEngine:
     exchange = decision.exchange or usual_exchange(options)
-    if isinstance(options.peer_memory, bool):  # the decision may be that of a gang that left it open
+    if isinstance(options.peer_memory, bool):  # the decision may come from a gang with "auto"
         exchange = replace(exchange, peer_memory=options.peer_memory)
     if engine.config.exchange != exchange:
         engine.use(exchange)
@@ -114,14 +114,14 @@ def _configured(engine: TorchEngine, decision: Decision, options: TorchOptions) 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What a gang decided. Older files lack the last two fields."""
+    """A gang's decision. Older files lack the last two fields."""
 
     specs: TeamSpecs
     """How teams of each size divide a step."""
     exchange: ExchangeRules | None = None
-    """How ranks exchange heads; None: as usual."""
+    """How ranks exchange heads; None: the default."""
     estimates: StepEstimates | None = None
-    """What the cost model says of steps so divided; None: nothing."""
+    """The cost model's step times for these divisions; None: unknown."""
 
     def describe(self) -> str:
         specs = self.specs
@@ -135,18 +135,18 @@ class DecisionFile:
 
     folder: Path
     name: str
-    """The file name begins with it, and ends with a digest of the facts."""
+    """Prefix of the file name, which ends with a digest of the facts."""
     facts: Mapping[str, str]
-    """What the decision depends on: model, machine, software and configuration."""
+    """Conditions of the decision: model, machine, software and configuration."""
     check: Callable[[ParallelSpec], None] = lambda _: None
-    """Raises ValueError for a strategy that does not suit the model."""
+    """Raises ValueError for a strategy that the model cannot use."""
 
     @property
     def path(self) -> Path:
         return file_about(self.folder, self.name, self.facts)
 
     def read(self, sizes: tuple[int, ...]) -> Decision | None:
-        """Return the decision on teams of ``sizes``, or None without one; a file that is no use is logged."""
+        """Return the decision on teams of ``sizes``, or None. An unusable file is logged."""
         try:
             document = json.loads(self.path.read_text())
             if document["facts"] != dict(self.facts):
@@ -163,11 +163,11 @@ class DecisionFile:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("%s holds no decision (%s): it is made again", self.path, error)
+            logger.warning("decision file %s is unusable and will be rewritten: %s", self.path, error)
             return None
 
     def write(self, decision: Decision, times_ms: Mapping[str, float]) -> Decision:
-        """Write ``decision`` unless another gang was first. Return the one that counts."""
+        """Write ``decision`` unless another gang was first. Return the valid one."""
         specs, exchange, estimates = decision.specs, decision.exchange, decision.estimates
         document = {
             "facts": dict(self.facts),
@@ -182,7 +182,7 @@ class DecisionFile:
                 if first := self.read(specs.sizes):
                     return first
                 write_atomically(self.path, data)
-        except OSError as error:  # the next start decides again, perhaps otherwise
+        except OSError as error:  # the next start decides again, perhaps differently
             logger.warning("the decision on a strategy cannot be written to %s: %s", self.path, error)
         return decision
 
@@ -208,7 +208,7 @@ def _decision_file(model: DenoiserModel, choosing: Choosing, precision: str, opt
 
 
 class Autotuner:
-    """Times candidates in the steps of ``branches``, which ``plans`` forecast by team size, for one branch and more."""
+    """Times candidates in the steps of ``branches``. ``plans`` are forecasts by team size, for one branch and more."""
 
     def __init__(
         self,
@@ -223,28 +223,28 @@ class Autotuner:
         self.times_ms: dict[str, float] = {}
 
     def tune_strategy(self, size: int) -> None:
-        """Let teams of ``size`` divide steps the fastest way. More branches than there are stay as predicted."""
+        """Set the fastest division for teams of ``size``. Numbers of branches beyond the step's stay as predicted."""
         division = self._engine.division
         best: Specs = ()
         first = dist.get_rank() // size * size
         ranks = tuple(range(first, first + size))
         for number, plan in enumerate(self._plans[size], start=1):
             specs: Specs = (plan.chosen.spec,)
-            if number <= len(self._branches):  # branches that do not all run at once run as fewer do
+            if number <= len(self._branches):  # branches that do not all run at once use the division of fewer
                 specs = tuple(spec if number in (1, spec.guidance) else best[-1] for spec in plan.shortlist())
             times_s = dict.fromkeys(((*best, spec) for spec in specs), 0.0)
-            for way in times_s if len(times_s) > 1 else ():
-                division.use(TeamSpecs(by_size={**division.specs.by_size, size: way}))
-                times_s[way] = self._time_s(self._branches[:number], ranks)
+            for candidate in times_s if len(times_s) > 1 else ():
+                division.use(TeamSpecs(by_size={**division.specs.by_size, size: candidate}))
+                times_s[candidate] = self._time_s(self._branches[:number], ranks)
             limit_s = (1 + NOISE) * min(times_s.values())
-            near = [way for way, time_s in times_s.items() if time_s <= limit_s]
-            best = min(near, key=lambda way: [(spec.name.count("x"), spec.name) for spec in way])
+            near = [candidate for candidate, time_s in times_s.items() if time_s <= limit_s]
+            best = min(near, key=lambda candidate: [(spec.name.count("x"), spec.name) for spec in candidate])
         division.use(TeamSpecs(by_size={**division.specs.by_size, size: best}))
 
     def fastest_exchange(self, *, peer_memory: bool) -> ExchangeRules:
-        """Return the fastest rules for the whole gang: one after the other is changed, and not all products are tried.
+        """Return the fastest rules for the whole gang. Fields are changed one after another, not in all combinations.
 
-        ``peer_memory``: whether its use is open.
+        ``peer_memory``: whether to choose its use as well.
         """
         engine, ranks = self._engine, tuple(range(max(self._plans)))
         rules, times_s = engine.config.exchange, dict[ExchangeRules, float]()
@@ -252,11 +252,11 @@ class Autotuner:
         forwards = tuple(self._forward(*each) for each in engine.division.forwards(branches, ranks))
         reaches = partial(reachable, device=engine.device, dtype=engine.dtype) if peer_memory else None
 
-        def time_s(tried: ExchangeRules) -> float:
-            if tried not in times_s:
-                engine.use(tried)
-                times_s[tried] = self._time_s(branches, ranks, f", exchange {tried.describe()}")
-            return times_s[tried]
+        def time_s(candidate: ExchangeRules) -> float:
+            if candidate not in times_s:
+                engine.use(candidate)
+                times_s[candidate] = self._time_s(branches, ranks, f", exchange {candidate.describe()}")
+            return times_s[candidate]
 
         for name in EXCHANGE_FIELDS if overlaps(engine.device) else ():
             changed = alternative(name, rules, forwards, reaches)
@@ -304,41 +304,41 @@ def _wait(device: torch.device) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DividedForward:
-    """A forward of one rank in the step."""
+    """One rank's forward in the step."""
 
     team: Team
     num_tokens: int
     is_fast: bool
     """Whether the hand-ordered step runs it."""
     is_even: bool
-    """Whether the ranks that exchange heads get as many each."""
+    """Whether ranks that exchange heads get equal numbers."""
 
     def may_meet_peers(self, rules: ExchangeRules) -> bool:
-        """Decide as ``fast_step`` and ``choose`` do, where memory is within reach."""
+        """Return the choice of ``fast_step`` and ``choose``, assuming that memory is reachable."""
         if self.is_fast:
-            has_way = self.team.ulysses.size == self.team.context.size
+            is_supported = self.team.ulysses.size == self.team.context.size
         else:
-            has_way = self.is_even and goes_in_parts(rules, self.num_tokens)
-        return has_way and meets_peers(self.team)
+            is_supported = self.is_even and goes_in_parts(rules, self.num_tokens)
+        return is_supported and meets_peers(self.team)
 
 
 def overlaps(device: torch.device) -> bool:
-    """Return whether exchanges run beside other work there; else there is nothing to choose."""
+    """Return whether exchanges overlap with other work on the device; otherwise there is nothing to choose."""
     return device.type == "cuda"
 
 
 def alternative(
     name: str, rules: ExchangeRules, forwards: tuple[DividedForward, ...], reaches: Callable[[Axis], bool] | None
 ) -> ExchangeRules | None:
-    """Return ``rules`` with another value of one field, or None where it would change no step.
+    """Return ``rules`` with another value of one field, or None if that changes no step.
 
-    ``reaches``: whether ranks of an axis can write into each other's memory; None where its use is not open.
+    ``reaches``: whether ranks of an axis can write into each other's memory; None: do not choose it.
     """
     if name == "parts_from_tokens":
         lengths = [each.num_tokens for each in forwards if each.team.ulysses.size > 1 and not each.is_fast]
         if not lengths:
             return None
-        # What a long step loses a shorter one does not gain, and the other way round.
+        # Monotonic in length: parts that slow a long step do not speed up a shorter one, and vice versa.
         in_parts = any(goes_in_parts(rules, length) for length in lengths)
         return replace(rules, parts_from_tokens=max(lengths) + 1 if in_parts else min(lengths))
     if name == "side_streams":
@@ -352,28 +352,28 @@ def alternative(
 
 
 class GangLock:
-    """The locks of all hosts of a gang, so that no process prepares on their GPUs while steps are timed."""
+    """The locks of all hosts of a gang: no other process prepares on their GPUs while steps are timed."""
 
     def __init__(self, lock: HostLock | None) -> None:
-        """``lock`` is that of this rank's host; None: the gang waits for no other process."""
+        """Use ``lock`` of this rank's host; None: wait for no other process."""
         self._lock, self._polls_left = lock, round(PATIENCE_S / POLL_S)
         host = socket.gethostname()
         self._is_first_of_host = lock is not None and from_all_ranks(host).index(host) == dist.get_rank()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold all locks inside; without them when the patience, which all calls share, is used up."""
+        """Hold all locks inside the block; run it without them once the patience, shared by all calls, is used up."""
         with ExitStack() as held:
             while self._lock is not None and not self._take(self._lock, held):
                 if self._polls_left == 0:
-                    logger.warning("steps are timed beside processes that still prepare after %.0f s", PATIENCE_S)
+                    logger.warning("steps are timed while other processes prepare: no lock after %.0f s", PATIENCE_S)
                     break
                 self._polls_left -= 1
                 time.sleep(POLL_S)
             yield
 
     def _take(self, lock: HostLock, held: ExitStack) -> bool:
-        """Take the locks of all hosts or none: else two gangs on the same hosts could each wait for the other."""
+        """Take the locks of all hosts or none; otherwise two gangs on the same hosts could deadlock."""
         own = lock.try_exclusive() if self._is_first_of_host else nullcontext()
         are_free = all(from_all_ranks(own is not None))
         with ExitStack() as taken:
@@ -385,7 +385,7 @@ class GangLock:
 
 
 def from_rank_0(call: Callable[[], T]) -> T:
-    """Return on all ranks what ``call`` returns on rank 0."""
+    """Return rank 0's result of ``call`` on all ranks."""
     return from_all_ranks(call() if dist.get_rank() == 0 else None)[0]  # type: ignore[return-value]
 
 

@@ -1,4 +1,4 @@
-"""What a gang checks at its start, beside what all engines do: the fast path, and weights that are read in slices."""
+"""Self-checks of a starting gang for this engine: the fast path, and weights that are read in slices."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from engines.core.model import Branch, DenoiserModel
 from engines.core.tensors import relative_difference
 from engines.parallel.copies import truncated
 from engines.parallel.mesh import team_of_one
-from engines.parallel.self_check import LEFT_OUT, TOLERANCE, WrongAnswerError, over_again
+from engines.parallel.self_check import SKIPPED, TOLERANCE, WrongAnswerError, repeat_to
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.engine import TorchEngine
 
 logger = logging.getLogger(__name__)
 
 QUANTISED_TOLERANCE = 0.15
-"""Relative error that float8 explains in a small model; a wrong kernel costs far more."""
+"""Relative error that float8 explains in a small model. A wrong kernel costs far more."""
 
 
 def tolerance_of(engine: TorchEngine, dtype: torch.dtype) -> float:
-    """The relative error that rounding explains. Of two nearly equal numbers one may be quantised up, one down."""
+    """Return the relative error that rounding explains. Two nearly equal numbers may be quantised up and down."""
     return TOLERANCE.get(dtype, 1e-4) if engine.config.precision == "native" else QUANTISED_TOLERANCE
 
 
 @torch.no_grad()
 def check_fast_path(engine: TorchEngine, model: DenoiserModel, *, rank: int) -> dict[str, float]:
-    """Compare the fast step on one rank, uncaptured and replayed, with the module run plainly, on the model's probe.
+    """Compare the fast step on one rank, uncaptured and replayed, with the plain module, on the model's probe.
 
-    The self-check compares teams with one rank, both on the fast path: a kernel that is wrong on both would pass it.
-    Returns the difference per branch (none without a fast path); raises ``WrongAnswerError``.
+    The self-check compares teams with one rank, both on the fast path, so it misses a kernel that is wrong on both.
+    Return the difference per branch (none without a fast path); raise ``WrongAnswerError``.
     """
     if not engine.config.fast:
         return {}
@@ -41,9 +41,9 @@ def check_fast_path(engine: TorchEngine, model: DenoiserModel, *, rank: int) -> 
     for number, branch in enumerate(model.probe()):
         expected = model.forward(model.modules[branch.module], branch.arguments)
         allowed = tolerance_of(engine, expected.dtype)
-        for run in range(3):  # as it comes, captured, replayed
-            (given,) = engine.predict((branch,), (rank,))
-            difference = relative_difference(given, expected)
+        for run in range(3):  # uncaptured, captured, replayed
+            (actual,) = engine.predict((branch,), (rank,))
+            difference = relative_difference(actual, expected)
             if not difference <= allowed:
                 raise WrongAnswerError((rank,), f"fast path (branch {number}, run {run})", difference, allowed)
             differences[f"branch {number}, run {run}"] = difference
@@ -53,38 +53,37 @@ def check_fast_path(engine: TorchEngine, model: DenoiserModel, *, rank: int) -> 
 
 @torch.no_grad()
 def check_sliced(engine: TorchEngine, model: DenoiserModel, make: Callable[..., TorchEngine], *, rank: int) -> float:
-    """Compare a gang none of whose ranks could run the model alone with one rank, on as many blocks as that can hold.
+    """Compare a gang whose ranks cannot run the model alone with one rank, on as many blocks as it can hold.
 
-    ``make`` makes an engine of a model for a ``strategy``: it gets ``model`` cut down to a block of each kind a stage,
-    read from the same files. The team, the strategy, the exchanges and the way that weights are read are those of the
-    whole model. Returns the relative difference, 0 if no step is known; raises ``WrongAnswerError``. All ranks make the
-    call.
+    ``make`` returns an engine of a model for a ``strategy``. It gets ``model`` truncated to a block of each kind per
+    stage, read from the same files. Team, strategy, exchanges and reading of weights are those of the whole model. All
+    ranks make the call. Return the relative difference, 0 without a known step; raise ``WrongAnswerError``.
     """
     probe = model.probe()
     if not probe:
-        logger.warning(LEFT_OUT, extra={"rank": rank})
+        logger.warning(SKIPPED, extra={"rank": rank})
         return 0.0
     ranks = tuple(range(engine.team_sizes[-1]))
     num_blocks = engine.division.team(ranks).pipeline.size
     small = truncated(model, num_blocks)
-    most = max(len(probe), engine.division.at_once)
-    branches = over_again(probe, most)
-    expected = _alone(small, branches)
+    max_branches = max(len(probe), engine.division.at_once)
+    branches = repeat_to(probe, max_branches)
+    expected = _predict_alone(small, branches)
     allowed = tolerance_of(engine, expected[0].dtype)
     worst = 0.0
-    for number in range(1, most + 1):
+    for number in range(1, max_branches + 1):
         spec = engine.division.team(ranks, number).spec
         with closing(make(small, strategy=spec.name)) as together:
-            given = together.predict(branches[:number], ranks)
-        worst = max(worst, *map(relative_difference, given, expected))  # expected may be longer: map stops
+            actual = together.predict(branches[:number], ranks)
+        worst = max(worst, *map(relative_difference, actual, expected))  # map stops at the shorter
         if not worst <= allowed:
             raise WrongAnswerError(ranks, spec.name, worst, allowed)
     logger.info("self-check passed on %d blocks of each kind", num_blocks, extra={"rank": rank, "difference": worst})
     return worst
 
 
-def _alone(model: DenoiserModel, branches: tuple[Branch, ...]) -> tuple[Tensor, ...]:
+def _predict_alone(model: DenoiserModel, branches: tuple[Branch, ...]) -> tuple[Tensor, ...]:
     sharded = ShardedModel(model)
-    answers = tuple(sharded.forward(branch, team_of_one()) for branch in branches)
+    predictions = tuple(sharded.forward(branch, team_of_one()) for branch in branches)
     sharded.close()
-    return answers
+    return predictions

@@ -1,9 +1,7 @@
 """Per-block compilation: one compiled function serves all blocks of a kind, so a deep model compiles in seconds.
 
-Products of complex numbers in traced code, written in real ones, which Inductor can fuse with what is round them.
-
-Inductor makes no code for complex tensors: where rotary embeddings turn queries and keys as complex numbers, it leaves
-their float32 copies to be written and read again by kernels of their own, several a block.
+Complex products in traced code are rewritten as real ones. Inductor generates no code for complex tensors: rotary
+embeddings would leave float32 copies of queries and keys, with several extra kernels per block.
 """
 
 from __future__ import annotations
@@ -26,10 +24,10 @@ PRODUCTS = (operator.mul, torch.mul, "mul")
 
 
 def real_product(x_D2: Tensor, factor: Tensor) -> Tensor:
-    """``view_as_real(view_as_complex(x) * factor)``, shape (..., 2); ``factor`` is complex.
+    """Return ``view_as_real(view_as_complex(x) * factor)``, shape (..., 2); ``factor`` is complex.
 
-    Each number is read where it lies and beside its pair's other one, which compiles to one pass of whole rows; two
-    halves put together again would be four of every second number.
+    Each number is read in place, beside the other one of its pair, which compiles to one pass over whole rows. Two
+    joined halves would take four passes over every second number.
     """
     cos, sin = (part.unsqueeze(-1) for part in torch.view_as_real(factor).unbind(-1))
     sign_2 = 2 * torch.arange(2, device=x_D2.device) - 1
@@ -37,22 +35,21 @@ def real_product(x_D2: Tensor, factor: Tensor) -> Tensor:
 
 
 def make_products_real(graph: Graph) -> int:
-    """Rewrites, in a graph of Dynamo's, every product of two complex tensors that is at once seen as real ones, and one
-    of whose factors was real before. Returns the number of products."""
+    """Rewrite complex products in a Dynamo graph whose result and one factor are viewed as real; return how many."""
     num_products = 0
-    for seen in graph.find_nodes(op="call_function", target=torch.view_as_real):
-        factors = _factors(seen.args[0])
+    for real_view in graph.find_nodes(op="call_function", target=torch.view_as_real):
+        factors = _factors(real_view.args[0])
         if factors is None:
             continue
-        with graph.inserting_before(seen):
-            seen.replace_all_uses_with(graph.call_function(real_product, factors))
+        with graph.inserting_before(real_view):
+            real_view.replace_all_uses_with(graph.call_function(real_product, factors))
         num_products += 1
     graph.eliminate_dead_code()
     return num_products
 
 
 def _factors(product: Any) -> tuple[Any, Any] | None:
-    """The real view of one factor, and the other."""
+    """Return the real view of one factor, and the other factor; None for any other node."""
     if not isinstance(product, Node) or product.target not in PRODUCTS or len(product.args) != 2:
         return None
     for one, other in (product.args, product.args[::-1]):
@@ -68,38 +65,37 @@ def _is_complex(value: Any) -> bool:
 logger = logging.getLogger(__name__)
 
 MAX_VARIANTS = 256
-"""Compiled versions of one kind of block: one per team and shape; later ones run uncompiled. PyTorch's own limit of 8
-is meant for accidents.
-"""
+"""Compiled versions of one kind of block, one per team and shape; later ones run uncompiled. PyTorch's limit of 8 is
+meant for accidents."""
 
 
 def compile_blocks(module: nn.Module, plan: ShardPlan, *, backend: str = "inductor") -> None:
-    """Compile the ``forward`` of every repeated block, and of all other modules of their kinds, in place.
+    """Compile the ``forward`` of every repeated block, and of all other modules of the same classes, in place.
 
-    The method is compiled and not the module, so hooks (which cut and gather tokens) stay outside the traced code. It
-    is taken from the class: a copied module carries its original's compiled method, which is bound to the original.
+    The method is compiled instead of the module, so hooks that cut and gather tokens stay outside the traced code. It
+    is taken from the class, because a copied module still has the compiled method of its original.
     """
     raise_recompile_limit(MAX_VARIANTS)
-    for block in _of_their_kinds(module, plan):
+    for block in _modules_of_kinds(module, plan):
         forward = types.MethodType(type(block).forward, block)
         compiled = torch.compile(forward, dynamic=False, fullgraph=True, backend=_with_real_products(backend))
-        block.__dict__["forward"] = _compiled_while_it_may(compiled, forward)
+        block.__dict__["forward"] = _with_eager_fallback(compiled, forward)
 
 
 def release_blocks(module: nn.Module, plan: ShardPlan) -> None:
     """Undo ``compile_blocks``."""
-    for block in _of_their_kinds(module, plan):
+    for block in _modules_of_kinds(module, plan):
         block.__dict__.pop("forward", None)
 
 
-def _of_their_kinds(module: nn.Module, plan: ShardPlan) -> Iterator[nn.Module]:
+def _modules_of_kinds(module: nn.Module, plan: ShardPlan) -> Iterator[nn.Module]:
     kinds = {type(block) for block in plan.blocks_of(module)}
     return (part for part in module.modules() if type(part) in kinds)
 
 
 @cache
 def _with_real_products(backend: str) -> Callable[..., Any]:
-    """The same one for all blocks: what is compiled for another backend is compiled again."""
+    """Return one function for all blocks: another backend object would compile again."""
     compile_graph = compile_backend(backend)
 
     def compile_rewritten(traced: GraphModule, inputs: Any, **options: Any) -> Any:
@@ -110,13 +106,13 @@ def _with_real_products(backend: str) -> Callable[..., Any]:
     return compile_rewritten
 
 
-def _compiled_while_it_may(compiled: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``compiled``; once there are ``MAX_VARIANTS``, whatever has none of them runs ``forward``, in all the process."""
+def _with_eager_fallback(compiled: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``compiled`` with a fallback: beyond ``MAX_VARIANTS`` new shapes run ``forward``, in the whole process."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
-        except recompile_limit_error():  # before any of it has run
+        except recompile_limit_error():  # raised before any of it has run
             logger.warning("a block has %d compiled versions: from now on, new shapes run uncompiled", MAX_VARIANTS)
             torch.compiler.set_stance("eager_on_recompile")
             return forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""What the PyTorch engine's options mean for a model on a device, and how a gang divides its steps."""
+"""Concrete choices of the PyTorch engine for a model on a device, and the division of a gang's steps."""
 
 from __future__ import annotations
 
@@ -25,21 +25,19 @@ FP8_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchChoices:
-    """Concrete values of all that may be "auto".
-
-    ``precision`` is that of the linears (see ``engines.core.spec``), with static scales from the file
-    ``calibration``. ``fast`` runs the family's hand-ordered step wherever a team allows it, else the module runs, its
-    blocks compiled if ``compile_blocks``. ``capture`` records each shape in a CUDA graph at its second step.
-    ``exchange`` is what is usual, until steps were timed. ``prompt_windows`` lets prompts of many lengths be of one
-    shape.
-    """
+    """Concrete values of all options that may be "auto"."""
 
     precision: str = "native"
+    """Precision of the linears (see ``engines.core.spec``)."""
     calibration: Path | None = None
     compile_blocks: bool = False
+    """Where the module runs."""
     fast: bool = False
+    """Run the family's hand-ordered step where a team allows it, else the module."""
     capture: bool = False
+    """Record each shape in a CUDA graph at its second step."""
     exchange: ExchangeRules = field(default_factory=ExchangeRules)
+    """The default until steps are timed."""
     prompt_windows: bool = False
 
 
@@ -53,16 +51,16 @@ def resolve(
     fast: bool | None = None,
     capture: bool = True,
 ) -> TorchChoices:
-    """Concrete choices for a model on a device. ``ValueError`` if they cannot be made.
+    """Return concrete choices for a model on a device. ``ValueError`` if they are impossible.
 
-    Blocks are ``compiled``, and steps ``fast``, on CUDA unless something else is said: on the CPU compiled ones were
-    slower than eager ones, and took 20 s for each shape.
+    Blocks are ``compiled``, and steps ``fast``, on CUDA by default. On the CPU compiled blocks were slower than eager
+    ones, and took 20 s per shape.
     """
     on_gpu = device.type == "cuda"
     if on_gpu and scheme_of(precision) == "fp8":
         _check_capability(precision, device)
     has_fast = model.fast is not None and model.weights is None and precision in ("auto", "native", "fp8")
-    wants_fast = on_gpu and model.head_dim.bit_count() == 1 if fast is None else fast  # kernels take powers of two
+    wants_fast = on_gpu and model.head_dim.bit_count() == 1 if fast is None else fast  # kernels need powers of two
     return TorchChoices(
         precision="native" if precision == "auto" else precision,
         calibration=options.calibration,
@@ -75,7 +73,7 @@ def resolve(
 
 
 def usual_exchange(options: TorchOptions) -> ExchangeRules:
-    """How ranks exchange heads where no steps were timed."""
+    """Return the rules for exchanging heads without timed steps."""
     return ExchangeRules(peer_memory=options.peer_memory is not False)
 
 
@@ -89,21 +87,21 @@ def divide(
     groups: Groups,
     precision: str,
 ) -> TeamSpecs:
-    """The divisions of a model's steps over a gang; all ranks make the call. ``ValueError`` if there are none.
+    """Return the divisions of a model's steps over a gang. All ranks make the call. ``ValueError`` if there are none.
 
-    ``precision`` is a concrete one: an "auto" strategy is chosen for it, by prediction.
+    ``precision`` is concrete: strategy "auto" is predicted for it.
     """
     if isinstance(strategy, TeamSpecs):
         return strategy
     check_divisible(model, strategy, num_ranks)
     if strategy != "auto":
         return TeamSpecs.of_sizes(possible_team_sizes(model, num_ranks), lambda size: _named(model, strategy, size))
-    scheme = scheme_of(precision) or "native"  # as machines are measured
+    scheme = scheme_of(precision) or "native"  # the precisions that machines are measured in
     return choose_specs(model, rank=rank, num_ranks=num_ranks, device=device, groups=groups, precision=scheme)
 
 
 def check_divisible(model: DenoiserModel, strategy: str, num_ranks: int) -> None:
-    """``ValueError`` for a model that cannot be divided over so many ranks, or for whose steps none can choose how."""
+    """Raise ``ValueError`` if the model cannot be divided over the ranks, or "auto" has no step to choose by."""
     model.check_planned(num_ranks)
     if num_ranks > 1 and strategy == "auto" and not model.probe():
         raise ValueError("strategy 'auto' needs a step to choose by, and none is known: name one, such as 'ulysses'")
@@ -117,7 +115,7 @@ def _named(model: DenoiserModel, strategy: str, team_size: int) -> tuple[Paralle
 
 
 def check_spec(model: DenoiserModel, spec: ParallelSpec) -> None:
-    """``ValueError``, with the numbers, if the model cannot be divided so."""
+    """Raise ``ValueError``, with the numbers, if the model cannot be divided so."""
     spec.check(
         num_heads=model.num_heads,
         has_tensor_plan=bool(model.plan.linears),
@@ -127,8 +125,10 @@ def check_spec(model: DenoiserModel, spec: ParallelSpec) -> None:
 
 
 def memory_floor(model: DenoiserModel, precision: str) -> MemoryFloor:
-    """What steps of the model need at least, and what the rank that has least has: all ranks make the call, and say of
-    a step the same. Weights that are quantised take a byte each."""
+    """Return the steps' least memory and the smallest rank's, equal on all ranks, which all make the call.
+
+    Quantised weights count one byte each.
+    """
     available = torch.tensor(memory_bytes(model.device), device=model.device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(available, op=dist.ReduceOp.MIN)

@@ -32,15 +32,15 @@ from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE, StepRunner
 
 
 def predict_pipelined(sharded: ShardedModel, work: Iterable[tuple[Branch, Team]]) -> tuple[Tensor, ...]:
-    """Predictions of the caller's forwards (with guidance: of all parts of the team').
+    """Return the predictions of the caller's forwards (with guidance: of all parts of the team's).
 
-    All forwards are started before any prediction is passed round, so that a stage computes one while its neighbours
-    compute others; with n forwards on s stages, s - 1 of n + s - 1 turns are idle.
+    All forwards start before any prediction is exchanged, so that a stage overlaps with its neighbours: with n forwards
+    on s stages, s - 1 of n + s - 1 turns are idle.
     """
     started = [(branch, team, _start(sharded, branch, team)) for branch, team in work]
     predictions: list[Tensor] = []
-    for branch, team, mine in started:
-        predictions.extend(exchange_predictions(sharded.finish(mine, branch, team), team.guidance))
+    for branch, team, prediction in started:
+        predictions.extend(exchange_predictions(sharded.finish(prediction, branch, team), team.guidance))
     return tuple(predictions)
 
 
@@ -49,21 +49,21 @@ def _start(sharded: ShardedModel, branch: Branch, team: Team) -> Tensor:
     return sharded.forward(branch, team)
 
 
-MAX_KNOWN = 1024
-"""Shapes of which is known that they fit, or ran."""
+MAX_SEEN_SHAPES = 1024
+"""Remembered shapes that fit in memory, or have run."""
 
 
 class TorchEngine:
-    """An ``Engine``, made on every rank at the same time, after ``torch.distributed`` is initialised (alone: without).
+    """An ``Engine``, made on every rank at the same time, after ``torch.distributed`` is initialised (if needed).
 
-    ``strategy`` is "auto" (by prediction), what ``ParallelSpec.of`` takes, or the very divisions; ``others`` are ready
-    for ``division.use`` as well. What follows ``options`` is chosen by the device, and
-    is there for tests and comparisons: see ``config.resolve``. Raises ``ValueError`` if the engine cannot do what is
-    asked, or the model cannot be divided over the gang so.
+    ``strategy`` is "auto" (by prediction), a name for ``ParallelSpec.of``, or the divisions themselves. ``others`` are
+    further divisions for ``division.use``. The parameters after ``options`` are for tests and comparisons; by default
+    the device decides (``config.resolve``). Raise ``ValueError`` if the engine or the model does not support the
+    choice.
     """
 
     estimates: StepEstimates | None = None
-    """See ``Engine.estimates``: set where they were asked for to decide the division."""
+    """See ``Engine.estimates``; set if they were computed to decide the division."""
 
     def __init__(
         self,
@@ -79,10 +79,10 @@ class TorchEngine:
     ) -> None:
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         options = options or TorchOptions()
-        asked: dict[str, Any] = {"strategy": _name(strategy), "precision": precision, "options": options}
-        check(EngineChoice(**asked, num_ranks=num_ranks, switches=bool(model.additions)))
-        some = next(iter(model.modules.values()))
-        self.device, self.dtype = model.device, dtype_of(some)
+        choice: dict[str, Any] = {"strategy": _name(strategy), "precision": precision, "options": options}
+        check(EngineChoice(**choice, num_ranks=num_ranks, switches=bool(model.additions)))
+        module = next(iter(model.modules.values()))
+        self.device, self.dtype = model.device, dtype_of(module)
         self.config = resolve(
             model,
             self.device,
@@ -97,9 +97,9 @@ class TorchEngine:
         self.division = Division(specs, model.plan, others=others, **gang)
         self._model = model
         self._memory = memory_floor(model, self.config.precision)
-        self._checked: LRUCache[None] = LRUCache(MAX_KNOWN)
+        self._fitting_shapes: LRUCache[None] = LRUCache(MAX_SEEN_SHAPES)
         self._was_warm = False
-        self._pipelined: LRUCache[None] = LRUCache(MAX_KNOWN)
+        self._run_shapes: LRUCache[None] = LRUCache(MAX_SEEN_SHAPES)
         make_kernel = kernel_by_length(self.config.exchange, self.device, self.dtype)
         self._sharded = ShardedModel(model, self._prepare_module, make_kernel=make_kernel)
         self._steps = StepRunner(model, self._sharded, config=self.config, device=self.device)
@@ -110,8 +110,8 @@ class TorchEngine:
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
         """See ``Engine.predict``. Neighbouring branches of equal shape may run at the same time (guidance).
 
-        ``ValueError``, on all ranks and before any exchange, for a step that certainly does not fit their memory.
-        ``JobFailedError`` likewise for one that the module cannot compute.
+        Raise ``ValueError``, on all ranks and before any exchange, for a step that certainly does not fit their memory,
+        and ``JobFailedError`` likewise for one that the module cannot compute.
         """
         self._check_memory(branches, ranks)
         with forward_fails_alone():
@@ -120,14 +120,14 @@ class TorchEngine:
     def _predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
         if self.division.team(ranks).pipeline.size > 1:
             shapes = (ranks, *map(shape_of, branches))
-            self._was_warm = shapes in self._pipelined
-            self._pipelined.get(shapes, lambda: None)
+            self._was_warm = shapes in self._run_shapes
+            self._run_shapes.get(shapes, lambda: None)
             return predict_pipelined(self._sharded, self.division.forwards(branches, ranks))
         self._was_warm = True
         return self.division.predict(branches, ranks, self._run)
 
     def close(self) -> None:
-        """Let go of graphs, modules and compiled code, in this order. Process groups go with the communicator."""
+        """Release graphs, modules and compiled code, in this order. Process groups end with the communicator."""
         self._steps.close()
         self._sharded.close()
         for module in self._model.modules.values():
@@ -135,7 +135,7 @@ class TorchEngine:
 
     @property
     def was_warm(self) -> bool:
-        """See ``Engine.was_warm``: all steps were replays, or (where nothing is captured) had shapes that had run."""
+        """See ``Engine.was_warm``: all steps were replays or, without capture, had shapes that had run."""
         return self._was_warm
 
     @property
@@ -148,34 +148,33 @@ class TorchEngine:
             self.predict(branches, ranks)
 
     def release_steps(self) -> None:
-        """Let go of what was captured, and of what steps keep; weights stay. Shapes are new after it."""
+        """Release captures and the caches of steps, but not weights. All shapes are new afterwards."""
         self._steps.release()
-        self._pipelined.clear()
-        self._checked.clear()
+        self._run_shapes.clear()
+        self._fitting_shapes.clear()
 
     def use(self, rules: ExchangeRules) -> None:
-        """Exchange heads by ``rules`` from now on. All ranks make the call between the same two steps; shapes are new
-        after it."""
+        """Exchange heads by ``rules`` from now on, with all shapes new. All ranks call between the same two steps."""
         self.config = replace(self.config, exchange=rules)
         self.release_steps()
         self._steps.rules = rules
         self._sharded.use(kernel_by_length(rules, self.device, self.dtype))
 
     def load_weights(self) -> None:
-        """Make all modules of the whole gang's team now; of a model in files, this reads the caller's share."""
+        """Make all modules of the whole gang's team now. With weights in files, this reads the caller's share."""
         for name in self._model.modules:
             self._sharded.module(name, self.division.team(tuple(range(self.team_sizes[-1]))))
 
     def _check_memory(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
         for branch in branches:
-            self._checked.get((len(ranks), shape_of(branch)), partial(self._check_one, branch, ranks))
+            self._fitting_shapes.get((len(ranks), shape_of(branch)), partial(self._check_one, branch, ranks))
 
     def _check_one(self, branch: Branch, ranks: tuple[int, ...]) -> None:
         num_tokens = sum(self._model.stream_lengths(branch.arguments).values())
         self._memory.check(num_tokens, self.division.team(ranks).spec)
 
     def _split_weights_first(self) -> None:
-        """Layers are split as they were loaded: teams with whole weights get quantised ones in the module itself."""
+        """Split layers as loaded, before teams with whole weights quantise layers of the module itself."""
         for team in self.division.teams.all():
             for name in self._model.modules if team.tensor.size > 1 else ():
                 self._sharded.module(name, team)
@@ -196,5 +195,5 @@ class TorchEngine:
 
 
 def _name(strategy: str | TeamSpecs) -> str:
-    """As configurations say it: divisions that were decided come of "auto"."""
+    """Return the strategy's configured name: decided divisions come from "auto"."""
     return strategy if isinstance(strategy, str) else "auto"

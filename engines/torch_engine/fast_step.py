@@ -1,4 +1,4 @@
-"""One branch's step by a fast model: inputs cut for the team, the step over my tokens, the prediction put together."""
+"""One branch's step by a fast model: cut inputs for the team, run the step over own tokens, gather the prediction."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engines.parallel.mesh import Team
 from engines.parallel.strategies import team_kernel
 from engines.torch_engine.exchange.heads import (
     Attend,
-    KeptKeys,
+    KeyMask,
     LocalHeads,
     UlyssesHeads,
     local_attention,
@@ -38,17 +38,16 @@ class FastStep:
         side_streams: bool = True,
         fills_prompts: bool = False,
     ) -> None:
-        """``latents`` are whole, as a step's will be: they say on which device and in which dtype it computes.
+        """Prepare a step on the device and in the dtype of the whole ``latents``.
 
-        ``peer_memory``: ranks write straight into each other's memory instead of calling NCCL, where that was seen to
-        work (one host, GPUs that reach each other; the log says which it is). ``side_streams``: ranks of a team
-        compute beside their exchanges; it means nothing to one rank. ``fills_prompts``: the layout's lengths are
-        ``FastWeights.filled_lengths``.
+        ``peer_memory``: ranks write straight into each other's memory instead of calling NCCL, if a trial works (one
+        host, GPUs that reach each other; the log says which). ``side_streams``: ranks of a team compute beside their
+        exchanges; no effect on one rank. ``fills_prompts``: the layout's lengths are ``FastWeights.filled_lengths``.
         """
         is_alone = team.context.size == 1
         self._weights, self._team, self._layout = weights, team, layout
         self._like = latents.new_empty(()).expand(latents.shape)
-        self._keys = KeptKeys(layout, _chunks_attended(team)) if fills_prompts else None
+        self._keys = KeyMask(layout, _chunks_attended(team)) if fills_prompts else None
         parts = StepParts(
             exchange=make_exchange(team, layout, latents, peer_memory, self._keys),
             exchange_within=lambda stream: make_exchange(team, layout.of_stream(stream), latents, peer_memory),
@@ -60,12 +59,12 @@ class FastStep:
         self._model = weights.model(parts)
 
     def hoisted(self, arguments: Arguments) -> dict[str, Tensor]:
-        """Return what no step of a job changes, from a whole call."""
+        """Return the tensors that no step of a job changes, from a whole call."""
         hoisted = self._model.hoisted(arguments)
         return hoisted if self._keys is None else {**hoisted, KEPT: self._keys.in_order(hoisted[KEPT])}
 
     def tokens(self, latents: Tensor) -> Tensor:
-        """Return my tokens of whole latents."""
+        """Return this rank's tokens of whole latents."""
         return self._cut(self._weights.tokens(latents), 1, self._weights.latents_stream)
 
     def __call__(self, tokens_BSD: Tensor, hoisted: StepTensors) -> Tensor:
@@ -81,11 +80,11 @@ class FastStep:
 
 
 def make_exchange(
-    team: Team, layout: TokenLayout, sample: Tensor, peer_memory: bool, keys: KeptKeys | None = None
+    team: Team, layout: TokenLayout, sample: Tensor, peer_memory: bool, keys: KeyMask | None = None
 ) -> HeadExchange:
-    """Return Ulysses in moments that overlap with other work; the other strategies inside attention's moment.
+    """Return Ulysses in phases that overlap with other work; the other strategies run inside the attention phase.
 
-    ``keys`` says which are attended, of all that ``_chunks_attended`` has; None: all are.
+    ``keys`` masks the keys of ``_chunks_attended``; None: all are attended.
     """
     if not _splits_heads_alone(team):
         kernel = team_kernel(local_kernel(sample.device, sample.dtype), team, layout)
@@ -103,11 +102,11 @@ def _attention_to_all(layout: TokenLayout, sample: Tensor) -> Attend:
 
 
 def _splits_heads_alone(team: Team) -> bool:
-    """Return whether a rank attends to the keys of the whole team at once, and does nothing else inside attention."""
+    """Return whether a rank attends to the keys of the whole team at once, without communication inside attention."""
     return team.context.size == team.ulysses.size
 
 
 def _chunks_attended(team: Team) -> range:
-    """Return the ranks whose keys a rank has when it asks for attention: masks are of these."""
+    """Return the ranks whose keys a rank holds when it attends: masks cover these."""
     index = team.context.index
     return range(team.context.size) if _splits_heads_alone(team) else range(index, index + 1)

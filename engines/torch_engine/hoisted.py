@@ -1,4 +1,4 @@
-"""What a job's steps share, computed at its first step and kept: modulation of all steps, text, rotary tables."""
+"""Cache of tensors shared by a job's steps, computed at its first step: modulation, text, rotary tables."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from engines.torch_engine.fast_step import FastStep
 HoistInputs = Callable[[nn.Module, Arguments], ModelInputs]
 
 MAX_ENTRIES, MAX_BYTES = 32, 2**31
-"""The most that a cache keeps. What is needed again after it was evicted is computed again, within one step."""
+"""Limits of a cache. An evicted entry is computed again within one step."""
 MIN_ENTRIES = 2
-"""Kept however large they are: what two branches of a step take turns with."""
+"""Entries kept whatever their size: two branches of a step alternate."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A result, and the tensors it came from: while they are held, nothing else can have their identity."""
+    """A result and its source tensors, held so that no other tensor can get their identity."""
 
     sources: tuple[Tensor, ...]
     result: Mapping[str, Tensor]
@@ -33,7 +33,7 @@ class _Entry:
 
 
 class HoistedCache:
-    """Results by the identity of the tensors they came from. States of jobs hold the same tensors from step to step.
+    """Results by the identity of their source tensors. States of jobs hold the same tensors from step to step.
 
     ``latents`` and ``timestep`` are the names of the inputs that change with every step.
     """
@@ -43,14 +43,14 @@ class HoistedCache:
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
     def module_inputs(self, branch: Branch, module: nn.Module, hoist: HoistInputs) -> ModelInputs:
-        """Return what a module's step is given beside the branch's inputs: ``hoist(module, arguments)``."""
-        sources = tuple(self._lasting(branch).values())
+        """Return the module's extra inputs beside the branch's: ``hoist(module, arguments)``."""
+        sources = tuple(self._constant_inputs(branch).values())
         owner = (id(module), branch.additions, repr(sorted(branch.constants.items())))
         return self._get(owner, sources, lambda: hoist(module, branch.arguments))
 
     def step_tensors(self, branch: Branch, weights: FastWeights, fast: FastStep) -> dict[str, Tensor]:
         """Return everything that this step of ``fast`` reads besides the latents."""
-        shared = self._lasting(branch)
+        shared = self._constant_inputs(branch)
         fixed = self._get((fast, branch.additions), tuple(shared.values()), lambda: fast.hoisted(branch.arguments))
         if branch.schedule is None:
             now = weights.scheduled(branch.inputs, branch.inputs[self._timestep][None])
@@ -70,8 +70,7 @@ class HoistedCache:
     def _get(
         self, owner: Hashable, sources: tuple[Tensor, ...], make: Callable[[], Mapping[str, Tensor]]
     ) -> Mapping[str, Tensor]:
-        """``owner`` stands for what makes it: a module or a step, with what its weights have added. It has the step
-        itself: steps come and go, and another one may lie at the address of one that went."""
+        """Return the result for ``owner``: a module, or the step itself (its address may be reused), with additions."""
         key = (owner, *((id(tensor), version_of(tensor)) for tensor in sources))
         if key not in self._entries:
             self._entries[key] = _Entry(sources, make())
@@ -87,6 +86,6 @@ class HoistedCache:
     def _num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self._entries.values())
 
-    def _lasting(self, branch: Branch) -> dict[str, Tensor]:
+    def _constant_inputs(self, branch: Branch) -> dict[str, Tensor]:
         """Return the inputs that are the same tensors in all steps of a job."""
         return {name: x for name, x in branch.inputs.items() if name not in (self._latents, self._timestep)}

@@ -31,15 +31,15 @@ def load_torch_engine(
     expected: Sequence[tuple[Branch, ...]] = (),
     choosing: Choosing | None = None,
 ) -> TorchEngine:
-    """Made and self-checked. Every rank of the gang makes this call at the same time.
+    """Return an engine, made and self-checked. Every rank of the gang makes the call at the same time.
 
-    Nothing that is made here depends on the ``expected`` steps: ``TorchEngine.warm_up`` prepares shapes. A strategy
-    "auto" is decided by ``choosing``; without that, by prediction.
+    The ``expected`` steps have no influence here: ``TorchEngine.warm_up`` prepares shapes. Strategy "auto" is decided
+    by ``choosing``; without it, by prediction.
     """
     options = options or TorchOptions()
     make = partial(TorchEngine, precision=precision, options=options)
     if model.device.type == "cuda":
-        keep_for_good()
+        freeze_garbage_collection()
     if strategy == "auto" and choosing is not None and context.num_ranks > 1:
         engine = autotuned_engine(model, context, choosing, precision=precision, options=options)
     else:
@@ -60,14 +60,14 @@ def load_torch_engine(
 
 def _check(engine: TorchEngine, branches: tuple[Branch, ...], context: RankContext) -> None:
     teams = ((team.ranks, team.spec.name) for team in engine.division.checked_teams())
-    num_runs = RUNS_BEFORE_CAPTURE + 2 if engine.config.capture else 1  # as it comes, captured, replayed
-    # of two nearly equal numbers one may be rounded up
+    num_runs = RUNS_BEFORE_CAPTURE + 2 if engine.config.capture else 1  # uncaptured, captured, replayed
+    # two nearly equal numbers may be rounded up and down
     tolerance = None if engine.config.precision == "native" else QUANTISED_TOLERANCE
-    how: dict[str, Any] = {"at_once": engine.division.at_once, "num_runs": num_runs, "tolerance": tolerance}
-    self_check(engine, branches, rank=context.rank, teams=teams, **how)
+    limits: dict[str, Any] = {"at_once": engine.division.at_once, "num_runs": num_runs, "tolerance": tolerance}
+    self_check(engine, branches, rank=context.rank, teams=teams, **limits)
 
 
-def keep_for_good() -> None:
-    """Spare garbage collection what is there now: PyTorch collects before every capture, 0.15 s if it looks at all."""
+def freeze_garbage_collection() -> None:
+    """Exclude current objects from garbage collection: PyTorch collects before every capture (0.15 s without this)."""
     gc.collect()
     gc.freeze()

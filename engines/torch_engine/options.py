@@ -1,4 +1,4 @@
-"""What a configuration may ask of the PyTorch engine. Without torch."""
+"""Options of the PyTorch engine in a configuration. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from engines.core.spec import PRECISIONS, ParallelSpec, check_known, is_static
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchOptions:
-    """``calibration``: what ``troupe calibrate`` wrote, for static scales. ``peer_memory``: ranks write into each
-    other's memory where that works, or never do and exchange through NCCL alone; "auto" is the former, unless a
-    strategy "auto" has timed steps that say otherwise. With ``prompt_windows`` hand-ordered steps fill prompts up,
-    where the model can, so that prompts of many lengths share a captured step; attention then has a mask.
-    """
+    """Options of one model."""
 
     calibration: Path | None = None
+    """File of ``troupe calibrate``, for static scales."""
     peer_memory: bool | Literal["auto"] = "auto"
+    """Ranks write into each other's memory if that works. False: NCCL alone. "auto": as timed steps decide."""
     prompt_windows: bool = False
+    """Hand-ordered steps pad prompts, so that many lengths share a captured step; attention gets a mask."""
 
 
 def check(choice: EngineChoice) -> None:
-    """Raise ``ValueError``, with what is allowed, if this engine cannot do what ``choice`` asks for."""
+    """Raise ``ValueError``, with the allowed values, if this engine does not support ``choice``."""
     options = choice.options or TorchOptions()
     assert isinstance(options, TorchOptions)
     check_known(choice.precision, PRECISIONS, "torch")

@@ -1,4 +1,4 @@
-"""One branch over one team, by the fastest path there is: the family's fast model if it has one, captured if asked."""
+"""One branch over one team by the fastest path: the family's fast model if there is one, captured if configured."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ from engines.torch_engine.hoisted import HoistedCache
 logger = logging.getLogger(__name__)
 
 MAX_SHAPES = 32
-"""The number of shapes whose steps, with their graphs, are kept for one division of one team; the one that came longest
-ago goes. Counted so, ranks that work together agree: branches may bring the parts of a team different shapes, but not
-the ranks of a part.
-"""
+"""Shapes whose steps and graphs are cached per division of a team; the least recently used is evicted. Ranks that
+work together agree: the parts of a team may get different shapes, but not the ranks of a part."""
 
 RUNS_BEFORE_CAPTURE = 1
 """A new shape is served at once, uncaptured; its second step captures."""
@@ -34,14 +32,14 @@ RUNS_BEFORE_CAPTURE = 1
 
 @dataclass(slots=True)
 class _Step:
-    """What runs for one shape on one team."""
+    """The step for one shape on one team."""
 
     prepare: Callable[[Branch], StepTensors]
     function: Callable[[StepTensors], Tensor]
     num_runs: int = 0
     captured: CapturedStep | None = None
     has_room: bool = True
-    """For a graph, as far as is known: there was none, and no other graph has gone since."""
+    """Whether memory for a graph may exist: False after a failure, until another graph is released."""
 
 
 class StepRunner:
@@ -52,16 +50,16 @@ class StepRunner:
     ) -> None:
         self._model, self._sharded, self._config = model, sharded, config
         self.rules = config.exchange
-        """By these, steps that are made from now on exchange heads."""
+        """Rules for exchanging heads in steps made from now on."""
         self._device = device
         self._pool: GraphPool | None = None
-        """Of the graphs that there are."""
+        """Memory pool of all current graphs."""
         self._hoisted = HoistedCache(latents=model.latents, timestep=model.timestep)
         self._weights: dict[str, FastWeights] = {}
         self._steps: dict[Hashable, LRUCache[_Step]] = {}
-        """By team, and how it divides a step; then by shape."""
+        """Steps by team and its division, then by shape."""
         self.was_warm = False
-        """Whether the last run was a replay without a capture; where nothing is captured: its shape had run before."""
+        """Whether the last run was a replay without a capture or, without capturing, of a shape that had run before."""
 
     def run(self, branch: Branch, team: Team) -> Tensor:
         """Return the whole prediction, equal on all ranks of the team's context and tensor axes."""
@@ -77,57 +75,57 @@ class StepRunner:
         return step.captured(tensors).clone()
 
     def release(self) -> None:
-        """Lets go of all steps and their graphs; weights stay."""
+        """Release all steps and their graphs, but not weights."""
         for steps in self._steps.values():
             steps.clear()
         self._steps.clear()
         self._hoisted.clear()
 
     def close(self) -> None:
-        """Release graphs first: they hold the communicator's kernels."""
+        """Release everything, graphs first: they hold the communicator's kernels."""
         self.release()
         self._weights.clear()
 
     def _step(self, branch: Branch, team: Team) -> _Step:
         weights = self._fast_weights(branch.module, team)
-        filled = self._filled_lengths(branch, weights)
-        shape = shape_of(branch) if filled is None else self._filled_shape(branch, filled)
+        padded = self._padded_lengths(branch, weights)
+        shape = shape_of(branch) if padded is None else self._padded_shape(branch, padded)
 
         def make() -> _Step:
             if weights is None:
                 return self._module_step(branch, team)
-            return self._fast_step(branch, team, weights, filled)
+            return self._fast_step(branch, team, weights, padded)
 
-        steps = self._steps.setdefault((team.ranks, team.spec), LRUCache(MAX_SHAPES, self._let_go))
+        steps = self._steps.setdefault((team.ranks, team.spec), LRUCache(MAX_SHAPES, self._on_eviction))
         return steps.get(shape, make)
 
-    def _let_go(self, step: _Step) -> None:
-        """A graph that goes may leave room for one of those for which there was none."""
+    def _on_eviction(self, step: _Step) -> None:
+        """Close the step's graph, which may leave room for a graph that had none."""
         if step.captured is not None:
             step.captured.close()
             for other in self._all_steps():
                 other.has_room = True
 
-    def _filled_lengths(self, branch: Branch, weights: FastWeights | None) -> Mapping[str, int] | None:
-        """Return what the prompt is filled up to; None where it stays as long as it is."""
+    def _padded_lengths(self, branch: Branch, weights: FastWeights | None) -> Mapping[str, int] | None:
+        """Return the lengths that the prompt is padded to; None without padding."""
         if weights is None or not self._config.prompt_windows:
             return None
         return weights.filled_lengths(branch.arguments)
 
-    def _filled_shape(self, branch: Branch, lengths: Mapping[str, int]) -> Hashable:
-        """What such steps have in common, of inputs that were filled up to ``lengths``."""
+    def _padded_shape(self, branch: Branch, lengths: Mapping[str, int]) -> Hashable:
+        """Return the shape shared by steps whose inputs are padded to ``lengths``."""
         name = self._model.latents
         return shape_of(replace(branch, inputs={name: branch.inputs[name]})), tuple(lengths.items())
 
-    def _fast_step(self, branch: Branch, team: Team, weights: FastWeights, filled: Mapping[str, int] | None) -> _Step:
-        lengths, latents = filled or weights.lengths(branch.arguments), self._model.latents
+    def _fast_step(self, branch: Branch, team: Team, weights: FastWeights, padded: Mapping[str, int] | None) -> _Step:
+        lengths, latents = padded or weights.lengths(branch.arguments), self._model.latents
         if lengths is None:
             layout = self._sharded.layout(branch, team)
         else:
             layout = TokenLayout.of(tuple(lengths), lengths, team.context.size)
-        ways = {"peer_memory": self.rules.peer_memory, "side_streams": self.rules.side_streams}
-        ways |= {"fills_prompts": filled is not None}
-        fast = FastStep(weights, team, layout, latents=branch.inputs[latents], **ways)
+        choices = {"peer_memory": self.rules.peer_memory, "side_streams": self.rules.side_streams}
+        choices |= {"fills_prompts": padded is not None}
+        fast = FastStep(weights, team, layout, latents=branch.inputs[latents], **choices)
 
         def prepare(branch: Branch) -> StepTensors:
             return {latents: fast.tokens(branch.inputs[latents]), **self._hoisted.step_tensors(branch, weights, fast)}
@@ -149,12 +147,12 @@ class StepRunner:
         return _Step(prepare=prepare, function=function)
 
     def _fast_weights(self, module: str, team: Team) -> FastWeights | None:
-        """Return what the team's steps read; None where the module itself runs."""
+        """Return the weights of the team's hand-ordered steps; None if the module itself runs."""
         is_fast = self._config.fast and not team.spec.divides_weights
         return self.weights(module) if is_fast else None
 
     def quantised_weights(self, module: str, team: Team) -> FastWeights | None:
-        """Return what the team's steps read, if it holds weights in another form than the module does."""
+        """Return the weights of the team's steps if they are quantised copies of the module's."""
         return None if self._config.precision == "native" else self._fast_weights(module, team)
 
     def weights(self, module: str) -> FastWeights:
@@ -170,24 +168,24 @@ class StepRunner:
             return False
         reads_values = self._model.reads_values and tensors.keys() == branch.inputs.keys()
         if reads_values and step.num_runs == RUNS_BEFORE_CAPTURE:
-            told = {"ranks": team.ranks, "strategy": team.spec.name}
-            logger.warning("a step is not captured: it makes anew what others make once a job", extra=told)
+            fields = {"ranks": team.ranks, "strategy": team.spec.name}
+            logger.warning("a step is not captured: it recomputes inputs that others compute once a job", extra=fields)
         return not reads_values
 
     def _capture(self, step: _Step, tensors: StepTensors, team: Team) -> CapturedStep | None:
-        """None where a rank by itself has no memory for the graph. Of several the others have recorded theirs."""
+        """Return the captured step; None if a lone rank lacks memory. In a team the others have recorded theirs."""
         if self._pool is None or not self._has_graphs():
-            self._pool = GraphPool(self._device)  # one whose graphs are gone may take no new ones
-        told = {"ranks": team.ranks, "strategy": team.spec.name}
+            self._pool = GraphPool(self._device)  # a pool whose graphs are gone may accept no new ones
+        fields = {"ranks": team.ranks, "strategy": team.spec.name}
         try:
             captured = CapturedStep(step.function, tensors, self._pool)
         except torch.OutOfMemoryError as error:
             if len(team.ranks) > 1:
                 raise
             step.has_room = False
-            logger.warning("a step is not captured: there is no memory for its graph: %s", error, extra=told)
+            logger.warning("a step is not captured: no memory for its graph: %s", error, extra=fields)
             return None
-        logger.info("captured a step", extra=told)
+        logger.info("captured a step", extra=fields)
         return captured
 
     def _has_graphs(self) -> bool:

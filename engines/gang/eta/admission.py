@@ -1,4 +1,4 @@
-"""When the jobs of a gang will be done, and which it refuses because that is too late."""
+"""Predicted completion of a gang's jobs, and refusal of jobs that would be too late."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from engines.gang.ledger import Ledger
 
 RENEW_EVERY_S = 0.1
 RENEW_PER_JOB_S = 0.01
-"""Greatest age of predictions for running jobs, and what each open job adds to it: to simulate 36 jobs takes
-milliseconds, hundreds of jobs tens of them."""
+"""Maximum age of predictions for running jobs, and what each open job adds. Simulating 36 jobs takes milliseconds,
+hundreds of jobs tens of milliseconds."""
 
 
 class JobAdmission:
-    """Predicts by the scheduler and by what is under way. Where that would be a guess, it refuses no job."""
+    """Predicts from the scheduler and the steps in flight. If a prediction would be a guess, no job is refused."""
 
     def __init__(
         self, scheduler: Scheduler, table: JobTable, ledger: Ledger, clock: Clock, max_wait_s: float | None
@@ -31,20 +31,20 @@ class JobAdmission:
         self._renewed_by: StepPrediction | None = None
 
     def admit(self, job: Job) -> float | None:
-        """Return in how many seconds ``job`` will be done; None if that would be a guess.
+        """Return the predicted seconds until ``job`` is done; None if that would be a guess.
 
-        ``TooLateError`` if it would be done after its deadline, or wait for too long; ``ValueError`` for a deadline
-        that it could not even meet alone.
+        ``TooLateError`` if it would miss its deadline or wait too long; ``ValueError`` for a deadline that it could not
+        meet even alone.
         """
-        knows_it = self._scheduler.prediction.knows(job)
-        lone_s = self._scheduler.lone_s(job) if knows_it else 0.0
+        is_predictable = self._scheduler.prediction.knows(job)
+        lone_s = self._scheduler.lone_s(job) if is_predictable else 0.0
         _check_alone(job, lone_s)
         self._check_deadline(job, lone_s)
-        if not (knows_it and self._knows_all()):
+        if not (is_predictable and self._all_predictable()):
             return None
-        beside, now_s = [*self._table.coming, job], self._clock.now_s()
+        beside, now_s = [*self._table.unscheduled, job], self._clock.now_s()
         ends_s = self._scheduler.ends_s(now_s, beside=beside)
-        predicted_s = next(end_s for job_id, end_s in ends_s if job_id == job.job_id) + self._under_way_s()
+        predicted_s = next(end_s for job_id, end_s in ends_s if job_id == job.job_id) + self._in_flight_s()
         self._check_deadline(job, predicted_s)
         if self._max_wait_s is not None and not job.accepted:
             late_s = predicted_s - lone_s - self._max_wait_s
@@ -52,7 +52,7 @@ class JobAdmission:
         return predicted_s
 
     def eta_s(self, open_job: OpenJob, step: int) -> float | None:
-        """Return in how many seconds an open job will be done, after its ``step``; None if that would be a guess.
+        """Return the predicted seconds until an open job is done, after its ``step``; None if that would be a guess.
 
         A job of a new shape is predicted by its own warm steps while no other job is open.
         """
@@ -64,32 +64,32 @@ class JobAdmission:
             self._renew(now_s)
         if self._times_s is None:
             return own_s if not num_left or self._table.num_open == 1 else None
-        known_s = self._times_s.get(open_job.job.job_id)  # not there if its last step is under way
-        return own_s if known_s is None else max(0.0, known_s - (now_s - self._renewed_s))
+        simulated_s = self._times_s.get(open_job.job.job_id)  # missing if its last step is in flight
+        return own_s if simulated_s is None else max(0.0, simulated_s - (now_s - self._renewed_s))
 
     def measured_s(self, work: Work) -> float:
         """Return the seconds of ``work`` by measured steps; 0 if one of them was not measured."""
-        return self._scheduler.prediction.measured_s(self._busy(work), work.num_ranks)
+        return self._scheduler.prediction.measured_s(self._jobs_with_forwards(work), work.num_ranks)
 
     def next_end_s(self) -> float | None:
-        """Return when the first of all jobs will be done; None without jobs, or if that would be a guess."""
-        if not self._knows_all():
+        """Return the seconds until the first job is done; None without jobs, or if that would be a guess."""
+        if not self._all_predictable():
             return None
         return next((end_s for _, end_s in self._scheduler.ends_s(self._clock.now_s())), None)
 
     def _renew(self, now_s: float) -> None:
         self._renewed_s, self._renewed_by, self._times_s = now_s, self._scheduler.prediction, None
-        if self._knows_all():
-            under_way_s = self._under_way_s()
-            times_s = self._scheduler.finish_times_s(now_s, beside=self._table.coming)
-            self._times_s = {known: time_s + under_way_s for known, time_s in times_s.items()}
+        if self._all_predictable():
+            in_flight_s = self._in_flight_s()
+            times_s = self._scheduler.finish_times_s(now_s, beside=self._table.unscheduled)
+            self._times_s = {job_id: time_s + in_flight_s for job_id, time_s in times_s.items()}
 
-    def _knows_all(self) -> bool:
-        """Return whether no open job is a guess: the steps of each may come before those of any other."""
+    def _all_predictable(self) -> bool:
+        """Return whether all open jobs are predictable: any of them may delay any other."""
         return all(map(self._scheduler.prediction.knows, self._table.open_jobs))
 
     def _check_deadline(self, job: Job, at_least_s: float) -> None:
-        """Refuse a job that would be late if its steps took ``at_least_s``. Decoding counts, and the wait so far."""
+        """Refuse a job that would be late if its steps took ``at_least_s``, including decoding and the wait so far."""
         if job.deadline_s is not None:
             predicted_s = job.waited_s + at_least_s + job.decode_s
             self._check(predicted_s, DEADLINE, job.deadline_s, predicted_s - job.deadline_s)
@@ -98,14 +98,14 @@ class JobAdmission:
         if late_s > 0:
             self._table.refuse(TooLateError(self._table.num_waiting, late_s, predicted_s, limit, limit_s))
 
-    def _under_way_s(self) -> float:
+    def _in_flight_s(self) -> float:
         return self._ledger.busy_s(self._clock.now_s(), self._step_s)
 
     def _step_s(self, work: Work) -> float:
-        return sum(self._scheduler.prediction.step_s(job, work.num_ranks) for job in self._busy(work))
+        return sum(self._scheduler.prediction.step_s(job, work.num_ranks) for job in self._jobs_with_forwards(work))
 
-    def _busy(self, work: Work) -> list[Job]:
-        """Return the jobs whose step in it makes forwards."""
+    def _jobs_with_forwards(self, work: Work) -> list[Job]:
+        """Return the jobs whose step in ``work`` makes forwards."""
         steps = [(self._table.get(step.job_id).job, step.step) for step in work.job_steps]
         return [job for job, step in steps if step not in job.idle_steps]
 
@@ -114,8 +114,8 @@ def _check_alone(job: Job, lone_s: float) -> None:
     """Raise ``ValueError`` for a deadline that the job could not meet alone."""
     alone_s = lone_s + job.decode_s
     if job.deadline_s is not None and alone_s > job.deadline_s:
-        what = "the steps and decoding" if job.decode_s else "the steps"
+        work = "the steps and decoding" if job.decode_s else "the steps"
         raise ValueError(
-            f"deadline_s is {job.deadline_s:.3g}, and {what} alone take {alone_s:.3g} s: allow more time, or "
+            f"deadline_s is {job.deadline_s:.3g}, and {work} alone take {alone_s:.3g} s: allow more time, or "
             "ask for fewer steps or a smaller size"
         )

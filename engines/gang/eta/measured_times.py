@@ -1,4 +1,4 @@
-"""Measured times by key, in a file, so that the next start predicts what this one did."""
+"""Measured times by key, in a file, so that they survive a restart."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from engines.gang.jobs.job import Job
 logger = logging.getLogger(__name__)
 
 NUM_NEWEST = 32
-"""Newest times of a key whose median counts."""
+"""Newest times of a key, whose median counts."""
 MIN_CHANGE = 0.1
-"""A known time is replaced only by one that differs by more than this share, so that decisions stay what they were."""
+"""A known time changes only if a new one differs by more than this fraction, so that decisions stay stable."""
 MAX_KEYS = 1000
-"""Sizes and prompt lengths come in any number; the keys whose times changed last are kept."""
+"""Limit of stored keys: sizes and prompt lengths are unbounded. The last changed ones stay."""
 NUM_STEPS_NEEDED = 2
-"""Fewer times of a step make no median."""
+"""Fewest times of a step for a median."""
 
 TimeKey = tuple[str, int]
 """Subject of a measurement: a name and a number."""
@@ -40,22 +40,21 @@ MeasuredTime = tuple[float, float | None]
 
 
 class MeasuredTimes:
-    """Any thread may call. A time is known once its key has ``num_first`` times, and corrected by ``num_needed``."""
+    """A time is known after ``num_first`` measurements, and corrected after ``num_needed``. Thread-safe."""
 
     def __init__(
         self, file: Path | None, what: str, *, num_first: int = 1, num_needed: int = 1, shortest: bool = False
     ) -> None:
-        """``file`` belongs to one machine, model and software, which its name should tell; None: in memory alone.
+        """``file`` is for one machine, model and software, which its name should tell; None: in memory only.
 
-        ``what`` was measured is for the log. ``shortest``: the shortest time of all counts, not the median of the
-        newest.
+        ``what`` was measured is for the log. ``shortest``: the shortest time counts, not the median of the newest.
         """
         self._file, self._what, self._shortest = file, what, shortest
         self._num_first, self._num_needed = num_first, num_needed
         self._known = self._read()
         self._newest: defaultdict[TimeKey, deque[float]] = defaultdict(lambda: deque(maxlen=NUM_NEWEST))
         self._estimates: dict[TimeKey, float | None] = {}
-        """Estimates of the keys that were heard of since the last update."""
+        """Estimates of the keys measured since the last update."""
         self._lock, self._writing = threading.Lock(), threading.Lock()
 
     @property
@@ -78,18 +77,18 @@ class MeasuredTimes:
         return known[nearest] * number / nearest
 
     def hear(self, key: TimeKey, time_s: float, estimate_s: float | None = None) -> None:
-        """Take a time, which counts from the next ``update`` on."""
+        """Record a time, which counts from the next ``update`` on."""
         with self._lock:
             self._newest[key].append(time_s)
             self._estimates[key] = estimate_s
 
     def learn(self, key: TimeKey, time_s: float) -> bool:
-        """Take a time at once. Return whether that changes what is known."""
+        """Record a time and update at once. Return whether a known time changed."""
         self.hear(key, time_s)
         return bool(self.update())
 
     def update(self) -> dict[TimeKey, float]:
-        """Return the times that changed by what was heard, as they are from now on."""
+        """Apply the recorded times. Return the changed ones."""
         with self._lock:
             times_s = {key: self._time_s(key) for key in self._estimates}
             news = {key: time_s for key, time_s in times_s.items() if self._is_news(key, time_s)}
@@ -100,7 +99,7 @@ class MeasuredTimes:
             return news
 
     def save(self) -> None:
-        """Write the file, together with what other processes wrote there meanwhile. Waits for the disk."""
+        """Write the file, merged with times that other processes wrote meanwhile. Blocks on the disk."""
         if self._file is None:
             return
         with self._writing:
@@ -109,7 +108,7 @@ class MeasuredTimes:
                 nested[name][str(number)] = time
             try:
                 write_atomically(self._file, json.dumps(nested, indent=1).encode())
-            except OSError as error:  # it is measured again the next time
+            except OSError as error:  # measured again after the next start
                 logger.warning("the times of %s cannot be written to %s: %s", self._what, self._file, error)
 
     def _time_s(self, key: TimeKey) -> float:
@@ -125,7 +124,7 @@ class MeasuredTimes:
         return num_times >= self._num_needed and abs(time_s - known_s) > MIN_CHANGE * known_s
 
     def _read(self) -> dict[TimeKey, MeasuredTime]:
-        """Return the file's times; nothing if there is none, or it cannot be read."""
+        """Return the file's times; none if it is missing or unreadable."""
         try:
             nested = {} if self._file is None else json.loads(self._file.read_text())
             return {
@@ -141,31 +140,31 @@ class MeasuredTimes:
 
 
 def _merged(old: Mapping[TimeKey, MeasuredTime], new: Mapping[TimeKey, MeasuredTime]) -> dict[TimeKey, MeasuredTime]:
-    """Return both, the new ones last, without the first of too many."""
+    """Return both, the new ones last, without the oldest beyond ``MAX_KEYS``."""
     both = [*((key, time) for key, time in old.items() if key not in new), *new.items()]
     return dict(both[-MAX_KEYS:])
 
 
 class StepTimes(MeasuredTimes):
-    """Times of steps by shape and team size, beside their jobs' estimates, and of moves between teams."""
+    """Times of steps by shape and team size, with their jobs' estimates, and of moves between teams."""
 
     MOVE = ("a move", 0)
-    """The key of moves. No shape is named so: its ``repr`` would have quotation marks."""
+    """Key of moves. It is no shape's name, because a ``repr`` has quotation marks."""
 
     def __init__(self, file: Path | None = None) -> None:
         super().__init__(file, "steps", num_first=NUM_STEPS_NEEDED, num_needed=NUM_STEPS_NEEDED)
 
     def hear_step(self, job: Job, team_size: int, step_s: float) -> None:
-        """Take the time of a warm step that began as the one before it of the same job ended."""
+        """Record the time of a warm step that began when the previous step of the same job ended."""
         if job.shape is not None and step_s > 0:
             self.hear((shape_name(job.shape), team_size), step_s, estimated_s(job, team_size))
 
     def hear_move(self, move_s: float) -> None:
-        """Take the time of a move, from when the last rank of the gang was ready for it."""
+        """Record the time of a move, from when the gang's last rank was ready for it."""
         self.hear(self.MOVE, move_s)
 
     def changed(self) -> bool:
-        """Return whether what was heard changes the prediction, which it does from now on."""
+        """Apply the recorded times. Return whether the prediction changed."""
         news = self.update()
         if news:
             times_s = {f"{name} on {team_size}": step_s for (name, team_size), step_s in sorted(news.items())}
@@ -173,14 +172,14 @@ class StepTimes(MeasuredTimes):
         return bool(news)
 
     def prediction(self) -> StepPrediction:
-        """Return the prediction by all known times."""
+        """Return the prediction from all known times."""
         known = self.known
         move_s, _ = known.pop(self.MOVE, (USUAL_MOVE_S, None))
-        usual = [step_s * speedup(team_size) for (_, team_size), (step_s, _) in known.items()]
+        one_rank_s = [step_s * speedup(team_size) for (_, team_size), (step_s, _) in known.items()]
         return StepPrediction(
             measured={key: step_s for key, (step_s, _) in known.items()},
             estimated={key: estimate_s for key, (_, estimate_s) in known.items() if estimate_s},
             scale=scale_of((step_s, estimate_s) for step_s, estimate_s in known.values() if estimate_s),
-            usual_s=median(usual) if usual else 1.0,
+            usual_s=median(one_rank_s) if one_rank_s else 1.0,
             move_s=move_s,
         )

@@ -1,4 +1,4 @@
-"""The predicted time of a step: as measured, or as estimated until then. Pure: no clock, no files."""
+"""The predicted time of a step: measured, or estimated until then. Pure: no clock, no files."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from statistics import median
 from engines.gang.jobs.job import Job
 
 SPEEDUP_EXPONENT = 0.8
-"""A team of w takes w ** -0.8 of one rank's time where nothing else says. On two H200s it was 0.72 (512 x 512 pixels)
-to 0.87 (2048 x 2048)."""
+"""A team of w takes w ** -0.8 of one rank's time by default. On two H200s it was 0.72 (512 x 512 pixels) to 0.87
+(2048 x 2048)."""
 
 NEAR = 8.0
 """A measured step predicts steps whose estimates differ by up to this factor: 512 x 512 and 2048 x 2048 pixels were
 predicted from 1024 x 1024 within 7 % on H200s."""
 
 USUAL_MOVE_S = 0.002
-"""Seconds of a change of a job's team until one was measured: 0.9 and 1.2 ms on H200s (512 x 512 pixels)."""
+"""Default seconds of a change of a job's team: 0.9 and 1.2 ms measured on H200s (512 x 512 pixels)."""
 
 LEAD_S, LEAD_SHARE = 0.1, 0.25
-"""The next step is sent so long before the end of the current one, or by this share of it: long enough to hide a call.
-A step that was sent cannot be changed, and a job that comes meanwhile waits for it."""
+"""The next step is sent this long, or this fraction of a step, before the end of the current one, to hide the call.
+A sent step cannot be changed, and a job that arrives meanwhile waits for it."""
 
 LINEAR_SHARE_TOKENS = 18_000
-"""Tokens whose attention costs as much as their linears: 24 h² FLOP a token and layer for these, 4 n h for that, so
-n = 6 h, here for width 3072. On one H200 FLUX.1-dev took 3.4 times as long at 1024 x 1024 pixels as at 512 x 512, and
-6.0 times as long again at 2048 x 2048; with 512 tokens of text this says 3.5 and 5.7."""
+"""Tokens whose attention costs as much as their linears. Per token and layer these take 24 h² FLOP and attention 4 n
+h, so n = 6 h, here for width 3072. On one H200 FLUX.1-dev took 3.4 times as long at 1024 x 1024 pixels as at 512 x
+512, and 6.0 times as long again at 2048 x 2048; with 512 tokens of text this predicts 3.5 and 5.7."""
 
 TOKENS_PER_S = 40_000
 """A unit rather than a speed: measurements correct all estimates by one factor."""
 
 StepKey = tuple[str, int]
-"""A shape as ``shape_name`` writes it, and the size of a team."""
+"""A shape's ``shape_name``, and the size of a team."""
 
 
 def shape_name(shape: Hashable) -> str:
@@ -42,7 +42,7 @@ def shape_name(shape: Hashable) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPrediction:
-    """Immutable; more measurements make another one."""
+    """Immutable; new measurements make a new one."""
 
     measured: Mapping[StepKey, float] = field(default_factory=dict)
     """Seconds of measured steps."""
@@ -56,7 +56,7 @@ class StepPrediction:
     """Seconds of a change of a job's team."""
 
     def step_s(self, job: Job, team_size: int) -> float:
-        """Return the predicted seconds of a step of ``job`` on so many ranks."""
+        """Return the predicted seconds of a step of ``job`` on ``team_size`` ranks."""
         measured_s = self.measured.get((shape_name(job.shape), team_size)) if job.shape is not None else None
         return self._derived_s(job, team_size) if measured_s is None else measured_s
 
@@ -64,12 +64,12 @@ class StepPrediction:
         return {team_size: self.step_s(job, team_size) for team_size in team_sizes}
 
     def knows(self, job: Job) -> bool:
-        """Return whether the prediction rests on measured steps of the job's shape, or of one that is ``NEAR``.
+        """Return whether the prediction is based on measured steps of the job's shape, or of one that is ``NEAR``.
 
-        Anything else is a guess, good enough for an order, and for nothing that clients are told.
+        Anything else is a guess: good enough for an order, but not for clients.
         """
         name = shape_name(job.shape)
-        if job.shape is not None and any(known == name for known, _ in self.measured):
+        if job.shape is not None and any(measured == name for measured, _ in self.measured):
             return True
         for (_, team_size), near_s in self.estimated.items():
             estimate_s = estimated_s(job, team_size)
@@ -81,14 +81,14 @@ class StepPrediction:
         return job.shape is not None and (shape_name(job.shape), team_size) in self.measured
 
     def measured_s(self, jobs: Sequence[Job], team_size: int) -> float:
-        """Return the seconds of a step of each of ``jobs``; 0 if one of them was not measured on so many ranks."""
+        """Return the seconds of a step of each of ``jobs``; 0 if one was not measured on ``team_size`` ranks."""
         are_measured = all(self.is_measured(job, team_size) for job in jobs)
         return sum(self.step_s(job, team_size) for job in jobs) if are_measured else 0.0
 
     def _derived_s(self, job: Job, team_size: int) -> float:
         """Scale the nearest measured team size of the shape by the estimates, or use these alone."""
         name = shape_name(job.shape)
-        sizes = [size for known, size in self.measured if known == name] if job.shape is not None else []
+        sizes = [size for other, size in self.measured if other == name] if job.shape is not None else []
         estimate_s = self._estimate_s(job, team_size)
         if not sizes:
             return estimate_s
@@ -101,7 +101,7 @@ class StepPrediction:
 
 
 def estimated_s(job: Job, team_size: int) -> float | None:
-    """Return the job's own estimate of a step on so many ranks; None without one."""
+    """Return the job's own estimate of a step on ``team_size`` ranks; None without one."""
     if not job.estimates_s:
         return None
     nearest = min(job.estimates_s, key=lambda size: (abs(size - team_size), size))
@@ -125,5 +125,5 @@ def lead_s(step_s: float) -> float:
 
 
 def rough_step_s(num_tokens: float, num_branches: int = 1) -> float:
-    """Return the seconds of a step on one rank by its tokens alone, up to a factor that all steps share."""
+    """Return the seconds of a step on one rank from its tokens alone, up to a factor common to all steps."""
     return num_branches * num_tokens * (1 + num_tokens / LINEAR_SHARE_TOKENS) / TOKENS_PER_S

@@ -13,7 +13,7 @@ from engines.gang.jobs.job import Job, JobDone, JobEvent, Progress
 from engines.gang.metrics import GangMetrics, Outcome
 
 NUM_REMEMBERED = 1000
-"""Newest ended jobs whose GPU time is kept."""
+"""Number of ended jobs, the newest, whose GPU time is remembered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +66,7 @@ class JobTable:
         return {job_id: open_job.job for job_id, open_job in self._jobs.items()}
 
     @property
-    def coming(self) -> list[Job]:
+    def unscheduled(self) -> list[Job]:
         """Open jobs that are not scheduled yet."""
         jobs = self._jobs.values()
         return [open_job.job for open_job in jobs if open_job.outcome is None and not open_job.is_scheduled]
@@ -97,8 +97,7 @@ class JobTable:
         return self._spent_s.get(job_id, 0.0)
 
     def open(self, job: Job, retry_after_s: float) -> OpenJob:
-        """Add a job. Raise ``ValueError`` if it is invalid, ``QueueFullError`` if the queue is full and it is not
-        ``accepted``."""
+        """Add a job. ``ValueError`` if it is invalid; ``QueueFullError`` if the queue is full, unless ``accepted``."""
         self.check(job)
         num_waiting = self.num_waiting
         if not job.accepted and self.num_open >= self._config.max_running_jobs + self._config.max_waiting_jobs:

@@ -23,20 +23,20 @@ from engines.gang.jobs.job import Job
 from engines.gang.jobs.step_plan import JobFailure, JobStep, Move, StepPlan, StepReport, Work
 from engines.gang.jobs.step_timer import StepTimer, step_timer
 
-REHEARSED_LENGTH = 2**20
-"""The latents of a picture of 2048 x 2048 pixels, in FLUX.1's packing."""
+TRANSFER_LENGTH = 2**20
+"""Length of the latents of a picture of 2048 x 2048 pixels, in FLUX.1's packing."""
 
 
 def transfer(state: Any, *, source: int, rank: int, device: torch.device) -> Any:
-    """The ``state`` of rank ``source``, on every rank; all ranks of the gang make the call.
+    """Return the ``state`` of rank ``source`` on every rank. All ranks of the gang make the call.
 
-    Tensors on ``device`` go as one message between the devices, all else (pickled) before it. What keeps the state
-    from being pickled is raised on every rank.
+    Tensors on ``device`` go as one message between the devices, after everything else (pickled). An error of pickling
+    is raised on every rank.
     """
     packed: list[Any] = [None, 0]
     tensors: list[Tensor] = []
     if rank == source:
-        packed, tensors = _packed(state, device)
+        packed, tensors = _pack_state(state, device)
     dist.broadcast_object_list(packed, src=source, device=device)
     skeleton, num_bytes = packed
     if isinstance(skeleton, Exception):
@@ -47,21 +47,20 @@ def transfer(state: Any, *, source: int, rank: int, device: torch.device) -> Any
     return state if rank == source else unpack(skeleton, message if num_bytes else empty(0, device))
 
 
-def rehearse(context: RankContext) -> None:
-    """Do what the first transfer from each rank would have to do besides: NCCL connects ranks for it, which took two
-    H200s 0.33 s. All ranks of the gang make the call."""
+def warm_up_transfers(context: RankContext) -> None:
+    """Connect the ranks for transfers from each rank, which took two H200s 0.33 s. All ranks of the gang call it."""
     device = torch.device(context.device)
     for source in range(context.num_ranks) if context.num_ranks > 1 else ():
-        transfer({"x_L": torch.zeros(REHEARSED_LENGTH, device=device)}, source=source, rank=context.rank, device=device)
+        transfer({"x_L": torch.zeros(TRANSFER_LENGTH, device=device)}, source=source, rank=context.rank, device=device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _packed(state: Any, device: torch.device) -> tuple[list[Any], list[Tensor]]:
-    """What is told first (the skeleton, or why there is none; the message's size), and the message's tensors."""
+def _pack_state(state: Any, device: torch.device) -> tuple[list[Any], list[Tensor]]:
+    """Return the first message (skeleton or error, and size of the second), and the tensors of the second."""
     try:
         skeleton, tensors = pack(state, device)
-    except Exception as error:  # the other ranks wait, and must hear of it
+    except Exception as error:  # the other ranks wait for this message
         return [portable(error), 0], []
     return [skeleton, message_bytes(tensors)], tensors
 
@@ -115,7 +114,7 @@ class RankJobs:
             self._drop(job_id)
         if plan.moves or plan.drops:  # perhaps the last plan with a job: report its last step time now
             self._timer.wait(0)
-        move_ms = self._make(plan.moves)
+        move_ms = self._move_all(plan.moves)
         work = plan.work_of(self._context.rank)
         if work is not None:
             self._timer.begin(plan.sequence)
@@ -150,7 +149,7 @@ class RankJobs:
             failures=tuple(self._failures),
         )
 
-    def _make(self, moves: Sequence[Move]) -> float:
+    def _move_all(self, moves: Sequence[Move]) -> float:
         """Return the mean milliseconds of a move, from this rank's arrival at the first."""
         if not moves:
             return 0.0
@@ -163,11 +162,11 @@ class RankJobs:
     def _move(self, move: Move) -> None:
         """Transfer a job's state. Called on every rank; all fail the job if the state cannot be pickled."""
         started_s, resident, rank = time.perf_counter(), self._residents[move.job_id], self._context.rank
-        sent = (resident.state, resident.num_steps_done, resident.failed) if rank == move.source else None
+        own_state = (resident.state, resident.num_steps_done, resident.failed) if rank == move.source else None
         with self._blame(resident):
-            received = transfer(sent, source=move.source, rank=rank, device=self._device)
+            new_state = transfer(own_state, source=move.source, rank=rank, device=self._device)
             if rank in move.ranks:
-                resident.state, resident.num_steps_done, resident.failed = received
+                resident.state, resident.num_steps_done, resident.failed = new_state
                 took_ms = 1e3 * (time.perf_counter() - started_s)
                 logger.info(
                     "job comes from rank %d in %.1f ms", move.source, took_ms, extra=self._log_fields(resident.job)
@@ -215,9 +214,9 @@ class RankJobs:
     ) -> list[tuple[ResidentJob, tuple[Tensor, ...]]]:
         """Run one forward for all jobs and split it by job. If it fails, omit the jobs that need it."""
         branches = tuple(branch for _, of_job in forwards for branch in of_job)
-        without: list[tuple[ResidentJob, tuple[Tensor, ...]]] = [(job, ()) for job, of_job in forwards if not of_job]
+        idle_jobs: list[tuple[ResidentJob, tuple[Tensor, ...]]] = [(job, ()) for job, of_job in forwards if not of_job]
         if not branches:
-            return without
+            return idle_jobs
         try:
             predictions = iter(self._engine.predict(branches, ranks))
             self._was_warm, self._predicted = self._engine.was_warm, True
@@ -225,7 +224,7 @@ class RankJobs:
             for resident, of_job in forwards:
                 if of_job:
                     self._fail(resident, error)
-            return without
+            return idle_jobs
         return [(resident, tuple(islice(predictions, len(of_job)))) for resident, of_job in forwards]
 
     def _emit(self, job_step: JobStep) -> Any:

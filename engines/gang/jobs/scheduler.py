@@ -1,4 +1,4 @@
-"""Makes the plans of a gang: the mechanism, which asks a policy who goes first. Pure: no Ray, no clock, no results."""
+"""The scheduler's mechanism: makes plans in the order of a policy. Pure: no Ray, no clock, no results."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from engines.gang.eta.prediction import StepPrediction
 from engines.gang.eta.simulation import Simulation
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.step_plan import Emit, JobStep, Move, StepPlan, Work
-from engines.gang.policies.policy import Candidate, GangShape, Policy, Ranks, teams_of, within_room
+from engines.gang.policies.policy import Candidate, GangShape, Policy, Ranks, limit_running, teams_of
 from engines.gang.policies.shortest import Shortest
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A job that has steps to plan; see ``Candidate`` for what is not said here."""
+    """A job with steps to plan; see ``Candidate`` for the fields."""
 
     job: Job
     number: int
@@ -44,13 +44,13 @@ class _Entry:
 
 
 class Scheduler:
-    """Plans the steps of jobs in the order of its ``policy``, on all ranks or, if the gang is ``elastic``, on teams of
-    ``team_sizes`` (by default all that tile the gang), which the policy chooses by the ``prediction`` of their steps.
+    """Plans steps in the order of its ``policy``, on all ranks or, if ``elastic``, on teams of ``team_sizes``.
 
-    A job may be paused after any step for a more urgent one. At most ``max_running_jobs`` have begun at a time, since
-    the ranks keep their states; while as many have, the most urgent of these goes on. A job's state goes before it to
-    ranks that do not hold it. Up to ``max_batch`` jobs of one shape on one team are served together. An exclusive job
-    begins when all before it have ended, and the others wait for its end.
+    By default teams may have all sizes that tile the gang. The policy chooses them by the ``prediction`` of steps. A
+    job may be paused after any step for a more urgent one. At most ``max_running_jobs`` have begun at a time, since the
+    ranks hold their states; at that limit the most urgent of them continues. A job's state moves to ranks that lack it
+    before its step. Up to ``max_batch`` jobs of one shape on one team are served together. An exclusive job begins when
+    all jobs before it have ended, and later ones wait for its end.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class Scheduler:
         elastic: bool = False,
         max_batch: int = 1,
     ) -> None:
-        known_sizes = team_sizes or tiling_sizes(num_ranks)
+        all_sizes = team_sizes or tiling_sizes(num_ranks)
         self._max_running_jobs = max_running_jobs
         self._policy: Policy = policy or Shortest()
         self._prediction = prediction or StepPrediction()
         self._gang = GangShape(
             num_ranks=num_ranks,
-            team_sizes=known_sizes if elastic else (num_ranks,),
+            team_sizes=all_sizes if elastic else (num_ranks,),
             move_s=self._prediction.move_s,
         )
         self._max_batch = max_batch
@@ -81,13 +81,13 @@ class Scheduler:
         self._numbers, self._sequences = count(), count()
 
     def add(self, job: Job, *, now_s: float = 0.0) -> None:
-        """Take a job that the ranks know of, ``now_s`` by the clock of who calls."""
+        """Add a job that the ranks have admitted, at ``now_s`` of the caller's clock."""
         assert job.job_id not in self._entries
         self._entries[job.job_id] = self._entry(job, next(self._numbers), now_s)
         self._is_settled = False
 
     def learn(self, prediction: StepPrediction) -> None:
-        """Go by this one from now on."""
+        """Use this prediction from now on."""
         self._prediction = prediction
         self._gang = replace(self._gang, move_s=prediction.move_s)
         for entry in self._entries.values():
@@ -95,7 +95,7 @@ class Scheduler:
         self._is_settled = False
 
     def drop(self, job_id: str) -> None:
-        """Plan no more steps of a job that the ranks know of, and have them forget it."""
+        """Plan no more steps of a job that the ranks hold, and have them forget it."""
         if self._entries.pop(job_id, None) is not None:
             self._end(job_id)
         self._drops.append(job_id)
@@ -103,8 +103,7 @@ class Scheduler:
     def next_plan(
         self, *, free: Collection[int] | None = None, is_idle: bool = True, now_s: float = 0.0
     ) -> StepPlan | None:
-        """The next step of teams whose ranks are all ``free`` to be sent one (None: all are), or None when there is
-        nothing to do. ``is_idle``: no earlier plan is under way."""
+        """Return the next step of the teams that are ``free`` (None: all), or None. ``is_idle``: no plan in flight."""
         free = self._gang.ranks if free is None else free
         if not self._is_settled or not self._gang.is_elastic:
             self._choose_teams(is_idle, now_s)
@@ -123,55 +122,55 @@ class Scheduler:
         return self._prediction
 
     def lone_s(self, job: Job) -> float:
-        """Return what the steps of ``job`` are predicted to take by themselves."""
+        """Return the predicted time of all steps of ``job`` without other jobs."""
         *_, whole_s = self._predicted_s(job)
         return whole_s
 
     def finish_times_s(self, now_s: float = 0.0, *, beside: Sequence[Job] = ()) -> dict[str, float]:
-        """Return when each job is predicted to have done its steps, in seconds from now, if no other comes.
+        """Return the predicted seconds from now until each job's last step, without further arrivals.
 
-        ``beside``: as if these came now. Steps that were planned already do not count.
+        ``beside``: jobs that are assumed to arrive now. Steps already planned do not count.
         """
         return dict(self.ends_s(now_s, beside=beside))
 
     def ends_s(self, now_s: float = 0.0, *, beside: Sequence[Job] = ()) -> Iterator[tuple[str, float]]:
         """Like ``finish_times_s``, but a lazy iterator in order of completion."""
         number = max((entry.number for entry in self._entries.values()), default=0) + 1
-        coming = [self._entry(job, number + i, now_s) for i, job in enumerate(beside)]
-        is_known = self._is_settled and not beside
+        arrivals = [self._entry(job, number + i, now_s) for i, job in enumerate(beside)]
+        keeps_teams = self._is_settled and not beside
         entries = self._entries.items()
         simulation = Simulation(
-            [_candidate(entry) for entry in (*self._entries.values(), *coming)],
+            [_candidate(entry) for entry in (*self._entries.values(), *arrivals)],
             policy=self._policy,
             gang=self._gang,
             max_running_jobs=self._max_running_jobs,
             now_s=now_s,
-            teams={job_id: entry.ranks for job_id, entry in entries if entry.ranks} if is_known else {},
+            teams={job_id: entry.ranks for job_id, entry in entries if entry.ranks} if keeps_teams else {},
         )
         return simulation.ends()
 
-    # Who runs where.
+    # Teams.
 
     def _choose_teams(self, is_idle: bool, now_s: float) -> None:
         allowed = self._allowed(is_idle)
         self._is_settled = bool(allowed)  # an exclusive job may wait for the gang to be idle
         ordered = self._policy.order([_candidate(entry) for entry in self._entries.values()], now_s)
         num_begun = sum(bool(entry.holders) for entry in self._entries.values())
-        ordered = within_room([one for one in ordered if one.id in allowed], self._max_running_jobs, num_begun)
+        ordered = limit_running([one for one in ordered if one.id in allowed], self._max_running_jobs, num_begun)
         teams = teams_of(self._policy, ordered, self._gang, now_s)
         self._may_run = [self._entries[candidate.id] for candidate in ordered if candidate.may_run]
         for entry in self._entries.values():
             entry.ranks = teams.get(entry.job.job_id, ())
 
     def _allowed(self, is_idle: bool) -> set[str]:
-        """The jobs that no exclusive one keeps from running."""
+        """Return the jobs that no exclusive job keeps from running."""
         entries = self._entries.values()
-        alone = next((entry for entry in entries if entry.job.exclusive), None)
-        if alone is None:
+        exclusive = next((entry for entry in entries if entry.job.exclusive), None)
+        if exclusive is None:
             return set(self._entries)
-        before = {entry.job.job_id for entry in entries if entry.holders or entry.number < alone.number}
-        if alone.holders or (is_idle and not before):
-            return {alone.job.job_id}
+        before = {entry.job.job_id for entry in entries if entry.holders or entry.number < exclusive.number}
+        if exclusive.holders or (is_idle and not before):
+            return {exclusive.job.job_id}
         return before
 
     def _entry(self, job: Job, number: int, now_s: float) -> _Entry:
@@ -179,20 +178,20 @@ class Scheduler:
         return _Entry(job, number, due_s, *self._predicted_s(job))
 
     def _predicted_s(self, job: Job) -> tuple[Mapping[int, float], float, float]:
-        """Return the seconds of a step by team size, on the team that is fastest, and of all steps there."""
+        """Return the seconds of a step by team size, of a step on the fastest team, and of all steps there."""
         step_s = self._prediction.by_size(job, self._gang.team_sizes)
         fastest_s = min(step_s.values())
         return step_s, fastest_s, job.num_forwards_after(0) * fastest_s
 
-    # What becomes of it.
+    # Plans.
 
     def _served(self) -> Iterator[tuple[Ranks, list[_Entry]]]:
-        """Each team and its jobs: the one that it was given to, and those of its shape that can come along."""
-        taken: set[str] = set()
+        """Yield each team with its job and further jobs of the same shape."""
+        served: set[str] = set()
         for entry in [entry for entry in self._entries.values() if entry.ranks]:
-            alike = [other for other in self._may_run if _are_alike(other, entry) and other.job.job_id not in taken]
-            jobs = [entry, *alike[: self._max_batch - 1]]
-            taken.update(other.job.job_id for other in jobs)
+            similar = [other for other in self._may_run if _can_batch(other, entry) and other.job.job_id not in served]
+            jobs = [entry, *similar[: self._max_batch - 1]]
+            served.update(other.job.job_id for other in jobs)
             yield entry.ranks, jobs
 
     def _plan_work(self, ranks: Ranks, jobs: list[_Entry]) -> Work:
@@ -228,13 +227,13 @@ def _candidate(entry: _Entry) -> Candidate:
     )
 
 
-def _are_alike(other: _Entry, entry: _Entry) -> bool:
-    is_alike = entry.job.shape is not None and other.job.shape == entry.job.shape
-    return is_alike and other is not entry and other.num_left > 0 and not other.ranks
+def _can_batch(other: _Entry, entry: _Entry) -> bool:
+    has_same_shape = entry.job.shape is not None and other.job.shape == entry.job.shape
+    return has_same_shape and other is not entry and other.num_left > 0 and not other.ranks
 
 
 def _move_of(entry: _Entry, ranks: Ranks) -> Move | None:
-    """What brings the state of a job to those of ``ranks`` that do not hold it; None if all do, or none needs to."""
+    """Return the move of a job's state to those of ``ranks`` that lack it; None if none is needed."""
     missing = tuple(rank for rank in ranks if rank not in entry.holders)
     if not entry.holders or not missing:
         return None

@@ -1,4 +1,4 @@
-"""What a gang's ranks are told before every step, and what they answer. Small, frozen, free of tensors."""
+"""Plans sent to a gang's ranks before every step, and the ranks' reports. Small, frozen, free of tensors."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ Emit = Literal["preview", "final"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobStep:
-    """One step (counted from 1) of one job; with ``emit`` the lead rank hands out latents after it.
-
-    A job begins at its step 1, and a rank forgets it after ``final``.
-    """
+    """One step (counted from 1) of one job. A job begins at step 1, and a rank forgets it after ``final``."""
 
     job_id: str
     step: int
     emit: Emit | None = None
+    """The lead rank returns latents after it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +45,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """The state of a job goes from rank ``source`` to ``ranks``; every rank of the gang takes part."""
+    """Transfer of a job's state from rank ``source`` to ``ranks``; every rank of the gang takes part."""
 
     job_id: str
     source: int
@@ -56,16 +54,14 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """One step of the gang: first ``drops`` are forgotten, then ``moves`` made. The teams in ``works`` are disjoint.
-
-    Unless it ``is_for_all``, only ranks of ``works`` are sent it: jobs begin, end and change ranks in plans that are.
-    """
+    """One step of the gang: first ``drops`` are forgotten, then ``moves`` made. The teams in ``works`` are disjoint."""
 
     sequence: int
     works: tuple[Work, ...] = ()
     drops: tuple[str, ...] = ()
     moves: tuple[Move, ...] = ()
     is_for_all: bool = True
+    """Sent to all ranks, not only those of ``works``: jobs begin, end and change ranks in such plans."""
 
     @property
     def working_ranks(self) -> tuple[int, ...]:
@@ -75,7 +71,7 @@ class StepPlan:
         return next((work for work in self.works if rank in work.ranks), None)
 
     def emits_of(self, rank: int) -> tuple[JobStep, ...]:
-        """The job steps after which ``rank`` hands out latents, in the order of its results."""
+        """Return the job steps after which ``rank`` returns latents, in the order of its results."""
         return next((work.emits for work in self.works if work.ranks[0] == rank), ())
 
 
@@ -90,18 +86,17 @@ class JobFailure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """A rank's answer to a plan. ``ended_ms`` is what the rank's steps took that are over and were not told of before,
-    by the sequences of their plans: its own, if it works as a CPU does; else those before it (see ``CudaStepTimer``).
-
-    ``move_ms`` is what each of the plan's moves took it, waiting for the other ranks included; 0 without any.
-    ``was_warm``: the engine found everything ready for what it predicted (true of a rank without work). ``predicted``:
-    it made a forward; of a step without any, nothing is learned about what is ready.
-    """
+    """A rank's report on a plan."""
 
     rank: int
     sequence: int
     ended_ms: Mapping[int, float] = field(default_factory=dict)
+    """Times of newly ended steps by the sequence of their plans: on a CPU this step, else earlier ones
+    (``CudaStepTimer``)."""
     move_ms: float = 0.0
+    """Mean time of the plan's moves, including the wait for other ranks; 0 without moves."""
     was_warm: bool = True
+    """The engine compiled and captured nothing (true without work)."""
     predicted: bool = True
+    """The step made a forward; otherwise ``was_warm`` says nothing."""
     failures: tuple[JobFailure, ...] = ()

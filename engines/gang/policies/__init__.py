@@ -1,11 +1,10 @@
-"""Who goes first, and on how many ranks: policies of a gang's scheduler, one file each, and what they go by.
+"""Policies of a gang's scheduler, one per file: the order of jobs, and their teams.
 
-The scheduler is the mechanism: it keeps jobs, their states' places and their steps, and makes plans. Before a plan it
-asks its policy for the order of the jobs and for their teams. A policy is told what is known of each job
-(``candidate``), above all what its steps are predicted to take (``gang.eta``), and what was planned; it knows
-no Ray, no clock and no result of a step. So the same jobs in the same order get the same plans, in a gang that was
-rebuilt and in a simulation (``benchmarks.policies``), which drives the same objects.
+The scheduler is the mechanism: it holds jobs, their states' ranks and their steps, and makes plans. Before a plan it
+asks its policy for the order of the jobs and for their teams. A policy's input is ``Candidate`` (above all predicted
+step times, see ``gang.eta``) and the planned steps; it has no Ray, no clock and no results. So the same jobs in the
+same order get the same plans, in a rebuilt gang and in a simulation (``benchmarks.policies``) of the same objects.
 
-Times are predicted seconds. Those of different teams are compared as *gang-seconds*: a step of t seconds on w of N
-ranks is t × w / N of them, which is t where all ranks work on one job.
+Times are predicted seconds. Times of different teams are compared as *gang-seconds*: a step of t seconds on w of N
+ranks counts t × w / N, which is t if all ranks work on one job.
 """

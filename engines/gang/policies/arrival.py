@@ -10,7 +10,7 @@ from engines.gang.policies.teams import quickest_teams
 
 
 class Arrival:
-    """Jobs begin as they came. In an elastic gang the first of them share it, if that makes all wait less."""
+    """Jobs begin in order of arrival. In an elastic gang the first ones share it if that reduces the mean wait."""
 
     def order(self, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:
         """See ``Policy.order``."""

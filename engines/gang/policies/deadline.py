@@ -1,4 +1,4 @@
-"""Whose deadline comes first, as long as it can be met; who is too late goes last."""
+"""Earliest deadline first, for deadlines that can still be met; late jobs go last."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from engines.gang.policies.shortest import MAX_OVERTAKEN, Shortest
 from engines.gang.policies.teams import quickest_teams
 
 USUAL_STRETCH = 3.0
-"""A job that says no deadline is to be done in so many times what it takes by itself, from when it came."""
+"""A job without a deadline is due after this multiple of its lone time, from its arrival."""
 
 
 class Deadline:
-    """The earliest deadline that can still be met goes first (EDF; Liu & Layland 1973). Behind these, those that cannot
-    be met go by the least predicted work left, and as with ``Shortest`` nobody is overtaken for ever.
+    """Earliest deadline first among those that can still be met (EDF; Liu & Layland 1973).
 
-    In an elastic gang teams are such that as few jobs as can be are late, by prediction, and among those the ones by
-    which all wait least. To give each the smallest team that still meets its deadline spends all its time to spare, so
-    that fewer are in time when others come (``docs/scale/policies.md`` has the figures).
+    Late jobs follow by least predicted work left, with the ageing of ``Shortest``. In an elastic gang, teams minimize
+    the predicted number of late jobs, then the waits. Giving each job the smallest team that meets its deadline would
+    use up its spare time, so fewer are in time when others arrive (``docs/scale/policies.md`` has the figures).
     """
 
     def __init__(self, max_overtaken: float = MAX_OVERTAKEN) -> None:

@@ -1,4 +1,4 @@
-"""The same for every key, or as their weights say."""
+"""Equal shares for all keys, or shares by their weights: deficit round robin."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from engines.gang.policies.shortest import Shortest
 from engines.gang.policies.teams import quickest_teams
 
 QUANTUM_S = 2.0
-"""Gang-seconds of a turn, for a weight of 1: long enough for most pictures, short beside what people wait for."""
+"""Gang-seconds of a turn at weight 1: long enough for most pictures, short compared with people's waits."""
 
 
 class Fair:
-    """Keys take turns, each of ``quantum_s`` predicted gang-seconds times its weight, which its jobs may use up in any
-    number (deficit round robin; Shreedhar & Varghese 1996, "Efficient fair queuing using deficit round-robin"). Steps
-    are not divided, so that a turn may last a step too long, which the key's next turn is shorter by. A key without
-    jobs saves nothing. Jobs of one key go among each other as with ``Shortest``.
+    """Keys take turns (Shreedhar & Varghese 1996, "Efficient fair queuing using deficit round-robin").
+
+    A turn is ``quantum_s`` predicted gang-seconds times the key's weight, for any number of its jobs. It may last a
+    step too long, which shortens the key's next turn. A key without jobs saves nothing. Jobs of one key are ordered as
+    by ``Shortest``.
     """
 
     def __init__(self, quantum_s: float = QUANTUM_S) -> None:
         self._quantum_s = quantum_s
         self._within = Shortest()
         self._left_s: dict[str, float] = {}
-        """Keys in the order of their turns, the first has its own; and what each has left of its turn, or owes."""
+        """Keys in the order of their turns, the current one first, with the time left of each turn (negative: owed)."""
         self._weights: dict[str, float] = {}
 
     def order(self, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:
         """See ``Policy.order``."""
         self._weights = {one.job.key: one.job.weight for one in candidates}
-        kept = {key: left_s for key, left_s in self._left_s.items() if key in self._weights}
-        self._left_s = kept | {key: self._turn_s(key) for key in self._weights if key not in kept}
+        current = {key: left_s for key, left_s in self._left_s.items() if key in self._weights}
+        self._left_s = current | {key: self._turn_s(key) for key in self._weights if key not in current}
         self._take_turns()
         turns = {key: turn for turn, key in enumerate(self._left_s)}
         return sorted(self._within.order(candidates, now_s), key=lambda one: turns[one.job.key])
@@ -55,22 +56,21 @@ class Fair:
         for one, share in served:
             shares[one.job.key] += share  # type: ignore[assignment]
         turns_s = [self._left_s[key] / share for key, share in shares.items() if self._left_s[key] > 0]
-        return min((min(turns_s, default=0.0), *(self._ages_s(key, served, waiting, now_s) for key in shares)))
+        return min((min(turns_s, default=0.0), *(self._key_changes_s(key, served, waiting, now_s) for key in shares)))
 
     def forget(self, job_id: str) -> None:
         """See ``Policy.forget``."""
         self._within.forget(job_id)
 
-    def _ages_s(
+    def _key_changes_s(
         self, key: str, served: Sequence[tuple[Candidate, float]], waiting: Sequence[Candidate], now_s: float
     ) -> float:
-        """As its jobs are among each other."""
         own = [(one, share) for one, share in served if one.job.key == key]
         return self._within.changes_in_s(own, [one for one in waiting if one.job.key == key], now_s)
 
     def _take_turns(self) -> None:
-        """End the turns of keys that have used them up, until one has something left."""
-        if self._left_s and max(self._left_s.values()) <= 0:  # first at once all rounds that leave nothing to anybody
+        """Rotate past keys with no time left, adding a turn to each."""
+        if self._left_s and max(self._left_s.values()) <= 0:  # skip rounds that leave no key any time
             num_rounds = min(-left_s // self._turn_s(key) for key, left_s in self._left_s.items())
             self._left_s = {key: left_s + num_rounds * self._turn_s(key) for key, left_s in self._left_s.items()}
         while self._left_s:

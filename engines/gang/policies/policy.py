@@ -11,30 +11,30 @@ from engines.gang.jobs.job import Job
 
 Ranks = tuple[int, ...]
 Teams = Mapping[str, Ranks]
-"""The ranks that work on each job, by the job's id. Those of two jobs have none in common."""
+"""Ranks that work on each job, by job id; disjoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A job that has steps left, of which ``num_left`` make forwards (in a forecast parts of steps count too).
-
-    ``number`` counts jobs in order. ``step_s`` is what a step of it is predicted to take, in seconds by team size,
-    ``fastest_s`` on the team that is fastest, where all steps of the job, those that are done included, take
-    ``whole_s``. ``ranks`` work on it now (() while it waits), ``holders`` have its newest state (() before its first
-    step). ``due_s`` is when it must be done, by the clock of who calls the scheduler; None: any time. Who ``may_run``
-    can be given a team now; for the states of others there is no room yet.
-    """
+    """A job with steps left. Times are predicted seconds; ``number`` is its place in order of arrival."""
 
     job: Job
     number: int
     num_left: float
+    """Steps with forwards that are left (fractions of steps in a simulation)."""
     step_s: Mapping[int, float]
+    """Time of one step, by team size; ``fastest_s``: on the fastest team."""
     fastest_s: float
     whole_s: float
+    """Time of all steps of the job on the fastest team, done ones included."""
     ranks: Ranks = ()
+    """Current team; empty while the job waits."""
     holders: Ranks = ()
+    """Ranks with its newest state; empty before its first step."""
     due_s: float | None = None
+    """Its deadline by the clock of the scheduler's caller; None: none."""
     may_run: bool = True
+    """Whether it can get a team now; False if there is no room for its state yet."""
 
     @property
     def id(self) -> str:
@@ -45,23 +45,22 @@ class Candidate:
         return bool(self.holders)
 
     def left_s(self, team_size: int) -> float:
-        """What all steps that are left take on such a team."""
+        """Return the time of all remaining steps on such a team."""
         return self.num_left * self.step_s[team_size]
 
     @property
     def shortest_left_s(self) -> float:
-        """The same on the team that is fastest."""
+        """Time of all remaining steps on the fastest team."""
         return self.num_left * self.fastest_s
 
     def useful_size(self, team_size: int) -> int:
-        """The size up to ``team_size`` on which a step is fastest: more ranks may take longer."""
+        """Return the size up to ``team_size`` with the fastest step: more ranks may take longer."""
         return min((size for size in self.step_s if size <= team_size), key=lambda size: (self.step_s[size], size))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GangShape:
-    """``num_ranks`` ranks that form teams of ``team_sizes``, the whole gang alone if it is not elastic. A job's state
-    goes from rank to rank in ``move_s``."""
+    """Ranks and team sizes of a gang (one size if not elastic), and the seconds of moving a job between ranks."""
 
     num_ranks: int
     team_sizes: tuple[int, ...]
@@ -76,23 +75,22 @@ class GangShape:
         return self.team_sizes != (self.num_ranks,)
 
 
-def within_room(ordered: Sequence[Candidate], max_running_jobs: int, num_begun: int | None = None) -> list[Candidate]:
-    """Return the same; those that have begun (in all ``num_begun``, by default of these) may run, and the most urgent
-    others that there is room for."""
+def limit_running(ordered: Sequence[Candidate], max_running_jobs: int, num_begun: int | None = None) -> list[Candidate]:
+    """Return ``ordered`` with ``may_run`` for begun jobs (``num_begun`` in all) and for others within the limit."""
     room = max_running_jobs - (sum(one.has_begun for one in ordered) if num_begun is None else num_begun)
-    found = []
+    limited = []
     for one in ordered:
         may_run = one.has_begun or room > 0
         room -= not one.has_begun
-        found.append(one if one.may_run is may_run else replace(one, may_run=may_run))
-    return found
+        limited.append(one if one.may_run is may_run else replace(one, may_run=may_run))
+    return limited
 
 
 class Policy(Protocol):
-    """Who goes first. It may keep what it was told of the plans (``note``), in predicted seconds, and nothing else."""
+    """The order and the teams of jobs. Its only state is what ``note`` reports, in predicted seconds."""
 
     def order(self, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:
-        """Return all of ``candidates`` (in order of arrival), the most urgent first. Ties go to who came first."""
+        """Return all of ``candidates`` (in order of arrival), the most urgent first. Ties go to the earlier arrival."""
         ...
 
     def teams(self, ordered: Sequence[Candidate], gang: GangShape, now_s: float) -> Teams:
@@ -100,27 +98,25 @@ class Policy(Protocol):
         ...
 
     def note(self, served: Candidate, gang_s: float, waiting: Sequence[Candidate]) -> bool:
-        """Hear of a step of ``served``, of so many predicted gang-seconds, while no rank works on ``waiting``.
+        """Record a planned step of ``served``, of ``gang_s`` predicted gang-seconds, while ``waiting`` have no ranks.
 
-        Returns whether that may change the order.
+        Return whether that may change the order.
         """
         ...
 
     def changes_in_s(
         self, served: Sequence[tuple[Candidate, float]], waiting: Sequence[Candidate], now_s: float
     ) -> float:
-        """Return in how many seconds the order may be another, while ranks work on ``served``, each by such a share of
-        the gang, and on none of ``waiting``; infinity if that takes the end of a job, or a new one."""
+        """Return the seconds until the order may change while ``served`` run on shares of the gang; infinity: never."""
         ...
 
     def forget(self, job_id: str) -> None:
-        """Hear that a job has ended."""
+        """Remove the records of a job that has ended."""
         ...
 
 
 def teams_of(policy: Policy, ordered: Sequence[Candidate], gang: GangShape, now_s: float) -> Teams:
-    """Return the teams of ``ordered``: those of ``policy`` in an elastic gang, else the whole gang for the first that
-    may run; none if none may."""
+    """Return the teams of ``ordered``: by ``policy`` if elastic, else the whole gang for the first that may run."""
     first = next((one for one in ordered if one.may_run), None)
     if first is None:
         return {}
@@ -136,7 +132,7 @@ POLICIES = {
 
 
 def find_policy(name: str) -> str:
-    """Return where the policy of that name is. ValueError lists the known names."""
+    """Return the import path of the policy of that name. ValueError lists the known names."""
     if name not in POLICIES:
         raise ValueError(f"unknown policy {name!r}; known: {', '.join(POLICIES)}")
     return POLICIES[name]

@@ -1,4 +1,4 @@
-"""Least remaining predicted work first, and nobody is overtaken for ever."""
+"""Least remaining predicted work first, with ageing so that no job is overtaken for ever."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from engines.gang.policies.policy import Candidate, GangShape, Teams
 from engines.gang.policies.teams import quickest_teams
 
 MAX_OVERTAKEN = 6.0
-"""In times of what a job takes by itself."""
+"""Limit of overtaking, as a multiple of a job's lone time."""
 
 
 class Shortest:
-    """The job with the least predicted work left goes first, from step to step (SRPT: the least mean latency there is
-    on one server; Schrage 1968, "A proof of the optimality of the shortest remaining processing time discipline").
+    """The job with the least predicted work left goes first, from step to step.
 
-    A job of priority p counts as if it took 1/p of its time, both for its turn and for its age.
+    This is SRPT, with the least mean latency on one server (Schrage 1968, "A proof of the optimality of the shortest
+    remaining processing time discipline"). A job of priority p counts as if it took 1/p of its time, for order and
+    ageing.
 
-    Ageing: a job that later ones have overtaken for ``max_overtaken`` / p times what it takes by itself goes before all
-    that came after it. So the gang-seconds in which it waits while later ones are served are at most that, and the step
-    of the gang with which it is reached. One thing adds to them: if the job has not begun by then, and as many have as
-    may, those later ones of these that had begun go on until there is room. Beside them it waits for those that came
-    before it alone.
+    Ageing: a job that later ones have overtaken for ``max_overtaken`` / p times its lone time goes before all later
+    ones. So later jobs delay it by at most that many gang-seconds, plus the step in which the limit is reached. One
+    exception: if it has not begun by then and the gang holds its maximum of jobs, later ones that had begun continue
+    until there is room. Beyond that it waits only for earlier jobs.
     """
 
     def __init__(self, max_overtaken: float = MAX_OVERTAKEN) -> None:
@@ -61,7 +61,7 @@ class Shortest:
         self._overtaken_s.pop(job_id, None)
 
     def overtaken_s(self, job_id: str) -> float:
-        """Return the gang-seconds that later jobs were served before this one."""
+        """Return the gang-seconds in which later jobs were served before this one."""
         return self._overtaken_s.get(job_id, 0.0)
 
     def _urgency(self, candidate: Candidate) -> tuple[int, float, int]:
@@ -70,7 +70,7 @@ class Shortest:
         return 1, candidate.shortest_left_s / candidate.job.priority, candidate.number
 
     def is_old(self, candidate: Candidate) -> bool:
-        """Return whether it goes before all that came after it."""
+        """Return whether it goes before all later jobs."""
         return self.overtaken_s(candidate.id) >= self._limit_s(candidate)
 
     def _limit_s(self, candidate: Candidate) -> float:

@@ -1,1 +1,1 @@
-"""How the ranks of a team exchange heads: through NCCL, or through memory that they write for one another."""
+"""Exchange of heads between the ranks of a team: through NCCL, or through peer memory."""

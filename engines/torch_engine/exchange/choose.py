@@ -1,4 +1,4 @@
-"""How the ranks of a team exchange heads: the rules, and attention by them in models that run as their module."""
+"""Rules for exchanging heads in a team, and the attention kernels of models that run as their module."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from engines.torch_engine.exchange.peer_attention import peer_allgather_kv, peer
 from engines.torch_engine.exchange.peer_memory import reachable
 
 PARTS_FROM_TOKENS = 16384
-"""Steps of so many tokens exchange heads in parts, some beside the attention of others, and use the memory that ranks
-share (docs/inside/denoise_step.md)."""
+"""Steps of at least this many tokens exchange heads in parts, overlapped with attention, and use peer memory
+(docs/inside/denoise_step.md)."""
 
 NUM_PARTS = 2
-"""So many parts go through NCCL; ranks that write into each other's memory divide them as ``peer_attention`` says."""
+"""Parts that go through NCCL. Ranks with peer memory divide heads as ``peer_attention`` says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeRules:
-    """How ranks exchange heads, where there is more than one way."""
+    """Choices between several ways to exchange heads."""
 
     peer_memory: bool = True
-    """Ranks write into each other's memory where that works; else they call NCCL alone."""
+    """Ranks write into each other's memory if that works; else they use NCCL alone."""
     side_streams: bool = True
     """Hand-ordered steps over several ranks compute beside their exchanges."""
     parts_from_tokens: int | None = None
-    """Other steps of at least so many tokens exchange heads in parts; None: of ``PARTS_FROM_TOKENS``."""
+    """Other steps of at least this many tokens exchange heads in parts; None: ``PARTS_FROM_TOKENS``."""
 
     def __post_init__(self) -> None:
         are_bools = isinstance(self.peer_memory, bool) and isinstance(self.side_streams, bool)
@@ -41,22 +41,23 @@ class ExchangeRules:
             raise ValueError(f"{self} are no rules: two of true or false, and a whole number or null")
 
     def describe(self) -> str:
-        """Return what is not usual."""
-        unusual = [] if self.peer_memory else ["without peer memory"]
-        unusual += [] if self.side_streams else ["without side streams"]
-        unusual += [] if self.parts_from_tokens is None else [f"in parts from {self.parts_from_tokens} tokens"]
-        return ", ".join(unusual) or "as usual"
+        """Return the differences from the default."""
+        differences = [] if self.peer_memory else ["without peer memory"]
+        differences += [] if self.side_streams else ["without side streams"]
+        differences += [] if self.parts_from_tokens is None else [f"in parts from {self.parts_from_tokens} tokens"]
+        return ", ".join(differences) or "as usual"
 
 
 def module_kernels(peer_memory: bool, device: torch.device, dtype: torch.dtype) -> tuple[MakeKernel, ...]:
-    """What ``kernel_by_length`` chooses from, so that all can be checked."""
-    return team_kernel, partial(_of_long_steps, peer_memory=peer_memory, device=device, dtype=dtype)
+    """Return the kernels that ``kernel_by_length`` chooses from, so that all can be checked."""
+    return team_kernel, partial(_long_step_kernel, peer_memory=peer_memory, device=device, dtype=dtype)
 
 
 @cache
 def kernel_by_length(rules: ExchangeRules, device: torch.device, dtype: torch.dtype) -> MakeKernel:
-    """Long steps exchange heads in parts, and through each other's memory where that works. All ranks of a team get the
-    same kind of kernel, and the same one whenever the rules are the same: compiled blocks know it.
+    """Return kernels by length: long steps exchange heads in parts, through peer memory if that works.
+
+    All ranks of a team get the same kind. Equal rules give the same kernel, which compiled blocks refer to.
     """
     short, long = module_kernels(rules.peer_memory, device, dtype)
 
@@ -67,33 +68,31 @@ def kernel_by_length(rules: ExchangeRules, device: torch.device, dtype: torch.dt
 
 
 def goes_in_parts(rules: ExchangeRules, num_tokens: int) -> bool:
-    """Whether a step of so many tokens exchanges heads in parts."""
+    """Return whether a step of this many tokens exchanges heads in parts."""
     from_tokens = PARTS_FROM_TOKENS if rules.parts_from_tokens is None else rules.parts_from_tokens
     return num_tokens >= from_tokens
 
 
-def _of_long_steps(
+def _long_step_kernel(
     local: Kernel, team: Team, layout: TokenLayout, *, peer_memory: bool, device: torch.device, dtype: torch.dtype
 ) -> Kernel:
-    usual = team_kernel(local, team, layout, num_parts=NUM_PARTS)
+    fallback = team_kernel(local, team, layout, num_parts=NUM_PARTS)
     if not (peer_memory and meets_peers(team) and reachable(team.context, device, dtype)):
-        return usual
+        return fallback
     if team.ulysses.size > 1:
         attend = local_attention(device, dtype, layout.valid_rows(0, layout.num_chunks))
         peers = peer_ulysses(attend, team.ulysses, device)
-        return where_even(peers, usual, team.ulysses.size)
-    return where_even(peer_allgather_kv(local_attention(device, dtype), team.allgather_kv, layout, device), usual, 1)
+        return where_even(peers, fallback, team.ulysses.size)
+    return where_even(peer_allgather_kv(local_attention(device, dtype), team.allgather_kv, layout, device), fallback, 1)
 
 
 def meets_peers(team: Team) -> bool:
-    """Whether a rank's attention meets all others of its team at once: by Ulysses or AllGather-KV, and nothing else."""
+    """Return whether a rank's attention meets its whole team at once: by Ulysses or AllGather-KV alone."""
     return team.context.size > 1 and team.context.size in (team.ulysses.size, team.allgather_kv.size)
 
 
 def where_even(even: Kernel, other: Kernel, num_ranks: int) -> Kernel:
-    """``even`` for calls without mask and prefix whose heads, of queries and of keys, are a multiple of the ranks;
-    ``other`` for all others. Ranks decide alike.
-    """
+    """Return ``even`` if query and key heads divide evenly and there is no mask or prefix, else ``other``."""
 
     def chosen(
         q_BLHD: Tensor,

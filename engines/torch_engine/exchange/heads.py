@@ -1,12 +1,11 @@
 """Attention over the tokens of a team: on one rank alone, and through one all-to-all each way.
 
-Dims: L my tokens, B batch, R = L × B rows (batch innermost), H heads, D head dim, W ranks, h heads of one rank: H / W,
-rounded up. Where W × h is more than H, the last ranks attend with some that are not there: whatever lies in their
-place is exchanged and attended like the others, and the results are left out.
+Dims: L own tokens, B batch, R = L × B rows (batch innermost), H heads, D head dim, W ranks, h heads of one rank: H / W,
+rounded up. If W × h exceeds H, the last ranks exchange and attend surplus heads of undefined contents, whose results
+are dropped.
 
-Attention in steps whose prompts are filled up: what fills them is masked.
-
-The mask is one of a step's tensors, so that a captured step serves prompts of every length that is filled up alike.
+If prompts are padded, the padding is masked. The mask is one of a step's tensors, so that a captured step serves
+prompts of all lengths with the same padded length.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class LocalHeads:
-    """No exchange: q and k are normalised in place and attention reads the GEMM's result where it lies."""
+    """No exchange: q and k are normalised in place, and attention reads the GEMM's result directly."""
 
     adds_bias = False
 
@@ -51,7 +50,7 @@ class LocalHeads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSent:
-    """Heads that are where they are attended."""
+    """Heads that are attended where they are."""
 
     kernel: Attend
     qkv_LB3HD: Tensor
@@ -70,10 +69,10 @@ class LocalAttended:
 
 
 class UlyssesHeads:
-    """An all-to-all each way (arXiv:2309.14509), on the communicator's own stream. It carries whole tensors.
+    """An all-to-all of whole tensors each way (arXiv:2309.14509), on the communicator's own stream.
 
-    Layouts are chosen so that nothing is copied but the last step: q, k and v are written as they are sent
-    (destination, token, batch, which, head, D), attention reads what arrives through strides and writes what goes back.
+    Layouts avoid copies except the last one: q, k and v are written as they are sent (destination, token, batch, which,
+    head, D). Attention reads the received tensor through strides and writes the tensor to send back.
     """
 
     adds_bias = True
@@ -104,7 +103,7 @@ class UlyssesHeads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UlyssesSent:
-    """An all-to-all under way: (source, its tokens, batch, which, my heads, D). ``num_columns`` are all heads'."""
+    """A running all-to-all: (source, its tokens, batch, which, own heads, D). ``num_columns`` counts all heads."""
 
     kernel: Attend
     axis: Axis
@@ -120,17 +119,17 @@ class UlyssesSent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UlyssesAttended:
-    """An all-to-all under way: (rank of the heads, my rows, columns of its heads)."""
+    """A running all-to-all: (rank of the heads, own rows, columns of its heads)."""
 
     pending_WRC: Tensor
     num_columns: int
 
     def collect(self) -> Tensor:
-        return there(wait(self.pending_WRC), self.num_columns)
+        return drop_surplus(wait(self.pending_WRC), self.num_columns)
 
 
-def there(x_GRC: Tensor, num_columns: int) -> Tensor:
-    """Return the columns of heads that are there, in groups: all as they are, or one group of the first."""
+def drop_surplus(x_GRC: Tensor, num_columns: int) -> Tensor:
+    """Return the columns of real heads: all groups unchanged, or one group without the surplus."""
     groups, _, columns = x_GRC.shape
     return x_GRC if groups * columns == num_columns else join_columns(x_GRC)[None, :, :num_columns]
 
@@ -160,29 +159,29 @@ def _by_token(qkv_R3HD: Tensor, batch: int) -> Tensor:
 
 
 def cudnn_out(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor) -> Tensor:
-    """cuDNN's attention, which is faster if it does not write the log-sum-exp."""
+    """Run cuDNN's attention, which is faster without writing the log-sum-exp."""
     q_BHLD, k_BHMD, v_BHMD = (x.transpose(1, 2) for x in (q_BLHD, k_BMHD, v_BMHD))
     out_BHLD: Tensor = cudnn_attention(q_BHLD, k_BHMD, v_BHMD, None, False)[0]
     return out_BHLD.transpose(1, 2)
 
 
-class KeptKeys:
-    """Which keys the next run attends to: ``mask_M`` in the order in which one rank's attention has them."""
+class KeyMask:
+    """The keys that the next run attends to: ``mask_M`` in the key order of one rank's attention."""
 
     def __init__(self, layout: TokenLayout, chunks: range) -> None:
-        """``chunks`` are those of the ranks whose keys are there when a mask is asked for."""
+        """Mask keys of ``chunks``: the ranks whose keys are present when attention asks for the mask."""
         self._layout, self._chunks = layout, chunks
         self.mask_M: Tensor | None = None
 
-    def in_order(self, kept_N: Tensor) -> Tensor:
-        """Return ``mask_M`` from what is kept of all streams' tokens; a chunk's padding is not."""
+    def in_order(self, mask_N: Tensor) -> Tensor:
+        """Return ``mask_M`` from ``mask_N`` of all streams' tokens; padding of a chunk is masked."""
         names = tuple(name for name, _ in self._layout.lengths)
-        chunks = (self._layout.cut_streams(kept_N, dim=0, streams=names, index=index) for index in self._chunks)
+        chunks = (self._layout.cut_streams(mask_N, dim=0, streams=names, index=index) for index in self._chunks)
         return torch.cat(list(chunks))
 
     def attend(self, kernel: Kernel) -> Attend:
         def masked(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor) -> Tensor:
-            assert self.mask_M is not None, "a step whose prompts are filled up says which keys it attends to"
+            assert self.mask_M is not None, "a step with padded prompts must set its key mask"
             mask_BM = self.mask_M.expand(q_BLHD.shape[0], -1)
             return kernel(q_BLHD, k_BMHD, v_BMHD, mask_BM=mask_BM)[0]
 
@@ -190,5 +189,5 @@ class KeptKeys:
 
 
 def whole_kernel(layout: TokenLayout, sample: Tensor) -> Kernel:
-    """Return local attention over the keys of all ranks, as ``local_attention`` has them."""
+    """Return local attention over the keys of all ranks, in the order of ``local_attention``."""
     return crop_keys(local_kernel(sample.device, sample.dtype), layout.valid_rows(0, layout.num_chunks))

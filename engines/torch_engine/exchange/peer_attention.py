@@ -1,26 +1,20 @@
-"""Ulysses for modules that run as they are: copy engines carry some heads while others are attended.
+"""Ulysses and AllGather-KV for plain modules, through peer memory: copy engines carry heads while others are attended.
 
-What is seen of the exchange is the first part's way there, the last one's way back and a barrier a part. So there are
-three parts, and the first and the last are single key heads. Nothing is packed: rows go from where the projections left
-them to where attention reads them, and from there into the columns of the result.
+Ulysses: exposed are only the first part's way there, the last part's way back and a barrier per part. So there are
+three parts, and the first and the last are single key heads. Nothing is packed: rows go from the projections' output to
+attention's input, and from there into the columns of the result. Key heads are sent with all queries they serve. Parts
+are attended on two streams in turn, so idle multiprocessors continue with the next part.
 
-One memory each way is enough: a rank writes into an inbox only after a barrier that its owner passes after having read
-it. Queries are sent after the last barrier of the call before, which the owner reaches after attention; results are
-sent after a barrier of this call's queries, which the owner reaches after it has read the last result.
+One memory each way is enough: a rank writes into an inbox only after a barrier that its owner passes after reading it.
+Queries are sent after the previous call's last barrier, which the owner reaches after attention. Results are sent after
+a barrier of this call's queries, which the owner reaches after reading the last result.
 
-Parts are attended on two streams in turn: multiprocessors that have done with one go on with the next. Key heads are
-sent with all queries that they serve.
+AllGather-KV: copy engines bring every rank the keys and values of all; queries and results stay in place. Padding rows
+are left out. Each rank receives 2 G x (W - 1) / W of a token's heads for every token; with grouped heads that is little
+compared with Ulysses: 2 (G + H) x (W - 1) / W for every W-th token.
 
-Dims: B batch, L my queries, M = W x L all queries, K my keys, N = W x K all keys, W ranks, D head dim; H and G heads of
-queries and of keys, h and g those of one rank in one part.
-
-AllGather-KV for modules that run as they are: copy engines bring every rank the keys and values of all.
-
-Queries and results stay where they are. Keys go from where the projections left them to where attention reads them,
-rows that only fill up a rank's tokens left out. With grouped heads that is little: of W ranks each receives
-2 G x (W - 1) / W of a token's heads for every token, where Ulysses has 2 (G + H) x (W - 1) / W for every W-th.
-
-Dims: B batch, L my queries, K my keys, M all keys; H and G heads of queries and of keys, D head dim.
+Dims: B batch, L own queries, K own keys, W ranks, D head dim; H and G heads of queries and of keys, h and g those of
+one rank in one part. Ulysses: M = W x L all queries, N = W x K all keys. AllGather-KV: M all keys.
 """
 
 from __future__ import annotations
@@ -45,7 +39,7 @@ from engines.torch_engine.exchange.peer_memory import PeerMemory, copy_heads, co
 
 
 def peer_ulysses(attend: Attend, axis: Axis, device: torch.device) -> Kernel:
-    """Attention for the ranks of one host (see ``peer_memory.reachable``), which all make the same calls.
+    """Return attention for the ranks of one host (see ``peer_memory.reachable``), which all make the same calls.
 
     No LSE, no mask and no prefix; queries and keys have heads in multiples of the axis' size.
     """
@@ -65,14 +59,14 @@ class Part:
 
 
 def parts_of(heads: int, key_heads: int) -> tuple[Part, ...]:
-    """Return what is sent and attended at a time, in that order."""
+    """Return the parts in the order in which they are sent and attended."""
     each = heads // key_heads
     bounds = itertools.pairwise(sorted({0, 1, key_heads - 1, key_heads}))
     return tuple(Part(queries=slice(each * start, each * stop), keys=slice(start, stop)) for start, stop in bounds)
 
 
 class Inbox(NamedTuple):
-    """One part's of one rank."""
+    """One part's inbox on one rank."""
 
     q_BMhD: Tensor
     k_BNgD: Tensor
@@ -81,7 +75,7 @@ class Inbox(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Memory:
-    """What one shape needs. ``inboxes`` are a part's of all ranks; ``outboxes`` all ranks' (B, L, W, H / W, D)."""
+    """Memory for one shape. ``inboxes`` are by part and rank; ``outboxes`` are all ranks' (B, L, W, H / W, D)."""
 
     inbox: PeerMemory
     outbox: PeerMemory
@@ -96,26 +90,26 @@ class PeerUlysses:
     def __init__(self, attend: Attend, axis: Axis, device: torch.device) -> None:
         self._attend, self._axis = attend, axis
         self._streams = copy_streams(axis, device, to_self=True)
-        self._every_other = SideStream(device, "every other part")
+        self._second_stream = SideStream(device, "every other part")
         self._memories: dict[tuple[int, ...], _Memory] = {}
 
     def __call__(self, q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor) -> Tensor:
-        """My queries' result, contiguous."""
+        """Return the result of this rank's queries, contiguous."""
         memory = self._memory(q_BLHD, k_BKGD)
         qkv = tuple(torch.unflatten(x.contiguous(), 2, (self._axis.size, -1)) for x in (q_BLHD, k_BKGD, v_BKGD))
-        left = [self._send(qkv, memory, part) for part in range(len(memory.parts))]
-        self._every_other.follow()  # all that came before this call, and no part of it
-        kept = []  # until the copies have left
-        for part, marks in enumerate(left):
-            with self._every_other.run(after_current=False) if part % 2 else nullcontext():
-                kept.append(self._attend_part(memory, part, marks))
-        for stream in (self._every_other, *self._streams.values()):
+        sends = [self._send(qkv, memory, part) for part in range(len(memory.parts))]
+        self._second_stream.follow()  # after everything before this call, but no part of it
+        pending = []  # held until the copies have ended
+        for part, events in enumerate(sends):
+            with self._second_stream.run(after_current=False) if part % 2 else nullcontext():
+                pending.append(self._attend_part(memory, part, events))
+        for stream in (self._second_stream, *self._streams.values()):
             stream.wait()
         memory.outbox.barrier(channel=0)
         return memory.outboxes[self._axis.index].reshape(q_BLHD.shape).clone()
 
     def _send(self, qkv: tuple[Tensor, ...], memory: _Memory, number: int) -> list[torch.cuda.Event | None]:
-        """Start one part's copies; the marks after which they have left."""
+        """Start one part's copies; return the events after which they have ended."""
         for rank, stream in self._streams.items():
             with stream.run():
                 for target, x, heads in zip(memory.inboxes[number][rank], qkv, memory.parts[number].qkv, strict=True):
@@ -123,17 +117,17 @@ class PeerUlysses:
                     copy_heads(target[:, first : first + x.shape[1]], x[:, :, rank, heads])
         return [stream.record() for stream in self._streams.values()]
 
-    def _attend_part(self, memory: _Memory, number: int, marks: list[torch.cuda.Event | None]) -> Tensor:
-        """The result, on its way back."""
-        for mark in marks:
-            wait_for(mark)
+    def _attend_part(self, memory: _Memory, number: int, events: list[torch.cuda.Event | None]) -> Tensor:
+        """Attend one part and start the copies of its result; return the tensor that they read."""
+        for event in events:
+            wait_for(event)
         memory.inbox.barrier(channel=number)
         out_BMhD = self._attend(*memory.inboxes[number][self._axis.index]).contiguous()
         out_BWLhD = torch.unflatten(out_BMhD, 1, (self._axis.size, -1))
         for rank, stream in self._streams.items():
             with stream.run():
-                mine = memory.outboxes[rank][:, :, self._axis.index, memory.parts[number].queries]
-                copy_heads(mine, out_BWLhD[:, rank])
+                target = memory.outboxes[rank][:, :, self._axis.index, memory.parts[number].queries]
+                copy_heads(target, out_BWLhD[:, rank])
         return out_BMhD
 
     def _memory(self, q_BLHD: Tensor, k_BKGD: Tensor) -> _Memory:
@@ -150,11 +144,11 @@ class PeerUlysses:
         inbox = PeerMemory.open(q_BLHD.numel() + 2 * k_BKGD.numel(), q_BLHD, self._axis, use="queries of a module")
         outbox = PeerMemory.open(q_BLHD.numel(), q_BLHD, self._axis, use="results of a module")
         shapes = [
-            (batch, world * rows, some.stop - some.start, dim)
+            (batch, world * rows, heads_slice.stop - heads_slice.start, dim)
             for part in parts
-            for rows, some in zip((length, num_keys, num_keys), part.qkv, strict=True)
+            for rows, heads_slice in zip((length, num_keys, num_keys), part.qkv, strict=True)
         ]
-        ranks = [_divided(view, shapes) for view in inbox.views_W]
+        ranks = [_split(view, shapes) for view in inbox.views_W]
         return _Memory(
             inbox=inbox,
             outbox=outbox,
@@ -166,14 +160,14 @@ class PeerUlysses:
         )
 
 
-def _divided(x_N: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """One tensor after the other."""
+def _split(x_N: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Return consecutive pieces of the given shapes."""
     pieces = torch.split(x_N, [math.prod(shape) for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def peer_allgather_kv(attend: Attend, axis: Axis, layout: TokenLayout, device: torch.device) -> Kernel:
-    """Attention for the ranks of one host (see ``peer_memory.reachable``), each with its chunk of ``layout``.
+    """Return attention for the ranks of one host (see ``peer_memory.reachable``), each with its chunk of ``layout``.
 
     No LSE, no mask and no prefix; any number of heads.
     """
@@ -186,13 +180,13 @@ class PeerKeys:
     def __init__(self, attend: Attend, axis: Axis, layout: TokenLayout, device: torch.device) -> None:
         self._attend, self._axis = attend, axis
         self._rows = tuple(_rows_of(layout, rank) for rank in range(axis.size))
-        self._firsts = tuple(itertools.accumulate(map(_number, self._rows), initial=0))
+        self._offsets = tuple(itertools.accumulate(map(_num_rows, self._rows), initial=0))
         self._streams = copy_streams(axis, device, to_self=True)
 
     def __call__(self, q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor) -> Tensor:
-        """My queries' result, contiguous."""
+        """Return the result of this rank's queries, contiguous."""
         shared, keys_values = self._memory(k_BKGD)
-        shared.barrier(channel=0)  # all have read what was sent in the call before
+        shared.barrier(channel=0)  # all ranks have read the previous call's keys
         sent = k_BKGD.contiguous(), v_BKGD.contiguous()
         for rank, stream in self._streams.items():
             with stream.run():
@@ -203,25 +197,25 @@ class PeerKeys:
         return self._attend(q_BLHD, *keys_values[self._axis.index]).contiguous()
 
     def _send(self, sent: tuple[Tensor, Tensor], target_2BMGD: Tensor) -> None:
-        for mine_BKGD, theirs_BMGD in zip(sent, target_2BMGD, strict=True):
-            first = self._firsts[self._axis.index]
+        for source_BKGD, part_BMGD in zip(sent, target_2BMGD, strict=True):
+            first = self._offsets[self._axis.index]
             for start, stop in self._rows[self._axis.index]:
-                copy_heads(theirs_BMGD[:, first : first + stop - start], mine_BKGD[:, start:stop])
+                copy_heads(part_BMGD[:, first : first + stop - start], source_BKGD[:, start:stop])
                 first += stop - start
 
     def _memory(self, k_BKGD: Tensor) -> tuple[PeerMemory, tuple[Tensor, ...]]:
-        """What is shared, and in it each rank's ``keys_values_2BMGD``."""
+        """Return the shared memory, and in it each rank's ``keys_values_2BMGD``."""
         batch, _, *head = k_BKGD.shape
-        shape = torch.Size((2, batch, self._firsts[-1], *head))
+        shape = torch.Size((2, batch, self._offsets[-1], *head))
         shared = PeerMemory.open(shape.numel(), k_BKGD, self._axis, use="keys of a module")
         return shared, tuple(view.view(shape) for view in shared.views_W)
 
 
 def _rows_of(layout: TokenLayout, rank: int) -> Rows:
-    """Those of a rank's chunk that are no padding; none where there are fewer tokens than ranks."""
+    """Return the unpadded rows of a rank's chunk; none if there are fewer tokens than ranks."""
     rows = layout.valid_rows(rank, 1)
     return ((0, layout.chunk_length),) if rows is None else rows
 
 
-def _number(rows: Rows) -> int:
+def _num_rows(rows: Rows) -> int:
     return sum(stop - start for start, stop in rows)

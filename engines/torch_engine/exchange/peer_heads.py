@@ -1,13 +1,12 @@
-"""Ulysses without a collective: each rank writes into the others' memory, in the layout that the reader wants.
+"""Ulysses without a collective: each rank writes into the others' memory, in the layout of the reader.
 
 Two ways to write. *Pushed*: the kernel that makes the data stores it straight into the peers' memory; nothing is left
-to do, but no product runs meanwhile. *Copied*: the kernel writes here, and the copy engines carry it over while
-products run on all multiprocessors. One barrier each way.
+to do, but no product runs meanwhile. *Copied*: the kernel writes locally, and the copy engines transfer the data while
+products run on all multiprocessors. There is one barrier each way.
 
-Why one memory each way is enough: a rank writes into an inbox only after a barrier that its owner passes after having
-read it. Queries of a block are sent after the last barrier of the block before, which the owner reaches after
-attention; results are sent after the barrier of this block's queries, which the owner reaches after it has read the
-last result.
+One memory each way is enough: a rank writes into an inbox only after a barrier that its owner passes after reading it.
+Queries of a block are sent after the previous block's last barrier, which the owner reaches after attention. Results
+are sent after the barrier of this block's queries, which the owner reaches after reading the last result.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from engines.core.resources import rank_resources
 from engines.fast.interface import wait_for
 from engines.fast.kernels import HeadNorms
 from engines.parallel.collectives import Axis
-from engines.torch_engine.exchange.heads import Attend, attend_tokens_first, there
+from engines.torch_engine.exchange.heads import Attend, attend_tokens_first, drop_surplus
 from engines.torch_engine.exchange.peer_memory import PeerMemory, addresses_of, copy_streams
 
 Copies = tuple[torch.cuda.Event | None, ...]
@@ -31,11 +30,11 @@ Copies = tuple[torch.cuda.Event | None, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Memory:
-    """What one shape needs: W ranks, h heads of one rank (see ``heads``).
+    """Memory for one shape: W ranks, h heads of one rank (see ``heads``).
 
-    ``inbox`` is read as (all tokens, B, 3, h, D); ``outbox`` as (W, rows, h x D), or, pushed, as (rows, W x h x D).
-    ``staging_WN`` holds what is copied. A kernel adds the place of my rows in an inbox to the addresses it is given:
-    ``pushed_W`` are the inboxes, ``staged_W`` the staging memory's less that place (for my own share: my inbox).
+    ``inbox`` is read as (all tokens, B, 3, h, D); ``outbox`` as (W, rows, h x D) or, pushed, as (rows, W x h x D).
+    ``staging_WN`` holds data to copy. A kernel adds the offset of own rows in an inbox to its addresses: ``pushed_W``
+    are the inboxes; ``staged_W`` are the staging memory's less that offset (for the own share: the own inbox).
     """
 
     inbox: PeerMemory
@@ -47,10 +46,9 @@ class _Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerSent:
-    """Queries that other ranks are writing into ``qkv_LB3hD`` (all tokens, my heads), and this one into theirs.
+    """Queries that other ranks are writing into ``qkv_LB3hD`` (all tokens, own heads), and this rank into theirs.
 
-    ``copies`` are reached when the copies of this rank's have left; empty: they were pushed. ``num_columns`` are those
-    of all heads.
+    ``copies`` are events at the end of this rank's copies; empty if pushed. ``num_columns`` counts all heads.
     """
 
     exchange: PeerHeads
@@ -66,7 +64,7 @@ class PeerSent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerAttended:
-    """Results on their way back; ``out_WRC`` must live until the copies from it are over."""
+    """Results on their way back; ``out_WRC`` must live until the copies from it have ended."""
 
     exchange: PeerHeads
     memory: _Memory
@@ -81,7 +79,7 @@ class PeerAttended:
 class PeerHeads:
     """A ``HeadExchange`` for the ranks of one host. Memory is made at a shape's first (uncaptured) call.
 
-    What has work beside it is copied, the rest pushed.
+    Data is copied if other work runs beside the transfer, else pushed.
     """
 
     adds_bias = True
@@ -92,7 +90,7 @@ class PeerHeads:
         self._memories: dict[tuple[int, ...], _Memory] = {}
 
     def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> PeerSent:
-        """Copies: the caller's work runs beside."""
+        """Copy: the caller's work runs beside the transfer."""
         from engines.fast.triton_kernels import launch_to_peers
 
         memory, rows = self._memory(qkv_R3HD), qkv_R3HD.shape[0]
@@ -100,7 +98,7 @@ class PeerHeads:
         return self._sent(qkv_R3HD, batch, copies=self._copy_queries(memory))
 
     def send_run(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, start: int, stop: int) -> None:
-        """Pushes. What was sent before lies in the inboxes of others already; a barrier of theirs keeps it safe."""
+        """Push. Earlier contents of the other ranks' inboxes are protected by their barrier."""
         from engines.fast.triton_kernels import launch_to_peers
 
         memory, rows = self._memory(qkv_R3HD), qkv_R3HD.shape[0]
@@ -125,18 +123,18 @@ class PeerHeads:
         )
 
     def collect(self, attended: PeerAttended) -> Tensor:
-        """Return my rows when all ranks have written them: a group of columns a rank, or, pushed, a single one."""
+        """Return own rows once all ranks have written them: a group of columns per rank or, pushed, a single one."""
         if attended.is_copied:
             for stream in self._streams.values():
                 stream.wait()
         attended.memory.outbox.barrier(channel=0)
-        result, (_, rows, _) = attended.memory.outbox.mine, attended.out_WRC.shape
+        result, (_, rows, _) = attended.memory.outbox.local, attended.out_WRC.shape
         result_GRC = result.view(attended.out_WRC.shape) if attended.is_copied else result.view(1, rows, -1)
-        return there(result_GRC, attended.num_columns)
+        return drop_surplus(result_GRC, attended.num_columns)
 
     def _sent(self, qkv_R3HD: Tensor, batch: int, copies: Copies) -> PeerSent:
         memory, (rows, _, heads, dim) = self._memory(qkv_R3HD), qkv_R3HD.shape
-        received = memory.inbox.mine.view(self._axis.size * rows // batch, batch, 3, -1, dim)
+        received = memory.inbox.local.view(self._axis.size * rows // batch, batch, 3, -1, dim)
         return PeerSent(
             exchange=self,
             memory=memory,
@@ -154,12 +152,12 @@ class PeerHeads:
         return tuple(stream.record() for stream in self._streams.values())
 
     def _copy_result(self, memory: _Memory, out_WRC: Tensor) -> None:
-        mine = self._axis.index
+        rank = self._axis.index
         for peer, stream in self._streams.items():
             with stream.run():
-                memory.outbox.views_W[peer].view(out_WRC.shape)[mine].copy_(out_WRC[peer])
-        with stream.run():  # the last of them
-            memory.outbox.mine.view(out_WRC.shape)[mine].copy_(out_WRC[mine])
+                memory.outbox.views_W[peer].view(out_WRC.shape)[rank].copy_(out_WRC[peer])
+        with stream.run():  # the last stream
+            memory.outbox.local.view(out_WRC.shape)[rank].copy_(out_WRC[rank])
 
     def _push_result(self, memory: _Memory, out_WRC: Tensor) -> None:
         from engines.fast.triton_kernels import push_columns
@@ -173,27 +171,27 @@ class PeerHeads:
         return self._memories[key]
 
     def _open(self, qkv_R3HD: Tensor) -> _Memory:
-        world, mine = self._axis.size, self._axis.index
+        world, rank = self._axis.size, self._axis.index
         rows, _, heads, dim = qkv_R3HD.shape
         num_results = rows * world * heads_of_one(heads, world) * dim
         inbox = PeerMemory.open(3 * num_results, qkv_R3HD, self._axis, use="queries")
         outbox = PeerMemory.open(num_results, qkv_R3HD, self._axis, use="results")
         staging_WN = _staging(3 * num_results, qkv_R3HD).view(world, -1)
         pushed_W = addresses_of(inbox.views_W)
-        place = mine * staging_WN.shape[1] * staging_WN.element_size()
-        staged_W = addresses_of(staging_WN.unbind(0)) - place
-        staged_W[mine] = pushed_W[mine]
+        offset = rank * staging_WN.shape[1] * staging_WN.element_size()
+        staged_W = addresses_of(staging_WN.unbind(0)) - offset
+        staged_W[rank] = pushed_W[rank]
         return _Memory(inbox=inbox, outbox=outbox, staging_WN=staging_WN, pushed_W=pushed_W, staged_W=staged_W)
 
 
 class StagingMemory(dict[Hashable, list[Tensor]]):
-    """Memory by dtype and device, each larger than the one before; kept, for captured steps hold their addresses."""
+    """Memory by dtype and device, in ascending order of size; never freed, since captured steps hold its addresses."""
 
 
 def _staging(num_elements: int, sample: Tensor) -> Tensor:
-    """Return so many elements, shared by all shapes and teams: their steps run one after the other.
+    """Return ``num_elements`` elements, shared by all shapes and teams: their steps run one after another.
 
-    In powers of two, so that all sizes together take less than four times what the largest needs.
+    Sizes are powers of two, so together they take less than four times the largest need.
     """
     memories = rank_resources().get(StagingMemory).setdefault((sample.dtype, sample.device), [])
     if not memories or memories[-1].numel() < num_elements:
@@ -202,23 +200,23 @@ def _staging(num_elements: int, sample: Tensor) -> Tensor:
 
 
 PeerAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``(q_BLHD, k_BKGD, v_BKGD) -> out_BLHD``, contiguous: my queries over the keys of all ranks."""
+"""``(q_BLHD, k_BKGD, v_BKGD) -> out_BLHD``, contiguous: own queries over the keys of all ranks."""
 
 
 class PeerOperations(list[PeerAttention]):
-    """The operations of a rank, by their number in the graph of a compiled module.
+    """Operations of a rank, by their number in the graph of a compiled module.
 
     None is dropped before the rank ends: a captured step may hold its memory.
     """
 
 
 def one_operation(attention: PeerAttention) -> Kernel:
-    """A kernel without LSE, mask and prefix, for ranks that all make the same calls."""
+    """Return a kernel without LSE, mask and prefix, for ranks that all make the same calls."""
     operations = rank_resources().get(PeerOperations)
     number = len(operations)
     operations.append(attention)
 
-    def exchanged(
+    def peer_kernel(
         q_BLHD: Tensor,
         k_BKGD: Tensor,
         v_BKGD: Tensor,
@@ -231,7 +229,7 @@ def one_operation(attention: PeerAttention) -> Kernel:
         assert prefix is None
         return _run(q_BLHD, k_BKGD, v_BKGD, number), q_BLHD.new_empty(0)
 
-    return exchanged
+    return peer_kernel
 
 
 @torch.library.custom_op("troupe::peer_attention", mutates_args=())

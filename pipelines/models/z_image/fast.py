@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.core.model import Arguments, Precision, StepTensors, Writers
-from engines.fast.blocks import NUM_VECTORS, SandwichBlock, SandwichStep, writers_of
+from engines.fast.blocks import NUM_VECTORS, PrePostNormBlock, PrePostNormStep, writers_of
 from engines.fast.interface import HeadExchange, StepParts
 from engines.fast.kernels import Modulation, norm_modulate
 from pipelines.models.block_weights import gemm, norms, stacked
@@ -127,14 +127,14 @@ class FastZImage:
 
     def _run(
         self,
-        blocks: tuple[SandwichBlock, ...],
+        blocks: tuple[PrePostNormBlock, ...],
         exchange: HeadExchange,
         x_RC: Tensor,
         vectors_VBC: Tensor,
         tables: tuple[Tensor, Tensor],
     ) -> Tensor:
         cos_LP, sin_LP = tables
-        return SandwichStep(
+        return PrePostNormStep(
             blocks=blocks,
             exchange=exchange,
             vectors_VBC=vectors_VBC,
@@ -146,9 +146,9 @@ class FastZImage:
         ).run(x_RC)
 
 
-def _block(layer: Any, precision: Precision) -> SandwichBlock:
+def _block(layer: Any, precision: Precision) -> PrePostNormBlock:
     attention, mlp = layer.attention, layer.feed_forward
-    return SandwichBlock(
+    return PrePostNormBlock(
         qkv=stacked((attention.to_q, attention.to_k, attention.to_v), precision),
         out=gemm(attention.to_out[0], precision),
         up=stacked((mlp.w1, mlp.w3), precision, "swiglu"),

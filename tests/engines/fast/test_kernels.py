@@ -82,7 +82,7 @@ def test_gate_with_two_segments_meets_modulation_with_one() -> None:
     torch.testing.assert_close(residual(x_RC, (y_RC,), gate_SBC, modulation), expected)
 
 
-def test_a_sandwich_norms_what_is_added_and_the_sum() -> None:
+def test_add_normed_norms_the_update_and_the_sum() -> None:
     x_RC, y_RC, (gate_BC, scale_BC) = torch.randn(ROWS, CHANNELS), torch.randn(ROWS, CHANNELS), vectors()
     norm = nn.RMSNorm(CHANNELS, eps=1e-3, elementwise_affine=False)
     gate_RC, scale_RC = (vector_BC.repeat(ROWS // BATCH, 1) for vector_BC in (gate_BC, scale_BC))

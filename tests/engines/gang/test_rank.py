@@ -37,7 +37,7 @@ def test_a_rank_is_not_built_before_its_early_start_is_over() -> None:
         start_early(torch.device("cpu"))
         return load_fake(context)  # whose engine waits for nothing
 
-    with separate_rank_resources(), patch("engines.parallel.early_start._compute", work):
+    with separate_rank_resources(), patch("engines.parallel.early_start._warm_up_kernels", work):
         rank = Rank(GangConfig(num_ranks=1, cpus_per_rank=1), 0)
         rank.open()
         rank.load(load)
@@ -50,7 +50,7 @@ def test_an_early_start_that_failed_fails_the_build() -> None:
         start_early(torch.device("cpu"))
         return load_fake(context)
 
-    broken = patch("engines.parallel.early_start._compute", side_effect=ZeroDivisionError)
+    broken = patch("engines.parallel.early_start._warm_up_kernels", side_effect=ZeroDivisionError)
     with separate_rank_resources(), broken:
         rank = Rank(GangConfig(num_ranks=1, cpus_per_rank=1), 0)
         rank.open()

@@ -29,7 +29,7 @@ from tests.engines.support.rank_resources import separate_rank_resources
 from tests.support.patience import PATIENCE_S
 
 CPU = torch.device("cpu")
-WORK = "engines.parallel.early_start._compute"
+WORK = "engines.parallel.early_start._warm_up_kernels"
 """What the thread does last."""
 Seen = list[tuple[str, tuple[int, ...]]]
 

@@ -73,7 +73,7 @@ def test_without_the_package_nothing_changes() -> None:
 def test_heads_that_it_has_are_its_own(package: Package, caplog: pytest.LogCaptureFixture, dim: int) -> None:
     with caplog.at_level(logging.INFO):
         kernel = with_flash3(plain_attention, "cpu")
-    assert "attention is FlashAttention-3 for heads of 64, 128" in caplog.text
+    assert "attention uses FlashAttention-3 for head dims 64, 128" in caplog.text
     package.shapes.clear()
     given = qkv(dim)
     out, lse = kernel(*given)
@@ -97,7 +97,7 @@ def test_prefixes_and_other_heads_are_not(package: Package) -> None:
 
 @pytest.fixture
 def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash3, "FEWEST_KEYS_MASKED", 13)
+    monkeypatch.setattr(flash3, "MIN_MASKED_KEYS", 13)
 
 
 def test_masks_of_few_keys_are_not(package: Package) -> None:
@@ -129,7 +129,7 @@ def test_masks_are_another_kernels_where_a_number_of_keys_gives_a_wrong_answer(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         kernel = with_flash3(plain_attention, "cpu")
-    assert "FlashAttention-3's answer for heads of 128 with a mask is wrong" in caplog.text
+    assert "FlashAttention-3 is not used for heads of 128 with a mask: answer" in caplog.text
     package.shapes.clear()
     given, mask = qkv(128), torch.arange(13).expand(2, 13) < 9
     assert kernel(*given, mask_BM=mask)[0].equal(plain_attention(*given, mask_BM=mask)[0])
@@ -142,7 +142,7 @@ def test_masks_are_another_kernels_where_a_number_of_keys_gives_a_wrong_answer(
 def test_a_wrong_answer_is_told_and_not_used(package: Package, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert with_flash3(plain_attention, "cpu") is plain_attention
-    assert "FlashAttention-3's answer for heads of 128 is wrong" in caplog.text
+    assert "FlashAttention-3 is not used for heads of 128: answer" in caplog.text
 
 
 def test_a_library_for_another_pytorch_is_told(
@@ -154,7 +154,7 @@ def test_a_library_for_another_pytorch_is_told(
     monkeypatch.setattr(importlib, "import_module", refuse)
     with caplog.at_level(logging.WARNING):
         assert with_flash3(plain_attention, "cpu") is plain_attention
-    assert "cannot be loaded, so it is not used: undefined symbol" in caplog.text
+    assert "is not used: it is installed but cannot be loaded: undefined symbol" in caplog.text
 
 
 @pytest.mark.parametrize(("capability", "is_taken"), [((9, 0), True), ((10, 0), False), ((8, 9), False)])
@@ -162,7 +162,7 @@ def test_other_gpus_than_hopper(
     package: Package, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_taken: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert (flash3._installed(torch.device("cuda")) is not None) is is_taken
+    assert (flash3._load_package(torch.device("cuda")) is not None) is is_taken
 
 
 def test_the_sequence_of_random_numbers_goes_on(package: Package) -> None:

@@ -45,7 +45,7 @@ def test_options_as_torch_takes_them(nccl: pytest.MonkeyPatch) -> None:
 def test_the_gangs_group_gets_them_on_gpus_only(nccl: pytest.MonkeyPatch, device: str) -> None:
     made = MagicMock()
     nccl.setattr("engines.gang.communicator.dist.init_process_group", made)
-    nccl.setattr(Communicator, "_prove", lambda self: None)
+    nccl.setattr(Communicator, "_verify", lambda self: None)
     member = Communicator(rank=0, num_ranks=1, device=torch.device(device), timeout_s=5, nccl=NcclOptions(min_ctas=4))
     member.join(member.open_store("127.0.0.1"))
     given = made.call_args.kwargs["pg_options"]

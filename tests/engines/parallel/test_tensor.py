@@ -94,7 +94,7 @@ def test_original_stays_whole_and_the_rest_is_shared() -> None:
 @pytest.mark.parametrize(
     ("rule", "size", "message"),
     [
-        (ColumnLinear(pattern="*.across"), 2, r"pattern '\*.across' fits no submodule of Sequential"),
+        (ColumnLinear(pattern="*.across"), 2, r"pattern '\*.across' matches no submodule of Sequential"),
         (ColumnLinear(pattern="*.up"), 5, r"0.up: 12 features cannot be split over 5 ranks"),
         (RowLinear(pattern="*.down", segments=(1, 4)), 2, r"12 features do not divide into segments \(1, 4\)"),
         (ColumnLinear(pattern="*.up", segments=(1, 4)), 2, r"12 features do not divide into segments \(1, 4\)"),

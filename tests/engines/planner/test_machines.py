@@ -79,4 +79,4 @@ def test_where_nothing_fits_the_smallest_is_chosen_and_said_to_be(flux: ModelPro
     small = replace(H200, memory_bytes=2**30)
     step = forecast(flux, work(1024), 4, small, must_fit=False)
     assert step.chosen.memory_bytes == min(cost.memory_bytes for cost in step.costs)
-    assert step.reason() == f"{step.chosen.spec.name}: the smallest of {len(step.costs)}, of which none fits"
+    assert step.reason() == f"{step.chosen.spec.name}: the smallest of {len(step.costs)}, none of which fits"

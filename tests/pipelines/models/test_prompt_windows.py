@@ -16,7 +16,7 @@ from torch import Tensor
 from engines.core.model import Branch
 from engines.core.tensors import relative_difference
 from engines.torch_engine.engine import TorchEngine
-from engines.torch_engine.exchange.heads import KeptKeys
+from engines.torch_engine.exchange.heads import KeyMask
 from engines.torch_engine.options import TorchOptions
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.qwen_image.spec import PROMPT_WINDOW
@@ -33,7 +33,7 @@ CASE = Case(make=tiny_qwen.qwen, changes={"negative_prompt": "not blue"})
 MAKERS = {"qwen": tiny_qwen.qwen, "qwen edit": tiny_qwen.qwen_edit}
 STRATEGIES = [("ulysses", 2), ("ring", 2), ("allgather_kv", 2), ("hybrid", 4)]
 BOUND = 1e-5
-IN_ORDER = KeptKeys.in_order
+IN_ORDER = KeyMask.in_order
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def predicted(folder: Path, strategy: str = "ulysses") -> tuple[Tensor, ...]:
 
 def attending_to_all(folder: Path, strategy: str = "ulysses") -> tuple[Tensor, ...]:
     """To what fills prompts up as well."""
-    with patch.object(KeptKeys, "in_order", lambda keys, kept_N: torch.ones_like(IN_ORDER(keys, kept_N))):
+    with patch.object(KeyMask, "in_order", lambda keys, kept_N: torch.ones_like(IN_ORDER(keys, kept_N))):
         return predicted(folder, strategy)
 
 

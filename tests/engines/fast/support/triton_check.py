@@ -73,7 +73,7 @@ def check_norm(device: str, *, channels: int, first: int, gates: int, segments: 
             close(x_there, x_here)
 
 
-def check_sandwich(device: str) -> None:
+def check_pre_post_norm(device: str) -> None:
     batch, rows, channels, eps = 2, 10, 48, 1e-3
     x, y, gate, scale = torch.randn(rows, channels), torch.randn(rows, channels), *torch.randn(2, batch, channels)
     for quantize in (False, True):
@@ -145,7 +145,7 @@ class OneProcessMemory:
 
     def __init__(self, numel: int, sample: Tensor, axis: Axis, *, use: str) -> None:
         several = self.opened.setdefault(use, [sample.new_full((numel,), float("nan")) for _ in axis.ranks])
-        self.views_W, self.mine = tuple(several), several[axis.index]
+        self.views_W, self.local = tuple(several), several[axis.index]
         self.addresses_W = addresses_of(several)
         self.barrier = lambda channel: None
 
@@ -208,7 +208,7 @@ def main(device: str) -> None:
     check_norm(device, channels=48, first=4, gates=2, segments=2)
     check_norm(device, channels=96, first=4, gates=2, segments=1)
     check_norm(device, channels=64, first=0, gates=1, segments=1)
-    check_sandwich(device)
+    check_pre_post_norm(device)
     check_heads(device, heads=12, dim=16, outer=2, inner=2)
     check_heads(device, heads=6, dim=8, outer=1, inner=3)
     check_heads(device, heads=6, dim=8, outer=1, inner=4)

@@ -17,7 +17,7 @@ from engines.core.packing import ALIGNMENT
 from engines.core.tensors import relative_difference
 from engines.gang.config import RankParts
 from engines.gang.jobs.job import Job
-from engines.gang.jobs.rank_jobs import RankJobs, rehearse, transfer
+from engines.gang.jobs.rank_jobs import RankJobs, transfer, warm_up_transfers
 from engines.gang.jobs.scheduler import Scheduler
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
@@ -142,13 +142,13 @@ def rehearsed() -> list[int]:
         return broadcast(tensor, src, *args, **options)
 
     with patch.object(dist, "broadcast", noted):
-        rehearse(RankContext(rank=dist.get_rank(), num_ranks=2, device="cpu"))
+        warm_up_transfers(RankContext(rank=dist.get_rank(), num_ranks=2, device="cpu"))
     return sources
 
 
 def test_one_rank_rehearses_nothing() -> None:
     with patch.object(dist, "broadcast_object_list", side_effect=AssertionError):
-        rehearse(RankContext(rank=0, num_ranks=1, device="cpu"))
+        warm_up_transfers(RankContext(rank=0, num_ranks=1, device="cpu"))
 
 
 def test_a_state_without_tensors() -> None:

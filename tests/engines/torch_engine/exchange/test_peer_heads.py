@@ -26,7 +26,7 @@ class OwnMemory:
     @staticmethod
     def open(numel: int, sample: Tensor, axis: Axis, *, use: str) -> Any:
         views = tuple(sample.new_empty(numel) for _ in axis.ranks)
-        return SimpleNamespace(mine=views[axis.index], views_W=views, addresses_W=peer_exchange.addresses_of(views))
+        return SimpleNamespace(local=views[axis.index], views_W=views, addresses_W=peer_exchange.addresses_of(views))
 
 
 def test_shapes_share_what_is_copied_from() -> None:

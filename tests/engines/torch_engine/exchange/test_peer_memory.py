@@ -19,7 +19,7 @@ SAMPLE = torch.zeros(())
 
 def two_tensors(numel: int, sample: Tensor, axis: Axis) -> PeerMemory:
     views = tuple(sample.new_zeros(numel) for _ in axis.ranks)
-    return PeerMemory(mine=views[axis.index], views_W=views, addresses_W=addresses_of(views), handle=None)
+    return PeerMemory(local=views[axis.index], views_W=views, addresses_W=addresses_of(views), handle=None)
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +30,9 @@ def fresh() -> Iterator[None]:
 
 def test_sizes_share_the_smallest_memory_that_holds_them() -> None:
     opened = [PeerMemory.open(numel, SAMPLE, PAIR, use="queries") for numel in (10, 100, 16, 60, 128)]
-    assert [memory.mine.numel() for memory in opened] == [10, 100, 16, 60, 128]
-    assert all(view.numel() == memory.mine.numel() for memory in opened for view in memory.views_W)
-    small, large, *others = (memory.mine.data_ptr() for memory in opened)
+    assert [memory.local.numel() for memory in opened] == [10, 100, 16, 60, 128]
+    assert all(view.numel() == memory.local.numel() for memory in opened for view in memory.views_W)
+    small, large, *others = (memory.local.data_ptr() for memory in opened)
     assert small != large
     assert others == [small, large, large]
     assert [memory.addresses_W[0].item() for memory in opened] == [small, large, small, large, large]
@@ -46,5 +46,5 @@ def test_other_uses_ranks_and_dtypes_have_their_own() -> None:
         PeerMemory.open(8, SAMPLE, OTHER_PAIR, use="queries"),
         PeerMemory.open(8, half, PAIR, use="queries"),
     ]
-    assert len({memory.mine.data_ptr() for memory in opened}) == 4
-    assert opened[3].mine.dtype == torch.bfloat16
+    assert len({memory.local.data_ptr() for memory in opened}) == 4
+    assert opened[3].local.dtype == torch.bfloat16

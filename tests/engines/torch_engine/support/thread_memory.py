@@ -36,7 +36,7 @@ class ThreadMemory:
                 meeting = self._barriers.setdefault((use, channel), threading.Barrier(axis.size))
             meeting.wait(timeout=PATIENCE_S)
 
-        return SimpleNamespace(mine=views[axis.index], views_W=tuple(views), barrier=barrier)
+        return SimpleNamespace(local=views[axis.index], views_W=tuple(views), barrier=barrier)
 
 
 def on_all_ranks(function: Callable[[int], Any]) -> list[Any]:
