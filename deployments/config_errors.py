@@ -1,4 +1,4 @@
-"""The mistakes in a configuration: one sentence each, with its path and the key that was probably meant."""
+"""Errors of a configuration: one sentence each, with its path and the nearest known key."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ CONFIG_SENTENCES = SENTENCES | {
     **dict.fromkeys(("dict_type", "model_type", "dataclass_type"), SECTION),
 }
 ROOT: Place = ("applications", 0, "args")
-"""The section of nearly all keys, which is left out of paths."""
+"""The section of nearly all keys, omitted from paths."""
 MODEL = "\0"
-"""Stands for the names of models in a path."""
+"""Placeholder of models' names in a path."""
 
 
 def describe_errors(error: ValidationError, document: Any, schema: type[BaseModel]) -> list[str]:
-    """Return a sentence for each mistake in ``document``, which is no ``schema``.
+    """Return a sentence for each mistake in ``document``, which ``schema`` rejects.
 
-    A mistake in several models is one sentence with their names. Mistakes that follow from others are left out.
+    A mistake in several models is one sentence with their names. Mistakes that follow from others are omitted.
     """
     errors = [one for one in error.errors() if not _follows(one, error.errors())]
     known = schema.model_json_schema()
@@ -48,7 +48,7 @@ def describe_errors(error: ValidationError, document: Any, schema: type[BaseMode
 
 
 def _follows(error: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a list is too short only because an entry of it is wrong."""
+    """Return whether a list is too short only because one of its entries is invalid."""
     place, size = error["loc"], len(error["loc"])
     return error["type"] == "too_short" and any(one["loc"][:size] == place != one["loc"] for one in errors)
 
@@ -56,7 +56,7 @@ def _follows(error: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> b
 def _by_value(
     errors: Sequence[Mapping[str, Any]], known: Mapping[str, Any]
 ) -> Mapping[Place, Sequence[Mapping[str, Any]]]:
-    """Group errors by the place of their value: pydantic reports one for each type that the value may have."""
+    """Group errors by the place of their value: pydantic reports one for each allowed type."""
     groups: dict[Place, list[Mapping[str, Any]]] = {}
     for error in errors:
         place = error["loc"]
@@ -66,12 +66,12 @@ def _by_value(
 
 
 def _allowed(error: Mapping[str, Any], known: Mapping[str, Any]) -> str:
-    """Return what else a value may be."""
+    """Return the allowed values of another type."""
     return _sentence(error, known).rpartition(": it must be ")[2]
 
 
 def _sentence(error: Mapping[str, Any], known: Mapping[str, Any]) -> str:
-    """Return what follows the path."""
+    """Return the sentence after the path."""
     if error["type"] in UNKNOWN:
         meant = _meant(error, known)
         hint = f"did you mean {meant}?" if meant else f"known: {', '.join(_keys(known, error['loc'][:-1]))}"
@@ -84,7 +84,7 @@ def _sentence(error: Mapping[str, Any], known: Mapping[str, Any]) -> str:
 
 
 def _meant(error: Mapping[str, Any], known: Mapping[str, Any]) -> str:
-    """Return the key that an unknown one was probably meant to be; empty if none is near."""
+    """Return the known key that is nearest to an unknown one; empty if none is near."""
     return nearest_name(str(error["loc"][-1]), _keys(known, error["loc"][:-1]))
 
 
@@ -94,7 +94,7 @@ def _keys(known: Mapping[str, Any], place: Place) -> tuple[str, ...]:
 
 
 def _members(known: Mapping[str, Any], place: Place) -> list[Mapping[str, Any]]:
-    """Return the schemas of which a value at ``place`` may be, null left out."""
+    """Return the schemas that a value at ``place`` may have, without null."""
     node = known
     for part in place:
         node = _resolved(known, node)
@@ -109,7 +109,7 @@ def _resolved(known: Mapping[str, Any], node: Mapping[str, Any]) -> Mapping[str,
 
 
 def _path(place: Place, document: Any) -> tuple[str, str]:
-    """Return where a mistake is, as ``models.MODEL.denoiser.num_rank``, and the name of the model."""
+    """Return the path of a mistake, such as ``models.MODEL.denoiser.num_rank``, and the model's name."""
     place, name = (place[len(ROOT) :], "") if place[: len(ROOT)] == ROOT else (place, "")
     if len(place) > 1 and place[0] == "models":
         try:

@@ -55,4 +55,4 @@ def test_a_replica_that_does_not_answer_hides_no_other(
     denoiser = Deployment(RayActorError(), TimeoutError("not in time"), ("Denoiser-m#b", []), meet=meet)
     with caplog.at_level(logging.WARNING, "troupe.metrics"):
         assert gathered(monkeypatch, ingress, denoiser) == ["Ingress#a", "Denoiser-m#b"]
-    assert caplog.text.count("m did not say what it has counted") == 2
+    assert caplog.text.count("a replica did not report its metrics") == 2
