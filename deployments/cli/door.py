@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from deployments.cli.progress import console
 from deployments.cli.serving import load_config
 from deployments.door.door import Door, listen
-from deployments.door.haproxy import Lane
+from deployments.door.haproxy import PictureQueue
 from deployments.names import url_at
 
 
@@ -20,10 +20,10 @@ def run_door(to: str, host: str, port: int, config: str) -> None:
     """
     backend = parse_address(to)
     app = load_config(config or "laptop").app
-    lane = Lane.of(app) if config else None
+    queue = PictureQueue.of(app) if config else None
     listener = listen(host, port)
     own_url = url_at(host, listener.getsockname()[1])  # the port may have been 0
-    with Door(listener, backend, app.door, app.api.trusted_proxies, lane, app.api.allowed_origins):
+    with Door(listener, backend, app.door, app.api.trusted_proxies, queue, app.api.allowed_origins):
         console.print(f"Standing at {own_url} in front of {to}. Ctrl-C ends it.")
         signal.pause()
 

@@ -31,7 +31,7 @@ from deployments.cli.preflight import check, with_metrics_port
 from deployments.config import AppConfig, ServeConfig
 from deployments.config_errors import describe_errors
 from deployments.door.door import Door, listen
-from deployments.door.haproxy import Lane, find_binary
+from deployments.door.haproxy import PictureQueue, find_binary
 from deployments.heartbeat import ANSWER_WITHIN_S, Heartbeat
 from deployments.names import APPLICATION, INGRESS, url_at
 from deployments.ray_private import application_status, controller_answers, restart_controller
@@ -134,8 +134,8 @@ class Entrance:
         with reserved_port(LOOPBACK) as own_port:
             backend = (LOOPBACK, own_port)
             api = config.app.api
-            lane = Lane.of(config.app)
-            with Door(listener, backend, config.app.door, api.trusted_proxies, lane, api.allowed_origins) as door:
+            queue = PictureQueue.of(config.app)
+            with Door(listener, backend, config.app.door, api.trusted_proxies, queue, api.allowed_origins) as door:
                 yield cls(url=url, backend=backend, door=door)
 
 

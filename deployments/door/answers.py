@@ -16,7 +16,7 @@ RETRY: Mapping[str, str] = {"Retry-After": "2"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """An answer with ``status``, in place of HAProxy's page."""
+    """An answer in place of HAProxy's error page."""
 
     status: int
     message: str
@@ -39,7 +39,7 @@ class Answer:
         return "\r\n".join((*lines, "", self.body))
 
     def write(self, folder: Path) -> Path:
-        """Write the page into ``folder``; returns its file."""
+        """Write the page into ``folder``; return its file."""
         file = folder / f"{self.code}.http"
         file.write_bytes(self.page().encode())
         return file
@@ -101,5 +101,5 @@ def slow_body(deadline_s: float) -> Answer:
 
 
 def write_pages(folder: Path) -> dict[int, Path]:
-    """Write the pages that replace HAProxy's own; returns their files by status."""
+    """Write the pages that replace HAProxy's own; return their files by status."""
     return {answer.status: answer.write(folder) for answer in ANSWERS}
