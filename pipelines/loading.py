@@ -1,4 +1,4 @@
-"""Resolve a configured source (a folder, a shipped checkpoint, a hub id) to a folder, and a dtype's name."""
+"""Resolve a configured source (folder, shipped checkpoint, hub id) to a folder, and a dtype by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TOP_FILES = [CLASSIC_INDEX, MODULAR_INDEX, "troupe.json"]
 PART_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 HUB_FILES = [*TOP_FILES, *(f"*/{pattern}" for pattern in PART_FILES)]
-"""The diffusers layout only: hub repositories often repeat the weights as one large file at the top."""
+"""Files of the diffusers layout: hub repositories often repeat the weights as one large file at the top."""
 CONFIGURATION_FILES = [pattern for pattern in HUB_FILES if not pattern.endswith(".safetensors")]
 
 
