@@ -107,7 +107,7 @@ def find_device() -> torch.device:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BuildOptions:
+class EngineBuildOptions:
     """Options of ``troupe build-engine``."""
 
     model: str
@@ -133,13 +133,13 @@ class BuildOptions:
         return self.calibrate or self.weights == "constants" or is_static(self.precision)
 
 
-def build(options: BuildOptions) -> None:
+def build(options: EngineBuildOptions) -> None:
     """Build the engine files, or find them in the cache, and print a report of each. Errors: ``engine_reports``."""
     for report in engine_reports(options):
         console.print("\n".join(report.lines()), soft_wrap=True)
 
 
-def engine_reports(options: BuildOptions, *, visible: bool = True) -> list[EngineReport]:
+def engine_reports(options: EngineBuildOptions, *, visible: bool = True) -> list[EngineReport]:
     """Return reports of the engine files, which are built unless cached.
 
     ValueError if TensorRT does not support the options, BuildError if a build fails, KeyboardInterrupt after Ctrl-C.
@@ -178,7 +178,7 @@ def engine_reports(options: BuildOptions, *, visible: bool = True) -> list[Engin
 
 
 @contextmanager
-def model_for(options: BuildOptions, checkpoint: Checkpoint) -> Iterator[DenoiserModel]:
+def model_for(options: EngineBuildOptions, checkpoint: Checkpoint) -> Iterator[DenoiserModel]:
     """Yield the model; an outline without weight values unless ``options.needs_weights``."""
     from engines.core.torch_private import fake_mode
 
@@ -189,7 +189,7 @@ def model_for(options: BuildOptions, checkpoint: Checkpoint) -> Iterator[Denoise
         yield checkpoint.outline()
 
 
-def buckets_for(options: BuildOptions, checkpoint: Checkpoint, model: DenoiserModel) -> Sequence[Branch]:
+def buckets_for(options: EngineBuildOptions, checkpoint: Checkpoint, model: DenoiserModel) -> Sequence[Branch]:
     from engines.core.torch_private import without_modes
     from pipelines.size import Size
 

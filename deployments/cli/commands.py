@@ -53,11 +53,11 @@ def build_engine(
     width: Annotated[str | None, renamed_option("--width", "--ranks")] = None,
 ) -> None:
     """Build TensorRT engine files ahead of time, and report their contents."""
-    from deployments.cli.build import BuildOptions, build
+    from deployments.cli.build import EngineBuildOptions, build
 
     with errors():
         build(
-            BuildOptions(
+            EngineBuildOptions(
                 model=model,
                 strategy=strategy,
                 num_ranks=num_ranks,
