@@ -22,7 +22,7 @@ from deployments.api.settings import ApiLimits, ApiSettings
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipLimits, ClipSettings
 from deployments.config import AppConfig
-from deployments.observability.exposition import Counted, Exposition, counted_here
+from deployments.observability.exposition import Exposition, ReplicaMetrics, replica_metrics
 from deployments.ray_private import route_in_this_loop, serve_host
 from deployments.replicas import prepare_replica
 from deployments.requests.handle import handle_request
@@ -137,9 +137,9 @@ class Ingress:
             async for event in events:
                 yield event
 
-    async def metrics(self) -> Counted:
+    async def metrics(self) -> ReplicaMetrics:
         """Return this replica's name and its metrics."""
-        return counted_here()
+        return replica_metrics()
 
     async def drain(self, grace_s: float) -> None:
         """Requeue clips, refuse new requests, and give running ones ``grace_s`` to finish.

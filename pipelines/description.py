@@ -83,11 +83,11 @@ def read_description(path: Path, defaults: Defaults) -> Description:
     ValueError for unknown keys, values of other types, and invalid sizes.
     """
     file, written = path / FILE_NAME, read_own(path).get(CARD, {})
-    known = [field.name for field in fields(Description)]
+    names = [field.name for field in fields(Description)]
     if not isinstance(written, dict):
-        raise ValueError(f"{file}: {CARD} is {json.dumps(written)}; it must be an object with {', '.join(known)}")
-    if unknown := sorted(written.keys() - set(known)):
-        raise ValueError(f"{file} has unknown keys {', '.join(unknown)} in {CARD}; known: {', '.join(known)}")
+        raise ValueError(f"{file}: {CARD} is {json.dumps(written)}; it must be an object with {', '.join(names)}")
+    if unknown := sorted(written.keys() - set(names)):
+        raise ValueError(f"{file} has unknown keys {', '.join(unknown)} in {CARD}; known: {', '.join(names)}")
     for name, value in written.items():
         words = [value] if name == "text" else value
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):

@@ -51,9 +51,9 @@ def resolve_configuration(source: str) -> Path:
     """
     _, source = split_source(source)
     name = source.rsplit("/", 1)[-1].lower().replace("-diffusers", "")
-    known = {model.lower(): model for model in published_models()}
-    if name in known and not Path(source).is_dir():
-        return PUBLISHED / known[name]
+    names = {model.lower(): model for model in published_models()}
+    if name in names and not Path(source).is_dir():
+        return PUBLISHED / names[name]
     try:
         return resolve_path(source, weights=False)
     except ValueError as error:
@@ -67,13 +67,13 @@ def hub_id_of(source: str) -> str:
     """
     if _HUB_ID.fullmatch(source):
         return source
-    known: dict[str, str] = json.loads(HUB_IDS.read_text())
-    for name, hub_id in known.items():
+    names: dict[str, str] = json.loads(HUB_IDS.read_text())
+    for name, hub_id in names.items():
         if name.lower() == source.lower():
             return hub_id
     raise ValueError(
         f"no model {source!r}: give a diffusers folder, a hub id like owner/name, {_shipped_names()}, or the name of "
-        f"a published model: {', '.join(known)}"
+        f"a published model: {', '.join(names)}"
     )
 
 

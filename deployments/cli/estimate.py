@@ -186,8 +186,8 @@ def find_machine(options: EstimateOptions, counted: ModelProfile) -> tuple[Machi
     from engines.planner.machine import MACHINES, Machine
 
     if options.machine is not None:
-        known = options.machine.lower() in MACHINES
-        return _named_or_read(options.machine), f"the known machine {options.machine}" if known else options.machine
+        is_known = options.machine.lower() in MACHINES
+        return _named_or_read(options.machine), f"the known machine {options.machine}" if is_known else options.machine
     kind = "cuda" if _has_gpus(options.num_ranks) else "cpu"
     file = measurement_file(counted, kind, options.num_ranks)
     if options.measure or (kind == "cuda" and not file.is_file()):

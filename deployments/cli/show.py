@@ -60,7 +60,7 @@ class FileSettings:
         elif self.settings is not None:
             fields = dict(self.settings)
             yield f"{self.file}: made by {fields.pop('software')}"
-            yield from (f"  {name}: {_written(value)}" for name, value in fields.items())
+            yield from (f"  {name}: {_format(value)}" for name, value in fields.items())
         elif PARAMETERS in self.texts:
             yield f"{self.file}: settings of another program"
             yield from self.texts[PARAMETERS].splitlines()
@@ -94,7 +94,7 @@ def _signature(file: Path) -> dict[str, Any] | None:
     return signature_of(file)
 
 
-def _written(value: object) -> str:
+def _format(value: object) -> str:
     return value.replace("\n", "\n    ") if isinstance(value, str) else json.dumps(value)
 
 

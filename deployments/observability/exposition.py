@@ -22,11 +22,11 @@ ANSWER_DEADLINE_S = 3.0
 
 logger = logging.getLogger("troupe.metrics")
 
-Counted = tuple[str, Families]
+ReplicaMetrics = tuple[str, Families]
 """A replica's name and its metrics."""
 
 
-def counted_here() -> Counted:
+def replica_metrics() -> ReplicaMetrics:
     """Return the name and metrics of the replica that runs this process."""
     context = serve.get_replica_context()
     return f"{context.deployment}#{context.replica_id.unique_id}", own_families()
@@ -61,7 +61,7 @@ class Exposition:
                 continue
             return
 
-    def _gather(self) -> Iterator[Counted]:
+    def _gather(self) -> Iterator[ReplicaMetrics]:
         if self._ingress is None:
             self._ingress = serve.get_deployment_handle(INGRESS, APPLICATION)
         handles = {INGRESS: self._ingress, **self._denoisers}
@@ -70,7 +70,7 @@ class Exposition:
                 yield from answers
 
 
-def _answers(name: str, handle: DeploymentHandle[Any]) -> list[Counted]:
+def _answers(name: str, handle: DeploymentHandle[Any]) -> list[ReplicaMetrics]:
     """Return the metrics of a deployment's replicas that answer in time."""
     try:
         answers = handle.broadcast("metrics").results(timeout_s=ANSWER_DEADLINE_S, return_exceptions=True)

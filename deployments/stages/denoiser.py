@@ -14,7 +14,7 @@ import ray
 
 from deployments.config import ModelConfig
 from deployments.forked_workers import python_like_own
-from deployments.observability.exposition import Counted, counted_here
+from deployments.observability.exposition import ReplicaMetrics, replica_metrics
 from deployments.replicas import is_on_loopback, prepare_replica
 from deployments.settings import process_environment
 from deployments.stages.common import Encoded, EncodingDone, StageEvent
@@ -135,9 +135,9 @@ class Denoiser:
         """Return the GPU seconds of a cancelled or failed job, once reported; 0 if unknown or the gang broke."""
         return await self._gang.spent_s(job_id)
 
-    async def metrics(self) -> Counted:
+    async def metrics(self) -> ReplicaMetrics:
         """Return this replica's name and its metrics."""
-        return counted_here()
+        return replica_metrics()
 
     async def check_health(self) -> None:
         """Raise if the gang is broken. One ``Gang.check_health`` may span several calls.

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from deployments.observability.exposition import Counted, Exposition
+from deployments.observability.exposition import Exposition, ReplicaMetrics
 from deployments.observability.metrics import MetricsSettings
 from tests.support.patience import PATIENCE_S
 
@@ -17,14 +17,14 @@ from tests.support.patience import PATIENCE_S
 class Deployment:
     """A handle whose replicas give ``answers``, once all that are asked side by side ``meet``."""
 
-    def __init__(self, *answers: Counted | Exception, meet: threading.Barrier) -> None:
+    def __init__(self, *answers: ReplicaMetrics | Exception, meet: threading.Barrier) -> None:
         self._answers, self._meet = answers, meet
 
     def broadcast(self, method: str) -> Deployment:
         assert method == "metrics"
         return self
 
-    def results(self, *, timeout_s: float, return_exceptions: bool = False) -> list[Counted | Exception]:
+    def results(self, *, timeout_s: float, return_exceptions: bool = False) -> list[ReplicaMetrics | Exception]:
         self._meet.wait(PATIENCE_S)
         failure = next((one for one in self._answers if isinstance(one, Exception)), None)
         if failure is not None and not return_exceptions:
