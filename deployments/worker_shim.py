@@ -1,11 +1,11 @@
 """Start a Ray worker as a fork of the node's zygote, in place of ``python`` and of Ray's set-up of a worker.
 
-The shim requests a fork with the worker's command from the zygote (``deployments/zygote.py``), forwards signals to it,
-and exits with its status. Without a zygote for this worker, it executes Python itself and logs why.
+The shim requests a fork from the zygote (``deployments/zygote.py``), forwards signals to it, and exits with its status.
+Without a zygote for this worker, it executes Python itself and logs why.
 
-It runs as ``worker_shim.py LEVEL SCRIPT ARGUMENTS…``, the ``py_executable`` of a runtime environment, and as
-``worker_shim.py SCRIPT ARGUMENTS… --serialized-runtime-env-context=JSON`` in place of Ray's ``setup_worker.py``, which
-imports all of Ray.
+As the ``py_executable`` of a runtime environment it runs as ``worker_shim.py LEVEL SCRIPT ARGUMENTS…``. In place of
+Ray's ``setup_worker.py``, which imports all of Ray, it runs as
+``worker_shim.py SCRIPT ARGUMENTS… --serialized-runtime-env-context=JSON``.
 
 It imports little, and of the standard library only: it runs once per worker.
 """

@@ -30,8 +30,8 @@ CONFIGURATION_FILES = [pattern for pattern in HUB_FILES if not pattern.endswith(
 def resolve_path(source: str, *, weights: bool = True) -> Path:
     """Return the diffusers directory of ``source``: a folder, the name of a shipped checkpoint, or a hub id.
 
-    A hub id is downloaded (or found in the hub cache), with ``weights`` if requested, and so are parts that a modular
-    index places elsewhere. A single file (``single_file``) resolves to its base. ValueError says what to change.
+    A hub id is downloaded (or found in the hub cache), with ``weights`` if requested. So are parts that a modular index
+    places elsewhere. A single file (``single_file``) resolves to its base. ValueError says what to change.
     """
     _, source = split_source(source)
     if Path(source).is_dir():
@@ -136,7 +136,7 @@ def resolve_file(source: str, name: str, usual: tuple[str, ...], *, beside: tupl
     """Return the safetensors file of ``source``: itself, or ``name`` in a folder or a repository of the hub.
 
     Without a ``name``, return one of the ``usual`` names or the only file. Files ``beside`` it are downloaded as well.
-    ValueError says what was tried.
+    ValueError lists the files.
     """
     path = Path(source)
     if path.is_file():

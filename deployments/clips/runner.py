@@ -17,7 +17,7 @@ logger = logging.getLogger("troupe.clips")
 
 
 class ClipRunner:
-    """Runs up to ``max_running`` claimed clips and those that ``begin`` adds; claims none during a storage problem."""
+    """Runs up to ``max_running`` claimed clips, and clips of ``begin``; claims none during a storage problem."""
 
     def __init__(
         self,

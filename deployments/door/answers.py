@@ -72,7 +72,7 @@ HEAD_TOO_LARGE = Answer(
 )
 BODY_UNWANTED = Answer(
     status=413,
-    message=f"A GET, HEAD, DELETE or OPTIONS request takes no body, and more than {STRAY_BYTES} bytes came along",
+    message=f"A GET, HEAD, DELETE or OPTIONS request takes no body, and more than {STRAY_BYTES} bytes were sent",
     code="body_too_large",
 )
 NOTHING = Answer(status=404, message="There is nothing at this path", code="not_found")
@@ -83,7 +83,7 @@ FULL = Answer(
 
 ALL_TAKEN = Answer(
     status=429,
-    message="As many pictures are being made as may be; try again after as many seconds as Retry-After says",
+    message="All places for pictures are taken; try again after the seconds in Retry-After",
     code="queue_full",
     # Random until the end of all running requests, so that not all retry at once.
     headers={"Retry-After": "%[rand(1000),mul(proc.wait),div(1000),add(1)]"},

@@ -62,7 +62,7 @@ class BlocksState:
     negative: Mapping[str, Any] | None = None
     """Replacements of the loop's values for a second prompt."""
     computed: tuple[bool, ...]
-    """Whether each step makes forwards."""
+    """True for each step that makes forwards."""
     kept: KeptPredictions | None = None
     """Predictions that the next step reuses, if it makes no forwards."""
     is_over_rounds: bool = False
