@@ -27,9 +27,9 @@ SERVE_ENVIRONMENT: Mapping[str, str] = {
 }
 """Variables for the start of a cluster's nodes, from which replicas inherit them.
 
-One event loop per replica instead of two: no await blocks for long, and each hop between loops adds latency. A proxy
-that died or hangs is replaced after seconds, while the door waits. A replica that answers no health check is killed,
-since it may be stopped. Idle replicas wake up once a second, not ten times, for metrics that Ray exports every ten.
+One event loop per replica instead of two: no coroutine blocks for long, and each hop between loops adds latency. A
+proxy that died or hangs is replaced after seconds, while the door waits. A replica that answers no health check is
+killed, since it may be stopped. Idle replicas wake up once a second, not ten times, for metrics.
 """
 LOCAL_ENVIRONMENT: Mapping[str, str] = {"SCAN_EVENT_DIR_INTERVAL_SECONDS": "3600"}
 """Ray's agent scans for dashboard events, by default every two seconds."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from deployments.cli.serving import CONFIGS, load_config, parse_config
+from deployments.cli.serving import CONFIGS, load_config, parse_config, shipped_configs
 from deployments.config import ServeConfig
 from pipelines.loading import SHIPPED, hub_id_of, resolve_configuration
 from pipelines.preconditions import decoder_problems
@@ -69,8 +69,8 @@ def _source(name: str) -> str:
         if not Path(base).is_dir() and not (SHIPPED / base).is_dir():
             base = hub_id_of(base)
     except ValueError as error:
-        shipped = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
-        raise ValueError(f"{name} is neither a file nor a shipped config ({shipped}), nor a model: {error}") from error
+        problem = f"{name} is neither a file nor a shipped config ({shipped_configs()}), nor a model"
+        raise ValueError(f"{problem}: {error}") from error
     return with_base(str(file), base) if file else base
 
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deployments.cli.local import client_problem, folder_problem, token_files, token_problem
+from deployments.cli.local import OWN_NAMES, client_problem, folder_problem, token_files, token_problem
 from deployments.clips.settings import DATABASE
 from deployments.config import ModelConfig, ServeConfig
 from deployments.door.door import FOLDER as DOOR_FOLDER
@@ -41,7 +41,6 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
 LAST_DAYS = 30
 """Days before a certificate's end in which a start warns."""
 NUM_METRICS_PORTS = 100
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def check(config: ServeConfig) -> None:
@@ -115,7 +114,7 @@ def hint_for(module: str) -> str | None:
 def warnings(config: ServeConfig) -> Iterator[str]:
     """Yield settings that are slow or open to others and what to change, one sentence each."""
     host = config.http_options.host
-    if host not in LOOPBACK and not _asks_for_keys():
+    if host not in OWN_NAMES and not _asks_for_keys():
         yield (
             f"anybody who reaches {host} can use this server, which asks for no key: set TROUPE_API_KEYS_FILE or "
             "TROUPE_API_KEYS, or say --host 127.0.0.1"

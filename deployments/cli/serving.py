@@ -60,12 +60,15 @@ def load_config(name: str | Path) -> ServeConfig:
     if not path.is_file():
         path = CONFIGS / f"{name}.yaml"
     if not path.is_file():
-        shipped = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
-        raise ValueError(f"{name} is neither a file nor a shipped config; shipped: {shipped}")
+        raise ValueError(f"{name} is neither a file nor a shipped config; shipped: {shipped_configs()}")
     try:
         return parse_config(yaml.safe_load(path.read_text()))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+
+
+def shipped_configs() -> str:
+    return ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
 
 
 def parse_config(document: Mapping[str, Any]) -> ServeConfig:
