@@ -199,7 +199,7 @@ def with_memory(machine: Machine, memory_gib: float | None) -> Machine:
     return replace(machine, memory_bytes=int(memory_gib * GIB))
 
 
-NEVER_COUNTED = ("queueing", "encoding of input pictures", "sound", "the file (PNG, MP4)", "transfer to the client")
+NEVER_COUNTED = ("waiting", "pictures that are encoded", "sound", "the file (PNG, MP4)", "the way to the client")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
