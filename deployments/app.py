@@ -1,7 +1,7 @@
-"""The application builder: from a checked configuration to bound Serve deployments.
+"""The application builder: from a validated configuration to bound Serve deployments.
 
-`serve deploy` looks at the annotation of ``build_app`` for what the ``args`` of a file are to be checked as, and takes
-no name for a class: this file evaluates its annotations.
+`serve deploy` validates a file's ``args`` by the annotation of ``build_app``, which must be a class, not its name:
+this file evaluates its annotations.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ REPORTS_IN_A_LOOK_BACK = 3
 
 
 def build_app(args: AppConfig) -> serve.Application:
-    """Bind one ingress and, for each model, a text encoder, a denoiser (one gang a replica) and a decoder."""
+    """Bind one ingress and, for each model, a text encoder, a denoiser (one gang per replica) and a decoder."""
     pythons = worker_pythons() if args.fork_workers else {}
     ingress = serve.deployment(
         name=INGRESS,
@@ -94,14 +94,14 @@ def _bind_stage(name: str, stage_class: Callable[..., Any], spec: StageSpec, pyt
 
 
 def _bind_denoiser(model: ModelConfig, pythons: Pythons) -> serve.Application:
-    """Bind the gang to the placement group: bundle 0 the replica, the others one rank each."""
+    """Bind the gang to its placement group: bundle 0 is the replica's, each other one a rank's."""
     config = model.denoiser
     deployment = serve.deployment(
         name=deployment_name("denoiser", model.name),
         ray_actor_options=_actor("base", pythons, num_cpus=REPLICA_CPUS),
         placement_group_bundles=gang_bundles(config, replica_cpus=REPLICA_CPUS),
         placement_group_strategy=gang_strategy(config),
-        # Far above what the gang takes: the gang refuses with a reason, Serve would only queue.
+        # Far above the gang's limit: the gang refuses with a reason, Serve would only queue.
         max_ongoing_requests=4 * (config.max_running_jobs + config.max_waiting_jobs),
         graceful_shutdown_timeout_s=30.0,
         **_scale(config.num_replicas, config.autoscaling),
@@ -117,11 +117,10 @@ def _scale(num_replicas: int, autoscaling: AutoscalingConfig | None) -> dict[str
 
 
 def serve_autoscaling(config: AutoscalingConfig) -> dict[str, Any]:
-    """Return what Serve calls ``autoscaling_config``.
+    """Return Serve's ``autoscaling_config``.
 
-    Its controller hears of requests under way several times in a look-back, however short: it would count them as they
-    were up to ten seconds ago. Ray 2.60 has environment variables that are to replace ``metrics_interval_s``, and uses
-    them nowhere.
+    Replicas report open requests several times per look-back period; Serve's default of ten seconds may exceed it. Ray
+    2.60 has environment variables in place of ``metrics_interval_s``, but never reads them.
     """
     interval_s = min(DEFAULT_METRICS_INTERVAL_S, config.look_back_period_s / REPORTS_IN_A_LOOK_BACK)
     return {**config.model_dump(), "metrics_interval_s": interval_s}

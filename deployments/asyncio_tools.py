@@ -1,7 +1,7 @@
-"""Tasks and streams that end cleanly: what was started is over when the block is.
+"""Tasks and streams that end with their block.
 
-Task groups do not do here: one may not span the ``yield`` of an async generator, whose consumer it would cancel for a
-failure inside, and who may go on with it in another task.
+Task groups must not span the ``yield`` of an async generator: a failure inside would cancel the consumer, which may
+also resume the generator in another task.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ T = TypeVar("T")
 
 
 class EndedError(Exception):
-    """Work was cancelled because what it depends on is gone."""
+    """Work was cancelled because its precondition ended."""
 
 
 class OneThread(Generic[T]):
-    """A call that blocks, maybe for ever: one thread waits for it at most, however many ask."""
+    """A call that may block for ever, shared by its callers: at most one thread waits for it."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
-        self._asked: asyncio.Future[T] | None = None
+        self._running: asyncio.Future[T] | None = None
 
     async def answer(self, within_s: float) -> T:
-        """Return what the call that is under way does, or a new one. TimeoutError if that takes longer."""
-        if self._asked is None or self._asked.done():
-            self._asked = asyncio.ensure_future(asyncio.to_thread(self._call))
+        """Return the result of the running call, or of a new one. TimeoutError after ``within_s``."""
+        if self._running is None or self._running.done():
+            self._running = asyncio.ensure_future(asyncio.to_thread(self._call))
         async with asyncio.timeout(within_s):
-            return await asyncio.shield(self._asked)
+            return await asyncio.shield(self._running)
 
 
 async def unless(work: Coroutine[Any, Any, T], end: Coroutine[Any, Any, None]) -> T:
-    """Return what ``work`` does; if ``end`` returns first, ``work`` is cancelled and EndedError raised.
+    """Return the result of ``work``. If ``end`` returns first, cancel ``work`` and raise EndedError.
 
     Cancelling this call cancels both.
     """
@@ -52,18 +52,15 @@ async def unless(work: Coroutine[Any, Any, T], end: Coroutine[Any, Any, None]) -
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel ``tasks`` and waits until they are over, whatever they end with."""
+    """Cancel ``tasks`` and wait until they end, with any result."""
     for task in tasks:
         task.cancel()
-    with CancelScope(shield=True):  # a response's task group cancels its task not once, but until it is over
+    with CancelScope(shield=True):  # a response's task group cancels its task repeatedly
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Return what ``work`` does, however often this call is cancelled meanwhile: for cleaning up after that.
-
-    Who cancels a request may do it again and again, until its task is over.
-    """
+    """Return the result of ``work``, even if this call is cancelled, once or repeatedly: for clean-up."""
     working = asyncio.ensure_future(work)
     with CancelScope(shield=True):
         while not working.done():

@@ -1,6 +1,6 @@
-"""The application's configuration: what YAML may say, checked when it is read. Unknown keys are errors.
+"""Schema of the application's configuration. Unknown keys are errors.
 
-What it says of a model's deployments is in ``stages.config``, what it says of the API in the API's own settings.
+Sections of a model's deployments are in ``stages.config``, limits of the API in ``api.settings``.
 """
 
 from __future__ import annotations
@@ -38,27 +38,26 @@ class _Config(BaseModel):
 
 
 class ModelConfig(_Config):
-    """One served model. ``path``: a shipped checkpoint's name, a diffusers directory, or a hub id; or a transformer as
-    one safetensors file, of which ``base`` is all else, named in one of these ways.
-
-    ``aliases`` are further names that requests may give it, for clients with a fixed one ("gpt-image-1"). ``loras`` are
-    its adapters: without a name they are always there, with one for the requests that name them. ``stages``: text
-    encoder and decoder are deployments of their own, or "together" one, as the section ``text_encoder`` says.
-    """
+    """One served model."""
 
     name: ModelName
     path: str = ""
+    """A shipped checkpoint's name, a diffusers directory, a hub id, or a transformer as one safetensors file."""
     base: str = ""
+    """All other parts of a model with a transformer file, as a directory, name or hub id."""
     aliases: tuple[ModelName, ...] = ()
+    """Further names in requests, for clients with a fixed one ("gpt-image-1")."""
     dtype: DataType = "auto"
     loras: tuple[LoraSource, ...] = ()
+    """Adapters: merged without a name, else for the requests that name them."""
     stages: Literal["apart", "together"] = "apart"
+    """Text encoder and decoder as two deployments, or one with the section ``text_encoder``."""
     text_encoder: EncoderConfig = EncoderConfig()
     denoiser: DenoiserConfig = DenoiserConfig()
     decoder: DecoderConfig = DecoderConfig()
 
     @model_validator(mode="after")
-    def _engine_takes_what_is_asked(self) -> Self:
+    def _check_engine(self) -> Self:
         check_sources(self.loras)
         _ = self.source
         names = [one.name for one in self.loras]
@@ -66,7 +65,7 @@ class ModelConfig(_Config):
         return self
 
     @model_validator(mode="after")
-    def _decoder_is_there(self) -> Self:
+    def _check_decoder(self) -> Self:
         if self.stages == "together" and self.decoder != DecoderConfig():
             raise ValueError(
                 "the section decoder has no effect with stages: together, where text_encoder is for both: leave one of "
@@ -76,12 +75,12 @@ class ModelConfig(_Config):
 
     @property
     def max_jobs(self) -> int:
-        """How many jobs the gangs take, the running ones included."""
+        """Number of jobs that the gangs admit, running ones included."""
         return self.denoiser.max_num_replicas * (self.denoiser.max_running_jobs + self.denoiser.max_waiting_jobs)
 
     @property
     def max_open_pictures(self) -> int:
-        """How many pictures the gangs take, and a quarter more for those that are encoded or decoded meanwhile."""
+        """Number of pictures that the gangs admit, and a quarter more for encoding and decoding."""
         return self.max_jobs + max(4, self.max_jobs // 4)
 
     @property
@@ -91,10 +90,12 @@ class ModelConfig(_Config):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ProvenanceConfig:
-    """Files in PEM form: ``certificate`` with those of its issuers behind it, and its private ``key``."""
+    """Certificate and key that sign files, in PEM format."""
 
     certificate: Path
+    """The certificate, followed by those of its issuers."""
     key: Path
+    """Private key of the certificate."""
 
     def absolute(self) -> ProvenanceConfig:
         return ProvenanceConfig(certificate=self.certificate.absolute(), key=self.key.absolute())
@@ -102,20 +103,18 @@ class ProvenanceConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ApiConfig(ApiLimits, ClipLimits):
-    """Limits of the HTTP API, and what its deployment gets.
-
-    Keys and database URL come from the environment, as does ``data_dir`` if not given here. ``max_open_pictures`` is
-    by model; without it, it is what the model's gangs take and a little more. ``max_ongoing_requests`` is what Serve
-    hands to a replica: more than the API works on, so that it can refuse what is too much.
-
-    ``metadata`` is what pictures and clips say of their requests; with ``provenance`` they are signed.
-    """
+    """Limits of the HTTP API, and resources of its deployment. Keys and database URL come from the environment."""
 
     data_dir: Path | None = None
+    """None: the environment's data directory."""
     metadata: MetadataLevel = "full"
+    """Request settings in pictures and clips."""
     provenance: ProvenanceConfig | None = None
+    """Signs files if set."""
     max_open_pictures: PositiveInt | None = None
+    """Limit per model; None: ``ModelConfig.max_open_pictures``."""
     max_ongoing_requests: PositiveInt = 4096
+    """Requests that Serve passes to a replica: more than the API's limit, so that it can refuse the rest."""
     num_replicas: PositiveInt = 1
     num_cpus: float = Field(default=0.2, ge=0)
 
@@ -134,20 +133,18 @@ class ApiConfig(ApiLimits, ClipLimits):
 
 
 class AppConfig(_Config):
-    """Everything that ``build_app`` needs: the ``args`` of the application in a Serve config file.
-
-    ``fork_workers``: workers are forked from one process a node that has their libraries, where that can be done.
-    """
+    """The ``args`` of the application in a Serve config file, for ``build_app``."""
 
     models: tuple[ModelConfig, ...] = Field(min_length=1)
     fork_workers: bool = True
+    """Fork workers, where possible, from one process per node that has imported their libraries."""
     api: ApiConfig = ApiConfig()
     door: DoorSettings = DoorSettings()
     metrics: MetricsSettings = MetricsSettings()
 
     @property
     def max_open_pictures(self) -> dict[str, int]:
-        """How many pictures of each model a replica of the API works on at a time."""
+        """Limit of concurrent pictures by model, for one replica of the API."""
         return {model.name: self.api.max_open_pictures or model.max_open_pictures for model in self.models}
 
     @model_validator(mode="after")
@@ -159,7 +156,7 @@ class AppConfig(_Config):
 
 
 class ServeConfig(_Config):
-    """A whole config file, which is also a Ray Serve config file (``serve deploy`` takes it as it is)."""
+    """A whole config file, which ``serve deploy`` reads too."""
 
     proxy_location: Literal["HeadOnly", "EveryNode"] = "HeadOnly"
     http_options: HttpOptions

@@ -1,4 +1,4 @@
-"""The mistakes in a configuration: one sentence each, with its path and the key that was probably meant."""
+"""Errors of a configuration: one sentence each, with its path and the nearest known key."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ CONFIG_SENTENCES = SENTENCES | {
     **dict.fromkeys(("dict_type", "model_type", "dataclass_type"), SECTION),
 }
 ROOT: Place = ("applications", 0, "args")
-"""The section of nearly all keys, which is left out of paths."""
+"""The section of nearly all keys, omitted from paths."""
 MODEL = "\0"
-"""Stands for the names of models in a path."""
+"""Placeholder of models' names in a path."""
 
 
 def describe_errors(error: ValidationError, document: Any, schema: type[BaseModel]) -> list[str]:
-    """Return a sentence for each mistake in ``document``, which is no ``schema``.
+    """Return a sentence for each mistake in ``document``, which ``schema`` rejects.
 
-    A mistake in several models is one sentence with their names. Mistakes that follow from others are left out.
+    A mistake in several models is one sentence with their names. Mistakes that follow from others are omitted.
     """
     errors = [one for one in error.errors() if not _follows(one, error.errors())]
-    known = schema.model_json_schema()
-    misspelt = {(*one["loc"][:-1], _meant(one, known)) for one in errors if one["type"] in UNKNOWN}
+    json_schema = schema.model_json_schema()
+    misspelt = {(*one["loc"][:-1], _meant(one, json_schema)) for one in errors if one["type"] in UNKNOWN}
     sentences: dict[str, list[str]] = {}
-    for place, same in _by_value(errors, known).items():
+    for place, same in _by_value(errors, json_schema).items():
         if same[0]["type"] not in MISSING or place not in misspelt:
             path, name = _path(place, document)
-            sentence = " or ".join([_sentence(same[0], known), *(_allowed(one, known) for one in same[1:])])
+            sentence = " or ".join([_sentence(same[0], json_schema), *(_allowed(one, json_schema) for one in same[1:])])
             sentences.setdefault(path + sentence, []).append(name)
     return [
         sentence.replace(MODEL, names[0] if len(names) == 1 else f"{{{', '.join(names)}}}")
@@ -49,33 +49,33 @@ def describe_errors(error: ValidationError, document: Any, schema: type[BaseMode
 
 
 def _follows(error: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a list is too short only because an entry of it is wrong."""
+    """Return whether a list is too short only because one of its entries is invalid."""
     place, size = error["loc"], len(error["loc"])
     return error["type"] == "too_short" and any(one["loc"][:size] == place != one["loc"] for one in errors)
 
 
 def _by_value(
-    errors: Sequence[Mapping[str, Any]], known: Mapping[str, Any]
+    errors: Sequence[Mapping[str, Any]], json_schema: Mapping[str, Any]
 ) -> Mapping[Place, Sequence[Mapping[str, Any]]]:
-    """Group errors by the place of their value: pydantic reports one for each type that the value may have."""
+    """Group errors by the place of their value: pydantic reports one for each allowed type."""
     groups: dict[Place, list[Mapping[str, Any]]] = {}
     for error in errors:
         place = error["loc"]
-        is_choice = len(_members(known, place[:-1])) > 1
+        is_choice = len(_members(json_schema, place[:-1])) > 1
         groups.setdefault(place[:-1] if is_choice else place, []).append(error)
     return groups
 
 
-def _allowed(error: Mapping[str, Any], known: Mapping[str, Any]) -> str:
-    """Return what else a value may be."""
-    return _sentence(error, known).rpartition(": it must be ")[2]
+def _allowed(error: Mapping[str, Any], json_schema: Mapping[str, Any]) -> str:
+    """Return the allowed values of another type."""
+    return _sentence(error, json_schema).rpartition(": it must be ")[2]
 
 
-def _sentence(error: Mapping[str, Any], known: Mapping[str, Any]) -> str:
-    """Return what follows the path."""
+def _sentence(error: Mapping[str, Any], json_schema: Mapping[str, Any]) -> str:
+    """Return the sentence after the path."""
     if error["type"] in UNKNOWN:
-        meant = _meant(error, known)
-        hint = f"did you mean {meant}?" if meant else f"known: {', '.join(_keys(known, error['loc'][:-1]))}"
+        meant = _meant(error, json_schema)
+        hint = f"did you mean {meant}?" if meant else f"known: {', '.join(_keys(json_schema, error['loc'][:-1]))}"
         return f" is no key here: {hint}"
     if error["type"] in MISSING:
         return " is missing"
@@ -84,33 +84,33 @@ def _sentence(error: Mapping[str, Any], known: Mapping[str, Any]) -> str:
     return f" is {shown(error['input'])}: {formatted(error, CONFIG_SENTENCES)}"
 
 
-def _meant(error: Mapping[str, Any], known: Mapping[str, Any]) -> str:
-    """Return the key that an unknown one was probably meant to be; empty if none is near."""
-    return nearest_name(str(error["loc"][-1]), _keys(known, error["loc"][:-1]))
+def _meant(error: Mapping[str, Any], json_schema: Mapping[str, Any]) -> str:
+    """Return the known key that is nearest to an unknown one; empty if none is near."""
+    return nearest_name(str(error["loc"][-1]), _keys(json_schema, error["loc"][:-1]))
 
 
-def _keys(known: Mapping[str, Any], place: Place) -> tuple[str, ...]:
+def _keys(json_schema: Mapping[str, Any], place: Place) -> tuple[str, ...]:
     """Return the keys that a JSON schema allows at ``place``."""
-    return tuple(_resolved(known, _members(known, place)[0]).get("properties", ()))
+    return tuple(_resolved(json_schema, _members(json_schema, place)[0]).get("properties", ()))
 
 
-def _members(known: Mapping[str, Any], place: Place) -> list[Mapping[str, Any]]:
-    """Return the schemas of which a value at ``place`` may be, null left out."""
-    node = known
+def _members(json_schema: Mapping[str, Any], place: Place) -> list[Mapping[str, Any]]:
+    """Return the schemas that a value at ``place`` may have, without null."""
+    node = json_schema
     for part in place:
-        node = _resolved(known, node)
+        node = _resolved(json_schema, node)
         node = node.get("items", {}) if isinstance(part, int) else node.get("properties", {}).get(part, {})
     return [one for one in node.get("anyOf", (node,)) if one.get("type") != "null"]
 
 
-def _resolved(known: Mapping[str, Any], node: Mapping[str, Any]) -> Mapping[str, Any]:
+def _resolved(json_schema: Mapping[str, Any], node: Mapping[str, Any]) -> Mapping[str, Any]:
     node = next((one for one in node.get("anyOf", ()) if one.get("type") != "null"), node)
-    found: Mapping[str, Any] = known["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+    found: Mapping[str, Any] = json_schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
     return found
 
 
 def _path(place: Place, document: Any) -> tuple[str, str]:
-    """Return where a mistake is, as ``models.MODEL.denoiser.num_rank``, and the name of the model."""
+    """Return the path of a mistake, such as ``models.MODEL.denoiser.num_rank``, and the model's name."""
     place, name = (place[len(ROOT) :], "") if place[: len(ROOT)] == ROOT else (place, "")
     if len(place) > 1 and place[0] == "models":
         try:

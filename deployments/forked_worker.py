@@ -1,4 +1,4 @@
-"""One worker, as its shim describes it: whether a fork can run it, and how a fork becomes it."""
+"""A worker that a fork of the zygote runs, as described by its shim."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, Self
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN_VARIABLES: Mapping[str, str] = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""BLAS would start threads when it is imported, and the other way to count GPUs would initialize CUDA."""
+"""Otherwise BLAS starts threads at import, and counting GPUs initializes CUDA."""
 READ_AT_START = (
     "COVERAGE_",
     "DIFFUSERS_",
@@ -35,15 +35,15 @@ READ_AT_START = (
     "TRANSFORMERS_",
     "TRITON_",
 )
-"""Variables with these beginnings are read when a process starts or imports a library: a fork has the zygote's."""
+"""Prefixes of variables that are read at a process's start or at imports; a fork has the zygote's values."""
 READ_LATER = frozenset({"PYTHONPATH", "PYTHONBREAKPOINT", "PYTHONUNBUFFERED", *OWN_VARIABLES})
 MEASURED_BY = frozenset({"COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG", "COV_CORE_SOURCE"})
-"""With one of these a process measures its coverage from its start."""
+"""Variables that measure coverage from a process's start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForkedWorker:
-    """The command of a worker, and what its process is to have as if it had been started by its shim."""
+    """The command of a worker, and the state of its shim's process, which the worker inherits."""
 
     command: Sequence[str]
     """A script, or ``-m`` and a module, with arguments."""
@@ -63,10 +63,10 @@ class ForkedWorker:
 
     @classmethod
     def parsed(cls, message: bytes, streams: Sequence[int]) -> Self:
-        """Return the worker that a shim's message describes. ValueError or KeyError if it is none."""
-        described: dict[str, Any] = json.loads(message)
+        """Return the worker that a shim's message describes. ValueError or KeyError if the message is invalid."""
+        fields: dict[str, Any] = json.loads(message)
         try:
-            return cls(**described, streams=tuple(streams))
+            return cls(**fields, streams=tuple(streams))
         except TypeError as error:
             raise ValueError(str(error)) from error
 
@@ -91,14 +91,14 @@ class ForkedWorker:
         return ""
 
     def take_streams(self) -> None:
-        """Make ``streams`` those of this process."""
+        """Replace this process's standard streams by ``streams``."""
         for target, stream in enumerate(self.streams):
             os.dup2(stream, target)
 
     def run(self, added: Mapping[str, str]) -> None:
-        """Become the worker and run its command. Called once, in a fork of the zygote.
+        """Turn this fork of the zygote into the worker and run its command, once.
 
-        ``added`` are variables that libraries set when they were imported.
+        ``added`` are variables that libraries set at import.
         """
         os.setsid()
         os.chdir(self.folder)
@@ -134,26 +134,26 @@ class ForkedWorker:
         signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
 
     def _path(self) -> list[str]:
-        """Return ``sys.path`` as a new interpreter would have it."""
+        """Return the ``sys.path`` of a new interpreter."""
         first = self.folder if self.command[0] == "-m" else str(Path(self.command[0]).resolve().parent)
         own = self.environment.get("PYTHONPATH", "").split(os.pathsep)
         return list(dict.fromkeys([first, *filter(None, own), *_BASE_PATH]))
 
     def _project(self) -> Path | None:
-        """Return the folder that a new interpreter would import this project from; None if from none."""
+        """Return the folder from which a new interpreter would import this project; None if it cannot."""
         roots = (Path(entry) for entry in self._path())
         found = next((root for root in roots if (root / "deployments" / "zygote.py").is_file()), None)
         return found.resolve() if found else _EDITABLE
 
 
 def _base_path() -> tuple[str, ...]:
-    """``sys.path`` without what PYTHONPATH put there."""
+    """Return ``sys.path`` without the entries of PYTHONPATH."""
     added = {os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
     return tuple(entry for entry in sys.path if entry and os.path.abspath(entry) not in added)
 
 
 def _editable_root() -> Path | None:
-    """Return where an editable installation maps this project to, which has no entry in ``sys.path``."""
+    """Return the folder of an editable installation of this project, which has no entry in ``sys.path``."""
     finders = (finder for finder in sys.meta_path if finder not in (PathFinder, BuiltinImporter, FrozenImporter))
     specs = (finder.find_spec("deployments", None) for finder in finders)
     return next((Path(spec.origin).resolve().parents[1] for spec in specs if spec and spec.origin), None)
@@ -167,7 +167,7 @@ def _hard(limit: int) -> float:
 
 
 def _seed_libraries(environment: Mapping[str, str]) -> None:
-    """Seed generators as in a new process, and give torch the threads that it would have read from the environment."""
+    """Seed random generators as in a new process, and set torch's threads from the environment."""
     random.seed()
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:

@@ -1,4 +1,4 @@
-"""Workers that are forked from a process with their libraries: what an application and a cluster are told for it."""
+"""Commands and cluster set-up for workers that are forked from a process with their libraries."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ from deployments.settings import process_environment, variables_set
 from deployments.worker_shim import DIRECTORY_VARIABLE, FOLDER
 
 Level = Literal["base", "model"]
-"""Libraries that a worker has from its start: "model" is for those that import torch."""
+"""Libraries that a worker has at its start; "model" includes torch."""
 Pythons = Mapping[Level, str]
 LEVELS: tuple[Level, ...] = ("base", "model")
 SHIM = Path(__file__).with_name("worker_shim.py")
 OWN_PYTHON = frozenset({"py_executable", "pip", "uv", "conda", "container", "image_uri"})
-"""Fields of a runtime environment that bring another interpreter, whose workers cannot be forks of this one."""
+"""Fields of a runtime environment that select another interpreter, whose workers cannot be forks of this one."""
 SOCKETS_WITHIN_S, END_WITHIN_S = 10.0, 15.0
 
 logger = logging.getLogger("troupe.serving")
 
 
 def worker_pythons() -> Pythons:
-    """Return the command that runs a worker of each level; empty where the job brings a Python of its own."""
+    """Return the command that runs a worker of each level; empty if the job selects another interpreter."""
     if ray.is_initialized() and OWN_PYTHON & ray.get_runtime_context().runtime_env.keys():
         return {}
     return {level: forking_python(level) for level in LEVELS}
 
 
 def forking_python(level: Level) -> str:
-    """Return the command that has a process of ``level`` forked; it takes a script and arguments as ``python`` does."""
+    """Return the command that forks a process of ``level``, with a script and arguments as for ``python``."""
     return f"{sys.executable} -I -S {SHIM} {level}"
 
 
 def python_like_own(level: Level) -> str:
-    """Return the command for workers of ``level`` that this worker starts: empty unless it is forked itself."""
+    """Return the command for workers of ``level`` that this worker starts; empty unless it is a fork."""
     own = ray.get_runtime_context().runtime_env.get("py_executable")
     return forking_python(level) if own == forking_python("base") else ""
 
 
 @contextmanager
 def forking_cluster() -> Iterator[None]:
-    """Run a zygote for the workers of the cluster that is started inside the block, all of which are forked from it.
+    """Run a zygote, from which the workers of a cluster started inside the block are forked.
 
-    Ends the zygote, and workers that are left, when the block ends or this process does.
+    The zygote and remaining workers end with the block or this process.
     """
     directory = Path(tempfile.mkdtemp(prefix="troupe_zygotes_", dir=FOLDER))  # 0700
     lifeline, held = os.pipe()
@@ -87,7 +87,7 @@ def _start_zygote(directory: Path, lifeline: int) -> subprocess.Popen[bytes]:
 
 
 def _await_sockets(directory: Path, zygote: subprocess.Popen[bytes]) -> None:
-    """Return once workers can be asked for; libraries may not be imported yet."""
+    """Wait until the zygote's sockets exist; libraries may not be imported yet."""
     end_s = time.monotonic() + SOCKETS_WITHIN_S
     while not all((directory / level).exists() for level in LEVELS):
         if zygote.poll() is not None or time.monotonic() > end_s:

@@ -1,4 +1,4 @@
-"""Watches a process by asking it each second: one that is stopped or stuck is ended, as if it had died."""
+"""Liveness checks of a process, once a second: a stopped or hanging process is ended."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Self
 
 EVERY_S, ANSWER_WITHIN_S = 1.0, 2.0
 MAX_MISSES = 3
-"""In a row. A process that answers nothing is ended after nine seconds."""
+"""Consecutive misses; a process that never answers is ended after nine seconds."""
 
 logger = logging.getLogger("troupe.heartbeat")
 
 
 class Heartbeat:
-    """A thread that asks a process whether it is well, from ``start`` until ``stop``; a context manager does both.
+    """A thread that checks a process from ``start`` until ``stop``; a context manager does both.
 
-    ``answers`` returns whether the process has answered, and takes at most ``ANSWER_WITHIN_S``. ``end`` is called after
-    ``MAX_MISSES`` misses in a row, and again after as many more. What either raises counts as a miss, and is logged.
+    ``answers`` returns whether the process answered, within ``ANSWER_WITHIN_S``. ``end`` is called after every
+    ``MAX_MISSES`` consecutive misses. An exception in ``answers`` is a miss; one in ``end`` is logged.
     """
 
     def __init__(self, what: str, answers: Callable[[], bool], end: Callable[[], None]) -> None:
@@ -38,13 +38,13 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask no more. A question that is under way may still be answered."""
+        """Stop checking; a check may still be running."""
         self._stopped.set()
 
     def _run(self) -> None:
         num_misses = 0
         while not self._stopped.wait(EVERY_S):
-            num_misses = 0 if self._is_well() else num_misses + 1
+            num_misses = 0 if self._is_alive() else num_misses + 1
             if num_misses == MAX_MISSES and not self._stopped.is_set():
                 num_misses = 0
                 logger.warning("a process does not answer and is ended", extra={"watched": self._what})
@@ -53,9 +53,9 @@ class Heartbeat:
                 except Exception:
                     logger.exception("a process could not be ended", extra={"watched": self._what})
 
-    def _is_well(self) -> bool:
+    def _is_alive(self) -> bool:
         try:
             return self._answers()
         except Exception as error:
-            logger.debug("%s did not answer: %r", self._what, error)
+            logger.debug("a process did not answer: %r", error, extra={"watched": self._what})
             return False

@@ -1,4 +1,4 @@
-"""Serve deployment at the door: the HTTP API, and ``generate`` for Python handles."""
+"""Serve deployment of the HTTP API, with ``generate`` for Python handles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from deployments.api.settings import ApiLimits, ApiSettings
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipLimits, ClipSettings
 from deployments.config import AppConfig
-from deployments.observability.exposition import Counted, Exposition, counted_here
+from deployments.observability.exposition import Exposition, ReplicaMetrics, replica_metrics
 from deployments.ray_private import route_in_this_loop, serve_host
 from deployments.replicas import prepare_replica
 from deployments.requests.handle import handle_request
@@ -41,7 +41,7 @@ from pipelines.lora.source import named
 
 
 def make_cards(config: AppConfig) -> dict[str, ModelCard]:
-    """Return what the served models say about themselves. Reads configuration files only, no weights."""
+    """Return the cards of the served models, from configuration files only."""
     cards: dict[str, ModelCard] = {}
     for model in config.models:
         checkpoint = Checkpoint.open(model.source, weights=False)
@@ -58,7 +58,7 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
 
 
 def own_names() -> tuple[str, ...]:
-    """Return the names of this cluster's machines, and the one that the server listens at."""
+    """Return the names of this cluster's machines, and the server's own address."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
     machines = {socket.gethostname(), *(str(node["NodeManagerHostname"]) for node in nodes)}
     with ThreadPoolExecutor(1) as pool:  # Ray warns of calls that block an event loop
@@ -67,12 +67,12 @@ def own_names() -> tuple[str, ...]:
 
 
 def patience_for(config: DenoiserConfig) -> float:
-    """Return how long a request waits for a gang: for one that may not be there yet, as long as a start may take."""
+    """Return the seconds that a request waits for a gang; with scaling to zero, at least the start deadline."""
     return max(RECOVERY_DEADLINE_S, config.start_deadline_s) if config.starts_on_demand else RECOVERY_DEADLINE_S
 
 
 def names_on_demand(config: AppConfig, stages: Mapping[str, Mapping[str, DeploymentHandle[Any]]]) -> frozenset[str]:
-    """Return the names of the deployments that may have no replica until a request asks for one."""
+    """Return the names of the deployments that scale to zero replicas."""
     scaled = ((model, stage, handle) for model in config.models for stage, handle in stages[model.name].items())
     return frozenset(
         handle.deployment_name for model, stage, handle in scaled if getattr(model, stage).starts_on_demand
@@ -80,7 +80,7 @@ def names_on_demand(config: AppConfig, stages: Mapping[str, Mapping[str, Deploym
 
 
 def make_accounts(config: AppConfig, keeper: DeploymentHandle[Any] | None) -> Accounts:
-    """Return the accounts of keys, which all replicas share if there is a ``keeper``."""
+    """Return the accounts of keys, shared by all replicas through ``keeper`` if there is one."""
     if keeper is None:
         return Accounts(config.api.key_limits)
     replica = serve.get_replica_context().replica_id.unique_id
@@ -126,26 +126,25 @@ class Ingress:
     async def generate(self, prompt: str, **fields: Any) -> AsyncGenerator[StudioEvent]:
         """Serve Python handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
 
-        Yields ``Queued``, ``Progress`` for every step, ``Preview`` if asked for (``partial_images``; clips always have
-        some), and at last ``Media`` with the bytes. ``fields`` are those of the HTTP API, and ``kind`` (image or video)
-        where a model makes both; ValueError names a wrong one.
-        Pictures (``image``, ``mask``, ``input_reference``) are the bytes of their files.
+        Yield ``Queued``, ``Progress`` for every step, ``Preview`` (with ``partial_images``, and for clips), and finally
+        ``Media``. ``fields`` are those of the HTTP API, and ``kind`` (image or video) for models that make both;
+        ValueError names an invalid one. Pictures (``image``, ``mask``, ``input_reference``) are the bytes of files.
         Cancelling the response stops the job on all ranks.
         """
-        asked = (self._studio.cards(), uuid.uuid4().hex, {"prompt": prompt, **fields}, self._config.api)
-        request, output, pictures = await asyncio.to_thread(handle_request, *asked)
+        arguments = (self._studio.cards(), uuid.uuid4().hex, {"prompt": prompt, **fields}, self._config.api)
+        request, output, pictures = await asyncio.to_thread(handle_request, *arguments)
         async with aclosing(self._studio.perform(request, output, pictures)) as events:
             async for event in events:
                 yield event
 
-    async def metrics(self) -> Counted:
+    async def metrics(self) -> ReplicaMetrics:
         """Return this replica's name and its metrics."""
-        return counted_here()
+        return replica_metrics()
 
     async def drain(self, grace_s: float) -> None:
-        """End with care: clips are queued again, new requests refused, and those under way have ``grace_s`` to end.
+        """Requeue clips, refuse new requests, and give running ones ``grace_s`` to finish.
 
-        To be called on every replica before the application is deleted (``DeploymentHandle.broadcast``).
+        Call it on every replica before the application is deleted (``DeploymentHandle.broadcast``).
         """
         self._studio.meter.stop()
         draining = asyncio.create_task(self._drain.finish(grace_s))

@@ -1,24 +1,24 @@
-"""Names of the application, its deployments, its package and its addresses."""
+"""Names of the application, its deployments, its package and its URLs."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
 DISTRIBUTION = "troupe-serve"
-"""On the package index, where ``troupe`` alone is somebody else's."""
+"""Name on the package index, where ``troupe`` belongs to another project."""
 APPLICATION = "troupe"
 INGRESS = "Ingress"
 ACCOUNTS = "Accounts"
 FULL_HEADER = "X-Troupe-Full"
-"""Of a refusal because no picture has a place, whatever it asks for: seconds until all under way will be finished."""
+"""Header of a refusal because all places for pictures are taken: seconds until all running requests end."""
 HEALTH = "/health"
-"""The path at which the application says which models can take requests."""
+"""Path of the models' readiness."""
 LIVE = "/live"
-"""The path at which the application says that it takes requests."""
+"""Path of the application's own readiness."""
 STAGES = {"text_encoder": "TextEncoder", "denoiser": "Denoiser", "decoder": "VaeDecoder"}
-"""Stage (the attribute of ``StageHandles``) to how the names of its deployments begin."""
+"""Prefix of a deployment's name by stage (attribute of ``StageHandles``)."""
 CODEC = "Codec"
-"""How the name of a deployment begins that is a model's text encoder and its decoder."""
+"""Prefix of the name of a deployment that is both text encoder and decoder."""
 LOOPBACK_OF = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 """Maps wildcard bind addresses to loopback addresses that clients can use."""
 
@@ -28,13 +28,13 @@ def deployment_name(stage: str, model: str) -> str:
 
 
 def url_at(host: str, port: int) -> str:
-    """Return the URL, without a path, at which this machine reaches who listens on ``host``, a name or an address."""
-    reached = LOOPBACK_OF.get(host, host)
-    return f"http://{f'[{reached}]' if ':' in reached else reached}:{port}"
+    """Return the URL, without a path, at which this machine reaches a server that listens on ``host``."""
+    target = LOOPBACK_OF.get(host, host)
+    return f"http://{f'[{target}]' if ':' in target else target}:{port}"
 
 
 def own_version() -> str:
     try:
         return version(DISTRIBUTION)
-    except PackageNotFoundError:  # run from a source tree that was not installed
+    except PackageNotFoundError:  # run from a source tree
         return "0"

@@ -1,6 +1,6 @@
-"""Every private name of Ray that the project uses, one function each. Written for Ray 2.60.
+"""All uses of Ray's private names, written for Ray 2.60.
 
-``tests/deployments/test_ray_private.py`` has a test of each against the installed Ray.
+``tests/deployments/test_ray_private.py`` tests each against the installed Ray.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, Deplo
 from deployments.names import APPLICATION
 
 OPTIONAL_SERVERS = ("start_log_monitor", "start_monitor", "start_api_server")
-"""The methods of Ray's node that start the readers of all logs, the autoscaler and the dashboard."""
+"""Methods of Ray's node that start the log monitor, the autoscaler and the dashboard."""
 
 
 def init_local(temp_dir: Path, system_config: Mapping[str, Any], **options: Any) -> None:
-    """Start a cluster whose files are in ``temp_dir``, whatever RAY_ADDRESS says. ``options`` are ``ray.init``'s."""
+    """Start a cluster with files in ``temp_dir``, regardless of RAY_ADDRESS. ``options`` are those of ``ray.init``."""
     ray.init(address="local", _temp_dir=str(temp_dir), _system_config=dict(system_config), **options)
 
 
 @contextmanager
 def worker_setup_script(script: Path) -> Iterator[None]:
-    """Have a node that starts inside the block set up its Python workers by ``script``.
+    """Set up Python workers of a node that starts inside the block by ``script``.
 
-    Ray joins the name of its own script to a folder, which an absolute path replaces (``Node.__init__``). Ray's script
-    imports all of Ray in each worker before the worker itself does.
+    Ray joins its script's name to a folder, which an absolute path replaces (``Node.__init__``). Ray's own script
+    imports all of Ray once more in each worker.
     """
     own = ray_constants.SETUP_WORKER_FILENAME
     ray_constants.SETUP_WORKER_FILENAME = str(script)
@@ -50,9 +50,9 @@ def worker_setup_script(script: Path) -> Iterator[None]:
 
 @contextmanager
 def without_optional_servers() -> Iterator[None]:
-    """Have a node that starts inside the block do without ``OPTIONAL_SERVERS``: seconds of CPU time at its start.
+    """Start nodes inside the block without ``OPTIONAL_SERVERS``, which saves seconds of CPU time.
 
-    Ray has options for two of them, on its command line alone (``--include-log-monitor``, ``--no-monitor``).
+    Ray has options for two of them, on its command line only (``--include-log-monitor``, ``--no-monitor``).
     """
     before = {name: getattr(Node, name) for name in OPTIONAL_SERVERS}
     for name in OPTIONAL_SERVERS:
@@ -66,11 +66,11 @@ def without_optional_servers() -> Iterator[None]:
 
 @contextmanager
 def processes_in_own_sessions() -> Iterator[None]:
-    """Start each of Ray's processes inside the block, and all its children, as the leader of a session.
+    """Start each of Ray's processes inside the block as the leader of its own session.
 
-    Ctrl-C in a terminal, ``timeout`` and supervisors signal a whole group of processes. The server ends its cluster in
-    order; one that is gone by then makes it wait for a minute. Ray has no option for that. Elsewhere than on Linux
-    nothing changes: there Ray ends its processes by their group when the server is killed.
+    Ctrl-C in a terminal, ``timeout`` and supervisors signal a whole process group. The server ends its cluster in
+    order, and waits a minute for a process that is already gone. Ray has no option for that. Only on Linux: elsewhere
+    Ray ends its processes by their group when the server is killed.
     """
     if not sys.platform.startswith("linux"):
         yield
@@ -89,9 +89,9 @@ def processes_in_own_sessions() -> Iterator[None]:
 
 
 def quiet_logs(log: Callable[[str], None]) -> None:
-    """Give ``log`` what Ray prints of its processes that died, and drop what it logs at every start.
+    """Send Ray's output about dead processes to ``log``, and drop its log lines of every start.
 
-    Ray prints whatever ``log_to_driver`` says (``listen_error_messages``).
+    Ray prints it regardless of ``log_to_driver`` (``listen_error_messages``).
     """
 
     def print_to_log(data: Mapping[str, Any], ignore_prefix: bool) -> None:
@@ -105,7 +105,7 @@ def quiet_logs(log: Callable[[str], None]) -> None:
 
 
 def controller_answers(within_s: float) -> bool:
-    """Return whether Serve's controller answers a call in time. False where there is no Serve."""
+    """Return whether Serve's controller answers a call in time; False without Serve."""
     controller = _controller()
     if controller is None:
         return False
@@ -114,17 +114,16 @@ def controller_answers(within_s: float) -> bool:
 
 
 def restart_controller() -> None:
-    """Kill the process of Serve's controller. Ray starts another, which goes on from what the first one has kept."""
+    """Kill the process of Serve's controller. Ray starts another, which resumes from the stored state."""
     controller = _controller()
     if controller is not None:
         ray.kill(controller, no_restart=False)
 
 
 def application_status(name: str = APPLICATION) -> ApplicationStatusOverview | None:
-    """Return what ``serve.status()`` says of the application; None without Serve or such an application.
+    """Return the application's part of ``serve.status()``; None without Serve or the application.
 
-    ``serve.status()`` also checks the configuration of each deployment, for which Ray pickles classes: 6 ms of CPU time
-    each, at every call.
+    ``serve.status()`` itself also validates each deployment's configuration, with 6 ms of CPU time for pickling.
     """
     client = _client()
     details = None if client is None else client.get_serve_details()["applications"].get(name)
@@ -149,19 +148,19 @@ def _deployment_status(deployment: Mapping[str, Any]) -> DeploymentStatusOvervie
 
 
 def serve_host() -> str:
-    """Return the host name or address at which Serve's proxies listen. Blocks; not for an event loop."""
+    """Return the host name or address at which Serve's proxies listen. It blocks: not for an event loop."""
     client = _client()
     assert client is not None, "Serve does not run"
     return str(client.http_config.host)
 
 
 def bind_replicas_to_loopback() -> None:
-    """Bind the port at which replicas of this process are called to 127.0.0.1, before its deployment is initialized.
+    """Bind the call port of this process's replica to 127.0.0.1. Call it before the deployment is initialized.
 
-    Ray opens it on all interfaces, unpickles what comes from anywhere (``Replica._on_initialized``), and has no setting
-    for that.
+    Ray opens the port on all interfaces and unpickles messages from anywhere (``Replica._on_initialized``), without a
+    setting for that.
     """
-    from ray.serve._private import replica  # replicas alone have it, and its imports take time
+    from ray.serve._private import replica  # needed in replicas only, and its imports take time
 
     name = "add_port_to_grpc_server"
     bind = getattr(replica, name)
@@ -174,17 +173,17 @@ def bind_replicas_to_loopback() -> None:
 
 
 def route_in_this_loop(handle: DeploymentHandle[Any]) -> None:
-    """Run the router of a new ``handle`` in the event loop of its caller, which saves two changes of threads a call."""
+    """Run the router of a new ``handle`` in its caller's event loop, which saves two thread switches per call."""
     handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
 
 
 async def object_ref(response: Any) -> Any:
-    """Return the reference of a handle's response once a replica has taken the request."""
+    """Return the reference of a handle's response once a replica has accepted the request."""
     return await response._to_object_ref()
 
 
 async def object_ref_generator(response: Any) -> Any:
-    """Return the generator of references of a streaming response once a replica has taken the request."""
+    """Return the generator of references of a streaming response once a replica has accepted the request."""
     return await response._to_object_ref_gen()
 
 

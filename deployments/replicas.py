@@ -1,4 +1,4 @@
-"""What the process of every Serve replica does before anything else."""
+"""Set-up of every Serve replica's process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from deployments.ray_private import bind_replicas_to_loopback
 
 
 def prepare_replica() -> None:
-    """Send logs to stderr; where the node is this machine alone, lets nobody in from outside."""
+    """Send logs to stderr; on a loopback cluster, accept calls from this machine only."""
     configure_logs()
     if is_on_loopback():
         bind_replicas_to_loopback()
 
 
 def is_on_loopback() -> bool:
-    """Return whether the cluster is this machine alone, and listens on 127.0.0.1."""
+    """Return whether the cluster is this machine only, on 127.0.0.1."""
     address = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     return ipaddress.ip_address(address).is_loopback

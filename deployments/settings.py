@@ -1,4 +1,4 @@
-"""The one file that reads the environment. Secrets and places come from here; everything else from the YAML config."""
+"""The only module that reads the environment: secrets and folders. All other settings are in the YAML config."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ PREFIX = "TROUPE_"
 
 
 class Settings(BaseSettings):
-    """Variables ``TROUPE_*``.
-
-    ``TROUPE_API_KEYS`` (comma-separated) and ``TROUPE_API_KEYS_FILE`` (one key a line) are added up; with neither, no
-    key is asked for. ``TROUPE_API_KEY`` is what the command line sends. ``TROUPE_DATABASE_URL`` is an SQLAlchemy async
-    URL; by default SQLite inside the data directory.
-    """
+    """Variables ``TROUPE_*``."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
 
     api_keys: SecretStr = SecretStr("")
+    """Accepted keys, comma-separated. Without these and a file, no key is needed."""
     api_keys_file: Path | None = None
+    """Further accepted keys, one per line."""
     api_key: SecretStr = SecretStr("")
+    """The key that the command line sends."""
     data_dir: Path = Field(default_factory=lambda: _home() / ".local" / "share" / "troupe")
     database_url: str = ""
+    """Async SQLAlchemy URL; by default SQLite in the data directory."""
 
     def key_ring(self) -> KeyRing:
-        """Return the accepted keys. ValueError if there is none where one was announced."""
+        """Return the accepted keys. ValueError if a setting is present but holds no key."""
         text = self.api_keys.get_secret_value()
         keys = [key.strip() for key in text.split(",") if key.strip()]
         if text and not keys:
@@ -57,23 +56,23 @@ def _home() -> Path:
 
 
 ON_ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-"""Read when Ray is imported. Its name tells where Ray sets it by itself: its processes listen on 127.0.0.1 alone."""
+"""Make Ray's processes listen on 127.0.0.1 only, as Ray itself does on the named systems. Read when Ray is imported."""
 
 
 def set_defaults(variables: Mapping[str, str]) -> None:
-    """Set those that this process has not, for itself and all that it starts."""
+    """Set the variables that are not set yet, for this process and its children."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
 def process_environment() -> dict[str, str]:
-    """Return a copy of all variables of this process, for what must pass some of them on."""
+    """Return a copy of this process's variables."""
     return dict(os.environ)
 
 
 @contextmanager
 def variables_set(variables: Mapping[str, str | None]) -> Iterator[None]:
-    """Set ``variables`` inside the block (None unsets one), for this process and all that it starts."""
+    """Set ``variables`` inside the block (None unsets one), for this process and its children."""
     before = {name: os.environ.get(name) for name in variables}
     try:
         _set(variables)
@@ -92,13 +91,10 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 @contextmanager
 def settings_unset() -> Iterator[None]:
-    """Unset all ``TROUPE_*`` variables inside the block: for an application that is nobody's but the block's.
-
-    With the server's own it would ask for keys that nobody gave it, and take clips from the database.
-    """
+    """Unset all ``TROUPE_*`` variables inside the block: a temporary application must not use keys or a database."""
     names = [name for name in os.environ if name.upper().startswith(PREFIX)]
-    held = {name: os.environ.pop(name) for name in names}
+    before = {name: os.environ.pop(name) for name in names}
     try:
         yield
     finally:
-        os.environ.update(held)
+        os.environ.update(before)

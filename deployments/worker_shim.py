@@ -1,13 +1,13 @@
-"""Start a Ray worker as a fork of the node's zygote: a stand-in for ``python``, and for Ray's own set-up of a worker.
+"""Start a Ray worker as a fork of the node's zygote, in place of ``python`` and of Ray's set-up of a worker.
 
-Asks the zygote (``deployments/zygote.py``) for a fork that runs the worker's command, passes signals on to it, and ends
-as it ends. Where there is no zygote, or it cannot serve this worker, the shim executes Python itself and says why.
+The shim requests a fork from the zygote (``deployments/zygote.py``), forwards signals to it, and exits with its status.
+Without a zygote for this worker, it executes Python itself and logs why.
 
-Runs in two ways: ``worker_shim.py LEVEL SCRIPT ARGUMENTS…`` as ``py_executable`` of a runtime environment, and as
-``worker_shim.py SCRIPT ARGUMENTS… --serialized-runtime-env-context=JSON`` in place of Ray's ``setup_worker.py``, which
-imports all of Ray to do the little that is done here.
+As the ``py_executable`` of a runtime environment it runs as ``worker_shim.py LEVEL SCRIPT ARGUMENTS…``. In place of
+Ray's ``setup_worker.py``, which imports all of Ray, it runs as
+``worker_shim.py SCRIPT ARGUMENTS… --serialized-runtime-env-context=JSON``.
 
-Imports the standard library only, and as little of it as possible: it runs once for each worker.
+It imports little, and of the standard library only: it runs once per worker.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LENGTH = struct.Struct("!I")
 CREDENTIALS = struct.Struct("3i")
 START_WITHIN_S = 20.0
 ANSWER_WITHIN_S = 45.0
-"""Libraries may have to be imported first. Ray waits a minute for a worker."""
+"""Includes imports of libraries. Ray waits a minute for a worker."""
 WATCHED_EVERY_S, STOPPED_FOR_S = 1.0, 8.0
 FOLDER = "/tmp"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -50,7 +50,7 @@ class UnavailableError(Exception):
 
 def main() -> None:
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
-        del sys.path[0]  # its modules are no libraries
+        del sys.path[0]  # the project's modules are no libraries
     command = sys.argv[1:]
     if command[0] in LEVELS:
         run(command[0], command[1:], fallback=[sys.executable, *command[1:]])
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def set_up(command: list[str]) -> None:
-    """Do what Ray's ``setup_worker.py`` does for workers without containers, and run the worker."""
+    """Set up and run the worker, as Ray's ``setup_worker.py`` does for workers without containers."""
     script, context, rest = command[0], {}, []
     for part in command[1:]:
         if part.startswith(CONTEXT):
@@ -75,7 +75,7 @@ def set_up(command: list[str]) -> None:
 
 
 def level_of(executable: str) -> str | None:
-    """Return the level that ``executable`` asks for; None if it is another program than this interpreter or shim."""
+    """Return the level of ``executable``; None if it is neither this interpreter nor this shim."""
     if executable in ("", sys.executable):
         return BASE
     *_, program, level = ["", *executable.split()]
@@ -83,7 +83,7 @@ def level_of(executable: str) -> str | None:
 
 
 def run(level: str, command: list[str], fallback: list[str]) -> None:
-    """Run ``command`` in a fork and end as it ends, or execute ``fallback``. Never returns."""
+    """Run ``command`` in a fork and exit with its status, or execute ``fallback``. Never return."""
     directory = zygote_directory()
     try:
         connection = connect(directory, level)
@@ -96,9 +96,9 @@ def run(level: str, command: list[str], fallback: list[str]) -> None:
 
 
 def zygote_directory() -> str:
-    """Return the folder of this node's sockets: given by whoever started the cluster, or named for the raylet.
+    """Return the folder of this node's sockets: that of the environment, or one named after the raylet.
 
-    It lies in FOLDER and its name is short, since the path of a socket has at most 107 bytes.
+    Its path is short, since the path of a socket has at most 107 bytes.
     """
     import zlib
 
@@ -110,7 +110,7 @@ def zygote_directory() -> str:
 
 
 def connect(directory: str, level: str) -> socket.socket:
-    """Return a connection to the zygote of ``level``, started if need be. UnavailableError if it is not there."""
+    """Return a connection to the zygote of ``level``, started if needed. UnavailableError if there is none."""
     path = os.path.join(directory, level)
     connection = connection_to(path)
     if connection is None and not os.environ.get(DIRECTORY_VARIABLE):
@@ -158,7 +158,7 @@ def start_zygote(directory: str, level: str, path: str) -> socket.socket | None:
                 stderr=log,
                 start_new_session=True,
             )
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for it
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # its end needs no wait
         end_s = time.monotonic() + START_WITHIN_S
         while connection is None and time.monotonic() < end_s:
             time.sleep(0.05)
@@ -193,7 +193,7 @@ def request_fork(connection: socket.socket, command: list[str]) -> int:
 
 
 def supervise(connection: socket.socket, pid: int) -> int:
-    """Pass signals on to ``pid`` until it has ended. Return its exit code, negative for a signal's number."""
+    """Forward signals to ``pid`` until it ends. Return its exit code, or a signal's number, negative."""
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -218,9 +218,9 @@ def supervise(connection: socket.socket, pid: int) -> int:
 
 
 def wait_for(end: socket.socket | int, pid: int, process: int | None) -> None:
-    """Return when ``end`` can be read. A worker that is stopped for ``STOPPED_FOR_S`` is killed, as if it had died.
+    """Wait until ``end`` can be read. Kill a worker that is stopped for ``STOPPED_FOR_S``.
 
-    Ray and Serve ask no worker that only starts whether it is well.
+    Ray and Serve check no worker that is still starting.
     """
     num_stopped = 0
     while not select.select([end], [], [], WATCHED_EVERY_S)[0]:
@@ -231,16 +231,16 @@ def wait_for(end: socket.socket | int, pid: int, process: int | None) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether ``pid`` runs no instruction since a signal stopped it; one that is traced is in other hands."""
+    """Return whether a signal has stopped ``pid``; a traced process does not count."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rpartition(")")[2].split()[0] == "T"
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return False
 
 
 def end_like(status: int) -> None:
-    """End this process with an exit code, or by the signal that a negative one names. Never returns."""
+    """End this process with an exit code, or by the signal of a negative one. Never return."""
     if status < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         with contextlib.suppress(OSError):
@@ -258,7 +258,7 @@ def read_message(connection: socket.socket) -> dict[str, Any] | None:
 
 
 def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
-    """Return so many bytes; none if the other side ends before."""
+    """Return ``num_bytes`` bytes; none if the connection ends before."""
     data = b""
     while len(data) < num_bytes:
         try:
@@ -283,7 +283,7 @@ def read(path: str) -> str:
 
 
 def say_once(directory: str, line: str) -> None:
-    """Write ``line`` to stderr, unless a worker of this node has written it before."""
+    """Write ``line`` to stderr, once per node."""
     import zlib
 
     marker = os.path.join(directory, f"said_{zlib.crc32(line.encode()):08x}")
@@ -291,7 +291,7 @@ def say_once(directory: str, line: str) -> None:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL, 0o600))
     except FileExistsError:
         return
-    except OSError:  # nowhere to note it
+    except OSError:  # the folder cannot be written
         pass
     print(f"worker_shim: {line}", file=sys.stderr, flush=True)
 

@@ -1,9 +1,9 @@
-"""A process that has imported what workers import, and forks for each worker that asks.
+"""A process that has imported the libraries of workers, and is forked for each of them.
 
 ``python -m deployments.zygote DIRECTORY LEVEL…`` listens on a socket ``DIRECTORY/LEVEL`` for each level: ``base`` has
-what every worker of Ray Serve needs, ``model`` torch, diffusers and transformers too. ``deployments/worker_shim.py`` is
-the client. A zygote imports neither Ray, whose threads and signal handlers survive no fork, nor anything that starts
-threads, and never touches CUDA.
+the libraries of every worker of Ray Serve, ``model`` also torch, diffusers and transformers. The client is
+``deployments/worker_shim.py``. A zygote does not import Ray, whose threads and signal handlers survive no fork. It
+starts no threads and does not initialize CUDA.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = {
         "av",
     ),
 }
-"""Modules that a worker of each level imports, whatever its model. A level has those of the levels before it, too."""
+"""Modules that workers of each level import for every model. A level includes those of the levels before it."""
 IDLE_S = 30.0
-"""A zygote without a lifeline ends when it has had no worker for so long."""
+"""Time without workers after which a zygote without a lifeline ends."""
 END_WITHIN_S = 3.0
-"""Time that workers have to end by themselves once the application's process is gone."""
+"""Time for workers to end once the application's process is gone."""
 ANSWER_WITHIN_S = 5.0
 LOOK_EVERY_S = 1.0
 MAX_WAITING_CALLS = 128
@@ -94,10 +94,10 @@ NUM_STREAMS = 3
 
 
 class Zygote:
-    """Accepts calls at ``listener`` and forks. Has no threads; everything happens in ``run``.
+    """Accepts calls at ``listener`` and forks, in ``run``, without threads.
 
-    ``lifeline`` is the reading end of a pipe, whose other end the application's process holds as long as it lives.
-    ``environment`` is what libraries were imported with.
+    ``lifeline`` is the reading end of a pipe, which closes when the application's process ends. ``environment`` are the
+    variables at the imports.
     """
 
     def __init__(self, listener: socket.socket, lifeline: int | None, environment: Mapping[str, str]) -> None:
@@ -116,7 +116,7 @@ class Zygote:
             self._selector.register(lifeline, selectors.EVENT_READ, self._lose_lifeline)
 
     def run(self) -> ForkedWorker | None:
-        """Return None at the zygote's end; in a fork, the worker that it is to run."""
+        """Serve until the end and return None; in a fork, return its worker."""
         while not self._is_over():
             for key, _ in self._selector.select(timeout=LOOK_EVERY_S):
                 handle: Callable[[Any], ForkedWorker | None] = key.data
@@ -168,8 +168,8 @@ class Zygote:
             return None
         signal.set_wakeup_fd(-1)
         worker.take_streams()
-        for held in (*self._workers.values(), connection, self._listener):
-            held.close()
+        for inherited in (*self._workers.values(), connection, self._listener):
+            inherited.close()
         self._selector.close()
         for descriptor in (self._wakeups, self._wakeup, self._lifeline):
             if descriptor is not None:
@@ -177,7 +177,7 @@ class Zygote:
         return worker
 
     def _reap(self, wakeups: int) -> None:
-        """Tell shims how their workers ended."""
+        """Send the status of ended workers to their shims."""
         with suppress(BlockingIOError):
             os.read(wakeups, 4096)
         with suppress(ChildProcessError):
@@ -212,7 +212,7 @@ def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
 
 
 def listen(path: Path) -> socket.socket:
-    """Listen at ``path`` and nowhere else; calls wait there until libraries are imported."""
+    """Listen at ``path``; calls wait there until libraries are imported."""
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
@@ -221,7 +221,7 @@ def listen(path: Path) -> socket.socket:
 
 
 def import_libraries(level: str) -> None:
-    """Import what workers of ``level`` do. A worker that cannot do without a missing one will say so itself."""
+    """Import the libraries of ``level``. A missing one is logged; a worker that needs it fails by itself."""
     with quick_imports() if level == MODEL else nullcontext():
         for name in LIBRARIES[level]:
             try:
@@ -235,7 +235,7 @@ def import_libraries(level: str) -> None:
 def serve(
     directory: Path, levels: Sequence[str], lifeline: int | None, environment: Mapping[str, str]
 ) -> ForkedWorker | None:
-    """Serve the first of ``levels`` here, and each further one in a fork that has the libraries of those before it."""
+    """Serve the first of ``levels`` here, and each further one in a fork, which has the libraries of those before."""
     listeners = [listen(directory / level) for level in levels]
     for level in LEVELS[: LEVELS.index(levels[0])]:
         import_libraries(level)
@@ -251,9 +251,9 @@ def serve(
     if worker is None:
         (directory / level).unlink(missing_ok=True)
         if successor is not None:
-            with suppress(ChildProcessError):  # ``Zygote._reap`` has seen its end
+            with suppress(ChildProcessError):  # ``Zygote._reap`` may have waited for it
                 os.waitpid(successor, 0)
-        if lifeline is not None and place == 0:  # whoever made the folder may be dead
+        if lifeline is not None and place == 0:  # the process that made the folder may be dead
             shutil.rmtree(directory, ignore_errors=True)
     return worker
 

@@ -1,1 +1,1 @@
-"""Model families and their maths. Nothing here knows Ray or HTTP."""
+"""Model families and their maths, without Ray and HTTP."""

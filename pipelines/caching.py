@@ -1,9 +1,9 @@
 """Steps that skip their forwards and reuse the previous prediction, chosen by the number of steps alone.
 
-Predictions change much in the first steps and little from step to step later (``benchmarks/step_cache.py`` measures
-it). A later step may reuse the previous prediction: in a fixed pattern as in FORA (Selvaraju et al. 2024,
-arXiv:2407.01425), of the last layer alone, as TaylorSeer's lite form (Liu et al. 2025, arXiv:2503.06923) at order 0.
-The pattern depends on numbers only, so all ranks of a gang agree.
+Predictions change much in the first steps and little later (measured by ``benchmarks/step_cache.py``). A later step
+may reuse the previous prediction. The pattern is fixed as in FORA (Selvaraju et al. 2024, arXiv:2407.01425), and only
+the last layer is cached, as in TaylorSeer's lite form (Liu et al. 2025, arXiv:2503.06923) at order 0. It depends on
+numbers only, so all ranks of a gang agree.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ MIN_STEPS = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachePattern:
-    """Compute the first ``first_share`` of the steps and the last one; in between, one after each ``num_skipped``."""
+    """Pattern of computed steps. The last step is always computed."""
 
     first_share: float
+    """Share of the steps, from the first, that are all computed."""
     num_skipped: int
+    """Skipped steps before each computed one after that."""
 
     def computes(self, step: int, num_steps: int) -> bool:
         """Return whether ``step``, counted from 0, makes forwards."""

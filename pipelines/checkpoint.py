@@ -1,4 +1,4 @@
-"""A checkpoint: a diffusers directory, the spec of its transformer, and the device its parts are loaded onto."""
+"""A checkpoint: a diffusers directory, the spec of its transformer, and the device of its parts."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoint:
-    """Load a model's parts on demand onto ``device`` ("meta": shapes only) and in ``dtype``.
+    """A model whose parts are loaded on demand, on ``device`` ("meta": shapes only) and in ``dtype``.
 
-    "auto" is bfloat16 on a GPU and float32 on the CPU. ``loras`` are adapters of the transformers. If there is a
-    ``file``, it replaces the transformer's weights in ``path``. ValueError if ``path`` is not a diffusers directory of
-    a supported transformer.
+    "auto" is bfloat16 on a GPU and float32 on the CPU. ``loras`` are adapters of the transformers. A ``file`` replaces
+    the transformer's weights in ``path``. ValueError if ``path`` is not a diffusers directory of a supported
+    transformer.
     """
 
     def __init__(
@@ -64,10 +64,9 @@ class Checkpoint:
         weights: bool = True,
         loras: Iterable[LoraSource] = (),
     ) -> Checkpoint:
-        """Open a folder, a shipped checkpoint, a hub id (downloaded if need be), or ``FILE.safetensors@BASE``.
+        """Open a folder, a shipped checkpoint, a hub id (downloaded if needed), or ``FILE.safetensors@BASE``.
 
-        ``weights=False`` skips the download of weights, for callers that read configurations only. ValueError names the
-        attempts.
+        ``weights=False`` skips the download of weights. ValueError names the attempts.
         """
         file, _ = split_source(source)
         return cls(resolve_path(source, weights=weights), device, dtype, loras, file)
@@ -91,7 +90,7 @@ class Checkpoint:
 
     @cached_property
     def defaults(self) -> Defaults:
-        """The defaults of the model, the scheduler and the folder. Reading them does not import torch."""
+        """Defaults of the model, the scheduler and the folder, read without torch."""
         return with_own_defaults(self.path, with_schedule(self.path, self.spec.defaults(self.path)))
 
     def eager_only(self, *, is_split: bool) -> str:
@@ -108,7 +107,7 @@ class Checkpoint:
         return read_description(self.path, self.defaults)
 
     def num_steps(self, request: MediaRequest) -> int:
-        """Return the number of steps of ``request``; painting over a picture takes fewer. Does not import torch."""
+        """Return the number of steps of ``request``, fewer with strength. Do not import torch."""
         return self.defaults.num_steps_of(request)
 
     def text_encoder(self, *, compiled: bool = False) -> BlocksEncoder:
@@ -138,8 +137,7 @@ class Checkpoint:
     def denoiser(self, *, sliced: bool = False, typical: MediaRequest | None = None) -> DenoiserModel:
         """Return the transformers. An "auto" strategy is chosen for steps like those of ``typical``.
 
-        If ``sliced``, no weight is read yet: each rank reads its share from the files. This suits models that fit no
-        single device.
+        With ``sliced``, no weight is read yet: each rank reads its share, for models that fit no single device.
         """
         model = self._without_weights() if sliced else self._as_denoiser(self._opened.load_part)
         if self.loras:
@@ -155,7 +153,7 @@ class Checkpoint:
         return self._as_denoiser(self._opened.outline)
 
     def weightless(self) -> DenoiserModel:
-        """Return the transformers with parameters on "meta". Buffers have values: no file holds them."""
+        """Return the transformers with parameters on "meta". Buffers, which no file has, have values."""
         from accelerate import init_empty_weights  # type: ignore[import-untyped]
 
         with init_empty_weights():
@@ -168,22 +166,21 @@ class Checkpoint:
 
     def first_step(self, request: MediaRequest) -> tuple[Branch, ...]:
         """Return the branches of the first step of ``request``, with blank prompts. ValueError outside the limits."""
-        return self._sampler.branches(self._begun(request, self.defaults.max_tokens))
+        return self._sampler.branches(self._begin(request, self.defaults.max_tokens))
 
     def largest_step(self, request: MediaRequest) -> tuple[Branch, ...]:
         """Return the branches of the last step of ``request``, the largest one where steps grow."""
-        return self._sampler.kinds(self._begun(request, self.defaults.max_tokens))[-1]
+        return self._sampler.kinds(self._begin(request, self.defaults.max_tokens))[-1]
 
     def first_latents(self, request: MediaRequest) -> Mapping[str, Any]:
-        """Return the decoder's input before the first step of ``request``; for a clip in chunks, that of the first
-        chunk.
+        """Return the decoder's input before the first step of ``request``, for a clip in chunks before its first chunk.
 
         ValueError outside the model's limits.
         """
-        return self._sampler.preview(self._begun(request, self.defaults.max_tokens))
+        return self._sampler.preview(self._begin(request, self.defaults.max_tokens))
 
     def footprint(self, request: MediaRequest) -> Footprint:
-        """Return the memory and work of encoder and decoder for ``request``. Open the checkpoint on "meta" for this."""
+        """Return the memory and work of encoder and decoder for ``request``, of a checkpoint on "meta"."""
         from pipelines.blocks.footprint import footprint
 
         latents = self.first_latents(request) if self.spec.has_known_conditioning else None
@@ -204,16 +201,16 @@ class Checkpoint:
         add short prompts. Empty if conditioning is unknown before a request (``ModelSpec.blank_conditioning``).
         """
         if not self.spec.has_known_conditioning:
-            logger.info("nothing is prepared before the first request: %s is not known here", self.spec.family)
+            logger.info("no warm-up before the first request: conditioning of %s is unknown", self.spec.family)
             return ()
         short = (*self.spec.short_prompts, *(self.spec.windowed_prompts if fills_prompts else ()))
         names, prompts = tuple(modules), (self.defaults.max_tokens, *short)
         requests = [self.defaults.request(size) for size in sizes]
-        states = (self._begun(request, num_tokens) for request in requests for num_tokens in prompts)
+        states = (self._begin(request, num_tokens) for request in requests for num_tokens in prompts)
         steps = [step for state in states for step in self._sampler.kinds(state)]
         return tuple(tuple(replace(branch, module=name) for branch in step) for step in steps for name in names)
 
-    def _begun(self, request: MediaRequest, num_tokens: int) -> BlocksState:
+    def _begin(self, request: MediaRequest, num_tokens: int) -> BlocksState:
         """Return the state of ``request`` before its first step, with blank prompts of ``num_tokens``."""
         from pipelines.blocks.blank import blank_conditioning
 

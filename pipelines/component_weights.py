@@ -1,6 +1,6 @@
 """Load a component's model from its folder by diffusers or transformers, and check its weights.
 
-A component is complete: every weight is read, every key of its files is used, every value is finite.
+Every weight must be read, every key of the files used, and every value finite.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ QUANTIZATION = "quantization_config"
 PATH = "pretrained_model_name_or_path"
 NUM_SHOWN = 5
 READS = (Tensor.item, Tensor.__float__, Tensor.tolist)
-"""Methods by which a translation reads a tensor, such as an alpha, as a number."""
+"""Methods with which a translation reads a tensor, such as an alpha, as a number."""
 
 
 def load_folder(spec: Any, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
     """Return the model of ``spec``, a component of diffusers' modular pipelines, whose files are in ``folder``.
 
-    ValueError, which names tensors, if files and model do not belong together, or a value is not finite.
+    ValueError names tensors if files and model do not match, or a value is not finite.
     """
     kind = spec.type_hint
     is_own = issubclass(kind, ModelMixin)
@@ -47,8 +47,8 @@ def load_folder(spec: Any, folder: Path, device: torch.device, dtype: torch.dtyp
             shapes = {} if is_own else {"ignore_mismatched_sizes": True}  # they are in the report
             model, report = kind.from_pretrained(place.pop(PATH), **place, **shapes, **settings)
     except Exception as error:
-        lacks = _missing_weights(kind, folder) if is_own else ""
-        raise ValueError(f"the {spec.name} in {folder} cannot be loaded: {lacks or error}") from error
+        missing = _missing_weights(kind, folder) if is_own else ""
+        raise ValueError(f"the {spec.name} in {folder} cannot be loaded: {missing or error}") from error
     unread = report["unexpected_keys"]
     mismatched = [f"{name} {tuple(own)} for {tuple(written)}" for name, written, own in report["mismatched_keys"]]
     check_complete(
@@ -62,7 +62,7 @@ def load_folder(spec: Any, folder: Path, device: torch.device, dtype: torch.dtyp
 
 
 def _missing_weights(kind: Any, folder: Path) -> str:
-    """Return the weights that diffusers, which then cannot place the model on a device, does not name."""
+    """Return the missing weights, which diffusers does not name when it cannot place the model on a device."""
     try:
         with init_empty_weights():
             model = kind.from_config(kind.load_config(str(folder)))
@@ -74,9 +74,9 @@ def _missing_weights(kind: Any, folder: Path) -> str:
 
 
 def _names_of_present_modules(model: Any, names: Iterable[str]) -> list[str]:
-    """Return the ``names`` that belong to modules that ``model`` has.
+    """Return the ``names`` that belong to modules of ``model``.
 
-    A head or a tower that its class does without hangs on the root, or on transformers' base model.
+    A head or tower that its class lacks belongs to the root, or to transformers' base model.
     """
     modules = {name for name, _ in model.named_modules()}
     base = getattr(model, "base_model_prefix", "")
@@ -84,7 +84,7 @@ def _names_of_present_modules(model: Any, names: Iterable[str]) -> list[str]:
 
 
 def _deepest_module(name: str, modules: Collection[str]) -> str:
-    """Return the longest beginning of ``name`` that is a module."""
+    """Return the longest prefix of ``name`` that is a module."""
     while name and name not in modules:
         name = name.rpartition(".")[0]
     return name
@@ -110,8 +110,8 @@ def check_complete(where: Path, kind: str, *, missing: Collection[str], unread: 
     """Raise ValueError, with the names of tensors, if a ``kind`` lacks some in ``where`` or does not read all."""
     if faults := describe_faults(kind, missing=missing, unread=unread):
         raise ValueError(
-            f"{where} is not the {kind} that its configuration describes: {faults}. Nothing is served with weights "
-            "that are made up or left out: take the files that belong together, or a layout that is known"
+            f"{where} is not the {kind} that its configuration describes: {faults}. No model runs with missing or "
+            "ignored weights: use files that belong together, in a known layout"
         )
 
 
@@ -136,14 +136,14 @@ def check_finite(model: nn.Module, file_of: Callable[[str], Path]) -> None:
 
 
 def has_scales(folder: Path) -> bool:
-    """Return whether weights of a component have scales beside them, and no library's own quantiser is configured."""
+    """Return whether a component's weights have scales beside them, and no library's quantiser is configured."""
     file = folder / "config.json"
     config = json.loads(file.read_text()) if file.is_file() else {}
     return QUANTIZATION not in config and bool(find_scales(names_in(folder)).beside)
 
 
 def names_in(folder: Path) -> frozenset[str]:
-    """Return the keys of a component's files, whatever an index says. ValueError for a file of another format."""
+    """Return the keys of a component's files, without its index. ValueError for a file of another format."""
     return frozenset(name for file in _files(folder) for name in tensor_names(file))
 
 
@@ -185,17 +185,17 @@ class TrackedTensor(Tensor):
         if not given:
             return out
         sources = frozenset[str]().union(*(x.sources for x in given))
-        if func in READS and given[0].dtype != torch.bool:  # a comparison is a question, not a use
+        if func in READS and given[0].dtype != torch.bool:  # a comparison's result is no use of the value
             given[0].numbers.update(sources)
-        made = [args[0]] if out is None and isinstance(args[0], TrackedTensor) else tree_leaves(out)  # x[...] = y
-        for x in made:
+        results = [args[0]] if out is None and isinstance(args[0], TrackedTensor) else tree_leaves(out)  # x[...] = y
+        for x in results:
             if isinstance(x, TrackedTensor):
                 x.sources, x.numbers = sources, given[0].numbers
         return out
 
 
 def track(tensors: Mapping[str, Tensor], numbers: set[str]) -> dict[str, Tensor]:
-    """Return ``tensors`` that know their keys. Keys that are read as numbers are added to ``numbers``."""
+    """Return ``tensors`` that record their keys. Keys that are read as numbers are added to ``numbers``."""
     tracked: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         one = tensor.as_subclass(TrackedTensor)

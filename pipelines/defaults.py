@@ -1,9 +1,7 @@
-"""Defaults and limits of a model's requests: the only place with such rules.
+"""Defaults and limits of a model's requests, with overrides in an optional ``troupe.json`` of its directory.
 
-Overrides of a model's defaults in an optional ``troupe.json`` of its directory.
-
-Its keys are those of ``Defaults`` (all but ``kind``) and ``card`` (see ``description``). All are optional; an unknown
-key is an error.
+The file's keys are those of ``Defaults`` (all but ``kind``) and ``card`` (see ``description``). All are optional; an
+unknown key is an error.
 """
 
 from __future__ import annotations
@@ -22,13 +20,15 @@ from pipelines.size import MAX_SIDES, Size, SizeLimits
 from pipelines.wording import counted
 
 PICTURES = ("picture", "pictures")
+FILE_NAME = "troupe.json"
+CARD = "card"
+"""The key of the model's description, which does not affect requests."""
+DIVISORS = ("size_multiple", "frame_multiple", "fps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Defaults:
-    """Default settings and limits of a model's requests. Each ``check`` raises ValueError with the given and allowed
-    values.
-    """
+    """Defaults and limits of a model's requests. Checks raise ValueError with the given and allowed values."""
 
     kind: MediaKind
     width: int
@@ -60,13 +60,11 @@ class Defaults:
     fits_pictures: bool = False
     """Crop pictures to the request's size; the pipeline's blocks would resize them to sizes unknown to this model."""
     enlarges_pictures: bool = False
-    """A small picture requests as many pixels as a large one."""
+    """The result has the model's number of pixels, even for a small input picture."""
     describes_pictures: bool = False
     """The prompt may be empty: the model writes one from the picture."""
     num_layers: int = 0
-    """Default number of layers with opacity that a picture is split into, at most ``max_layers`` (0: one opaque
-    picture).
-    """
+    """Default number of layers with opacity that a picture is split into; 0: one opaque picture."""
     max_layers: int = 0
     make_sound: bool = False
     """Clips have sound unless the request disables it."""
@@ -82,9 +80,9 @@ class Defaults:
     frames_per_chunk: int = 0
     """Clips are made in chunks of so many frames (0: whole), each with all steps."""
     first_chunk_steps: int = 1
-    """Factor on the number of steps of the first chunk."""
+    """Factor on the first chunk's number of steps."""
     picture_width: int = 0
-    """A model of clips with this width also makes pictures, of this default size (see ``of``)."""
+    """Default size of pictures of a clip model (see ``of``); 0: it makes clips only."""
     picture_height: int = 0
 
     @property
@@ -120,7 +118,7 @@ class Defaults:
         ValueError outside the model's limits.
         """
         size = size or Size(width=self.width, height=self.height)
-        unsaid: dict[str, Any] = {
+        defaults: dict[str, Any] = {
             "request_id": "default",
             "model": "default",
             "prompt": "",
@@ -137,7 +135,7 @@ class Defaults:
             "has_mask": self.needs_mask,
             "num_layers": self.num_layers,
         }
-        request = MediaRequest(**(unsaid | changes))
+        request = MediaRequest(**(defaults | changes))
         self.check(request)
         return request
 
@@ -219,12 +217,12 @@ class Defaults:
         """
         if request.kind != self.kind:
             return self.of(request.kind).num_steps_of(request)
-        asked, strength = request.num_inference_steps, self.strength_of(request)
+        steps, strength = request.num_inference_steps, self.strength_of(request)
         if self.frames_per_chunk:
-            return asked * (-(-request.num_frames // self.frames_per_chunk) - 1 + self.first_chunk_steps)
+            return steps * (-(-request.num_frames // self.frames_per_chunk) - 1 + self.first_chunk_steps)
         if strength is not None:
-            asked = int(asked * strength) if self.rounds_steps_down else asked - int(asked - asked * strength)
-        return asked * self.solver_order + self.extra_steps if asked else 0
+            steps = int(steps * strength) if self.rounds_steps_down else steps - int(steps - steps * strength)
+        return steps * self.solver_order + self.extra_steps if steps else 0
 
     def strength_of(self, request: MediaRequest) -> float | None:
         """Return the share of its picture that ``request`` repaints; None if it starts from noise."""
@@ -234,7 +232,7 @@ class Defaults:
 
     def check_num_pictures(self, number: int) -> None:
         if not self.min_pictures <= number <= self.max_pictures:
-            raise ValueError(f"{counted(number, *PICTURES)} came along; this model takes {self._pictures_taken()}")
+            raise ValueError(f"{counted(number, *PICTURES)} came along; this model takes {self._allowed_pictures()}")
 
     def check_mask(self, num_pictures: int, has_mask: bool) -> None:
         if has_mask and not (self.takes_mask and num_pictures):
@@ -254,10 +252,10 @@ class Defaults:
             raise ValueError(f"strength is {given}, which leaves none of {steps} steps; it must be at least 1/{steps}")
 
     def _may_have_strength(self, request: MediaRequest) -> bool:
-        has_what_it_needs = request.has_mask or not self.strength_needs_mask
-        return self.takes_strength and request.num_pictures > 0 and has_what_it_needs
+        has_mask = request.has_mask or not self.strength_needs_mask
+        return self.takes_strength and request.num_pictures > 0 and has_mask
 
-    def _pictures_taken(self) -> str:
+    def _allowed_pictures(self) -> str:
         if self.max_pictures == 0:
             return "words alone"
         few, many = self.min_pictures, self.max_pictures
@@ -278,11 +276,7 @@ def largest_num_frames(max_frames: int, multiple: int) -> int:
     return 1 + (max_frames - 1) // multiple * multiple
 
 
-FILE_NAME = "troupe.json"
-CARD = "card"
-"""The key of the model's description, which does not affect requests."""
 KEYS = tuple(field.name for field in fields(Defaults) if field.name != "kind")
-DIVISORS = ("size_multiple", "frame_multiple", "fps")
 
 
 def with_own_defaults(path: Path, defaults: Defaults) -> Defaults:
@@ -297,8 +291,8 @@ def with_own_defaults(path: Path, defaults: Defaults) -> Defaults:
     for name, value in own.items():
         usual = getattr(defaults, name)
         if type(value) is not type(usual) and (type(value), type(usual)) != (int, float):
-            said = f"{name} is {json.dumps(value)}; it must be a value such as {json.dumps(usual)}"
-            raise ValueError(f"{file}: {said}")
+            allowed = f"it must be a value such as {json.dumps(usual)}"
+            raise ValueError(f"{file}: {name} is {json.dumps(value)}; {allowed}")
         if name in DIVISORS and value < 1 <= usual:
             raise ValueError(f"{file}: {name} is {value}; it must be at least 1")
     changed = replace(defaults, **own)
@@ -313,7 +307,7 @@ def check(defaults: Defaults, file: Path) -> None:
         for kind in defaults.kinds:
             defaults.of(kind).request()
     except ValueError as error:
-        raise ValueError(f"{file}: what it says does not go together: {error}") from None
+        raise ValueError(f"{file}: its values contradict each other: {error}") from None
 
 
 def read_own(path: Path) -> dict[str, Any]:

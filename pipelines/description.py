@@ -1,7 +1,7 @@
-"""A model's description for its users: text, good sizes, example prompts.
+"""A model's description for its users: text, sizes, example prompts.
 
-It stands in ``troupe.json`` under the key ``card``, with the keys of ``Description``. All are optional; an unknown key
-is an error. Missing text and prompts are derived from the model's defaults.
+It is the value of ``card`` in ``troupe.json``, with the keys of ``Description``. All are optional; an unknown key is an
+error. Missing text and prompts are derived from the model's defaults.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ RATIOS = ((1, 1), (4, 3), (3, 4), (3, 2), (2, 3), (16, 9), (9, 16))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Description:
-    """A model's ``text``, the sizes (WIDTHxHEIGHT) it was trained for, and example ``prompts``."""
+    """A model's description."""
 
     text: str = ""
     sizes: tuple[str, ...] = ()
+    """Sizes of the training, as WIDTHxHEIGHT."""
     prompts: tuple[str, ...] = ()
+    """Example prompts."""
 
     def sizes_within(self, defaults: Defaults) -> tuple[str, ...]:
         """Return its sizes, or else the default size and common shapes of as many pixels. All are valid."""
@@ -81,26 +83,26 @@ def read_description(path: Path, defaults: Defaults) -> Description:
     ValueError for unknown keys, values of other types, and invalid sizes.
     """
     file, written = path / FILE_NAME, read_own(path).get(CARD, {})
-    known = [field.name for field in fields(Description)]
+    names = [field.name for field in fields(Description)]
     if not isinstance(written, dict):
-        raise ValueError(f"{file}: {CARD} is {json.dumps(written)}; it must be an object with {', '.join(known)}")
-    if unknown := sorted(written.keys() - set(known)):
-        raise ValueError(f"{file} has unknown keys {', '.join(unknown)} in {CARD}; known: {', '.join(known)}")
+        raise ValueError(f"{file}: {CARD} is {json.dumps(written)}; it must be an object with {', '.join(names)}")
+    if unknown := sorted(written.keys() - set(names)):
+        raise ValueError(f"{file} has unknown keys {', '.join(unknown)} in {CARD}; known: {', '.join(names)}")
     for name, value in written.items():
         words = [value] if name == "text" else value
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
             raise ValueError(f"{file}: {CARD}.{name} must be {'a text' if name == 'text' else 'a list of texts'}")
-    said: dict[str, Any] = {name: value if name == "text" else tuple(value) for name, value in written.items()}
+    values: dict[str, Any] = {name: value if name == "text" else tuple(value) for name, value in written.items()}
     try:
-        for text in said.get("sizes", ()):
+        for text in values.get("sizes", ()):
             check_size(text, defaults)
     except ValueError as error:
         raise ValueError(f"{file}: {CARD}.sizes: {error}") from None
-    return replace(usual_description(defaults), **said)
+    return replace(usual_description(defaults), **values)
 
 
 def check_size(text: str, defaults: Defaults) -> None:
-    """Raise ValueError for a size that no request may have, or one with frames."""
+    """Raise ValueError for a size outside the limits, or one with frames."""
     size = Size.parse(text)
     if size.num_frames is not None:
         raise ValueError(f"size {text!r}: write it as WIDTHxHEIGHT in pixels, without frames")

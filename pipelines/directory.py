@@ -17,6 +17,8 @@ CLASSIC_INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
 CONFIG_FILES = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
 PLACE, SUBFOLDER, CLASS = "pretrained_model_name_or_path", "subfolder", "type_hint"
 """Keys of the modular index for a part's location and class."""
+CLASSIC, MODULAR, FROM_PICTURE = "Pipeline", "ModularPipeline", "ImageToVideo"
+"""Parts of the names of pipeline classes."""
 
 
 def read_config(path: Path, part: str) -> Mapping[str, Any]:
@@ -98,11 +100,8 @@ def _read_json(file: Path) -> Mapping[str, Any]:
     return contents
 
 
-CLASSIC, MODULAR, FROM_PICTURE = "Pipeline", "ModularPipeline", "ImageToVideo"
-
-
 def open_modular(path: Path) -> Any:
-    """Return its blocks and settings, without weights. ValueError if diffusers has no blocks for the folder."""
+    """Return the modular pipeline of a folder, without weights. ValueError if diffusers has no blocks for it."""
     import diffusers
 
     name = str(read_index(path).get("_class_name"))

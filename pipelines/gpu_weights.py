@@ -1,7 +1,7 @@
 """Load weights from safetensors files onto a GPU with several threads.
 
-A copy from a mapped file goes through the driver's small buffer in one thread, far below the bandwidth of the bus. Here
-each thread reads pieces into pinned memory and copies one piece while it reads the next. The format:
+A copy from a mapped file uses the driver's small buffer in one thread, far below the bandwidth of the bus. Here each
+thread reads pieces into pinned memory and copies one piece while it reads the next. The format:
 https://huggingface.co/docs/safetensors/index#format.
 """
 
@@ -39,7 +39,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 MAX_HEADER_BYTES = 10**8
-"""The format's own limit. Other files (a pointer of Git LFS) may start with any length."""
+"""The format's limit; other files (a pointer of Git LFS) may start with any length."""
 NUM_THREADS = 8
 PIECE_BYTES = 2**23
 NUM_BUFFERS = 2
@@ -56,12 +56,12 @@ def fill(module: nn.Module, files: Iterable[Path], device: torch.device) -> None
     every = tuple(files)
     scales = find_scales(name for file in every for name, *_ in _contents(file))
     values: dict[str, Tensor] = {}
-    for file in every:  # one at a time: tensors of other dtypes take double memory until they are converted
+    for file in every:  # one at a time: tensors of other dtypes take double memory until their conversion
         read = read_tensors(file, device)
         while read:
             name, value = read.popitem()
-            waits = name in scales.of_weight or name in scales.beside  # a scale may be in another file
-            values[name] = value if waits else value.to(dtypes.get(name, value.dtype))
+            is_scaled = name in scales.of_weight or name in scales.beside  # a scale may be in another file
+            values[name] = value if is_scaled else value.to(dtypes.get(name, value.dtype))
     for name in scales.formats:
         check_format(name, values[name])
     for name, scale in scales.of_weight.items():
@@ -76,7 +76,7 @@ def fill(module: nn.Module, files: Iterable[Path], device: torch.device) -> None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Piece:
-    """A byte range of an open ``file``, starting at ``offset``, and its target."""
+    """A byte range of an open ``file`` from ``offset``, and its target."""
 
     file: int
     offset: int
@@ -110,11 +110,11 @@ def _contents(path: Path) -> Iterator[tuple[str, torch.dtype, list[int], int]]:
             (length,) = struct.unpack("<Q", file.read(8))
             header: dict[str, Any] = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
             header.pop("__metadata__", None)
-            found = sorted((entry["data_offsets"][0], name, entry) for name, entry in header.items())
-            for begin, name, entry in found:
+            entries = sorted((entry["data_offsets"][0], name, entry) for name, entry in header.items())
+            for begin, name, entry in entries:
                 yield name, DTYPES[entry["dtype"]], entry["shape"], 8 + length + begin
         except (struct.error, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no safetensors file that is known here ({error!r})") from error
+            raise ValueError(f"{path} is no safetensors file of a known format ({error!r})") from error
 
 
 def _pieces(file: int, offset: int, target: Tensor) -> Iterator[_Piece]:
@@ -133,22 +133,22 @@ def _read_on_gpu(device: torch.device, pieces: SimpleQueue[_Piece | None]) -> No
     buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(NUM_BUFFERS)]
     turns = itertools.cycle([(buffer, torch.cuda.Event()) for buffer in buffers])  # type: ignore[no-untyped-call]
     while (piece := pieces.get()) is not None:
-        buffer, fetched = next(turns)
-        fetched.synchronize()
+        buffer, copied = next(turns)
+        copied.synchronize()
         part = buffer[: piece.target.numel()]
         _read_into(part, piece)
         with torch.cuda.stream(stream):
             piece.target.copy_(part, non_blocking=True)
-            fetched.record(stream)
+            copied.record(stream)
     stream.synchronize()
 
 
 def _read_into(target: Tensor, piece: _Piece) -> None:
     """Read ``piece`` into ``target`` on the CPU, without the interpreter lock."""
     view = target.numpy().data
-    done = 0
-    while done < len(view):
-        num = os.preadv(piece.file, [view[done:]], piece.offset + done)
+    num_read = 0
+    while num_read < len(view):
+        num = os.preadv(piece.file, [view[num_read:]], piece.offset + num_read)
         if not num:
-            raise ValueError(f"a file of weights ends {len(view) - done} bytes before its last tensor does")
-        done += num
+            raise ValueError(f"a file of weights ends {len(view) - num_read} bytes before its last tensor does")
+        num_read += num

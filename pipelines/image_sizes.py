@@ -1,4 +1,4 @@
-"""Sizes in pixels to sizes in latents, from a folder's configuration (without torch)."""
+"""Sizes of latents from sizes in pixels and a folder's configuration, without torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def vae_scale(path: Path) -> int:
 
 def clip_vae_scale(path: Path, num_halvings: int) -> int:
     """Return the scale of a clip's auto-encoder by its configured halvings, or else ``num_halvings``."""
-    said = read_config(path, "vae").get("temperal_downsample")
-    return 1 << (num_halvings if said is None else len(said))
+    halvings = read_config(path, "vae").get("temperal_downsample")
+    return 1 << (num_halvings if halvings is None else len(halvings))
 
 
 def space_time_scales(path: Path) -> tuple[int, int]:

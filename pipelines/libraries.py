@@ -22,7 +22,7 @@ from engines.core.logs import log_level
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import the libraries in two thirds of the time. Use it at the start of a process.
+    """Import the libraries in two thirds of the time, at the start of a process.
 
     Garbage collection is off inside the block, and existing objects are frozen at its end. Otherwise collections take a
     fifth of an import, and tenths of a second during later jobs.
@@ -45,17 +45,17 @@ def _import_without_extras() -> None:
     if "diffusers" in sys.modules:
         return
     with _hidden("scipy"):
-        importlib.import_module("transformers.utils.import_utils").is_scipy_available()  # it remembers the answer
+        importlib.import_module("transformers.utils.import_utils").is_scipy_available()  # caches its result
     with _hidden("peft"):
         importlib.import_module("diffusers.utils.import_utils")
-    _put_off("scipy.stats", "scipy.integrate")
+    _import_lazily("scipy.stats", "scipy.integrate")
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Inside the block diffusers and transformers log errors alone, and Python's warnings are not shown.
+    """Suppress Python's warnings, and logs of diffusers and transformers below errors, inside the block.
 
-    Both are imported here: each sets its own level as it is imported.
+    Both are imported here, since each sets its level at import.
     """
     names = ("diffusers", "transformers")
     for name in names:
@@ -78,7 +78,7 @@ def _hidden(name: str) -> Iterator[None]:
         del sys.modules[name]
 
 
-def _put_off(*names: str) -> None:
+def _import_lazily(*names: str) -> None:
     """Import the modules, where installed, on first access of an attribute.
 
     ``importlib.util.LazyLoader`` does not suffice: a second ``import`` of a module loads it.
@@ -86,7 +86,7 @@ def _put_off(*names: str) -> None:
     stand_ins = {name: ModuleType(name) for name in names if name not in sys.modules and _is_installed(name)}
 
     def load(name: str, attribute: str) -> Any:
-        # ``inspect`` reads the files of all modules; imports of submodules read the path.
+        # ``inspect`` reads ``__file__`` of all modules; imports of submodules read ``__path__``.
         if attribute.startswith("__") and attribute != "__path__":
             raise AttributeError(attribute)
         for each, stand_in in stand_ins.items():  # all: they import each other

@@ -1,4 +1,4 @@
-"""Resolve a configured source (a folder, a shipped checkpoint, a hub id) to a folder, and a dtype's name."""
+"""Resolve a configured source (folder, shipped checkpoint, hub id) to a folder, and a dtype by name."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TOP_FILES = [CLASSIC_INDEX, MODULAR_INDEX, "troupe.json"]
 PART_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 HUB_FILES = [*TOP_FILES, *(f"*/{pattern}" for pattern in PART_FILES)]
-"""The diffusers layout only: hub repositories often repeat the weights as one large file at the top."""
+"""Files of the diffusers layout: hub repositories often repeat the weights as one large file at the top."""
 CONFIGURATION_FILES = [pattern for pattern in HUB_FILES if not pattern.endswith(".safetensors")]
 
 
 def resolve_path(source: str, *, weights: bool = True) -> Path:
     """Return the diffusers directory of ``source``: a folder, the name of a shipped checkpoint, or a hub id.
 
-    A hub id is downloaded (or found in the hub cache), with ``weights`` if requested, and so are parts that a modular
-    index places elsewhere. A single file (``single_file``) resolves to its base. ValueError says what to change.
+    A hub id is downloaded (or found in the hub cache), with ``weights`` if requested. So are parts that a modular index
+    places elsewhere. A single file (``single_file``) resolves to its base. ValueError says what to change.
     """
     _, source = split_source(source)
     if Path(source).is_dir():
@@ -51,9 +51,9 @@ def resolve_configuration(source: str) -> Path:
     """
     _, source = split_source(source)
     name = source.rsplit("/", 1)[-1].lower().replace("-diffusers", "")
-    known = {model.lower(): model for model in published_models()}
-    if name in known and not Path(source).is_dir():
-        return PUBLISHED / known[name]
+    names = {model.lower(): model for model in published_models()}
+    if name in names and not Path(source).is_dir():
+        return PUBLISHED / names[name]
     try:
         return resolve_path(source, weights=False)
     except ValueError as error:
@@ -67,13 +67,13 @@ def hub_id_of(source: str) -> str:
     """
     if _HUB_ID.fullmatch(source):
         return source
-    known: dict[str, str] = json.loads(HUB_IDS.read_text())
-    for name, hub_id in known.items():
+    names: dict[str, str] = json.loads(HUB_IDS.read_text())
+    for name, hub_id in names.items():
         if name.lower() == source.lower():
             return hub_id
     raise ValueError(
         f"no model {source!r}: give a diffusers folder, a hub id like owner/name, {_shipped_names()}, or the name of "
-        f"a published model: {', '.join(known)}"
+        f"a published model: {', '.join(names)}"
     )
 
 
@@ -136,7 +136,7 @@ def resolve_file(source: str, name: str, usual: tuple[str, ...], *, beside: tupl
     """Return the safetensors file of ``source``: itself, or ``name`` in a folder or a repository of the hub.
 
     Without a ``name``, return one of the ``usual`` names or the only file. Files ``beside`` it are downloaded as well.
-    ValueError says what was tried.
+    ValueError lists the files.
     """
     path = Path(source)
     if path.is_file():

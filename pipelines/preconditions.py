@@ -1,4 +1,4 @@
-"""Problems that prevent a model from loading, found in configurations and file headers before anything starts."""
+"""Problems that prevent a model from loading, found in configurations and file headers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipelines.lora.source import ADAPTER_FILES, LoraSource
 
 INDEX = "*.safetensors.index.json"
 PLAIN, PLAIN_BLOCK = "AutoencoderKL", "UpDecoderBlock2D"
-"""The auto-encoder of pictures with group norms, if all its blocks are plain."""
+"""Class and blocks of the auto-encoder of pictures with group norms, which supports all options."""
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack")
 
 
@@ -31,7 +31,7 @@ def weight_problems(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def adapter_problems(checkpoint: Checkpoint, sources: Iterable[LoraSource]) -> Iterator[str]:
-    """Yield the problems of local adapters; those of a hub are downloaded when they are read."""
+    """Yield the problems of local adapters; hub adapters are not downloaded yet."""
     for source in sources:
         if source.part and part_class(checkpoint.path, source.part) is None:
             yield f"an adapter for part {source.part!r}, which the model does not have"
@@ -53,7 +53,7 @@ def decoder_problems(path: Path, *, compiled: bool, limits_memory: bool, num_dev
         return
     written = read_config(path, "vae")
     if name == PLAIN and set(written.get("up_block_types", ())) == {PLAIN_BLOCK}:
-        return  # it supports all options, and imports take seconds
+        return  # avoid imports, which take seconds
     import diffusers
     from accelerate import init_empty_weights  # type: ignore[import-untyped]
 
@@ -63,8 +63,8 @@ def decoder_problems(path: Path, *, compiled: bool, limits_memory: bool, num_dev
     with init_empty_weights():
         vae = getattr(diffusers, name).from_config(dict(written))
     try:
-        for key, is_asked in (("compile", compiled), ("memory_gib", limits_memory)):
-            if is_asked:
+        for key, is_set in (("compile", compiled), ("memory_gib", limits_memory)):
+            if is_set:
                 check_decoder(vae, key)
         if num_devices > 1:
             check_divisible(vae)
@@ -74,7 +74,7 @@ def decoder_problems(path: Path, *, compiled: bool, limits_memory: bool, num_dev
 
 def _folder_problems(folder: Path) -> Iterator[str]:
     if not (folder / "config.json").is_file():
-        return  # a scheduler, a tokenizer, or an optional part that is missing
+        return  # a scheduler, a tokenizer, or a missing optional part
     for index in folder.glob(INDEX):
         names = set(json.loads(index.read_text())["weight_map"].values())
         if absent := sorted(name for name in names if not (folder / name).is_file()):
@@ -83,7 +83,7 @@ def _folder_problems(folder: Path) -> Iterator[str]:
     for file in files:
         yield from _file_problems(file)
     if not files and not any(True for pattern in OTHER_FORMATS for _ in folder.glob(pattern)):
-        yield f"{folder} has no weights: download the model, not its configuration alone"
+        yield f"{folder} has no weights: download the whole model, not only its configuration"
 
 
 def _file_problems(file: Path) -> Iterator[str]:

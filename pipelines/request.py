@@ -1,4 +1,4 @@
-"""A client's request, checked and frozen. From here on there is no HTTP."""
+"""A client's request, validated and independent of HTTP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MetadataLevel = Literal["full", "seed", "none"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lora:
-    """An adapter of the model by its name, and its scale."""
+    """An adapter of the model, by name, with its scale."""
 
     name: str
     scale: float = 1.0
@@ -50,8 +50,9 @@ class MediaRequest:
     preview_steps: tuple[int, ...] = ()
     """Steps (1 = after the first) whose latents become previews."""
     num_pictures: int = 0
-    """Input pictures, with a mask if ``has_mask`` (``pictures.InputPictures``, sent to the encoder only)."""
+    """Number of ``InputPictures``, which only the encoder receives."""
     has_mask: bool = False
+    """A mask comes with the input pictures."""
     strength: float | None = None
     """Share of the picture to repaint, in (0, 1]; None: the model's default."""
     num_layers: int = 0
@@ -59,17 +60,18 @@ class MediaRequest:
     loras: tuple[Lora, ...] = ()
     """Adapters for this request, among those served with the model."""
     cache: CacheMode = "off"
-    """Which steps reuse the previous prediction (``pipelines.schedules``)."""
+    """Pattern of steps that reuse the previous prediction (``pipelines.caching``)."""
     sound: bool | None = None
-    """Whether the clip has sound (None: the model's default)."""
+    """True if the clip has sound; None: the model's default."""
     service_tier: ServiceTier = "default"
     deadline_s: float | None = None
     """Seconds from arrival that the client waits (None: no limit)."""
     waited_s: float = 0.0
-    """Seconds since arrival when the request is handed on."""
+    """Seconds since arrival when the request is passed on."""
     key: str = ""
-    """Hash of the API key, empty without keys; ``weight`` is its share."""
+    """Hash of the API key, empty without keys."""
     weight: float = 1.0
+    """The key's share of a gang."""
 
 
 Mode = Literal["RGB", "RGBA", "L"]
@@ -77,12 +79,13 @@ Mode = Literal["RGB", "RGBA", "L"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputPicture:
-    """A validated, decoded picture: ``data`` are rows of 8-bit pixels of ``mode``, upright, without metadata."""
+    """A validated, decoded picture, upright and without metadata."""
 
     width: int
     height: int
     mode: Mode
     data: bytes
+    """Rows of 8-bit pixels of ``mode``."""
 
     @classmethod
     def of(cls, image: Image) -> InputPicture:
@@ -98,7 +101,7 @@ class InputPicture:
         return Image.frombytes(self.mode, (self.width, self.height), self.data)
 
     def on_white(self) -> Image:
-        """Return its colours on white: colours under transparency are arbitrary, often black."""
+        """Return the picture in RGB, blended onto white: colours under transparency are arbitrary, often black."""
         from PIL import Image
 
         image = self.image()
@@ -117,10 +120,11 @@ class InputPicture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputPictures:
-    """The pictures of one request, in the client's order. ``mask`` is "L": white where to paint."""
+    """The pictures of one request, in the client's order."""
 
     pictures: tuple[InputPicture, ...] = ()
     mask: InputPicture | None = None
+    """Mode "L", white where to paint."""
 
     @property
     def num_bytes(self) -> int:

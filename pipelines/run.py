@@ -1,4 +1,4 @@
-"""The bare pipeline in one process: encode, denoise, decode. The slow reference of tests and benchmarks."""
+"""A pipeline in one process (encode, denoise, decode): the slow reference of tests and benchmarks."""
 
 from __future__ import annotations
 

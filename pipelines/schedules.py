@@ -1,12 +1,4 @@
-"""Steps of a schedule: their number of forwards, and steps that reuse the previous prediction. Read without torch.
-
-Steps that skip their forwards and reuse the previous prediction, chosen by the number of steps alone.
-
-Predictions change much in the first steps and little from step to step later (``benchmarks/step_cache.py`` measures
-it). A later step may reuse the previous prediction: in a fixed pattern as in FORA (Selvaraju et al. 2024,
-arXiv:2407.01425), of the last layer alone, as TaylorSeer's lite form (Liu et al. 2025, arXiv:2503.06923) at order 0.
-The pattern depends on numbers only, so all ranks of a gang agree.
-"""
+"""Number of forwards per step of a folder's scheduler, read without torch."""
 
 from __future__ import annotations
 
@@ -31,7 +23,7 @@ WARM_UP_STEPS, REPEATED_STEPS = 9, 1
 
 
 def with_schedule(path: Path, defaults: Defaults) -> Defaults:
-    """Return ``defaults`` with the folder's scheduler's forwards for each step."""
+    """Return ``defaults`` with the forwards per step of the folder's scheduler."""
     name = part_class(path, SCHEDULER)
     if name in SECOND_ORDER:
         return replace(defaults, solver_order=2, extra_steps=-1)

@@ -1,6 +1,6 @@
-"""A transformer as one safetensors file, combined with a folder that holds all other parts.
+"""A transformer as one safetensors file, combined with a folder of all other parts.
 
-It is named ``FILE.safetensors@BASE``, where ``BASE`` is any name of a model.
+Its name is ``FILE.safetensors@BASE``, where ``BASE`` is any name of a model.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ UNUSED = re.compile(
 
 
 def with_base(file: str, base: str) -> str:
-    """Return the name of a model with the transformer of ``file`` and all else from ``base``; without a base, ``file``.
+    """Return the name of a model with the transformer in ``file`` and all other parts of ``base``, or else ``file``.
 
     ValueError if there is a base and ``file`` is not a safetensors file.
     """
     if base and not file.endswith(SUFFIX):
-        raise ValueError(f"base is {base!r}, which stands beside a {SUFFIX} file, and path is {file!r}: leave base out")
+        raise ValueError(f"base is {base!r}, which needs a {SUFFIX} file as path, and path is {file!r}: leave base out")
     return f"{file}{AT}{base}" if base else file
 
 
@@ -50,7 +50,7 @@ def split_source(source: str) -> tuple[Path | None, str]:
         )
     file = Path(name + SUFFIX)
     if not file.is_file():
-        raise ValueError(f"there is no file {file}; {base} is what it is to replace the transformer of")
+        raise ValueError(f"there is no file {file}, which replaces the transformer of {base}: check the path")
     return file, base
 
 
@@ -74,8 +74,8 @@ def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, 
         model = kind.from_single_file(dict(tensors), config=str(config), device=device)
     except (LookupError, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"{file} is not the whole {kind.__name__} that {config} describes, or more than that ({error}): give the "
-            "base it was made of, or a file in a layout that is known"
+            f"{file} is not exactly the {kind.__name__} that {config} describes ({error}): give the base that it was "
+            "made of, or a file in a known layout"
         ) from error
     check_finite(model, lambda name: file)
     return model
@@ -98,7 +98,7 @@ def _read_file(file: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _faults(kind: Any, tensors: Mapping[str, Tensor], config: Path) -> str:
-    """Return missing and unread keys, found by diffusers' translation of names on shapes alone; empty if none."""
+    """Return missing and unread keys after diffusers' translation of names, on shapes only; empty if none."""
     from accelerate import init_empty_weights  # type: ignore[import-untyped]
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 

@@ -1,4 +1,4 @@
-"""Sizes as people write them: "1024x768" in pixels, and for clips "832x480x81" with the number of frames."""
+"""Sizes in text form: "1024x768" in pixels, and for clips "832x480x81" with the number of frames."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ _NOTATION = re.compile(f"({_NUMBER})x({_NUMBER})(?:x({_NUMBER}))?")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """Width and height in pixels; None frames are the model's default number."""
+    """Size of a picture or clip, in pixels."""
 
     width: int
     height: int
     num_frames: int | None = None
+    """None: the model's default."""
 
     @classmethod
     def parse(cls, text: str) -> Size:
@@ -40,12 +41,12 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SizeLimits:
-    """Allowed sizes: sides are multiples of ``multiple`` within ``min_side`` and ``max_side``, area within
-    ``max_pixels``.
-    """
+    """Allowed sizes, in pixels."""
 
     multiple: int
+    """Divisor of both sides."""
     max_pixels: float
+    """Limit of the area."""
     min_side: int = 1
     max_side: float = math.inf
 

@@ -1,4 +1,4 @@
-"""Words of messages that depend on a number."""
+"""Singular and plural in messages."""
 
 from __future__ import annotations
 

@@ -46,13 +46,13 @@ class Case:
 def measure(case: Case) -> dict[str, Any]:
     import torch
 
-    from deployments.cli.build import Order, engine_reports
+    from deployments.cli.build import EngineBuildOptions, engine_reports
 
     torch.set_num_threads(1)
     options: dict[str, Any] = {name: value for name, value in asdict(case).items() if name != "flag"}
     options |= {"calibrate": is_static(case.precision)} | ({} if case.flag == "none" else {case.flag: True})
     with tempfile.TemporaryDirectory() as folder:
-        order = Order(**options, cache_dir=Path(folder))
+        order = EngineBuildOptions(**options, cache_dir=Path(folder))
         started_s = time.process_time()
         reports = engine_reports(order, visible=False)
     return (

@@ -1,4 +1,4 @@
-"""``troupe build-engine``: TensorRT engine files ahead of time, on any machine that has a builder."""
+"""``troupe build-engine`` and ``troupe calibrate``: TensorRT engine files and fixed scales, ahead of time."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ PROMPTS = (
     "a crowded night market seen from above, neon signs, wet asphalt",
     "the words 'open late' painted on a shop window, reflections of trees",
 )
-"""What is run without a file of prompts."""
+"""Default prompts."""
 
 
 def calibrate(source: str, out: Path, prompts_file: Path | None, size: str | None, dtype_name: str) -> None:
-    """Write to ``out`` the largest magnitude that each linear's input has over all steps of the prompts.
+    """Write the largest magnitude of each linear's input, over all steps of the prompts, to ``out``.
 
-    ValueError for a model, a size or a file of prompts that cannot be used.
+    ValueError if the model, the size or the file of prompts is invalid.
     """
     from engines.quantization.calibration import recording_all, save_calibration
     from pipelines.checkpoint import Checkpoint
@@ -53,9 +53,9 @@ def calibrate(source: str, out: Path, prompts_file: Path | None, size: str | Non
 def model_over(
     prompts: Sequence[str], checkpoint: Checkpoint, size: str | None
 ) -> tuple[DenoiserModel, Callable[[], None]]:
-    """A model, and what takes it through all steps of the prompts, unsplit, in ``size`` or the model's own.
+    """Return a model and a function that runs it over all steps of the prompts on one rank.
 
-    Where it must have pictures beside a prompt, they are noise.
+    ``size`` None is the model's default. Input pictures, if the model needs any, are noise.
     """
     from rich.progress import track
 
@@ -77,7 +77,7 @@ def model_over(
 
 
 def noisy_pictures(request: MediaRequest) -> InputPictures:
-    """As many as come along with ``request``, in its size; the same at every call."""
+    """Return the number of pictures that ``request`` has, in its size; seeded noise, equal at every call."""
     from numpy.random import default_rng
 
     from pipelines.request import InputPicture, InputPictures
@@ -91,12 +91,12 @@ def noisy_pictures(request: MediaRequest) -> InputPictures:
 
 
 def read_prompts(file: Path | None) -> tuple[str, ...]:
-    """One a line. ValueError for a file without any."""
+    """Return the prompts of ``file``, one per line. ValueError if there are none."""
     if file is None:
         return PROMPTS
     prompts = tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
     if not prompts:
-        raise ValueError(f"{file} holds no prompt: write one a line")
+        raise ValueError(f"{file} holds no prompt: write one per line")
     return prompts
 
 
@@ -107,19 +107,19 @@ def find_device() -> torch.device:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
-    """What is to be built. ``dtype`` "auto" is bfloat16; without ``sizes`` the model's.
-
-    Where values of weights do not matter, ``model`` may be a published model's name: its configuration is enough.
-    """
+class EngineBuildOptions:
+    """Options of ``troupe build-engine``."""
 
     model: str
+    """A model with weights; a published model's name is enough unless ``needs_weights``."""
     strategy: str
     num_ranks: int
     precision: str
     target: str
     sizes: tuple[str, ...] = ()
+    """Empty: the model's default size."""
     dtype: str = "auto"
+    """``auto`` is bfloat16."""
     weights: str = "inputs"
     cache_dir: Path | None = None
     weight_streaming: bool = False
@@ -129,78 +129,78 @@ class Order:
 
     @property
     def needs_weights(self) -> bool:
-        """Whether values matter; else the model's configuration is enough, whatever its size."""
+        """True if the build reads values of weights."""
         return self.calibrate or self.weights == "constants" or is_static(self.precision)
 
 
-def build(order: Order) -> None:
-    """Export and build (or find in the cache) the engine files of ``order``, and print what they hold.
-
-    ValueError for what TensorRT cannot do, BuildError with its own words, KeyboardInterrupt after Ctrl-C.
-    """
-    for report in engine_reports(order):
+def build(options: EngineBuildOptions) -> None:
+    """Build the engine files, or find them in the cache, and print a report of each. Errors: ``engine_reports``."""
+    for report in engine_reports(options):
         console.print("\n".join(report.lines()), soft_wrap=True)
 
 
-def engine_reports(order: Order, *, visible: bool = True) -> list[EngineReport]:
-    """Return what the engine files of ``order`` hold, made if the cache has none. Raises as ``build`` does."""
+def engine_reports(options: EngineBuildOptions, *, visible: bool = True) -> list[EngineReport]:
+    """Return reports of the engine files, which are built unless cached.
+
+    ValueError if TensorRT does not support the options, BuildError if a build fails, KeyboardInterrupt after Ctrl-C.
+    """
     from engines.tensorrt_engine import rules
     from engines.tensorrt_engine.build.builder import check_target
     from engines.tensorrt_engine.build.report import build_engine
     from engines.tensorrt_engine.config import TensorRTConfig
     from pipelines.checkpoint import Checkpoint
 
-    options = rules.TensorRTOptions(weights=cast(Any, order.weights), cache_dir=order.cache_dir)
-    asked: dict[str, Any] = {"strategy": order.strategy, "precision": order.precision}
-    rules.check_options(**asked, weights=options.weights, num_ranks=order.num_ranks)
-    config, target = TensorRTConfig(**asked, options=options), find_target(order.target)
+    section = rules.TensorRTOptions(weights=cast(Any, options.weights), cache_dir=options.cache_dir)
+    division: dict[str, Any] = {"strategy": options.strategy, "precision": options.precision}
+    rules.check_options(**division, weights=section.weights, num_ranks=options.num_ranks)
+    config, target = TensorRTConfig(**division, options=section), find_target(options.target)
     check_target(target)
-    dtype = find_dtype(order.dtype)
-    if order.needs_weights:
-        checkpoint = Checkpoint.open(order.model, find_device(), dtype)
+    dtype = find_dtype(options.dtype)
+    if options.needs_weights:
+        checkpoint = Checkpoint.open(options.model, find_device(), dtype)
     else:
-        checkpoint = Checkpoint.of_configuration(order.model, "cpu", dtype)
-    is_split = config.spec(order.num_ranks).context > 1
+        checkpoint = Checkpoint.of_configuration(options.model, "cpu", dtype)
+    is_split = config.spec(options.num_ranks).context > 1
     rules.check_model(checkpoint.eager_only(is_split=is_split))
-    if order.calibrate:
-        record_calibration(checkpoint, read_prompts(order.prompts), next(iter(order.sizes), None), config.cache_dir)
-    with model_for(order, checkpoint) as model:
+    if options.calibrate:
+        record_calibration(checkpoint, read_prompts(options.prompts), next(iter(options.sizes), None), config.cache_dir)
+    with model_for(options, checkpoint) as model:
         return build_engine(
             model,
-            buckets_for(order, checkpoint, model),
+            buckets_for(options, checkpoint, model),
             config=config,
-            num_ranks=order.num_ranks,
+            num_ranks=options.num_ranks,
             target=target,
-            weight_streaming=order.weight_streaming,
-            strip_weights=order.strip_weights,
+            weight_streaming=options.weight_streaming,
+            strip_weights=options.strip_weights,
             visible=visible,
         )
 
 
 @contextmanager
-def model_for(order: Order, checkpoint: Checkpoint) -> Iterator[DenoiserModel]:
-    """Give the model; where values of weights do not matter, a copy without them, which takes next to no memory."""
+def model_for(options: EngineBuildOptions, checkpoint: Checkpoint) -> Iterator[DenoiserModel]:
+    """Yield the model; an outline without weight values unless ``options.needs_weights``."""
     from engines.core.torch_private import fake_mode
 
-    if order.needs_weights:
+    if options.needs_weights:
         yield checkpoint.denoiser()
         return
     with fake_mode(allow_non_fake_inputs=True):
         yield checkpoint.outline()
 
 
-def buckets_for(order: Order, checkpoint: Checkpoint, model: DenoiserModel) -> Sequence[Branch]:
+def buckets_for(options: EngineBuildOptions, checkpoint: Checkpoint, model: DenoiserModel) -> Sequence[Branch]:
     from engines.core.torch_private import without_modes
     from pipelines.size import Size
 
     defaults = checkpoint.defaults
-    sizes = [Size.parse(size) for size in order.sizes] or [Size(width=defaults.width, height=defaults.height)]
-    with without_modes():  # the solver reads values off its schedule, which fake tensors do not have
+    sizes = [Size.parse(size) for size in options.sizes] or [Size(width=defaults.width, height=defaults.height)]
+    with without_modes():  # the solver reads values of its schedule, which fake tensors do not have
         return [branches[0] for branches in checkpoint.first_steps(sizes, model.modules)]
 
 
 def record_calibration(checkpoint: Checkpoint, prompts: Sequence[str], size: str | None, folder: Path) -> None:
-    """Keep what was seen over ``prompts`` for this checkpoint."""
+    """Save the magnitudes over ``prompts`` for this checkpoint in ``folder``."""
     from engines.quantization.calibration import calibration_of, recording_all, save_calibration
 
     model, run = model_over(prompts, checkpoint, size)
@@ -213,7 +213,7 @@ def record_calibration(checkpoint: Checkpoint, prompts: Sequence[str], size: str
 
 
 def find_target(text: str) -> Any:
-    """Return ``text`` as a target; for "auto" the GPU of this machine."""
+    """Return ``text`` as a target; "auto" is this machine's GPU. ValueError if there is none."""
     import torch
 
     from engines.tensorrt_engine.build.bindings import Target

@@ -1,4 +1,4 @@
-"""A small HTTP client of the API, for the command line: streams a picture, follows a clip."""
+"""HTTP client of the API for the command line: streams pictures, polls clips."""
 
 from __future__ import annotations
 
@@ -18,43 +18,42 @@ from deployments.studio.interface import Progress
 POLL_S = 0.2
 REQUEST_TIMEOUT_S = 3600.0
 LOOK_TIMEOUT_S = 30.0
-"""For a clip's record, and between two parts of its file; and for a clip to be deleted, where somebody leaves."""
+"""Timeout of a clip's record, of the gap between two parts of its file, and of its deletion."""
 AWAY_S = 120.0
-"""For how long a server that makes a clip may be away, and start again: it finishes the clip then."""
+"""Time that a server may be unreachable while it makes a clip; after a restart it finishes the clip."""
 PASSING = (httpx.codes.BAD_GATEWAY, httpx.codes.SERVICE_UNAVAILABLE, httpx.codes.GATEWAY_TIMEOUT)
-"""Of an application that starts, and of the door where what is behind it starts again."""
+"""Status codes while the application starts, or restarts behind the door."""
 
 Files = Sequence[tuple[str, tuple[str, bytes]]]
-"""Pictures that go along: for each its field, its name and its bytes."""
+"""Pictures to upload: form field, file name and bytes of each."""
 NO_FILES: Files = ()
 
 
 class RefusedError(RuntimeError):
-    """The server refused: OpenAI's error body, as one sentence."""
+    """The server refused the request. The message is that of OpenAI's error body."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """Finished bytes, the seed that made them, and seconds by stage. ``index`` counts the pictures of one request, and
-    ``layer`` the layers of one picture."""
+    """A finished file."""
 
     data: bytes
     index: int = 0
+    """Number of the picture in its request."""
     layer: int = 0
+    """Number of the layer in its picture."""
     seed: int
     timings_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by stage."""
 
 
 def kinds_of(model: Mapping[str, Any]) -> Sequence[str]:
-    """Return what a model makes, by its card: its own kind first."""
+    """Return the kinds of media of a model's card, its primary kind first."""
     return list(model["kinds"])
 
 
 class Client:
-    """Talks to one Troupe server, whose ``url`` may end in /v1 or not. Use as a context manager.
-
-    ValueError names a proxy of the environment that cannot be used.
-    """
+    """A connection to one server, whose ``url`` may end in /v1. ValueError names a proxy variable that is invalid."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -68,35 +67,34 @@ class Client:
         self._http.close()
 
     def models(self) -> list[dict[str, Any]]:
-        """Return the cards of the models. RefusedError of a server that is another one, or refuses."""
+        """Return the models' cards. RefusedError if the server refuses, or is no Troupe server."""
         response = _checked(self._http.get("/v1/models"))
         cards = _json(response).get("data")
         if not isinstance(cards, list) or any("defaults" not in card for card in cards):
-            raise _no_troupe(response)
+            raise _foreign_server(response)
         return cards
 
     def health(self) -> dict[str, str]:
-        """Return, for each model, "ready" or why it is not. RefusedError while nobody there knows of models."""
+        """Return "ready", or the reason why not, by model. RefusedError while no application answers."""
         response = self._http.get("/health")
         if "models" in (document := _json(response)):
             return dict(document["models"])
         _checked(response)
-        raise _no_troupe(response)
+        raise _foreign_server(response)
 
     def clips(self, limit: int) -> list[dict[str, Any]]:
-        """Return the newest clips, by the newest first."""
+        """Return up to ``limit`` clips, the newest first."""
         return list(_checked(self._http.get("/v1/videos", params={"limit": limit})).json()["data"])
 
     def delete_clip(self, clip_id: str) -> None:
         _checked(self._http.delete(f"/v1/videos/{clip_id}"))
 
     def clip_file(self, clip_id: str) -> bytes:
-        """Return the MP4 of a clip that is finished."""
+        """Return the MP4 of a finished clip."""
         return _checked(self._http.get(f"/v1/videos/{clip_id}/content")).content
 
     def picture(self, body: Mapping[str, Any], files: Files = NO_FILES) -> Iterator[Progress | Result]:
-        """Do ``POST /v1/images/generations``, or with ``files`` ``POST /v1/images/edits``, as a stream: steps of all
-        pictures together, and each result."""
+        """Stream ``POST /v1/images/generations``, or ``/edits`` with ``files``. Steps are the sum over all pictures."""
         request = {**body, "stream": True, "stream_progress": True}
         num_pictures, steps = body.get("n", 1), dict[int, int]()
         path = "/v1/images/edits" if files else "/v1/images/generations"
@@ -121,33 +119,33 @@ class Client:
                         raise RefusedError(event["error"]["message"])
 
     def clip(self, body: Mapping[str, Any], files: Files = NO_FILES) -> Iterator[Progress | Result]:
-        """Do ``POST /v1/videos``, then polls its progress. A caller who leaves early deletes the clip.
+        """Call ``POST /v1/videos``, then poll its progress. Closing the generator early deletes the clip.
 
-        A server that is away meanwhile is waited for. RuntimeError if it is for longer than ``AWAY_S``; the clip stays.
+        RuntimeError if the server is unreachable for more than ``AWAY_S``; the clip stays.
         """
         clip = _checked(self._http.post("/v1/videos", **_content(body, files))).json()
         url, started_s = f"/v1/videos/{clip['id']}", time.monotonic()
         try:
             while clip["status"] in ("queued", "in_progress"):
                 time.sleep(POLL_S)
-                clip = self._awaited(url, clip["id"]).json()
+                clip = self._poll(url, clip["id"]).json()
                 if clip["status"] == "queued":
                     started_s = time.monotonic()
                 share, num_steps = clip["progress"] / 100, clip["num_inference_steps"]
-                if share:  # before the first step, nobody knows how long it will take
+                if share:  # unknown before the first step
                     left_s = (time.monotonic() - started_s) * (1 - share) / share
                     yield Progress(step=round(share * num_steps), num_steps=num_steps, eta_s=left_s)
         except (GeneratorExit, KeyboardInterrupt):
-            with suppress(httpx.TransportError):  # a server that is away keeps it
+            with suppress(httpx.TransportError):  # an unreachable server keeps it
                 self._http.delete(url, timeout=LOOK_TIMEOUT_S)
             raise
         if clip["status"] != "completed":
             raise RefusedError((clip.get("error") or {}).get("message", f"the clip is {clip['status']}"))
-        data = self._awaited(f"{url}/content", clip["id"]).content
+        data = self._poll(f"{url}/content", clip["id"]).content
         yield Result(data=data, seed=clip["seed"], timings_s=_seconds(clip.get("timings")))
 
-    def _awaited(self, url: str, clip_id: str) -> httpx.Response:
-        """Return what ``GET url`` answers, once a server does that is away for ``AWAY_S`` at most."""
+    def _poll(self, url: str, clip_id: str) -> httpx.Response:
+        """Return the answer of ``GET url``. RuntimeError if there is none for ``AWAY_S``."""
         end_s = time.monotonic() + AWAY_S
         while True:
             try:
@@ -167,12 +165,12 @@ class Client:
 
 
 def root_of(url: str) -> str:
-    """Return ``url`` without the ``/v1`` that clients of OpenAI's want at its end."""
+    """Return ``url`` without the ``/v1`` that OpenAI's clients need at its end."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 def _content(body: Mapping[str, Any], files: Files) -> dict[str, Any]:
-    """Return ``body`` as httpx is to send it: as JSON, or as a form with its ``files``."""
+    """Return httpx's arguments: ``body`` as JSON, or as a form with ``files``."""
     if not files:
         return {"json": dict(body)}
     fields = {name: value if isinstance(value, str) else json.dumps(value) for name, value in body.items()}
@@ -196,12 +194,12 @@ def _checked(response: httpx.Response) -> httpx.Response:
     return response
 
 
-def _no_troupe(response: httpx.Response) -> RefusedError:
-    return RefusedError(f"what answers at {response.url} is no Troupe server")
+def _foreign_server(response: httpx.Response) -> RefusedError:
+    return RefusedError(f"the server at {response.url} is no Troupe server")
 
 
 def _message(response: httpx.Response) -> str:
-    """Return why the server refused, in its own words if it has some."""
+    """Return the server's error message, or else its status."""
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -209,7 +207,7 @@ def _message(response: httpx.Response) -> str:
 
 
 def _json(response: httpx.Response) -> dict[str, Any]:
-    """Return the object that the body is; an empty one if it is none."""
+    """Return the body's JSON object, empty if it is none."""
     try:
         document = response.json()
     except ValueError:

@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine, for one application and as long as it runs."""
+"""A Ray cluster on this machine for the lifetime of one application."""
 
 from __future__ import annotations
 
@@ -25,24 +25,22 @@ SERVE_ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
 }
-"""To be set where a cluster's nodes are started, since replicas inherit it from there.
+"""Variables for the start of a cluster's nodes, from which replicas inherit them.
 
-One event loop per replica instead of two: nothing that is awaited here takes long, and each way between loops costs a
-request time. A proxy that died or hangs is replaced after seconds: its door waits for it. A replica that answers no
-health check is killed, since it may be stopped and hear of nothing. Replicas at rest wake up once a second, not ten
-times, for metrics that Ray shows every ten seconds.
+One event loop per replica instead of two: no coroutine blocks for long, and each hop between loops adds latency. A
+proxy that died or hangs is replaced after seconds, while the door waits. A replica that answers no health check is
+killed, since it may be stopped. Idle replicas wake up once a second, not ten times, for metrics.
 """
 LOCAL_ENVIRONMENT: Mapping[str, str] = {"SCAN_EVENT_DIR_INTERVAL_SECONDS": "3600"}
-"""Read by Ray's agent, which looks every other second for events to tell a dashboard of."""
+"""Ray's agent scans for dashboard events, by default every two seconds."""
 LOCAL_SYSTEM: Mapping[str, Any] = {"task_events_report_interval_ms": 0, "kill_worker_timeout_milliseconds": 500}
-"""No process notes each call and sends its notes once a second: a dashboard alone shows them. A process that is stopped
-is killed after half a second, not five."""
+"""No task events, which only a dashboard shows. A stopped process is killed after half a second, not five."""
 logger = logging.getLogger("troupe.serving")
 
 
 @contextmanager
 def local_cluster(config: ServeConfig) -> Iterator[None]:
-    """Run a cluster inside the block, without the lines of log that Ray and Serve write for each."""
+    """Run a cluster inside the block, with few log lines of Ray and Serve."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     quiet_logs(lambda text: logger.debug("Ray says: %s", text))
     set_defaults(SERVE_ENVIRONMENT)
@@ -52,7 +50,7 @@ def local_cluster(config: ServeConfig) -> Iterator[None]:
             stack.enter_context(forking_cluster())
         stack.callback(ray.shutdown)
         with interrupts_later(), without_optional_servers(), processes_in_own_sessions():
-            init_local(  # `serve deploy` is for clusters that run already
+            init_local(  # `serve deploy` is for running clusters
                 temp_dir,
                 LOCAL_SYSTEM,
                 runtime_env=config.applications[0].runtime_env or None,
@@ -66,7 +64,7 @@ def local_cluster(config: ServeConfig) -> Iterator[None]:
 
 
 def num_logical_cpus(config: ServeConfig) -> int:
-    """Return the logical CPUs for a local cluster: the machine's, or what the config asks for if that is more."""
+    """Return the logical CPUs of a local cluster: the machine's, or the config's sum if that is larger."""
     num_cpus = config.app.api.num_replicas * config.app.api.num_cpus + 1.0
     for model in config.app.models:
         for stage in (model.text_encoder, model.decoder):

@@ -1,4 +1,4 @@
-"""Commands about engines and the cost of a step, and about the server of this machine. They need no key."""
+"""Commands without a server's key: build-engine, calibrate, estimate, stop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RanksOption = Annotated[int, typer.Option("--ranks", help="Ranks that work on on
 
 
 def renamed_option(old: str, new: str) -> Any:
-    """A hidden option ``old`` that is refused with a sentence naming ``new``."""
+    """Return a hidden option ``old``, which is refused with a sentence that names ``new``."""
 
     def refuse(value: str | None) -> None:
         if value is not None:
@@ -24,7 +24,7 @@ def renamed_option(old: str, new: str) -> Any:
 
 
 def rename_command(app: typer.Typer, old: str, new: str) -> None:
-    """Let the hidden command ``old``, whatever its arguments, end with exit code 2 and the new name."""
+    """Add the hidden command ``old``, which prints the new name and exits with code 2."""
 
     @app.command(old, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
     def refuse(context: typer.Context) -> None:
@@ -38,26 +38,26 @@ def build_engine(
     ],
     num_ranks: RanksOption = 1,
     strategy: Annotated[
-        str, typer.Option(help="How they divide it: ulysses, allgather_kv, hybrid, tensor ...")
+        str, typer.Option(help="How a step is divided: ulysses, allgather_kv, hybrid, tensor ...")
     ] = "auto",
-    precision: Annotated[str, typer.Option(help="Of the linears: native, fp8-static or int8-static.")] = "auto",
+    precision: Annotated[str, typer.Option(help="Of linears: native, fp8-static or int8-static.")] = "auto",
     target: Annotated[str, typer.Option(help="Compute capability, such as sm90; auto is this machine's GPU.")] = "auto",
     size: Annotated[list[str] | None, typer.Option(help="WIDTHxHEIGHT[xFRAMES]; several share an engine file.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: as the model will be loaded.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, as in the configuration.")] = "auto",
     weights: Annotated[str, typer.Option(help="inputs (one file for all fine-tunes) or constants.")] = "inputs",
     cache_dir: Annotated[Path | None, typer.Option(help="Folder of engine files; ~/.cache/troupe/engines.")] = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="First measure activations.")] = False,
-    prompts: Annotated[Path | None, typer.Option(help="Prompts to calibrate with, one a line.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Prompts to calibrate with, one per line.")] = None,
     weight_streaming: Annotated[bool, typer.Option("--weight-streaming", help="Weights may stay on the host.")] = False,
     strip_weights: Annotated[bool, typer.Option("--strip-weights", help="An engine file without its weights.")] = False,
     width: Annotated[str | None, renamed_option("--width", "--ranks")] = None,
 ) -> None:
-    """TensorRT engine files ahead of time; says what they hold."""
-    from deployments.cli.build import Order, build
+    """Build TensorRT engine files ahead of time, and report their contents."""
+    from deployments.cli.build import EngineBuildOptions, build
 
     with errors():
         build(
-            Order(
+            EngineBuildOptions(
                 model=model,
                 strategy=strategy,
                 num_ranks=num_ranks,
@@ -78,11 +78,11 @@ def build_engine(
 def calibrate(
     model: Annotated[str, typer.Option(help="A shipped model, a diffusers directory, or a hub id.")],
     out: Annotated[Path, typer.Option(help="The file of scales to write (JSON).")],
-    prompts: Annotated[Path | None, typer.Option(help="Prompts to calibrate with, one a line.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Prompts to calibrate with, one per line.")] = None,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT[xFRAMES]; the model's default.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
 ) -> None:
-    """Fixed scales for the torch engine's fp8-static and int8-static, from all steps of some prompts."""
+    """Measure fixed scales for the torch engine's fp8-static and int8-static, over all steps of some prompts."""
     from deployments.cli.build import calibrate as run
 
     with errors():
@@ -102,11 +102,11 @@ def estimate(
     precision: Annotated[str, typer.Option(help="Of the linears: native, fp8 or int8.")] = "native",
     machine: Annotated[str | None, typer.Option(help="h200, h100, l40s, rtx-4090 ..., or a file of --measure.")] = None,
     memory: Annotated[float | None, typer.Option(help="GiB of each GPU; the machine's.")] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine now, and keep the figures.")] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine now, and save the figures.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")] = False,
     gpus: Annotated[str | None, renamed_option("--gpus", "--ranks")] = None,
 ) -> None:
-    """Seconds of a picture or clip, whether all parts fit, and each way to divide a step over some ranks."""
+    """Estimate the seconds of a picture or clip, memory of all parts, and each strategy for a step."""
     from deployments.cli.estimate import EstimateOptions, print_estimate
 
     with errors():
@@ -133,10 +133,10 @@ def print_version(wanted: bool) -> None:
 
 
 def stop(
-    port: Annotated[int | None, typer.Option(help="Of which server, if several run here.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port of the server, if several run here.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for its end.")] = 120.0,
 ) -> None:
-    """End a server that `troupe serve` started here; what is under way there has door.drain_s to finish."""
+    """Stop a server that `troupe serve` started here; running requests have door.drain_s to finish."""
     from deployments.cli.operation import stop as run
 
     with errors():

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from deployments.cli.serving import CONFIGS, load_config, parse_config
+from deployments.cli.serving import CONFIGS, load_config, parse_config, shipped_configs
 from deployments.config import ServeConfig
 from pipelines.loading import SHIPPED, hub_id_of, resolve_configuration
 from pipelines.preconditions import decoder_problems
@@ -16,21 +16,21 @@ from pipelines.single_file import split_source, with_base
 
 ENDINGS = (".yaml", ".yml", ".json")
 START_DEADLINE_S = 900
-"""A gang of a large model reads, compiles and captures for minutes."""
+"""A gang of a large model loads, compiles and captures for minutes."""
 
 
 def is_config(name: str) -> bool:
-    """Whether ``name`` means a config file or a shipped config, not a model."""
+    """Return whether ``name`` means a config file or a shipped config, not a model."""
     path = Path(name)
     is_file = path.is_file() and path.suffix != ".safetensors"
     return is_file or path.suffix in ENDINGS or (CONFIGS / f"{name}.yaml").is_file()
 
 
 def config_for(name: str, num_ranks: int | None = None) -> ServeConfig:
-    """Return the configuration that ``name`` means, or the one made for the model ``name``.
+    """Return the configuration of that name, or one for the model ``name``.
 
-    ``num_ranks`` is for models; by default all GPUs of this machine, and one rank without any. ValueError if ``name``
-    is neither, and for ranks beside a config.
+    ``num_ranks`` is for models only, by default the number of this machine's GPUs, at least 1. ValueError if ``name``
+    is neither, or if ranks are given with a config.
     """
     if is_config(name):
         if num_ranks is not None:
@@ -39,7 +39,7 @@ def config_for(name: str, num_ranks: int | None = None) -> ServeConfig:
     if num_ranks is not None and num_ranks < 1:
         raise ValueError(f"--ranks is {num_ranks}; it must be at least 1")
     source = _source(name)
-    import torch  # two seconds, not for those who have a config
+    import torch  # takes two seconds, which a config does not need
 
     num_gpus = torch.cuda.device_count()
     if num_gpus:
@@ -49,7 +49,7 @@ def config_for(name: str, num_ranks: int | None = None) -> ServeConfig:
 
 
 def to_yaml(config: ServeConfig) -> str:
-    """Return ``config`` as a config file without what has its default value."""
+    """Return ``config`` as a config file, without keys that have their default values."""
     written = config.model_dump(mode="json", exclude_defaults=True)
     for model, own in zip(written["applications"][0]["args"]["models"], config.app.models, strict=True):
         model["denoiser"] = {"num_ranks": own.denoiser.num_ranks} | model.get("denoiser", {})
@@ -63,30 +63,30 @@ def to_yaml(config: ServeConfig) -> str:
 
 
 def _source(name: str) -> str:
-    """Return what ``path`` of a model says. ValueError if ``name`` is no model."""
+    """Return the ``path`` of the model ``name``. ValueError if there is no such model."""
     try:
         file, base = split_source(name)
         if not Path(base).is_dir() and not (SHIPPED / base).is_dir():
             base = hub_id_of(base)
     except ValueError as error:
-        shipped = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
-        raise ValueError(f"{name} is neither a file nor a shipped config ({shipped}), nor a model: {error}") from error
+        problem = f"{name} is neither a file nor a shipped config ({shipped_configs()}), nor a model"
+        raise ValueError(f"{problem}: {error}") from error
     return with_base(str(file), base) if file else base
 
 
 def _on_gpus(source: str, num_ranks: int) -> ServeConfig:
-    """Return what the shipped configs for GPUs say, with what the model's decoder can do alone."""
-    path = resolve_configuration(source)
+    """Return the settings of the shipped GPU configs, without decoder options that the model does not support."""
+    path, no_options = resolve_configuration(source), {"compiled": False, "limits_memory": False, "num_devices": 1}
 
-    def can(**asked: Any) -> bool:
-        return not list(decoder_problems(path, **{"compiled": False, "limits_memory": False, "num_devices": 1} | asked))
+    def supports(**options: Any) -> bool:
+        return not list(decoder_problems(path, **no_options | options))
 
     decoder: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0.1, "num_threads": 4}
-    if can(compiled=True):
+    if supports(compiled=True):
         decoder["compile"] = True
-    if can(limits_memory=True):
+    if supports(limits_memory=True):
         decoder["memory_gib"] = usual_limit_gib(num_ranks)
-    if num_ranks > 1 and can(num_devices=2):
+    if num_ranks > 1 and supports(num_devices=2):
         decoder["num_devices"] = 2
     encoder = {"num_cpus": 1, "num_gpus": 0.1, "num_threads": 4, "conditionings_mib": 1024, "compile": True}
     from pipelines.checkpoint import Checkpoint
@@ -108,7 +108,7 @@ def _on_gpus(source: str, num_ranks: int) -> ServeConfig:
 
 
 def usual_limit_gib(num_ranks: int) -> int:
-    """Return ``decoder.memory_gib`` of a gang of ``num_ranks``: with several, two GPUs decode together."""
+    """Return the default ``decoder.memory_gib`` for ``num_ranks``; with several, two GPUs decode together."""
     return 6 if num_ranks == 1 else 4
 
 
@@ -126,5 +126,5 @@ def _config(source: str, model: dict[str, Any]) -> ServeConfig:
 
 
 def _name(text: str) -> str:
-    """Return ``text`` as a model's name: what may not be in one becomes a dash."""
+    """Return ``text`` as a model's name, with dashes for characters that are not allowed."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("-._") or "model"

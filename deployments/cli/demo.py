@@ -1,4 +1,4 @@
-"""``troupe demo``: a picture, an edit of it and a clip through the HTTP server, with the shipped models."""
+"""``troupe demo``: make a picture, an edit of it and a clip through the HTTP server, with the shipped models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from deployments.cli.client import Client
 from deployments.cli.generate import generate
-from deployments.cli.progress import console, started_for_itself
+from deployments.cli.progress import console, started_temporarily
 from deployments.cli.serving import load_config
 
 PICTURE = ("a small red circle above a large blue square on a white background", "picture.png")
@@ -19,9 +19,9 @@ CLIP = ("a green triangle moves from left to right on a black background", "clip
 
 def demo(out: Path, seed: int = 0) -> None:
     """Write ``picture.png``, ``edited.png`` and ``clip.mp4`` to ``out``; print their paths and timings."""
-    begun_s = time.perf_counter()
-    with started_for_itself(load_config("laptop")) as url, Client(url) as client:
-        console.print(f"started in {time.perf_counter() - begun_s:.1f} s")
+    start_s = time.perf_counter()
+    with started_temporarily(load_config("laptop")) as url, Client(url) as client:
+        console.print(f"started in {time.perf_counter() - start_s:.1f} s")
         models, picture = client.models(), out / PICTURE[1]
         for (prompt, name), model, images in (
             (PICTURE, _first(models, "image"), []),
@@ -29,11 +29,11 @@ def demo(out: Path, seed: int = 0) -> None:
             (CLIP, _first(models, "video"), []),
         ):
             generate(client, prompt, out / name, {"model": model, "seed": seed}, images)
-    console.print(f"everything took {time.perf_counter() - begun_s:.1f} s")
+    console.print(f"everything took {time.perf_counter() - start_s:.1f} s")
 
 
 def _first(models: Iterable[Mapping[str, Any]], kind: str, *, edits: bool = False) -> str:
-    """Return the first model that makes ``kind`` of words alone, or (``edits``) wants a picture."""
+    """Return the first model of ``kind`` that needs no picture, or (``edits``) needs one."""
     return next(
         str(model["id"])
         for model in models

@@ -1,4 +1,4 @@
-"""``troupe doctor``: what is installed, what the machine has, what can run here and what cannot and why."""
+"""``troupe doctor``: installed packages, devices, and what can run here or why not."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One line of the report. ``ok`` is None for mere facts."""
+    """One line of the report."""
 
     subject: str
     detail: str
     ok: bool | None = None
+    """None for facts without a judgement."""
 
 
 def print_report(config: str | None = None, *, as_json: bool = False) -> bool:
-    """Print every finding, or all as one JSON array.
-
-    Return True if the CPU path lacks nothing and ``config`` can run."""
+    """Print all findings. Return whether the CPU path is complete and ``config`` can run."""
     own = [] if config is None else _configuration(config)
     findings = [*_software(), *_bytecode(), *_devices(), *_engines(), *_models(), *_privacy(), *own]
     if as_json:
@@ -61,7 +60,7 @@ def _table(findings: list[Finding]) -> Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MakeModel:
-    """Loads ``source`` on a device; travels to the processes that prove with it."""
+    """Load ``source`` on a device. It is pickled for the processes of the proofs."""
 
     source: str
 
@@ -72,19 +71,19 @@ class MakeModel:
 
 
 def first_model(config: str) -> str:
-    """Return where the first model that ``config`` would serve comes from."""
+    """Return the source of the first model in ``config``."""
     from deployments.cli.serving import load_config
 
     return load_config(config).app.models[0].source
 
 
 def print_proofs(model: str) -> bool:
-    """Print how each statement about TensorRT engines fares on this host; return True if none failed."""
+    """Check each statement about TensorRT engines on this host, and print the results. Return whether none failed."""
     from deployments.settings import process_environment
     from engines.tensorrt_engine.run.doctor import doctor
     from pipelines.loading import resolve_path
 
-    resolve_path(model)  # a name that is wrong is the user's mistake, not a proof that failed
+    resolve_path(model)  # a wrong name is a user error, not a failed proof
     colours = {"proved": "green", "failed": "red", "not here": "yellow"}
     table, proofs = Table("", "statement", "detail"), doctor(process_environment(), MakeModel(source=model))
     for proof in proofs:
@@ -109,11 +108,11 @@ def _version(name: str) -> str | None:
 
 
 def _bytecode() -> list[Finding]:
-    """Whether starts find their packages compiled, or compile them. torch, the largest, stands for all."""
+    """Return whether packages are compiled to bytecode, judged by torch, the largest."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return []
-    cached = Path(cache_from_source(spec.origin))  # below sys.pycache_prefix where that is set
+    cached = Path(cache_from_source(spec.origin))  # below sys.pycache_prefix if set
     if os.path.exists(cached):
         return [Finding(subject="bytecode", detail=f"kept, that of torch in {cached.parent}", ok=True)]
     causes, changes = [], []
@@ -132,7 +131,7 @@ def _bytecode() -> list[Finding]:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Whether ``folder``, which need not exist, can be written, or made."""
+    """Return whether ``folder`` can be written, or created."""
     nearest = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     return nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
 
@@ -180,7 +179,7 @@ def _engines() -> list[Finding]:
 
 
 def _configuration(name: str) -> list[Finding]:
-    """Return what keeps a configuration from running here, or that nothing does. ValueError if it is none."""
+    """Return the problems and warnings of a configuration on this machine. ValueError if it is invalid."""
     from deployments.cli.preflight import problems, warnings
     from deployments.cli.serving import load_config
 
@@ -193,7 +192,7 @@ def _configuration(name: str) -> list[Finding]:
 
 
 def _privacy() -> list[Finding]:
-    """Whether other users of this machine can read what a server keeps."""
+    """Return whether other users of this machine can read a server's files."""
     from deployments.cli.preflight import open_to_others
 
     try:

@@ -1,4 +1,4 @@
-"""``troupe door``: the door alone, in front of an application that runs on a cluster."""
+"""``troupe door``: the door alone, in front of an application on a cluster."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from urllib.parse import urlsplit
 from deployments.cli.progress import console
 from deployments.cli.serving import load_config
 from deployments.door.door import Door, listen
-from deployments.door.haproxy import Lane
+from deployments.door.haproxy import PictureQueue
 from deployments.names import url_at
 
 
-def stand(to: str, host: str, port: int, config: str) -> None:
-    """Listen on ``host`` and ``port`` until Ctrl-C or SIGTERM, with what ``config`` says of the door and of proxies.
+def run_door(to: str, host: str, port: int, config: str) -> None:
+    """Listen on ``host`` and ``port`` until Ctrl-C or SIGTERM, with the door and proxy settings of ``config``.
 
-    Only with the application's own ``config`` it knows how many pictures that takes: with none, all may ask for one.
-    ValueError for an address that is none, or is taken; RuntimeError without HAProxy.
+    Without the application's own ``config`` its number of places is unknown, and pictures are not queued.
+    ValueError if an address is invalid or taken; RuntimeError without HAProxy.
     """
     backend = parse_address(to)
     app = load_config(config or "laptop").app
-    lane = Lane.of(app) if config else None
+    queue = PictureQueue.of(app) if config else None
     listener = listen(host, port)
-    own_url = url_at(host, listener.getsockname()[1])  # of port 0 the one that was free
-    with Door(listener, backend, app.door, app.api.trusted_proxies, lane, app.api.allowed_origins):
+    own_url = url_at(host, listener.getsockname()[1])  # the port may have been 0
+    with Door(listener, backend, app.door, app.api.trusted_proxies, queue, app.api.allowed_origins):
         console.print(f"Standing at {own_url} in front of {to}. Ctrl-C ends it.")
         signal.pause()
 

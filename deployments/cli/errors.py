@@ -1,4 +1,4 @@
-"""Errors and refusals as one line on stderr, not as a traceback; Ctrl-C and SIGTERM while something is started."""
+"""Errors of commands as lines on stderr instead of tracebacks; handling of Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came: all that is started is ended as after Ctrl-C. The exit status is 143."""
+    """SIGTERM was received; it is handled like Ctrl-C, with exit status 143."""
 
 
 def terminate(number: int, frame: object) -> None:
@@ -21,30 +21,29 @@ def terminate(number: int, frame: object) -> None:
 
 
 def interrupts_never() -> None:
-    """Have Ctrl-C and SIGTERM change nothing from here on, where a command is about to exit.
+    """Ignore Ctrl-C and SIGTERM from now on, before a command exits.
 
-    One that came while the interpreter ends, which takes it a while, would end it by a signal instead of its status.
+    A signal while the interpreter shuts down would replace the exit status.
     """
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # a handler of Python's own would not last to the end
+            signal.signal(number, signal.SIG_IGN)  # a Python handler would not last until the end
 
 
 @contextmanager
 def interrupts_later() -> Iterator[None]:
-    """Turn a Ctrl-C or a SIGTERM inside the block into its exception at the block's end.
+    """Delay Ctrl-C and SIGTERM inside the block: raise their exception at its end, and restore the handlers.
 
-    For blocks that fork (an interrupted child prints a traceback before it has become what it was forked for), and for
-    those that set handlers of their own, as Ray does, which prints a stack trace on SIGTERM: afterwards all is as
-    before. One that is ignored, as under ``nohup``, stays so. In other threads than the main one, where Python handles
-    no signals, it changes nothing.
+    Use it for blocks that fork, since an interrupted child prints a traceback before its exec. Use it also for blocks
+    that set handlers, such as Ray's, which prints a stack trace on SIGTERM. An ignored signal (``nohup``) stays
+    ignored. Outside the main thread, where Python handles no signals, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     received: list[int] = []
-    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in heeded}
+    active = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in active}
     try:
         yield
     finally:
@@ -56,15 +55,12 @@ def interrupts_later() -> Iterator[None]:
 
 @contextmanager
 def errors() -> Iterator[None]:
-    """Exit with 2 after a user's mistake or a server's refusal, 130 after Ctrl-C, 143 after SIGTERM.
-
-    Other errors keep a traceback.
-    """
+    """Exit with 2 after a user's or a server's error, 130 after Ctrl-C, 143 after SIGTERM. Others keep a traceback."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
-        interrupts_never()  # a second one, of somebody in a hurry
-        exec("")  # If one left an exec(), CPython would end a `python -m` by a signal; the next exec() makes it forget.
+        interrupts_never()  # a second Ctrl-C
+        exec("")  # After an interrupted exec(), CPython ends a `python -m` by a signal; another exec() resets that.
         number = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
         raise typer.Exit(128 + number) from None
     except Exception as error:
@@ -77,7 +73,7 @@ def errors() -> Iterator[None]:
 
 
 def explain(error: Exception) -> str | None:
-    """Return what to tell the user; None if the error is none that users can do something about."""
+    """Return the message for the user; None for errors that users cannot fix."""
     import httpx
     from pydantic import ValidationError
 

@@ -1,6 +1,6 @@
-"""``troupe estimate``: seconds of a picture or clip, whether all parts fit, and each way to divide a step over ranks.
+"""``troupe estimate``: seconds of a picture or clip, memory of all parts, and the cost of each strategy.
 
-The way that is chosen is the one that ``strategy: auto`` makes for the same machine and step.
+The chosen strategy is that of ``strategy: auto`` for the same machine and step.
 """
 
 from __future__ import annotations
@@ -32,15 +32,12 @@ if TYPE_CHECKING:
 
 PAPER_MACHINE = "h200"
 GUIDED = 2.0
-"""Any true guidance scale: that it is above 1 is what gives a step its second branch."""
+"""Any scale above 1, which gives a step its second branch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EstimateOptions:
-    """What the command line says. ``machine``: the name of a known machine, or a file that a measurement left.
-
-    ``memory_gib`` of each GPU stands for what the machine has.
-    """
+    """Options of the command line; None is the model's or the machine's own value."""
 
     model: str
     num_ranks: int
@@ -50,9 +47,11 @@ class EstimateOptions:
     dtype: str = "auto"
     precision: str = "native"
     machine: str | None = None
+    """Name of a known machine, or a file of a measurement."""
     measure: bool = False
     num_steps: int | None = None
     memory_gib: float | None = None
+    """Memory of each GPU."""
 
     def wanted_size(self, defaults: Defaults) -> Size:
         from pipelines.size import Size
@@ -69,20 +68,22 @@ class EstimateOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """``origin`` says where the machine's figures come from. ``parts`` are those beside the transformer."""
+    """Times and memory of one request on one machine."""
 
     request: MediaRequest
     dtype: torch.dtype
     forecast: StepForecast
     origin: str
+    """Source of the machine's figures."""
     parts: Footprint
+    """Parts beside the transformer."""
     fit: Fit
     times: RequestTimes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightsAlone:
-    """All that is known, on one rank, of a model of whose steps nothing is before there is a request."""
+    """Memory on one rank of a model whose steps are unknown before a request."""
 
     model: str
     dtype: torch.dtype
@@ -97,31 +98,30 @@ class WeightsAlone:
 
     @property
     def total_bytes(self) -> int:
-        """Of weights and processes, on one GPU."""
-        parts = StageMemory.of(self.parts, limits=False, usual_limit_gib=0)
-        return parts.fullest_bytes(self.weight_bytes)
+        """Memory of weights and processes on one GPU."""
+        return StageMemory.of(self.parts, limits=False, usual_limit_gib=0).fullest_bytes(self.weight_bytes)
 
     @property
     def sentence(self) -> str:
         fits = "fit" if self.total_bytes < self.memory_bytes else "do not fit"
         unknown = f" (without {', '.join(self.parts.unknown)}, of unknown size)" if self.parts.unknown else ""
         needs = f"weights of all parts and their processes take {self.total_bytes / GIB:.1f} GiB{unknown}"
-        return f"{needs} and {fits} {self.memory_bytes / GIB:.1f} GiB; what a step takes beside them is not known"
+        return f"{needs} and {fits} {self.memory_bytes / GIB:.1f} GiB; the memory of a step is not known"
 
     @property
     def reason(self) -> str:
         return f"a step of {self.model} is not known before there is a request"
 
     def document(self) -> dict[str, Any]:
-        """Return the same for programs, which find no candidates."""
+        """Return a JSON object with the keys of ``document_of``, without candidates."""
         weights = {"num_parameters": self.num_parameters, "weight_bytes": self.weight_bytes}
         weights |= {"total_bytes": self.total_bytes, "memory_bytes": self.memory_bytes}
-        told = {"model": self.model, "num_ranks": 1, "dtype": _name(self.dtype), **weights}
-        return {**told, "candidates": [], "chosen": None, "reason": self.reason}
+        model = {"model": self.model, "num_ranks": 1, "dtype": _name(self.dtype)}
+        return {**model, **weights, "candidates": [], "chosen": None, "reason": self.reason}
 
 
 def make_estimate(options: EstimateOptions) -> Estimate | WeightsAlone:
-    """Read configurations only. ValueError for what the model, or the machine, does not allow."""
+    """Return the estimate, from configurations only. ValueError if the model or the machine does not allow it."""
     import torch
 
     from engines.torch_engine.config import check_divisible
@@ -182,18 +182,18 @@ def _limits_memory(checkpoint: Checkpoint) -> bool:
 
 
 def find_machine(options: EstimateOptions, counted: ModelProfile) -> tuple[Machine, str]:
-    """Figures, and where they come from: as asked for; measured before; measured now; or a known machine's."""
+    """Return figures and their source: the option, an earlier measurement, a new one, or a known machine."""
     from engines.planner.machine import MACHINES, Machine
 
     if options.machine is not None:
-        known = options.machine.lower() in MACHINES
-        return _named_or_read(options.machine), f"the known machine {options.machine}" if known else options.machine
+        is_known = options.machine.lower() in MACHINES
+        return _named_or_read(options.machine), f"the known machine {options.machine}" if is_known else options.machine
     kind = "cuda" if _has_gpus(options.num_ranks) else "cpu"
-    kept = kept_file(counted, kind, options.num_ranks)
-    if options.measure or (kind == "cuda" and not kept.is_file()):
-        return _measure(counted, options.num_ranks, kind, kept), f"measured now, kept in {kept}"
-    if kept.is_file():
-        return Machine.from_json(kept.read_text()), f"measured before, kept in {kept}"
+    file = measurement_file(counted, kind, options.num_ranks)
+    if options.measure or (kind == "cuda" and not file.is_file()):
+        return _measure(counted, options.num_ranks, kind, file), f"measured now, kept in {file}"
+    if file.is_file():
+        return Machine.from_json(file.read_text()), f"measured before, kept in {file}"
     return MACHINES[PAPER_MACHINE], f"the known machine {PAPER_MACHINE}; --measure takes this one's figures"
 
 
@@ -203,8 +203,8 @@ def _named_or_read(name: str, memory_gib: float | None = None) -> Machine:
     return with_memory(MACHINES.get(name.lower()) or _read(Path(name)), memory_gib)
 
 
-def kept_file(counted: ModelProfile, kind: str, num_ranks: int) -> Path:
-    """Where a measurement is kept. It was made with a model's sizes, so they are part of its name."""
+def measurement_file(counted: ModelProfile, kind: str, num_ranks: int) -> Path:
+    """Return the file of a measurement, named by the model's sizes that it was made with."""
     dtype = str(counted.dtype).removeprefix("torch.")
     return Settings().data_dir / "machines" / f"{kind}x{num_ranks}_{counted.num_heads}x{counted.head_dim}_{dtype}.json"
 
@@ -242,7 +242,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def document_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Any]:
-    """Return the same for programs."""
+    """Return the estimate as a JSON object."""
     step = estimate.forecast
     candidates = [
         {name: value for name, value in asdict(cost).items() if name != "spec"}
@@ -274,12 +274,12 @@ def _has_gpus(num_ranks: int) -> bool:
     return torch.cuda.device_count() >= num_ranks
 
 
-def _measure(counted: ModelProfile, num_ranks: int, kind: str, kept: Path) -> Machine:
+def _measure(counted: ModelProfile, num_ranks: int, kind: str, file: Path) -> Machine:
     from engines.planner.measure import measure_here
 
     machine = measure_here(counted, num_ranks, kind)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(machine.to_json())
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(machine.to_json())
     return machine
 
 

@@ -1,4 +1,4 @@
-"""Whether all parts of a model fit a GPU together, and seconds of a whole picture or clip."""
+"""Memory of all parts of a model on one GPU, and seconds of a whole picture or clip."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ GIB = 2**30
 PROCESS_BYTES = GIB // 2
 """GPU memory of a process beside its tensors: CUDA context, kernels and libraries. Assumed, not measured."""
 DECODE_LIMIT_GIB = 2
-"""``decoder.memory_gib`` as it is proposed."""
+"""The proposed ``decoder.memory_gib``."""
 SHARED, APART, ON_CPU = "shared", "apart", "on_cpu"
-"""Encoder and decoder on the first rank's GPU, on one of their own; the encoder on CPU cores, the decoder shared."""
+"""Encoder and decoder on the first rank's GPU; on a GPU of their own; the encoder on CPU cores, the decoder shared."""
 MAX_RANKS = 8
-"""Ranks of a usual host: more are not proposed."""
+"""Most proposed ranks, those of a usual host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageMemory:
-    """Bytes beside the ranks: weights of encoder and decoder, and what a decode takes (``limited``: at least)."""
+    """Bytes of encoder and decoder beside the ranks."""
 
     encoder: int
     decoder: int
     decode: int
+    """One decode, beside weights."""
     limited: int
+    """One decode within ``DECODE_LIMIT_GIB``, if the decoder supports a limit."""
 
     @classmethod
     def of(cls, found: Footprint, *, limits: bool, usual_limit_gib: int) -> StageMemory:
-        """``limits``: the decoder can be kept within ``memory_gib``, as in the configuration that is made for it."""
+        """Return the memory of ``found``. ``limits``: the decoder supports ``memory_gib``."""
         decode = found.decode_bytes or 0
         return cls(
             encoder=sum(size or 0 for size in found.encoder.values()),
@@ -46,7 +48,7 @@ class StageMemory:
         )
 
     def fullest_bytes(self, rank_bytes: int, place: str = SHARED, *, limited: bool = False) -> int:
-        """Return the bytes on the GPU that holds most, where each rank takes ``rank_bytes``."""
+        """Return the bytes on the fullest GPU, with ``rank_bytes`` for each rank."""
         decode = self.decoder + (self.limited if limited else self.decode) + PROCESS_BYTES
         rank, encode = rank_bytes + PROCESS_BYTES, self.encoder + PROCESS_BYTES
         if place == APART:
@@ -69,7 +71,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """The fullest GPU, which has a rank, the encoder and the decoder, unless ``place`` of a change says otherwise."""
+    """Memory of the fullest GPU, which holds a rank, the encoder and the decoder."""
 
     step: StepForecast
     num_ranks: int
@@ -97,24 +99,24 @@ class Fit:
     def changes(self) -> list[Change]:
         """Return changes with which all parts fit, one for each number of GPUs, fewest first."""
         found: dict[int, Change] = {}
-        for change in self._tried():
+        for change in self._candidates():
             if change.num_bytes <= self.usable_bytes:
                 found.setdefault(change.num_gpus, change)
         return [found[number] for number in sorted(found)]
 
-    def _tried(self) -> Iterator[Change]:
-        """Yield candidates with the GPUs that are there and with more, the smallest changes first."""
+    def _candidates(self) -> Iterator[Change]:
+        """Yield changes with as many GPUs and with more, the smallest changes first."""
         numbers = (self.num_ranks, *(n for n in (2, 4, MAX_RANKS) if n > self.num_ranks))
         for place in (SHARED, APART, ON_CPU):
             for num_ranks in numbers:
                 for precision in (self.step.precision, *self._other_precisions()):
                     for limited in (False, True):
-                        yield from self._changed(num_ranks, precision, place, limited=limited)
+                        yield from self._changes(num_ranks, precision, place, limited=limited)
 
     def _other_precisions(self) -> tuple[str, ...]:
         return tuple(name for name in self.machine.quantised if name != self.step.precision)
 
-    def _changed(self, num_ranks: int, precision: str, place: str, *, limited: bool) -> Iterator[Change]:
+    def _changes(self, num_ranks: int, precision: str, place: str, *, limited: bool) -> Iterator[Change]:
         if limited and self.parts.limited == self.parts.decode:
             return
         ranks = [f"--ranks {num_ranks}"] if num_ranks != self.num_ranks else []
@@ -131,7 +133,7 @@ class Fit:
             )
 
     def _costs(self, num_ranks: int, precision: str) -> list[Cost]:
-        """Return the divisions of a step, whole weights before divided ones, fastest first."""
+        """Return the costs of strategies, whole weights before divided ones, fastest first."""
         from engines.planner.forecast import forecast
 
         if num_ranks == self.num_ranks and precision == self.step.precision:
@@ -140,7 +142,7 @@ class Fit:
             machine = self.machine.for_ranks(num_ranks)
             try:
                 step = forecast(self.step.counted, self.step.work, num_ranks, machine, precision, must_fit=False)
-            except ValueError:  # of a machine that was measured with one rank, exchanges are not known
+            except ValueError:  # the machine was measured with one rank, without exchanges
                 return []
             costs = step.costs
         return sorted(costs, key=lambda cost: (cost.spec.divides_weights, cost.total_ms))
@@ -202,7 +204,7 @@ NEVER_COUNTED = ("waiting", "pictures that are encoded", "sound", "the file (PNG
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestTimes:
-    """Seconds of one request on an idle gang. None: unknown before there is a request."""
+    """Seconds of one request on an idle gang; None if unknown before a request."""
 
     num_steps: int
     step_s: float
@@ -213,7 +215,7 @@ class RequestTimes:
     def of(
         cls, parts: Footprint, machine: Machine, request: MediaRequest, num_steps: int, step_ms: float
     ) -> RequestTimes:
-        """``step_ms`` of a step with all its branches. With guidance there is a negative prompt as well."""
+        """Return the times for steps of ``step_ms``, all branches included; guidance adds a negative prompt."""
         from engines.planner.cost_model import decode_s, encode_s
 
         num_prompts = 2 if request.true_cfg_scale > 1 else 1
@@ -233,7 +235,7 @@ class RequestTimes:
 
     @property
     def not_counted(self) -> tuple[str, ...]:
-        own = {"the prompt, whose encoder or length is not known here": self.encode_s, "the decode": self.decode_s}
+        own = {"the prompt (its encoder or length is unknown)": self.encode_s, "the decode": self.decode_s}
         return (*(name for name, value in own.items() if value is None), *NEVER_COUNTED)
 
     def lines(self, request: MediaRequest) -> list[str]:

@@ -13,7 +13,7 @@ from deployments.studio.interface import Progress
 
 IMAGE_FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 ENDINGS = {"video": (".mp4",), "image": tuple(IMAGE_FORMATS)}
-"""Of files, by what is in them."""
+"""File name extensions by kind."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 WORDS = {"video": "clips", "image": "pictures"}
 
@@ -26,15 +26,14 @@ def generate(
     images: Sequence[Path] = (),
     mask: Path | None = None,
 ) -> None:
-    """Generate ``prompt``, show progress, write ``out``. The model's kind or the ending of ``out`` selects the route.
+    """Generate ``prompt``, show progress, and write ``out``, whose extension selects the kind.
 
-    ``images`` and ``mask`` are files that go along; of ``options``, ``lora`` is as it was written (NAME, NAME:SCALE).
-    Of several pictures (``n``), or layers, each is written to a file of its own, ``out`` with its number at the end of
-    the name.
+    ``images`` and ``mask`` are uploaded. ``options`` are fields of the API, with ``lora`` as NAME or NAME:SCALE.
+    Several pictures (``n``) or layers are written to numbered files.
     """
     files = _read(images, mask)
     if written := options.get("lora"):
-        options = {**options, "lora": [_asked_lora(one) for one in written]}
+        options = {**options, "lora": [_parse_lora(one) for one in written]}
     model = _model(client, options.get("model"), out, len(images), options | ({} if mask is None else {"mask": mask}))
     kind = _kind(model, out)
     if kind == "image":
@@ -51,8 +50,8 @@ def generate(
         console.print(f"{file}  seed {result.seed}  {timings_line(result)}", soft_wrap=True)
 
 
-def _asked_lora(written: str) -> dict[str, Any]:
-    """Return an adapter that is written as NAME or NAME:SCALE as the API takes it. ValueError for another scale."""
+def _parse_lora(written: str) -> dict[str, Any]:
+    """Return the API's form of NAME or NAME:SCALE. ValueError if the scale is no number."""
     name, colon, scale = written.partition(":")
     if not colon:
         return {"name": name}
@@ -63,7 +62,7 @@ def _asked_lora(written: str) -> dict[str, Any]:
 
 
 def _read(images: Sequence[Path], mask: Path | None) -> Files:
-    """Return the files by the field that they are sent in. ValueError for one that cannot be read."""
+    """Return the files with their form fields. ValueError if one cannot be read."""
     named = [("image", path) for path in images] + ([] if mask is None else [("mask", mask)])
     try:
         return [(name, (path.name, path.read_bytes())) for name, path in named]
@@ -74,10 +73,9 @@ def _read(images: Sequence[Path], mask: Path | None) -> Files:
 def _model(
     client: Client, name: str | None, out: Path, num_pictures: int, options: Mapping[str, Any] = NO_OPTIONS
 ) -> dict[str, Any]:
-    """Return the model of that name; without one the first that makes what ``out`` ends in, of words alone or with
-    pictures; the first of all, if none does.
+    """Return the model ``name``; without a name, the first that fits ``out``, the pictures and ``options``.
 
-    Of those that take pictures one that changes them comes first, unless ``options`` need another.
+    If none fits, return the first model. ValueError for an unknown name.
     """
     models = client.models()
     fitting = [model for model in models if _fits(model, out, num_pictures)]
@@ -98,7 +96,7 @@ def _fits(model: dict[str, Any], out: Path, num_pictures: int) -> bool:
 
 
 def _is_second_choice(model: dict[str, Any], num_pictures: int, options: Mapping[str, Any]) -> bool:
-    """As the server has it (``Needs.rank``)."""
+    """Return whether the model suits ``options`` less well, as in the server's ``Needs.rank``."""
     limits = model["defaults"]
     takes_mask = limits.get("takes_mask") if "mask" in options else not limits.get("needs_mask")
     if num_pictures > limits.get("max_pictures", 0) or not takes_mask:
@@ -109,7 +107,7 @@ def _is_second_choice(model: dict[str, Any], num_pictures: int, options: Mapping
 
 
 def _check_mask(model: dict[str, Any], images: Sequence[Path], mask: Path | None) -> None:
-    """ValueError, before anything is sent, if the model of pictures needs a mask that is not there, or takes none."""
+    """Raise ValueError if the model needs a mask and there is none, or if it takes no mask."""
     limits = model["defaults"]
     if limits.get("needs_mask") and not (images and mask):
         missing = " ".join(("--image FILE",) * (not images) + ("--mask FILE",) * (mask is None))
@@ -121,7 +119,7 @@ def _check_mask(model: dict[str, Any], images: Sequence[Path], mask: Path | None
 
 
 def _kind(model: dict[str, Any], out: Path) -> str:
-    """Return what is to be made, by the ending of ``out``. ValueError if the model makes nothing that ends so."""
+    """Return the kind that the extension of ``out`` selects. ValueError if the model does not make it."""
     if kind := _kind_of(model, out):
         return kind
     kinds = kinds_of(model)
@@ -145,5 +143,5 @@ def _events(
         pictures = [("input_reference", file) for _, file in files]
         return client.clip({name: value for name, value in body.items() if name != "n"}, pictures)
     if not files and "strength" in body:
-        raise ValueError("--strength is for pictures that go along: --image FILE")
+        raise ValueError("--strength is for input pictures: add --image FILE")
     return client.picture({**body, "output_format": IMAGE_FORMATS[out.suffix.lower()]}, files)

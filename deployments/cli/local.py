@@ -1,4 +1,4 @@
-"""Preparations on this machine before Ray starts: a folder of its own, a token, the environment's proxies."""
+"""Preparation of this machine before Ray starts: a folder, a token, and proxy variables."""
 
 from __future__ import annotations
 
@@ -23,20 +23,25 @@ from deployments.places import close_to_others, make_folder, refusal
 from deployments.settings import Settings, process_environment, variables_set
 
 PREFIX, LOCK, RAYS = "tr_", "lock", "r"
-"""Names are short for the sake of sockets. Ray opens its folder to all users, so that lies inside a closed one."""
+"""Short names, for the paths of sockets. Ray opens its folder to all users, so it is in a private one."""
 MAX_SOCKET_BYTES = 107
-"""Of the path of a socket (``sun_path`` in unix(7))."""
+"""Limit of a socket's path (``sun_path`` in unix(7))."""
 RANDOM_CHARS = 8
-"""What ``mkdtemp`` adds to a prefix."""
+"""Characters that ``mkdtemp`` adds to a prefix."""
+SCHEMES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
+READ_BY_CLIENTS = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ssl_cert_file", "ssl_cert_dir")
+OWN_NAMES = ("localhost", "127.0.0.1", "::1")
+MODE, TOKEN, FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+"""Ray 2.60 reads them in this order."""
 
 logger = logging.getLogger("troupe.serving")
 
 
 @contextmanager
 def own_folder(variables: Mapping[str, str]) -> Iterator[Path]:
-    """Yield a new folder for one cluster, below the one that the environment's ``variables`` name.
+    """Yield a new folder for one cluster, below the environment's temporary folder.
 
-    It is deleted at the end. After a failure it stays, with its logs, until the next cluster starts.
+    It is deleted at the end; after a failure it stays, with its logs, until the next cluster starts.
     """
     _, base = base_folder(variables)
     base.mkdir(parents=True, exist_ok=True)
@@ -47,7 +52,7 @@ def own_folder(variables: Mapping[str, str]) -> Iterator[Path]:
         try:
             yield folder
         except Exception:
-            logger.warning("logs of the cluster that failed are in %s until the next start", folder)
+            logger.warning("logs of the failed cluster are in %s until the next start", folder)
             raise
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -56,7 +61,7 @@ def own_folder(variables: Mapping[str, str]) -> Iterator[Path]:
 
 
 def base_folder(variables: Mapping[str, str]) -> tuple[str, Path]:
-    """Return where Ray's temporary files belong, after the variable that says so; that is empty for the default."""
+    """Return the variable that names the folder of Ray's temporary files (empty: the default), and that folder."""
     for name in ("RAY_TMPDIR", "TMPDIR"):
         if value := variables.get(name):
             return name, Path(value).absolute()
@@ -64,7 +69,7 @@ def base_folder(variables: Mapping[str, str]) -> tuple[str, Path]:
 
 
 def folder_problem(variables: Mapping[str, str]) -> str | None:
-    """Return why no cluster can have its folder where ``variables`` say, and what to change; None if it can."""
+    """Return why a cluster cannot use the folder of ``variables``, and what to change; None if it can."""
     name, base = base_folder(variables)
     named = f"{name} is {base}" if name else str(base)
     too_long = len(os.fsencode(_longest_socket(base))) - MAX_SOCKET_BYTES
@@ -84,7 +89,7 @@ def _longest_socket(base: Path) -> Path:
 
 
 def _sweep(base: Path) -> None:
-    """Delete folders of this user's whose server was killed, or has failed."""
+    """Delete this user's folders of servers that failed or were killed."""
     for lock in base.glob(f"{PREFIX}*/{LOCK}"):
         try:
             if lock.stat().st_uid != os.geteuid():
@@ -92,19 +97,14 @@ def _sweep(base: Path) -> None:
             with lock.open() as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent, ignore_errors=True)
-        except OSError:  # it is in use, or just gone
+        except OSError:  # in use, or already deleted
             continue
 
 
-SCHEMES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
-READ_BY_CLIENTS = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ssl_cert_file", "ssl_cert_dir")
-OWN_NAMES = ("localhost", "127.0.0.1", "::1")
-
-
 def http_client(url: str, **options: Any) -> httpx.Client:
-    """Return a client for requests to ``url``. It uses the environment's proxies unless that is this machine.
+    """Return a client for requests to ``url``, which uses the environment's proxies unless this is its host.
 
-    ValueError names the variable of the environment that it cannot use.
+    ValueError names the variable that cannot be used.
     """
     if not uses_proxies(url):
         return httpx.Client(trust_env=False, **options)
@@ -112,7 +112,7 @@ def http_client(url: str, **options: Any) -> httpx.Client:
         return httpx.Client(**options)
     except Exception as error:
         if problem := client_problem():
-            raise ValueError(f"{url} cannot be asked: {problem}") from error
+            raise ValueError(f"{url} cannot be reached: {problem}") from error
         raise
 
 
@@ -122,7 +122,7 @@ def uses_proxies(url: str) -> bool:
 
 
 def is_own(host: str) -> bool:
-    """Return whether ``host``, a name or an address, is this machine. Asks no name server."""
+    """Return whether ``host``, a name or an address, is this machine, without a name server."""
     if host == "localhost" or host.endswith(".localhost") or host == socket.gethostname():
         return True
     try:
@@ -141,7 +141,7 @@ def is_own(host: str) -> bool:
 
 
 def client_problem() -> str | None:
-    """Return which variable no HTTP client can be made with, and why; None if there is none."""
+    """Return the variable that httpx cannot use, and why; None if there is none."""
     named = [name for name in process_environment() if name.lower() in READ_BY_CLIENTS]
     for name in named:
         with variables_set(dict.fromkeys(set(named) - {name})):
@@ -153,16 +153,16 @@ def client_problem() -> str | None:
 
 
 def exceptions_for(hosts: Iterable[str], variables: Mapping[str, str]) -> dict[str, str]:
-    """Return what to set beside ``variables`` so that processes reach ``hosts``, and this one, without a proxy.
+    """Return additional variables with which processes reach ``hosts`` and this machine without a proxy.
 
-    gRPC reads ``no_grpc_proxy`` before ``no_proxy``, in lower case alone (its documentation of environment variables).
+    gRPC reads ``no_grpc_proxy`` before ``no_proxy``, in lower case only (its documentation of environment variables).
     """
     lower = {name.lower(): value for name, value in sorted(variables.items()) if value}  # lower case comes last
     if not any(name in lower for name in SCHEMES):
         return {}
     excepted = lower.get("no_proxy", "")
     values = {"no_grpc_proxy": lower.get("no_grpc_proxy", excepted)}
-    if "*" not in excepted:  # with others beside it, some libraries do not read it as all
+    if "*" not in excepted:  # in a list, some libraries do not read it as all hosts
         values["no_proxy"] = excepted
     return {name: ",".join(dict.fromkeys([*_entries(value), *OWN_NAMES, *hosts])) for name, value in values.items()}
 
@@ -171,12 +171,8 @@ def _entries(value: str) -> list[str]:
     return [entry for part in value.split(",") if (entry := part.strip())]
 
 
-MODE, TOKEN, FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-"""Ray 2.60 reads them in this order."""
-
-
 def token_problem(variables: Mapping[str, str]) -> str | None:
-    """Return why the token that ``variables`` name cannot be used, and what to change; None if it can."""
+    """Return why the token file of ``variables`` cannot be used, and what to change; None if it can."""
     path = variables.get(FILE)
     if not _is_wanted(variables) or variables.get(TOKEN) or not path:
         return None
@@ -190,10 +186,9 @@ def token_problem(variables: Mapping[str, str]) -> str | None:
 
 
 def token_variables(variables: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return what to set beside ``variables`` so that Ray finds a token; make one if there is none.
+    """Return additional variables with which Ray finds a token; create one if there is none.
 
-    It is the user's in ``~/.ray``, as Ray has it, which is closed to others here; where that cannot be written, one in
-    ``folder``.
+    The token is Ray's default file in ``~/.ray``, made private, or one in ``folder`` if that cannot be written.
     """
     if not _is_wanted(variables) or variables.get(TOKEN) or variables.get(FILE):
         return {}
@@ -204,7 +199,7 @@ def token_variables(variables: Mapping[str, str], folder: Path) -> dict[str, str
             return {}
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _write(file)
-    except (OSError, RuntimeError):  # RuntimeError: there is no home
+    except (OSError, RuntimeError):  # RuntimeError: no home folder
         file = folder / "auth_token"
         _write(file)
         return {FILE: str(file)}
@@ -212,12 +207,12 @@ def token_variables(variables: Mapping[str, str], folder: Path) -> dict[str, str
 
 
 def token_files(variables: Mapping[str, str]) -> list[Path]:
-    """Return the file that holds the token, if one is there."""
+    """Return the existing file with the token, if any."""
     if not _is_wanted(variables) or variables.get(TOKEN):
         return []
     try:
         file = Path(variables.get(FILE) or Path.home() / ".ray" / "auth_token")
-    except RuntimeError:  # there is no home
+    except RuntimeError:  # no home folder
         return []
     return [file] if os.path.isfile(file) else []
 
@@ -240,17 +235,16 @@ def _write(file: Path) -> None:
 
 @cache
 def _new_token() -> str:
-    """The same for a process's life: Ray reads it once, and a process may start several clusters."""
+    """Return this process's token: Ray reads it once, and a process may start several clusters."""
     return secrets.token_hex(32)
 
 
 @contextmanager
 def prepared() -> Iterator[Path]:
-    """Yield the folder for Ray's files. Processes that start inside the block find a token, and use no proxy for each
-    other."""
+    """Yield the folder for Ray's files, inside which processes have a token and use no proxy for each other."""
     variables = process_environment()
     with suppress(OSError):
-        make_folder(Settings().data_dir)  # before a process that keeps times there makes one for all users
+        make_folder(Settings().data_dir)  # before another process creates it with wider permissions
     with own_folder(variables) as folder:
         own = (ray.util.get_node_ip_address(), socket.gethostname())  # type: ignore[no-untyped-call]
         with variables_set({**token_variables(variables, folder), **exceptions_for(own, variables)}):

@@ -1,4 +1,4 @@
-"""Entry point of the ``troupe`` command. Heavy imports happen inside the commands, so that ``--help`` is instant."""
+"""Entry point of the ``troupe`` command. Heavy imports are inside the commands, so that ``--help`` is instant."""
 
 from __future__ import annotations
 
@@ -26,37 +26,35 @@ from deployments.settings import ON_ONE_MACHINE, set_defaults
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
-    help="Text-to-image and text-to-video on gangs of GPUs: a server, and what talks to it.",
+    help="Text-to-image and text-to-video on gangs of GPUs: a server and its clients.",
     pretty_exceptions_enable=False,
 )
 
 ConfigOption = Annotated[str, typer.Option("--config", help="A config file, or the name of a shipped one.")]
-UrlOption = Annotated[str, typer.Option("--url", help="A running server; without it one is started for the purpose.")]
+UrlOption = Annotated[str, typer.Option("--url", help="A running server; without it, one is started for this command.")]
 KeyOption = Annotated[Path | None, typer.Option("--api-key-file", help="The server's key; else TROUPE_API_KEY.")]
 OldKeyOption = Annotated[str | None, renamed_option("--api-key", "--api-key-file, or TROUPE_API_KEY outside,")]
 NegativeOption = Annotated[str | None, typer.Option(help="What to keep out; needs a --true-cfg-scale above 1.")]
 MASK_HELP = "Where to paint in --image: transparent, or else white. Some models need it."
 GUIDANCE_HELP = (
-    "How closely the prompt is followed, by the guidance that the model has: distilled, or else classifier-free. "
-    "Of a model with both it is the distilled one."
+    "Scale of the model's guidance: distilled, or else classifier-free. With both kinds, it is the distilled one."
 )
 TRUE_CFG_HELP = (
-    "Classifier-free guidance, always: 1 turns it off, more takes twice the time. "
-    "Of a model with both it is the one that --negative-prompt needs."
+    "Scale of classifier-free guidance: 1 turns it off, more takes twice the time. --negative-prompt needs it."
 )
-ImageOption = Annotated[list[Path] | None, typer.Option(help="A picture to begin with; may be repeated.")]
+ImageOption = Annotated[list[Path] | None, typer.Option(help="An input picture; may be repeated.")]
 LoraOption = Annotated[list[str] | None, typer.Option(help="An adapter, NAME or NAME:SCALE; may be repeated.")]
 CacheOption = Annotated[
-    Literal["off", "conservative", "fast"] | None, typer.Option(help="Save time where steps hardly differ.")
+    Literal["off", "conservative", "fast"] | None, typer.Option(help="Skip forwards of steps that hardly differ.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")]
-RunningOption = Annotated[str, typer.Option("--url", help="A running server; the one that runs here by default.")]
+RunningOption = Annotated[str, typer.Option("--url", help="A running server; by default the one on this machine.")]
 
 
 @app.callback()
 def troupe(
     version: Annotated[
-        bool, typer.Option("--version", help="Which version this is.", callback=print_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version.", callback=print_version, is_eager=True)
     ] = False,
 ) -> None:
     pass
@@ -65,15 +63,15 @@ def troupe(
 @app.command()
 def generate(
     prompt: str,
-    out: Annotated[Path, typer.Option(help="PNG, JPEG, WebP or MP4 by its ending.")],
+    out: Annotated[Path, typer.Option(help="PNG, JPEG, WebP or MP4, by its extension.")],
     model: Annotated[str | None, typer.Option(help="Served model; by default the first that fits --out.")] = None,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same bytes.")] = None,
-    n: Annotated[int | None, typer.Option("--n", help="How many pictures; the files are numbered then.")] = None,
+    n: Annotated[int | None, typer.Option("--n", help="Number of pictures, in numbered files.")] = None,
     frames: Annotated[int | None, typer.Option(help="Frames of a clip.")] = None,
-    fps: Annotated[int | None, typer.Option(help="Frames a second of a clip.")] = None,
-    sound: Annotated[bool | None, typer.Option(help="Whether a clip has one, of models that make it.")] = None,
+    fps: Annotated[int | None, typer.Option(help="Frames per second of a clip.")] = None,
+    sound: Annotated[bool | None, typer.Option(help="Sound of a clip, if the model makes it.")] = None,
     negative_prompt: NegativeOption = None,
     guidance_scale: Annotated[float | None, typer.Option(help=GUIDANCE_HELP)] = None,
     true_cfg_scale: Annotated[float | None, typer.Option(help=TRUE_CFG_HELP)] = None,
@@ -81,14 +79,14 @@ def generate(
     cache: CacheOption = None,
     image: ImageOption = None,
     mask: Annotated[Path | None, typer.Option(help=MASK_HELP)] = None,
-    strength: Annotated[float | None, typer.Option(help="How much of the picture is painted anew, up to 1.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Of models that take a picture apart; files are numbered.")] = None,
+    strength: Annotated[float | None, typer.Option(help="Share of the picture to repaint, up to 1.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers to split a picture into, in numbered files.")] = None,
     config: ConfigOption = "laptop",
     url: UrlOption = "",
     api_key_file: KeyOption = None,
     api_key: OldKeyOption = None,
 ) -> None:
-    """A picture or a clip from words, or from words and pictures."""
+    """Make a picture or a clip from a prompt, with or without input pictures."""
     from deployments.cli.generate import generate as run
 
     words = {"model": model, "size": size, "negative_prompt": negative_prompt, "lora": lora or None, "cache": cache}
@@ -105,14 +103,14 @@ def serve(
     config: Annotated[
         str, typer.Argument(help="A config file, the name of a shipped one, or a model: folder, file@base, hub id.")
     ] = "laptop",
-    num_ranks: Annotated[int | None, typer.Option("--ranks", help="Of a model: ranks of its gang; all GPUs.")] = None,
+    num_ranks: Annotated[int | None, typer.Option("--ranks", help="Ranks of a model's gang; all GPUs.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to bind; 127.0.0.1 unless the config says else.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to bind.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Port of /metrics; 0 for none.")] = None,
-    log_format: Annotated[LogFormat, typer.Option(help="Of the line for each request.")] = LogFormat.plain,
-    print_config: Annotated[bool, typer.Option("--print-config", help="Print the YAML, and serve nothing.")] = False,
+    log_format: Annotated[LogFormat, typer.Option(help="Format of the line for each request.")] = LogFormat.plain,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the YAML and exit.")] = False,
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM; then what is under way has a while to end (the configuration's door.drain_s)."""
+    """Serve until Ctrl-C or SIGTERM; running requests then have door.drain_s of the configuration to finish."""
     from deployments.cli.configuration import config_for, to_yaml
     from deployments.cli.operation import announce
     from deployments.cli.preflight import warnings, with_metrics_port
@@ -141,16 +139,16 @@ def serve(
 
 @app.command()
 def door(
-    to: Annotated[str, typer.Option("--to", help="HOST:PORT of the Serve proxy that it stands in front of.")],
+    to: Annotated[str, typer.Option("--to", help="HOST:PORT of the Serve proxy behind the door.")],
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to bind.")] = 8080,
     config: Annotated[str, typer.Option(help="The config of the application, or the name of a shipped one.")] = "",
 ) -> None:
-    """Limits and time-outs in front of an application that `serve deploy` started; `troupe serve` has them already."""
-    from deployments.cli.door import stand
+    """Put limits and timeouts in front of an application of `serve deploy`; `troupe serve` has them already."""
+    from deployments.cli.door import run_door
 
     with errors():
-        stand(to, host, port, config)
+        run_door(to, host, port, config)
 
 
 @app.command()
@@ -161,7 +159,7 @@ def models(
     config: ConfigOption = "laptop",
     as_json: JsonOption = False,
 ) -> None:
-    """Served models with their defaults: of a running server, or those a config would serve."""
+    """List models with their defaults: those of a running server, or of a config."""
     from deployments.cli.show import print_models
     from deployments.settings import Settings
 
@@ -173,10 +171,10 @@ def models(
 def status(
     url: RunningOption = "",
     api_key_file: KeyOption = None,
-    metrics_url: Annotated[str, typer.Option(help="Its metrics, where `troupe serve` did not start it here.")] = "",
+    metrics_url: Annotated[str, typer.Option(help="Its metrics, unless `troupe serve` started it here.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Whether a running server is ready, with its models, their gangs, and what runs and waits there."""
+    """Show whether a running server is ready, with its models, gangs, and running and waiting jobs."""
     from deployments.cli.operation import print_status
     from deployments.settings import Settings
 
@@ -189,13 +187,13 @@ def status(
 def clips(
     url: RunningOption = "",
     api_key_file: KeyOption = None,
-    limit: Annotated[int, typer.Option(help="How many, the newest first.")] = 20,
-    delete: Annotated[list[str] | None, typer.Option(help="Delete the clip of this id, even while it is made.")] = None,
-    download: Annotated[str, typer.Option(help="Fetch the clip of this id into --out.")] = "",
+    limit: Annotated[int, typer.Option(help="Maximum number, the newest first.")] = 20,
+    delete: Annotated[list[str] | None, typer.Option(help="Delete the clip with this id, even a running one.")] = None,
+    download: Annotated[str, typer.Option(help="Download the clip with this id to --out.")] = "",
     out: Annotated[Path | None, typer.Option(help="The file; ID.mp4 by default.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Clips of a running server; or one is fetched, or some are deleted."""
+    """List the clips of a running server, download one, or delete some."""
     from deployments.cli.operation import delete_clips, download_clip, print_clips
     from deployments.settings import Settings
 
@@ -213,7 +211,7 @@ def clips(
 def show(
     files: Annotated[list[Path], typer.Argument(help="PNG, JPEG, WebP or MP4.")], as_json: JsonOption = False
 ) -> None:
-    """The settings that pictures and clips were made with, from their files. Exit code 1 if one has none."""
+    """Show the settings that pictures and clips were made with. Exit code 1 if a file has none."""
     from deployments.cli.show import show as run
 
     with errors():
@@ -227,14 +225,14 @@ def doctor(
         bool, typer.Option("--tensorrt", help="Prove what TensorRT engines can do on this host.")
     ] = False,
     model: Annotated[
-        str | None, typer.Option(help="With --tensorrt: whose engine is tried; the config's first by default.")
+        str | None, typer.Option(help="With --tensorrt: the model to try; the config's first by default.")
     ] = None,
     config: Annotated[
-        str | None, typer.Option("--config", help="Whether this one can run here: a file, or a shipped one's name.")
+        str | None, typer.Option("--config", help="A config to check: a file, or the name of a shipped one.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """What is installed, which devices and which NCCL there are, what can run here and what cannot and why."""
+    """Report installed packages, devices and NCCL, and what can run here or why not."""
     from deployments.cli.doctor import first_model, print_proofs, print_report
 
     with errors():
@@ -249,7 +247,7 @@ def doctor(
 def demo(
     out: Annotated[Path, typer.Option(help="Directory for picture.png, edited.png and clip.mp4.")] = Path("out"),
 ) -> None:
-    """A picture, an edit of it and a clip through the real HTTP server, with the shipped models."""
+    """Make a picture, an edit of it and a clip through the real HTTP server, with the shipped models."""
     from deployments.cli.demo import demo as run
 
     with errors():
@@ -266,21 +264,21 @@ def _client(config: str, url: str, api_key_file: Path | None) -> Iterator[Any]:
     from deployments.cli.client import Client
 
     with errors():
-        if url:  # a client alone: it starts without Ray and torch
+        if url:  # a client only, which starts without Ray and torch
             from deployments.settings import Settings
 
             with Client(url, Settings().own_key(api_key_file)) as client:
                 yield client
         else:
-            from deployments.cli.progress import started_for_itself
+            from deployments.cli.progress import started_temporarily
             from deployments.cli.serving import load_config
 
-            with started_for_itself(load_config(config)) as own_url, Client(own_url) as client:
+            with started_temporarily(load_config(config)) as own_url, Client(own_url) as client:
                 yield client
 
 
 def main() -> None:
-    """SIGTERM ends like Ctrl-C, so that everything started is ended. Clusters that are started are this machine's."""
+    """Run the command line. SIGTERM ends it like Ctrl-C; its clusters listen on this machine only."""
     signal.signal(signal.SIGTERM, terminate)
     set_defaults(ON_ONE_MACHINE)
     app()

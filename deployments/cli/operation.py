@@ -1,4 +1,4 @@
-"""Running servers of this machine: ``troupe status``, ``troupe stop``, ``troupe clips``."""
+"""``troupe status``, ``troupe stop`` and ``troupe clips``: the running servers of this machine."""
 
 from __future__ import annotations
 
@@ -26,14 +26,25 @@ from deployments.places import make_private, make_private_file
 from deployments.requests.errors import printable
 from deployments.settings import Settings
 
+POLL_S = 0.1
+UNKNOWN = "–"
+GAUGES = {"gangs": "troupe_gangs", "running": "troupe_jobs_running", "waiting": "troupe_jobs_waiting"}
+"""Names of metrics by column of the table."""
+TIMEOUT_S = 10.0
+MAX_PROMPT_CHARS = 40
+
+Counts = Mapping[str, Mapping[str, int]]
+"""Counts by column and model."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Server:
-    """``metrics_url`` is empty where it shows none."""
+    """A running server, as its file describes it."""
 
     pid: int
     url: str
     metrics_url: str
+    """Empty without metrics."""
 
     @property
     def port(self) -> int | None:
@@ -41,16 +52,16 @@ class Server:
 
 
 def folder() -> Path:
-    """Return where the files are: in the data directory of the environment, whatever configurations say."""
+    """Return the folder of servers' files, in the environment's data directory for all configurations."""
     return Settings().data_dir / "servers"
 
 
-_own: list[TextIO] = []
-"""Open, and so locked, until this process has ended, however it does."""
+_locked_files: list[TextIO] = []
+"""Files of this process's servers, open and locked until it ends."""
 
 
 def announce(url: str, metrics_url: str = "") -> None:
-    """Let other commands find this process as the server at ``url``, as long as it runs."""
+    """Register this process as the server at ``url`` for other commands, until it ends."""
     file = file_of(url)
     try:
         make_private(file.parent)
@@ -63,7 +74,7 @@ def announce(url: str, metrics_url: str = "") -> None:
     record.truncate(0)
     record.write(json.dumps(asdict(Server(pid=os.getpid(), url=url, metrics_url=metrics_url))))
     record.flush()
-    _own.append(record)
+    _locked_files.append(record)
 
 
 def file_of(url: str) -> Path:
@@ -72,19 +83,19 @@ def file_of(url: str) -> Path:
 
 
 def servers() -> list[Server]:
-    """Return those that run, by port. A file whose process has ended says nothing."""
+    """Return the running servers, sorted by port. Files of ended processes are ignored."""
     running = [server for file in folder().glob("*.json") if (server := _read(file))]
     return sorted(running, key=lambda server: server.port or 0)
 
 
 def the_server(port: int | None = None) -> Server:
-    """Return the one that listens on ``port``, or the only one. ValueError says which there are."""
+    """Return the server on ``port``, or the only one. ValueError lists the running servers."""
     running = servers()
     chosen = [server for server in running if port in (None, server.port)]
     if len(chosen) == 1:
         return chosen[0]
     if not running:
-        raise ValueError(f"no server runs here that `troupe serve` started ({folder()} knows of none)")
+        raise ValueError(f"no server runs here that `troupe serve` started (none in {folder()})")
     listed = ", ".join(server.url for server in running)
     if not chosen:
         raise ValueError(f"no server that `troupe serve` started listens on port {port}; there is {listed}")
@@ -95,7 +106,7 @@ def _read(file: Path) -> Server | None:
     try:
         with file.open() as record:
             return Server(**json.load(record)) if _is_locked(record) else None
-    except (FileNotFoundError, json.JSONDecodeError):  # it begins just now, or another command has cleaned up
+    except (FileNotFoundError, json.JSONDecodeError):  # the server is starting, or its file was just deleted
         return None
 
 
@@ -107,41 +118,29 @@ def _is_locked(record: TextIO) -> bool:
     return False
 
 
-POLL_S = 0.1
-
-
 def stop(port: int | None, timeout_s: float) -> None:
-    """End the server on ``port``, or the only one, and wait until it is gone.
+    """Stop the server on ``port``, or the only one, and wait for its end.
 
-    ValueError if there is none or the choice is not clear, RuntimeError if it runs still after ``timeout_s``.
+    ValueError as for ``the_server``, RuntimeError if it still runs after ``timeout_s``.
     """
-    server, begun_s = the_server(port), time.monotonic()
+    server, start_s = the_server(port), time.monotonic()
     os.kill(server.pid, signal.SIGTERM)
     while server in servers():
-        if time.monotonic() - begun_s > timeout_s:
+        if time.monotonic() - start_s > timeout_s:
             raise RuntimeError(
-                f"{server.url} (process {server.pid}) has SIGTERM and runs still after {timeout_s:g} s: "
-                f"what is under way may not be done; `kill -9 {server.pid}` ends it at once"
+                f"{server.url} (process {server.pid}) still runs {timeout_s:g} s after SIGTERM: its requests may not "
+                f"be done; `kill -9 {server.pid}` ends it at once"
             )
         time.sleep(POLL_S)
     file_of(server.url).unlink(missing_ok=True)
-    took_s = time.monotonic() - begun_s
+    took_s = time.monotonic() - start_s
     console.print(f"{server.url} (process {server.pid}) ended after {took_s:.1f} s", soft_wrap=True)
 
 
-UNKNOWN = "–"
-GAUGES = {"gangs": "troupe_gangs", "running": "troupe_jobs_running", "waiting": "troupe_jobs_waiting"}
-"""Columns of the table, and where in the metrics they come from."""
-TIMEOUT_S = 10.0
-
-Counts = Mapping[str, Mapping[str, int]]
-"""Model to count, by column."""
-
-
 def print_status(url: str, api_key: str, metrics_url: str, *, as_json: bool = False) -> bool:
-    """Print a line for each model, or one JSON object; return whether all of them are ready.
+    """Print a line for each model, or one JSON object. Return whether all models are ready.
 
-    Without ``url`` it is the server that runs here. ValueError if that is not clear; httpx's errors if nobody answers.
+    Without ``url``, use ``the_server``, with its ValueError. httpx's errors if the server does not answer.
     """
     if not url:
         server = the_server()
@@ -170,13 +169,13 @@ def print_status(url: str, api_key: str, metrics_url: str, *, as_json: bool = Fa
 
 
 def _document(model: str, state: str, cards: Mapping[str, dict[str, Any]], counts: Counts) -> dict[str, Any]:
-    """Return what is known of a model; null for what is not."""
+    """Return a model's state as a JSON object; unknown values are null."""
     numbers = {column: counts[column].get(model, 0) if counts else None for column in GAUGES}
     return {"id": model, "kinds": list(kinds_of(cards[model])) if model in cards else None, **numbers, "state": state}
 
 
 def _counts(metrics_url: str) -> Counts:
-    """Return what the metrics say now; nothing where there are none."""
+    """Return the current counts; empty without metrics."""
     if not metrics_url:
         return {}
     try:
@@ -198,11 +197,8 @@ def counts_of(page: str) -> Counts:
     return counts
 
 
-MAX_PROMPT_CHARS = 40
-
-
 def print_clips(url: str, api_key: str, limit: int, *, as_json: bool = False) -> None:
-    """Print the newest ``limit`` clips as a table, or as the server's own objects in a JSON array."""
+    """Print the newest ``limit`` clips as a table, or as a JSON array of the server's objects."""
     with _client(url, api_key) as client:
         clips = client.clips(limit)
     if as_json:
@@ -223,7 +219,7 @@ def print_clips(url: str, api_key: str, limit: int, *, as_json: bool = False) ->
 
 
 def download_clip(url: str, api_key: str, clip_id: str, out: Path) -> None:
-    """Write the finished clip to ``out``. RefusedError if it is not there, or not finished."""
+    """Write the finished clip to ``out``. RefusedError if it does not exist or is not finished."""
     with _client(url, api_key) as client:
         data = client.clip_file(clip_id)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -232,7 +228,7 @@ def download_clip(url: str, api_key: str, clip_id: str, out: Path) -> None:
 
 
 def delete_clips(url: str, api_key: str, clip_ids: Sequence[str]) -> None:
-    """Delete each. RefusedError at the first that is not there."""
+    """Delete the clips. RefusedError at the first that does not exist."""
     with _client(url, api_key) as client:
         for clip_id in clip_ids:
             client.delete_clip(clip_id)
@@ -249,7 +245,7 @@ def _row(clip: dict[str, Any]) -> tuple[str, ...]:
         status = f"{clip['progress']} %"
     if clip["error"]:
         status = f"failed ({clip['error']['code']})"
-    prompt = printable(clip["prompt"])  # whatever a client sends is no command to the terminal
+    prompt = printable(clip["prompt"])  # no control sequences for the terminal
     if len(prompt) > MAX_PROMPT_CHARS:
         prompt = f"{prompt[: MAX_PROMPT_CHARS - 1]}…"
     created = datetime.fromtimestamp(clip["created_at"]).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,4 +1,4 @@
-"""What keeps a configuration from running on this machine, said before anything is started."""
+"""Problems that prevent a configuration from running on this machine, found before the start."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deployments.cli.local import client_problem, folder_problem, token_files, token_problem
+from deployments.cli.local import OWN_NAMES, client_problem, folder_problem, token_files, token_problem
 from deployments.clips.settings import DATABASE
 from deployments.config import ModelConfig, ServeConfig
 from deployments.door.door import FOLDER as DOOR_FOLDER
@@ -27,12 +27,40 @@ if TYPE_CHECKING:
     from pipelines.media.provenance import Credentials
 
 
-KEPT = ("videos", "files", "answers", "servers")
-"""Folders in the data directory that must be writable, and are closed to others."""
+DATA_FOLDERS = ("videos", "files", "answers", "servers")
+"""Folders in the data directory, which must be writable and private."""
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "export": ("onnx", "onnx_ir", "onnxscript", "onnxruntime", "filelock", "sympy"),
+    "gpu": ("tensorrt",),
+    "rtx": ("tensorrt_rtx_bindings",),
+    "postgres": ("asyncpg",),
+    "provenance": ("c2pa", "cryptography"),
+    "train": ("matplotlib", "scipy"),
+}
+"""Modules that each extra installs."""
+LAST_DAYS = 30
+"""Days before a certificate's end in which a start warns."""
+NUM_METRICS_PORTS = 100
+
+
+def check(config: ServeConfig) -> None:
+    """Raise ValueError with all problems of ``config`` on this machine."""
+    if found := list(problems(config)):
+        raise ValueError("; ".join(found))
+
+
+def problems(config: ServeConfig) -> Iterator[str]:
+    """Yield problems and what to change, one sentence each."""
+    yield from environment_problems(config)
+    for model in config.app.models:
+        yield from _model(model)
+    yield from _provenance(config)
+    yield from _gpus(config)
+    yield from _ports(config)
 
 
 def environment_problems(config: ServeConfig) -> Iterator[str]:
-    """Yield what keeps any server from running here and what to change, a sentence each."""
+    """Yield problems of this machine and environment and what to change, one sentence each."""
     try:
         settings = Settings()
     except ValueError as error:
@@ -46,80 +74,47 @@ def environment_problems(config: ServeConfig) -> Iterator[str]:
     if reason := _refusal(folder, has_database=not settings.database_url):
         yield f"{reason}; clips and pictures are kept there: let this user write, or set {given_by} to another folder"
     if reason := refusal(DOOR_FOLDER):
-        yield f"{reason}; HAProxy's files lie there: let this user write"
+        yield f"{reason}; HAProxy's files are written there: let this user write"
     variables = process_environment()
     yield from filter(None, (folder_problem(variables), token_problem(variables)))
 
 
 def data_directory(config: ServeConfig, settings: Settings) -> tuple[Path, str]:
-    """Return where clips and pictures are kept, and what says so."""
+    """Return the folder of clips and pictures, and the setting that names it."""
     own = config.app.api.data_dir
     return (settings.data_dir.absolute(), "TROUPE_DATA_DIR") if own is None else (own.absolute(), "api.data_dir")
 
 
 def open_to_others() -> list[Path]:
-    """Return what other users of this machine can read, and should not: clips, pictures, records, Ray's token."""
+    """Return private files that other users of this machine can read: clips, pictures, records, Ray's token."""
     settings = Settings()
-    names = [*KEPT, *(f"{DATABASE}{ending}" for ending in ("", "-wal", "-shm"))]
+    names = [*DATA_FOLDERS, *(f"{DATABASE}{ending}" for ending in ("", "-wal", "-shm"))]
     paths = [settings.data_dir / name for name in names if is_open_to_others(settings.data_dir)]
     return [path for path in (*paths, *token_files(process_environment())) if is_open_to_others(path)]
 
 
 def _refusal(folder: Path, *, has_database: bool) -> str | None:
     files = [folder / DATABASE] if has_database and (folder / DATABASE).is_file() else []
-    folders = [folder, *(path for name in KEPT if (path := folder / name).is_dir())]
+    folders = [folder, *(path for name in DATA_FOLDERS if (path := folder / name).is_dir())]
     reasons = [*(refusal(one) for one in folders), *(file_refusal(one) for one in files)]
     return next(filter(None, reasons), None)
 
 
-EXTRAS: Mapping[str, tuple[str, ...]] = {
-    "export": ("onnx", "onnx_ir", "onnxscript", "onnxruntime", "filelock", "sympy"),
-    "gpu": ("tensorrt",),
-    "rtx": ("tensorrt_rtx_bindings",),
-    "postgres": ("asyncpg",),
-    "provenance": ("c2pa", "cryptography"),
-    "train": ("matplotlib", "scipy"),
-}
-"""Extra to the modules that are imported of what it installs."""
-
-
 def install_hint(extra: str) -> str:
-    """Return the command for the root of a clone: the package is on no index."""
+    """Return the command for the root of a clone, since the package is on no index."""
     return f"pip install '.[{extra}]'"
 
 
 def hint_for(module: str) -> str | None:
-    """Return the command that installs ``module``, or None if no extra has it."""
+    """Return the command that installs ``module``; None if no extra has it."""
     package = module.split(".")[0]
     return next((install_hint(extra) for extra, modules in EXTRAS.items() if package in modules), None)
 
 
-LAST_DAYS = 30
-"""Of a certificate, in which a start warns of its end."""
-NUM_METRICS_PORTS = 100
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
-def check(config: ServeConfig) -> None:
-    """Raise ValueError with all that keeps ``config`` from running here."""
-    if found := list(problems(config)):
-        raise ValueError("; ".join(found))
-
-
-def problems(config: ServeConfig) -> Iterator[str]:
-    """Yield what is wrong and what to change, a sentence each."""
-    yield from environment_problems(config)
-    for model in config.app.models:
-        yield from _model(model)
-    yield from _provenance(config)
-    yield from _gpus(config)
-    yield from _ports(config)
-
-
 def warnings(config: ServeConfig) -> Iterator[str]:
-    """Yield what runs here, and is slow or open to others, and what to change, a sentence each."""
+    """Yield settings that are slow or open to others and what to change, one sentence each."""
     host = config.http_options.host
-    if host not in LOOPBACK and not _asks_for_keys():
+    if host not in OWN_NAMES and not _asks_for_keys():
         yield (
             f"anybody who reaches {host} can use this server, which asks for no key: set TROUPE_API_KEYS_FILE or "
             "TROUPE_API_KEYS, or say --host 127.0.0.1"
@@ -141,15 +136,14 @@ def _asks_for_keys() -> bool:
     try:
         settings = Settings()
     except ValueError:
-        return True  # which `environment_problems` says
+        return True  # `environment_problems` reports it
     return bool(settings.api_keys.get_secret_value()) or settings.api_keys_file is not None
 
 
 def with_metrics_port(config: ServeConfig) -> ServeConfig:
-    """Return ``config`` with a port of its own for metrics, where it says ``auto``: the default one, or the next one
-    that is free. ValueError if none of NUM_METRICS_PORTS is.
+    """Return ``config`` with ``auto`` metrics on the default port or the next free one.
 
-    They lie below those that the system gives to whoever asks for any, as all processes of Ray do that start now.
+    ValueError if none of NUM_METRICS_PORTS is free. The ports are below the ephemeral ones, which Ray's processes take.
     """
     metrics, own = config.app.metrics, config.http_options.port
     if metrics.port != "auto":
@@ -167,9 +161,9 @@ def with_metrics_port(config: ServeConfig) -> ServeConfig:
 
 
 def num_gpus_needed(config: ServeConfig) -> int:
-    """Return the GPUs that the application starts with: no two ranks share one, encoders and decoders may.
+    """Return the GPUs of the application at its start: ranks never share one, encoders and decoders may.
 
-    Replicas that autoscaling adds later are not among them. A decoder may compute on GPUs of which it has no share.
+    Replicas that autoscaling adds later do not count. A decoder may compute on GPUs without a share of them.
     """
     num_ranks, shares, num_seen = 0, 0.0, 0
     for model in config.app.models:
@@ -192,7 +186,7 @@ def _ports(config: ServeConfig) -> Iterator[str]:
     try:
         listen(http.host, http.port).close()
     except ValueError as error:
-        yield str(error)  # that of the metrics is taken as well by a server alike: one sentence is enough
+        yield str(error)  # a second server's metrics port is taken too: one sentence is enough
         return
     if metrics.number is None:
         return
@@ -226,7 +220,7 @@ def _provenance(config: ServeConfig) -> Iterator[str]:
 
 
 def _provenance_warnings(config: ServeConfig) -> Iterator[str]:
-    with suppress(ModuleNotFoundError, ValueError):  # which `_provenance` says
+    with suppress(ModuleNotFoundError, ValueError):  # `_provenance` reports them
         credentials, provenance = _credentials(config), config.app.api.provenance
         if credentials is None or provenance is None:
             return
@@ -251,10 +245,10 @@ def _model(model: ModelConfig) -> Iterator[str]:
             yield f"the model {model.name}: {problem}"
     except (OSError, ValueError) as error:
         yield f"the model {model.name}: {error}"
-    except Exception:  # as of httpx, which makes no client where it cannot read the environment
+    except Exception:  # httpx cannot read a variable of the environment
         if (reason := client_problem()) is None:
             raise
-        yield f"the model {model.name} cannot be fetched: {reason}"
+        yield f"the model {model.name} cannot be downloaded: {reason}"
 
 
 def _model_problems(model: ModelConfig) -> Iterator[str]:
@@ -262,7 +256,7 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
     _ = checkpoint.defaults
     yield from adapter_problems(checkpoint, model.loras)
     _, base = split_source(model.source)
-    if Path(base).is_dir():  # a hub's weights may still have to be downloaded
+    if Path(base).is_dir():  # a hub's weights may not be downloaded yet
         yield from weight_problems(checkpoint)
     if must_slice(model.denoiser) and checkpoint.file is not None:
         yield f"every rank would read its share of {checkpoint.file}, which is read whole: say load: whole"
@@ -281,7 +275,7 @@ def _gpus(config: ServeConfig) -> Iterator[str]:
     needed = num_gpus_needed(config)
     if not needed:
         return
-    import torch  # two seconds, for those alone who ask for GPUs
+    import torch  # takes two seconds, needed for GPUs only
 
     available = torch.cuda.device_count()
     if needed > available:

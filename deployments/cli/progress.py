@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from deployments.config import ServeConfig
 
 console = Console(markup=False, emoji=False, highlight=False)
-"""Prints words as they are: prompts, names and what servers say may have brackets and colons."""
+"""Prints text unchanged: prompts, names and servers' messages may have brackets and colons."""
 
 
 def follow(title: str, events: Iterator[Progress | Result], num_results: int = 1) -> list[Result]:
-    """Show ``title``, step x of y and the time left until the results are there, and return them."""
-    columns = (_words("{task.description}"), BarColumn(), _words("step"), MofNCompleteColumn(separator=" of "))
-    with Bars(*columns, _words("{task.fields[eta]}"), console=console) as bar:
+    """Show ``title``, step and ETA until all results have come; return them. RuntimeError if some never come."""
+    columns = (_column("{task.description}"), BarColumn(), _column("step"), MofNCompleteColumn(separator=" of "))
+    with Bars(*columns, _column("{task.fields[eta]}"), console=console) as bar:
         task = bar.add_task(title, total=None, eta="")
         results: list[Result] = []
         for event in events:
@@ -36,10 +36,10 @@ def follow(title: str, events: Iterator[Progress | Result], num_results: int = 1
                 bar.update(task, eta="done")
                 return results
             bar.update(task, completed=event.step, total=event.num_steps, eta=_eta(event))
-    raise RuntimeError("the server ended the stream before its end")
+    raise RuntimeError("the server ended the stream before the last result")
 
 
-def _words(template: str) -> TextColumn:
+def _column(template: str) -> TextColumn:
     return TextColumn(template, markup=False)
 
 
@@ -49,11 +49,11 @@ def _eta(event: Progress) -> str:
 
 @contextmanager
 def started(config: ServeConfig) -> Iterator[str]:
-    """Start the application, with a spinner that says what it waits for; yield its URL."""
-    from deployments.cli.serving import running  # a command that only talks to a server does without Ray and torch
+    """Start the application, with a spinner and the missing parts; yield its URL."""
+    from deployments.cli.serving import running  # clients start without Ray and torch
 
     with ExitStack() as stack:
-        with Bars(SpinnerColumn(), _words("{task.description}"), TimeElapsedColumn(), console=console) as bar:
+        with Bars(SpinnerColumn(), _column("{task.description}"), TimeElapsedColumn(), console=console) as bar:
             task = bar.add_task("Starting Ray Serve", total=1)
             url = stack.enter_context(running(config, on_wait=lambda reason: bar.update(task, description=reason)))
             bar.update(task, description=f"Ready at {url}", completed=1)
@@ -61,11 +61,10 @@ def started(config: ServeConfig) -> Iterator[str]:
 
 
 @contextmanager
-def started_for_itself(config: ServeConfig) -> Iterator[str]:
-    """Start the application for one command alone; yield its URL.
+def started_temporarily(config: ServeConfig) -> Iterator[str]:
+    """Start the application for one command only; yield its URL.
 
-    It has any free port, no metrics, nothing that stands by, a data directory that goes with it, and none of what the
-    environment says to servers (keys, a database).
+    It has any free port, no metrics, a temporary data directory, and no settings of the environment (keys, a database).
     """
     from deployments.settings import settings_unset
 
@@ -77,5 +76,5 @@ def started_for_itself(config: ServeConfig) -> Iterator[str]:
 
 
 def timings_line(result: Result) -> str:
-    """Return the seconds by stage, in one line."""
+    """Return the seconds by stage as one line."""
     return " · ".join(f"{stage.removesuffix('_s')} {seconds:.2f} s" for stage, seconds in result.timings_s.items())

@@ -1,4 +1,4 @@
-"""A line on the console for each request that the server of this process has answered."""
+"""Console lines of the requests that this process's server has answered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 POLL_S = 0.25
 HEAD_BYTES = 512
 MARK = '"logger": "troupe.access"'
-"""In the lines that are about a request (``deployments.api.middleware``)."""
+"""Part of the log lines of requests (``deployments.api.middleware``)."""
 
 
 class LogFormat(StrEnum):
@@ -24,7 +24,7 @@ class LogFormat(StrEnum):
 
 
 def logs_folder() -> Path:
-    """Return where the processes of the cluster that this one has started write their logs."""
+    """Return the folder with the logs of this process's cluster."""
     import ray
 
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
@@ -32,46 +32,46 @@ def logs_folder() -> Path:
 
 
 def show_requests(folder: Path, log_format: LogFormat, write: Callable[[str], object]) -> None:
-    """From now on, give ``write`` a line for each request, as long as this process runs."""
+    """Start a thread that calls ``write`` with a line for each request."""
     follower = Follower(folder)
 
     def run() -> None:
         while True:
             for line in follower.new_lines():
-                if shown := format_line(line, log_format):
-                    write(shown)
+                if text := format_line(line, log_format):
+                    write(text)
             time.sleep(POLL_S)
 
     threading.Thread(target=run, daemon=True, name="requests").start()
 
 
 class Follower:
-    """Reads what is added to the logs of a folder, from its own beginning on, by whole lines.
+    """Reads whole lines that are appended to the logs of a folder after its construction.
 
-    Ray renames one that is full, and goes on in a new one of its name. So files are known by their inodes, and, as the
-    number of one that was deleted may come again, by how they begin.
+    Ray renames a full log and opens a new one. Files are therefore identified by inode, and by their first bytes, since
+    inodes are reused.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read = dict[int, tuple[bytes, int]]()
-        """By inode: how the file begins, and how many bytes of it were read."""
+        """First bytes of each file and number of bytes read, by inode."""
         for _ in self.new_lines():
             pass
 
     def new_lines(self) -> Iterator[str]:
-        """Yield the lines about requests that have come since the last call."""
+        """Yield the lines about requests since the last call."""
         found = list[tuple[int, int, BinaryIO]]()
         log: BinaryIO
         with ExitStack() as stack:
             for file in self._files():
-                with suppress(FileNotFoundError):  # Ray has just put it away
+                with suppress(FileNotFoundError):  # Ray has just renamed it
                     log = stack.enter_context(file.open("rb"))
                     stat = os.fstat(log.fileno())
                     found.append((stat.st_mtime_ns, stat.st_ino, log))
             inodes = {inode for _, inode, _ in found}
-            self._read = {inode: known for inode, known in self._read.items() if inode in inodes}
-            for _, inode, log in sorted(found, key=lambda one: one[:2]):  # what was put away came before
+            self._read = {inode: position for inode, position in self._read.items() if inode in inodes}
+            for _, inode, log in sorted(found, key=lambda one: one[:2]):  # renamed logs are older
                 yield from (line for line in self._added(inode, log).splitlines() if MARK in line)
 
     def _added(self, inode: int, log: BinaryIO) -> str:
@@ -89,7 +89,7 @@ class Follower:
 
 
 def format_line(line: str, log_format: LogFormat) -> str:
-    """Return what to show of a log line; empty for a successful ``GET /health``."""
+    """Return the console line of a log line; empty for a successful ``GET /health``."""
     try:
         record: dict[str, Any] = json.loads(line)
     except json.JSONDecodeError:  # two processes wrote at once
@@ -99,7 +99,7 @@ def format_line(line: str, log_format: LogFormat) -> str:
     if log_format is LogFormat.json:
         return line
     clock = record["time"].partition("T")[2][:8] or record["time"]
-    path = ascii(record["path"])[1:-1]  # whatever a client sends is no command to the terminal
+    path = ascii(record["path"])[1:-1]  # no control sequences for the terminal
     return (
         f"{clock} {record['status']} {record['method']} {path} {record['duration_ms']:.0f} ms "
         f"{record.get('request_id', '')}"

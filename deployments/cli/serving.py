@@ -1,4 +1,4 @@
-"""Start and stop the whole application from one process: what the command line, the demo and the tests use."""
+"""Start and stop the whole application from one process."""
 
 from __future__ import annotations
 
@@ -31,41 +31,48 @@ from deployments.cli.preflight import check, with_metrics_port
 from deployments.config import AppConfig, ServeConfig
 from deployments.config_errors import describe_errors
 from deployments.door.door import Door, listen
-from deployments.door.haproxy import Lane, find_binary
+from deployments.door.haproxy import PictureQueue, find_binary
 from deployments.heartbeat import ANSWER_WITHIN_S, Heartbeat
 from deployments.names import APPLICATION, INGRESS, url_at
 from deployments.ray_private import application_status, controller_answers, restart_controller
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 READY_DEADLINE_S = 900.0
-"""For the application to be ready, unless its gangs may take longer to start."""
+"""Time until the application is ready, unless its gangs may take longer to start."""
 START_MARGIN_S = 300.0
-"""What comes before and after the slowest gang's start."""
+"""Time before and after the slowest gang's start."""
 DRAIN_MARGIN_S = 15.0
-"""For the last answers of a drained application, and the way there and back."""
+"""Time for the last answers of a drained application."""
 DELETE_WITHIN_S = 60.0
-"""For replicas to release their engines; what is left is killed with the cluster."""
+"""Time for replicas to release their engines; the rest is killed with the cluster."""
+SERVE_POLL_S = 1.0
+"""Interval of checks for a failed deployment; each takes Serve's controller some 10 ms of CPU time."""
+HEALTH_POLL_S = 0.5
+"""Interval of ``GET /health``, each some 20 ms of CPU time; the application itself checks once a second."""
 LOOPBACK, ANY_NETWORK = "127.0.0.1", ("0.0.0.0/0", "::/0")
 
 logger = logging.getLogger("troupe.serving")
 
 
 def load_config(name: str | Path) -> ServeConfig:
-    """Read a config file, or a shipped config by its bare name ("laptop"). ValueError lists what is there."""
+    """Read a config file, or a shipped config by its name ("laptop"). ValueError lists the shipped ones."""
     path = Path(name)
     if not path.is_file():
         path = CONFIGS / f"{name}.yaml"
     if not path.is_file():
-        shipped = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
-        raise ValueError(f"{name} is neither a file nor a shipped config; shipped: {shipped}")
+        raise ValueError(f"{name} is neither a file nor a shipped config; shipped: {shipped_configs()}")
     try:
         return parse_config(yaml.safe_load(path.read_text()))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
 
 
+def shipped_configs() -> str:
+    return ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
+
+
 def parse_config(document: Mapping[str, Any]) -> ServeConfig:
-    """Check by ours, and by Ray Serve's own schema, since ``serve deploy`` must take the same file.
+    """Validate by Troupe's and by Ray Serve's schema, since ``serve deploy`` reads the same file.
 
     ValueError has a line for each mistake.
     """
@@ -79,14 +86,14 @@ def parse_config(document: Mapping[str, Any]) -> ServeConfig:
 
 @contextmanager
 def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reason: None) -> Iterator[str]:
-    """Yield the URL of the application, up and ready. Starts a local Ray cluster unless one is connected already.
+    """Yield the URL of the ready application. Start a local Ray cluster unless one is connected.
 
-    ``on_wait`` gets, again and again until everything is ready, what is still missing. Whatever was started here is
-    ended on the way out, on Ctrl-C and SIGTERM too; what is under way then has ``door.drain_s`` to finish. ValueError,
-    before anything is started, with all that keeps ``config`` from running here, and if the cluster has Serve running.
+    ``on_wait`` repeatedly receives what is still missing. The end of the block, Ctrl-C and SIGTERM stop what was
+    started here; running requests have ``door.drain_s`` to finish. ValueError, before the start, with all problems of
+    ``config`` on this machine, or if Serve already runs in the cluster.
     """
     config = with_metrics_port(config)
-    with ExitStack() as stack:  # one end failing, or a second Ctrl-C in it, does not stop the other
+    with ExitStack() as stack:  # an error or a second Ctrl-C at one end does not stop the other
         is_local = not ray.is_initialized()
         if is_local:
             check(config)
@@ -106,43 +113,40 @@ def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reas
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entrance:
-    """Where clients come in, and where Ray's proxy listens: behind the door, or (without HAProxy) in its place."""
+    """The clients' address, and the address of Ray's proxy."""
 
     url: str
     backend: tuple[str, int]
+    """Host and port of Ray's proxy; without a door, those of ``url``."""
     door: Door | None
+    """None without HAProxy."""
 
     @classmethod
     @contextmanager
     def opened(cls, config: ServeConfig) -> Iterator[Entrance]:
-        """Listen at the configured address, from now until the block ends. ValueError if it is taken."""
+        """Listen at the configured address until the block ends. ValueError if it is taken."""
         host = config.http_options.host
         listener = listen(host, config.http_options.port)
         port = int(listener.getsockname()[1])
         url = url_at(host, port)
         if find_binary() is None:
             listener.close()
-            logger.warning(
-                "no HAProxy here: Ray's proxy takes requests itself, without limits on heads and connections"
-            )
+            logger.warning("no HAProxy: Ray's proxy accepts requests itself, without limits on heads and connections")
             yield cls(url=url, backend=(host, port), door=None)
             return
-        with held_port(LOOPBACK) as own_port:
+        with reserved_port(LOOPBACK) as own_port:
             backend = (LOOPBACK, own_port)
             api = config.app.api
-            lane = Lane.of(config.app)
-            with Door(listener, backend, config.app.door, api.trusted_proxies, lane, api.allowed_origins) as door:
+            queue = PictureQueue.of(config.app)
+            with Door(listener, backend, config.app.door, api.trusted_proxies, queue, api.allowed_origins) as door:
                 yield cls(url=url, backend=backend, door=door)
 
 
 def end_application(entrance: Entrance, drain_s: float) -> None:
-    """Let what is under way end, while new requests get 503; then gangs release their engines, and communicators.
-
-    Return when all replicas are gone.
-    """
+    """Drain the application, with 503 for new requests; then delete it, and return when all replicas are gone."""
     if entrance.door is not None:
         entrance.door.drain()
-    with suppress(RayServeException, RayError, TimeoutError):  # there is no Serve any more, or no ingress
+    with suppress(RayServeException, RayError, TimeoutError):  # Serve or the ingress is gone
         outside_loops(lambda: _drain(drain_s))
     _within(DELETE_WITHIN_S, _delete)
 
@@ -157,12 +161,12 @@ def _controller_answers() -> bool:
 
 
 def _within(seconds: float, work: Callable[[], None]) -> None:
-    """Do ``work`` in a thread, and go on without it if it takes longer."""
+    """Run ``work`` in a thread; stop waiting after ``seconds``."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        logger.warning("an end is not waited for any longer", extra={"waited_s": seconds})
+        logger.warning("deletion of the application takes too long", extra={"waited_s": seconds})
 
 
 def _drain(drain_s: float) -> None:
@@ -171,7 +175,7 @@ def _drain(drain_s: float) -> None:
 
 
 def outside_loops(work: Callable[[], None]) -> None:
-    """Do ``work``, which blocks, where no event loop runs: Serve refuses to in one, such as a notebook's."""
+    """Run blocking ``work`` in a thread without an event loop (a notebook has one), as Serve requires."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -198,16 +202,15 @@ def _deploy(config: ServeConfig, entrance: Entrance) -> None:
 
 
 def behind_door(app: AppConfig) -> AppConfig:
-    """Return ``app`` for behind the door, which lets pass only what trusted proxies say: all of it is believed."""
+    """Return ``app`` with all proxies trusted: the door passes on headers of trusted ones only."""
     return app.model_copy(update={"api": replace(app.api, trusted_proxies=ANY_NETWORK)})
 
 
 @contextmanager
-def held_port(host: str) -> Iterator[int]:
-    """Yield a port for Serve's proxies, which cannot be asked which one they took: until the block ends, nobody else
-    is given it as any free one, as many processes of a cluster that starts would be.
+def reserved_port(host: str) -> Iterator[int]:
+    """Yield a port for Serve's proxies, which do not report theirs; no other process gets it as a free port.
 
-    Proxies bind it all the same, with SO_REUSEPORT as the socket here, which listens to nothing.
+    Proxies can bind it, with SO_REUSEPORT as on the socket here, which does not listen.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -215,30 +218,24 @@ def held_port(host: str) -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-SERVE_POLL_S = 1.0
-"""Between two looks at whether Serve has given up: its controller, busy at start, takes some 10 ms of CPU for each."""
-HEALTH_POLL_S = 0.5
-"""Between two looks at what is missing, which take some 20 ms of CPU each; the application looks once a second."""
-
-
 def wait_ready(url: str, on_wait: Callable[[str], None], deadline_s: float) -> None:
     """Poll ``GET /health`` until it answers 200. TimeoutError carries the last reason."""
-    end_s, reason, asked_serve_s = time.monotonic() + deadline_s, "starting", 0.0
-    with http_client(url, base_url=url, timeout=5.0) as client:  # making one takes as long as many polls
+    end_s, reason, serve_check_s = time.monotonic() + deadline_s, "starting", 0.0
+    with http_client(url, base_url=url, timeout=5.0) as client:  # its construction takes as long as many polls
         while (now_s := time.monotonic()) < end_s:
             reason = _not_ready(client)
             if not reason:
                 return
-            if now_s - asked_serve_s > SERVE_POLL_S:
+            if now_s - serve_check_s > SERVE_POLL_S:
                 _raise_if_failed()
-                asked_serve_s = now_s
+                serve_check_s = now_s
             on_wait(reason)
             time.sleep(HEALTH_POLL_S)
     raise TimeoutError(f"not ready after {deadline_s:.0f} s: {reason}")
 
 
 def _not_ready(client: httpx.Client) -> str:
-    """Return what is missing, by ``GET /health``; empty if nothing is."""
+    """Return what ``GET /health`` reports as missing; empty if ready."""
     try:
         response = client.get("/health")
     except httpx.TransportError as error:
@@ -251,7 +248,7 @@ def _not_ready(client: httpx.Client) -> str:
 
 
 def _reason(response: httpx.Response) -> str:
-    """Return what each model waits for, or what who answers in the application's place says."""
+    """Return the models' states that are not ready, or the message of the door or Ray's proxy."""
     try:
         document = response.json()
     except ValueError:  # Ray's proxy
@@ -262,7 +259,7 @@ def _reason(response: httpx.Response) -> str:
 
 
 def _raise_if_failed() -> None:
-    """Raise RuntimeError with Serve's own message if it has given up on a deployment."""
+    """Raise RuntimeError with Serve's messages if a deployment has failed."""
     application = application_status()
     if application is None or application.status != ApplicationStatus.DEPLOY_FAILED:
         return

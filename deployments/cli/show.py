@@ -1,4 +1,4 @@
-"""``troupe models`` and ``troupe show``: served models, and the settings that pictures and clips were made with."""
+"""``troupe models`` and ``troupe show``: served models, and the settings in files."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ from deployments.requests.errors import escaped
 from pipelines.media.metadata import PARAMETERS, Texts, read_texts, settings_in
 
 NOTHING = "no settings: none were written, or a program has removed them"
+NONE = "–"
+COLUMNS = ("model", "family", "kind", "size", "frames", "steps", "size in multiples of")
+KEYS = ("id", "family", "kinds", "size", "frames", "steps", "size_multiple")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shown:
-    """The texts of one file, and Troupe's own fields if it has them.
-
-    ``signature`` is that of its C2PA manifest, ``problem`` why the file cannot be read.
-    """
+class FileSettings:
+    """The metadata of one file."""
 
     file: Path
     settings: dict[str, Any] | None = None
+    """Troupe's own fields."""
     texts: Texts
     signature: dict[str, Any] | None = None
+    """Fields of the C2PA manifest."""
     problem: str | None = None
+    """Reason why the file cannot be read."""
 
     @classmethod
-    def of(cls, file: Path) -> Shown:
-        """OSError if there is no such file."""
+    def of(cls, file: Path) -> FileSettings:
+        """Read ``file``. OSError if there is no such file."""
         try:
             texts = read_texts(file)
         except ValueError as error:
@@ -46,18 +49,18 @@ class Shown:
         return self.settings is not None or PARAMETERS in self.texts
 
     def document(self) -> dict[str, Any]:
-        said = {"settings": self.settings, "texts": dict(self.texts), "signature": self.signature}
-        document = {"file": str(self.file), **said}
+        document = {"file": str(self.file), "settings": self.settings}
+        document |= {"texts": dict(self.texts), "signature": self.signature}
         return document if self.problem is None else document | {"problem": self.problem}
 
     def lines(self) -> Iterator[str]:
-        """Yield the file's name, and one line a field; the text of another program as it is."""
+        """Yield the file's name and one line per field; another program's text is unchanged."""
         if self.problem is not None:
             yield self.problem
         elif self.settings is not None:
             fields = dict(self.settings)
             yield f"{self.file}: made by {fields.pop('software')}"
-            yield from (f"  {name}: {_written(value)}" for name, value in fields.items())
+            yield from (f"  {name}: {_format(value)}" for name, value in fields.items())
         elif PARAMETERS in self.texts:
             yield f"{self.file}: settings of another program"
             yield from self.texts[PARAMETERS].splitlines()
@@ -71,19 +74,19 @@ class Shown:
 
 
 def show(files: Sequence[Path], *, as_json: bool = False) -> bool:
-    """Print what ``files`` say, or the same as one JSON array. Return whether each has settings."""
-    shown = [Shown.of(file) for file in files]
+    """Print the settings in ``files``, as text or one JSON array. Return whether each file has settings."""
+    results = [FileSettings.of(file) for file in files]
     if as_json:
-        print(json.dumps([one.document() for one in shown], indent=2))
+        print(json.dumps([result.document() for result in results], indent=2))
     else:
-        for one in shown:
-            for line in "\n".join(one.lines()).split("\n"):
-                typer.echo(escaped(line))  # whatever a file says is no command to the terminal
-    return all(one.has_settings for one in shown)
+        for result in results:
+            for line in "\n".join(result.lines()).split("\n"):
+                typer.echo(escaped(line))  # no control sequences for the terminal
+    return all(result.has_settings for result in results)
 
 
 def _signature(file: Path) -> dict[str, Any] | None:
-    """Return what a C2PA manifest says, where the extra `provenance` is installed."""
+    """Return the fields of the C2PA manifest; None without the extra `provenance`."""
     try:
         from pipelines.media.provenance import signature_of
     except ModuleNotFoundError:
@@ -91,17 +94,12 @@ def _signature(file: Path) -> dict[str, Any] | None:
     return signature_of(file)
 
 
-def _written(value: object) -> str:
+def _format(value: object) -> str:
     return value.replace("\n", "\n    ") if isinstance(value, str) else json.dumps(value)
 
 
-NONE = "–"
-COLUMNS = ("model", "family", "kind", "size", "frames", "steps", "size in multiples of")
-KEYS = ("id", "family", "kinds", "size", "frames", "steps", "size_multiple")
-
-
 def print_models(url: str, api_key: str, config: str, *, as_json: bool = False) -> None:
-    """Print a row for each model, or the same as one JSON array."""
+    """Print the models as a table or one JSON array."""
     rows = _served(url, api_key) if url else _configured(config)
     if as_json:
         print(json.dumps([_document(row) for row in rows], indent=2))

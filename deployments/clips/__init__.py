@@ -1,1 +1,1 @@
-"""Clips that outlive their request and the application: durable records, and a runner that finishes them."""
+"""Clips that outlive their request and the application: durable records and a runner."""

@@ -58,7 +58,7 @@ class Attempt:
             media = await unless(self._perform(), self._keep_claim())
             await self._finish(media)
         except EndedError:
-            logger.info("clip %s was deleted or taken over", clip.id)
+            logger.info("clip was deleted or taken over", extra={"clip_id": clip.id})
             await self._clean()
         except asyncio.CancelledError:
             await self.claims.give_back(self.claim, wait_s=0, counts=False)
@@ -78,14 +78,14 @@ class Attempt:
             request_id=f"{clip.request.request_id}-{owner[:8]}",
             waited_s=clip.request.waited_s + self._age_s,
         )
-        pictures, began_s = await self._inputs(), time.time()
+        pictures, start_s = await self._inputs(), time.time()
         async with aclosing(self.studio.perform(request, Output(format="mp4"), pictures)) as events:
             async for event in events:
                 match event:
                     case Media():
                         return event
                     case Queued():
-                        self.eta_at_s = None if event.eta_s is None else began_s + event.eta_s
+                        self.eta_at_s = None if event.eta_s is None else start_s + event.eta_s
                         self._decode_s = event.decode_s
                         await self._report()
                         self._admit()
@@ -101,7 +101,7 @@ class Attempt:
 
     @property
     def _age_s(self) -> float:
-        """Seconds since the request. Monotonic for clips begun here; by wall clock for clips from the database."""
+        """Seconds since the request: monotonic for clips that began here, wall clock for those of the database."""
         if self.admission is not None:
             return time.monotonic() - self._made_s
         return max(0.0, time.time() - self.claim.clip.created_at_s)
@@ -115,7 +115,7 @@ class Attempt:
         try:
             return await asyncio.to_thread(self.folders.read_inputs, *arguments)
         except FileNotFoundError:
-            message = "the picture that the clip begins with is gone from the server's disk: send it again"
+            message = "the input picture of the clip is gone from the server's disk: send it again"
             raise ValueError(message) from None
 
     async def _keep_claim(self) -> None:
@@ -137,7 +137,7 @@ class Attempt:
         try:
             return await self.claims.report(self.claim, self.progress, self.num_previews, self.eta_at_s)
         except (*DATABASE_FAILURES, StorageFullError):
-            logger.warning("clip %s: progress could not be written", self.claim.clip.id, exc_info=True)
+            logger.warning("progress could not be written", exc_info=True, extra={"clip_id": self.claim.clip.id})
             return None
 
     def _admit(self) -> None:
@@ -170,10 +170,10 @@ class Attempt:
         if error is None and isinstance(failure, QueueFullError | ModelUnavailableError):  # not the fault of the clip
             await self.claims.give_back(self.claim, wait_s=failure.retry_after_s, counts=False)
             return
-        if is_lost(failure):  # nor is this
+        if is_lost(failure):  # not its fault either
             await self._queue_again(failure)
             return
-        logger.warning("clip %s failed, attempt %d", clip.id, clip.attempts, exc_info=failure)
+        logger.warning("clip failed", exc_info=failure, extra={"clip_id": clip.id, "attempt": clip.attempts})
         if error is None and clip.attempts >= self.settings.max_attempts:
             error = _last_error(failure, clip.attempts)
         if error is not None:
@@ -183,7 +183,7 @@ class Attempt:
 
     async def _queue_again(self, failure: Exception) -> None:
         """Requeue the clip without counting the attempt, once the database can be written."""
-        logger.warning("clip %s waits for the data directory", self.claim.clip.id, exc_info=failure)
+        logger.warning("clip waits for the data directory", exc_info=failure, extra={"clip_id": self.claim.clip.id})
         while True:
             try:
                 await self.claims.give_back(self.claim, wait_s=self.settings.retry_s, counts=False)

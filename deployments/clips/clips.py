@@ -87,7 +87,7 @@ class Clips:
         """Stop and requeue all clips in progress. Only their steps are lost."""
         await cancel(*self._tasks)
         if self._tasks:
-            await self._runner.stop_all()  # also those that were begun since it was stopped before
+            await self._runner.stop_all()  # also clips that began after an earlier stop
         if self._engine is not None:
             await self._engine.dispose()
 
@@ -163,7 +163,7 @@ class Clips:
         """Mark a completed clip whose file is gone as failed. Return its current record, None if it was deleted."""
         message = "The clip was finished, and its file is gone from the server's disk: make it again with the same seed"
         if await self._store.fail_completed(clip_id, ClipError(code=FILE_GONE, message=message)):
-            logger.error("the file of clip %s is gone", clip_id)
+            logger.error("the file of a clip is gone", extra={"clip_id": clip_id})
         return await self._store.get(clip_id)
 
     async def storage_problem(self) -> StorageFullError | StorageLostError | None:

@@ -1,4 +1,4 @@
-"""The SQLAlchemy engine of clip records, and the pragmas of SQLite."""
+"""Clip records: their types, their table, and the SQLAlchemy engine."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ ClipStatus = Literal["queued", "in_progress", "completed", "failed"]
 OPEN = ("queued", "in_progress")
 FILE_GONE = "file_gone"
 """Error code of a completed clip whose file is gone."""
+SQLITE_PRAGMAS = ("journal_mode = WAL", "busy_timeout = 30000", "synchronous = FULL")
+"""Readers do not wait for the writer, writers wait for each other, and commits survive a power cut."""
+NUM_TRIES = 5
+"""Replicas that create the tables at the same moment collide and retry."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipError:
-    """Why a clip failed: ``code`` for programs, ``message`` for people."""
+    """The failure of a clip: ``code`` for programs, ``message`` for people."""
 
     code: str
     message: str
@@ -57,7 +61,9 @@ class ClipRecord:
     timings: StageTimes | None
     key_hash: str = ""
     eta_at_s: float | None = None
+    """Predicted end."""
     num_before: int | None = None
+    """Position in the queue."""
 
     @property
     def created_at(self) -> int:
@@ -72,7 +78,7 @@ class ClipRecord:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is queued or in progress."""
+        """True if the clip is queued or in progress."""
         return self.status in OPEN
 
     @property
@@ -86,10 +92,7 @@ class Base(DeclarativeBase):
 
 
 class ClipRow(Base):
-    """A clip in the database. ``owner`` holds the claim until ``lease_until_s``.
-
-    No runner claims it before ``not_before_s``. Clips with equal ``alike`` take equally long.
-    """
+    """A clip in the database."""
 
     __tablename__ = "troupe_jobs"
 
@@ -105,13 +108,16 @@ class ClipRow(Base):
     created_at_s: Mapped[float] = mapped_column(Float(53))
     completed_at_s: Mapped[float | None] = mapped_column(Float(53))
     owner: Mapped[str] = mapped_column(String(64), default="")
+    """Holder of the claim until ``lease_until_s``."""
     lease_until_s: Mapped[float] = mapped_column(Float(53), default=0.0)
     not_before_s: Mapped[float] = mapped_column(Float(53), default=0.0)
+    """No runner claims the clip before."""
     error_json: Mapped[str | None] = mapped_column(Text)
     timings_json: Mapped[str | None] = mapped_column(Text)
     key_hash: Mapped[str] = mapped_column(String(64), default="", server_default="")
     eta_at_s: Mapped[float | None] = mapped_column(Float(53))
     alike: Mapped[str] = mapped_column(String(128), default="", server_default="")
+    """``eta.duration_key``."""
 
 
 def record_of(row: ClipRow) -> ClipRecord:
@@ -143,12 +149,6 @@ def request_from_json(text: str) -> MediaRequest:
     return MediaRequest(**fields | {"preview_steps": tuple(fields["preview_steps"]), "loras": loras})
 
 
-SQLITE_PRAGMAS = ("journal_mode = WAL", "busy_timeout = 30000", "synchronous = FULL")
-"""Readers do not wait for the writer, writers wait for each other, and what was committed survives a power cut."""
-NUM_TRIES = 5
-"""Replicas that create the tables at the same moment collide and retry."""
-
-
 async def open_database(url: str) -> AsyncEngine:
     """Return an engine and create the tables. ValueError if async SQLAlchemy cannot use ``url``.
 
@@ -171,7 +171,7 @@ async def open_database(url: str) -> AsyncEngine:
                 raise
     event.listen(engine.sync_engine, "handle_error", _name_full_disk)
     if engine.dialect.name == "sqlite" and parsed.database:
-        # At "checkout" a failure would end the connection, and one that is cancelled meanwhile may never be over.
+        # At "checkout" a failure would end the connection, and a cancellation meanwhile might never finish.
         event.listen(engine.sync_engine, "begin", _DatabaseFile(Path(parsed.database)).check)
     return engine
 

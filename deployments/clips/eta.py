@@ -19,12 +19,12 @@ class OpenClip(NamedTuple):
     alike: str
     status: str
     eta_at_s: float | None
-    """The prediction of its gang; None if there is none yet."""
+    """Predicted end; None before its gang's prediction."""
     not_before_s: float
 
 
-def alike(request: MediaRequest) -> str:
-    """Return the key that equally long clips of one model share."""
+def duration_key(request: MediaRequest) -> str:
+    """Return the key of clips of one model that take equally long."""
     branches = 2 if request.true_cfg_scale > 1 else 1
     size = f"{request.width}x{request.height}x{request.num_frames}" + (" silent" if request.sound is False else "")
     return f"{size} steps={request.num_inference_steps} branches={branches} cache={request.cache}"
@@ -35,23 +35,23 @@ def clip_times() -> MeasuredTimes:
     return MeasuredTimes(None, "clips", shortest=True)
 
 
-def clip_key(model: str, alike: str) -> TimeKey:
-    return f"{model} {alike}", 0
+def clip_key(model: str, duration: str) -> TimeKey:
+    return f"{model} {duration}", 0
 
 
 def learn_clip(times: MeasuredTimes, request: MediaRequest, timings: StageTimes) -> None:
     """Record the duration of a finished clip, without its wait for the gang."""
-    times.learn(clip_key(request.model, alike(request)), timings.total_s - timings.queue_s)
+    times.learn(clip_key(request.model, duration_key(request)), timings.total_s - timings.queue_s)
 
 
 def nums_before(clips: Iterable[OpenClip]) -> dict[str, int]:
     """Return the queue position of each queued clip within its model, by id; ``clips`` are in queue order."""
-    seen: defaultdict[str, int] = defaultdict(int)
+    counts: defaultdict[str, int] = defaultdict(int)
     before: dict[str, int] = {}
     for clip in clips:
         if clip.status == "queued":
-            before[clip.id] = seen[clip.model]
-            seen[clip.model] += 1
+            before[clip.id] = counts[clip.model]
+            counts[clip.model] += 1
     return before
 
 
@@ -77,14 +77,14 @@ def _ends_of_model_s(
 ) -> dict[str, float | None]:
     ends_s: dict[str, float | None] = {clip.id: None for clip in queue}
     free_s = now_s
-    for clip in sorted(queue, key=lambda clip: clip.status):  # those in progress, then the queued ones
-        takes_s = times.get(clip_key(clip.model, clip.alike))
+    for clip in sorted(queue, key=lambda clip: clip.status):  # first in_progress, then queued
+        duration_s = times.get(clip_key(clip.model, clip.alike))
         if clip.status == "in_progress" and clip.eta_at_s is not None:
             ends_s[clip.id] = clip.eta_at_s
             free_s = max(free_s, clip.eta_at_s)
-        elif takes_s is None:
+        elif duration_s is None:
             break
         else:
-            ends_s[clip.id] = max(free_s, clip.not_before_s) + takes_s
-            free_s += takes_s / num_gangs
+            ends_s[clip.id] = max(free_s, clip.not_before_s) + duration_s
+            free_s += duration_s / num_gangs
     return ends_s

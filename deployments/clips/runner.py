@@ -17,7 +17,7 @@ logger = logging.getLogger("troupe.clips")
 
 
 class ClipRunner:
-    """Runs up to ``max_running`` claimed clips and those that ``begin`` adds; claims none during a storage problem."""
+    """Runs up to ``max_running`` claimed clips, and clips of ``begin``; claims none during a storage problem."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class ClipRunner:
                 await self.stop_clip(claim.clip.id)  # its claim expired while this process slept: the new one counts
                 self._start(self._attempt(claim))
         except Exception:  # the database or a deployment may be unavailable for a while
-            logger.exception("no clip could be taken")
+            logger.exception("no clip could be claimed")
 
     def begin(self, claim: Claim) -> asyncio.Future[None]:
         """Start a new clip in addition. Return a future: done once a gang accepts it, or raising the reason."""
@@ -88,12 +88,12 @@ class ClipRunner:
         with request_context(clip.request.request_id):
             task = asyncio.create_task(attempt.run())
         self._running[clip.id] = task
-        task.add_done_callback(lambda task: self._ended(clip.id, task))
+        task.add_done_callback(lambda task: self._remove(clip.id, task))
 
-    def _ended(self, clip_id: str, task: asyncio.Task[None]) -> None:
+    def _remove(self, clip_id: str, task: asyncio.Task[None]) -> None:
         if self._running.get(clip_id) is task:
             del self._running[clip_id]
             self._additional.discard(clip_id)
         if not task.cancelled() and (failure := task.exception()):
-            logger.error("clip %s: its outcome could not be written", clip_id, exc_info=failure)
+            logger.error("the outcome of a clip could not be written", exc_info=failure, extra={"clip_id": clip_id})
         self._wakeup.set()

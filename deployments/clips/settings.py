@@ -13,11 +13,12 @@ DATABASE = "jobs.sqlite3"
 
 @dataclass(frozen=True, kw_only=True)
 class ClipLimits:
-    """Configurable limits of clips. Without slots: the configuration's section has a second such parent."""
+    """Configurable limits of clips. No slots: the configuration's section has a second dataclass as parent."""
 
     max_concurrent_videos: int = 2
     """Clips that one runner makes concurrently."""
     max_waiting_videos: int = 100
+    """Clips that may be queued."""
     keep_videos_s: float | None = None
     """Age at which finished clips are deleted; None keeps them."""
 
@@ -27,21 +28,24 @@ class ClipLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipSettings(ClipLimits):
-    """Settings of a runner. Another runner takes over a clip whose claim has expired."""
+    """Settings of a runner."""
 
     data_dir: Path
     database_url: str = ""
     """Async SQLAlchemy URL; by default SQLite in ``data_dir``."""
     lease_s: float = 10.0
-    """Duration of a claim. Clocks of several machines must differ by less."""
+    """Duration of a claim; then another runner takes the clip over. Clocks of machines must differ by less."""
     poll_s: float = 1.0
+    """Interval of looks for clips to claim."""
     progress_s: float = 0.5
+    """Interval of progress reports."""
     max_attempts: int = 3
     retry_s: float = 5.0
+    """Time before a failed clip is retried."""
     orphan_s: float = 3600.0
     """Age at which folders without a record and partial files are deleted."""
     num_gangs: Mapping[str, int] = field(default_factory=dict)
-    """Gangs by model, where not one."""
+    """Gangs by model; 1 for others."""
 
     def __post_init__(self) -> None:
         ClipLimits.__post_init__(self)

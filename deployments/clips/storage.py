@@ -1,4 +1,4 @@
-"""Failures of the disk under clips: it is full, or its files are gone."""
+"""Files of clips, and failures of their disk: it is full, or files are gone."""
 
 from __future__ import annotations
 
@@ -22,8 +22,14 @@ from pipelines.request import InputPicture, InputPictures
 MIN_FREE_BYTES = 32 << 20
 """Below this the disk counts as full. The rest is for records of running clips and for deletions."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-OF_THE_FILE = frozenset({errno.EFBIG, errno.ENAMETOOLONG})
+SINGLE_FILE = frozenset({errno.EFBIG, errno.ENAMETOOLONG})
 """Errors of one file: a retry cannot help, and other files are not affected."""
+Variant = Literal["video", "thumbnail", "preview"]
+FILE_NAMES: dict[Variant, str] = {"video": "clip.mp4", "thumbnail": "thumbnail.webp", "preview": "preview.png"}
+CONTENT_TYPES: dict[Variant, str] = {"video": "video/mp4", "thumbnail": "image/webp", "preview": "image/png"}
+MASK_NAME = "input-mask.png"
+PNG_LEVEL = 0
+"""No compression, for speed: the files are deleted with the finished clip."""
 DATABASE_FAILURES = (exc.DBAPIError, exc.TimeoutError)
 """Errors of a database that is unavailable or locked, or whose connection pool is exhausted."""
 
@@ -58,7 +64,7 @@ def data_folder(folder: Path, *, but: type[OSError] | tuple[()] = ()) -> Iterato
     try:
         yield
     except OSError as error:
-        if error.errno is None or error.errno in OF_THE_FILE or isinstance(error, but):
+        if error.errno is None or error.errno in SINGLE_FILE or isinstance(error, but):
             raise
         if error.errno in FULL:
             raise StorageFullError(f"there is no room in {folder}: {os.strerror(error.errno)}") from error
@@ -83,7 +89,7 @@ def _write_to(folder: Path) -> None:
     """Write a byte to a file of ``folder`` that has no name. StorageFullError if little room is left."""
     try:
         free_bytes = shutil.disk_usage(folder).free
-    except FileNotFoundError:  # made with the first file
+    except FileNotFoundError:  # created with the first file
         return
     if free_bytes < MIN_FREE_BYTES:
         left, needed = f"{free_bytes >> 20} MiB", f"{MIN_FREE_BYTES >> 20} MiB"
@@ -123,16 +129,6 @@ class Orphans:
                     path.unlink(missing_ok=True)
 
 
-Variant = Literal["video", "thumbnail", "preview"]
-
-FILE_NAMES: dict[Variant, str] = {"video": "clip.mp4", "thumbnail": "thumbnail.webp", "preview": "preview.png"}
-CONTENT_TYPES: dict[Variant, str] = {"video": "video/mp4", "thumbnail": "image/webp", "preview": "image/png"}
-
-MASK_NAME = "input-mask.png"
-PNG_LEVEL = 0
-"""No compression, for speed: the files are deleted with the finished clip."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipFolders:
     """The folders of all clips in ``root``. Raises StorageFullError or StorageLostError, never OSError."""
@@ -152,7 +148,7 @@ class ClipFolders:
             if self.path(clip_id, variant).is_file():
                 return True
         if not self.root.is_dir():
-            raise lost(self.root)
+            raise _lost_folder(self.root)
         return False
 
     def write_inputs(self, clip_id: str, inputs: InputPictures) -> None:
@@ -168,14 +164,14 @@ class ClipFolders:
     def read_inputs(self, clip_id: str, num_pictures: int, has_mask: bool) -> InputPictures:
         """Return what ``write_inputs`` wrote. FileNotFoundError if missing; StorageLostError if ``root`` is."""
         if not self.root.is_dir():
-            raise lost(self.root)
+            raise _lost_folder(self.root)
         folder = self.root / clip_id
         with data_folder(self.root, but=FileNotFoundError):
             pictures = tuple(read_png(folder / input_name(index)) for index in range(num_pictures))
             return InputPictures(pictures=pictures, mask=read_png(folder / MASK_NAME) if has_mask else None)
 
     def remove_inputs(self, clip_id: str) -> None:
-        with suppress(OSError):  # they go with the clip's folder at the latest
+        with suppress(OSError):  # at the latest, they are deleted with the clip's folder
             for path in (self.root / clip_id).glob("input-*.png"):
                 path.unlink(missing_ok=True)
 
@@ -201,5 +197,5 @@ def read_png(path: Path) -> InputPicture:
         return InputPicture.of(image)
 
 
-def lost(root: Path) -> StorageLostError:
-    return StorageLostError(f"the folder {root} is not there: is its disk mounted?")
+def _lost_folder(root: Path) -> StorageLostError:
+    return StorageLostError(f"the folder {root} does not exist: is its disk mounted?")

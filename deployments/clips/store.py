@@ -1,4 +1,4 @@
-"""Clip records in an SQL database: create, read, list, delete. Claims are in ``claims``."""
+"""Clip records and claims in an SQL database."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Update, and_, delete, func, or_, select, u
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from deployments.clips.database import OPEN, ClipError, ClipRecord, ClipRow, record_of, to_json
-from deployments.clips.eta import OpenClip, alike
+from deployments.clips.eta import OpenClip, duration_key
 from deployments.observability.metrics import observe_clip_wait
 from deployments.studio.interface import StageTimes
 from pipelines.request import MediaRequest
@@ -48,7 +48,7 @@ class ClipStore:
             seconds=seconds,
             created_at_s=time.time(),
             key_hash=key_hash,
-            alike=alike(request),
+            alike=duration_key(request),
             **claim,
         )
         async with self.session() as session, session.begin():
@@ -90,9 +90,9 @@ class ClipStore:
 
     async def fail_completed(self, clip_id: str, error: ClipError) -> bool:
         """Mark a completed clip as failed. Return whether there was such a clip."""
-        lost = update(ClipRow).where(ClipRow.id == clip_id, ClipRow.status == "completed")
+        completed = update(ClipRow).where(ClipRow.id == clip_id, ClipRow.status == "completed")
         async with self.engine.begin() as connection:
-            result = await connection.execute(lost.values(status="failed", error_json=to_json(error)))
+            result = await connection.execute(completed.values(status="failed", error_json=to_json(error)))
             return bool(result.rowcount)
 
     async def unknown(self, clip_ids: Collection[str]) -> set[str]:

@@ -1,1 +1,1 @@
-"""What stands between the world and Ray Serve's proxy: HAProxy, with limits, time-outs and answers of our own."""
+"""HAProxy in front of Ray Serve's proxy, with limits, timeouts and error answers."""

@@ -16,7 +16,7 @@ RETRY: Mapping[str, str] = {"Retry-After": "2"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """An answer with ``status``, in place of HAProxy's page."""
+    """An answer in place of HAProxy's error page."""
 
     status: int
     message: str
@@ -39,7 +39,7 @@ class Answer:
         return "\r\n".join((*lines, "", self.body))
 
     def write(self, folder: Path) -> Path:
-        """Write the page into ``folder``; returns its file."""
+        """Write the page into ``folder``; return its file."""
         file = folder / f"{self.code}.http"
         file.write_bytes(self.page().encode())
         return file
@@ -72,7 +72,7 @@ HEAD_TOO_LARGE = Answer(
 )
 BODY_UNWANTED = Answer(
     status=413,
-    message=f"A GET, HEAD, DELETE or OPTIONS request takes no body, and more than {STRAY_BYTES} bytes came along",
+    message=f"A GET, HEAD, DELETE or OPTIONS request takes no body, and more than {STRAY_BYTES} bytes were sent",
     code="body_too_large",
 )
 NOTHING = Answer(status=404, message="There is nothing at this path", code="not_found")
@@ -83,7 +83,7 @@ FULL = Answer(
 
 ALL_TAKEN = Answer(
     status=429,
-    message="As many pictures are being made as may be; try again after as many seconds as Retry-After says",
+    message="All places for pictures are taken; try again after the seconds in Retry-After",
     code="queue_full",
     # Random until the end of all running requests, so that not all retry at once.
     headers={"Retry-After": "%[rand(1000),mul(proc.wait),div(1000),add(1)]"},
@@ -101,5 +101,5 @@ def slow_body(deadline_s: float) -> Answer:
 
 
 def write_pages(folder: Path) -> dict[int, Path]:
-    """Write the pages that replace HAProxy's own; returns their files by status."""
+    """Write the pages that replace HAProxy's own; return their files by status."""
     return {answer.status: answer.write(folder) for answer in ANSWERS}

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-from deployments.door.haproxy import Lane, Wiring, find_binary, render
+from deployments.door.haproxy import PictureQueue, Wiring, find_binary, render
 from deployments.door.settings import DoorSettings
 from deployments.heartbeat import ANSWER_WITHIN_S, Heartbeat
 
@@ -61,7 +61,7 @@ class Door:
     """HAProxy on ``listener``, in front of Ray's proxy at ``backend`` (host, port), which may start later.
 
     Forwarding headers of ``trusted_proxies`` (addresses or networks) are passed on. Pages of ``allowed_origins`` may
-    read answers. With a ``lane``, requests for pictures queue here while the application is full.
+    read answers. With a ``queue``, requests for pictures wait here while the application is full.
     HAProxy ends with this process. RuntimeError without a binary, or if it rejects the configuration; then ``listener``
     is closed. A context manager, which stops the process and frees the port.
     """
@@ -72,7 +72,7 @@ class Door:
         backend: tuple[str, int],
         settings: DoorSettings,
         trusted_proxies: Sequence[str] = (),
-        lane: Lane | None = None,
+        queue: PictureQueue | None = None,
         allowed_origins: Sequence[str] = (),
     ) -> None:
         self._listener, self._settings = listener, settings
@@ -91,7 +91,7 @@ class Door:
                 folder=_new_folder(),
                 trusted_proxies=trusted_proxies,
                 allowed_origins=allowed_origins,
-                lane=lane,
+                queue=queue,
             )
             stack.callback(self._remove_folder)
             command = self._command()
@@ -121,7 +121,7 @@ class Door:
         give_up_s = time.monotonic() + ADMIN_TIMEOUT_S
         while process.poll() is None and not self._ask("set server application/proxy state drain"):
             if time.monotonic() > give_up_s:
-                logger.warning("HAProxy does not hear that it is to drain")
+                logger.warning("HAProxy did not accept the drain command")
                 return
             time.sleep(ADMIN_POLL_S)
 
@@ -136,7 +136,7 @@ class Door:
         process.terminate()
         try:
             process.wait(END_WITHIN_S)
-        except subprocess.TimeoutExpired:  # it is stopped
+        except subprocess.TimeoutExpired:  # stopped by a signal
             process.kill()
             process.wait()
         self._at_end.close()
@@ -145,10 +145,10 @@ class Door:
         return bool(self._ask("show version", ANSWER_WITHIN_S))
 
     def _kill(self) -> None:
-        self._process.kill()  # and ``_keep_running`` starts another
+        self._process.kill()  # ``_keep_running`` starts another
 
     def _ask(self, command: str, within_s: float = ADMIN_TIMEOUT_S) -> str:
-        """Return HAProxy's answer to a command of its Runtime API; empty if it is not there."""
+        """Return HAProxy's answer to a command of its Runtime API; empty if it does not listen."""
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as admin:
             admin.settimeout(within_s)
             admin.connect(str(self._wiring.admin_socket))
@@ -157,7 +157,7 @@ class Door:
         return ""
 
     def _command(self) -> list[str]:
-        """Write HAProxy's files. Return its command."""
+        """Write HAProxy's files and return its command."""
         file = self._wiring.folder / "haproxy.cfg"
         file.write_text(render(self._settings, self._wiring, self._is_draining))
         return [self._binary, "-db", "-f", str(file)]
@@ -177,7 +177,7 @@ class Door:
                 stdout=log,
                 stderr=log,
                 pass_fds=[self._listener.fileno()],
-                start_new_session=True,  # a Ctrl-C is for the server: the door stays until it has drained
+                start_new_session=True,  # not ended by Ctrl-C: the door stays until the server has drained
                 preexec_fn=_end_with_parent,
             )
 
@@ -191,14 +191,14 @@ class Door:
             try:
                 self._start_again(code)
             except OSError:
-                logger.exception("HAProxy could not be started; that is tried again")
+                logger.exception("HAProxy could not be started and will be retried")
 
     def _start_again(self, code: int) -> None:
         """Restart the process in a new folder: the old one may have been cleaned from /tmp."""
         with self._starting:
             if self._closed.is_set():
                 return
-            logger.warning("HAProxy ended with %d and is started again", code)
+            logger.warning("HAProxy ended with exit code %d and is restarted", code)
             self._remove_folder()
             self._wiring = replace(self._wiring, folder=_new_folder())
             self._process = self._start(self._command())
@@ -215,6 +215,6 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def _end_with_parent() -> None:
-    """Run in the child before HAProxy: the kernel is to end it when its parent is gone, killed or not (Linux)."""
+    """Let the kernel (Linux) end this child, later HAProxy, with its parent, even a killed one."""
     if hasattr(_LIBC, "prctl"):
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,14 +1,12 @@
-"""HAProxy's configuration (its Configuration Manual, version 2.8) and its binary, which ``ray[serve]`` brings.
-
-The picture queue in HAProxy, which lets a full application refuse requests at once.
+"""HAProxy's configuration (its Configuration Manual, version 2.8) and binary, with a queue for pictures.
 
 Each request, refused or not, costs Ray's proxy and the ingress some 20 ms of CPU time: the last of hundreds would wait
 ten seconds for its refusal. The queue admits as many as the application has places for, and ``SPARE``.
-When the application is full for any picture, its refusal has ``FULL_HEADER``. HAProxy then refuses queued and new
-requests until a place is free or a second has passed. The application judges the next request again.
+A refusal because all places are taken has ``FULL_HEADER``. HAProxy then refuses queued and new requests until a place
+is free or a second has passed; the application decides about the next request again.
 
-HAProxy has no rules for requests that leave a queue. The queue is therefore that of a server which is this HAProxy
-itself: a second frontend, on a socket of its own, has the rules.
+HAProxy has no rules for requests that leave a queue. The queue's server is therefore this HAProxy itself: a second
+frontend, on a socket of its own, has the rules.
 """
 
 from __future__ import annotations
@@ -41,23 +39,40 @@ PICTURES = "{ method POST } { path_beg /v1/images/ }"
 SPARE = 8
 """Requests admitted beyond the number of places: on their way in or out, or to be refused."""
 QUEUE_S = 30
-WORD_MS = 1000
-"""How long a refusal by the application applies here; it may have other clients."""
+REFUSAL_MS = 1000
+"""Time that a refusal by the application applies here; it may have other clients."""
+SPARE_FILES = 64
+CHECK_S = 3.0
+"""Timeout of a health check of the application."""
+FULL_SHARE = 0.95
+"""Share of ``max_connections`` above which requests get a 503; beyond the limit they get no answer."""
+RAYS_OWN_HEADERS = (
+    "serve_multiplexed_model_id", "serve-multiplexed-model-id", "x-session-id", "x_session_id",
+    "x-request-timeout-seconds", "x-request-disconnect-disabled",
+)  # fmt: skip
+"""Headers that Ray Serve's proxy obeys. Clients need none, and a value that is not UTF-8 would be a plain 500."""
+IS_PLAIN = "{ status 500 } !{ res.hdr(content-type) -m beg application/json }"
+"""Ray's plain-text answer when a replica died during a request."""
+EXPOSED = ("Retry-After", "X-Request-Id")
+"""Headers of the door's own answers that pages may read."""
+QUEUES_CLIP = "{ method POST } { path /v1/videos }"
+FORWARDED_HEADERS = ("x-forwarded-host", "x-forwarded-proto")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lane:
-    """The queue of an application with ``num_places`` pictures at a time and ``body_deadline_s`` for bodies."""
+class PictureQueue:
+    """The queue of an application's requests for pictures."""
 
     num_places: int
+    """Concurrent pictures of the application."""
     body_deadline_s: float
 
     @classmethod
-    def of(cls, app: AppConfig) -> Lane:
+    def of(cls, app: AppConfig) -> PictureQueue:
         num_places = sum(app.max_open_pictures[model.name] for model in app.models if may_draw(model))
         return cls(num_places=app.api.num_replicas * num_places, body_deadline_s=app.api.body_deadline_s)
 
-    def initial_word(self) -> Iterator[str]:
+    def variables(self) -> Iterator[str]:
         """Yield lines of the section ``global``."""
         for name in ("full", "wait", "until"):
             yield f"    set-var proc.{name} int(0)"
@@ -65,7 +80,7 @@ class Lane:
     def choice(self, max_waiting_bytes: int, patient: str) -> Iterator[str]:
         """Yield rules of the main frontend. Bodies above ``max_waiting_bytes`` fit no buffer and are not queued.
 
-        Nor are requests under the condition ``patient``, whose client may close its side before the answer.
+        Requests under the condition ``patient``, whose client may half-close, are not queued either.
         """
         yield f"    use_backend pictures_patient if {PICTURES} {patient}"
         yield f"    use_backend pictures if {PICTURES} {{ req.body_size le {max_waiting_bytes} }}"
@@ -103,50 +118,31 @@ def may_draw(model: ModelConfig) -> bool:
 def _queue_frontend(socket: str) -> Iterator[str]:
     yield "frontend lane"
     yield f"    bind {socket} mode 600"
-    yield "    acl has_the_word date(0,ms),sub(proc.until) lt 0"
-    yield "    acl no_fewer_than_then fe_conn,sub(proc.full) ge 0"
-    yield f"    http-request {ALL_TAKEN.action} if has_the_word no_fewer_than_then"
+    yield "    acl has_refusal date(0,ms),sub(proc.until) lt 0"
+    yield "    acl none_has_left fe_conn,sub(proc.full) ge 0"
+    yield f"    http-request {ALL_TAKEN.action} if has_refusal none_has_left"
     yield "    http-request set-var(proc.until) int(0)"
-    said = f"if {{ res.hdr({FULL_HEADER}) -m found }}"
-    yield f"    http-response set-var(proc.full) fe_conn {said}"
-    yield f"    http-response set-var(proc.wait) res.hdr_val({FULL_HEADER}) {said}"
-    yield f"    http-response set-var(proc.until) date({WORD_MS},ms) {said}"
+    is_full = f"if {{ res.hdr({FULL_HEADER}) -m found }}"
+    yield f"    http-response set-var(proc.full) fe_conn {is_full}"
+    yield f"    http-response set-var(proc.wait) res.hdr_val({FULL_HEADER}) {is_full}"
+    yield f"    http-response set-var(proc.until) date({REFUSAL_MS},ms) {is_full}"
     yield f"    http-response del-header {FULL_HEADER}"
     yield "    default_backend application"
 
 
-SPARE_FILES = 64
-CHECK_S = 3.0
-"""Timeout of a health check of the application."""
-FULL_SHARE = 0.95
-"""Share of ``max_connections`` above which requests get a 503; beyond the limit they get no answer."""
-
-RAYS_OWN_HEADERS = (
-    "serve_multiplexed_model_id", "serve-multiplexed-model-id", "x-session-id", "x_session_id",
-    "x-request-timeout-seconds", "x-request-disconnect-disabled",
-)  # fmt: skip
-"""Headers that Ray Serve's proxy obeys. Clients need none, and a value that is not UTF-8 would be a plain 500.
-"""
-
-IS_PLAIN = "{ status 500 } !{ res.hdr(content-type) -m beg application/json }"
-"""Ray's plain-text answer when a replica died during a request."""
-EXPOSED = ("Retry-After", "X-Request-Id")
-"""Headers of the door's own answers that pages may read."""
-QUEUES_CLIP = "{ method POST } { path /v1/videos }"
-FORWARDED_HEADERS = ("x-forwarded-host", "x-forwarded-proto")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wiring:
-    """Addresses and files of one HAProxy process. Without a ``lane``, pictures are not queued."""
+    """Addresses and files of one HAProxy process."""
 
     listener: int
     """Descriptor of the listening socket."""
     backend: tuple[str, int]
+    """Host and port of Ray's proxy."""
     folder: Path
     trusted_proxies: Sequence[str] = ()
     allowed_origins: Sequence[str] = ()
-    lane: Lane | None = None
+    queue: PictureQueue | None = None
+    """None: pictures are not queued."""
 
     @property
     def admin_socket(self) -> Path:
@@ -174,12 +170,12 @@ def render(settings: DoorSettings, wiring: Wiring, is_draining: bool = False) ->
         _backend(wiring, is_draining),
         _patient_backend(wiring),
     ]
-    if wiring.lane is not None:
-        sections.append(wiring.lane.sections(wiring.folder))
+    if wiring.queue is not None:
+        sections.append(wiring.queue.sections(wiring.folder))
     return "\n".join(line for section in sections for line in section) + "\n"
 
 
-def max_connections(settings: DoorSettings, lane: Lane | None = None) -> int:
+def max_connections(settings: DoorSettings, queue: PictureQueue | None = None) -> int:
     """Return the connection limit that the file limit allows: two descriptors per connection.
 
     With the picture queue, clients go through two frontends.
@@ -187,22 +183,22 @@ def max_connections(settings: DoorSettings, lane: Lane | None = None) -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return settings.max_connections
-    return max(1, min(settings.max_connections, (hard - SPARE_FILES) // (2 if lane is None else 4)))
+    return max(1, min(settings.max_connections, (hard - SPARE_FILES) // (2 if queue is None else 4)))
 
 
 def _global(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "global"
-    num_clients = max_connections(settings, wiring.lane)
+    num_clients = max_connections(settings, wiring.queue)
     yield f"    stats socket {wiring.admin_socket} mode 600 level admin"
-    num_connections = num_clients if wiring.lane is None else 2 * num_clients
+    num_connections = num_clients if wiring.queue is None else 2 * num_clients
     # HAProxy allows twice as many descriptors; the listener's number must be below that.
     yield f"    maxconn {max(num_connections, wiring.listener // 2 + 1)}"
     yield "    nbthread 2"
     # A head above the limit that fits this buffer still gets a 431.
     yield f"    tune.bufsize {2 * settings.max_head_bytes}"
     yield "    tune.http.maxhdr 200"
-    if wiring.lane is not None:
-        yield from wiring.lane.initial_word()
+    if wiring.queue is not None:
+        yield from wiring.queue.variables()
 
 
 def _defaults(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
@@ -226,7 +222,7 @@ def _frontend(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "frontend door"
     yield f"    bind fd@{wiring.listener}"
     yield from _request_id()
-    num_clients = max_connections(settings, wiring.lane)
+    num_clients = max_connections(settings, wiring.queue)
     yield f"    maxconn {num_clients}"
     yield f"    acl crowded fe_conn gt {max(1, int(FULL_SHARE * num_clients))}"
     yield from _origins(wiring)
@@ -243,8 +239,8 @@ def _frontend(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "    http-request del-header traceparent if { req.hdr(traceparent) -m reg [^\\x20-\\x7e] }"
     yield from _forwarded(wiring.trusted_proxies)
     is_http_10 = "HTTP_1.0" + (f" !{{ src {' '.join(wiring.trusted_proxies)} }}" if wiring.trusted_proxies else "")
-    if wiring.lane is not None:
-        yield from wiring.lane.choice(settings.max_head_bytes, is_http_10)
+    if wiring.queue is not None:
+        yield from wiring.queue.choice(settings.max_head_bytes, is_http_10)
     for patient in (is_http_10, QUEUES_CLIP, "bodiless !{ path_end /events }"):
         yield f"    use_backend application_patient if {patient}"
     yield "    default_backend application"

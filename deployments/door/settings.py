@@ -9,18 +9,17 @@ from deployments.checks import check_positive
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoorSettings:
-    """Limits on connections and request heads, enforced before anything of a request reaches Python.
-
-    A head (request line and headers) of more than ``max_head_bytes``, or one that takes longer than ``head_timeout_s``,
-    is refused, as is a connection beyond ``max_connections``. A client that neither sends nor takes what is under way
-    for ``idle_timeout_s`` is let go. After SIGTERM, work under way gets ``drain_s`` to finish.
-    """
+    """Limits on connections and request heads, enforced in HAProxy."""
 
     max_connections: int = 2000
     max_head_bytes: int = 16384
+    """Size limit of a head: request line and headers."""
     head_timeout_s: float = 10.0
+    """Time for a whole head to arrive."""
     idle_timeout_s: float = 60.0
+    """Time after which a client that neither sends nor receives is disconnected."""
     drain_s: float = 30.0
+    """Time for running requests after SIGTERM."""
 
     def __post_init__(self) -> None:
         check_positive(self, "max_connections", "max_head_bytes", "head_timeout_s", "idle_timeout_s", section="door")

@@ -1,4 +1,4 @@
-"""The address where Prometheus reads the metrics of the whole application, held by one ingress replica."""
+"""Metrics endpoint of the whole application, served by one ingress replica."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ANSWER_DEADLINE_S = 3.0
 
 logger = logging.getLogger("troupe.metrics")
 
-Counted = tuple[str, Families]
-"""A replica's name, and what it has counted."""
+ReplicaMetrics = tuple[str, Families]
+"""A replica's name and its metrics."""
 
 
-def counted_here() -> Counted:
-    """Return what a replica answers that is asked for what it has counted."""
+def replica_metrics() -> ReplicaMetrics:
+    """Return the name and metrics of the replica that runs this process."""
     context = serve.get_replica_context()
     return f"{context.deployment}#{context.replica_id.unique_id}", own_families()
 
@@ -35,8 +35,8 @@ def counted_here() -> Counted:
 class Exposition:
     """Serves ``/metrics`` from a thread of this replica as soon as the address is free.
 
-    Of several ingress replicas on a machine one holds it; when that one ends, the next that tries. Any of them shows
-    what all replicas have counted that answer: ingresses and ``denoisers``, each asked by its method ``metrics``.
+    One ingress replica per machine holds the address; another takes over when it ends. The page has the metrics of all
+    ingress replicas and ``denoisers`` that answer their method ``metrics``.
     """
 
     def __init__(self, settings: MetricsSettings, denoisers: Mapping[str, DeploymentHandle[Any]]) -> None:
@@ -48,35 +48,36 @@ class Exposition:
     def _hold(self, port: int) -> None:
         registry = CollectorRegistry()
         registry.register(Page(lambda: dict(self._gather())))
-        said = False
+        is_logged = False
         while True:
             try:
                 start_http_server(port, self._settings.host, registry)
             except OSError as error:
-                if not said:
-                    logger.info("metrics are shown elsewhere, or nowhere: %s: %s", self._settings.url, error)
-                said = True
+                if not is_logged:
+                    fields = {"url": self._settings.url, "reason": str(error)}
+                    logger.info("another process serves metrics, or the address cannot be used", extra=fields)
+                is_logged = True
                 threading.Event().wait(RETRY_S)
                 continue
             return
 
-    def _gather(self) -> Iterator[Counted]:
+    def _gather(self) -> Iterator[ReplicaMetrics]:
         if self._ingress is None:
             self._ingress = serve.get_deployment_handle(INGRESS, APPLICATION)
-        asked = {INGRESS: self._ingress, **self._denoisers}
-        with ThreadPoolExecutor(len(asked)) as pool:  # a deployment that does not answer holds up no other
-            for answers in pool.map(_answers, asked.keys(), asked.values()):
+        handles = {INGRESS: self._ingress, **self._denoisers}
+        with ThreadPoolExecutor(len(handles)) as pool:  # a deployment that hangs does not delay the others
+            for answers in pool.map(_answers, handles.keys(), handles.values()):
                 yield from answers
 
 
-def _answers(name: str, handle: DeploymentHandle[Any]) -> list[Counted]:
-    """Return what those replicas of a deployment say that answer in time."""
+def _answers(name: str, handle: DeploymentHandle[Any]) -> list[ReplicaMetrics]:
+    """Return the metrics of a deployment's replicas that answer in time."""
     try:
         answers = handle.broadcast("metrics").results(timeout_s=ANSWER_DEADLINE_S, return_exceptions=True)
-    except DeploymentUnavailableError:  # it has no replica now
+    except DeploymentUnavailableError:  # no replica
         return []
     except (RayError, RayServeException, TimeoutError) as error:
         answers = [error]
     for failure in (one for one in answers if isinstance(one, Exception)):
-        logger.warning("%s did not say what it has counted: %s", name, failure)
+        logger.warning("a replica did not report its metrics", extra={"deployment": name, "reason": str(failure)})
     return [one for one in answers if not isinstance(one, Exception)]

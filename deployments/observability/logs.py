@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line, each with the id of the request that it belongs to."""
+"""Structured logs: one JSON object per line, with the id of its request."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pythonjsonlogger.json import JsonFormatter
 request_id_var: ContextVar[str] = ContextVar("troupe_request_id", default="")
 
 LOGGERS = ("troupe", "deployments", "engines", "pipelines")
-"""Roots of the project's loggers: one for what concerns requests, one for each package."""
+"""Roots of the project's loggers: one for events of the application, one for each package."""
 
 
 @contextmanager
 def request_context(request_id: str) -> Iterator[None]:
-    """Let log lines inside the block, those of tasks started there included, carry ``request_id``."""
+    """Add ``request_id`` to log lines of the block and of tasks that start in it."""
     token = request_id_var.set(request_id)
     try:
         yield
@@ -27,7 +27,7 @@ def request_context(request_id: str) -> Iterator[None]:
 
 
 class JsonLines(JsonFormatter):
-    """A record as one line of JSON: time (UTC), level, request_id, logger, message, and whatever ``extra`` holds."""
+    """Format a record as one line of JSON: time (UTC), level, request_id, logger, message, and fields of ``extra``."""
 
     def __init__(self) -> None:
         names = {"levelname": "level", "name": "logger", "exc_info": "exception"}
@@ -41,7 +41,7 @@ class JsonLines(JsonFormatter):
 
 
 def configure_logs(level: int | str = "INFO", stream: TextIO | None = None) -> logging.Handler:
-    """Send everything that the project logs to ``stream`` (stderr) as JSON lines. Calling it again replaces it."""
+    """Write all logs of the project to ``stream`` (stderr) as JSON lines. A second call replaces the handler."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines())
     for name in LOGGERS:

@@ -1,8 +1,7 @@
-"""Prometheus metrics of the application: what ingresses count, and the page with all that its processes counted.
+"""Prometheus metrics of ingress replicas, and the page with the metrics of all processes.
 
-The gang's own are in ``engines.gang.metrics``. Each process counts for itself, so that a sum is one of values as they
-were observed, and the label ``replica`` keeps those of different processes apart: added up here, they would fall when
-a replica ends, and Prometheus would take that for a restart of everything.
+The gang's metrics are in ``engines.gang.metrics``. Each process counts its own values, with its label ``replica``. A
+sum over processes would fall when a replica ends, which Prometheus would treat as a counter reset.
 """
 
 from __future__ import annotations
@@ -23,7 +22,11 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 RATIO_BUCKETS = (0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0)
 OWN = ("troupe_", "process_")
-"""How the names begin that are shown; Ray and its libraries count in the same processes."""
+"""Prefixes of exported names; Ray and its libraries count in the same processes."""
+SHOWN_DIGITS = 8
+MAX_UNNAMED = 100
+OTHERS = "other"
+DEFAULT_PORT = 9464
 
 STAGES = Histogram("troupe_stage_seconds", "Seconds a request spent in a stage", ("stage", "model"), buckets=BUCKETS_S)
 REQUEST_FAILURES = Counter("troupe_request_failures", "Runs of a request that failed, by cause", ("model", "cause"))
@@ -32,39 +35,35 @@ CLIP_WAITS = Histogram(
 )
 HTTP_REQUESTS = Counter("troupe_http_requests", "Answers of the HTTP API", ("method", "route", "status"))
 
-ENCODINGS = Counter(
-    "troupe_encodings", "Conditionings that jobs got: encoded, or kept from a request before", ("model", "source")
-)
-GPU_SECONDS = Counter(
-    "troupe_gpu_seconds", "Seconds of ranks in the steps of requests that keys pay for", ("model", "key")
-)
+ENCODINGS = Counter("troupe_encodings", "Conditionings of jobs, encoded or from the cache", ("model", "source"))
+GPU_SECONDS = Counter("troupe_gpu_seconds", "GPU seconds of requests, by API key", ("model", "key"))
 
 QUEUES = Histogram(
     "troupe_queue_seconds", "Seconds finished requests waited for their turn", ("model", "tier"), buckets=BUCKETS_S
 )
-OPEN = Gauge("troupe_requests_open", "Requests for pictures and clips under way", ("model", "tier"))
+OPEN = Gauge("troupe_requests_open", "Open requests for pictures and clips", ("model", "tier"))
 PREDICTED = Histogram(
     "troupe_predicted_seconds", "Seconds finished requests were predicted to take", ("model",), buckets=BUCKETS_S
 )
 RATIOS = Histogram(
-    "troupe_prediction_ratio", "What requests took, in times what was predicted", ("model",), buckets=RATIO_BUCKETS
+    "troupe_prediction_ratio", "Duration of requests, divided by its prediction", ("model",), buckets=RATIO_BUCKETS
 )
-DEADLINES = Counter("troupe_deadlines", "Requests with a deadline, by what became of it", ("model", "outcome"))
+DEADLINES = Counter("troupe_deadlines", "Requests with a deadline, by outcome", ("model", "outcome"))
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-"""Clients may send any word, and each would be a series."""
+"""Methods with a series; clients may send any word."""
 
 Families = list[Metric]
 DeadlineOutcome = Literal["met", "missed", "refused", "failed"]
 
 
 def observe_stage(stage: str, model: str, seconds: float) -> None:
-    """Count ``seconds`` in a stage: queue (waiting), encode, denoise, decode or total."""
+    """Observe ``seconds`` in a stage: queue, encode, denoise, decode or total."""
     STAGES.labels(stage, model).observe(seconds)
 
 
 def observe_encoding(model: str, *, was_kept: bool) -> None:
-    """Count a job's conditioning, by whether an encoder made it for this job."""
+    """Count a job's conditioning, encoded or from the cache."""
     ENCODINGS.labels(model, "kept" if was_kept else "encoded").inc()
 
 
@@ -74,29 +73,29 @@ def observe_failure(model: str, cause: str) -> None:
 
 
 def observe_clip_wait(model: str, seconds: float) -> None:
-    """Count the ``seconds`` that a clip waited for a runner: beside those in a gang's queue."""
+    """Observe the ``seconds`` that a clip waited for a runner, before the gang's queue."""
     CLIP_WAITS.labels(model).observe(seconds)
 
 
 def observe_answer(method: str, route: str, status: int) -> None:
-    """Count an answer; ``route`` is the path as it is declared, or empty where there is no such route."""
+    """Count an answer; ``route`` is the declared path, empty if there is no such route."""
     HTTP_REQUESTS.labels(method if method in METHODS else "other", route, status).inc()
 
 
 def observe_gpu_seconds(model: str, key: str, seconds: float) -> None:
-    """Count ``seconds`` of ranks for a request that has ended; ``key`` is what ``KeyNames`` calls its API key."""
+    """Count GPU seconds of an ended request; ``key`` is the label of its API key (``KeyNames``)."""
     GPU_SECONDS.labels(model, key).inc(seconds)
 
 
 @contextmanager
 def observe_open(model: str, tier: str) -> Iterator[None]:
-    """Count a request as under way inside the block; ``tier`` is how urgent it is."""
+    """Count a request as open inside the block; ``tier`` is its service tier."""
     with OPEN.labels(model, tier).track_inprogress():
         yield
 
 
 def observe_turn(model: str, tier: str, queue_s: float, predicted_s: float | None, total_s: float) -> None:
-    """Count how long a finished request waited, and what it took beside what was predicted, if anything was."""
+    """Observe the wait of a finished request, and its duration relative to the prediction, if there was one."""
     QUEUES.labels(model, tier).observe(queue_s)
     if predicted_s:
         PREDICTED.labels(model).observe(predicted_s)
@@ -104,29 +103,29 @@ def observe_turn(model: str, tier: str, queue_s: float, predicted_s: float | Non
 
 
 def observe_deadline(model: str, outcome: DeadlineOutcome) -> None:
-    """Count a request with a deadline that has ended; one whose client went away does not count."""
+    """Count an ended request with a deadline, unless its client disconnected."""
     DEADLINES.labels(model, outcome).inc()
 
 
 def own_families() -> Families:
-    """Return what this process has counted."""
+    """Return this process's metrics."""
     return [family for family in REGISTRY.collect() if family.name.startswith(OWN)]
 
 
 def with_replicas(pages: Mapping[str, Iterable[Metric]]) -> Iterator[Metric]:
-    """Yield the series of all processes, told apart by the label ``replica``: the keys of ``pages``."""
-    whole: dict[str, Metric] = {}
+    """Yield the series of all processes; the label ``replica`` is the key of ``pages``."""
+    families: dict[str, Metric] = {}
     for replica, page in pages.items():
         for family in page:
-            known = Metric(family.name, family.documentation, family.type, family.unit)
-            target = whole.setdefault(family.name, known)
+            empty = Metric(family.name, family.documentation, family.type, family.unit)
+            target = families.setdefault(family.name, empty)
             for sample in family.samples:
                 target.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
-    yield from whole.values()
+    yield from families.values()
 
 
 class Page(Collector):
-    """Asks all processes whenever it is read."""
+    """Metrics of all processes, gathered at each read."""
 
     def __init__(self, gather: Callable[[], Mapping[str, Iterable[Metric]]]) -> None:
         self._gather = gather
@@ -135,13 +134,8 @@ class Page(Collector):
         return with_replicas(self._gather())
 
 
-SHOWN_DIGITS = 8
-MAX_UNNAMED = 100
-OTHERS = "other"
-
-
 class KeyNames:
-    """Metric labels: a key's configured ``name``, else eight digits of its hash; ``OTHERS`` after ``MAX_UNNAMED``."""
+    """Metric labels of keys: the configured ``name``, else 8 digits of the hash; ``OTHERS`` after ``MAX_UNNAMED``."""
 
     def __init__(self, limits_of: Callable[[str], KeyLimits]) -> None:
         self._limits_of = limits_of
@@ -157,22 +151,17 @@ class KeyNames:
         return digits
 
     def observe_gpu_seconds(self, model: str, key: str, gpu_s: float) -> None:
-        """Count the seconds of ranks for a request of ``key`` that has ended."""
+        """Count GPU seconds of an ended request of ``key``."""
         observe_gpu_seconds(model, self.name_of(key), gpu_s)
-
-
-DEFAULT_PORT = 9464
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricsSettings:
-    """Where Prometheus finds them: ``/metrics`` on this address, of a port of its own. Without a port, nowhere.
-
-    ``auto`` is DEFAULT_PORT; ``troupe serve`` takes the next free one after it where that is taken.
-    """
+    """Address of ``/metrics``."""
 
     host: str = "127.0.0.1"
     port: int | Literal["auto"] | None = "auto"
+    """None: no metrics; ``auto``: DEFAULT_PORT, or in ``troupe serve`` the next free one."""
 
     def __post_init__(self) -> None:
         if self.number is not None and not 0 < self.number <= 65535:

@@ -41,15 +41,16 @@ class Encoded(Parcel):
     shapes: Shapes
     """Shapes of its tensors by name."""
     was_kept: bool = False
-    """Whether it comes from the cache."""
+    """True if it comes from the cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodingDone:
-    """The first event of a job: its conditioning, encoded in ``encode_s`` or from the cache (``was_kept``)."""
+    """The first event of a job: its conditioning is there."""
 
     encode_s: float
     was_kept: bool = False
+    """True if it comes from the cache."""
 
 
 StageEvent = EncodingDone | JobEvent | QueueFullError
@@ -58,12 +59,14 @@ StageEvent = EncodingDone | JobEvent | QueueFullError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoded:
-    """Finished files; ``thumbnail`` is empty for pictures, ``further`` are the layers above the first."""
+    """Finished files."""
 
     data: bytes
     thumbnail: bytes
+    """Empty for pictures."""
     decode_s: float
     further: tuple[bytes, ...] = ()
+    """Layers above the first."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the files as arrays: Ray copies arrays once on either side, bytes five times."""
@@ -76,9 +79,10 @@ def _decoded(files_B: Sequence[NDArray[np.uint8]], thumbnail: bytes, decode_s: f
     return Decoded(data=data, thumbnail=thumbnail, decode_s=decode_s, further=tuple(further))
 
 
-GIVES_WAY = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
-"""Lower priority than that of ranks, 0. CUDA reads it at a process's first use of a GPU, and obeys it under MPS only.
-Stream priorities hold within one process; without MPS, processes time-slice a GPU."""
+LOW_PRIORITY = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
+"""Below the priority of ranks, 0. CUDA reads it at a process's first use of a GPU, under MPS only. Stream priorities
+hold within one process; without MPS, processes time-slice a GPU.
+"""
 
 
 def load_stage(spec: StageSpec) -> Checkpoint:
@@ -89,13 +93,13 @@ def load_stage(spec: StageSpec) -> Checkpoint:
 
     prepare_replica()
     if spec.stage.gives_way:
-        set_defaults(GIVES_WAY)
+        set_defaults(LOW_PRIORITY)
     torch.set_num_threads(spec.stage.num_threads)
     return Checkpoint.open(spec.model.source, stage_devices(spec.stage)[0], spec.model.dtype)
 
 
 def must_slice(config: DenoiserConfig) -> bool | None:
-    """Return what ``config.load`` means; None where that depends on the model's size and the machine's memory.
+    """Return whether ranks load slices; None if that depends on the model's size and the machine's memory.
 
     ValueError if the engine cannot load slices.
     """
@@ -118,7 +122,7 @@ T = TypeVar("T")
 class Workers:
     """A pool of ``num_threads`` that runs the work of all callers.
 
-    glibc's per-thread arenas keep freed memory: large work in many threads would grow the process by all of it.
+    glibc's per-thread arenas keep freed memory: large work in many threads would enlarge the process.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -136,7 +140,7 @@ class Workers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentPicture:
-    """One picture. Ray leaves the bytes of an array in the object store and copies none to read, as of a ``Parcel``."""
+    """One picture as an array, which Ray reads from the object store without a copy, as in a ``Parcel``."""
 
     width: int
     height: int
@@ -154,7 +158,7 @@ class SentPicture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentPictures:
-    """The pictures of a request. They travel as values, to the encoder alone (``engines.core.parcel``)."""
+    """The pictures of a request, sent by value to the encoder only (``engines.core.parcel``)."""
 
     pictures: tuple[SentPicture, ...] = ()
     mask: SentPicture | None = None

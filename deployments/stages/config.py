@@ -1,6 +1,6 @@
 """Configuration of a model's deployments: text encoder, gang and decoder.
 
-The sections of the gang and the engines are their own frozen dataclasses, validated by pydantic.
+Sections of the gang and the engines are frozen dataclasses of those packages, validated by pydantic.
 """
 
 from __future__ import annotations
@@ -36,19 +36,18 @@ STRICT = ConfigDict(extra="forbid")
 
 
 class AutoscalingConfig(BaseModel):
-    """Replicas (for a Denoiser: gangs) between ``min_replicas`` and ``max_replicas``, by requests under way.
-
-    Requests are counted as their mean over ``look_back_period_s``. The first replica after none comes without
-    ``upscale_delay_s``.
-    """
+    """Number of replicas (for a Denoiser: gangs), by open requests."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     min_replicas: int = Field(default=1, ge=0)
     max_replicas: PositiveInt = 1
     target_ongoing_requests: PositiveFloat = 2.0
+    """Open requests per replica."""
     look_back_period_s: PositiveFloat = 30.0
+    """Period over which open requests are averaged."""
     upscale_delay_s: NonNegativeFloat = 30.0
+    """Not applied to the first replica."""
     downscale_delay_s: PositiveFloat = 600.0
 
     @model_validator(mode="after")
@@ -60,10 +59,11 @@ class AutoscalingConfig(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ScaledConfig:
-    """A deployment of ``num_replicas``, or with ``autoscaling``."""
+    """A deployment with a number of replicas."""
 
     num_replicas: PositiveInt = 1
     autoscaling: AutoscalingConfig | None = None
+    """Replaces ``num_replicas``."""
 
     def __post_init__(self) -> None:
         if self.autoscaling is not None and self.num_replicas != 1:
@@ -73,7 +73,7 @@ class ScaledConfig:
 
     @property
     def starts_on_demand(self) -> bool:
-        """Whether it scales to zero replicas."""
+        """True if it scales to zero replicas."""
         return self.autoscaling is not None and self.autoscaling.min_replicas == 0
 
     @property
@@ -107,9 +107,10 @@ class StageConfig(ScaledConfig):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EncoderConfig(StageConfig):
-    """A text encoder with a cache of up to ``conditionings_mib`` of conditionings."""
+    """A text encoder."""
 
     conditionings_mib: int = Field(default=64, ge=0)
+    """Size of the cache of conditionings; 0 disables it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -119,7 +120,7 @@ class DecoderConfig(StageConfig):
     memory_gib: PositiveFloat | None = None
     """Limit of GPU memory beside its weights: larger pictures are decoded in rows, with the same pixels."""
     num_devices: PositiveInt = 1
-    """GPUs of its node, its own included, that decode large pictures and clips together; one decodes compiled sizes."""
+    """GPUs of its node, its own included, for large pictures and clips; compiled sizes are decoded on one."""
 
     @property
     def num_devices_used(self) -> int:
@@ -152,22 +153,21 @@ def _tensorrt(section: object) -> object:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DenoiserConfig(ScaledConfig, GangConfig):
-    """A gang, how many of them, and what its ranks run: how a step is split and compiled.
-
-    ``strategy`` and ``precision`` are the engine's (see ``EngineChoice``); ``torch`` and ``tensorrt`` are the sections
-    of one engine each. ``warm_sizes`` are compiled and captured at start, so that no request waits for that; on
-    TensorRT they share one engine file, which takes every size between them.
-
-    ``load``: "whole" gives every rank all weights, so that teams of any size can form; "sliced" lets each rank read
-    its share alone, for a model that fits no single device (with the engine torch, and a strategy that divides weights:
-    tensor, pipeline). "auto" is "sliced" if the strategy says so, or is "auto" and whole weights would not fit.
-    """
+    """The gangs of a model, and the engine on their ranks. ``torch`` and ``tensorrt`` are sections of one engine."""
 
     engine: Annotated[str, AfterValidator(_engine)] = "torch"
     strategy: str = "auto"
+    """See ``EngineChoice``, as for ``precision``."""
     precision: str = "auto"
     load: Literal["auto", "whole", "sliced"] = "auto"
+    """Weights of each rank.
+
+    ``whole``: all of them, for teams of any size. ``sliced``: its share, for a model that fits no single device, with
+    the engine torch and a strategy that divides weights. ``auto``: ``sliced`` for such a strategy, or if the strategy
+    is "auto" and whole weights would not fit.
+    """
     warm_sizes: tuple[WrittenSize, ...] = ()
+    """Sizes that are compiled and captured at start; on TensorRT one engine file takes all sizes between them."""
     torch: TorchOptions | None = None
     tensorrt: Annotated[TensorRTOptions | None, BeforeValidator(_tensorrt)] = None
 
@@ -189,14 +189,14 @@ class DenoiserConfig(ScaledConfig, GangConfig):
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether ranks may share the tokens of a step, by the configuration alone."""
+        """True if ranks may share the tokens of a step, by the configuration alone."""
         return self.num_ranks > 1 and (
             self.strategy == "auto" or ParallelSpec.of(self.strategy, self.num_ranks).context > 1
         )
 
     @property
     def fills_prompts(self) -> bool:
-        """Whether prompts are padded to one shape, where the model allows it (``TorchOptions``)."""
+        """True if prompts are padded to one shape, where the model allows it (``TorchOptions``)."""
         return self.torch is not None and self.torch.prompt_windows
 
     @property

@@ -14,7 +14,7 @@ import ray
 
 from deployments.config import ModelConfig
 from deployments.forked_workers import python_like_own
-from deployments.observability.exposition import Counted, counted_here
+from deployments.observability.exposition import ReplicaMetrics, replica_metrics
 from deployments.replicas import is_on_loopback, prepare_replica
 from deployments.settings import process_environment
 from deployments.stages.common import Encoded, EncodingDone, StageEvent
@@ -34,19 +34,15 @@ logger = logging.getLogger(__name__)
 
 EVENTS_EVERY_S = 0.1
 """Interval of progress events, as fast as people can follow."""
-
-
 PRIORITIES: Mapping[ServiceTier, float] = {"flex": 0.25, "default": 1.0, "priority": 4.0}
 """Divisors of a job's predicted duration in the queue order."""
-
-WATCHED_S = 0.8
+CHECK_S = 0.8
 """Duration of a health check, below its period of 1 s."""
-
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}
 
 
 def node_environment(engine: str) -> Mapping[str, str]:
-    """Return the variables to start ranks with on the node where it is called, from that node's own.
+    """Return the variables of ranks on this node, from the node's own.
 
     On a loopback cluster, NCCL's sockets use the loopback interface too.
     """
@@ -70,7 +66,7 @@ def idle_steps(request: MediaRequest, num_steps: int) -> frozenset[int]:
 
 
 class Denoiser:
-    """Thin: the gang does the work. A broken gang fails ``check_health``, and Serve replaces the replica."""
+    """A replica with one gang. A broken gang fails ``check_health``, and Serve replaces the replica."""
 
     async def __init__(self, model: ModelConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         prepare_replica()
@@ -99,9 +95,9 @@ class Denoiser:
         """Yield events in groups, ``EVENTS_EVERY_S`` apart, ending with ``JobDone``. Closing cancels the job.
 
         Each group costs a millisecond of CPU time in two processes. ``encoded`` is a list of one reference, so that
-        the call is sent before the encoder is done; the caller owns it until the job ends. ``exclusive``: run beside
-        no other job, after a gang broke under the request. ``decode_s``: predicted decode time, which the deadline
-        must leave. ``accepted``: see ``Job``.
+        the call is sent before the encoder is done; the caller owns it until the job ends. ``exclusive``: run without
+        other jobs, after a gang broke under the request. ``decode_s``: predicted decode time, part of the deadline.
+        ``accepted``: see ``Job``.
         """
         start_s, encoding = time.monotonic(), await encoded[0]
         waited_s = time.monotonic() - start_s
@@ -139,24 +135,23 @@ class Denoiser:
         """Return the GPU seconds of a cancelled or failed job, once reported; 0 if unknown or the gang broke."""
         return await self._gang.spent_s(job_id)
 
-    async def metrics(self) -> Counted:
+    async def metrics(self) -> ReplicaMetrics:
         """Return this replica's name and its metrics."""
-        return counted_here()
+        return replica_metrics()
 
     async def check_health(self) -> None:
         """Raise if the gang is broken. One ``Gang.check_health`` may span several calls.
 
-        A call ends within two seconds, so that only a hanging replica exceeds Serve's timeout. All calls but the first
-        last almost until the next, since Serve polls running checks ten times a second: it learns of a broken gang at
-        once.
+        A call ends within two seconds, so that only a hanging replica exceeds Serve's timeout. Calls after the first
+        last almost until the next one: Serve polls running checks ten times a second, and learns of a broken gang fast.
         """
         if self._check is None:
             self._check = asyncio.ensure_future(self._gang.check_health())
-        await asyncio.wait({self._check}, timeout=WATCHED_S)
+        await asyncio.wait({self._check}, timeout=CHECK_S)
         if self._check.done():
             check, self._check = self._check, None
             check.result()
-        if self._had_check and await self._gang.breaks_within(WATCHED_S):
+        if self._had_check and await self._gang.breaks_within(CHECK_S):
             await self._gang.check_health()
         self._had_check = True
 

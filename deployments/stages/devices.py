@@ -1,4 +1,4 @@
-"""Which devices a stage computes on, and when."""
+"""Devices of a stage, and the lock of a host's GPUs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from deployments.stages.config import StageConfig
 from engines.core.storage import HostLock
 
 ALL_GPUS: Mapping[str, str] = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-"""Lets a process see all GPUs of its node, not only its own (Ray 2.60,
-``NvidiaGPUAcceleratorManager.set_current_process_visible_accelerator_ids``)."""
+"""A process sees all GPUs of its node, not only its own (Ray 2.60,
+``NvidiaGPUAcceleratorManager.set_current_process_visible_accelerator_ids``).
+"""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 TURNS = "turns"
 """Folder in the data directory."""

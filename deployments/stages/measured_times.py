@@ -26,31 +26,35 @@ if TYPE_CHECKING:
 
 
 NUM_DECODES_NEEDED = 3
-"""Decodes whose median corrects a known time; the first one of a process may be slow."""
+"""Decodes whose median corrects a stored time; the first one of a process may be slow."""
 PIXELS_PER_TOKEN = 16 * 16
 FRAMES_PER_TOKEN = 4
 """Typical of transformers of 2026; the first frame has tokens of its own."""
-TIMED = ("engine", "strategy", "precision", "num_ranks", "num_nodes", "threads_per_rank", "torch", "tensorrt", "nccl")
+FACTORS = ("engine", "strategy", "precision", "num_ranks", "num_nodes", "threads_per_rank", "torch", "tensorrt", "nccl")
 """Configuration fields of a denoiser that affect step time."""
+NEEDED = ("torch", "diffusers", "transformers")
+OPTIONAL = ("triton", "fa3-fwd", "tensorrt", "tensorrt-rtx-cu13-libs")
+"""Packages that steps use if installed."""
+BLOBS = "blobs"
 
-DecodedLike = tuple[MediaFormat, int]
+DecodeKey = tuple[MediaFormat, int]
 """Format of the file, and pixels of all frames or layers."""
 
 
 class DecodeTimes(MeasuredTimes):
-    """Times from latents to the bytes of a file, by ``DecodedLike``."""
+    """Times from latents to the bytes of a file, by ``DecodeKey``."""
 
     def __init__(self, file: Path | None = None) -> None:
         super().__init__(file, "decodes", num_needed=NUM_DECODES_NEEDED)
 
 
-def decoded_like(request: MediaRequest, output: Output) -> DecodedLike:
+def decode_key(request: MediaRequest, output: Output) -> DecodeKey:
     """Return the key of a decode."""
     return output.format, request.width * request.height * max(request.num_frames, request.num_layers)
 
 
 def decode_times_of(model: ModelConfig, folder: Path, devices: Sequence[str]) -> DecodeTimes:
-    """Return the measured decodes of ``model``, a checkpoint in ``folder``, on such devices of torch's."""
+    """Return the measured decodes of ``model``, a checkpoint in ``folder``, on ``devices`` of torch."""
     facts = {
         "devices": [device_name(device) for device in devices],
         **model_facts(model, folder),
@@ -63,14 +67,14 @@ def decode_times_of(model: ModelConfig, folder: Path, devices: Sequence[str]) ->
 def step_times_of(
     model: ModelConfig, folder: Path, infos: Sequence[RankInfo], estimates: StepEstimates | None
 ) -> StepTimes:
-    """Return the measured steps of ``model``, a checkpoint in ``folder``, on such ranks.
+    """Return the measured steps of ``model``, a checkpoint in ``folder``, on the ranks ``infos``.
 
     With ``estimates`` the file differs, since it holds corrections relative to them.
     """
     facts = {
         "devices": [info.device_name for info in infos],
         **model_facts(model, folder),
-        "denoiser": {name: repr(getattr(model.denoiser, name)) for name in TIMED},
+        "denoiser": {name: repr(getattr(model.denoiser, name)) for name in FACTORS},
         **software_facts(),
         **({"estimates": "of the cost model"} if estimates else {}),
     }
@@ -89,15 +93,8 @@ def estimates_s_of(request: MediaRequest, encoded: Shapes, estimates: StepEstima
 
 
 def num_text_tokens(encoded: Shapes) -> int:
-    """Return the length of the longest sequence among what was encoded."""
+    """Return the length of the longest sequence in a conditioning of shapes ``encoded``."""
     return max((shape[1] for _, shape in encoded if len(shape) == 3), default=0)
-
-
-NEEDED = ("torch", "diffusers", "transformers")
-OPTIONAL = ("triton", "fa3-fwd", "tensorrt", "tensorrt-rtx-cu13-libs")
-"""Packages that steps use if installed."""
-
-BLOBS = "blobs"
 
 
 def model_facts(model: ModelConfig, folder: Path) -> dict[str, str]:
@@ -125,7 +122,7 @@ def _single_files(model: ModelConfig) -> Iterable[Path]:
 
 
 def _state(path: Path) -> tuple[str, int, int | str]:
-    """Return name, size and mtime; for a link into the hub's blobs, the blob's name (a digest) for the mtime."""
+    """Return name, size and mtime; for a link into the hub's blobs, the blob's name (a digest) instead of mtime."""
     status, target = path.stat(), path.resolve()
     return path.name, status.st_size, target.name if target.parent.name == BLOBS else status.st_mtime_ns
 

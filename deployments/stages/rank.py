@@ -1,4 +1,4 @@
-"""What each rank of a gang builds at start: the checkpoint's denoiser inside an engine, and its sampler."""
+"""Start of a rank: load the checkpoint's denoiser into an engine, and its sampler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FOLDER = "strategies"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadRankParts:
-    """A ``LoadRank``. It is pickled, so it holds configuration only and imports on the rank."""
+    """A ``LoadRank``. It is pickled: it holds configuration only, and imports happen on the rank."""
 
     model: ModelConfig
 
@@ -92,5 +92,5 @@ def is_sliced(config: DenoiserConfig, checkpoint: Checkpoint) -> bool:
 
     if (is_decided := must_slice(config)) is not None:
         return is_decided
-    times_held = 2 if named(checkpoint.loras) else 1  # adapters that switch per job need the original weights too
-    return times_held * checkpoint.weights_bytes() > USABLE * memory_bytes(checkpoint.device)
+    num_copies = 2 if named(checkpoint.loras) else 1  # adapters that switch per job need the original weights too
+    return num_copies * checkpoint.weights_bytes() > USABLE * memory_bytes(checkpoint.device)

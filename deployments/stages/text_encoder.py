@@ -28,9 +28,11 @@ MIB = 2**20
 OVERHEAD_BYTES = 1024
 """Bytes of a cache entry beside its tensors and skeleton."""
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Names:
+class CacheKeys:
     """Cache keys: digests of everything that conditioning may depend on, without and with the seed.
 
     Fields that cannot matter are excluded by name, so a new field counts by default. The client's API key is included:
@@ -61,7 +63,7 @@ def _digest(pictures: SentPictures) -> bytes:
     return digest.digest()
 
 
-class Conditionings:
+class ConditioningCache:
     """Thread-safe LRU cache of up to ``max_bytes``; disabled with 0.
 
     Entries are shared parcels, never changed: opening one copies its bytes.
@@ -77,29 +79,29 @@ class Conditionings:
         """Bytes in the cache."""
         return self._num_bytes
 
-    def names(self, request: MediaRequest, pictures: SentPictures) -> Names | None:
+    def keys(self, request: MediaRequest, pictures: SentPictures) -> CacheKeys | None:
         """Return the cache keys of a request; None if the cache is disabled."""
-        return Names.of(request, pictures) if self._max_bytes else None
+        return CacheKeys.of(request, pictures) if self._max_bytes else None
 
-    def find(self, names: Names | None) -> Encoded | None:
-        if names is None:
+    def find(self, keys: CacheKeys | None) -> Encoded | None:
+        if keys is None:
             return None
         with self._lock:
-            name = next((name for name in (names.unseeded, names.seeded) if name in self._entries), None)
-            if name is None:
+            key = next((key for key in (keys.unseeded, keys.seeded) if key in self._entries), None)
+            if key is None:
                 return None
-            self._entries.move_to_end(name)
-            return replace(self._entries[name], was_kept=True)
+            self._entries.move_to_end(key)
+            return replace(self._entries[key], was_kept=True)
 
-    def keep(self, names: Names | None, encoded: Encoded, *, drew_noise: bool) -> None:
+    def add(self, keys: CacheKeys | None, encoded: Encoded, *, drew_noise: bool) -> None:
         """Add an entry. ``drew_noise``: the encoder used the request's generator, so the seed is part of the key."""
-        if names is None or (size := _num_bytes(encoded)) > self._max_bytes:
+        if keys is None or (size := _num_bytes(encoded)) > self._max_bytes:
             return
-        name = names.seeded if drew_noise else names.unseeded
+        key = keys.seeded if drew_noise else keys.unseeded
         with self._lock:
-            if name in self._entries:
-                self._num_bytes -= _num_bytes(self._entries.pop(name))
-            self._entries[name] = encoded
+            if key in self._entries:
+                self._num_bytes -= _num_bytes(self._entries.pop(key))
+            self._entries[key] = encoded
             self._num_bytes += size
             while self._num_bytes > self._max_bytes:
                 _, oldest = self._entries.popitem(last=False)
@@ -108,9 +110,6 @@ class Conditionings:
 
 def _num_bytes(encoded: Encoded) -> int:
     return encoded.message.nbytes + len(encoded.skeleton) + OVERHEAD_BYTES
-
-
-logger = logging.getLogger(__name__)
 
 
 class PromptEncoder:
@@ -122,23 +121,23 @@ class PromptEncoder:
             self._encoder = checkpoint.text_encoder(compiled=spec.model.text_encoder.compile)
         self._encoding = Workers(1, "encoding")
         self._encoding.run(warm_encoder, self._encoder, spec, checkpoint)
-        self._cache = Conditionings(spec.model.text_encoder.conditionings_mib * MIB)
+        self._cache = ConditioningCache(spec.model.text_encoder.conditionings_mib * MIB)
 
     def encode(self, request: MediaRequest, pictures: SentPictures = NO_SENT_PICTURES) -> Encoded:
-        started_s = time.perf_counter()
+        start_s = time.perf_counter()
         with request_context(request.request_id):
-            names = self._cache.names(request, pictures)
-            encoded = self._cache.find(names) or self._encoding.run(self._encode, request, pictures, names)
-            encoded = replace(encoded, encode_s=time.perf_counter() - started_s)
+            keys = self._cache.keys(request, pictures)
+            encoded = self._cache.find(keys) or self._encoding.run(self._encode, request, pictures, keys)
+            encoded = replace(encoded, encode_s=time.perf_counter() - start_s)
             fields = {"encode_s": round(encoded.encode_s, 4), "was_kept": encoded.was_kept}
             logger.info("text is encoded", extra=fields)
         return encoded
 
-    def _encode(self, request: MediaRequest, pictures: SentPictures, names: Names | None) -> Encoded:
+    def _encode(self, request: MediaRequest, pictures: SentPictures, keys: CacheKeys | None) -> Encoded:
         """Check the cache again, then encode: an identical request may have been encoded meanwhile."""
-        if encoded := self._cache.find(names):
+        if encoded := self._cache.find(keys):
             return encoded
         conditioning = self._encoder.encode(request, pictures.open())
         encoded = Encoded.of(conditioning, encode_s=0.0, shapes=conditioning.shapes)
-        self._cache.keep(names, encoded, drew_noise=conditioning.noise is not None)
+        self._cache.add(keys, encoded, drew_noise=conditioning.noise is not None)
         return encoded

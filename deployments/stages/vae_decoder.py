@@ -16,7 +16,7 @@ from deployments.names import own_version
 from deployments.observability.logs import request_context
 from deployments.stages.common import Decoded, StageSpec, Workers, load_stage
 from deployments.stages.devices import stage_devices
-from deployments.stages.measured_times import decode_times_of, decoded_like
+from deployments.stages.measured_times import decode_key, decode_times_of
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.warm_up import outputs, warm_decoder
 from deployments.studio.interface import Output
@@ -36,13 +36,17 @@ if TYPE_CHECKING:
 
 MAX_THREADS = 8
 """Groups of pictures encoded concurrently. A clip has hardly more."""
+NUM_ENCODINGS = 4
+"""Pictures or clips that are encoded to files concurrently, during one decode."""
+
+logger = logging.getLogger(__name__)
 
 
 class ClipFinisher:
     """Decodes with the threads ``decoding``, finishes files with ``writing``, and encodes in a third pool.
 
-    Threads that wait for groups must not block those that encode them. Frames are held as pixels until their group is
-    encoded. If encoding is slower, decoding waits once each thread has one group and one queued.
+    Threads that wait for groups must not block those that encode them. Frames are pixels until their group is encoded.
+    If encoding is slower, decoding waits once each thread has one group and one queued.
     """
 
     def __init__(self, decoder: BlocksDecoder, decoding: Workers, writing: Workers) -> None:
@@ -69,12 +73,6 @@ class ClipFinisher:
             sound = media.sound
         assert first_HWC is not None, "a clip without frames"
         return first_HWC, sound
-
-
-logger = logging.getLogger(__name__)
-
-NUM_ENCODINGS = 4
-"""Pictures or clips that are encoded to files concurrently, during one decode."""
 
 
 class VaeDecoder:
@@ -105,17 +103,17 @@ class VaeDecoder:
         ValueError if the request certainly cannot be decoded here.
         """
         self._decoder.check_fits(request)
-        return self._times.scaled_s(decoded_like(request, output))
+        return self._times.scaled_s(decode_key(request, output))
 
     def decode(self, latents: Parcel, request: MediaRequest, output: Output) -> Decoded:
         """Return the finished bytes."""
-        started_s = time.perf_counter()
+        start_s = time.perf_counter()
         with request_context(request.request_id):
             files, thumbnail = self._finish(latents, request, output)
-            decode_s = time.perf_counter() - started_s
+            decode_s = time.perf_counter() - start_s
             num_bytes = sum(map(len, files))
             logger.info("latents are decoded", extra={"decode_s": round(decode_s, 4), "num_bytes": num_bytes})
-        if self._times.learn(decoded_like(request, output), decode_s):
+        if self._times.learn(decode_key(request, output), decode_s):
             self._saving.begin(self._times.save)
         return Decoded(data=files[0], further=files[1:], thumbnail=thumbnail, decode_s=decode_s)
 
@@ -128,7 +126,7 @@ class VaeDecoder:
     def _finish(self, latents: Parcel, request: MediaRequest, output: Output) -> tuple[tuple[bytes, ...], bytes]:
         if output.format == "mp4":
             data, thumbnail = self._clips.finish(latents, request, self._metadata.texts(request))
-            return (self._writing.run(self._signed, data, request, output),), thumbnail
+            return (self._writing.run(self._sign, data, request, output),), thumbnail
         media = self._decoding.run(lambda: self._decoder.decode_all(latents.open(), request))
         return self._writing.run(self._write, media.frames_FHWC, request, output)
 
@@ -139,16 +137,16 @@ class VaeDecoder:
         if request.kind == "video":
             texts, thumbnail = self._metadata.texts(request), encode_thumbnail(frames_FHWC[0])
             data = encode_frames(frames_FHWC, output.format, fps=request.fps, texts=texts)
-            return (self._signed(data, request, output),), thumbnail
+            return (self._sign(data, request, output),), thumbnail
         layers = enumerate(np.split(frames_FHWC, len(frames_FHWC)))
         return tuple(self._write_layer(layer_FHWC, request, output, index) for index, layer_FHWC in layers), b""
 
     def _write_layer(self, layer_FHWC: NDArray[np.uint8], request: MediaRequest, output: Output, index: int) -> bytes:
         texts = self._metadata.texts(request, index if request.num_layers else None)
         data = encode_frames(layer_FHWC, output.format, compression=output.compression, texts=texts)
-        return self._signed(data, request, output)
+        return self._sign(data, request, output)
 
-    def _signed(self, data: bytes, request: MediaRequest, output: Output) -> bytes:
+    def _sign(self, data: bytes, request: MediaRequest, output: Output) -> bytes:
         return data if self._manifests is None else self._manifests.sign_for(request, data, output.format)
 
 
@@ -162,7 +160,7 @@ def _manifest_writer(provenance: ProvenanceConfig | None) -> ManifestWriter | No
 
 
 class Codec(PromptEncoder, VaeDecoder):
-    """Saves a process for small models on a CPU, where it costs more memory and start time than the weights."""
+    """Text encoder and decoder in one process, for small models: a process costs more than their weights."""
 
     def __init__(self, spec: StageSpec) -> None:
         PromptEncoder.__init__(self, spec)

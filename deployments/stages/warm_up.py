@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROMPT = "a red circle"
-CAPTURED_AFTER = 3
+NUM_COMPILED_RUNS = 3
 """Runs of a compiled call until it is replayed: eager, captured as a CUDA graph, replayed."""
 GREY = b"\x80"
 FORMATS: Mapping[MediaKind, tuple[MediaFormat, ...]] = {"image": ("png", "jpeg", "webp"), "video": ("mp4",)}
@@ -61,7 +61,7 @@ def _grey(request: MediaRequest, mode: Mode = "RGB") -> InputPicture:
 
 def warm_encoder(encoder: BlocksEncoder, spec: StageSpec, checkpoint: Checkpoint) -> None:
     """Encode typical requests, under compilation if configured."""
-    num_runs = CAPTURED_AFTER if spec.model.text_encoder.compile else 1
+    num_runs = NUM_COMPILED_RUNS if spec.model.text_encoder.compile else 1
     with shared_gpu(spec.stage), encoder.compile_calls():
         for request, pictures in typical_requests(checkpoint.defaults, spec.model.denoiser.warm_sizes):
             for _ in range(num_runs):
@@ -75,7 +75,7 @@ def warm_decoder(decoder: BlocksDecoder, spec: StageSpec, checkpoint: Checkpoint
     """
     defaults, sizes = checkpoint.defaults, spec.model.denoiser.warm_sizes
     if not checkpoint.spec.has_known_conditioning:
-        logger.info("nothing is decoded before the first request: %s is not known here", checkpoint.spec.family)
+        logger.info("no warm-up of the decoder: conditioning is unknown", extra={"family": checkpoint.spec.family})
         return np.zeros((1, defaults.height, defaults.width, 3), np.uint8)
     with shared_gpu(spec.stage):
         with decoder.compile_calls():

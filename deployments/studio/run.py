@@ -17,7 +17,7 @@ from deployments.asyncio_tools import cancel, produced
 from deployments.observability.metrics import observe_encoding, observe_stage
 from deployments.ray_private import object_ref, object_ref_generator
 from deployments.stages.common import Decoded, EncodingDone, SentPictures, StageEvent
-from deployments.stages.measured_times import DecodedLike, DecodeTimes, decoded_like
+from deployments.stages.measured_times import DecodeKey, DecodeTimes, decode_key
 from deployments.studio.interface import (
     Media,
     ModelUnavailableError,
@@ -235,8 +235,8 @@ class Run:
         return self.waited_s + time.perf_counter() - self._started_s
 
     @property
-    def _decoded_like(self) -> DecodedLike:
-        return decoded_like(self.request, self.output)
+    def _decoded_like(self) -> DecodeKey:
+        return decode_key(self.request, self.output)
 
     @property
     def _predicted_decode_s(self) -> float | None:

@@ -1,1 +1,1 @@
-"""A job's walk through diffusers' modular blocks, a step at a time; somebody else makes the transformer's forwards."""
+"""Jobs in diffusers' modular blocks, one step at a time; engines make the transformer's forwards."""

@@ -60,7 +60,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _with_lists(value: Any) -> Any:
-    """Return ``value`` with lists in place of the dicts whose keys count from 0."""
+    """Return ``value`` with lists in place of dicts whose keys count from 0."""
     if not isinstance(value, dict):
         return value
     inner = {name: _with_lists(x) for name, x in value.items()}

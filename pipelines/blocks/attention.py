@@ -66,8 +66,8 @@ def dispatch(
         return usual
     if is_causal:
         raise ValueError(
-            "this model attends causally, and its processor does not say where in the sequence its tokens are: give it "
-            "one that does (a kernel's `prefix`), or none of our kernels (`set_kernel` of its spec)"
+            "this model attends causally, and its processor does not give the places of its tokens: give it one that "
+            "does (a kernel's `prefix`), or none of our kernels (`set_kernel` of its spec)"
         )
     if scale is not None and scale != query.shape[-1] ** -0.5:
         query = query * (scale * query.shape[-1] ** 0.5)

@@ -26,7 +26,7 @@ PROBE_FRAMES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class BlocksProbe:
-    """Make the branches of one small, seeded step with the pipeline's own blocks, equal on every rank.
+    """Return the branches of one small, seeded step of the pipeline's own blocks, equal on every rank.
 
     There are two branches, as with guidance, one for each transformer if there are two. Empty if the shapes of the
     conditioning are unknown.
@@ -35,6 +35,7 @@ class BlocksProbe:
     opened: OpenedPipeline
     defaults: Defaults
     modules: tuple[str, ...]
+    """Names of the transformers."""
 
     def __call__(self) -> tuple[Branch, ...]:
         if not self.opened.spec.has_known_conditioning:
@@ -52,7 +53,7 @@ class BlocksProbe:
             fps=self.defaults.fps,
             num_inference_steps=max(2, self.defaults.min_steps),
             guidance_scale=self.defaults.guidance_scale,
-            true_cfg_scale=2.0 if self._knows_guidance() else 1.0,
+            true_cfg_scale=2.0 if self._supports_guidance() else 1.0,
             seed=PROBE_SEED,
             num_pictures=self.defaults.min_pictures,
             num_layers=self.defaults.num_layers,
@@ -64,7 +65,7 @@ class BlocksProbe:
             for branch, name in zip(both[:2], (self.modules[0], self.modules[-1]), strict=True)
         )
 
-    def _knows_guidance(self) -> bool:
+    def _supports_guidance(self) -> bool:
         """Return whether guidance may be used: distilled models with own guidance refuse it."""
         return self.defaults.true_cfg_scale > 1 or not self.opened.spec.has_own_guidance
 
@@ -92,9 +93,9 @@ def blank_conditioning(
     is_guided = request.true_cfg_scale > 1 or opened.spec.needs_negative
     is_guided = is_guided and not opened.spec.has_own_guidance
     values, negative = prompt(), prompt() if is_guided else None
-    said = {"batch_size": 1, "dtype": opened.dtype}
-    needed = opened.input_names((opened.sections.denoise,))
-    values |= {name: value for name, value in said.items() if name in needed}
+    settings = {"batch_size": 1, "dtype": opened.dtype}
+    inputs = opened.input_names((opened.sections.denoise,))
+    values |= {name: value for name, value in settings.items() if name in inputs}
     if negative is not None and _has_guiders(opened):
         values |= {f"negative_{name}": x for name, x in negative.items()}
         negative = None
@@ -105,7 +106,7 @@ def blank_conditioning(
 
 
 def _has_guiders(opened: OpenedPipeline) -> bool:
-    """Return whether the blocks have guiders; those of the folder are not loaded yet."""
+    """Return whether the blocks have guiders; the folder's are not loaded yet."""
     parts = opened.blocks.sub_blocks[opened.sections.denoise].expected_components
     return any(part.name in GUIDERS for part in parts)
 
@@ -115,7 +116,7 @@ def _fill(value: Any, generator: torch.Generator | None) -> Any:
 
 
 def _with_noise(value: Any, generator: torch.Generator) -> Any:
-    """Return random numbers in place of zeros. Masks are ones, and stay."""
+    """Return random numbers in place of zeros. Masks, which are ones, stay."""
     if isinstance(value, list):
         return [_with_noise(x, generator) for x in value]
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.any():

@@ -1,6 +1,6 @@
 """``torch.compile`` for encoders and decoders, for shapes that were compiled before the first request.
 
-Compiling takes many times longer than a request may wait: every other shape runs uncompiled.
+Compilation takes many times longer than a request may wait: every other shape runs uncompiled.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ INDUCTOR = "inductor"
 ENCODERS = "text_encoder"
 """Prefix of the names of a pipeline's text encoders."""
 BIAS = "compute_bias"
-"""The method of the attention of T5 and its relatives that gives each head its bias for each distance of two tokens."""
+"""Method of T5's attention (and of similar models) that returns each head's bias by distance of tokens."""
 MAX_VARIANTS = 64
 """Compiled versions of one function, which several encoders may share. PyTorch's default is 8."""
 
 
 class CompiledForward:
-    """A ``forward`` that runs ``compiled`` for calls like those inside ``compile_calls``, and ``plain`` otherwise."""
+    """A ``forward`` that runs ``compiled`` for signatures called inside ``compile_calls``, and ``plain`` otherwise."""
 
     def __init__(self, plain: Callable[..., Any], compiled: Callable[..., Any]) -> None:
-        self.__wrapped__, self._compiled = plain, compiled  # by which inspect finds the signature
+        self.__wrapped__, self._compiled = plain, compiled  # inspect reads the signature of __wrapped__
         self._signatures: set[Hashable] = set()
         self.is_compiling = False
 
@@ -39,36 +39,36 @@ class CompiledForward:
         return (self._compiled if self.is_ready(*args, **options) else self.__wrapped__)(*args, **options)
 
     def is_ready(self, *args: Any, **options: Any) -> bool:
-        """Return whether such a call is compiled, or will be by the next one."""
+        """Return whether such a call is compiled, or is compiled by the next call."""
         return self.is_compiling or _signature(args, options) in self._signatures
 
 
 def _signature(args: tuple[Any, ...], options: Mapping[str, Any]) -> Hashable:
-    """Return what a call is compiled for."""
-    return tuple(map(_form, args)), tuple((name, _form(options[name])) for name in sorted(options))
+    """Return the properties of a call that its compilation depends on."""
+    return tuple(map(_key, args)), tuple((name, _key(options[name])) for name in sorted(options))
 
 
-def _form(value: Any) -> Hashable:
+def _key(value: Any) -> Hashable:
     return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value)
 
 
 @contextmanager
 def compile_calls(forwards: Iterable[CompiledForward]) -> Iterator[None]:
     """Compile the calls of ``forwards`` that are made inside the block, now and later."""
-    held = tuple(forwards)
-    for forward in held:
+    compiling = tuple(forwards)
+    for forward in compiling:
         forward.is_compiling = True
     try:
         yield
     finally:
-        for forward in held:
+        for forward in compiling:
             forward.is_compiling = False
 
 
 def compile_encoders(pipeline: Any, backend: str = INDUCTOR) -> tuple[CompiledForward, ...]:
     """Put compiled forwards into the text encoders of ``pipeline``. On CUDA each is one graph, replayed with one call.
 
-    A graph's results lie in its own memory, which its next call overwrites (a second prompt's), so they are copied.
+    A graph's results are copied, since its next call (a second prompt) overwrites their memory.
     """
     raise_recompile_limit(MAX_VARIANTS)
     modules = [part for name, part in vars(pipeline).items() if name.startswith(ENCODERS)]
@@ -84,9 +84,9 @@ def compile_encoders(pipeline: Any, backend: str = INDUCTOR) -> tuple[CompiledFo
 
 
 def _make_bias_contiguous(encoder: nn.Module) -> None:
-    """Have T5 compute its bias in a layout that PyTorch's fused attention accepts.
+    """Compute T5's bias in a layout that PyTorch's fused attention accepts.
 
-    Otherwise it falls back on products in float32, a third of the encoder's time.
+    Otherwise attention falls back to products in float32, a third of the encoder's time.
     """
     for module in encoder.modules():
         if hasattr(module, BIAS):

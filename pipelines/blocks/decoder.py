@@ -34,7 +34,7 @@ RATE = "sampling_rate"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodedMedia:
-    """A picture, its layers, or a clip, which may have sound."""
+    """A picture, its layers, or a clip."""
 
     frames_FHWC: NDArray[np.uint8]
     """uint8 (frames, height, width, 3), or a picture's layers (layers, height, width, 4)."""
@@ -69,7 +69,7 @@ class BlocksDecoder:
         self._pipeline = opened.load(opened.sections.decode)
         vae: Any = getattr(self._pipeline, "vae", None)
         if hasattr(vae, "enable_slicing"):
-            vae.enable_slicing()  # a picture's layers one by one: together they need as many times the memory
+            vae.enable_slicing()  # decode a picture's layers one by one, in less memory
         self._compiled = (compile_decoder(self._pipeline.vae),) if compiled else ()
         if memory_bytes is not None:
             limit_memory(self._pipeline.vae, memory_bytes)
@@ -145,8 +145,9 @@ class BlocksDecoder:
     def comes_in_chunks(self) -> bool:
         """True if the auto-encoder decodes a clip in chunks and no guardrail needs the whole clip."""
         vae = getattr(self._pipeline, "vae", None)
-        is_judged = getattr(self._pipeline, "requires_safety_checker", False)
-        return self._opened.spec.decodes_frames_apart and not is_judged and vae is not None and decodes_in_chunks(vae)
+        if getattr(self._pipeline, "requires_safety_checker", False) or vae is None:
+            return False
+        return self._opened.spec.decodes_frames_apart and decodes_in_chunks(vae)
 
     def _run(self, latents: Mapping[str, Any]) -> PipelineState:
         values = self._values(latents)
@@ -160,7 +161,7 @@ class BlocksDecoder:
     def _values(self, latents: Mapping[str, Any]) -> PipelineState:
         values = self._opened.state({})
         for name, value in latents.items():
-            values.set(name, self._here(name, value))
+            values.set(name, self._to_device(name, value))
         return values
 
     def _media(self, values: PipelineState, request: MediaRequest) -> DecodedMedia:
@@ -185,11 +186,10 @@ class BlocksDecoder:
         requested_CT = samples_CT[:, : round(share * samples_CT.shape[1])]
         return Sound(samples_CT=requested_CT.float().cpu().numpy(), rate=int(rate))
 
-    def _here(self, name: str, value: Any) -> Any:
-        vae = getattr(self._pipeline, "vae", None)
-        dtypes = (
-            {} if vae is None or name != "latents" else dict.fromkeys((torch.float32, self._opened.dtype), vae.dtype)
-        )
+    def _to_device(self, name: str, value: Any) -> Any:
+        vae, dtypes = getattr(self._pipeline, "vae", None), {}
+        if vae is not None and name == "latents":
+            dtypes = dict.fromkeys((torch.float32, self._opened.dtype), vae.dtype)
         return on_device(value, self._opened.device, dtypes)
 
 

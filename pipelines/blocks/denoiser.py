@@ -15,6 +15,9 @@ from engines.parallel.local_attention import local_kernel
 from pipelines.blocks.arguments import nested
 from pipelines.models.spec import ModelSpec
 
+SOUND_GUIDER = "audio_guider"
+GUIDERS = ("guider", "guider_2", SOUND_GUIDER)
+
 
 @dataclass(frozen=True, slots=True)
 class Forward:
@@ -50,17 +53,13 @@ def as_denoiser(
     )
 
 
-SOUND_GUIDER = "audio_guider"
-GUIDERS = ("guider", "guider_2", SOUND_GUIDER)
-
-
 def guiders_of(pipeline: Any) -> tuple[str, ...]:
-    """Return the parts of ``pipeline`` that mix predictions. Without any, it supports one prompt only."""
+    """Return the parts of ``pipeline`` that combine predictions. Without any, it supports one prompt only."""
     return tuple(name for name in GUIDERS if getattr(pipeline, name, None) is not None)
 
 
 def set_scale(pipeline: Any, scale: float) -> None:
-    """Give ``pipeline`` its own guiders with this scale, one branch at 1. Sound keeps its own scale.
+    """Give ``pipeline`` copies of its guiders with this scale, one branch at 1. Sound keeps its own scale.
 
     A guider that counts from the prompt's own prediction needs one less for the same picture.
     """
@@ -77,7 +76,7 @@ def counts_from_prompt(guider: Any) -> bool:
     return bool(getattr(guider, "use_original_formulation", False))
 
 
-def guided(predictions: tuple[Tensor, ...], scale: float) -> Tensor:
+def apply_guidance(predictions: tuple[Tensor, ...], scale: float) -> Tensor:
     """Return one prediction from (prompt,) or (prompt, negative prompt)."""
     if len(predictions) == 1:
         return predictions[0]

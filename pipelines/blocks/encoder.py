@@ -23,10 +23,10 @@ from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
 logger = logging.getLogger(__name__)
 
 LENGTH = "max_sequence_length"
-"""The input by which blocks truncate prompts, in tokens. Blocks without it take prompts of any length."""
+"""The input at which blocks truncate prompts, in tokens. Blocks without it accept prompts of any length."""
 PROMPTS = ("prompt", "negative_prompt")
 RESIZES = "_auto_resize"
-"""The input by which blocks resize pictures to the published model's sizes."""
+"""The input that lets blocks resize pictures to the published model's sizes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +61,11 @@ class BlocksEncoder:
         self, opened: OpenedPipeline, max_tokens: int = 0, *, fits_pictures: bool = False, compiled: bool = False
     ) -> None:
         self._opened = opened
-        self._cuts_pictures = fits_pictures or opened.spec.fits_pictures
+        self._crops_pictures = fits_pictures or opened.spec.fits_pictures
         self._sections = opened.sections.encode
         self._pipeline = opened.load(self._sections)
         self._compiled = compile_encoders(self._pipeline) if compiled else ()
-        self._later = opened.input_names((opened.sections.denoise, *opened.sections.decode))
+        self._later_inputs = opened.input_names((opened.sections.denoise, *opened.sections.decode))
         self.max_tokens = opened.max_tokens(max_tokens)
 
     def compile_calls(self) -> AbstractContextManager[None]:
@@ -76,7 +76,7 @@ class BlocksEncoder:
     def encode(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> Conditioning:
         state, noise = self._encode(request, pictures)
         negative = None
-        if request.true_cfg_scale > 1 and not self._guides_itself():
+        if request.true_cfg_scale > 1 and not self._has_guidance():
             other, _ = self._encode(replace(request, prompt=request.negative_prompt or ""), pictures)
             negative = self._values(other)
         return Conditioning(
@@ -90,16 +90,16 @@ class BlocksEncoder:
     def _encode(self, request: MediaRequest, pictures: InputPictures) -> tuple[PipelineState, NoiseState | None]:
         """Return the blocks' values, and the generator's state if they changed it."""
         set_scale(self._pipeline, max(request.true_cfg_scale, 2.0 if self._opened.spec.needs_negative else 1.0))
-        if self._cuts_pictures:
+        if self._crops_pictures:
             pictures = pictures.cut_to(request.width, request.height)
         inputs = self._opened.inputs_of(request, pictures)
-        if self._cuts_pictures and RESIZES in self._opened.inputs:
+        if self._crops_pictures and RESIZES in self._opened.inputs:
             inputs[RESIZES] = False
         if self.max_tokens and LENGTH in self._opened.inputs:
             inputs[LENGTH] = self.max_tokens
-            self._warn_if_cut(request.prompt)
+            self._warn_if_truncated(request.prompt)
         elif self.max_tokens:
-            inputs |= {name: self._beginning(inputs[name]) for name in PROMPTS if name in inputs}
+            inputs |= {name: self._truncate(inputs[name]) for name in PROMPTS if name in inputs}
         state = self._opened.state(inputs)
         generator = inputs.get("generator")
         before = None if generator is None else NoiseState.of(generator)
@@ -107,33 +107,33 @@ class BlocksEncoder:
         after = None if generator is None else NoiseState.of(generator)
         return state, None if before == after else after
 
-    def _guides_itself(self) -> bool:
+    def _has_guidance(self) -> bool:
         return self._opened.spec.has_own_guidance or bool(guiders_of(self._pipeline))
 
     def _values(self, state: PipelineState) -> dict[str, Any]:
         """Return the encoding blocks' outputs that later blocks read."""
         blocks = [self._opened.blocks.sub_blocks[name] for name in self._sections]
-        made = dict.fromkeys(output.name for block in blocks for output in block.intermediate_outputs)
-        names = [name for name in made if name in self._later and state.get(name) is not None]
+        outputs = dict.fromkeys(output.name for block in blocks for output in block.intermediate_outputs)
+        names = [name for name in outputs if name in self._later_inputs and state.get(name) is not None]
         return {name: on_cpu(state.get(name)) for name in names}
 
-    def _beginning(self, prompt: str) -> str:
+    def _truncate(self, prompt: str) -> str:
         """Return ``prompt`` up to the token limit; log a warning if it is truncated."""
-        if not self._warn_if_cut(prompt):
+        if not self._warn_if_truncated(prompt):
             return prompt
         places = self._tokenizer(prompt, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         return prompt[: places[: self.max_tokens][-1][1]]
 
-    def _warn_if_cut(self, prompt: str) -> bool:
+    def _warn_if_truncated(self, prompt: str) -> bool:
         """Return whether ``prompt`` exceeds the token limit, and log a warning if so."""
-        num_given = len(self._tokenizer(prompt)["input_ids"])
-        if num_given > self.max_tokens:
-            logger.warning("the prompt has %d tokens; the model sees the first %d", num_given, self.max_tokens)
-        return num_given > self.max_tokens
+        num_tokens = len(self._tokenizer(prompt)["input_ids"])
+        if num_tokens > self.max_tokens:
+            logger.warning("the prompt has %d tokens; the model sees the first %d", num_tokens, self.max_tokens)
+        return num_tokens > self.max_tokens
 
     @property
     def _tokenizer(self) -> Any:
-        """The tokenizer with the largest limit; it may be inside an image processor."""
+        """The tokenizer with the largest limit, which may be inside an image processor."""
         parts = [one for name in (*TOKENIZERS, "processor") if (one := getattr(self._pipeline, name, None)) is not None]
         return max((getattr(one, "tokenizer", one) for one in parts), key=lambda one: int(one.model_max_length))
 
@@ -150,7 +150,7 @@ def on_cpu(value: Any) -> Any:
 
 
 def on_device(value: Any, device: torch.device, dtypes: Mapping[torch.dtype, torch.dtype]) -> Any:
-    """Return ``value`` with its tensors on ``device``, those of the dtypes in ``dtypes`` converted."""
+    """Return ``value`` with its tensors on ``device``, with dtypes converted by ``dtypes``."""
     if isinstance(value, Tensor):
         return value.to(device, dtypes.get(value.dtype, value.dtype))
     if isinstance(value, list | tuple):

@@ -25,6 +25,19 @@ from pipelines.blocks.opened import OpenedPipeline
 from pipelines.directory import part_folder
 from pipelines.vae.chunks import ChunkedVae, decodes_in_chunks
 
+PUBLISHED_ENCODERS = Path(__file__).parents[1] / "published_encoders.json"
+"""Configurations of shared encoders by name, and the encoders of each published model."""
+WORKSPACE = 1.6
+"""Memory of a decode as a multiple of its live tensors, for workspaces of kernels and gaps of the allocator.
+
+Measured on an H200 (benchmarks/reports/application_h200_2026-11-23.md and application_one_h200_2026-11-24.md), weights
+included: 9.7 GiB for 2048x2048 by FLUX.1's auto-encoder, 9.3 for 832x480x81 by Wan's, 8.9 for 848x480x121 by
+HunyuanVideo's; this gives 9.8, 6.3 and 11.2.
+"""
+COUNTED_FRAMES = 3
+"""Latent frames of a chunked clip that are counted; all later ones equal the last."""
+NOT_FOR_PROMPTS = ("vision", "visual", "multi_modal_projector", "lm_head")
+"""Parts of the names of modules that a text prompt does not use."""
 VIEWS = frozenset(
     {"_unsafe_view", "alias", "as_strided", "chunk", "detach", "empty", "empty_like", "expand", "permute", "reshape"}
     | {"select", "slice", "split", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"}
@@ -39,11 +52,7 @@ class OperatorLimitError(RuntimeError):
 
 
 class ForwardMeter:
-    """A context that counts forwards on "meta". Raise ``OperatorLimitError`` above ``MAX_OPERATORS``.
-
-    ``flops`` of products, convolutions and attention, ``moved_bytes`` that operators read and write, and ``peak_bytes``
-    of results alive at once. Attention counts as one fused kernel.
-    """
+    """A context that counts forwards on "meta". ``OperatorLimitError`` above ``MAX_OPERATORS``."""
 
     def __init__(self) -> None:
         self._attention, self._storages = _FusedAttention(), _Storages()
@@ -61,14 +70,17 @@ class ForwardMeter:
 
     @property
     def flops(self) -> int:
+        """FLOP of products, convolutions and attention, counted as one fused kernel."""
         return int(self._products.get_total_flops()) + self._attention.flops
 
     @property
     def moved_bytes(self) -> int:
+        """Bytes that operators read and write."""
         return self._storages.moved_bytes
 
     @property
     def peak_bytes(self) -> int:
+        """Peak memory of live results."""
         return self._storages.peak_bytes
 
 
@@ -92,12 +104,12 @@ class _FusedAttention(TorchFunctionMode):
 
 
 class _Storages(TorchDispatchMode):
-    """Live storages, by the lifetimes of Python's references."""
+    """Memory of live storages, by the lifetimes of Python's references."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.moved_bytes = self.peak_bytes = self._held_bytes = 0
-        self._known: set[int] = set()
+        self.moved_bytes = self.peak_bytes = self._live_bytes = 0
+        self._live: set[int] = set()
         self._num_operators = 0
 
     def __torch_dispatch__(
@@ -112,41 +124,26 @@ class _Storages(TorchDispatchMode):
             self.moved_bytes += sum(x.nbytes for x in (*results, *given))
         old = {x.untyped_storage()._cdata for x in given}
         for x in results:
-            if x.untyped_storage()._cdata not in old:  # a view, or what was written to in place
-                self._hold(x.untyped_storage())
+            if x.untyped_storage()._cdata not in old:  # not a view or an in-place result
+                self._add(x.untyped_storage())
         return out
 
-    def _hold(self, storage: torch.UntypedStorage) -> None:
+    def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
+        if key in self._live:
             return
-        self._known.add(key)
-        self._held_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+        self._live.add(key)
+        self._live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
         weakref.finalize(storage, self._release, key, size)
 
     def _release(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self._held_bytes -= size
+        self._live.discard(key)
+        self._live_bytes -= size
 
 
 def _tensors(values: Any) -> list[Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
-
-
-PUBLISHED_ENCODERS = Path(__file__).parents[1] / "published_encoders.json"
-"""Configurations of shared encoders by name, and the encoders of each published model."""
-WORKSPACE = 1.6
-"""Memory of a decode as a multiple of its live tensors, for workspaces of kernels and gaps of the allocator.
-
-Measured on an H200 (benchmarks/reports/application_h200_2026-11-23.md and application_one_h200_2026-11-24.md), weights
-included: 9.7 GiB for 2048x2048 by FLUX.1's auto-encoder, 9.3 for 832x480x81 by Wan's, 8.9 for 848x480x121 by
-HunyuanVideo's; this gives 9.8, 6.3 and 11.2.
-"""
-COUNTED_FRAMES = 3
-"""Latent frames of a chunked clip that are counted; all later ones equal the last."""
-NOT_FOR_PROMPTS = ("vision", "visual", "multi_modal_projector", "lm_head")
-"""Parts of the names of modules that a text prompt does not use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,13 +156,16 @@ class StageWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Memory and work of encoder and decoder. Bytes of weights are by part; None: no configuration is available."""
+    """Memory and work of encoder and decoder."""
 
     encoder: Mapping[str, int | None]
+    """Bytes of weights by part; None without a configuration."""
     decoder: Mapping[str, int | None]
+    """Bytes of weights by part; None without a configuration."""
     num_tokens: int
-    """Tokens of the counted prompt, whose work is ``prompt``."""
+    """Tokens of the counted prompt."""
     prompt: StageWork
+    """Work of encoding the prompt."""
     decode: StageWork | None = None
     """Work of decoding one request (None: unknown before a request)."""
     decode_bytes: int | None = None
@@ -173,6 +173,7 @@ class Footprint:
 
     @property
     def unknown(self) -> tuple[str, ...]:
+        """Parts of unknown size."""
         return tuple(name for name, size in {**self.encoder, **self.decoder}.items() if size is None)
 
 
@@ -187,7 +188,7 @@ def footprint(opened: OpenedPipeline, num_tokens: int, latents: Mapping[str, Any
     decoder = {name: _outline(opened, name) for name in opened.parts_of(sections.decode)}
     readers = [part for name, part in encoder.items() if name.startswith("text_encoder") and part is not None]
     weights = [weight for part in readers for weight in _prompt_weights(part)]
-    work, held_bytes = (None if latents is None else _decode_work(opened, latents)) or (None, None)
+    work, decode_bytes = (None if latents is None else _decode_work(opened, latents)) or (None, None)
     return Footprint(
         encoder=_sizes(encoder),
         decoder=_sizes(decoder),
@@ -197,7 +198,7 @@ def footprint(opened: OpenedPipeline, num_tokens: int, latents: Mapping[str, Any
             moved_bytes=float(sum(weight.nbytes for weight in weights)),
         ),
         decode=work,
-        decode_bytes=held_bytes,
+        decode_bytes=decode_bytes,
     )
 
 
@@ -225,10 +226,10 @@ def encoder_config(path: Path, part: str) -> Mapping[str, Any] | None:
     if file.is_file():
         written: Mapping[str, Any] = json.loads(file.read_text())
         return written
-    known = json.loads(PUBLISHED_ENCODERS.read_text())
-    name = known["models"].get(path.name, {}).get(part)
-    found: Mapping[str, Any] | None = known["encoders"].get(name)
-    return found
+    published = json.loads(PUBLISHED_ENCODERS.read_text())
+    name = published["models"].get(path.name, {}).get(part)
+    config: Mapping[str, Any] | None = published["encoders"].get(name)
+    return config
 
 
 def _sizes(parts: Mapping[str, nn.Module | None]) -> dict[str, int | None]:
@@ -261,7 +262,7 @@ def _decode_work(opened: OpenedPipeline, latents: Mapping[str, Any]) -> tuple[St
     z = z.to("meta", opened.dtype)
     try:
         if opened.spec.decodes_frames_apart and decodes_in_chunks(vae) and z.shape[2] > COUNTED_FRAMES:
-            return _of_chunks(vae, z)
+            return _chunked_decode_work(vae, z)
         with ForwardMeter() as meter:
             vae.decode(z)
     except OperatorLimitError:
@@ -269,7 +270,7 @@ def _decode_work(opened: OpenedPipeline, latents: Mapping[str, Any]) -> tuple[St
     return StageWork(flops=meter.flops, moved_bytes=meter.moved_bytes), int(WORKSPACE * meter.peak_bytes)
 
 
-def _of_chunks(vae: Any, z: Tensor) -> tuple[StageWork, int]:
+def _chunked_decode_work(vae: Any, z: Tensor) -> tuple[StageWork, int]:
     """Extrapolate: each latent frame after the second costs as much as the previous one."""
     meters = []
     for num_frames in (COUNTED_FRAMES - 1, COUNTED_FRAMES):
@@ -288,7 +289,7 @@ def _of_chunks(vae: Any, z: Tensor) -> tuple[StageWork, int]:
 
 
 class _Decoding(Exception):
-    """Leaves the blocks when they call the auto-encoder with ``latents``."""
+    """Ends a run of the blocks when they call the auto-encoder with ``latents``."""
 
     def __init__(self, latents: Tensor) -> None:
         super().__init__()
@@ -306,7 +307,7 @@ def _decoded_latents(opened: OpenedPipeline, pipeline: Any, latents: Mapping[str
         values.set(name, value)
     pipeline.vae.__dict__["decode"] = decode
     try:
-        with log_level(logging.CRITICAL + 1, "diffusers"):  # it logs whatever leaves a block, with a traceback
+        with log_level(logging.CRITICAL + 1, "diffusers"):  # it logs every exception of a block, with a traceback
             tree.run(opened.blocks, [(name,) for name in opened.sections.decode], pipeline, values)
     except _Decoding as reached:
         return reached.latents

@@ -34,10 +34,16 @@ from pipelines.single_file import load_single_file
 FRAME_RATES = ("frame_rate", "fps")
 LAST = "last_image"
 PICTURES = ("image", LAST)
+TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
+SCALES = ("scale_factor_spatial", "scale_factor_temporal")
+UNLIMITED = 10**6
+"""Tokenizers without a limit state a number far above this."""
+
+logger = logging.getLogger(__name__)
 
 
-def inputs_of(request: MediaRequest, known: Collection[str], pictures: InputPictures = NO_PICTURES) -> dict[str, Any]:
-    """Return the inputs among ``known`` that ``request`` sets; ``pictures`` are given to the encoder only."""
+def inputs_of(request: MediaRequest, names: Collection[str], pictures: InputPictures = NO_PICTURES) -> dict[str, Any]:
+    """Return the inputs among ``names`` that ``request`` sets; ``pictures`` are given to the encoder only."""
     mask = None if pictures.mask is None else pictures.mask.image()
     inputs: dict[str, Any] = {
         "prompt": request.prompt,
@@ -53,11 +59,11 @@ def inputs_of(request: MediaRequest, known: Collection[str], pictures: InputPict
         "output_type": "pt",
         "use_kv_cache": False,  # stand-ins for the transformer have none
         **dict.fromkeys(FRAME_RATES, request.fps),
-        **_picture_inputs([_image(picture, request) for picture in pictures.pictures], mask, known),
+        **_picture_inputs([_image(picture, request) for picture in pictures.pictures], mask, names),
     }
     if request.true_cfg_scale > 1:
         inputs["negative_prompt"] = request.negative_prompt
-    return {name: value for name, value in inputs.items() if name in known and value is not None}
+    return {name: value for name, value in inputs.items() if name in names and value is not None}
 
 
 def _image(picture: InputPicture, request: MediaRequest) -> Image:
@@ -65,21 +71,13 @@ def _image(picture: InputPicture, request: MediaRequest) -> Image:
     return picture.image() if request.num_layers else picture.on_white()
 
 
-def _picture_inputs(images: list[Image], mask: Image | None, known: Collection[str]) -> Mapping[str, Any]:
+def _picture_inputs(images: list[Image], mask: Image | None, names: Collection[str]) -> Mapping[str, Any]:
     """Return several pictures as one list, or as a clip's first and last frame."""
     if not images:
         return {}
-    if LAST in known and len(images) == 2:
+    if LAST in names and len(images) == 2:
         return {"image": images[0], LAST: images[1], "mask_image": mask}
     return {"image": images[0] if len(images) == 1 else images, "mask_image": mask}
-
-
-logger = logging.getLogger(__name__)
-
-TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
-SCALES = ("scale_factor_spatial", "scale_factor_temporal")
-UNLIMITED = 10**6
-"""Tokenizers without a limit state a number far above this."""
 
 
 class OpenedPipeline:
@@ -92,7 +90,7 @@ class OpenedPipeline:
     def __init__(self, path: Path, device: torch.device, dtype: torch.dtype, file: Path | None = None) -> None:
         self.path, self.models_device, self.dtype, self._file = path, device, dtype, file
         self.device = torch.device("cpu") if device.type == "meta" else device
-        self.pipeline = _placed(open_modular(path), self.device, dtype)
+        self.pipeline = _set_device(open_modular(path), self.device, dtype)
         self.blocks: Any = self.pipeline.blocks
         self.sections = Sections.of(self.blocks)
         self._configs: dict[str, Any] = {}
@@ -183,7 +181,7 @@ class OpenedPipeline:
     def load_part(self, name: str) -> Any:
         spec = self.pipeline.get_component_spec(name)
         if not issubclass(spec.type_hint, nn.Module):
-            return _loaded(spec)
+            return _load_small_part(spec)
         if self._file is not None and name in self.transformers:
             return self._load_file(name, self._file)
         folder = part_folder(self.path, name)
@@ -203,7 +201,7 @@ class OpenedPipeline:
         except ValueError as error:
             if has_scales(folder):
                 raise ValueError(f"{folder} cannot be read: {error}") from error
-            logger.info("diffusers reads %s: its tensors do not match the class: %s", folder, error)
+            logger.info("diffusers reads the weights in %s: tensors do not match the class: %s", folder, error)
             return None
         check_finite(model, lambda weight: file_of(folder, weight))
         return model
@@ -230,11 +228,11 @@ class OpenedPipeline:
 
     def _read_part_config(self, name: str) -> Any:
         spec = self.pipeline.get_component_spec(name)
-        written = read_config(self.path, name)
+        config = read_config(self.path, name)
         parameters = inspect.signature(spec.type_hint.__init__).parameters.values()
-        unwritten = {one.name: one.default for one in parameters if one.default is not one.empty}
+        defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
         settings = {key: value for key, value in read_index(self.path).items() if not isinstance(value, list | dict)}
-        return FrozenDict(unwritten | dict(written) | {"pipeline": settings})
+        return FrozenDict(defaults | dict(config) | {"pipeline": settings})
 
     def parts_of(self, sections: Iterable[str]) -> tuple[str, ...]:
         """Return the names of the parts in the folder that these blocks may use."""
@@ -270,8 +268,8 @@ class OpenedPipeline:
         return StandIn(name, self.part_class(name), config, self.models_device, self.dtype, blank, parts)
 
 
-def _loaded(spec: Any) -> Any:
-    """Load a small part. ValueError if torchvision is missing, which transformers' own errors do not say."""
+def _load_small_part(spec: Any) -> Any:
+    """Load a small part. ValueError if torchvision is missing, which transformers' errors do not mention."""
     try:
         return spec.load()
     except (AttributeError, ImportError) as error:
@@ -280,22 +278,22 @@ def _loaded(spec: Any) -> Any:
         raise ValueError(f"the {spec.name} of this model needs torchvision: install it beside torch") from error
 
 
-def _placed(pipeline: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Set the device and dtype of ``pipeline``, whatever parts it has: diffusers uses those of its first model."""
+def _set_device(pipeline: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Set the device and dtype of ``pipeline`` for any parts: diffusers uses those of its first model."""
     own = {
         **{name: property(lambda _: device) for name in ("device", "_execution_device")},
         "dtype": property(lambda _: dtype),
-        **{f"vae_{name}": _of_vae(name) for name in SCALES if hasattr(type(pipeline), f"vae_{name}")},
+        **{f"vae_{name}": _vae_property(name) for name in SCALES if hasattr(type(pipeline), f"vae_{name}")},
     }
     pipeline.__class__ = type(type(pipeline).__name__, (type(pipeline),), own)
     return pipeline
 
 
-def _of_vae(name: str) -> property:
+def _vae_property(name: str) -> property:
     """Return a property for the auto-encoder's configured scale; pipelines guess it from the number of stages."""
 
     def scale(pipeline: Any) -> Any:
-        written = getattr(getattr(pipeline, "vae", None), "config", {}).get(name)
-        return written or getattr(super(type(pipeline), pipeline), f"vae_{name}")
+        value = getattr(getattr(pipeline, "vae", None), "config", {}).get(name)
+        return value or getattr(super(type(pipeline), pipeline), f"vae_{name}")
 
     return property(scale)

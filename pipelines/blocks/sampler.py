@@ -1,4 +1,4 @@
-"""One job's way from noise to latents through a pipeline's preparing and looping blocks, a step at a time.
+"""Denoise a job with a pipeline's blocks for preparation and loop, one step at a time.
 
 The blocks of a step run twice. In the first pass, stand-ins record the transformer's calls (one per branch of
 guidance). In the second, stand-ins return the predictions. In between, the calls are data.
@@ -20,23 +20,28 @@ from engines.core.model import Branch, Schedule, normal_mix
 from engines.core.resources import LRUCache
 from engines.parallel.division import shape_of
 from pipelines.blocks import arguments, passes, tree
-from pipelines.blocks.denoiser import guided, set_scale
+from pipelines.blocks.denoiser import apply_guidance, set_scale
 from pipelines.blocks.encoder import Conditioning, on_cpu, on_device
 from pipelines.blocks.opened import OpenedPipeline
-from pipelines.blocks.passes import Noted
+from pipelines.blocks.passes import RecordedStep
 from pipelines.blocks.stand_in import Call
 from pipelines.blocks.state import (
     BlocksState,
     KeptPredictions,
     Steps,
-    copied,
+    attach_generators,
+    detach_generators,
     own_parts,
-    put_away,
-    taken_out,
+    shallow_copy,
     with_parts,
 )
 from pipelines.caching import computed_steps
 from pipelines.request import MediaRequest
+
+MAX_JOBS = 32
+"""Jobs with cached timesteps, as many as an engine caches values of."""
+COUNTED = "num_inference_steps"
+"""The step count that guiders use. Second-order schedules have more steps, and guidance would end half-way."""
 
 
 def finite_flags(values: Mapping[str, Any]) -> tuple[Tensor, ...]:
@@ -59,12 +64,6 @@ def check_finite(flags: tuple[Tensor, ...], request: MediaRequest, what: str) ->
     raise JobFailedError(f"{problem}: weights may be damaged, or the dtype too narrow (float16)")
 
 
-MAX_JOBS = 32
-"""As many as an engine caches values of."""
-COUNTED = "num_inference_steps"
-"""The step count that guiders use. Second-order schedules have more steps, and guidance would end half-way."""
-
-
 class BlocksSampler:
     """Implementation of ``engines.core.engine.Sampler``."""
 
@@ -74,8 +73,8 @@ class BlocksSampler:
         self._pipeline = opened.for_ranks
         self._decoder_reads = opened.input_names(opened.sections.decode) - {"generator"}
         self._is_fast = self._spec.fast_weights(opened.part_config(opened.transformers[0])) is not None
-        self._noted: tuple[Noted, ...] = ()
-        self._known_timesteps: LRUCache[tuple[Steps, Tensor]] = LRUCache(MAX_JOBS)
+        self._records: tuple[RecordedStep, ...] = ()
+        self._cached_timesteps: LRUCache[tuple[Steps, Tensor]] = LRUCache(MAX_JOBS)
         """By the id of a job's steps; the entry holds them, so that the id stays unique."""
 
     def begin(self, request: MediaRequest, conditioning: Conditioning) -> BlocksState:
@@ -85,13 +84,13 @@ class BlocksSampler:
         reached = tree.run_until_loop(self._blocks, (self._opened.sections.denoise,), pipeline, values)
         assert reached is not None, "a pipeline without a loop was opened"
         loop, left = reached
-        values.set("timesteps", on_cpu(values.get("timesteps")))  # blocks read them without waiting for the device
+        values.set("timesteps", on_cpu(values.get("timesteps")))  # blocks read them without a device synchronization
         block = tree.block_at(self._blocks, loop)
-        loop_state, steps = tree.rehearse(block, pipeline, values)
-        loop_state, is_over_rounds = put_away(loop_state), tree.is_over_rounds(block)
+        loop_state, steps = tree.dry_run(block, pipeline, values)
+        loop_state, is_over_rounds = detach_generators(loop_state), tree.is_over_rounds(block)
         if is_over_rounds:
-            rehearsed = passes.rehearse_rounds(block, pipeline, taken_out(copied(loop_state)), steps)
-            steps = tuple(step for step, _ in rehearsed)
+            dry_run = passes.dry_run_rounds(block, pipeline, attach_generators(shallow_copy(loop_state)), steps)
+            steps = tuple(step for step, _ in dry_run)
         elif getattr(loop_state, COUNTED, len(steps)) < len(steps):
             setattr(loop_state, COUNTED, len(steps))
         values.set("generator", None)
@@ -113,36 +112,36 @@ class BlocksSampler:
 
     def branches(self, state: BlocksState) -> tuple[Branch, ...]:
         branches = self._branches(state)
-        takes_kept = state.kept is not None and state.kept.suit(branches)
-        return () if takes_kept else branches
+        reuses = state.kept is not None and state.kept.suit(branches)
+        return () if reuses else branches
 
     def kinds(self, state: BlocksState) -> tuple[tuple[Branch, ...], ...]:
         """Return one step of each shape of the job's steps, in order, as far as it is known at its start."""
         if not state.is_over_rounds:
             return (self.branches(state),)
         loop, pipeline = tree.block_at(self._blocks, state.loop), with_parts(self._pipeline, state.parts)
-        begun = taken_out(copied(state.loop_state))
-        rehearsed = passes.rehearse_rounds(loop, pipeline, begun, state.steps[:1])
-        steps = (tuple(self._branch(call, step) for call in calls) for step, calls in rehearsed)
+        start = attach_generators(shallow_copy(state.loop_state))
+        dry_run = passes.dry_run_rounds(loop, pipeline, start, state.steps[:1])
+        steps = (tuple(self._branch(call, step) for call in calls) for step, calls in dry_run)
         return tuple({tuple(map(shape_of, branches)): branches for branches in steps}.values())
 
     def calls(self, state: BlocksState) -> tuple[Call, ...]:
         """Return the forwards of the step in the pipeline's own form."""
-        return tuple(call for noted in self._note(state) for call in noted.exchange.calls)
+        return tuple(call for record in self._record(state) for call in record.exchange.calls)
 
     def advance(self, state: BlocksState, predictions: tuple[Tensor, ...]) -> BlocksState:
         kept = self._reusable(state, predictions)
         if not predictions:
             assert state.kept is not None
             predictions = state.kept.predictions
-        noted, *negative = self._note(state)
-        self._noted = ()
+        record, *negative = self._record(state)
+        self._records = ()
         if negative:
-            predictions = (guided(predictions, state.request.true_cfg_scale),)
+            predictions = (apply_guidance(predictions, state.request.true_cfg_scale),)
         config = self._opened.part_config(self._opened.transformers[0])
-        answered = zip(noted.exchange.calls, predictions, strict=True)
-        answers = tuple(self._spec.to_output(config, call, prediction) for (_, call), prediction in answered)
-        changes = passes.finish(tree.block_at(self._blocks, state.loop), self._pipeline, noted, answers)
+        pairs = zip(record.exchange.calls, predictions, strict=True)
+        answers = tuple(self._spec.to_output(config, call, prediction) for (_, call), prediction in pairs)
+        changes = passes.finish_step(tree.block_at(self._blocks, state.loop), self._pipeline, record, answers)
         return replace(state, **changes, step=state.step + 1, kept=kept)
 
     def latents(self, state: BlocksState) -> Mapping[str, Any]:
@@ -162,9 +161,9 @@ class BlocksSampler:
         The latents are returned as they are if the solver has no sigmas, or there is no prediction yet.
         """
         if state.is_over_rounds and state.step < len(state.steps):
-            noted, *_ = self._note(state)
-            in_round = self._spec.round_values(noted.loop_state, noted.call)
-            return _on_cpu(self._finished(state, noted.loop_state, in_round))
+            record, *_ = self._record(state)
+            in_round = self._spec.round_values(record.loop_state, record.call)
+            return _on_cpu(self._finished(state, record.loop_state, in_round))
         solver = state.parts.get("scheduler")
         sigmas, place = (getattr(solver, name, None) for name in ("sigmas", "step_index"))
         if sigmas is None or place is None:
@@ -186,22 +185,22 @@ class BlocksSampler:
         return values
 
     def _here(self, values: Mapping[str, Any] | None, encoded: torch.dtype) -> Mapping[str, Any] | None:
-        """Return ``values`` on the device; the encoder's dtype is cast to the transformer's."""
+        """Return ``values`` on the device, with the encoder's dtype cast to the transformer's."""
         if values is None:
             return None
         dtypes = {encoded: self._opened.dtype}
         here = {name: on_device(value, self._opened.device, dtypes) for name, value in values.items()}
         return self._spec.pad_conditioning(here)
 
-    def _note(self, state: BlocksState) -> tuple[Noted, ...]:
+    def _record(self, state: BlocksState) -> tuple[RecordedStep, ...]:
         """Return the step's calls: the pipeline's own, then those for a negative prompt that it does not support."""
-        if not self._noted or self._noted[0].state is not state:
+        if not self._records or self._records[0].state is not state:
             replaced = ({}, state.negative) if state.negative is not None else ({},)
-            self._noted = tuple(self._note_one(state, values) for values in replaced)
-        return self._noted
+            self._records = tuple(self._record_one(state, values) for values in replaced)
+        return self._records
 
-    def _note_one(self, state: BlocksState, replaced: Mapping[str, Any]) -> Noted:
-        return passes.note(tree.block_at(self._blocks, state.loop), self._pipeline, state, replaced)
+    def _record_one(self, state: BlocksState, replaced: Mapping[str, Any]) -> RecordedStep:
+        return passes.record_step(tree.block_at(self._blocks, state.loop), self._pipeline, state, replaced)
 
     def _branches(self, state: BlocksState) -> tuple[Branch, ...]:
         schedule = Schedule(find=lambda: self._timesteps(state), step=state.step) if self._is_fast else None
@@ -226,12 +225,12 @@ class BlocksSampler:
     def _timesteps(self, state: BlocksState) -> Tensor:
         """Return the transformer's timestep in each step, cached for the latest jobs."""
         steps = state.steps
-        _, timesteps = self._known_timesteps.get(id(steps), lambda: (steps, self._noted_timesteps(state)))
+        _, timesteps = self._cached_timesteps.get(id(steps), lambda: (steps, self._record_timesteps(state)))
         return timesteps
 
-    def _noted_timesteps(self, state: BlocksState) -> Tensor:
-        notes = (self._note_one(replace(state, step=step), {}) for step in range(len(state.steps)))
-        calls = zip((note.exchange.calls[0] for note in notes), state.steps, strict=True)
+    def _record_timesteps(self, state: BlocksState) -> Tensor:
+        records = (self._record_one(replace(state, step=step), {}) for step in range(len(state.steps)))
+        calls = zip((record.exchange.calls[0] for record in records), state.steps, strict=True)
         name = self._spec.timestep
         timesteps = [self._adapted(call, step)[name].flatten()[:1] for call, step in calls]
         return torch.cat(timesteps).to(self._opened.models_device)
@@ -244,7 +243,7 @@ class BlocksSampler:
         self, state: BlocksState, loop_state: BlockState, expected: Mapping[str, Any] = MappingProxyType({})
     ) -> dict[str, Any]:
         """Return the decoder's inputs on their own device."""
-        loop_state = copied(loop_state)
+        loop_state = shallow_copy(loop_state)
         loop = tree.block_at(self._blocks, state.loop)
         nothing_yet = {} if state.step else {made.name: None for made in loop.intermediate_outputs}
         for name, value in {**nothing_yet, **vars(loop_state), **expected}.items():

@@ -1,9 +1,4 @@
-"""A stand-in for a pipeline's transformer: it records its calls, or returns given answers.
-
-Convert a call's keyword arguments to tensors and constants by name, and back.
-
-Names of values inside lists and dicts are paths: the first tensor of the list ``x`` is ``x.0``.
-"""
+"""A stand-in for a pipeline's transformer: it records its calls, or returns given answers."""
 
 from __future__ import annotations
 

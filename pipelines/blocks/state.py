@@ -19,29 +19,31 @@ from pipelines.blocks.denoiser import guiders_of
 from pipelines.blocks.stand_in import StandIn
 from pipelines.request import MediaRequest
 
+T = TypeVar("T")
+Steps = tuple[Mapping[str, Any], ...]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptPredictions:
-    """Predictions of one step, one per branch; ``calls`` are the branches' shapes."""
+    """Predictions of one step that a later step reuses."""
 
     calls: tuple[Hashable, ...]
+    """Shapes of the branches."""
     predictions: tuple[Tensor, ...]
+    """One prediction per branch."""
 
     @classmethod
     def of(cls, branches: tuple[Branch, ...], predictions: tuple[Tensor, ...]) -> Self:
         return cls(calls=tuple(map(shape_of, branches)), predictions=predictions)
 
     def suit(self, branches: tuple[Branch, ...]) -> bool:
-        """Return whether ``branches`` are the same forwards: transformers and guidance may change during a job."""
+        """Return whether ``branches`` are the same forwards; transformers and guidance may change during a job."""
         return self.calls == tuple(map(shape_of, branches))
-
-
-Steps = tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlocksState:
-    """A job before its step number ``step``."""
+    """A job before its next step."""
 
     request: MediaRequest
     values: PipelineState
@@ -51,15 +53,16 @@ class BlocksState:
     parts: Mapping[str, Any]
     """The job's own schedulers and guiders."""
     loop: tree.Path
-    """Path of the loop; ``left`` are the blocks after it on a rank."""
     left: tuple[tree.Path, ...]
+    """Blocks after the loop on a rank."""
     steps: Steps
     """Arguments of each step's blocks."""
     step: int = 0
+    """Number of the next step."""
     negative: Mapping[str, Any] | None = None
     """Replacements of the loop's values for a second prompt."""
     computed: tuple[bool, ...]
-    """Whether each step makes forwards."""
+    """True for each step that makes forwards."""
     kept: KeptPredictions | None = None
     """Predictions that the next step reuses, if it makes no forwards."""
     is_over_rounds: bool = False
@@ -89,29 +92,29 @@ class NoiseState:
 
     def generator(self) -> torch.Generator:
         generator = torch.Generator()
-        # Hazard: torch reads the bytes in place as a struct. Received bytes may be unaligned, and are copied, or the
-        # process dies.
+        # Hazard: torch reads the bytes in place as a struct. Received bytes may be unaligned: without a copy, the
+        # process may die.
         generator.set_state(self.state.clone())
         return generator
 
 
-def put_away(loop_state: BlockState) -> BlockState:
+def detach_generators(loop_state: BlockState) -> BlockState:
     """Replace the generators in ``loop_state``, also those in dicts (a solver's arguments), by their states.
 
     One generator in several places becomes one value.
     """
-    known: dict[int, NoiseState] = {}
-    return _with_each(torch.Generator, lambda one: known.setdefault(id(one), NoiseState.of(one)), loop_state)
+    states: dict[int, NoiseState] = {}
+    return _replace_each(torch.Generator, lambda one: states.setdefault(id(one), NoiseState.of(one)), loop_state)
 
 
-def taken_out(loop_state: BlockState) -> BlockState:
+def attach_generators(loop_state: BlockState) -> BlockState:
     """Replace the states in ``loop_state`` by new generators."""
-    known: dict[int, torch.Generator] = {}
-    return _with_each(NoiseState, lambda one: known.setdefault(id(one), one.generator()), loop_state)
+    generators: dict[int, torch.Generator] = {}
+    return _replace_each(NoiseState, lambda one: generators.setdefault(id(one), one.generator()), loop_state)
 
 
-def _with_each(kind: type, change: Callable[[Any], Any], loop_state: BlockState) -> BlockState:
-    """Change values of ``kind``, also those in dicts, which are copied: they may be shared."""
+def _replace_each(kind: type, change: Callable[[Any], Any], loop_state: BlockState) -> BlockState:
+    """Replace values of ``kind``, also those in dicts, which are copied since they may be shared."""
     for name, value in vars(loop_state).items():
         if isinstance(value, kind):
             setattr(loop_state, name, change(value))
@@ -121,11 +124,8 @@ def _with_each(kind: type, change: Callable[[Any], Any], loop_state: BlockState)
     return loop_state
 
 
-T = TypeVar("T")
-
-
 def own_parts(pipeline: Any) -> dict[str, Any]:
-    """Return its schedulers and guiders."""
+    """Return the schedulers and guiders of ``pipeline``."""
     schedulers = [name for name, part in vars(pipeline).items() if "scheduler" in name and part is not None]
     return {name: getattr(pipeline, name) for name in (*schedulers, *guiders_of(pipeline))}
 
@@ -134,19 +134,19 @@ def with_parts(pipeline: Any, parts: Mapping[str, Any]) -> Any:
     """Return a pipeline that shares all with ``pipeline`` except copies of ``parts`` and its stand-ins."""
     own = copy.copy(pipeline)
     for name, part in parts.items():
-        setattr(own, name, copied(part))
+        setattr(own, name, shallow_copy(part))
     for name, part in vars(pipeline).items():
         if isinstance(part, StandIn):
             setattr(own, name, copy.copy(part))
     return own
 
 
-def copied(value: T) -> T:
+def shallow_copy(value: T) -> T:
     """Return a copy that shares tensors, but not the lists, dicts and schedulers that steps may change in place."""
     own = copy.copy(value)
     for name, inner in vars(value).items():
         if isinstance(inner, list | dict) and not name.startswith("_internal"):
             setattr(own, name, copy.copy(inner))
         elif isinstance(inner, SchedulerMixin):
-            setattr(own, name, copied(inner))
+            setattr(own, name, shallow_copy(inner))
     return own

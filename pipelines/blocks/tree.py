@@ -21,10 +21,11 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sections:
-    """The outermost blocks of a pipeline by where they run: encoders, the gang's ranks, the decoder."""
+    """The outermost blocks of a pipeline, by the process that runs them: encoder, ranks, decoder."""
 
     encode: tuple[str, ...]
     denoise: str
+    """The block with the denoising loop."""
     decode: tuple[str, ...]
 
     @classmethod
@@ -80,7 +81,7 @@ def run(blocks: Any, paths: Iterable[Path], pipeline: Any, state: PipelineState)
 
 
 def leaves(blocks: Any, names: Iterable[str], state: PipelineState, outer: Path = ()) -> Iterator[Path]:
-    """Yield the innermost blocks that a run of these would call, each after those before it have run."""
+    """Yield the innermost blocks of ``names``, each after the previous ones have run, which conditions depend on."""
     for name in names:
         path = (*outer, name)
         block = block_at(blocks, path)
@@ -124,21 +125,21 @@ def _chosen(block: Any, state: PipelineState) -> str | None:
     return name
 
 
-def rehearse(loop: Any, pipeline: Any, state: PipelineState) -> tuple[BlockState, tuple[Mapping[str, Any], ...]]:
+def dry_run(loop: Any, pipeline: Any, state: PipelineState) -> tuple[BlockState, tuple[Mapping[str, Any], ...]]:
     """Return the loop's state before its first round, and the arguments of its blocks in each round."""
     steps: list[Mapping[str, Any]] = []
-    begun: list[BlockState] = []
+    states: list[BlockState] = []
 
-    def note_step(components: Any, block_state: BlockState, **step: Any) -> tuple[Any, BlockState]:
-        begun.append(block_state)
+    def record(components: Any, block_state: BlockState, **step: Any) -> tuple[Any, BlockState]:
+        states.append(block_state)
         steps.append(step)
         return components, block_state
 
-    rehearsed = copy.copy(loop)
-    rehearsed.loop_step = note_step
-    rehearsed.set_block_state = lambda state, block_state: None  # it reads outputs of steps
-    rehearsed.set_progress_bar_config(disable=True)
-    rehearsed(pipeline, PipelineState(dict(state.values), state.kwargs_mapping))
+    recorder = copy.copy(loop)
+    recorder.loop_step = record
+    recorder.set_block_state = lambda state, block_state: None  # it reads outputs of steps
+    recorder.set_progress_bar_config(disable=True)
+    recorder(pipeline, PipelineState(dict(state.values), state.kwargs_mapping))
     if not steps:
         raise ValueError("the schedule has no steps")
-    return begun[0], tuple(steps)
+    return states[0], tuple(steps)

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.cli.serving import held_port, parse_config
+from deployments.cli.serving import parse_config, reserved_port
 from tests.deployments.support.bare import assert_same_picture, bare_frames
 from tests.deployments.support.commands import short_folder
 from tests.deployments.support.fake_nodes import HOST, ROOT, FakeNodes, fake_nodes, raylet_of
@@ -55,7 +55,7 @@ def url(cluster: FakeNodes) -> Iterator[str]:
     wide["denoiser"] |= ON_TWO_NODES
     for model in (pictures, wide):
         model["stages"] = "together"
-    with held_port(HOST) as port:
+    with reserved_port(HOST) as port:
         cluster.deploy(parse_config(document).with_http(port=port))
         url = f"http://{HOST}:{port}"
         wait_until(lambda: is_healthy(url), "the application is ready, without a gang")

@@ -93,7 +93,7 @@ def test_command_of_the_readme(command: str, tmp_path: Path) -> None:
 
 def test_demo_paints_edits_and_films(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of ``make demo`` but the start, which `tests/deployments/cli` sees."""
-    monkeypatch.setattr("deployments.cli.demo.started_for_itself", lambda config: nullcontext(url))
+    monkeypatch.setattr("deployments.cli.demo.started_temporarily", lambda config: nullcontext(url))
     result = troupe("demo", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
     for name in ("picture.png", "edited.png", "clip.mp4"):

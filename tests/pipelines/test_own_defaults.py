@@ -22,7 +22,7 @@ from pipelines.models.spec import CLIP, PICTURE
         ('{"guidance_scale": NaN}', "troupe.json is no JSON: NaN is no JSON number"),
         ("[]", "troupe.json is no JSON object"),
         ('{"size_multiple": 0}', "troupe.json: size_multiple is 0; it must be at least 1"),
-        ('{"width": 1000}', "troupe.json: what it says does not go together: size is 1000x1024: width and height must"),
+        ('{"width": 1000}', "troupe.json: its values contradict each other: size is 1000x1024: width and height must"),
         ('{"max_steps": 10}', "num_inference_steps is 50; it must be from 1 to 10"),
     ],
 )
@@ -47,5 +47,5 @@ def test_pictures_beside_clips_can_be(tmp_path: Path) -> None:
     (tmp_path / "troupe.json").write_text('{"picture_width": 640, "picture_height": 480}')
     assert with_own_defaults(tmp_path, CLIP).of("image").request().width == 640
     (tmp_path / "troupe.json").write_text('{"picture_width": 640}')
-    with pytest.raises(ValueError, match="does not go together: size is 640x0"):
+    with pytest.raises(ValueError, match="contradict each other: size is 640x0"):
         with_own_defaults(tmp_path, CLIP)

@@ -241,7 +241,7 @@ def test_who_leaves_deletes_the_clip() -> None:
         (("--image", "nowhere.png"), "nowhere.png cannot be read: No such file or directory"),
         (("--lora", "ink:much"), "--lora ink:much: 'much' is no number; write NAME:SCALE"),
         (("--lora", "ink"), "its adapters: none"),
-        (("--strength", "0.5"), "--strength is for pictures that go along: --image FILE"),
+        (("--strength", "0.5"), "--strength is for input pictures: add --image FILE"),
         (("--model", "fake-pictures", "--image", __file__), "this model takes words alone"),
     ],
     ids=["no file", "no number", "no adapter", "no picture", "words alone"],

@@ -8,12 +8,12 @@ import pytest
 from ray import serve
 from ray.serve.config import HTTPOptions
 
-from deployments.cli.serving import held_port, load_config, running
+from deployments.cli.serving import load_config, reserved_port, running
 from deployments.door.door import listen
 
 
 def test_serve_that_runs_at_another_address_is_said_at_once(ray_cluster: None) -> None:
-    with held_port("127.0.0.1") as port:
+    with reserved_port("127.0.0.1") as port:
         serve.start(http_options=HTTPOptions(port=port))
         try:
             with (
@@ -28,7 +28,7 @@ def test_serve_that_runs_at_another_address_is_said_at_once(ray_cluster: None) -
 
 def test_a_held_port_is_given_to_who_shares_it_alone() -> None:
     """As Ray's proxies do, and as who is given any free port does not."""
-    with held_port("127.0.0.1") as port:
+    with reserved_port("127.0.0.1") as port:
         with pytest.raises(ValueError, match="is taken by another program"):
             listen("127.0.0.1", port)
         with socket.socket() as proxy:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deployments.clips.eta import OpenClip, alike, clip_key, clip_times, learn_clip, predicted_ends_s
+from deployments.clips.eta import OpenClip, clip_key, clip_times, duration_key, learn_clip, predicted_ends_s
 from engines.gang.eta.measured_times import MAX_KEYS, MeasuredTimes
 from tests.deployments.clips.support.runs import REQUEST, ended, running
 from tests.deployments.clips.test_claims import TIMINGS
@@ -24,12 +24,14 @@ def times_of(takes_s: float = TAKES_S) -> MeasuredTimes:
     return times
 
 
-def queued(name: str, *, model: str = REQUEST.model, like: str = alike(REQUEST), not_before_s: float = 0.0) -> OpenClip:
+def queued(
+    name: str, *, model: str = REQUEST.model, like: str = duration_key(REQUEST), not_before_s: float = 0.0
+) -> OpenClip:
     return OpenClip(name, model, like, "queued", None, not_before_s)
 
 
 def made(name: str, eta_at_s: float | None) -> OpenClip:
-    return OpenClip(name, REQUEST.model, alike(REQUEST), "in_progress", eta_at_s, 0.0)
+    return OpenClip(name, REQUEST.model, duration_key(REQUEST), "in_progress", eta_at_s, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,7 @@ def test_ends(clips: list[OpenClip], num_gangs: int, expected_s: dict[str, float
 
 def test_the_shortest_time_counts_and_old_kinds_are_forgotten() -> None:
     times = times_of()
-    key = clip_key(REQUEST.model, alike(REQUEST))
+    key = clip_key(REQUEST.model, duration_key(REQUEST))
     for _ in range(40):
         learn_clip(times, REQUEST, replace(TIMINGS, queue_s=0.0, total_s=99.0))
     assert times.get(key) == TAKES_S
@@ -66,9 +68,9 @@ def test_the_shortest_time_counts_and_old_kinds_are_forgotten() -> None:
 
 def test_what_takes_another_time_is_not_alike() -> None:
     changes = [{"width": 64}, {"num_frames": 9}, {"num_inference_steps": 5}, {"true_cfg_scale": 1.0}, {"cache": "fast"}]
-    kinds = {alike(REQUEST), *(alike(replace(REQUEST, **change)) for change in changes)}  # type: ignore[arg-type]
+    kinds = {duration_key(REQUEST), *(duration_key(replace(REQUEST, **change)) for change in changes)}  # type: ignore[arg-type]
     assert len(kinds) == 1 + len(changes)
-    assert alike(replace(REQUEST, seed=1, prompt="other", true_cfg_scale=7.0)) == alike(REQUEST)
+    assert duration_key(replace(REQUEST, seed=1, prompt="other", true_cfg_scale=7.0)) == duration_key(REQUEST)
 
 
 async def test_what_was_made_before_a_restart_is_known(tmp_path: Path, clock: SimpleNamespace) -> None:

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 
 from deployments.door.door import Door, listen
-from deployments.door.haproxy import Lane
+from deployments.door.haproxy import PictureQueue
 from deployments.door.settings import DoorSettings
 from tests.support.patience import PATIENCE_S
 
@@ -82,13 +82,13 @@ def doored(
     address: tuple[str, int],
     settings: DoorSettings = SETTINGS,
     trusted_proxies: tuple[str, ...] = (),
-    lane: Lane | None = None,
+    queue: PictureQueue | None = None,
     allowed_origins: tuple[str, ...] = (),
 ) -> Iterator[tuple[Door, httpx.Client]]:
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with (
-        Door(listener, address, settings, trusted_proxies, lane, allowed_origins) as door,
+        Door(listener, address, settings, trusted_proxies, queue, allowed_origins) as door,
         httpx.Client(base_url=url, timeout=PATIENCE_S) as client,
     ):
         yield door, client

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler
 import httpx
 import pytest
 
-from deployments.door.haproxy import Lane
+from deployments.door.haproxy import PictureQueue
 from deployments.door.settings import DoorSettings
 from tests.deployments.door.support import SETTINGS, Backend, address_of, assert_error, doored, handled, served
 from tests.deployments.support.live import wait_until
@@ -54,7 +54,7 @@ def test_who_closes_its_side_after_the_request_is_answered(client: httpx.Client,
         assert connection.recv(1000).startswith(b"HTTP/1.1 200 ")
 
 
-LANE = Lane(num_places=1, body_deadline_s=PATIENCE_S)
+QUEUE = PictureQueue(num_places=1, body_deadline_s=PATIENCE_S)
 CLIPS = "/v1/videos"
 
 
@@ -63,16 +63,16 @@ def posted(path: str, version: str, body: bytes = b"{}") -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("path", "version", "lane"),
-    [(CLIPS, "HTTP/1.1", LANE), (CLIPS, "HTTP/1.0", LANE), (IMAGES, "HTTP/1.0", LANE), (IMAGES, "HTTP/1.0", None)],
+    ("path", "version", "queue"),
+    [(CLIPS, "HTTP/1.1", QUEUE), (CLIPS, "HTTP/1.0", QUEUE), (IMAGES, "HTTP/1.0", QUEUE), (IMAGES, "HTTP/1.0", None)],
 )
 def test_who_closes_its_side_after_its_body_is_answered(
-    backend: Backend, path: str, version: str, lane: Lane | None
+    backend: Backend, path: str, version: str, queue: PictureQueue | None
 ) -> None:
     """Where the answer comes at once, or the client asks for nothing more: HTTP/1.0 (RFC 9112, section 9.3)."""
     with (
         served(backend) as address,
-        doored(address, lane=lane) as (_, client),
+        doored(address, queue=queue) as (_, client),
         socket.create_connection(address_of(client)) as connection,
     ):
         connection.settimeout(PATIENCE_S)
@@ -111,10 +111,10 @@ class Stream(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize("version", ["HTTP/1.0", "HTTP/1.1"])
-@pytest.mark.parametrize(("path", "lane"), [(CLIPS, None), (IMAGES, LANE)])
-def test_who_goes_in_the_middle_of_a_stream_ends_it(path: str, lane: Lane | None, version: str) -> None:
+@pytest.mark.parametrize(("path", "queue"), [(CLIPS, None), (IMAGES, QUEUE)])
+def test_who_goes_in_the_middle_of_a_stream_ends_it(path: str, queue: PictureQueue | None, version: str) -> None:
     Stream.left.clear()
-    with handled(Stream) as address, doored(address, lane=lane) as (_, client):
+    with handled(Stream) as address, doored(address, queue=queue) as (_, client):
         with socket.create_connection(address_of(client)) as connection:
             connection.settimeout(PATIENCE_S)
             connection.sendall(posted(path, version))

@@ -17,7 +17,7 @@ import pytest
 
 from deployments.config import AppConfig
 from deployments.door import haproxy
-from deployments.door.haproxy import SPARE, Lane
+from deployments.door.haproxy import SPARE, PictureQueue
 from deployments.names import FULL_HEADER
 from tests.deployments.door.support import doored, handled
 from tests.deployments.support.live import wait_until
@@ -99,7 +99,7 @@ class House:
 
 @pytest.fixture
 def house(monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
-    monkeypatch.setattr(haproxy, "WORD_MS", 3_600_000)  # no test is to be over before the word is
+    monkeypatch.setattr(haproxy, "REFUSAL_MS", 3_600_000)  # longer than any test
     monkeypatch.setattr(haproxy, "QUEUE_S", 3600)
     yield (house := House())
     house.doors_open.set()
@@ -107,8 +107,8 @@ def house(monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
 
 @pytest.fixture
 def client(house: House) -> Iterator[httpx.Client]:
-    own_lane = Lane(num_places=NUM_PLACES, body_deadline_s=PATIENCE_S)
-    with handled(house.handler()) as address, doored(address, lane=own_lane) as (_, client):
+    own_queue = PictureQueue(num_places=NUM_PLACES, body_deadline_s=PATIENCE_S)
+    with handled(house.handler()) as address, doored(address, queue=own_queue) as (_, client):
         wait_until(lambda: client.get("/").status_code == 200, "the application is there")
         yield client
         house.made.release(1000)
@@ -227,7 +227,7 @@ def test_bodies_that_do_not_come_take_no_place(house: House, ask: Ask, client: h
 def test_a_body_that_does_not_come_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         address = nobody.getsockname()
-    with doored(address, lane=Lane(num_places=1, body_deadline_s=0.2)) as (_, client):
+    with doored(address, queue=PictureQueue(num_places=1, body_deadline_s=0.2)) as (_, client):
         with socket.create_connection((client.base_url.host, client.base_url.port or 0)) as slow:
             slow.sendall(f"POST {IMAGES} HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{{".encode())
             head, _, body = b"".join(iter(lambda: slow.recv(65536), b"")).partition(b"\r\n\r\n")
@@ -238,10 +238,10 @@ def test_a_body_that_does_not_come_is_told() -> None:
 
 
 def test_places_are_those_of_the_application() -> None:
-    def lane_of(**api: object) -> Lane:
+    def queue_of(**api: object) -> PictureQueue:
         models = [{"name": "flux-shapes"}, {"name": "wan-shapes"}, {"name": "elsewhere", "path": "/on/another/machine"}]
-        return Lane.of(AppConfig.model_validate({"models": models, "api": api}))
+        return PictureQueue.of(AppConfig.model_validate({"models": models, "api": api}))
 
     own = AppConfig.model_validate({"models": [{"name": "m"}]}).models[0].max_open_pictures
-    assert lane_of().num_places == 2 * own, "a model of clips draws no pictures"
-    assert lane_of(max_open_pictures=7, num_replicas=3).num_places == 3 * 2 * 7
+    assert queue_of().num_places == 2 * own, "a model of clips draws no pictures"
+    assert queue_of(max_open_pictures=7, num_replicas=3).num_places == 3 * 2 * 7

@@ -60,7 +60,7 @@ def test_a_process_that_cannot_start_is_not_started_all_the_time(
         os.kill(door.pid, signal.SIGKILL)
         wait_until(lambda: len(pauses) >= 3, "it was started several times")
     assert {*pauses} == {SHORT_LIFE_S}
-    assert "HAProxy ended with 1 and is started again" in caplog.text
+    assert "HAProxy ended with exit code 1 and is restarted" in caplog.text
 
 
 def test_one_whose_folder_was_cleaned_away_is_started_again(backend: Backend) -> None:

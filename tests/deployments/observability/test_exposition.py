@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from deployments.observability.exposition import Counted, Exposition
+from deployments.observability.exposition import Exposition, ReplicaMetrics
 from deployments.observability.metrics import MetricsSettings
 from tests.support.patience import PATIENCE_S
 
@@ -17,14 +17,14 @@ from tests.support.patience import PATIENCE_S
 class Deployment:
     """A handle whose replicas give ``answers``, once all that are asked side by side ``meet``."""
 
-    def __init__(self, *answers: Counted | Exception, meet: threading.Barrier) -> None:
+    def __init__(self, *answers: ReplicaMetrics | Exception, meet: threading.Barrier) -> None:
         self._answers, self._meet = answers, meet
 
     def broadcast(self, method: str) -> Deployment:
         assert method == "metrics"
         return self
 
-    def results(self, *, timeout_s: float, return_exceptions: bool = False) -> list[Counted | Exception]:
+    def results(self, *, timeout_s: float, return_exceptions: bool = False) -> list[ReplicaMetrics | Exception]:
         self._meet.wait(PATIENCE_S)
         failure = next((one for one in self._answers if isinstance(one, Exception)), None)
         if failure is not None and not return_exceptions:
@@ -55,4 +55,4 @@ def test_a_replica_that_does_not_answer_hides_no_other(
     denoiser = Deployment(RayActorError(), TimeoutError("not in time"), ("Denoiser-m#b", []), meet=meet)
     with caplog.at_level(logging.WARNING, "troupe.metrics"):
         assert gathered(monkeypatch, ingress, denoiser) == ["Ingress#a", "Denoiser-m#b"]
-    assert caplog.text.count("m did not say what it has counted") == 2
+    assert caplog.text.count("a replica did not report its metrics") == 2

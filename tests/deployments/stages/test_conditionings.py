@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from deployments.stages.common import NO_SENT_PICTURES, Encoded, SentPictures, Workers
-from deployments.stages.text_encoder import OVERHEAD_BYTES, Conditionings, Names, PromptEncoder
+from deployments.stages.text_encoder import OVERHEAD_BYTES, CacheKeys, ConditioningCache, PromptEncoder
 from pipelines.blocks.encoder import Conditioning
 from pipelines.blocks.state import NoiseState
 from pipelines.checkpoint import Checkpoint
@@ -119,10 +119,10 @@ def test_pictures_are_told_apart_by_their_pixels() -> None:
 
 def test_every_field_is_in_the_name_that_may_matter() -> None:
     assert {field.name for field in fields(MediaRequest)} == MATTERS.keys() | MATTERS_NOT.keys()
-    known = Names.of(REQUEST, NO_SENT_PICTURES)
+    known = CacheKeys.of(REQUEST, NO_SENT_PICTURES)
     for name, value in MATTERS_NOT.items():
-        assert Names.of(replace(REQUEST, **{name: value}), NO_SENT_PICTURES).unseeded == known.unseeded, name
-    others = [Names.of(replace(REQUEST, **{name: value}), NO_SENT_PICTURES) for name, value in MATTERS.items()]
+        assert CacheKeys.of(replace(REQUEST, **{name: value}), NO_SENT_PICTURES).unseeded == known.unseeded, name
+    others = [CacheKeys.of(replace(REQUEST, **{name: value}), NO_SENT_PICTURES) for name, value in MATTERS.items()]
     assert len({known.unseeded, *(one.unseeded for one in others)}) == 1 + len(others)
 
 
@@ -136,7 +136,7 @@ def test_a_mask_is_no_picture_and_a_form_is_no_other() -> None:
         InputPictures(pictures=(one, mask)),
         InputPictures(pictures=(one,), mask=mask),
     ]
-    assert len({Names.of(REQUEST, SentPictures.of(each)).unseeded for each in inputs}) == len(inputs)
+    assert len({CacheKeys.of(REQUEST, SentPictures.of(each)).unseeded for each in inputs}) == len(inputs)
 
 
 class Drawing:
@@ -154,7 +154,7 @@ class Drawing:
 class DrawingEncoder(PromptEncoder):
     def __init__(self, encoder: Drawing, max_bytes: int) -> None:
         self._encoder: Any = encoder
-        self._encoding, self._cache = Workers(1, "encoding"), Conditionings(max_bytes)
+        self._encoding, self._cache = Workers(1, "encoding"), ConditioningCache(max_bytes)
 
 
 @pytest.mark.parametrize(("draws", "num_calls"), [(False, 1), (True, 2)])
@@ -184,21 +184,21 @@ def test_the_bound_holds_and_the_least_recently_used_goes() -> None:
     def encoded(num_bytes: int) -> Encoded:
         return Encoded(skeleton=b"", message=np.zeros(num_bytes, np.uint8), encode_s=0.0, shapes=())
 
-    def names(prompt: str) -> Names:
-        return Names.of(replace(REQUEST, prompt=prompt), NO_SENT_PICTURES)
+    def keys(prompt: str) -> CacheKeys:
+        return CacheKeys.of(replace(REQUEST, prompt=prompt), NO_SENT_PICTURES)
 
     room = 3 * (1000 + OVERHEAD_BYTES)
-    kept = Conditionings(room)
+    cache = ConditioningCache(room)
     for prompt in "abc":
-        kept.keep(names(prompt), encoded(1000), drew_noise=False)
-    assert kept.num_bytes == room
-    assert kept.find(names("a"))
-    kept.keep(names("d"), encoded(1000), drew_noise=False)
-    kept.keep(names("d"), encoded(900), drew_noise=False)
-    assert kept.num_bytes == room - 100
-    assert [bool(kept.find(names(prompt))) for prompt in "abcd"] == [True, False, True, True]
-    kept.keep(names("e"), encoded(room), drew_noise=False)
-    assert not kept.find(names("e"))
+        cache.add(keys(prompt), encoded(1000), drew_noise=False)
+    assert cache.num_bytes == room
+    assert cache.find(keys("a"))
+    cache.add(keys("d"), encoded(1000), drew_noise=False)
+    cache.add(keys("d"), encoded(900), drew_noise=False)
+    assert cache.num_bytes == room - 100
+    assert [bool(cache.find(keys(prompt))) for prompt in "abcd"] == [True, False, True, True]
+    cache.add(keys("e"), encoded(room), drew_noise=False)
+    assert not cache.find(keys("e"))
 
 
 def test_no_bytes_are_allowed(pictures: Path) -> None:

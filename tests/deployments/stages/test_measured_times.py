@@ -14,7 +14,7 @@ from deployments.stages import measured_times, vae_decoder
 from deployments.stages.common import StageSpec
 from deployments.stages.config import DecoderConfig, DenoiserConfig
 from deployments.stages.measured_times import (
-    DecodedLike,
+    DecodeKey,
     DecodeTimes,
     decode_times_of,
     estimates_s_of,
@@ -32,7 +32,7 @@ from tests.deployments.support.fake_studio import PICTURES
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
 
-SMALL: DecodedLike = ("png", 128 * 128)
+SMALL: DecodeKey = ("png", 128 * 128)
 
 
 @pytest.fixture

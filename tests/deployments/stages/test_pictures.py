@@ -15,7 +15,7 @@ from ray.serve.config import ProxyLocation
 from ray.serve.handle import DeploymentHandle
 
 from deployments.stages.common import SentPictures, Workers
-from deployments.stages.text_encoder import Conditionings, PromptEncoder
+from deployments.stages.text_encoder import ConditioningCache, PromptEncoder
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest
 from tests.deployments.stages.test_stages import spec_of
@@ -64,7 +64,7 @@ class Looker:
 
 class LookingEncoder(PromptEncoder):
     def __init__(self) -> None:
-        self._encoder, self._encoding, self._cache = Looker(), Workers(1, "encoding"), Conditionings(0)
+        self._encoder, self._encoding, self._cache = Looker(), Workers(1, "encoding"), ConditioningCache(0)
 
 
 @pytest.fixture

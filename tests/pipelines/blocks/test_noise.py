@@ -10,7 +10,7 @@ import torch
 from diffusers.modular_pipelines.modular_pipeline import BlockState
 from torch import Tensor
 
-from pipelines.blocks.state import NoiseState, put_away, taken_out
+from pipelines.blocks.state import NoiseState, attach_generators, detach_generators
 
 
 def standing_somewhere() -> torch.Generator:
@@ -48,11 +48,11 @@ def test_generators_of_a_loops_values_are_put_away_wherever_they_are() -> None:
     generator = standing_somewhere()
     begun = BlockState(generator=generator, extra_step_kwargs={"generator": generator, "eta": 0.0}, plain={"eta": 1.0})
     shared, plain = begun.extra_step_kwargs, begun.plain
-    away = sent(put_away(begun))
+    away = sent(detach_generators(begun))
     assert isinstance(away.generator, NoiseState)
     assert away.extra_step_kwargs["generator"] is away.generator
     assert shared["generator"] is generator, "others may hold the dict"
     assert begun.plain is plain
-    back = taken_out(away)
+    back = attach_generators(away)
     assert back.extra_step_kwargs == {"generator": back.generator, "eta": 0.0}
     assert torch.equal(torch.randn(5, generator=back.generator), torch.randn(5, generator=generator))

@@ -153,7 +153,7 @@ def test_noise_is_drawn_the_same_everywhere(pipeline: Pipeline, name: str) -> No
 def test_a_jobs_timesteps_are_found_when_they_are_asked_for(pipeline: Pipeline, name: str) -> None:
     """Once a job, and the same ones where the job has moved to; by engines that have no use for them, never."""
     sampler = pipeline.sampler
-    with patch.object(sampler, "_noted_timesteps", wraps=sampler._noted_timesteps) as noted:
+    with patch.object(sampler, "_record_timesteps", wraps=sampler._record_timesteps) as noted:
         state = begin(pipeline, name, num_inference_steps=3)
         later = step(pipeline, step(pipeline, state))
         assert noted.call_count == 0

@@ -93,9 +93,9 @@ def test_a_file_needs_a_base_and_must_be_there(tmp_path: Path) -> None:
 def test_another_models_file_is_an_error(base: Path, tuned: dict[str, Tensor], tmp_path: Path) -> None:
     file = tmp_path / "other.safetensors"
     save_file({name: weight for name, weight in tuned.items() if "layers.1" not in name}, file)
-    with pytest.raises(ValueError, match=r"other.safetensors is not the whole ZImageTransformer2DModel that"):
+    with pytest.raises(ValueError, match=r"other.safetensors is not exactly the ZImageTransformer2DModel that"):
         Checkpoint.open(f"{file}@{base}").denoiser()
-    with pytest.raises(ValueError, match="is not the whole FluxTransformer2DModel that"):
+    with pytest.raises(ValueError, match="is not exactly the FluxTransformer2DModel that"):
         Checkpoint.open(f"{file}@{tiny.flux(tmp_path / 'flux')}").denoiser()
 
 
@@ -117,7 +117,7 @@ def test_a_configuration_names_file_and_base() -> None:
     model = ModelConfig(name="tuned", path="/models/tuned.safetensors", base="owner/name")
     assert model.source == "/models/tuned.safetensors@owner/name"
     assert ModelConfig(name="flux-shapes").source == "flux-shapes"
-    with pytest.raises(ValueError, match=r"base is 'owner/name', which stands beside a .safetensors file"):
+    with pytest.raises(ValueError, match=r"base is 'owner/name', which needs a .safetensors file as path"):
         ModelConfig(name="flux-shapes", base="owner/name")
 
 

@@ -136,7 +136,7 @@ def test_a_gang_is_not_prepared_before_its_first_request(
     caplog.set_level("INFO")
     assert checkpoint.denoiser().probe() == ()
     assert checkpoint.first_steps([], ("transformer",)) == ()
-    assert "nothing is prepared before the first request" in caplog.text
+    assert "no warm-up before the first request" in caplog.text
     with pytest.raises(ValueError, match="not known before there is a request"):
         checkpoint.first_step(checkpoint.defaults.request())
 

@@ -56,7 +56,9 @@ def test_others_are_asked_through_the_proxy(port: int, monkeypatch: pytest.Monke
 def test_a_variable_that_cannot_be_used_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, BAD[name])
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    with pytest.raises(ValueError, match=f"^http://other:80 cannot be asked: the variable {name} cannot be used") as it:
+    with pytest.raises(
+        ValueError, match=f"^http://other:80 cannot be reached: the variable {name} cannot be used"
+    ) as it:
         http_client("http://other:80")
     assert "word" not in str(it.value)
     assert process_environment()[name] == BAD[name]

@@ -79,5 +79,5 @@ def test_of_two_the_port_says_which() -> None:
 def test_one_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with server("http://127.0.0.1:8000", "stubborn") as process:
         refused = troupe("stop", "--timeout", "0")
-        assert_one_line(refused, f"process {process.pid}", "runs still", f"kill -9 {process.pid}")
+        assert_one_line(refused, f"process {process.pid}", "still runs", f"kill -9 {process.pid}")
         assert process.poll() is None
