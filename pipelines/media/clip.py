@@ -105,7 +105,7 @@ def _even(frame_HWC: NDArray[np.uint8]) -> NDArray[np.uint8]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sound:
     samples_CT: NDArray[np.float32]
-    """Of one or two channels, in [-1, 1]."""
+    """One or two channels, in [-1, 1]."""
     rate: int
     """Samples a second."""
 

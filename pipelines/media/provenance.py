@@ -52,7 +52,7 @@ class Credentials:
     ends_at: datetime
     """No signature is valid after it."""
     key: bytes
-    """As PEM."""
+    """PEM."""
 
     def __repr__(self) -> str:
         return f"Credentials({self.name!r}, {self.algorithm}, until {self.ends_at:%Y-%m-%d})"

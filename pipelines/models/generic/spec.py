@@ -42,7 +42,7 @@ NUM_FRAMES, FPS, NUM_STEPS = 81, 24, 50
 STEPS = "num_inference_steps"
 LONGEST_CLIP = 257
 LATENT_CHANNELS = 4
-"""Latent channels of diffusers' auto-encoder for pictures if its configuration does not say."""
+"""Latent channels of diffusers' auto-encoder for pictures, unless configured."""
 U_NET = "unet"
 """Pipelines with a U-Net round down the steps that ``strength`` leaves; those with transformers round up."""
 

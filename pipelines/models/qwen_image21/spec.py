@@ -29,7 +29,7 @@ BLOCKS = "transformer_blocks"
 TYPICAL_TOKENS, MAX_TOKENS = 64, 4096
 """Tokens of a prompt for warm-up, and at most: the pipeline has no limit, the transformer 8192 places."""
 MAX_PICTURES = 3
-"""As many as earlier editors of the family take."""
+"""The number that earlier editors of the family take."""
 
 SHARD_PLAN = ShardPlan(
     streams=(SEEN, PAINTED),

@@ -85,7 +85,7 @@ class ZImageSpec(ModelSpec):
         return ([blank_like(x) for x in call["x"]],)
 
     def pad_conditioning(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Pad prompts as the transformer would: done before, those of up to 32 tokens have one shape."""
+        """Pad prompts as the transformer would, but earlier, so that all of up to 32 tokens share a shape."""
         from pipelines.models.z_image.text import pad_prompt
 
         return {name: list(map(pad_prompt, value)) if name in PROMPTS else value for name, value in values.items()}
