@@ -1,1 +1,1 @@
-"""Adapters of the LoRA kind: from files to what is added to a transformer's weights."""
+"""LoRA adapters: from files to additions to a transformer's weights."""

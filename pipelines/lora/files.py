@@ -1,4 +1,4 @@
-"""From a file of an adapter, in any layout that is known, to what it adds by the names of layers."""
+"""Reads an adapter file, in any known layout, into tensors by layer."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ PEFT_CONFIG = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
 TRANSFORMER = "transformer"
 OTHER_KINDS = {"dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", ".hada_": "LoHa"}
-"""Adapters of other kinds, by what their keys contain."""
+"""Unsupported kinds of adapters, by a part of their keys."""
 OTHER_PARTS = ("text_encoder", "text_model", "transformer", "unet", "connectors", "image_encoder", "vae", "controlnet")
-"""What names of parts of a pipeline begin with."""
+"""Prefixes of the names of pipeline parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layers:
-    """What a file says: tensors by ``LAYER.lora_A.weight``, ``LAYER.lora_B.weight`` and ``LAYER.lora_B.bias``, or by
-    ``LAYER.lokr_w1`` and its like.
-
-    ``alphas`` are by layer; ``config`` is PEFT's own, if it is known. ``whole`` are differences of whole parameters.
-    """
+    """Contents of an adapter file."""
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """By ``LAYER.lora_A.weight``, ``LAYER.lora_B.weight`` and ``LAYER.lora_B.bias``, or ``LAYER.lokr_w1`` etc."""
     alphas: Mapping[str, float] = field(default_factory=dict)
+    """By layer."""
     config: Mapping[str, Any] = field(default_factory=dict)
+    """PEFT's own; empty if unknown."""
     whole: Mapping[str, Tensor] = field(default_factory=dict)
+    """Whole differences by parameter."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(layer_of(key) for key in self.tensors))
 
     def scale(self, layer: str, rank: int) -> float:
-        """alpha / rank (rsLoRA: over its root, arXiv:2312.03732); 1 for files that say no alpha."""
+        """Return alpha / rank (rsLoRA: over its root, arXiv:2312.03732); 1 for files without alphas."""
         if not self.config:
             return self.alphas.get(layer, rank) / rank
         patterns = self.config.get("alpha_pattern") or {}
@@ -67,7 +67,7 @@ class Layers:
         return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def kronecker_scale(self, layer: str) -> float:
-        """The same of LoKr, whose alphas diffusers' loaders multiply into the factors."""
+        """Return the scale of a LoKr layer: 1 if a loader of diffusers has multiplied it into the factors."""
         if not self.config:
             return 1.0
         alpha, rank = (
@@ -78,43 +78,42 @@ class Layers:
 
 
 def read_layers(source: LoraSource, pipeline_class: Any, module: nn.Module) -> Layers:
-    """Returns what the file of ``source`` has for ``module``, the transformer or the U-Net that is meant.
+    """Return the contents of the file of ``source`` for ``module``, its transformer or U-Net.
 
-    The loader of ``pipeline_class`` translates layouts of others, and so does what translates the weights of
-    ``module``. ValueError for files of another kind, for keys that belong to other parts of the pipeline, and for keys
-    that nothing reads.
+    Other layouts are translated by the loader of ``pipeline_class``, or like the weights of ``module``. ValueError for
+    files of another kind, for keys of other parts of the pipeline, and for keys that nothing reads.
     """
     path = resolve_file(source.path, source.file, ADAPTER_FILES, beside=(PEFT_CONFIG,))
     tensors = read_adapter(path)
     for mark, kind in OTHER_KINDS.items():
-        if strange := [key for key in tensors if mark in key]:
+        if others := [key for key in tensors if mark in key]:
             raise ValueError(
-                f"{path} is a {kind} adapter ({shown(strange)}), and only LoRA and LoKr can be added to weights here"
+                f"{path} is a {kind} adapter ({shown(others)}), and only LoRA and LoKr can be added to weights here"
             )
     differences, rest = split_differences(tensors)
     whole = by_parameter(differences, module, path)
-    layers = _layers(rest, source, path, pipeline_class, module) if rest else Layers()
+    layers = _read(rest, source, path, pipeline_class, module) if rest else Layers()
     return replace(layers, whole=whole)
 
 
-def _layers(tensors: Mapping[str, Tensor], source: LoraSource, path: Path, pipeline_class: Any, module: Any) -> Layers:
-    if (direct := _in_own_names(tensors, path, module)) is not None:
+def _read(tensors: Mapping[str, Tensor], source: LoraSource, path: Path, pipeline_class: Any, module: Any) -> Layers:
+    if (direct := _from_own_names(tensors, path, module)) is not None:
         return direct
     try:
-        layers = _of_part(_as_parts(tensors, path, pipeline_class, module), source, path, pipeline_class, module)
+        layers = _select_part(_translate(tensors, path, pipeline_class, module), source, path, pipeline_class, module)
     except ValueError:
-        if (other := _in_makers_names(tensors, source, path, pipeline_class, module)) is None:
+        if (other := _from_makers_names(tensors, source, path, pipeline_class, module)) is None:
             raise
         return other
     if any(MARK in key for key in tensors) or are_layers_of(module, layers.tensors):
         return layers
-    return _in_makers_names(tensors, source, path, pipeline_class, module) or layers
+    return _from_makers_names(tensors, source, path, pipeline_class, module) or layers
 
 
-def _in_makers_names(
+def _from_makers_names(
     tensors: Mapping[str, Tensor], source: LoraSource, path: Path, pipeline_class: Any, module: nn.Module
 ) -> Layers | None:
-    """Pairs by the names that the model's makers have for layers, with points as ComfyUI writes them; None for others.
+    """Return pairs in the makers' names of layers, with points as in ComfyUI; None for other names.
 
     They are translated as weights are, or as the same names in kohya's spelling.
     """
@@ -124,18 +123,18 @@ def _in_makers_names(
     if flat is None or not hasattr(pipeline_class, "lora_state_dict"):
         return None
     try:
-        layers = _of_part(_as_parts(flat, path, pipeline_class, module), source, path, pipeline_class, module)
+        layers = _select_part(_translate(flat, path, pipeline_class, module), source, path, pipeline_class, module)
     except ValueError:
         return None
     return layers if are_layers_of(module, layers.tensors) else None
 
 
-def _in_own_names(tensors: Mapping[str, Tensor], path: Path, module: nn.Module) -> Layers | None:
-    """Layers as ``module`` itself calls them, with or without a prefix; None if they are called otherwise."""
+def _from_own_names(tensors: Mapping[str, Tensor], path: Path, module: nn.Module) -> Layers | None:
+    """Return layers in the names of ``module``, with or without a prefix; None for other names."""
     for prefix, config_of in CONFIGS.items():
         if _names_layers(module, as_pairs({key: x for key, x in tensors.items() if key.startswith(prefix)}, prefix)):
             return replace(_with_alphas(as_pairs(tensors, prefix)), config=config_of(path))
-    for prefix in MAKERS_PREFIXES:  # a file that says alphas in its head has none among its tensors
+    for prefix in MAKERS_PREFIXES:  # a file with alphas in its header has none among its tensors
         pairs = as_pairs(tensors, prefix)
         is_whole = all(key.startswith(prefix) for key in tensors) and not any(MARK in key for key in tensors)
         if is_whole and any(key.endswith(ALPHA) for key in pairs) and are_layers_of(module, pairs):
@@ -144,16 +143,16 @@ def _in_own_names(tensors: Mapping[str, Tensor], path: Path, module: nn.Module) 
 
 
 def _with_alphas(pairs: Mapping[str, Tensor]) -> Layers:
-    known = {layer_of(key) for key in pairs if not key.endswith(ALPHA)}
-    alphas = {key: x for key, x in pairs.items() if key.endswith(ALPHA) and layer_of(key) in known}
+    layers = {layer_of(key) for key in pairs if not key.endswith(ALPHA)}
+    alphas = {key: x for key, x in pairs.items() if key.endswith(ALPHA) and layer_of(key) in layers}
     return Layers(
         tensors={key: x for key, x in pairs.items() if key not in alphas},
         alphas={layer_of(key): float(x) for key, x in alphas.items()},
     )
 
 
-def _as_parts(tensors: Mapping[str, Tensor], path: Path, pipeline_class: Any, module: nn.Module) -> Layers:
-    """Keys begin with the names of parts: as pipelines of diffusers save them, or as their loaders translate them."""
+def _translate(tensors: Mapping[str, Tensor], path: Path, pipeline_class: Any, module: nn.Module) -> Layers:
+    """Return layers whose keys begin with a part's name, as diffusers' pipelines save or translate them."""
     if hasattr(pipeline_class, "lora_state_dict"):
         found = by_loader(path, tensors, pipeline_class, module)
         config = found.config if found.config is not None else _written_config(path)
@@ -167,7 +166,7 @@ def _as_parts(tensors: Mapping[str, Tensor], path: Path, pipeline_class: Any, mo
 
 
 def _denoiser_name(pipeline_class: Any) -> str:
-    """What files call the transformer, whichever of several it is, or the U-Net."""
+    """Return the name of the transformer (any of several) or U-Net in files."""
     return str(getattr(pipeline_class, "transformer_name", getattr(pipeline_class, "unet_name", TRANSFORMER)))
 
 
@@ -176,8 +175,8 @@ def _names_layers(module: nn.Module, keys: Iterable[str]) -> bool:
     return any(key.endswith((UP, DOWN)) and f"{layer_of(key)}.weight" in parameters for key in keys)
 
 
-def _of_part(layers: Layers, source: LoraSource, path: Path, pipeline_class: Any, module: nn.Module) -> Layers:
-    """The layers of the transformer or the U-Net: what the file calls so, and what is named as that names it."""
+def _select_part(layers: Layers, source: LoraSource, path: Path, pipeline_class: Any, module: nn.Module) -> Layers:
+    """Return the layers of the transformer or U-Net: those under its name, and those in its module's names."""
     name = _denoiser_name(pipeline_class) if hasattr(pipeline_class, "lora_state_dict") else TRANSFORMER
     prefix = f"{name}."
     others = [key for key in layers.tensors if not key.startswith(prefix) and not are_layers_of(module, [key])]
@@ -202,18 +201,18 @@ def _peft_config(path: Path) -> Mapping[str, Any]:
 
 
 def _written_config(path: Path) -> Mapping[str, Any]:
-    """PEFT's, in the head of a file that diffusers wrote."""
+    """Return PEFT's config from the header of a file that diffusers wrote."""
     with safe_open(path, framework="pt") as opened:
         config: Mapping[str, Any] = json.loads((opened.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}"))
     return config
 
 
 CONFIGS = {PEFT_PREFIX: _peft_config, "": _written_config}
-"""Where the config is, by what the keys of one model's layers begin with: PEFT writes it, or a transformer alone."""
+"""Reader of the config by prefix of keys: PEFT saved the adapter, or a transformer alone."""
 
 
 def _by_pattern(patterns: Mapping[str, Any], layer: str, otherwise: Any) -> Any:
-    """PEFT's patterns are ends of names, or regular expressions from their beginning where they say so."""
+    """Return the value of the first pattern that matches: an end of the name, or a regular expression."""
     for pattern, value in patterns.items():
         if re.match(rf"(.*\.)?({pattern})$", layer):
             return value

@@ -1,4 +1,4 @@
-"""A model with its adapters: those that are always there in its weights, the others known by their names."""
+"""Adds adapters to a model: unnamed ones to its weights, named ones for requests."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pipelines.lora.translation import DOWN, UP, UP_BIAS, layer_of, shown
 
 
 def with_loras(model: DenoiserModel, sources: Iterable[LoraSource], pipeline_class: Any) -> DenoiserModel:
-    """Returns ``model`` with the adapters of ``sources``: added to its weights, or what branches may ask for by name.
+    """Return ``model`` with the adapters of ``sources``: merged into its weights, or selectable by name.
 
-    ``pipeline_class`` is diffusers', whose loader reads their files. ValueError for an adapter that does not fit.
+    The loader of diffusers' ``pipeline_class`` reads the files. ValueError for an adapter that does not fit.
     """
     merged: list[tuple[float, Addition]] = []
     additions: dict[str, dict[str, LowRanks]] = {}
@@ -37,28 +37,28 @@ def with_loras(model: DenoiserModel, sources: Iterable[LoraSource], pipeline_cla
             raise ValueError(f"two adapters for {part} are named {source.name!r}: give each its own name")
         else:
             additions[source.name][part] = found
-    return replace(_merged(model, merged), additions=additions)
+    return replace(_merge(model, merged), additions=additions)
 
 
 def read_low_ranks(source: LoraSource, module: nn.Module, pipeline_class: Any) -> LowRanks:
-    """Returns what an adapter adds to the parameters of ``module``. ValueError if it is made for another one."""
+    """Return an adapter's additions to the parameters of ``module``. ValueError if it is for another model."""
     parameters = dict(module.named_parameters())
     layers = read_layers(source, pipeline_class, module)
     found = dict(_of_pairs(layers)) | _of_factors(layers, parameters)
-    for name, one in _of_differences(layers):
+    for name, difference in _of_differences(layers):
         if name in found:
             raise ValueError(
                 f"{source.path} has a pair and a whole difference for {name}: only one of them can be added"
             )
-        found[name] = one
+        found[name] = difference
     if not found:
         raise ValueError(f"{source.path} has no layers for {type(module).__name__}: is it a LoRA adapter?")
-    if strange := [name for name in found if name not in parameters]:
+    if unknown := [name for name in found if name not in parameters]:
         raise ValueError(
-            f"{source.path} is for another model: it has {shown(strange)}, and {type(module).__name__} has no such "
+            f"{source.path} is for another model: it has {shown(unknown)}, and {type(module).__name__} has no such "
             f"parameters, but {shown(parameters)}"
         )
-    wrong = [name for name, one in found.items() if not _fits(one, parameters[name])]
+    wrong = [name for name, addition in found.items() if not _fits(addition, parameters[name])]
     if wrong:
         raise ValueError(
             f"{source.path} is for another model: {len(wrong)} of its {len(found)} parameters have other shapes "
@@ -69,13 +69,13 @@ def read_low_ranks(source: LoraSource, module: nn.Module, pipeline_class: Any) -
 
 
 def _of_pairs(layers: Layers) -> Iterable[tuple[str, LowRank]]:
-    """Yields what is added, by parameter. ValueError for keys that make no pair."""
+    """Yield the products of pairs by parameter. ValueError for keys without a partner."""
     tensors = {key: tensor for key, tensor in layers.tensors.items() if MARK not in key}
     names = tuple(dict.fromkeys(layer_of(key) for key in tensors))
-    known = {f"{layer}{end}" for layer in names for end in (UP, DOWN, UP_BIAS)}
-    lone = [layer for layer in names if not {layer + UP, layer + DOWN} <= set(tensors)]
-    if strange := sorted((set(tensors) - known) | {key for key in tensors if layer_of(key) in lone}):
-        raise ValueError(f"an adapter's keys come in pairs of lora_A and lora_B; these are none: {shown(strange)}")
+    expected = {f"{layer}{end}" for layer in names for end in (UP, DOWN, UP_BIAS)}
+    single = [layer for layer in names if not {layer + UP, layer + DOWN} <= set(tensors)]
+    if unpaired := sorted((set(tensors) - expected) | {key for key in tensors if layer_of(key) in single}):
+        raise ValueError(f"an adapter's keys come in pairs of lora_A and lora_B; these are none: {shown(unpaired)}")
     for layer in names:
         down_RK, up_NR = (tensors[layer + end].flatten(1) for end in (DOWN, UP))
         scale = layers.scale(layer, down_RK.shape[0])
@@ -93,7 +93,7 @@ def _of_factors(layers: Layers, parameters: Mapping[str, nn.Parameter]) -> dict[
 
 
 def _of_differences(layers: Layers) -> Iterable[tuple[str, LowRank]]:
-    """A whole difference is a product with ones on a diagonal, which is exact: sums have one term."""
+    """Yield whole differences as products with an identity: exact, since each sum has one term."""
     for name, difference in layers.whole.items():
         whole_NK = difference.flatten(1) if difference.ndim > 1 else difference.reshape(-1, 1)
         num_rows, num_columns = whole_NK.shape
@@ -103,7 +103,7 @@ def _of_differences(layers: Layers) -> Iterable[tuple[str, LowRank]]:
 
 
 def _check_linears(source: LoraSource, module: nn.Module, found: LowRanks) -> None:
-    """Hand-ordered steps hold copies of what is no matrix, which no job can change."""
+    """Raise ValueError for other parameters than matrices and biases: hand-ordered steps hold copies of these."""
     matrices = {name for name, x in module.named_parameters() if x.ndim > 1}
     biases = {f"{name.removesuffix('.weight')}.bias" for name in matrices}
     if others := set(found) - matrices - biases:
@@ -113,16 +113,16 @@ def _check_linears(source: LoraSource, module: nn.Module, found: LowRanks) -> No
         )
 
 
-def _fits(one: LowRank, weight: nn.Parameter) -> bool:
+def _fits(addition: LowRank, weight: nn.Parameter) -> bool:
     rows, columns = weight.shape[0], weight[0].numel()
-    return _shape(one) == (rows, columns) and one.up_NR.shape[1] == one.down_RK.shape[0]
+    return _shape(addition) == (rows, columns) and addition.up_NR.shape[1] == addition.down_RK.shape[0]
 
 
-def _shape(one: LowRank) -> tuple[int, int]:
-    return one.up_NR.shape[0], one.down_RK.shape[1]
+def _shape(addition: LowRank) -> tuple[int, int]:
+    return addition.up_NR.shape[0], addition.down_RK.shape[1]
 
 
-def _merged(model: DenoiserModel, merged: list[tuple[float, Addition]]) -> DenoiserModel:
+def _merge(model: DenoiserModel, merged: list[tuple[float, Addition]]) -> DenoiserModel:
     if not merged:
         return model
     if model.weights is not None:

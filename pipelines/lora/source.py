@@ -1,4 +1,4 @@
-"""Which adapters a model is served with, as a configuration says it. Read without torch."""
+"""The adapters that a configuration names for a model. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from dataclasses import dataclass
 from pipelines.request import Lora
 
 ADAPTER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
-"""What diffusers and PEFT call their files."""
+"""File names of diffusers and PEFT."""
 MAX_SCALE = 10.0
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraSource:
-    """An adapter. ``path``: a file, a folder, or a hub id, with ``file`` the one in it that is meant.
-
-    Without a ``name`` it is added to the weights when they are loaded, ``scale`` times. With one it is added for the
-    requests that name it, ``scale`` times if they do not say how much. ``part`` is the transformer that it is for,
-    where a pipeline has two; if it is given, what a file has for other parts is left out, else it is an error.
-    Adapters for several parts may share a name.
-    """
+    """An adapter, by its place and use. Adapters for several parts may share a name."""
 
     path: str
+    """A file, a folder or a hub id."""
     file: str = ""
+    """The file in that folder or repository."""
     name: str = ""
+    """Added for requests with this name; without a name, added to the weights when they are loaded."""
     scale: float = 1.0
+    """Factor of the addition, unless a request has its own."""
     part: str = ""
+    """The transformer that it is for. Keys of other parts are then dropped; without ``part`` they are an error."""
 
     def __post_init__(self) -> None:
         if not self.path:
@@ -39,13 +38,13 @@ class LoraSource:
 
 
 def check_scale(scale: float) -> None:
-    """Raises ValueError outside the limits: beyond them the picture is noise."""
+    """Raise ValueError outside the limits: beyond them the picture is noise."""
     if not (math.isfinite(scale) and abs(scale) <= MAX_SCALE):
         raise ValueError(f"scale is {scale:g}; it must be from {-MAX_SCALE:g} to {MAX_SCALE:g}")
 
 
 def named(sources: tuple[LoraSource, ...]) -> tuple[Lora, ...]:
-    """Returns the adapters that requests may name, with the scale of those that say none."""
+    """Return the adapters that requests may name, with their default scales."""
     loras: dict[str, Lora] = {}
     for one in sources:
         if one.name:
@@ -54,7 +53,7 @@ def named(sources: tuple[LoraSource, ...]) -> tuple[Lora, ...]:
 
 
 def check_sources(sources: tuple[LoraSource, ...]) -> None:
-    """Raises ValueError if a name is given twice for one part, or comes with different scales."""
+    """Raise ValueError if a name is given twice for one part, or has different scales."""
     places = [(one.name, one.part) for one in sources if one.name]
     for name, part in places:
         if places.count((name, part)) > 1:

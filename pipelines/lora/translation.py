@@ -1,6 +1,6 @@
-"""Adapters in the names of a model's makers, by diffusers' translations: of adapters, or of the weights themselves.
+"""Translates adapters in a makers' names, through diffusers' translations of adapters or of weights.
 
-A translation that leaves keys out does so in silence. Here each is asked which keys it used.
+A translation may drop keys silently, so the keys that each one uses are tracked here.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pipelines.component_weights import sources_of, track, untrack
 UP, DOWN, UP_BIAS, ALPHA = ".lora_B.weight", ".lora_A.weight", ".lora_B.bias", ".alpha"
 OTHER_SPELLINGS = {".lora_down.weight": DOWN, ".lora_up.weight": UP, ".lora.down.weight": DOWN, ".lora.up.weight": UP}
 ADAPTER_NAME = re.compile(r"(\.lora_(?:A|B|down|up))\.default\.")
-"""PEFT's name of the adapter inside a key, where a trainer saved the module and not its adapter."""
+"""PEFT's name of the adapter inside a key, if a trainer saved the whole module."""
 NUM_SHOWN = 3
 
 
 def read_adapter(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file, without PEFT's name of the adapter in keys.
 
-    ValueError, which names the file, for what is no safetensors file, or has values that are not finite.
+    ValueError, which names the file, if it is no safetensors file or has values that are not finite.
     """
     try:
         tensors = load_file(path)
@@ -60,28 +60,28 @@ def layer_of(key: str) -> str:
 
 
 def are_layers_of(module: nn.Module, keys: Iterable[str]) -> bool:
-    """Return whether each of ``keys``, in PEFT's spelling, is of a layer that ``module`` has."""
+    """Return whether ``module`` has the layers of all ``keys``, in PEFT's spelling."""
     parameters = {name for name, _ in module.named_parameters()}
     return all(f"{layer_of(key)}.weight" in parameters for key in keys)
 
 
 def shown(keys: Iterable[str]) -> str:
-    """Return the first of ``keys``, and how many more there are."""
+    """Return the first of ``keys`` and the number of others, as text."""
     every = sorted(keys)
     more = len(every) - NUM_SHOWN
     return ", ".join(every[:NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
-"""What diffusers' translations raise for files of other models."""
+"""Errors of diffusers' translations for files of other models."""
 MAKERS_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "")
 REPEATED = {"qkv": "to_q", "out": "to_out_0"}
-"""Layers that some trainers write twice, by the ends of their names: as one, and as the model has them."""
+"""Layers that some trainers write twice, by ends of names: fused, and as in the model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Translated:
-    """Tensors by diffusers' keys, alphas by layer, and PEFT's config where the file has one."""
+    """Tensors by diffusers' keys, alphas by layer, and PEFT's config if the file has one."""
 
     tensors: Mapping[str, Tensor]
     alphas: Mapping[str, float]
@@ -89,29 +89,29 @@ class Translated:
 
 
 def by_loader(path: Path, tensors: Mapping[str, Tensor], pipeline_class: Any, module: nn.Module) -> Translated:
-    """Return what the loader of ``pipeline_class`` makes of a file; keys begin with the names of parts.
+    """Return a file as translated by the loader of ``pipeline_class``; keys begin with the names of parts.
 
-    ``tensors`` are what is read of the file at ``path``. ValueError for a file that it cannot read, or of which it
-    leaves something out.
+    ``tensors`` are those of the file at ``path`` that are used. ValueError for a file that the loader cannot read, or
+    of which it drops something.
     """
     numbers: set[str] = set()
     try:
         values = _load(pipeline_class, module, str(path) if _is_whole(path, tensors) else dict(tensors))
-        followed = _load(pipeline_class, module, track(tensors, numbers))
+        tracked = _load(pipeline_class, module, track(tensors, numbers))
     except ERRORS as error:
         raise ValueError(
             f"{path} is for another model, or in a layout that is not known: diffusers cannot read it as an adapter "
             f"for {pipeline_class.__name__} ({type(error).__name__}: {error})"
         ) from error
-    used = numbers.union(*(sources_of(x) for part in followed for x in part.values()))
-    ignored = _ignored_alphas(tensors, used, followed[0])
+    used = numbers.union(*(sources_of(x) for part in tracked for x in part.values()))
+    ignored = _ignored_alphas(tensors, used, tracked[0])
     used |= {key for key, _ in ignored}
-    if lost := [key for key in tensors if key not in used and not _is_no_loss(key, tensors)]:
+    if lost := [key for key in tensors if key not in used and not _may_be_dropped(key, tensors)]:
         raise ValueError(f"{path} has parts that nothing here reads: {shown(lost)}. Without them it is another adapter")
     found, alphas, config = values
-    written = {**{key: found[key] for key in found if key.endswith(ALPHA)}, **alphas}
-    found = {key: tensor for key, tensor in found.items() if key not in written}
-    alphas_of = {key.removesuffix(ALPHA): float(alpha) for key, alpha in written.items()}
+    all_alphas = {**{key: found[key] for key in found if key.endswith(ALPHA)}, **alphas}
+    found = {key: tensor for key, tensor in found.items() if key not in all_alphas}
+    alphas_of = {key.removesuffix(ALPHA): float(alpha) for key, alpha in all_alphas.items()}
     if found and not any(".lora_A" in key or ".lokr_" in key for key in found):
         found, alphas_of = map(convert_unet_state_dict_to_peft, (found, alphas_of))
     by_layer = {layer_of(key): alpha for key, alpha in alphas_of.items()}
@@ -120,16 +120,15 @@ def by_loader(path: Path, tensors: Mapping[str, Tensor], pipeline_class: Any, mo
 
 
 def by_weights(tensors: Mapping[str, Tensor], module: nn.Module) -> Translated | None:
-    """Return pairs in the names of the model's makers as those of ``module``, where diffusers translates its weights.
+    """Return pairs in the makers' names under those of ``module``, through diffusers' translation of weights.
 
-    Layers that are one for the makers and several in diffusers share their first half. None if not all become layers
-    of ``module``.
+    Layers that diffusers splits share their first half. None if not all become layers of ``module``.
     """
     prefix = next(prefix for prefix in MAKERS_PREFIXES if all(key.startswith(prefix) for key in tensors))
     pairs = as_pairs(tensors, prefix)
     layers = dict.fromkeys(layer_of(key) for key in pairs)
-    known = {layer + end for layer in layers for end in (UP, DOWN, ALPHA)}
-    if not set(pairs) <= known or not all({layer + UP, layer + DOWN} <= set(pairs) for layer in layers):
+    expected = {layer + end for layer in layers for end in (UP, DOWN, ALPHA)}
+    if not set(pairs) <= expected or not all({layer + UP, layer + DOWN} <= set(pairs) for layer in layers):
         return None
     found: dict[str, Tensor] = {}
     alphas: dict[str, float] = {}
@@ -144,7 +143,7 @@ def by_weights(tensors: Mapping[str, Tensor], module: nn.Module) -> Translated |
 
 
 def as_flat_pairs(tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """Return pairs of layers that are named with points in kohya's spelling; None if they are no such pairs."""
+    """Return pairs of layers with points in their names in kohya's spelling; None for other tensors."""
     prefix = next(prefix for prefix in MAKERS_PREFIXES if all(key.startswith(prefix) for key in tensors))
     ends = {DOWN: ".lora_down.weight", UP: ".lora_up.weight", ALPHA: ALPHA}
     flat: dict[str, Tensor] = {}
@@ -156,13 +155,12 @@ def as_flat_pairs(tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
 
 
 def translate_weights(weights: Mapping[str, Tensor], module: Any) -> Iterator[tuple[str, Tensor, str]]:
-    """Yield ``weights``, which are in the names of the model's makers, as diffusers names them: name, value, and the
-    name that it had. Nothing where diffusers has no translation, or it makes one weight of several."""
-    known = SINGLE_FILE_LOADABLE_CLASSES.get(type(module).__name__)
-    if known is None or not weights:
+    """Yield weights in the makers' names as (diffusers' name, value, makers' name), if translated one to one."""
+    loader = SINGLE_FILE_LOADABLE_CLASSES.get(type(module).__name__)
+    if loader is None or not weights:
         return
     try:
-        translated = known["checkpoint_mapping_fn"](config=dict(module.config), checkpoint=track(weights, set()))
+        translated = loader["checkpoint_mapping_fn"](config=dict(module.config), checkpoint=track(weights, set()))
     except ERRORS:
         return
     for name, value in translated.items():
@@ -172,23 +170,22 @@ def translate_weights(weights: Mapping[str, Tensor], module: Any) -> Iterator[tu
 
 
 def _load(pipeline_class: Any, module: Any, source: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Tensors, alphas and config as diffusers' loader returns them."""
+    """Return tensors, alphas and config from diffusers' loader."""
     read = pipeline_class.lora_state_dict
-    asked = {"return_alphas": True} if "return_alphas" in inspect.signature(read).parameters else {}
-    numbered = {"unet_config": getattr(module, "config", None)} if hasattr(pipeline_class, "unet_name") else {}
-    tensors, *alphas, config = read(source, use_safetensors=True, return_lora_metadata=True, **asked, **numbered)
+    options: dict[str, Any] = {"return_alphas": True} if "return_alphas" in inspect.signature(read).parameters else {}
+    options |= {"unet_config": getattr(module, "config", None)} if hasattr(pipeline_class, "unet_name") else {}
+    tensors, *alphas, config = read(source, use_safetensors=True, return_lora_metadata=True, **options)
     return tensors, (alphas and alphas[0]) or {}, config or {}
 
 
 def _ignored_alphas(
-    tensors: Mapping[str, Tensor], used: Collection[str], followed: Mapping[str, Any]
+    tensors: Mapping[str, Tensor], used: Collection[str], tracked: Mapping[str, Any]
 ) -> list[tuple[str, str]]:
-    """Alphas that a loader takes away unread while it uses their layers (those of FLUX.1's last layer), each with the
-    layer that it scales."""
+    """Return alphas that a loader drops although it uses their layers (FLUX.1's last), each with its layer."""
     origins = {key: layer_of(next(iter(as_pairs({key: x})))) for key, x in tensors.items()}
     scaled = {
         (origins[source] + ALPHA, layer_of(key))
-        for key, x in followed.items()
+        for key, x in tracked.items()
         if key.endswith((DOWN, UP))
         for source in sources_of(x)
     }
@@ -196,18 +193,18 @@ def _ignored_alphas(
 
 
 def _is_whole(path: Path, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether the file has these keys and no others: then diffusers reads it with what its head says."""
+    """Return whether the file has exactly these keys: diffusers then also reads its header."""
     from engines.parallel.weight_files import tensor_names
 
     return set(tensor_names(path)) == set(tensors)
 
 
-def _is_no_loss(key: str, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a key may go unread: zeros, what is there twice, and an alpha that Kronecker factors do not use."""
+def _may_be_dropped(key: str, tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether a key may be dropped: zeros, duplicates, and alphas that Kronecker factors do not use."""
     if not torch.count_nonzero(tensors[key]):
         return True
     if key.endswith(ALPHA) and {key.removesuffix(ALPHA) + end for end in (".lokr_w1", ".lokr_w2")} <= set(tensors):
         return True
     layers = {layer_of(other) for other in as_pairs(tensors)}
     layer = layer_of(next(iter(as_pairs({key: tensors[key]}))))
-    return any(layer.endswith(one) and layer.removesuffix(one) + same in layers for one, same in REPEATED.items())
+    return any(layer.endswith(end) and layer.removesuffix(end) + same in layers for end, same in REPEATED.items())

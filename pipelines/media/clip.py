@@ -1,7 +1,7 @@
-"""Clips: H.264, and AAC where they have sound, in MP4, with PyAV (FFmpeg and libx264).
+"""Clips: H.264, with AAC for sound, in MP4, by PyAV (FFmpeg and libx264).
 
-Groups of pictures: pieces of a clip that begin with a key frame and refer to no other, so that each can be encoded
-apart from the others (closed GOPs, ITU-T H.264).
+Groups of pictures begin with a key frame and refer to no other group (closed GOPs, ITU-T H.264). So they can be encoded
+in parallel.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ Packets: TypeAlias = "list[av.Packet[Any]]"
 CODEC = "libx264"
 # Without cpu-independent, libx264's fastest routines read memory that nothing wrote, and the bytes vary with it.
 QUALITY = {"crf": "18", "preset": "medium", "x264-params": "cpu-independent=1"}
-WITHOUT_NOTES = "filter_units=remove_types=6"
-"""Every encoder begins with a page about itself, of which a clip needs one."""
+REMOVE_SEI = "filter_units=remove_types=6"
+"""Removes an encoder's SEI message about itself: a clip needs only the first group's."""
 
 MIN_GROUP, MAX_GROUP = 4, 12
 NUM_GROUPS = 8
-"""As many groups as a machine may have threads for, within what key frames cost: a moving picture of 832x480 with 81
-frames takes 500 kB as one group, 631 in groups of 12 and 724 in groups of 8."""
+"""Groups of a clip, one a thread, limited by the cost of key frames: 81 moving frames of 832x480 take 500 kB as one
+group, 631 kB in groups of 12 and 724 kB in groups of 8."""
 
 
 def group_length(num_frames: int) -> int:
-    """Returns the frames of each group but the last one."""
+    """Return the number of frames of each group but the last."""
     return min(MAX_GROUP, max(MIN_GROUP, -(-num_frames // NUM_GROUPS)))
 
 
 def configure(context: Any, size: tuple[int, ...], fps: int) -> None:
-    """Sets what all encoders of a clip of this height and width share, and its container says once.
+    """Set the options that the container and all encoders of a clip of this height and width share.
 
     One thread: with several, libx264's rate control (and so the bytes) depends on timing.
     """
@@ -56,7 +56,7 @@ def configure(context: Any, size: tuple[int, ...], fps: int) -> None:
 
 
 def encode_group(frames_HWC: Sequence[NDArray[np.uint8]], first: int, fps: int) -> Packets:
-    """Returns the packets, in decoding order, of frames that are the clip's from number ``first`` on."""
+    """Return the packets, in decoding order, of frames whose first has number ``first`` in the clip."""
     context: Any = av.CodecContext.create(CODEC, "w")
     configure(context, frames_HWC[0].shape[:2], fps)
     context.flags |= Flags.global_header
@@ -64,15 +64,14 @@ def encode_group(frames_HWC: Sequence[NDArray[np.uint8]], first: int, fps: int) 
     for index, frame_HWC in enumerate(frames_HWC, first):
         packets += context.encode(_video_frame(frame_HWC, index))
     packets += context.encode(None)
-    return packets if first == 0 else [*_without_notes(packets[0]), *packets[1:]]
+    return packets if first == 0 else [*_remove_sei(packets[0]), *packets[1:]]
 
 
 def evenly_spaced(groups: Iterable[Packets]) -> Iterator[Packets]:
-    """Yield the groups of a clip, in order, with one frame between any two packets, as one encoder would write them.
+    """Yield the groups of a clip, in order, with decoding times one frame apart, like those of one encoder.
 
-    A container derives the duration of a sample from the decoding time of the next one (ISO/IEC 14496-12, 8.6.1.2). An
-    encoder delays its packets to reorder frames, but not in a group that is too short for that: at its begin the clip
-    would halt.
+    A container derives a sample's duration from the next one's decoding time (ISO/IEC 14496-12, 8.6.1.2). Encoders
+    delay packets to reorder frames, except in very short groups: there the clip would halt.
     """
     delay = num_packets = 0
     for number, packets in enumerate(groups):
@@ -84,8 +83,8 @@ def evenly_spaced(groups: Iterable[Packets]) -> Iterator[Packets]:
         yield packets
 
 
-def _without_notes(packet: av.Packet[Any]) -> Packets:
-    return BitStreamFilterContext(WITHOUT_NOTES, "h264").filter(packet)
+def _remove_sei(packet: av.Packet[Any]) -> Packets:
+    return BitStreamFilterContext(REMOVE_SEI, "h264").filter(packet)
 
 
 def _video_frame(frame_HWC: NDArray[np.uint8], index: int) -> av.VideoFrame:
@@ -96,7 +95,7 @@ def _video_frame(frame_HWC: NDArray[np.uint8], index: int) -> av.VideoFrame:
 
 
 def _even(frame_HWC: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A copy of the last row or column where their number is odd: 4:2:0 needs even ones."""
+    """Return the frame with odd sides padded by a copy of the last row or column: 4:2:0 needs even sides."""
     height, width, _ = frame_HWC.shape
     if height % 2 or width % 2:
         frame_HWC = np.pad(frame_HWC, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
@@ -105,10 +104,10 @@ def _even(frame_HWC: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sound:
-    """``samples_CT`` are float32 in [-1, 1], of one or two channels, ``rate`` of them a second."""
-
     samples_CT: NDArray[np.float32]
+    """One or two channels, in [-1, 1]."""
     rate: int
+    """Samples a second."""
 
     def __post_init__(self) -> None:
         channels = self.samples_CT.shape[0]
@@ -118,7 +117,7 @@ class Sound:
 
 SOUND_QUALITY = {"b": "192k", "flags": "+bitexact"}
 CONTAINER = {"movflags": "+faststart", "fflags": "+bitexact"}
-"""The index goes before the frames, so that browsers play while they load; no time stamps of the encoding."""
+"""Index before the frames, so that browsers play while they load; no time stamps of the encoding."""
 
 Frame = NDArray[np.uint8]
 
@@ -126,41 +125,41 @@ Frame = NDArray[np.uint8]
 def encode_clip(
     frames_FHWC: NDArray[np.uint8], fps: int, sound: Sound | None = None, num_threads: int = 1, texts: Texts = NO_TEXTS
 ) -> bytes:
-    """The bytes of a ``ClipEncoder``, from all frames at once. They are the same with any ``num_threads``."""
+    """Return a clip's bytes from all frames at once. They do not depend on ``num_threads``."""
     with ThreadPoolExecutor(num_threads) as workers, ClipEncoder(len(frames_FHWC), fps, workers) as clip:
         clip.add(frames_FHWC)
         return clip.finish(sound, texts)
 
 
 class ClipEncoder:
-    """An MP4 (yuv420p, BT.709) from frames that come piece by piece. Odd sizes gain a copy of their last row or column.
+    """Encodes an MP4 (yuv420p, BT.709) from frames added in pieces; odd sides are padded with a copy of the last line.
 
-    ``workers`` encode groups of pictures side by side while further frames come. The clip is cut by ``num_frames``, how
-    many one expects, alone: the bytes do not depend on the workers, nor on the pieces. No more than ``max_waiting``
-    groups are held as pixels: ``add`` waits for one of them. As a context it drops, at its end, what has not begun.
+    ``workers`` encode groups in parallel while further frames are added. Only ``num_frames``, the expected number,
+    decides the groups: the bytes depend neither on the workers nor on the pieces. At most ``max_waiting`` groups are
+    held as pixels; then ``add`` blocks. As a context manager it cancels, at exit, groups that have not begun.
     """
 
     def __init__(self, num_frames: int, fps: int, workers: Executor, max_waiting: int = 16) -> None:
         if fps < 1:
             raise ValueError(f"{fps} frames per second: at least 1 is needed for a clip")
         self._fps, self._workers, self._length = fps, workers, group_length(num_frames)
-        self._room = BoundedSemaphore(max_waiting)
-        self._begun: list[Frame] = []
+        self._slots = BoundedSemaphore(max_waiting)
+        self._pending: list[Frame] = []
         self._groups: list[Future[Packets]] = []
         self._size: tuple[int, int] | None = None
 
     def add(self, frames_FHWC: NDArray[np.uint8]) -> None:
-        """Takes the next frames, uint8 (frames, height, width, 3), which nobody changes afterwards."""
+        """Add the next frames, uint8 (frames, height, width, 3), which must not change afterwards."""
         self._size = self._size or frames_FHWC.shape[1:3]
         for frame_HWC in frames_FHWC:
-            self._begun.append(frame_HWC)
-            if len(self._begun) == self._length:
-                self._hand_over()
+            self._pending.append(frame_HWC)
+            if len(self._pending) == self._length:
+                self._submit()
 
     def finish(self, sound: Sound | None = None, texts: Texts = NO_TEXTS) -> bytes:
-        """Returns the file, with ``texts``, once all groups are encoded, or raises what the encoder of one raised."""
-        if self._begun:
-            self._hand_over()
+        """Return the file, with ``texts``, once all groups are encoded; raise the error of a group's encoder."""
+        if self._pending:
+            self._submit()
         assert self._size is not None, "a clip without frames"
         with tempfile.TemporaryDirectory() as folder:  # moving the index to the front reads the file again
             file = Path(folder) / "clip.mp4"
@@ -176,25 +175,25 @@ class ClipEncoder:
         for group in self._groups:
             group.cancel()
 
-    def _hand_over(self) -> None:
-        self._room.acquire()
-        first, frames_HWC = len(self._groups) * self._length, tuple(self._begun)
-        self._begun.clear()
+    def _submit(self) -> None:
+        self._slots.acquire()
+        first, frames_HWC = len(self._groups) * self._length, tuple(self._pending)
+        self._pending.clear()
         group = self._workers.submit(encode_group, frames_HWC, first, self._fps)
-        group.add_done_callback(lambda _: self._room.release())
+        group.add_done_callback(lambda _: self._slots.release())
         self._groups.append(group)
 
 
 def _write(container: Any, groups: Iterable[Packets], size: tuple[int, int], fps: int, sound: Sound | None) -> None:
     stream: Any = container.add_stream(CODEC, rate=fps, options=QUALITY)
     configure(stream.codec_context, size, fps)
-    sounding = () if sound is None else ((_add_sound(container, sound), _sound_frame(sound)),)
-    container.start_encoding()  # for its headers: the packets come from encoders like it
+    tracks = () if sound is None else ((_add_sound(container, sound), _sound_frame(sound)),)
+    container.start_encoding()  # for its headers; the packets come from encoders with equal options
     for packets in evenly_spaced(groups):
         for packet in packets:
             packet.stream = stream
         container.mux(packets)
-    for track, samples in sounding:
+    for track, samples in tracks:
         container.mux(track.encode(samples))
         container.mux(track.encode(None))
 
@@ -210,7 +209,7 @@ def _layout(sound: Sound) -> str:
 
 
 def _sound_frame(sound: Sound) -> av.AudioFrame:
-    """All samples; the stream cuts them into frames of its own length."""
+    """Return all samples as one frame, which the stream cuts into its own frames."""
     samples_CT = np.ascontiguousarray(sound.samples_CT.clip(-1, 1), dtype=np.float32)
     frame = av.AudioFrame.from_ndarray(samples_CT, format="fltp", layout=_layout(sound))
     frame.sample_rate, frame.time_base, frame.pts = sound.rate, Fraction(1, sound.rate), 0

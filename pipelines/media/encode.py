@@ -1,4 +1,4 @@
-"""One entry for all formats."""
+"""Encodes pictures and clips in any format."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ def encode_frames(
     sound: Sound | None = None,
     texts: Texts = NO_TEXTS,
 ) -> bytes:
-    """Bytes of a picture (one frame) or a clip, from uint8 frames (frames, height, width, 3). A PNG or WebP may have a
-    fourth channel, its opacity.
+    """Return the bytes of a picture (one frame) or clip from uint8 frames (frames, height, width, 3).
 
-    ``compression`` is 0–100 as in OpenAI's API: what is left of the quality of a JPEG or WebP; PNG is lossless.
-    Clips may have ``sound``. ``texts`` are kept in the file, by keyword (``pipelines.media.metadata``).
-    ValueError for a picture format with several frames, for JPEG with opacity, for ``fps`` below 1 with mp4, and for
-    unknown formats.
+    A PNG or WebP may have a fourth channel, its opacity. ``compression`` is 0–100 as in OpenAI's API: the quality of a
+    JPEG or WebP; PNG is lossless. Clips may have ``sound``. ``texts`` are stored in the file, by keyword
+    (``pipelines.media.metadata``). ValueError for several frames in a picture format, JPEG with opacity, mp4 with
+    ``fps`` below 1, and unknown formats.
     """
     check_frames(frames_FHWC, num_channels=(3,) if format == "mp4" else (3, 4))
     if format == "mp4":
@@ -47,7 +46,7 @@ def encode_frames(
 
 
 def encode_thumbnail(frame_HWC: Frames) -> bytes:
-    """A WebP, at most 320 pixels on its longer side, the ratio kept."""
+    """Return a WebP of at most 320 pixels on its longer side, in the same ratio."""
     return encode_picture(shrink(frame_HWC, THUMBNAIL_SIDE), "webp", THUMBNAIL_COMPRESSION)
 
 

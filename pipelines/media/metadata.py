@@ -1,8 +1,8 @@
 """The settings of a request inside its file, as texts by keyword.
 
 PNG has them as text chunks (https://www.w3.org/TR/png-3/#11textinfo), JPEG and WebP in EXIF (CIPA DC-008), MP4 as tags
-of its container. ``parameters`` is in the form of AUTOMATIC1111's web UI, which Civitai and most viewers read;
-``troupe`` is JSON with the fields of the API. Neither has a time in it: the same request gives the same bytes.
+of its container. ``parameters`` has the form of AUTOMATIC1111's web UI, which Civitai and most viewers read; ``troupe``
+is JSON with the fields of the API. Neither has a time: equal requests give equal bytes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ NO_TEXTS: Texts = MappingProxyType({})
 
 PARAMETERS, TROUPE = "parameters", "troupe"
 TAGS = {PARAMETERS: "comment", TROUPE: "description"}
-"""Text to the tag of an MP4, of those that every player knows."""
+"""Text to a tag of an MP4 that every player supports."""
 UNICODE, ASCII = b"UNICODE\0", b"ASCII\0\0\0"
-"""How the EXIF tag UserComment begins."""
+"""Prefixes of the EXIF tag UserComment."""
 MAX_JPEG_EXIF_BYTES = 65533 - 6
 """Size limit of a JPEG's APP1 segment, less its length and ``Exif\\0\\0``."""
 SEED_FIELDS = ("software", "model", "seed")
@@ -46,7 +46,7 @@ NAMES = {
     "fps": "FPS",
     "software": "Version",
 }
-"""Field to its name in ``parameters``, in that text's order."""
+"""Field to its name in ``parameters``, in order."""
 QUOTED = re.compile(r"[,:\n]")
 
 logger = logging.getLogger("troupe.media")
@@ -54,15 +54,15 @@ logger = logging.getLogger("troupe.media")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetadataWriter:
-    """``level``: all settings, model and seed alone, or nothing. ``software`` is name and version, ``sampler`` the
-    class of the model's scheduler."""
-
     level: MetadataLevel
+    """All settings, model and seed alone, or nothing."""
     software: str
+    """Name and version."""
     sampler: str = ""
+    """Class of the model's scheduler."""
 
     def texts(self, request: MediaRequest, layer: int | None = None) -> Texts:
-        """Return the texts of a file of ``request``, which holds its ``layer`` if it is in layers."""
+        """Return the texts of a file of ``request``, or of its ``layer``."""
         if self.level == "none":
             return NO_TEXTS
         fields = {"software": self.software, **_fields(request, layer)}
@@ -74,7 +74,7 @@ class MetadataWriter:
 
 
 def _fields(request: MediaRequest, layer: int | None) -> dict[str, Any]:
-    """Return what makes the file again, under the names that the API has for it."""
+    """Return the fields that reproduce the file, under their names in the API."""
     is_clip = request.kind == "video"
     fields = {
         "model": request.model,
@@ -100,7 +100,7 @@ def _fields(request: MediaRequest, layer: int | None) -> dict[str, Any]:
 
 
 def parameters(fields: Mapping[str, Any]) -> str:
-    """Return ``fields`` in the form of AUTOMATIC1111: prompt, negative prompt, and a line of all else.
+    """Return ``fields`` in the form of AUTOMATIC1111: prompt, negative prompt, and a line of all other fields.
 
     Adapters are in the prompt there, as ``<lora:NAME:SCALE>``.
     """
@@ -119,12 +119,12 @@ def _quoted(value: object) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return ``text`` without what no file can hold: NUL, which ends a text, and halves of characters."""
+    """Return ``text`` without NUL, which ends a text, and with lone surrogates replaced."""
     return text.replace("\0", "").encode(errors="replace").decode()
 
 
 def png_chunks(texts: Texts) -> list[tuple[bytes, bytes]]:
-    """Return type and content of a text chunk each: tEXt in Latin-1, iTXt of all else."""
+    """Return (type, content) of each text chunk: tEXt for Latin-1, iTXt for all else."""
     info = PngInfo()
     for keyword, text in texts.items():
         info.add_text(keyword, text)
@@ -134,13 +134,13 @@ def png_chunks(texts: Texts) -> list[tuple[bytes, bytes]]:
 def exif_of(texts: Texts, max_bytes: float = float("inf")) -> bytes:
     """Return the EXIF block of a JPEG or WebP; empty without ``texts``.
 
-    Of what takes more than ``max_bytes`` the JSON stays if that is short enough, else ``parameters``, else nothing.
+    Above ``max_bytes``, return the JSON alone if it fits, else ``parameters`` alone if they fit, else nothing.
     """
-    for kept in ((PARAMETERS, TROUPE), (TROUPE,), (PARAMETERS,)):
-        exif = _exif({keyword: texts[keyword] for keyword in kept if keyword in texts})
+    for keywords in ((PARAMETERS, TROUPE), (TROUPE,), (PARAMETERS,)):
+        exif = _exif({keyword: texts[keyword] for keyword in keywords if keyword in texts})
         if len(exif) <= max_bytes:
             return exif
-    logger.warning("settings are left out of a JPEG, which is too short for them", extra={"max_bytes": max_bytes})
+    logger.warning("settings are left out of a JPEG: they exceed its EXIF limit", extra={"max_bytes": max_bytes})
     return b""
 
 
@@ -148,7 +148,7 @@ def _exif(texts: Texts) -> bytes:
     if not texts:
         return b""
     exif = Image.Exif()
-    exif.endian = ">"  # that of the characters in UserComment: some readers take one for the other
+    exif.endian = ">"  # as in UserComment: some readers apply one byte order to both
     tags = exif.get_ifd(ExifTags.IFD.Exif)
     if PARAMETERS in texts:
         tags[ExifTags.Base.UserComment] = UNICODE + texts[PARAMETERS].encode("utf-16-be")
@@ -163,7 +163,7 @@ def tags_of(texts: Texts) -> dict[str, str]:
 
 
 def read_texts(file: Path) -> Texts:
-    """Return the texts of a PNG, JPEG, WebP or MP4, by keyword: ours, and those of other programs.
+    """Return the texts of a PNG, JPEG, WebP or MP4, by keyword: Troupe's, and those of other programs.
 
     ValueError for a file of another kind, OSError for one that cannot be read.
     """
@@ -187,13 +187,13 @@ def settings_in(texts: Texts) -> dict[str, Any] | None:
 def _exif_texts(tags: Mapping[int, Any]) -> dict[str, str]:
     comment, note = tags.get(ExifTags.Base.UserComment), tags.get(ExifTags.Base.MakerNote)
     texts = {PARAMETERS: _user_comment(comment)} if isinstance(comment, bytes) else {}
-    if isinstance(note, bytes) and note.startswith(b"{"):  # a camera's begins otherwise
+    if isinstance(note, bytes) and note.startswith(b"{"):  # unlike a camera's
         texts[TROUPE] = note.decode(errors="replace")
     return {keyword: text for keyword, text in texts.items() if text}
 
 
 def _user_comment(comment: bytes) -> str:
-    """Return what a UserComment says. Programs disagree on the order of bytes of its UTF-16."""
+    """Return the text of a UserComment. Programs disagree on the byte order of its UTF-16."""
     code, text = comment[:8], comment[8:]
     if code != UNICODE:
         return (text if code == ASCII else comment).decode(errors="replace").strip("\0 ")
@@ -202,7 +202,7 @@ def _user_comment(comment: bytes) -> str:
 
 
 def _mp4_texts(file: Path) -> dict[str, str]:
-    import av  # which pictures do without
+    import av  # not needed for pictures
 
     try:
         with av.open(str(file), format="mp4") as container:

@@ -1,10 +1,7 @@
-"""Pictures: PNG in strips, all else with Pillow.
+"""Pictures: PNG (https://www.w3.org/TR/png-3/) in strips of rows, JPEG and WebP with Pillow.
 
-PNG files whose strips of rows are compressed beside each other.
-
-To compress is most of what a file takes, and no library does it in more than one thread. https://www.w3.org/TR/png-3/.
-A strip is a run of deflate blocks of its own, and the strips of a file are one zlib stream (RFC 1950), as pigz writes
-it.
+Compression takes most of the time of a PNG, and no library uses several threads for it. Here strips are compressed in
+parallel: each is a run of deflate blocks, and together they are one zlib stream (RFC 1950), as in pigz.
 """
 
 from __future__ import annotations
@@ -25,12 +22,12 @@ from pipelines.media.metadata import MAX_JPEG_EXIF_BYTES, NO_TEXTS, Texts, exif_
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
 COLOUR_TYPES = {1: 0, 3: 2, 4: 6}
-"""By the number of channels: grey, RGB and RGBA."""
+"""PNG colour type by number of channels: grey, RGB and RGBA."""
 BIT_DEPTH = 8
 SUB = 1
-"""The filter that leaves of each value its difference from that of the pixel to its left."""
+"""The filter that replaces a value by its difference from the pixel to the left."""
 STRIP_BYTES = 2**18
-"""Of filtered rows, however many threads there are: the bytes of a file do not depend on that."""
+"""Size of a strip's filtered rows; independent of the number of threads, so that the file's bytes are too."""
 ZLIB_HEADER = b"\x78\x01"
 MEMORY_LEVEL = 9
 
@@ -42,10 +39,10 @@ Chunks = Sequence[tuple[bytes, bytes]]
 
 
 def encode_png(frame_HWC: NDArray[np.uint8], chunks: Chunks = ()) -> bytes:
-    """Differences of neighbours, as runs (``Z_RLE``): six times as fast as trying every filter and looking for older
-    matches, for files of painted pictures that are no larger. ``chunks`` (type and content) go before the pixels.
+    """Return a PNG, with ``chunks`` (type and content) before the pixels. ValueError unless 1, 3 or 4 channels.
 
-    ValueError for other numbers of channels than 1, 3, 4.
+    Differences of neighbours are encoded as runs (``Z_RLE``). This is six times as fast as all filters and a search
+    for matches, and files of painted pictures are no larger.
     """
     height, width, num_channels = frame_HWC.shape
     if num_channels not in COLOUR_TYPES:
@@ -61,12 +58,12 @@ def encode_png(frame_HWC: NDArray[np.uint8], chunks: Chunks = ()) -> bytes:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """For all pictures of this process: zlib leaves the interpreter to others while it works."""
+    """Return the process's threads for strips: zlib releases the GIL."""
     return ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="strips")
 
 
 def _strip(rows_HWC: NDArray[np.uint8], is_last: bool) -> tuple[memoryview, bytes]:
-    """The rows filtered, each with the filter's number before it, and the same compressed."""
+    """Return the filtered rows, each after the filter's number, and their compressed bytes."""
     height, width, num_channels = rows_HWC.shape
     filtered = np.empty((height, 1 + width * num_channels), np.uint8)
     filtered[:, 0] = SUB
@@ -98,9 +95,9 @@ WITH_OPACITY = ("png", "webp")
 
 
 def encode_picture(frame_HWC: NDArray[np.uint8], format: str, compression: int, texts: Texts = NO_TEXTS) -> bytes:
-    """Bytes of one frame; ``compression`` 0–100 is the quality that JPEG and WebP keep. ``texts`` go along.
+    """Return the bytes of one frame with ``texts``; ``compression`` 0–100 is the quality of JPEG and WebP.
 
-    A fourth channel is opacity: ValueError for a format that has none.
+    A fourth channel is opacity: ValueError for a format without it.
     """
     if frame_HWC.shape[-1] == 4 and format not in WITH_OPACITY:
         raise ValueError(f"{format} has no opacity; use {' or '.join(WITH_OPACITY)}")
@@ -115,7 +112,7 @@ def encode_picture(frame_HWC: NDArray[np.uint8], format: str, compression: int, 
 
 
 def laid_over_white(layers_FHWC: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """One opaque picture: what ``layers_FHWC`` with opacity show together, each over those before it, on white."""
+    """Return one opaque picture: ``layers_FHWC`` with opacity, composed in order over white."""
     _, height, width, _ = layers_FHWC.shape
     ground = Image.new("RGBA", (width, height), "white")
     for layer_HWC in layers_FHWC:
@@ -124,7 +121,7 @@ def laid_over_white(layers_FHWC: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def shrink(frame_HWC: NDArray[np.uint8], longest_side: int) -> NDArray[np.uint8]:
-    """The frame, made smaller (never larger) until its longer side is at most ``longest_side`` pixels."""
+    """Return the frame, reduced if its longer side has more than ``longest_side`` pixels."""
     picture = Image.fromarray(frame_HWC)
     picture.thumbnail((longest_side, longest_side), Image.Resampling.LANCZOS)
     return np.asarray(picture)

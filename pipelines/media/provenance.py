@@ -1,7 +1,7 @@
-"""C2PA manifests: who has made a file, with which model and when, signed (https://spec.c2pa.org, version 2).
+"""C2PA manifests: a file's maker, model and time, signed (https://spec.c2pa.org, version 2).
 
-The manifest lies in the file, whose pixels and texts it covers. The signature needs a certificate that C2PA allows: it
-has the extended key usage of e-mail protection, document or claim signing, and is not signed by itself.
+The manifest is in the file and covers its pixels and texts. The certificate must be one that C2PA allows: not
+self-signed, with the extended key usage of e-mail protection, document signing or claim signing.
 """
 
 from __future__ import annotations
@@ -33,44 +33,43 @@ from pipelines.request import MediaRequest
 MIME_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp", "mp4": "video/mp4"}
 SOURCE_TYPES = "http://cv.iptc.org/newscodes/digitalsourcetype/"
 MADE, CHANGED = f"{SOURCE_TYPES}trainedAlgorithmicMedia", f"{SOURCE_TYPES}compositeWithTrainedAlgorithmicMedia"
-"""IPTC's words for what a model has made from a prompt, and from media that came along."""
+"""IPTC's terms for media that a model made from a prompt, and from other media."""
 CURVES = {"secp256r1": "es256", "secp384r1": "es384", "secp521r1": "es512"}
 MIN_RSA_BITS = 2048
-ALONE = {"verify_trust": False, "remote_manifest_fetch": False, "ocsp_fetch": False}
-"""Nothing is asked for on the network."""
-QUICKLY = MappingProxyType(
-    {"verify": {**ALONE, "verify_after_sign": False}, "builder": {"thumbnail": {"enabled": False}}}
+OFFLINE = {"verify_trust": False, "remote_manifest_fetch": False, "ocsp_fetch": False}
+WITHOUT_CHECK = MappingProxyType(
+    {"verify": {**OFFLINE, "verify_after_sign": False}, "builder": {"thumbnail": {"enabled": False}}}
 )
-CAREFULLY = MappingProxyType({**QUICKLY, "verify": {**ALONE, "verify_after_sign": True}})
+WITH_CHECK = MappingProxyType({**WITHOUT_CHECK, "verify": {**OFFLINE, "verify_after_sign": True}})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Credentials:
-    """A chain of certificates, the signer's own first, and its key, both as PEM. No signature is valid after
-    ``ends_at``."""
-
     algorithm: str
     chain: bytes
+    """Certificates as PEM, the signer's own first."""
     name: str
     ends_at: datetime
+    """No signature is valid after it."""
     key: bytes
+    """PEM."""
 
     def __repr__(self) -> str:
         return f"Credentials({self.name!r}, {self.algorithm}, until {self.ends_at:%Y-%m-%d})"
 
     @classmethod
     def read(cls, certificate: Path, key: Path) -> Credentials:
-        """Read both files and sign a picture with them. ValueError says which file cannot serve, and why."""
+        """Read both files and sign a test picture. ValueError tells which file is unusable, and why."""
         chain, private_key = _certificates(certificate), _private_key(key)
         own = chain[0]
         if _public(private_key) != _public(own):
-            others = [one for one in chain[1:] if _public(one) == _public(private_key)]
+            others = [other for other in chain[1:] if _public(other) == _public(private_key)]
             cause = "of another one there: put that first" if others else "of none there"
             raise ValueError(f"the key {key} is not that of the first certificate in {certificate}, but {cause}")
         now, ends_at = datetime.now(UTC), min(one.not_valid_after_utc for one in chain)
         if not max(one.not_valid_before_utc for one in chain) <= now < ends_at:
             raise ValueError(f"{certificate} holds a certificate that is not valid today: get a new one")
-        read = cls(
+        credentials = cls(
             algorithm=_algorithm(private_key, key),
             chain=b"".join(one.public_bytes(Encoding.PEM) for one in chain),
             name=_common_name(own),
@@ -78,17 +77,18 @@ class Credentials:
             key=private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
         )
         try:
-            ManifestWriter(read, "trial", "0", settings=CAREFULLY).sign(_pixel(), "png", model="trial", is_edit=False)
+            writer = ManifestWriter(credentials, "trial", "0", settings=WITH_CHECK)
+            writer.sign(_pixel(), "png", model="trial", is_edit=False)
         except c2pa.C2paError as error:
             raise ValueError(f"{certificate} cannot sign C2PA manifests: {error}") from None
-        return read
+        return credentials
 
 
 class ManifestWriter:
     """Signs files in any thread. ``software`` and ``version`` are the claim's generator."""
 
     def __init__(
-        self, credentials: Credentials, software: str, version: str, *, settings: Mapping[str, Any] = QUICKLY
+        self, credentials: Credentials, software: str, version: str, *, settings: Mapping[str, Any] = WITHOUT_CHECK
     ) -> None:
         own = c2pa.C2paSignerInfo(credentials.algorithm, credentials.chain, credentials.key, None)
         self._context = c2pa.Context.from_dict(dict(settings), signer=c2pa.Signer.from_info(own))
@@ -99,7 +99,7 @@ class ManifestWriter:
         return self.sign(data, format, model=request.model, is_edit=request.num_pictures > 0)
 
     def sign(self, data: bytes, format: str, *, model: str, is_edit: bool) -> bytes:
-        """``is_edit``: ``model`` had media to begin with."""
+        """Return ``data`` with a manifest. ``is_edit``: ``model`` started from other media."""
         action = {
             "action": "c2pa.created",
             "when": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -118,11 +118,11 @@ class ManifestWriter:
 
 
 def signature_of(file: Path) -> dict[str, Any] | None:
-    """Return who has signed ``file`` and what its manifest says, in plain JSON; None without one.
+    """Return signer and contents of the manifest in ``file``, as plain JSON; None without a manifest.
 
-    ``is_intact``: nothing was changed since. Whether the signer is to be trusted is not looked at.
+    ``is_intact``: the file has not changed since. Trust in the signer is not checked.
     """
-    context = c2pa.Context.from_dict({"verify": ALONE})
+    context = c2pa.Context.from_dict({"verify": OFFLINE})
     with suppress(c2pa.C2paError):
         reader = c2pa.Reader.try_create(str(file), context=context)
         manifest = None if reader is None else reader.get_active_manifest()
@@ -169,7 +169,7 @@ def _read(file: Path) -> bytes:
 
 
 def _algorithm(key: Any, file: Path) -> str:
-    """Return what C2PA calls the signatures that ``key`` makes."""
+    """Return C2PA's name for the signatures of ``key``."""
     match key:
         case ec.EllipticCurvePrivateKey() if key.curve.name in CURVES:
             return CURVES[key.curve.name]

@@ -1,1 +1,1 @@
-"""What the project knows of each transformer class that diffusers' blocks call: mostly data, a file a class."""
+"""Specs of diffusers' transformer classes: mostly data, one folder a family."""

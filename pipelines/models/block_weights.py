@@ -28,13 +28,13 @@ def part_gemm(
     columns: slice = ALL,
     bias_N: Tensor | None = None,
 ) -> Gemm:
-    """Returns one for some outputs or some inputs of ``linear``, with the bias that is given."""
+    """Return a GEMM for some outputs or inputs of ``linear``, with bias ``bias_N``."""
     part = WeightPart(parameter=linear.weight, rows=rows, columns=columns)
     return make_gemm(part.of(linear.weight), bias_N, precision, activation, parts=(part,))
 
 
 def stacked(linears: Sequence[Any], precision: Precision, activation: Activation = "gelu") -> Gemm:
-    """Returns one GEMM for all ``linears``, whose parameters become views of its own."""
+    """Return one GEMM for all ``linears``, whose parameters become views of its weight and bias."""
     parts = [WeightPart(parameter=linear.weight) for linear in linears]
     return make_gemm(*stack(linears), precision, activation, parts=parts)
 
@@ -44,13 +44,13 @@ def pair(text: Any, image: Any, precision: Precision, activation: Activation = "
 
 
 def joint_projections(attn: Any, precision: Precision) -> Pair:
-    """Returns those to queries, keys and values of diffusers' joint attention."""
+    """Return the query, key and value projections of diffusers' joint attention."""
     text = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
     return Pair(stacked(text, precision), stacked((attn.to_q, attn.to_k, attn.to_v), precision))
 
 
 def joint_norms(attn: Any) -> Tensor:
-    """Returns ``head_norms_S2D`` of diffusers' joint attention: the text's, then the image's."""
+    """Return ``head_norms_S2D`` of diffusers' joint attention: text, then image."""
     return torch.stack((norms(attn.norm_added_q, attn.norm_added_k), norms(attn.norm_q, attn.norm_k)))
 
 
@@ -63,30 +63,29 @@ DUAL_VECTORS, SINGLE_VECTORS, LAST_VECTORS = 12, 3, 2
 
 
 def vectors_of(linear: Any, active_BC: Tensor) -> Tensor:
-    """Returns ``vectors_VBC``: the layer's output features, cut into vectors of as many channels as it reads."""
+    """Return ``vectors_VBC``: the output of ``linear``, cut into vectors of its input's channels."""
     out_BE: Tensor = linear(active_BC)
     batch, channels = active_BC.shape
     return out_BE.view(batch, -1, channels).transpose(0, 1)
 
 
 def dual_vectors(text: Any, image: Any, active_BC: Tensor) -> Tensor:
-    """Returns those of a dual-stream block, whose two layers give (shift, scale, gate) of attention and of the MLP."""
+    """Return ``vectors_VBC`` of a dual-stream block: (shift, scale, gate) of attention, then of the MLP."""
     return torch.stack((vectors_of(text, active_BC), vectors_of(image, active_BC)), dim=1).flatten(0, 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockVectors:
-    """``vectors_VBC`` by place: of dual blocks, of single blocks, of the last norm. Implements ``BlockModulation``.
-
-    If they are ``shared``, all dual blocks have the same ones, and so have all single blocks. ``first_rows`` rows are
-    text.
-    """
+    """Modulation vectors of all blocks by place. Implements ``BlockModulation``."""
 
     vectors_VBC: Tensor
+    """Vectors of dual blocks, of single blocks, then of the last norm."""
     num_duals: int
     num_singles: int
     shared: bool
+    """Whether all dual blocks have the same vectors, and all single blocks too."""
     first_rows: int
+    """Number of rows of text."""
 
     def first(self) -> Modulation:
         return self._start_of(0)

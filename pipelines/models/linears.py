@@ -1,6 +1,6 @@
-"""Layers under the names that diffusers' ``Attention`` and ``FeedForward`` give them, as a shard plan splits them.
+"""Linear layers and norms of diffusers' ``Attention`` and ``FeedForward``, as a shard plan splits them.
 
-Each takes the names of attentions or MLPs (``transformer_blocks.*.attn``).
+Each function takes the names of attentions or MLPs (``transformer_blocks.*.attn``).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from engines.core.shard_plan import ColumnLinear, FullWidthNorm, RowLinear
 Linears = tuple[ColumnLinear | RowLinear, ...]
 
 QUERY_KEY_VALUE = ("to_q", "to_k", "to_v")
-JOINED = ("add_q_proj", "add_k_proj", "add_v_proj")
+ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
 GATED = (1, 1)
-"""Segments of a linear with a gate and what it gates."""
+"""Segments of a linear that outputs values and their gate."""
 
 
 def attention_linears(*attentions: str) -> Linears:
-    """Returns those of attention over one sequence, or to another."""
+    """Return the linears of self- or cross-attention."""
     return (
         *(ColumnLinear(pattern=f"{attention}.{name}") for attention in attentions for name in QUERY_KEY_VALUE),
         *(RowLinear(pattern=f"{attention}.to_out.0") for attention in attentions),
@@ -24,23 +24,23 @@ def attention_linears(*attentions: str) -> Linears:
 
 
 def joint_attention_linears(*attentions: str) -> Linears:
-    """Returns those of attention over two sequences together, the second of which has weights of its own."""
+    """Return the linears of joint attention over two sequences, each with weights of its own."""
     return (
         *attention_linears(*attentions),
-        *(ColumnLinear(pattern=f"{attention}.{name}") for attention in attentions for name in JOINED),
+        *(ColumnLinear(pattern=f"{attention}.{name}") for attention in attentions for name in ADDED),
         *(RowLinear(pattern=f"{attention}.to_add_out") for attention in attentions),
     )
 
 
 def query_key_norms(*attentions: str) -> tuple[FullWidthNorm, ...]:
-    """Returns the norms of queries and keys that take the features of all heads together."""
+    """Return the norms of queries and keys over the features of all heads."""
     return tuple(
         FullWidthNorm(pattern=f"{attention}.{name}") for attention in attentions for name in ("norm_q", "norm_k")
     )
 
 
 def mlp_linears(*mlps: str, segments: tuple[int, ...] = (1,)) -> Linears:
-    """Returns both of each MLP; ``segments`` as in ``ColumnLinear``."""
+    """Return both linears of each MLP; ``segments`` as in ``ColumnLinear``."""
     return (
         *(ColumnLinear(pattern=f"{mlp}.net.0.proj", segments=segments) for mlp in mlps),
         *(RowLinear(pattern=f"{mlp}.net.2") for mlp in mlps),

@@ -1,7 +1,7 @@
-"""Transformers with a stream of text and one of pictures as hand-ordered steps on the module's own parameters.
+"""Hand-ordered steps of transformers with a text and an image stream, on the module's own parameters.
 
-Each equals its module's ``forward``: what differs is order and grouping. Modulation vectors, rotary tables and the
-embedded text do not depend on the latents and are hoisted out of the steps.
+Each equals its module's ``forward`` but for order and grouping. Modulation vectors, rotary tables and the embedded
+text do not depend on the latents and are hoisted out of the steps.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ PROMPT = "encoder_hidden_states"
 
 
 class MMDiTWeights(ABC):
-    """A transformer arranged for ``FastMMDiT``; the module keeps working. Implements ``FastWeights``.
-
-    ``shares_vectors``: all blocks of a kind have the same modulation. ``window``: prompts may be filled up to the next
-    multiple of so many tokens; None where all have one length.
-    """
+    """A transformer arranged for ``FastMMDiT``; the module keeps working. Implements ``FastWeights``."""
 
     shares_vectors = False
+    """Whether all blocks of a kind have the same modulation."""
     window: int | None = None
+    """Prompts may be padded to a multiple of this many tokens; None if all have one length."""
     latents_stream = IMAGE
 
     def __init__(self, module: Any, blocks: Blocks) -> None:
@@ -55,29 +53,28 @@ class MMDiTWeights(ABC):
         return tokens_BSD
 
     def text(self, text_BTD: Tensor) -> Tensor:
-        """Returns the embedded prompt, ``(B, T, C)``."""
+        """Return the embedded prompt, (B, T, C)."""
         text_BTC: Tensor = self.module.context_embedder(text_BTD)
         return text_BTC
 
     def image(self, latents_SBD: Tensor) -> Tensor:
-        """Returns the embedded latents, ``(S, B, C)``."""
+        """Return the embedded latents, (S, B, C)."""
         image_SBC: Tensor = self.module.x_embedder(latents_SBD)
         return image_SBC
 
     @abstractmethod
     def rotations(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines for the text's tokens, then for the image's: each (2, tokens, D / 2), float32."""
+        """Return cosines and sines of text tokens, then of image tokens: each (2, tokens, D / 2), float32."""
 
     @abstractmethod
     def embedded_times(self, inputs: ModelInputs, timesteps_SB: Tensor) -> Tensor:
-        """Returns ``temb_SBC``: each timestep with what else modulates, as the module's ``forward`` embeds them."""
+        """Return ``temb_SBC``: each timestep, embedded with other modulating inputs as in the module's ``forward``."""
 
     @abstractmethod
     def vectors(self, temb_XC: Tensor) -> Tensor:
-        """Returns ``modulation_VXC`` in the order of ``BlockVectors``.
+        """Return ``modulation_VXC`` in the order of ``BlockVectors``.
 
-        Any number of rows goes: those of a whole schedule give the vectors of all its steps, with the weights read
-        once.
+        X is any number of rows: all steps of a schedule at once read the weights only once.
         """
 
     def writers(self) -> Writers:
@@ -95,17 +92,17 @@ class MMDiTWeights(ABC):
 
 
 class FastMMDiT:
-    """One step over my tokens. Implements ``FastModel``."""
+    """One step over this rank's tokens. Implements ``FastModel``."""
 
     def __init__(self, weights: MMDiTWeights, parts: StepParts) -> None:
         self._weights, self._parts = weights, parts
 
     def hoisted(self, arguments: Arguments) -> dict[str, Tensor]:
         cut = self._parts.cut
-        kept = {}
+        mask = {}
         if self._parts.filled is not None:
-            kept = {KEPT: _kept(arguments, self._parts.filled)}
-            arguments = {**arguments, PROMPT: _filled(arguments[PROMPT], self._parts.filled[TEXT])}
+            mask = {KEPT: _token_mask(arguments, self._parts.filled)}
+            arguments = {**arguments, PROMPT: _pad_prompt(arguments[PROMPT], self._parts.filled[TEXT])}
         text_BTC = self._weights.text(cut(arguments[PROMPT], 1, TEXT))
         text_2TP, image_2SP = self._weights.rotations(arguments)
         cos_LP, sin_LP = torch.cat((cut(text_2TP, 1, TEXT), cut(image_2SP, 1, IMAGE)), dim=1)
@@ -113,11 +110,11 @@ class FastMMDiT:
             "text_TBC": text_BTC.transpose(0, 1).contiguous(),
             "cos_LP": cos_LP.contiguous(),
             "sin_LP": sin_LP.contiguous(),
-            **kept,
+            **mask,
         }
 
     def step(self, latents: Tensor, hoisted: StepTensors) -> Tensor:
-        """Returns ``velocity_BSD`` of my image tokens from ``latents_BSD``."""
+        """Return ``velocity_BSD`` of this rank's image tokens from ``latents_BSD``."""
         text_TBC = hoisted["text_TBC"]
         image_SBC = self._weights.image(latents.transpose(0, 1))
         x_RC = torch.cat((text_TBC, image_SBC)).flatten(0, 1)
@@ -143,19 +140,19 @@ class FastMMDiT:
         )
 
 
-def _filled(text_BTD: Tensor, num_tokens: int) -> Tensor:
-    """Returns the prompt with zeros after it, which nothing attends to."""
+def _pad_prompt(text_BTD: Tensor, num_tokens: int) -> Tensor:
+    """Return the prompt with zeros after it, which nothing attends to."""
     return functional.pad(text_BTD, (0, 0, 0, num_tokens - text_BTD.shape[1]))
 
 
-def _kept(arguments: Arguments, filled: Mapping[str, int]) -> Tensor:
-    """Returns which tokens of all streams were there before the prompt was filled up, text first."""
+def _token_mask(arguments: Arguments, lengths: Mapping[str, int]) -> Tensor:
+    """Return a mask of the tokens of all streams, text first: False for padding."""
     text_BTD = arguments[PROMPT]
-    places_N = torch.arange(sum(filled.values()), device=text_BTD.device)
-    kept_N: Tensor = (places_N < text_BTD.shape[1]) | (places_N >= filled[TEXT])
-    return kept_N
+    places_N = torch.arange(sum(lengths.values()), device=text_BTD.device)
+    mask_N: Tensor = (places_N < text_BTD.shape[1]) | (places_N >= lengths[TEXT])
+    return mask_N
 
 
 def pair_rotation(tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Returns (2, tokens, D / 2) from diffusers' cosines and sines, (tokens, D) each with every value twice."""
+    """Return (2, tokens, D / 2) from diffusers' cosines and sines, (tokens, D) each with every value twice."""
     return torch.stack([table_LD[:, ::2].float() for table_LD in tables])

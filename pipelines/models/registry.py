@@ -1,4 +1,4 @@
-"""From a transformer class of diffusers to what the project knows of it, without importing the others."""
+"""Maps a transformer class of diffusers to its ``ModelSpec``, importing no other family."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAMILY_FOLDERS = {
     "WanTransformer3DModel": "wan",
     "ZImageTransformer2DModel": "z_image",
 }
-"""Class name of a transformer to the folder of its family, whose ``spec.SPEC`` it is."""
+"""Class name of a transformer to the folder of its family, which has the spec as ``spec.SPEC``."""
 
 
 def spec_of(path: Path) -> ModelSpec:
@@ -41,10 +41,10 @@ def spec_of(path: Path) -> ModelSpec:
 
 def transformer_class(path: Path) -> str:
     """Return the name of the transformer's class. ValueError for a folder that is not a diffusers pipeline's."""
-    named = [name for part in DENOISERS if (name := part_class(path, part)) is not None]
-    if not named:
+    names = [name for part in DENOISERS if (name := part_class(path, part)) is not None]
+    if not names:
         raise ValueError(f"{path} holds a {read_index(path).get('_class_name')}, which has no transformer")
-    return named[0]
+    return names[0]
 
 
 def load_spec(class_name: str) -> ModelSpec:

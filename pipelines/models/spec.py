@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def check_channels(path: Path, part: str, given: int, taken: int | None = None) -> None:
-    """ValueError if the part's configuration says another number of ``in_channels`` than the pipeline has for it.
+    """Raise ValueError if a part takes another number of channels than the pipeline passes.
 
-    ``taken`` is that number where the configuration calls it otherwise.
+    ``taken`` is the part's number if its configuration has it under another key than ``in_channels``.
     """
     number = read_config(path, part).get("in_channels", given) if taken is None else taken
     if number != given:
@@ -40,35 +40,14 @@ def check_channels(path: Path, part: str, given: int, taken: int | None = None) 
 
 
 def first_output(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
-    """Calls a diffusers transformer; returns the first tensor of its output."""
+    """Call a diffusers transformer and return the first tensor of its output."""
     prediction: Tensor = module(**call, return_dict=False)[0]
     return prediction
 
 
-def all_outputs(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
-    """Calls a diffusers transformer; returns the tensors of its output one after the other, (B, all values)."""
-    import torch
-
-    return torch.cat([output.flatten(1) for output in module(**call, return_dict=False)], dim=1)
-
-
-def parted(prediction: Tensor, blanks: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Returns the tensors that ``all_outputs`` put together, in the shapes of ``blanks``."""
-    import torch
-
-    parts = torch.split(prediction, [blank[0].numel() for blank in blanks], dim=1)
-    return tuple(part.reshape(blank.shape) for part, blank in zip(parts, blanks, strict=True))
-
-
 def blank_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Returns zeros that take no memory, in the shape of ``x`` unless another is given."""
+    """Return zeros that take no memory, by default in the shape of ``x``."""
     return x.new_zeros(()).expand(x.shape if shape is None else shape)
-
-
-def of_fewer_channels(config: Mapping[str, Any], call: Mapping[str, Any]) -> tuple[Tensor]:
-    """A blank prediction of a model that takes more channels than it predicts: beside latents those of a picture."""
-    latents = call["hidden_states"]
-    return (blank_like(latents, (latents.shape[0], config["out_channels"], *latents.shape[2:])),)
 
 
 Config = Mapping[str, Any]
@@ -77,7 +56,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class LazyFunction:
-    """A function of another module, imported when it is called first: spec files need no torch."""
+    """A function of another module, imported at its first call: spec files need no torch."""
 
     module: str
     name: str
@@ -91,16 +70,15 @@ class LazyFunction:
 
 
 def lazy(path: str) -> Any:
-    """Return the function at ``path`` ("module:function"), which takes the place of a method of ``ModelSpec``."""
+    """Return the function at ``path`` ("module:function"), for use as a method of ``ModelSpec``."""
     module, name = path.split(":")
     return LazyFunction(module, name)
 
 
 class ModelSpec(ABC):
-    """How a transformer class is divided, called and guided. Stateless; a family overrides what differs.
+    """How a transformer class is divided, called and guided. Stateless; a family overrides defaults.
 
-    A class of diffusers without a family here gets ``generic.spec.GenericSpec``. ``path`` is a diffusers folder,
-    ``config`` its transformer's configuration. Only methods that say so need torch.
+    ``path`` is a diffusers folder, ``config`` its transformer's configuration. Only methods that say so need torch.
     """
 
     family: str
@@ -111,10 +89,9 @@ class ModelSpec(ABC):
     local_attention: tuple[str, ...] = ()
     """Name patterns (``*`` for a number) of attentions whose keys every rank has whole."""
     counts_heads: bool = False
-    """Whether its attention processors split features by ``heads``, of which a rank of ``tensor`` holds a share."""
+    """Whether attention processors split features by ``heads``; a ``tensor`` rank holds only a share of them."""
     has_known_conditioning: bool = True
-    """Whether ``blank_conditioning`` is implemented. If not, a gang is warm only after its first request, and has no
-    known step for its self-check."""
+    """Whether ``blank_conditioning`` is implemented. If not, a gang warms up with its first request, unchecked."""
     reads_values: bool = False
     """Whether the forward reads values of tensors on the host (``DenoiserModel``)."""
     hoisted: Callable[[nn.Module, Arguments], ModelInputs] | None = None
@@ -138,17 +115,21 @@ class ModelSpec(ABC):
     decodes_frames_apart: bool = False
     """Whether decoding blocks treat each frame alone, after the auto-encoder."""
     eager_only: str = ""
-    """Why the forward becomes no graph outside torch: a verb and what follows, the class being the subject."""
+    """Why the forward cannot be exported from torch: a predicate whose subject is the class."""
     eager_split: str = ""
-    """The same where ranks share the tokens."""
+    """The same, if ranks share the tokens."""
+    plan: ShardPlan
+    """The shard plan of all configurations, unless ``shard_plan`` is overridden."""
+    arrange_fast: ArrangeWeights | None = None
+    """Arranges weights for a hand-ordered step; None if the class has none."""
 
     @abstractmethod
     def defaults(self, path: Path) -> Defaults:
-        """Return what the model does when a request does not say. ValueError for a checkpoint that cannot be served."""
+        """Return the values for fields that a request omits. ValueError for a checkpoint that cannot be served."""
 
-    @abstractmethod
     def shard_plan(self, config: Config) -> ShardPlan:
         """Return how the transformer is split."""
+        return self.plan
 
     @abstractmethod
     def stream_lengths(self, config: Config, arguments: Arguments) -> Mapping[str, int]:
@@ -167,11 +148,11 @@ class ModelSpec(ABC):
         return {}
 
     def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return ``call``, made by the blocks, as the engine makes it. ``step``: inputs of the step's blocks."""
+        """Return the blocks' ``call`` in the form for the engine. ``step``: inputs of the step's blocks."""
         return call
 
     def blank_prediction(self, config: Config, call: Mapping[str, Any]) -> Any:
-        """Return what the pipeline may take for the output of ``call`` before it is computed. Needs torch."""
+        """Return a placeholder for the output of ``call``, in its shapes. Needs torch."""
         return (blank_like(call["hidden_states"]),)
 
     def forward(self, module: nn.Module, call: Mapping[str, Any]) -> Tensor:
@@ -191,8 +172,8 @@ class ModelSpec(ABC):
             attention.count_heads(module)
 
     def fast_weights(self, config: Config) -> ArrangeWeights | None:
-        """Return the function that arranges weights for a hand-ordered step; None if the transformer has none."""
-        return None
+        """Return ``arrange_fast``, or None if the hand-ordered step does not support ``config``."""
+        return self.arrange_fast
 
     def patch_blocks(self, blocks: Any) -> None:  # noqa: B027  most families need no patch
         """Replace faulty blocks of diffusers, and add missing ones. Needs torch."""
@@ -201,14 +182,14 @@ class ModelSpec(ABC):
         """Replace or add blocks for the settings of one checkpoint. Needs torch."""
 
     def complete_pipeline(self, pipeline: Any) -> None:  # noqa: B027  as above
-        """Add parts that are in no folder to a pipeline that encodes or decodes, and patch others."""
+        """Add parts that no folder holds to a pipeline that encodes or decodes, and patch others."""
 
     def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
-        """Return inputs of the pipeline that a request does not decide by their names."""
+        """Return pipeline inputs that are no request field of the same name."""
         return {}
 
     def pad_conditioning(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return encoded prompts at lengths that others share: one captured step serves all of them. Needs torch."""
+        """Return encoded prompts padded to shared lengths, so that they share a captured step. Needs torch."""
         return values
 
     def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -221,28 +202,47 @@ class ModelSpec(ABC):
         return None if velocity is None else {"latents": (latents.float() - sigma * velocity.float()).to(latents.dtype)}
 
     def round_values(self, loop_state: Any, call: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return values that show how far a loop with several steps a round has come. Needs torch."""
+        """Return intermediate values of a loop with several steps a round. Needs torch."""
         return {}
 
 
-def text_and_image(arguments: Arguments) -> dict[str, int]:
-    """Return the tokens of a prompt and of a picture that is passed as tokens."""
-    return {"text": arguments["encoder_hidden_states"].shape[1], "image": arguments["hidden_states"].shape[1]}
+class TextAndImageSpec(ModelSpec):
+    """Transformers with a stream of text and one of pictures, both passed as tokens."""
+
+    def stream_lengths(self, config: Config, arguments: Arguments) -> Mapping[str, int]:
+        return {"text": arguments["encoder_hidden_states"].shape[1], "image": arguments["hidden_states"].shape[1]}
+
+
+class SeveralOutputsSpec(ModelSpec):
+    """Transformers with several outputs, which engines see as one tensor, (B, all values)."""
+
+    def forward(self, module: nn.Module, call: Mapping[str, Any]) -> Tensor:
+        import torch
+
+        return torch.cat([output.flatten(1) for output in module(**call, return_dict=False)], dim=1)
+
+    def to_output(self, config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[Tensor, ...]:
+        import torch
+
+        blanks = self.blank_prediction(config, call)
+        parts = torch.split(prediction, [blank[0].numel() for blank in blanks], dim=1)
+        return tuple(part.reshape(blank.shape) for part, blank in zip(parts, blanks, strict=True))
+
+
+def first_latent_frame(_spec: ModelSpec, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return, as ``first_frame``, the latents that a causal auto-encoder decodes to one frame."""
+    return {"latents": latents["latents"][:, :, :1]}
+
+
+def fewer_channels(_spec: ModelSpec, config: Config, call: Mapping[str, Any]) -> tuple[Tensor]:
+    """Return a ``blank_prediction`` with fewer channels than the input, which also holds a picture."""
+    latents = call["hidden_states"]
+    return (blank_like(latents, (latents.shape[0], config["out_channels"], *latents.shape[2:])),)
 
 
 def num_patches(sizes: Iterable[int], patch: Iterable[int]) -> int:
-    """Return the tokens of latents of ``sizes``, such as (frames, rows, columns), cut into patches."""
+    """Return the number of patches of latents of ``sizes``, such as (frames, rows, columns)."""
     return math.prod(size // side for size, side in zip(sizes, patch, strict=True))
-
-
-def without_prompt_mask(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``call`` without the mask of its one prompt: it masks nothing, and would forbid the fastest attention."""
-    return {name: value for name, value in call.items() if name != "encoder_hidden_states_mask"}
-
-
-def first_latent_frame(latents: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of ``latents_BCTHW`` that a causal auto-encoder decodes to one frame."""
-    return {"latents": latents["latents"][:, :, :1]}
 
 
 PICTURE = Defaults(
@@ -278,5 +278,5 @@ CLIP = Defaults(
 
 
 def distilled(base: Defaults, num_inference_steps: int) -> Defaults:
-    """Those of a model that does in so few steps, and without a second prompt, what ``base`` does."""
+    """Return ``base`` for its distilled model: fewer steps, and no second prompt."""
     return replace(base, num_inference_steps=num_inference_steps, true_cfg_scale=1.0)

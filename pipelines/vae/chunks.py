@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 CACHE, FIRST = "feat_cache", "first_chunk"
 MIN_BAND_ROWS = 15
-"""Rows of latents: four bands of 480 pixels, each 38 % of the work. Thinner bands mostly compute rows around them."""
+"""Rows of latents: four bands of 480 pixels, each 38 % of the work. Thinner bands mostly compute margins."""
 
 
 def decodes_in_chunks(vae: Any) -> bool:
@@ -41,7 +41,7 @@ def decode_chunks(vae: Any, latents_BCFHW: Tensor, decoders: Sequence[Any] = ())
 
 
 def decode_bands(vae: Any, latents_BCFHW: Tensor, decoders: Sequence[Any]) -> Iterator[Tensor]:
-    """Yield the same, with a band on each of ``decoders``, however few its rows are.
+    """Yield the same with a band on each of ``decoders``, however thin.
 
     One thread starts a chunk on one device after the other: calls on GPUs return long before their work is done.
     """
@@ -55,7 +55,7 @@ def decode_bands(vae: Any, latents_BCFHW: Tensor, decoders: Sequence[Any]) -> It
 
 
 class ChunkedVae:
-    """Stands in for a pipeline's auto-encoder: each call of ``decode`` returns the next chunk of the first call's clip.
+    """Replaces a pipeline's auto-encoder: each ``decode`` returns the next chunk of the first call's clip.
 
     ``num_left`` chunks are still to come. ``decoders`` as for ``decode_chunks``.
     """
@@ -68,7 +68,7 @@ class ChunkedVae:
         return getattr(self._vae, name)
 
     def decode(self, latents_BCFHW: Tensor, return_dict: bool = True) -> DecoderOutput:
-        """Return a ``DecoderOutput``, which also can be indexed like the tuple that ``return_dict=False`` asks for."""
+        """Return a ``DecoderOutput``, which can also be indexed like the tuple of ``return_dict=False``."""
         if self._chunks is None:
             self._chunks = decode_chunks(self._vae, latents_BCFHW, self._decoders)
             self.num_left = latents_BCFHW.shape[2]
@@ -106,7 +106,7 @@ def uses_upsample(decoder: Any) -> bool:
 
 
 def _decode_band(vae: Any, decoder: Any, hidden_BCFHW: Tensor, band: Band) -> Iterator[Tensor]:
-    """The cache belongs to the call, not to the module."""
+    """Yield the pixels of a band, frame by frame, with a cache of the call."""
     cache: list[Any] = [None] * sum(1 for _ in decoder.modules())
     takes_first = FIRST in _arguments(vae)
     for index in range(hidden_BCFHW.shape[2]):
@@ -119,7 +119,7 @@ def _decode_band(vae: Any, decoder: Any, hidden_BCFHW: Tensor, band: Band) -> It
 
 @contextmanager
 def _cropped(decoder: Any, band: Band, num_rows: int) -> Iterator[None]:
-    """Inside the block ``decoder`` answers latents of ``num_rows`` with the rows of ``band`` alone."""
+    """Make ``decoder`` return only the rows of ``band`` for latents of ``num_rows``, inside this context."""
     hooks = []
     if band.count > 1:
         hooks = [module.register_forward_hook(partial(_crop, rows)) for module, rows in _crops(decoder, band, num_rows)]
@@ -135,7 +135,7 @@ def _crop(rows: slice, module: nn.Module, inputs: Any, output_BCFHW: Tensor) -> 
 
 
 def _crops(decoder: Any, band: Band, num_rows: int) -> Iterator[tuple[nn.Module, slice]]:
-    """Yield modules, and the rows of each one's output that are used."""
+    """Yield modules and the rows of their outputs that are used."""
     start, stop = band.rows(num_rows)
     first, scale = 0, 1
     for module, margin in zip((decoder.mid_block, *decoder.up_blocks), margins(decoder), strict=True):

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 Bands = Sequence[Tensor]
 """A layer's rows from top to bottom: (batch, channels, rows, columns), each on a device of its own."""
 RowFunction = Callable[[Tensor], Tensor]
-"""Takes each row by itself."""
+"""A function of each row by itself."""
 Edges = tuple[Tensor | None, Tensor | None]
 """The row above a band and the one below it; None where the picture ends."""
 
@@ -168,7 +168,7 @@ def _combine_moments(moments: Sequence[Tensor]) -> Tensor:
 
 
 def _normalizer(norm: Any, act: RowFunction, mean_BG: Tensor, variance_BG: Tensor) -> RowFunction:
-    """With given statistics, a group norm is a batch norm over the channels of the whole batch."""
+    """Return a group norm with given statistics: a batch norm over the channels of the whole batch."""
     batch, num_groups = mean_BG.shape
     mean_N, variance_N = (
         x.repeat_interleave(norm.num_channels // num_groups, 1).flatten() for x in (mean_BG, variance_BG)

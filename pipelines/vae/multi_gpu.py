@@ -17,7 +17,7 @@ from pipelines.vae.strips import STRIP_BYTES, UNLIMITED_BYTES, decode_in_bands, 
 MIN_BAND_ROWS = 64
 """Rows of a picture's latents: half of 1024 pixels. With fewer rows a device waits as long as it computes."""
 MIN_SIMILARITY_DB = 20.0
-"""Likeness of noise decoded in bands and whole. Published auto-encoders with random weights reach 31 and more
+"""Least signal-to-noise ratio of noise decoded in bands. Published auto-encoders with random weights reach 31 and more
 in bfloat16. Without the rows at a band's edge it is under 16, with a band's own statistics under 0."""
 NUM_CHECK_ROWS = 8
 
@@ -84,14 +84,14 @@ def _goes_frame_by_frame(vae: Any) -> bool:
 
 def _decode_clips(vae: Any, decoders: Sequence[Any]) -> Any:
     def decode(latents_BCFHW: Tensor, return_dict: bool = True) -> DecoderOutput:
-        """Return a ``DecoderOutput``, which also can be indexed like the tuple that ``return_dict=False`` asks for."""
+        """Return a ``DecoderOutput``, which can also be indexed like the tuple of ``return_dict=False``."""
         return DecoderOutput(sample=torch.cat(list(decode_chunks(vae, latents_BCFHW, decoders)), 2))
 
     return decode
 
 
 def _check_chunks(vae: Any, decoders: Sequence[Any]) -> None:
-    """Check two latent frames, with bands that end before the rows around others do."""
+    """Check two latent frames, with bands just wider than the margins."""
     num_rows = len(decoders) * (margins(vae.decoder)[0] + 1)
     noise_BCFHW = _noise(vae, vae.config.z_dim, 2, num_rows, 4)
     whole, bands = (torch.cat(list(decode_bands(vae, noise_BCFHW, some)), 2) for some in (decoders[:1], decoders))

@@ -1,4 +1,4 @@
-"""Decoding a picture strip by strip, in a fraction of the memory, and what a decode takes of it.
+"""Decoding a picture strip by strip, in a fraction of the memory, and estimates of a decode's memory.
 
 Tiles that are decoded one by one and blended have group norms of their own, and seams show. Here each layer goes strip
 by strip, or band by band on several devices, and the pixels stay the same. Memory holds a layer's input and its output,
@@ -65,7 +65,7 @@ def release_cached_memory(device: torch.device, limit_bytes: int) -> None:
 
 
 def check_fits(vae: Any, width: int, height: int, available_bytes: int) -> None:
-    """Raise ValueError, with the memory needed, for a picture that ``available_bytes`` cannot be enough for."""
+    """Raise ValueError, with the memory needed, for a picture that exceeds ``available_bytes``."""
     needed = least_bytes(vae, width, height)
     if needed > available_bytes:
         raise ValueError(
@@ -76,9 +76,9 @@ def check_fits(vae: Any, width: int, height: int, available_bytes: int) -> None:
 
 
 def least_bytes(vae: Any, width: int, height: int) -> int:
-    """Return the memory that a decode takes at least: the weights and the activations of the largest layer.
+    """Return the least memory of a decode: the weights and the activations of the largest layer.
 
-    If the decoder is not supported, as those of clips, the weights alone.
+    Unsupported decoders, such as those of clips, count by their weights alone.
     """
     weight_bytes = sum(int(weight.nbytes) for weight in vae.parameters())
     if not is_supported_decoder(getattr(vae, "decoder", None)):

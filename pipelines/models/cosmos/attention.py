@@ -1,11 +1,10 @@
-"""Cosmos 3's layers for what is generated alone: keys and values of the text are made once a job, beside the steps.
+"""Cosmos 3's layers for generated tokens alone; the text's keys and values are computed once a job.
 
-The text attends to itself causally and never to what is generated (a mixture of transformers, arXiv:2411.04996), so no
-step changes it. Every rank makes it whole; its keys and values are then divided like those of a stream of tokens.
+The text attends to itself causally and never to generated tokens (a mixture of transformers, arXiv:2411.04996), so no
+step changes it. Every rank computes it whole; its keys and values are then divided like a stream of tokens.
 
-A call of Cosmos 3's transformer as few values, of which all but two are the same in every step of a job.
-
-What diffusers' blocks pass beside them (places in the packed sequence, timesteps token by token) follows from these.
+A call has few inputs, and steps change only two of them. The other arguments of diffusers' transformer (places in the
+packed sequence, timesteps token by token) follow from these.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from diffusers.models.transformers.transformer_cosmos3 import (
@@ -28,10 +27,6 @@ from engines.core.attention import Kernel
 from engines.core.model import ModelInputs
 from pipelines.models.spec import Config
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
 LATENTS, TIMESTEP = "hidden_states", "timestep"
 TEXT_IDS, POSITIONS, NOISY_FRAMES = "input_ids", "position_ids", "noisy_frames"
 CLIP_SHAPE, SOUND_SHAPE = "clip_shape", "sound_shape"
@@ -39,17 +34,17 @@ CLIP_SHAPE, SOUND_SHAPE = "clip_shape", "sound_shape"
 
 
 def latents_of(call: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """``clip_1CTHW`` of diffusers' call, and ``sound_CT`` where there is one."""
+    """Return ``clip_1CTHW`` of diffusers' call, and ``sound_CT`` if it has any."""
     return (*call["vision_tokens"], *(call.get("sound_tokens") or ()))
 
 
 def as_output(velocities: list[Tensor]) -> tuple[Any, ...]:
-    """Lists of velocities of clips, sounds and actions."""
+    """Return lists of velocities of clips, sounds and actions."""
     return velocities[:1], velocities[1:] or None, None
 
 
 def grid(config: Config, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Patches of (frames, rows, columns); at the edges some are filled up."""
+    """Return the patches of (frames, rows, columns), padded at the edges."""
     _, frames, *sides = arguments[CLIP_SHAPE]
     rows, columns = (math.ceil(side / config["latent_patch_size"]) for side in sides)
     return frames, rows, columns
@@ -86,20 +81,20 @@ class GenerationProcessor:
 
 
 class GenerationLayer(Cosmos3VLTextMoTDecoderLayer):  # type: ignore[misc]
-    """Diffusers' layer without its half for the text, in place of which it takes the text's keys and values."""
+    """Diffusers' layer without its text half: it takes the text's keys and values instead."""
 
     def forward(self, und_seq: Tensor, gen_seq: Tensor, rotary_emb: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Takes and returns what ``GenerationProcessor`` does."""
+        """Take and return the same as ``GenerationProcessor``."""
         no_text, attended = self.self_attn(und_seq, self.input_layernorm_moe_gen(gen_seq), rotary_emb)
         residual = gen_seq + attended
         return no_text, residual + self.mlp_moe_gen(self.post_attention_layernorm_moe_gen(residual))
 
 
 class Rotation(Cosmos3VLTextRotaryEmbedding):  # type: ignore[misc]
-    """Diffusers' tables without its guard against autocast, which "meta" has none of; engines never turn it on."""
+    """Diffusers' tables without its guard against autocast, which fails on "meta"; engines use no autocast."""
 
     def forward(self, position_ids: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """From positions (3, 1, L) to ``cos_1LD`` and ``sin_1LD``, computed in float32."""
+        """Return ``cos_1LD`` and ``sin_1LD`` of positions (3, 1, L), computed in float32."""
         angles_31LD = position_ids.float()[..., None] * self.inv_freq.float()
         halves_1LD = self.apply_interleaved_mrope(angles_31LD, self.rope_axes_dim)
         angles_1LD = torch.cat((halves_1LD, halves_1LD), dim=-1)
@@ -107,7 +102,7 @@ class Rotation(Cosmos3VLTextRotaryEmbedding):  # type: ignore[misc]
 
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    """Makes the generated tokens' attention call ``kernel``. From now on ``module`` is called by ``forward``."""
+    """Make the generated tokens' attention call ``kernel``; then call ``module`` through ``forward``."""
     processor: Any = GenerationProcessor(kernel)
     module.get_submodule("rotary_emb").__class__ = Rotation
     layers: Any = module.get_submodule("layers")
@@ -117,11 +112,11 @@ def set_kernel(module: nn.Module, kernel: Kernel) -> None:
 
 
 def forward(module: Any, call: Mapping[str, Any]) -> Tensor:
-    """The velocities of the clip and of its sound, one after the other, (1, all values)."""
+    """Return the velocities of clip and sound, concatenated, (1, all values)."""
     keys_values = call.get(KEYS_VALUES)
     if keys_values is None:
         keys_values = hoisted_text(module, call)[KEYS_VALUES]
-    with _text_in_place(module, keys_values):
+    with _replace_text(module, keys_values):
         clips, sounds, _ = module(**without_text(module.config, call), return_dict=False)
     return torch.cat([velocity.flatten() for velocity in (*clips, *(sounds or ()))])[None]
 
@@ -133,7 +128,7 @@ def hoisted_text(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
     """
     x_TC: Tensor = module.embed_tokens(inputs[TEXT_IDS])
     positions_31T = inputs[POSITIONS][:, None, : len(x_TC)]
-    # Not by a call: hooks on the rotary embedding cut what it makes for the generated tokens.
+    # Not by a call: hooks on the rotary embedding cut its output for generated tokens.
     cos_1TD, sin_1TD = module.rotary_emb.forward(positions_31T, device=x_TC.device, dtype=x_TC.dtype)
     rotation, (*layers, last) = (cos_1TD[0], sin_1TD[0]), module.layers
     keys_values = []
@@ -146,7 +141,7 @@ def hoisted_text(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
 
 
 def _text_layer(layer: Any, x_TC: Tensor, rotation: CosSin) -> tuple[Tensor, Tensor]:
-    """The text after ``layer``, and the keys and values that it shows to what is generated."""
+    """Return the text after ``layer``, and its keys and values for generated tokens."""
     attn, normed_TC = layer.self_attn, layer.input_layernorm(x_TC)
     k_TGD, v_TGD = _text_keys_values(attn, normed_TC)
     q_THD = rotate(attn.norm_q(in_heads(attn, attn.to_q(normed_TC))), rotation)
@@ -158,19 +153,19 @@ def _text_layer(layer: Any, x_TC: Tensor, rotation: CosSin) -> tuple[Tensor, Ten
 
 
 def _text_keys_values(attn: Any, normed_TC: Tensor) -> tuple[Tensor, Tensor]:
-    """Not rotated yet."""
+    """Return keys and values before rotation."""
     return attn.norm_k(in_heads(attn, attn.to_k(normed_TC))), in_heads(attn, attn.to_v(normed_TC))
 
 
 def _for_generation(attn: Any, k_TGD: Tensor, v_TGD: Tensor, rotation: CosSin) -> Tensor:
-    """``text_21TGD``; some models normalise the keys once more for this."""
+    """Return ``text_21TGD``; some models normalise the keys once more for it."""
     if attn.k_norm_und_for_gen is not None:
         k_TGD = attn.k_norm_und_for_gen(k_TGD)
     return torch.stack((rotate(k_TGD, rotation), v_TGD))[:, None]
 
 
 def without_text(config: Any, call: Mapping[str, Any]) -> dict[str, Any]:
-    """The module's own arguments for a sequence that has no text in it."""
+    """Return the module's own arguments for a sequence without text."""
     num_text, noisy_F, timestep = len(call[TEXT_IDS]), call[NOISY_FRAMES], call[TIMESTEP]
     clip_1CTHW, sounds = _split_latents(call)
     patches = grid(config, call)
@@ -202,7 +197,7 @@ def without_text(config: Any, call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _split_latents(call: Mapping[str, Any]) -> tuple[Tensor, list[Tensor]]:
-    """``clip_1CTHW``, and ``sound_CT`` if there is one."""
+    """Return ``clip_1CTHW``, and ``sound_CT`` if there is any."""
     shapes = [call[name] for name in (CLIP_SHAPE, SOUND_SHAPE) if name in call]
     parts = torch.split(call[LATENTS][0], [math.prod(shape) for shape in shapes])
     clip, *sounds = (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
@@ -210,26 +205,26 @@ def _split_latents(call: Mapping[str, Any]) -> tuple[Tensor, list[Tensor]]:
 
 
 @contextmanager
-def _text_in_place(module: Any, keys_values_N21TGD: Tensor) -> Iterator[None]:
-    """Gives each layer its keys and values in place of the text, before hooks that cut tokens see them."""
+def _replace_text(module: Any, keys_values_N21TGD: Tensor) -> Iterator[None]:
+    """Give each layer keys and values in place of the text, before the hooks that cut tokens."""
     with ExitStack() as stack:
         for layer, text_21TGD in zip(module.layers, keys_values_N21TGD, strict=True):
-            hook = layer.register_forward_pre_hook(_in_place_of_text(text_21TGD), prepend=True)
+            hook = layer.register_forward_pre_hook(_text_hook(text_21TGD), prepend=True)
             stack.callback(hook.remove)
         yield
 
 
-def _in_place_of_text(text_21TGD: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+def _text_hook(text_21TGD: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
     return lambda _layer, args: (text_21TGD, *args[1:])
 
 
 def in_heads(attn: Any, x_LC: Tensor) -> Tensor:
-    """``x_LHD``; the number of heads is read off, since a tensor-parallel rank holds only some."""
+    """Return ``x_LHD``. The number of heads is inferred: a tensor-parallel rank holds only some."""
     return torch.unflatten(x_LC, 1, (-1, attn.head_dim))
 
 
 def rotate(x_LHD: Tensor, rotation: CosSin) -> Tensor:
-    """Rotary embedding of halves (Su et al. 2021, arXiv:2104.09864), in the dtype of ``x``."""
+    """Apply rotary embedding of halves (Su et al. 2021, arXiv:2104.09864), in the dtype of ``x``."""
     cos_L1D, sin_L1D = (x_LD[:, None] for x_LD in rotation)
     first, second = x_LHD.chunk(2, dim=-1)
     return x_LHD * cos_L1D + torch.cat((-second, first), dim=-1) * sin_L1D

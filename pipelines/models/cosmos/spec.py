@@ -1,7 +1,7 @@
 """Cosmos 3 (Nano, Super and models of the same layout): pictures, clips, and clips with sound, from words or a picture.
 
-One transformer has two halves: one for the text, which is computed once a job and whole on every rank, and one for what
-is generated, whose tokens (the clip's, then the sound's) are divided and see the text's keys and values.
+The transformer has two halves. The text's is computed once a job, whole on every rank. In the generating half, tokens
+(the clip's, then the sound's) are divided and attend to the text's keys and values.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 TEXT, GENERATED = "text", "generated"
 TYPICAL_TOKENS = 300
 """The length of a prompt with the sentences that the pipeline adds."""
-NEVER_A_DIM = 2
-"""Inputs that bring the text's length along, and are not cut: they have fewer dims."""
+UNCUT_DIM = 2
+"""A dim that the text's inputs lack: they tell its length and are not cut."""
 
 MLPS = ("mlp", "mlp_moe_gen")
 GATED = "silu"
@@ -49,8 +49,8 @@ GATED = "silu"
 
 QUERIES, KEYS_AND_VALUES = ("to_q", "add_q_proj"), ("to_k", "to_v", "add_k_proj", "add_v_proj")
 SHARDS = (
-    TokenShard(module="", where="input", key=TEXT_IDS, dim=NEVER_A_DIM, stream=TEXT),
-    TokenShard(module="", where="input", key=POSITIONS, dim=NEVER_A_DIM, stream=TEXT),
+    TokenShard(module="", where="input", key=TEXT_IDS, dim=UNCUT_DIM, stream=TEXT),
+    TokenShard(module="", where="input", key=POSITIONS, dim=UNCUT_DIM, stream=TEXT),
     TokenShard(module="rotary_emb", where="output", key=0, dim=1, stream=GENERATED),
     TokenShard(module="rotary_emb", where="output", key=1, dim=1, stream=GENERATED),
     TokenShard(module="layers.0", where="input", key="gen_seq", dim=0, stream=GENERATED),
@@ -70,10 +70,10 @@ class CosmosSpec(ModelSpec):
     forward = lazy("pipelines.models.cosmos.attention:forward")
     set_kernel = lazy("pipelines.models.cosmos.attention:set_kernel")
     hoisted = lazy("pipelines.models.cosmos.attention:hoisted_text")
-    """The whole half for the text: its keys and values."""
+    """Keys and values of the text's half."""
 
     def shard_plan(self, config: Config) -> ShardPlan:
-        """Layers take, in place of text, its keys and values (``und_seq``, see ``attention.cosmos``)."""
+        """Return the plan. Layers take keys and values in place of the text (``und_seq``)."""
         into, head = ("gate_proj", "up_proj") if config["hidden_act"] == GATED else ("up_proj",), config["head_dim"]
         return ShardPlan(
             streams=(TEXT, GENERATED),
@@ -94,22 +94,22 @@ class CosmosSpec(ModelSpec):
         return {TEXT: arguments[TEXT_IDS].shape[0], GENERATED: num_generated}
 
     def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Any]:
-        """Token ids, all different: the pipeline has no text encoder."""
+        """Return distinct token ids: the pipeline has no text encoder."""
         ids = [number % config["vocab_size"] for number in range(num_tokens or TYPICAL_TOKENS)]
         return {"cond_input_ids": ids, "uncond_input_ids": ids}
 
     def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
-        """The clip as the auto-encoder has it, of which the first frame is given."""
+        """Return an encoded clip whose first frame is given."""
         import torch
 
         channels, sizes = read_config(path, "vae")["z_dim"], latent_sizes(request, space_time_scales(path))
         return {"x0_tokens_vision": torch.zeros(1, channels, *sizes), "vision_condition_frames": [0]}
 
     def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
-        """The blocks take the scale of true guidance by the other's name. Clips of models that can sound do, unless the
-        request wants none: then there are no tokens for it either.
+        """Return guidance, precision and sound of a request.
 
-        They would look for layers quantised by ModelOpt in the transformer, which is elsewhere.
+        The blocks call true guidance ``guidance_scale``. Without sound there are no tokens for it either.
+        ``mixed_precision_format`` stops a search for ModelOpt layers in the transformer, which is elsewhere.
         """
         return {
             "guidance_scale": max(request.true_cfg_scale, 1.0),
@@ -118,9 +118,9 @@ class CosmosSpec(ModelSpec):
         }
 
     def complete_pipeline(self, pipeline: Any) -> None:
-        """Adds the guardrail, which the model's licence asks for and which is in no folder.
+        """Add the guardrail, which the model's licence requires and no folder holds.
 
-        ValueError if it is not installed, unless the folder's index says that it is not wanted.
+        ValueError if it is not installed, unless the folder's index turns it off.
         """
         if not pipeline.requires_safety_checker:
             return
@@ -133,17 +133,16 @@ class CosmosSpec(ModelSpec):
             ) from error
 
     def estimate_final(self, loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
-        """Returns the clip's estimate; where its frames are given the velocity is zero."""
+        """Return the clip's estimate; the velocity of given frames is zero."""
         velocity, latents = getattr(loop_state, "velocity_vision", None), loop_state.latents
         return None if velocity is None else {"latents": latents - sigma * velocity}
 
     def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the clip's first frame, without sound."""
+        """Return the clip's first frame, without sound."""
         return {"latents": latents["latents"][:, :, :1], "sound_latents": None}
 
     def defaults(self, path: Path) -> Defaults:
-        """From the pipeline's arguments in diffusers, as on its page, where pictures are as large as clips. Distilled
-        models have a schedule of their own."""
+        """Return the defaults of diffusers' pipeline and its page; distilled models have their own schedule."""
         (spatial, temporal), sigmas = space_time_scales(path), read_index(path).get("distilled_sigmas")
         return replace(
             CLIP,
@@ -165,9 +164,9 @@ class CosmosSpec(ModelSpec):
         return (config["num_attention_heads"], config["head_dim"])
 
     def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
-        """Clip and sound in one tensor, ``latents_1N``; ``noisy_frames_F`` are the latent frames that are not given.
+        """Return clip and sound in one tensor, ``latents_1N``; ``noisy_frames_F`` are latent frames that are not given.
 
-        What no step changes is passed on as it came, so that engines know it again.
+        Inputs that no step changes are the same objects, so that engines recognise them.
         """
         import torch
 

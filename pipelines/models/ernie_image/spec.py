@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 TOKENS = "tokens"
 BLOCKS = "layers"
 TYPICAL_TOKENS = 512
-"""Tokens of a prompt that steps are prepared for; the model sees as many as its tokenizer gives."""
+"""Tokens of a prompt for warm-up; the model takes as many as its tokenizer gives."""
 
 SHARD_PLAN = ShardPlan(
     streams=(TOKENS,),
@@ -38,7 +38,7 @@ SHARD_PLAN = ShardPlan(
 
 
 def unmasked(kernel: Kernel) -> Kernel:
-    """One prompt is as long as it is: its mask, which masks nothing, would only forbid the fastest attention."""
+    """Return ``kernel`` without its mask: one prompt needs none, and it rules out the fastest attention."""
 
     def attend(
         q_BLHD: Tensor,
@@ -61,6 +61,7 @@ def _patch(path: Path) -> int:
 
 class ErnieImageSpec(ModelSpec):
     family = "ernie_image"
+    plan = SHARD_PLAN
     eager_only = "computes a part of itself under an autocast of its own"
 
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
@@ -78,15 +79,12 @@ class ErnieImageSpec(ModelSpec):
         attention.set_kernel(module, unmasked(kernel))
 
     def defaults(self, path: Path) -> Defaults:
-        """Defaults of diffusers' blocks."""
+        """Return the defaults of diffusers' blocks."""
         return replace(
             PICTURE,
             true_cfg_scale=4.0,
             size_multiple=2 ** len(read_config(path, "vae")["block_out_channels"]) * _patch(path),
         )
-
-    def shard_plan(self, config: Config) -> ShardPlan:
-        return SHARD_PLAN
 
     def heads(self, config: Config) -> tuple[int, int]:
         return (config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"])

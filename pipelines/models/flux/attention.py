@@ -1,4 +1,4 @@
-"""FLUX attention that calls a kernel: diffusers' projections, norms and rotary embedding, somebody else's softmax."""
+"""FLUX attention that calls a kernel: diffusers' projections, norms and rotary embedding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Projections = tuple[Tensor, Tensor, Tensor]
 class FluxProcessor:
     """An attention processor (diffusers' extension point) around ``kernel``.
 
-    The number of heads is read off the tensors: a tensor-parallel rank holds only some of them.
+    The number of heads is inferred: a tensor-parallel rank holds only some.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -30,7 +30,7 @@ class FluxProcessor:
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Dual-stream blocks give both streams and get (image, text) back; single-stream blocks give one."""
+        """Attend over both streams, returning (image, text), or over the one of a single-stream block."""
         assert attention_mask is None, "FLUX attends to every token"
         q_BLHD, k_BLHD, v_BLHD = project_image(attn, hidden_states)
         if encoder_hidden_states is not None:
@@ -46,7 +46,7 @@ class FluxProcessor:
 
 
 def rotate(x_BLHD: Tensor, cos_sin_LD: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding (Su et al. 2021, arXiv:2104.09864) of neighbouring pairs, in float32."""
+    """Apply rotary embedding (Su et al. 2021, arXiv:2104.09864) of neighbouring pairs, in float32."""
     cos_L1D, sin_L1D = (x_LD.unsqueeze(1) for x_LD in cos_sin_LD)
     real, imaginary = torch.unflatten(x_BLHD, -1, (-1, 2)).unbind(-1)
     turned_BLHD = torch.stack((-imaginary, real), dim=-1).flatten(-2)
@@ -54,7 +54,7 @@ def rotate(x_BLHD: Tensor, cos_sin_LD: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def project_image(attn: FluxAttention, hidden_BLC: Tensor) -> Projections:
-    """q, k and v of the image (or the joint) stream, q and k normalised per head."""
+    """Return q, k and v of the image (or joint) stream, q and k normalised per head."""
     if attn.fused_projections:
         q_BLC, k_BLC, v_BLC = attn.to_qkv(hidden_BLC).chunk(3, dim=-1)
     else:
@@ -64,7 +64,7 @@ def project_image(attn: FluxAttention, hidden_BLC: Tensor) -> Projections:
 
 
 def project_text(attn: FluxAttention, text_BTC: Tensor) -> Projections:
-    """The same for the text stream, which has weights of its own in dual-stream blocks."""
+    """Return q, k and v of the text stream, which has its own weights in dual-stream blocks."""
     if attn.fused_projections:
         q_BTC, k_BTC, v_BTC = attn.to_added_qkv(text_BTC).chunk(3, dim=-1)
     else:
@@ -74,7 +74,7 @@ def project_text(attn: FluxAttention, text_BTC: Tensor) -> Projections:
 
 
 def project_out(attn: FluxAttention, out_BLC: Tensor, num_text: int) -> tuple[Tensor, Tensor]:
-    """The joint result, split into (image, text) again, through the output projection of each."""
+    """Split the joint result into (image, text) and apply the output projection of each."""
     image_BSC = attn.to_out[1](attn.to_out[0](out_BLC[:, num_text:].contiguous()))
     return image_BSC, attn.to_add_out(out_BLC[:, :num_text].contiguous())
 

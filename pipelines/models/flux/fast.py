@@ -28,7 +28,7 @@ class FluxWeights(MMDiTWeights):
     """A ``FluxTransformer2DModel``, whose query, key and value weights become views of stacked ones."""
 
     def __init__(self, transformer: nn.Module, precision: Precision) -> None:
-        super().__init__(transformer, arranged_blocks(transformer, precision))
+        super().__init__(transformer, arrange_blocks(transformer, precision))
 
     def rotations(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         text, image = (pair_rotation(self.module.pos_embed(arguments[ids])) for ids in ("txt_ids", "img_ids"))
@@ -45,16 +45,16 @@ class FluxWeights(MMDiTWeights):
 
     def vectors(self, temb_XC: Tensor) -> Tensor:
         module, active_XC = self.module, functional.silu(temb_XC)
-        found = [
+        parts = [
             dual_vectors(block.norm1_context.linear, block.norm1.linear, active_XC)
             for block in module.transformer_blocks
         ]
-        found += [vectors_of(block.norm.linear, active_XC) for block in module.single_transformer_blocks]
-        return torch.cat((*found, vectors_of(module.norm_out.linear, active_XC)))
+        parts += [vectors_of(block.norm.linear, active_XC) for block in module.single_transformer_blocks]
+        return torch.cat((*parts, vectors_of(module.norm_out.linear, active_XC)))
 
 
 @torch.no_grad()
-def arranged_blocks(transformer: nn.Module, precision: Precision) -> Blocks:
+def arrange_blocks(transformer: nn.Module, precision: Precision) -> Blocks:
     duals, singles = (transformer.get_submodule(name) for name in ("transformer_blocks", "single_transformer_blocks"))
     return Blocks(
         duals=tuple(_dual(block, precision) for block in duals.children()),

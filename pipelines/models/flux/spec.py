@@ -15,12 +15,11 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import vae_scale
 from pipelines.models.linears import QUERY_KEY_VALUE, Linears, joint_attention_linears, mlp_linears
-from pipelines.models.spec import PICTURE, Config, ModelSpec, check_channels, lazy, text_and_image
+from pipelines.models.spec import PICTURE, Config, TextAndImageSpec, check_channels, lazy
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engines.core.model import Arguments, ArrangeWeights
     from pipelines.request import MediaRequest
 
 TEXT, IMAGE = "text", "image"
@@ -55,13 +54,15 @@ SHARD_PLAN = ShardPlan(
 
 
 EDITOR: Mapping[str, Any] = {"guidance_scale": 2.5, "takes_strength": False, "strength": 1.0}
-"""Values of a model that edits pictures by words (the scale from FLUX.1-Kontext-dev's card)."""
+"""Defaults of an editor (guidance scale from FLUX.1-Kontext-dev's card)."""
 
 
-class FluxSpec(ModelSpec):
+class FluxSpec(TextAndImageSpec):
     family = "flux"
+    plan = SHARD_PLAN
+    arrange_fast = lazy("pipelines.models.flux.fast:FluxWeights")
     set_kernel = lazy("pipelines.models.flux.attention:set_kernel")
-    """Sets a processor of ours: TensorRT does not parse what diffusers' own exports to for sizes that vary."""
+    """Sets an own processor: TensorRT cannot parse the export of diffusers' for variable sizes."""
 
     def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
         import torch
@@ -72,42 +73,32 @@ class FluxSpec(ModelSpec):
         }
 
     def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
-        """Returns the blank picture of an editor that needs one, and takes it in the request's size."""
+        """Return an editor's blank picture, in the request's size."""
         import torch
 
         scale, channels = vae_scale(path), read_config(path, "transformer")["in_channels"] // PATCH**2
         return {"image_latents": torch.zeros(1, channels, request.height // scale, request.width // scale)}
 
     def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The timestep rounded as ``FluxPipeline`` does it, before it is divided and not after."""
+        """Return the call with the timestep rounded before its division, as in ``FluxPipeline``."""
         return {**call, "timestep": step["t"].to(call["hidden_states"].dtype).flatten() / 1000}
 
     def defaults(self, path: Path) -> Defaults:
-        """FLUX.1-dev's, which are diffusers' own, if the model takes a guidance scale; else schnell's (its card)."""
+        """Return FLUX.1-dev's (as in diffusers) if the model takes a guidance scale, else schnell's (its card)."""
         config = read_config(path, "transformer")
         check_channels(path, "transformer", given=config.get("out_channels") or config["in_channels"])
-        distilled: bool = config["guidance_embeds"]
-        known = replace(
+        is_dev: bool = config["guidance_embeds"]
+        defaults = replace(
             PICTURE,
-            num_inference_steps=28 if distilled else 4,
-            guidance_scale=3.5 if distilled else 0.0,
+            num_inference_steps=28 if is_dev else 4,
+            guidance_scale=3.5 if is_dev else 0.0,
             size_multiple=vae_scale(path) * PATCH,
             max_pictures=1,
             takes_strength=True,
             strength=0.6,
-            max_tokens=MAX_TOKENS if distilled else MAX_TOKENS_SCHNELL,
+            max_tokens=MAX_TOKENS if is_dev else MAX_TOKENS_SCHNELL,
         )
-        return replace(known, **EDITOR) if "Kontext" in str(read_index(path).get("_class_name")) else known
-
-    def stream_lengths(self, config: Config, arguments: Arguments) -> Mapping[str, int]:
-        return text_and_image(arguments)
-
-    def shard_plan(self, config: Config) -> ShardPlan:
-        return SHARD_PLAN
-
-    def fast_weights(self, config: Config) -> ArrangeWeights:
-        weights: ArrangeWeights = lazy("pipelines.models.flux.fast:FluxWeights")
-        return weights
+        return replace(defaults, **EDITOR) if "Kontext" in str(read_index(path).get("_class_name")) else defaults
 
 
 SPEC = FluxSpec()

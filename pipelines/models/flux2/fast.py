@@ -31,7 +31,7 @@ class Flux2Weights(MMDiTWeights):
     shares_vectors = True
 
     def __init__(self, transformer: nn.Module, precision: Precision) -> None:
-        super().__init__(transformer, arranged_blocks(transformer, precision))
+        super().__init__(transformer, arrange_blocks(transformer, precision))
 
     def rotations(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         all_ids = (arguments[name] for name in ("txt_ids", "img_ids"))
@@ -55,7 +55,7 @@ class Flux2Weights(MMDiTWeights):
 
 
 @torch.no_grad()
-def arranged_blocks(transformer: nn.Module, precision: Precision) -> Blocks:
+def arrange_blocks(transformer: nn.Module, precision: Precision) -> Blocks:
     duals, singles = (transformer.get_submodule(name) for name in ("transformer_blocks", "single_transformer_blocks"))
     return Blocks(
         duals=tuple(_dual(block, precision) for block in duals.children()),

@@ -1,4 +1,4 @@
-"""FLUX.2 (dev, klein and models of the same layout). Pictures to look at are more tokens of the image's stream."""
+"""FLUX.2 (dev, klein and models of the same layout). Reference pictures are tokens of the image stream."""
 
 from __future__ import annotations
 
@@ -12,13 +12,10 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import vae_scale
 from pipelines.models.linears import GATED, joint_attention_linears
-from pipelines.models.spec import PICTURE, Config, ModelSpec, lazy, text_and_image
+from pipelines.models.spec import PICTURE, Config, TextAndImageSpec, lazy
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from engines.core.model import Arguments, ArrangeWeights
-
 
 TEXT, IMAGE = "text", "image"
 PATCH = 2
@@ -41,14 +38,14 @@ DEV = replace(
     max_pictures=4,
     max_tokens=MAX_TOKENS,
 )
-"""The others differ in a few values (each from its model card on the hub)."""
+"""The others differ in a few values (from their model cards on the hub)."""
 INPAINTING: Mapping[str, Any] = {
     "takes_mask": True,
     "takes_strength": True,
     "strength": 0.8,
     "strength_needs_mask": True,
 }
-"""diffusers paints inside masks with klein alone; the strength is its own."""
+"""Only klein has inpainting in diffusers; the strength is its default."""
 KLEIN = replace(DEV, num_inference_steps=4, guidance_scale=0.0, **INPAINTING)
 KLEIN_BASE = replace(DEV, guidance_scale=0.0, true_cfg_scale=4.0, **INPAINTING)
 
@@ -59,15 +56,13 @@ def _known_defaults(path: Path) -> Defaults:
     return KLEIN if read_index(path).get("is_distilled") else KLEIN_BASE
 
 
-class Flux2Spec(ModelSpec):
+class Flux2Spec(TextAndImageSpec):
     family = "flux2"
+    arrange_fast = lazy("pipelines.models.flux2.fast:Flux2Weights")
     patch_blocks = lazy("pipelines.models.flux2.patches:patch_blocks")
 
-    def stream_lengths(self, config: Config, arguments: Arguments) -> Mapping[str, int]:
-        return text_and_image(arguments)
-
     def shard_plan(self, config: Config) -> ShardPlan:
-        """Single-stream blocks have one projection for queries, keys, values and MLP, and one for their results."""
+        """Return the plan. Single-stream blocks have one input projection (q, k, v, MLP) and one output projection."""
         heads = config["num_attention_heads"] * config["attention_head_dim"]
         gated = int(heads * config["mlp_ratio"])
         return ShardPlan(
@@ -91,10 +86,6 @@ class Flux2Spec(ModelSpec):
 
     def defaults(self, path: Path) -> Defaults:
         return replace(_known_defaults(path), size_multiple=vae_scale(path) * PATCH)
-
-    def fast_weights(self, config: Config) -> ArrangeWeights:
-        weights: ArrangeWeights = lazy("pipelines.models.flux2.fast:Flux2Weights")
-        return weights
 
 
 SPEC = Flux2Spec()

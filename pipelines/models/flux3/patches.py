@@ -1,4 +1,4 @@
-"""The language model that rewrites a prompt before it is encoded is a part that a folder may lack."""
+"""Patch of FLUX.3's blocks: a folder may lack the language model that rewrites prompts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from pipelines.blocks.tree import replace_blocks
 
 
-class RewrittenIfCan(Flux3AutoPromptUpsampleStep):  # type: ignore[misc]  # diffusers has no types
-    """In place of a block that fails without that model: then the prompt stays as it is."""
+class OptionalPromptUpsampleStep(Flux3AutoPromptUpsampleStep):  # type: ignore[misc]  # diffusers has no types
+    """Replaces a block that fails without that model: the prompt then stays unchanged."""
 
     def __call__(self, pipeline: Any, state: PipelineState) -> Any:
         if getattr(pipeline, "prompt_upsampler", None) is None:
@@ -20,4 +20,4 @@ class RewrittenIfCan(Flux3AutoPromptUpsampleStep):  # type: ignore[misc]  # diff
 
 
 def patch_blocks(blocks: Any) -> None:
-    replace_blocks(blocks, Flux3AutoPromptUpsampleStep, RewrittenIfCan)
+    replace_blocks(blocks, Flux3AutoPromptUpsampleStep, OptionalPromptUpsampleStep)

@@ -1,6 +1,6 @@
-"""FLUX.3 and its distilled form (a flow map, which is told the time that a step leads to).
+"""FLUX.3 and its distilled form (a flow map, which also takes the time that a step leads to).
 
-Text, picture and pictures to look at first attend to themselves alone, each in blocks of its own, then all to all.
+Text, picture and reference pictures first attend within themselves, each in its own blocks, then all to all.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ PATCH = 2
 """Latent values along the side of a token."""
 MAX_TOKENS = 8192
 TYPICAL_TOKENS = 80
-"""Prompts are filled up to multiples of it, and what they are filled with is attended to."""
+"""Prompts are padded to multiples of it, and the padding is attended to."""
 
-OF_TEXT, OF_IMAGE, OF_SEEN = "txt_mode_blocks", "mode_blocks.image", "mode_blocks.image_cond"
-TOGETHER = "single_transformer_blocks"
-BLOCKS = (OF_TEXT, OF_IMAGE, OF_SEEN, TOGETHER)
+TEXT_BLOCKS, IMAGE_BLOCKS, SEEN_BLOCKS = "txt_mode_blocks", "mode_blocks.image", "mode_blocks.image_cond"
+JOINT_BLOCKS = "single_transformer_blocks"
+BLOCKS = (TEXT_BLOCKS, IMAGE_BLOCKS, SEEN_BLOCKS, JOINT_BLOCKS)
 INPUTS = {
     IMAGE: (("hidden_states", 1), ("img_ids", 0)),
     TEXT: (("encoder_hidden_states", 1), ("txt_ids", 0)),
@@ -53,7 +53,7 @@ SHARD_PLAN = ShardPlan(
         *(ColumnLinear(pattern=f"{block}.*.ff.linear_in", segments=GATED) for block in BLOCKS),
         *(RowLinear(pattern=f"{block}.*.ff.linear_out") for block in BLOCKS),
     ),
-    alone=((OF_TEXT, TEXT), (OF_IMAGE, IMAGE), (OF_SEEN, SEEN)),
+    alone=((TEXT_BLOCKS, TEXT), (IMAGE_BLOCKS, IMAGE), (SEEN_BLOCKS, SEEN)),
 )
 
 
@@ -64,6 +64,7 @@ DISTILLED = distilled(BASE, 16)
 
 class Flux3Spec(ModelSpec):
     family = "flux3"
+    plan = SHARD_PLAN
     counts_heads = True
     eager_split = "has blocks that see one stream of tokens alone"
     patch_blocks = lazy("pipelines.models.flux3.patches:patch_blocks")
@@ -77,7 +78,7 @@ class Flux3Spec(ModelSpec):
         return {"prompt_embeds": torch.zeros(1, min(num_tokens, TYPICAL_TOKENS), config["joint_attention_dim"])}
 
     def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
-        """Pictures to look at, in the request's size."""
+        """Return reference pictures in the request's size."""
         import torch
 
         side, channels = vae_scale(path) * PATCH, read_config(path, "transformer").get("cond_in_channels", 128)
@@ -85,11 +86,8 @@ class Flux3Spec(ModelSpec):
         return {"image_cond_latents": [torch.zeros(shape) for _ in range(request.num_pictures)]}
 
     def defaults(self, path: Path) -> Defaults:
-        known = DISTILLED if read_config(path, "transformer").get("flow_map") else BASE
-        return replace(known, size_multiple=vae_scale(path) * PATCH)
-
-    def shard_plan(self, config: Config) -> ShardPlan:
-        return SHARD_PLAN
+        defaults = DISTILLED if read_config(path, "transformer").get("flow_map") else BASE
+        return replace(defaults, size_multiple=vae_scale(path) * PATCH)
 
 
 SPEC = Flux3Spec()

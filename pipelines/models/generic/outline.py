@@ -1,4 +1,4 @@
-"""A transformer class by its configuration alone, to read names and shapes from."""
+"""A transformer built from its configuration alone, to read names and shapes from."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 def empty(module_class: Any, config: Config) -> nn.Module:
-    """All of it on "meta", where it takes no memory."""
+    """Return the module on "meta", where it takes no memory."""
     import torch
 
-    known = inspect.signature(module_class.__init__).parameters
+    accepted = inspect.signature(module_class.__init__).parameters
     with torch.device("meta"):
-        module: nn.Module = module_class(**{name: value for name, value in config.items() if name in known})
+        module: nn.Module = module_class(**{name: value for name, value in config.items() if name in accepted})
     return module.eval()
 
 
 def repeated_blocks(module: Any) -> tuple[str, ...]:
-    """Names of the lists of those blocks that the class says are repeated."""
+    """Return the names of the lists of blocks that the class declares as repeated."""
     from torch import nn
 
     repeated = set(getattr(module, "_repeated_blocks", None) or ())

@@ -1,9 +1,8 @@
 """A transformer class without a family here: it runs as its pipeline calls it.
 
-A class with diffusers' ``_cp_plan`` is divided by it (see ``converted``); any other runs whole, on one rank a gang, by
-attention of its own. Sizes, steps and guidance come from the pipeline's blocks, and a folder's ``troupe.json`` may say
-better. Nothing is known of the shapes of its conditioning, so a gang prepares nothing before its first request, and has
-no known step to check itself with.
+A class with diffusers' ``_cp_plan`` is divided by it (see ``converted``). Any other runs whole, on one rank a gang,
+with its own attention. Sizes, steps and guidance come from the pipeline's blocks, or a folder's ``troupe.json``. The
+shapes of its conditioning are unknown: the first request warms a gang up, without a self-check.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ if TYPE_CHECKING:
     from engines.core.model import Arguments
 
 TOKENS = "tokens"
-"""The one stream of a class that is not divided."""
+"""The one stream of an undivided class."""
 LATENTS = ("hidden_states", "sample", "latents", "x")
-"""Names of the latents in calls of transformers."""
+"""Argument names of the latents in transformers."""
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "heads")
 HEAD_DIMS = ("attention_head_dim", "head_dim", "dim_head")
 WIDTHS = ("hidden_size", "inner_dim", "dim")
 UNKNOWN_HEADS = (1, 64)
-"""Where the configuration does not say: attention that is not divided is only tried out with it."""
+"""Number and dim of heads if the configuration has none: undivided attention is only tested with them."""
 SCALES = ("vae_scale_factor", "vae_scale_factor_spatial", "vae_spatial_compression_ratio")
 TEMPORAL_SCALES = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio")
 PICTURE, CLIP = (1024, 1024), (832, 480)
@@ -43,9 +42,9 @@ NUM_FRAMES, FPS, NUM_STEPS = 81, 24, 50
 STEPS = "num_inference_steps"
 LONGEST_CLIP = 257
 LATENT_CHANNELS = 4
-"""Latent channels of diffusers' auto-encoder for pictures if its configuration does not say."""
+"""Latent channels of diffusers' auto-encoder for pictures, unless configured."""
 U_NET = "unet"
-"""Pipelines of these round down the steps that a picture's strength leaves, and those of transformers up."""
+"""Pipelines with a U-Net round down the steps that ``strength`` leaves; those with transformers round up."""
 
 
 class Prediction(tuple[Any, ...]):
@@ -57,7 +56,7 @@ class Prediction(tuple[Any, ...]):
 
 
 class GenericSpec(ModelSpec):
-    """A class that runs whole, on one rank a gang, by attention of its own."""
+    """A class that runs whole, on one rank a gang, with its own attention."""
 
     has_known_conditioning = False
 
@@ -65,7 +64,7 @@ class GenericSpec(ModelSpec):
         self.module_class, self.family = module_class, str(module_class.__name__)
 
     def shard_plan(self, config: Config) -> ShardPlan:
-        """Nothing is cut; the blocks are those that the class says are repeated, which compile."""
+        """Return a plan that cuts nothing; its blocks, which compile, are the class's repeated ones."""
         blocks = repeated_blocks(empty(self.module_class, config))
         return ShardPlan(streams=(TOKENS,), blocks=blocks, shards=(), gathers=(), linears=())
 
@@ -83,10 +82,10 @@ class GenericSpec(ModelSpec):
         return (number, dim) if dim is not None else UNKNOWN_HEADS
 
     def set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
-        """Leaves the class its own attention: on one rank there is nothing to exchange."""
+        """Keep the class's own attention: one rank has nothing to exchange."""
 
     def blank_prediction(self, config: Config, call: Mapping[str, Any]) -> Prediction:
-        """Zeros in the form of the latents, with fewer channels where more go in than come out."""
+        """Return zeros in the form of the latents, with fewer channels if the output has fewer."""
         name = next(name for name in LATENTS if name in call)
         if isinstance(call[name], list | tuple):
             return Prediction(([blank_like(x) for x in call[name]],))
@@ -97,24 +96,19 @@ class GenericSpec(ModelSpec):
         return Prediction((blank_like(latents, shape),))
 
     def forward(self, module: nn.Module, call: Mapping[str, Any]) -> Tensor:
-        """The first tensor of the output, as most transformers have one."""
+        """Return the first tensor of the output; most transformers have only one."""
         output: Any = module(**call, return_dict=False)[0]
-        if not isinstance(output, list | tuple):
-            prediction: Tensor = output
-            return prediction
-        (only,) = output
-        one: Tensor = only
-        return one
+        if isinstance(output, list | tuple):
+            (output,) = output
+        prediction: Tensor = output
+        return prediction
 
     def to_output(self, config: Config, call: Mapping[str, Any], prediction: Tensor) -> Prediction:
         name = next(name for name in LATENTS if name in call or f"{name}.0" in call)
         return Prediction(([prediction],) if isinstance(call[name], list | tuple) else (prediction,))
 
     def defaults(self, path: Path) -> Defaults:
-        """Return steps and guidance that diffusers' own pipeline has by default, and else what its blocks say.
-
-        Where they say nothing, return what many models do.
-        """
+        """Return steps and guidance of diffusers' classic pipeline, else of its blocks, else common values."""
         pipeline, call = open_modular(path), call_defaults(path)
         inputs = {spec.name: spec.default for spec in pipeline.blocks.inputs if spec.name is not None}
         outputs = {spec.name for spec in pipeline.blocks.outputs}
@@ -150,18 +144,18 @@ class GenericSpec(ModelSpec):
 
 
 def call_defaults(path: Path) -> dict[str, Any]:
-    """Return the arguments that diffusers' classic pipeline takes unless it is told others; none without one.
+    """Return the default arguments of diffusers' classic pipeline; none if it has no such pipeline.
 
-    Its blocks may have others: those of Stable Diffusion XL are guided by 7.5, and its pipeline by 5.
+    The blocks' defaults may differ: guidance of Stable Diffusion XL is 7.5 there, and 5 in its pipeline.
     """
     name = str(read_index(path).get("_class_name")).replace(MODULAR, CLASSIC)
     pipeline = getattr(import_module("diffusers"), name, None)
     parameters = [] if pipeline is None else inspect.signature(pipeline.__call__).parameters.values()
-    return {one.name: one.default for one in parameters if one.default is not one.empty}
+    return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
 def _masks(path: Path) -> dict[str, Any]:
-    """A U-Net for masks sees the mask and what it leaves beside its own latents. ValueError for other channels."""
+    """Return values of a U-Net for masks, which also sees mask and masked picture. ValueError for other channels."""
     if part_class(path, U_NET) is None:
         return {}
     latents = int(read_config(path, "vae").get("latent_channels", LATENT_CHANNELS))
@@ -172,7 +166,7 @@ def _masks(path: Path) -> dict[str, Any]:
 
 
 def _guidance(guider: Any, scale: float | None) -> dict[str, Any]:
-    """``scale`` is what the pipeline means by default (None: as its guider says)."""
+    """Return guidance values; ``scale`` is the pipeline's default (None: the guider's)."""
     from pipelines.blocks.denoiser import counts_from_prompt
 
     if guider is None or not guider._enabled:
@@ -189,15 +183,15 @@ def _size(pipeline: Any, inputs: Mapping[str, Any], usual: tuple[int, int]) -> t
 
 
 def _size_multiple(pipeline: Any, path: Path) -> int:
-    """Pixels a latent value, times latent values a token; at least 16, which auto-encoders with other names have."""
+    """Return pixels a token; at least 16, for auto-encoders that name their scale otherwise."""
     scale = max(int(getattr(pipeline, name, 1)) for name in SCALES)
     parts = (part for part in DENOISERS if part_class(path, part) is not None)
     patch = max((_patch(read_config(path, part).get("patch_size", 1)) for part in parts), default=1)
     return math.lcm(16, scale * patch)
 
 
-def _patch(written: Any) -> int:
-    return int(written[-1]) if isinstance(written, list | tuple) else int(written or 1)
+def _patch(size: Any) -> int:
+    return int(size[-1]) if isinstance(size, list | tuple) else int(size or 1)
 
 
 def _first(*values: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Noise as diffusers' blocks for chunks of a clip should draw it."""
+"""Patches of the noise in diffusers' blocks for chunks of a clip."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor
 
 from pipelines.blocks.tree import replace_blocks
 
-NOISED = ("image_latents", "fake_image_latents")
+NOISY_LATENTS = ("image_latents", "fake_image_latents")
 JITTER = 1e-8
 
 
 class NoiseOnCpu(HeliosAddNoiseToImageLatentsStep):  # type: ignore[misc]  # diffusers has no types
-    """Takes the place of a block that draws on the device, from a generator that is on the CPU."""
+    """Replaces a block that draws on the device from a generator on the CPU."""
 
     def __call__(self, components: Any, state: PipelineState) -> tuple[Any, PipelineState]:
         device = components._execution_device
-        for name in NOISED:
+        for name in NOISY_LATENTS:
             state.set(name, state.get(name).cpu())
         super().__call__(SimpleNamespace(_execution_device=torch.device("cpu")), state)
-        for name in NOISED:
+        for name in NOISY_LATENTS:
             state.set(name, state.get(name).to(device))
         return components, state
 
@@ -42,22 +42,22 @@ def block_noise_BCFHW(
     device: torch.device,
     generator: torch.Generator,
 ) -> Tensor:
-    """Noise of which the values of a patch have a covariance of ``-gamma`` with each other.
+    """Return noise whose values within a patch have a covariance of ``-gamma``.
 
-    For the published ``gamma`` the matrix is singular but for a hundred-millionth, which float32 does not see:
-    diffusers factorises it in that, and may fail.
+    For the published ``gamma`` the matrix is singular but for 1e-8, below float32's resolution. Diffusers factorises
+    it in float32 and may fail.
     """
     _, rows, columns = patch_size
     covariance = torch.eye(rows * columns, dtype=torch.float64) * (1 + gamma + JITTER) - gamma
     factor = torch.linalg.cholesky(covariance).float()
     grid = (batch, channels, frames, height // rows, width // columns)
-    drawn = torch.randn(*grid, rows * columns, generator=generator, device=generator.device)
-    noise: Tensor = torch.unflatten(drawn @ factor.T.to(drawn.device), -1, (rows, columns))
+    samples = torch.randn(*grid, rows * columns, generator=generator, device=generator.device)
+    noise: Tensor = torch.unflatten(samples @ factor.T.to(samples.device), -1, (rows, columns))
     return noise.permute(0, 1, 2, 3, 5, 4, 6).reshape(batch, channels, frames, height, width).to(device)
 
 
 def patch_blocks(blocks: Any) -> None:
-    """Blocks that loop over steps themselves also show a bar for each chunk, which nobody can turn off."""
+    """Patch the noise, and turn off the progress bar of each chunk, for which diffusers has no switch."""
     replace_blocks(blocks, HeliosAddNoiseToImageLatentsStep, NoiseOnCpu)
     denoise.sample_block_noise = block_noise_BCFHW
     denoise.tqdm = partial(denoise.tqdm, disable=True)

@@ -1,7 +1,7 @@
 """Helios: long clips in chunks of frames, each denoised with the ones before it as history.
 
-Tokens of the history come before those of the chunk, and are a stream of their own: a prompt speaks to the chunk alone.
-Of the three models that are published, two begin each chunk small, and double its sides twice on the way.
+Tokens of the history come before the chunk's and are a stream of their own: only the chunk attends to the prompt. Two
+of the three published models begin each chunk small and double its sides twice.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 HISTORY, CHUNK = "history", "chunk"
 TOKENS = (HISTORY, CHUNK)
 ATTENTIONS = ("blocks.*.attn1", "blocks.*.attn2")
-COARSENESS = {"latents_history_short": 1, "latents_history_mid": 2, "latents_history_long": 4}
-"""The older the history, the larger its patches, in those of the chunk."""
+PATCH_SCALES = {"latents_history_short": 1, "latents_history_mid": 2, "latents_history_long": 4}
+"""Patch sides of the history's parts, in the chunk's: older parts are coarser."""
 MAX_TOKENS = 512
 CHUNK_LATENTS = 9
-"""Latent frames of a chunk: what diffusers' blocks have as their default, and the models were trained with."""
+"""Latent frames of a chunk: the default of diffusers' blocks, and the models' training length."""
 NUM_STAGES = 3
 
 LINEARS = (*attention_linears(*ATTENTIONS), *query_key_norms(*ATTENTIONS), *mlp_linears("blocks.*.ffn"))
@@ -51,7 +51,7 @@ BASE = replace(
     max_pictures=1,
     max_tokens=MAX_TOKENS,
 )
-"""Defaults of diffusers' blocks for the three models. The longest clip takes a minute, for which they were made."""
+"""Defaults of diffusers' blocks for the three models. The longest clip lasts a minute, as designed."""
 PYRAMID = replace(BASE, num_inference_steps=30, min_steps=NUM_STAGES)
 DISTILLED = replace(distilled(PYRAMID, 6), first_chunk_steps=2)
 
@@ -69,8 +69,8 @@ class HeliosSpec(ModelSpec):
     patch_blocks = lazy("pipelines.models.helios.patches:patch_blocks")
 
     def shard_plan(self, config: Config) -> ShardPlan:
-        """Weights of heads that have a scale each for keys of the history stay whole."""
-        has_scales = config["is_amplify_history"] and config["history_scale_mode"] == "per_head"
+        """Return the plan. Linears stay whole if each head scales the history's keys by its own factor."""
+        scales_heads = config["is_amplify_history"] and config["history_scale_mode"] == "per_head"
         return ShardPlan(
             streams=TOKENS,
             blocks=("blocks",),
@@ -87,13 +87,13 @@ class HeliosSpec(ModelSpec):
                 ),
             ),
             gathers=(TokenGather(module="proj_out", dim=1, stream=CHUNK),),
-            linears=() if has_scales else LINEARS,
+            linears=() if scales_heads else LINEARS,
             carried=("hidden_states",),
         )
 
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
-        """Patches of (frames, rows, columns); what is left at an edge is a patch as well, in the history."""
-        history = ((arguments[name].shape[2:], size) for name, size in COARSENESS.items() if name in arguments)
+        """Return the patches of history and chunk; a remainder at an edge is a patch too."""
+        history = ((arguments[name].shape[2:], size) for name, size in PATCH_SCALES.items() if name in arguments)
         return {
             HISTORY: sum(
                 _num_patches(sizes, [size * side for side in config["patch_size"]]) for sizes, size in history
@@ -102,13 +102,13 @@ class HeliosSpec(ModelSpec):
         }
 
     def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
-        """Prompts are padded to the longest that the model takes, and the padding is attended to."""
+        """Return a prompt of the maximum length: all are padded to it, and the padding is attended to."""
         import torch
 
         return {"prompt_embeds": torch.zeros(1, num_tokens, config["text_dim"])}
 
     def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
-        """The clip's first frame, and a frame of history that looks like it."""
+        """Return the clip's first frame, and a frame of history like it."""
         import torch
 
         (spatial, _), channels = space_time_scales(path), read_config(path, "vae")["z_dim"]
@@ -116,14 +116,14 @@ class HeliosSpec(ModelSpec):
         return {name: torch.zeros(shape) for name in ("image_latents", "fake_image_latents")}
 
     def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
-        """Steps are those of a chunk: its stages share them, the first ones have those that are left over."""
+        """Return the steps of each stage of a chunk; the first stages take the remainder."""
         if not is_pyramid(path):
             return {}
         each, more = divmod(request.num_inference_steps, NUM_STAGES)
         return {"pyramid_num_inference_steps_list": [each + (stage < more) for stage in range(NUM_STAGES)]}
 
     def round_values(self, loop_state: Any, call: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The chunk as it is now, in its full size."""
+        """Return the current chunk in its full size."""
         from torch.nn.functional import interpolate
 
         latents, sides = call["hidden_states"], loop_state.latent_shape[-2:]
@@ -133,19 +133,19 @@ class HeliosSpec(ModelSpec):
         return {"latent_chunks": [*loop_state.latent_chunks, chunk]}
 
     def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the first frame of the last chunk that there is."""
+        """Return the first frame of the newest chunk."""
         return {"latent_chunks": [latents["latent_chunks"][-1][:, :, :1]]}
 
     def defaults(self, path: Path) -> Defaults:
-        """A chunk that is made small first must have sides that can be halved twice."""
-        (spatial, temporal), known = space_time_scales(path), BASE
+        """Return the model's defaults. Sides of a chunk that begins small can be halved twice."""
+        (spatial, temporal), defaults = space_time_scales(path), BASE
         patch = read_config(path, "transformer").get("patch_size", (1, 2, 2))
         if is_pyramid(path):
             index = read_index(path)
             is_distilled = index.get("is_distilled") or "Distilled" in index["_class_name"]
-            known, spatial = DISTILLED if is_distilled else PYRAMID, spatial << NUM_STAGES - 1
+            defaults, spatial = DISTILLED if is_distilled else PYRAMID, spatial << NUM_STAGES - 1
         return replace(
-            known,
+            defaults,
             size_multiple=spatial * patch[-1],
             frame_multiple=temporal,
             frames_per_chunk=1 + (CHUNK_LATENTS - 1) * temporal,

@@ -1,7 +1,7 @@
-"""HunyuanVideo 1.5's step in an order that does not depend on the text: diffusers' reads its length off the device.
+"""HunyuanVideo 1.5's step without a host read of the text's length, which diffusers' has.
 
-There, tokens that are padding go to the end of the text and attend to one another; here they stay where they are, and
-nobody attends to them. Text has no positions, so the clip is the same.
+Diffusers moves padding to the end of the text, where it attends to itself. Here padding stays in place and is masked.
+Text has no positions, so the clip is the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GLYPHS, PICTURE = 1, 2
 class HunyuanVideoProcessor:
     """An attention processor for clip and text together around ``kernel``, with a mask of the text's tokens.
 
-    The number of heads is read off the tensors: a tensor-parallel rank holds only some of them.
+    The number of heads is inferred: a tensor-parallel rank holds only some.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -50,7 +50,7 @@ class HunyuanVideoProcessor:
 def _heads(
     attn: Any, x_BLC: Tensor, layers: tuple[nn.Module, ...], norms: tuple[nn.Module, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys, normalised, and values, (B, L, H, D)."""
+    """Return normalised queries and keys, and values, (B, L, H, D)."""
     q, k, v = (torch.unflatten(layer(x_BLC), 2, (-1, attn.inner_dim // attn.heads)) for layer in layers)
     return norms[0](q), norms[1](k), v
 
@@ -62,7 +62,7 @@ def set_kernel(module: Any, kernel: Kernel) -> None:
 
 
 def forward(module: Any, call: Mapping[str, Any]) -> Tensor:
-    """The velocity, ``velocity_BCFHW``."""
+    """Return ``velocity_BCFHW``."""
     latents_BCFHW, timestep_B = call["hidden_states"], call["timestep"]
     positions = module.rope(latents_BCFHW)
     time_BC = module.time_embed(timestep_B, timestep_r=call.get("timestep_r"))
@@ -71,29 +71,29 @@ def forward(module: Any, call: Mapping[str, Any]) -> Tensor:
     for block in module.transformer_blocks:
         clip_BLC, text_BTC = block(clip_BLC, text_BTC, time_BC, mask_BT, positions)
     patches_BLP = module.proj_out(module.norm_out(clip_BLC, time_BC))
-    return _unpatched(patches_BLP, latents_BCFHW.shape[2:], module.config)
+    return _unpatch(patches_BLP, latents_BCFHW.shape[2:], module.config)
 
 
 def _text(module: Any, call: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Tokens of picture, glyphs and prompt, and which of them are none of padding."""
+    """Return tokens of picture, glyphs and prompt, and a mask that is False for padding."""
     prompt_mask, glyph_mask = (call[f"encoder_attention_mask{suffix}"].bool() for suffix in ("", "_2"))
     prompt_BTC = module.context_embedder(call["encoder_hidden_states"], call["timestep"], prompt_mask)
-    parts = [(_of_kind(module, module.context_embedder_2(call["encoder_hidden_states_2"]), GLYPHS), glyph_mask)]
-    parts.append((_of_kind(module, prompt_BTC, 0), prompt_mask))
+    parts = [(_add_kind(module, module.context_embedder_2(call["encoder_hidden_states_2"]), GLYPHS), glyph_mask)]
+    parts.append((_add_kind(module, prompt_BTC, 0), prompt_mask))
     if "image_embeds" in call:
-        picture_BTC = _of_kind(module, module.image_embedder(call["image_embeds"]), PICTURE)
+        picture_BTC = _add_kind(module, module.image_embedder(call["image_embeds"]), PICTURE)
         parts.insert(0, (picture_BTC, torch.ones_like(picture_BTC[..., 0], dtype=torch.bool)))
     text_BTC, mask_BT = (torch.cat(several, dim=1) for several in zip(*parts, strict=True))
     return text_BTC.masked_fill(~mask_BT[..., None], 0.0), mask_BT
 
 
-def _of_kind(module: Any, x_BTC: Tensor, kind: int) -> Tensor:
+def _add_kind(module: Any, x_BTC: Tensor, kind: int) -> Tensor:
     shifted_BTC: Tensor = x_BTC + module.cond_type_embed.weight[kind]
     return shifted_BTC
 
 
-def _unpatched(patches_BLP: Tensor, grid: torch.Size, config: Any) -> Tensor:
-    """(B, tokens, values of one) to (B, channels, frames, rows, columns)."""
+def _unpatch(patches_BLP: Tensor, grid: torch.Size, config: Any) -> Tensor:
+    """Return (B, channels, frames, rows, columns) from (B, tokens, values of a patch)."""
     t, p = config.patch_size_t, config.patch_size
     frames, rows, columns = grid[0] // t, grid[1] // p, grid[2] // p
     split = patches_BLP.reshape(len(patches_BLP), frames, rows, columns, -1, t, p, p)

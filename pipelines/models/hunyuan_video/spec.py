@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5: clip and text attend to one another in every block; of the text, padding is masked."""
+"""HunyuanVideo 1.5: clip and text attend to one another in every block; the text's padding is masked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.models.linears import joint_attention_linears, mlp_linears
-from pipelines.models.spec import CLIP, Config, ModelSpec, first_latent_frame, lazy, num_patches, of_fewer_channels
+from pipelines.models.spec import CLIP, Config, ModelSpec, fewer_channels, first_latent_frame, lazy, num_patches
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ VIDEO, TEXT = "video", "text"
 PROMPT_TOKENS = 1000
 GLYPH_TOKENS = 256
 PICTURE_TOKENS = 729
-"""The pipeline's own limits of tokens: the prompt, words to be written in the clip, and what SigLIP makes of a picture
-(27 x 27 patches)."""
+"""The pipeline's token limits: prompt, words to write in the clip, and SigLIP's 27 x 27 patches of a picture."""
 
 SHARDS = (
     TokenShard(module="rope", where="output", key=0, dim=0, stream=VIDEO),
@@ -54,6 +53,8 @@ class HunyuanVideoSpec(ModelSpec):
     patch_blocks = lazy("pipelines.models.hunyuan_video.patches:patch_blocks")
     forward = lazy("pipelines.models.hunyuan_video.attention:forward")
     set_kernel = lazy("pipelines.models.hunyuan_video.attention:set_kernel")
+    blank_prediction = fewer_channels
+    first_frame = first_latent_frame
 
     def shard_plan(self, config: Config) -> ShardPlan:
         return ShardPlan(
@@ -94,7 +95,7 @@ class HunyuanVideoSpec(ModelSpec):
         }
 
     def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A model of words alone is given zeros for a picture, to which nothing attends."""
+        """Return the call without the zeros that stand for a picture in a text-only model: nothing attends to them."""
         if begins_with_picture(config):
             return call
         return {name: value for name, value in call.items() if name != "image_embeds"}
@@ -106,7 +107,7 @@ class HunyuanVideoSpec(ModelSpec):
             frame_by_frame(pipeline.vae)
 
     def defaults(self, path: Path) -> Defaults:
-        """From the model card (tencent/HunyuanVideo-1.5): 121 frames at 24 a second, 50 steps, a scale of 6."""
+        """Return the model card's (tencent/HunyuanVideo-1.5): 121 frames at 24 a second, 50 steps, a scale of 6."""
         vae, config = read_config(path, "vae"), read_config(path, "transformer")
         width, height = (1280, 720) if config["target_size"] > LOW else (848, 480)
         num_pictures = int(begins_with_picture(config))
@@ -120,12 +121,6 @@ class HunyuanVideoSpec(ModelSpec):
             min_pictures=num_pictures,
             max_pictures=num_pictures,
         )
-
-    def blank_prediction(self, config: Config, call: Mapping[str, Any]) -> tuple[Tensor]:
-        return of_fewer_channels(config, call)
-
-    def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
-        return first_latent_frame(latents)
 
 
 SPEC = HunyuanVideoSpec()

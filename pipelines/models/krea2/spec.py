@@ -25,12 +25,11 @@ TOKENS = "tokens"
 BLOCKS = "transformer_blocks"
 PATCH = 2
 MAX_TOKENS = 512
-"""Each prompt is padded to as many; a mask says which are its own."""
+"""Each prompt is padded to this length; a mask marks its own tokens."""
 
 
 BASE = replace(PICTURE, num_inference_steps=28, true_cfg_scale=5.5, guidance_offset=1.0, max_tokens=MAX_TOKENS)
-"""Defaults of diffusers' blocks, of the base model and below of the distilled one. Their 4.5 is counted from the
-prompt's own prediction."""
+"""Defaults of diffusers' blocks, with their guidance of 4.5 counted from the prompt's own prediction."""
 TURBO = distilled(BASE, 8)
 
 
@@ -40,7 +39,7 @@ class Krea2Spec(ModelSpec):
     eager_only = "masks keys (text of several lengths)"
 
     def shard_plan(self, config: Config) -> ShardPlan:
-        """Tokens are joined after the last block, where the text is cut off."""
+        """Return the plan. Tokens are joined after the last block, where the text is cut off."""
         return ShardPlan(
             streams=(TOKENS,),
             blocks=(BLOCKS,),
@@ -64,8 +63,8 @@ class Krea2Spec(ModelSpec):
         return {"prompt_embeds": features, "prompt_embeds_mask": torch.ones(1, num_tokens, dtype=torch.bool)}
 
     def defaults(self, path: Path) -> Defaults:
-        known = TURBO if read_index(path).get("is_distilled") else BASE
-        return replace(known, size_multiple=PATCH * clip_vae_scale(path, 3))
+        defaults = TURBO if read_index(path).get("is_distilled") else BASE
+        return replace(defaults, size_multiple=PATCH * clip_vae_scale(path, 3))
 
 
 SPEC = Krea2Spec()

@@ -1,7 +1,7 @@
 """LTX-Video.
 
 The text stays whole on every rank (cross-attention needs all of it). A clip that begins with a picture has a timestep a
-token, of which the picture's are 0; others have one for all.
+token, 0 for the picture's; other clips have one for all tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LINEARS = (*attention_linears(*ATTENTIONS), *query_key_norms(*ATTENTIONS), *mlp_
 
 
 def vae_scales(path: Path) -> tuple[int, int]:
-    """Pixels a side, and frames, of one latent value."""
+    """Return the pixels a side, and the frames, of one latent value."""
     vae = read_config(path, "vae")
     halvings: int = 2 ** sum(vae["spatio_temporal_scaling"])
     spatial: int = vae.get("spatial_compression_ratio") or vae["patch_size"] * halvings
@@ -47,9 +47,10 @@ class LTXSpec(ModelSpec):
     counts_heads = True
     fits_pictures = True
     needs_negative = True
+    first_frame = first_latent_frame
 
     def shard_plan(self, config: Config) -> ShardPlan:
-        """Norms and positions take the features of all heads together."""
+        """Return the plan. Norms and positions take the features of all heads."""
         return ShardPlan(
             streams=(VIDEO,),
             blocks=("transformer_blocks",),
@@ -84,19 +85,19 @@ class LTXSpec(ModelSpec):
         return {"image_latents": torch.zeros(1, channels, 1, request.height // spatial, request.width // spatial)}
 
     def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
-        """One timestep for all tokens is a row of one."""
+        """Return the call with one timestep for all tokens as a row of one."""
         timestep = call["timestep"]
         return {**call, "timestep": timestep[:, None]} if timestep.ndim == 1 else call
 
     def estimate_final(self, loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
-        """The picture that a clip begins with has no noise."""
-        expected, mask = super().estimate_final(loop_state, sigma), getattr(loop_state, "conditioning_mask", None)
-        if expected is None or mask is None:
-            return expected
-        return {"latents": loop_state.latents.where(mask[..., None] > 0, expected["latents"])}
+        """Return the estimate; a first picture has no noise."""
+        estimate, mask = super().estimate_final(loop_state, sigma), getattr(loop_state, "conditioning_mask", None)
+        if estimate is None or mask is None:
+            return estimate
+        return {"latents": loop_state.latents.where(mask[..., None] > 0, estimate["latents"])}
 
     def defaults(self, path: Path) -> Defaults:
-        """From the model card (Lightricks/LTX-Video): sizes under 1280 x 720 and fewer than 257 frames work best."""
+        """Return the card's (Lightricks/LTX-Video): sizes under 1280 x 720 and fewer than 257 frames work best."""
         spatial, temporal = vae_scales(path)
         return replace(
             CLIP,
@@ -111,9 +112,6 @@ class LTXSpec(ModelSpec):
             max_pictures=1,
             max_tokens=MAX_TOKENS,
         )
-
-    def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
-        return first_latent_frame(latents)
 
 
 SPEC = LTXSpec()

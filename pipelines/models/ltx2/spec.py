@@ -1,7 +1,7 @@
 """LTX-2: a clip and its sound, as two streams of tokens that attend to each other (arXiv:2601.03233).
 
-The tokens of the sound are few (25 a second) and stay whole on every rank, as the text does. They attend to the clip's,
-which are split; what the ranks make of them is the same.
+The sound has few tokens (25 a second), which stay whole on every rank, as the text does. They attend to the clip's,
+which are split; all ranks compute the same from them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from engines.core.shard_plan import ColumnLinear, FeatureTable, ShardPlan, Token
 from pipelines.defaults import Defaults
 from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
 from pipelines.models.ltx.spec import LTXSpec, vae_scales
-from pipelines.models.spec import CLIP, Config, all_outputs, blank_like, parted
+from pipelines.models.spec import CLIP, Config, SeveralOutputsSpec, blank_like
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
+    from torch import Tensor
 
 VIDEO = "video"
 MAX_TOKENS = 1024
@@ -45,23 +44,23 @@ GATED = {
     "gated_attn": ("attn1", "attn2", "audio_to_video_attn"),
     "audio_gated_attn": ("audio_attn1", "audio_attn2", "video_to_audio_attn"),
 }
-"""Attentions that may have a gate for each head, by the setting that says so: that of their queries."""
+"""Attentions that may have a gate for each head, by the setting for the stream of their queries."""
 
 
 def gates(config: Config) -> tuple[ColumnLinear, ...]:
-    """Return the linears that give each head its gate, where attentions have one (LTX-2.3)."""
+    """Return the linears of the heads' gates, which some models have (LTX-2.3)."""
     named = [name for setting, names in GATED.items() if config.get(setting) for name in names]
     return tuple(ColumnLinear(pattern=f"{BLOCKS}.*.{name}.to_gate_logits") for name in named)
 
 
-class LTX2Spec(LTXSpec):
+class LTX2Spec(SeveralOutputsSpec, LTXSpec):
     family = "ltx2"
     local_attention = TO_WHOLE
     counts_heads = True
     block_modules = ("rope", "audio_rope")
 
     def shard_plan(self, config: Config) -> ShardPlan:
-        """Norms and positions take the features of all heads together."""
+        """Return the plan. Norms and positions take the features of all heads."""
         by_head = config["rope_type"] == "split"
         token_dim = 2 if by_head else 1
         return ShardPlan(
@@ -84,7 +83,7 @@ class LTX2Spec(LTXSpec):
         )
 
     def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
-        """The connectors' output for each stream; a transformer with projections of its own takes more features."""
+        """Return the connectors' output for each stream; a transformer with its own projections takes more features."""
         import torch
 
         own = config["caption_channels"] if config["use_prompt_embeddings"] else None
@@ -100,21 +99,18 @@ class LTX2Spec(LTXSpec):
         channels = (config["out_channels"], config["audio_out_channels"])
         return blank_like(clip, (*clip.shape[:2], channels[0])), blank_like(sound, (*sound.shape[:2], channels[1]))
 
-    def to_output(self, config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[Tensor, ...]:
-        return parted(prediction, self.blank_prediction(config, call))
-
     def estimate_final(self, loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
-        """Guidance mixes finished latents here. The picture that a clip begins with has no noise."""
+        """Return the finished latents that guidance mixes here; a first picture has no noise."""
         clip = getattr(loop_state, "noise_pred_video", None)
         if clip is None:
             return None
         mask, latents = getattr(loop_state, "conditioning_mask", None), loop_state.latents
         clip = clip if clip.shape == latents.shape else clip.flatten(2).mT
-        kept = clip if mask is None else latents.where(mask[..., None] > 0, clip.to(latents.dtype))
-        return {"latents": kept, "audio_latents": loop_state.noise_pred_audio}
+        estimate = clip if mask is None else latents.where(mask[..., None] > 0, clip.to(latents.dtype))
+        return {"latents": estimate, "audio_latents": loop_state.noise_pred_audio}
 
     def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
-        """One frame lasts as long as a token of sound: at a high rate there would be none, and nothing is made then."""
+        """Return a rate at which one frame lasts as long as a token of sound: the model fails without any."""
         return {"frame_rate": min(request.fps, SOUND_RATE)} if request.num_frames == 1 else {}
 
     def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -122,9 +118,9 @@ class LTX2Spec(LTXSpec):
         return {"latents": latents["latents"][:, : latents["latents"].shape[1] // frames], "num_frames": 1}
 
     def defaults(self, path: Path) -> Defaults:
-        """Return the defaults of diffusers' pipeline, which are those of the model card (Lightricks/LTX-2).
+        """Return the defaults of diffusers' pipeline, as on the model card (Lightricks/LTX-2).
 
-        The auto-encoder mirrors latents at their edges, for which it takes two in a row.
+        The auto-encoder mirrors latents at their edges, which needs two in a row.
         """
         spatial, temporal = vae_scales(path)
         return replace(
@@ -142,9 +138,6 @@ class LTX2Spec(LTXSpec):
             make_sound=True,
             max_tokens=MAX_TOKENS,
         )
-
-    def forward(self, module: nn.Module, call: Mapping[str, Any]) -> Tensor:
-        return all_outputs(module, call)
 
 
 SPEC = LTX2Spec()

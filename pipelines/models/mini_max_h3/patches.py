@@ -1,4 +1,4 @@
-"""Blocks of MiniMax-H3 that write into what others keep, or use tensors of the device to index those of the CPU."""
+"""Patches of MiniMax-H3's blocks that write into shared tensors, or mix tensors of device and CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TAGS, ROWS = ("text_token_tags",), ("video_indices", "audio_indices")
 
 
 class StepOnCopy(MiniMaxH3LoopSchedulerStep):  # type: ignore[misc]  # diffusers has no types
-    """Takes the place of a block that writes into the latents: whoever kept them would find them changed."""
+    """Replaces a block that changes the latents in place, which others may still hold."""
 
     def __call__(self, components: Any, block_state: BlockState, **step: Any) -> Any:
         for name in ("latents", "audio_latents"):
@@ -25,7 +25,7 @@ class StepOnCopy(MiniMaxH3LoopSchedulerStep):  # type: ignore[misc]  # diffusers
 
 
 class LayoutOnCpu(MiniMaxH3PrepareLayoutStep):  # type: ignore[misc]
-    """Takes the place of a block that writes the prompt's tags, which are on the device, into a tensor of the CPU."""
+    """Replaces a block that writes the prompt's tags, on the device, into a CPU tensor."""
 
     def __call__(self, components: Any, state: PipelineState) -> Any:
         with _on_cpu(state, TAGS):
@@ -33,7 +33,7 @@ class LayoutOnCpu(MiniMaxH3PrepareLayoutStep):  # type: ignore[misc]
 
 
 class TimestepsOnCpu(MiniMaxH3SetTimestepsStep):  # type: ignore[misc]
-    """Takes the place of a block that indexes a tensor of the CPU by rows that are on the device."""
+    """Replaces a block that indexes a CPU tensor by rows on the device."""
 
     def __call__(self, components: Any, state: PipelineState) -> Any:
         with _on_cpu(state, ROWS):
@@ -42,7 +42,7 @@ class TimestepsOnCpu(MiniMaxH3SetTimestepsStep):  # type: ignore[misc]
 
 @contextmanager
 def _on_cpu(state: PipelineState, names: tuple[str, ...]) -> Iterator[None]:
-    """Within it these values of ``state`` are on the CPU."""
+    """Move these values of ``state`` to the CPU, inside this context."""
     values = {name: state.get(name) for name in names}
     for name, value in values.items():
         state.set(name, value.cpu())

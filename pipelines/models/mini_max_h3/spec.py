@@ -1,6 +1,6 @@
 """MiniMax-H3: clips with sound, from words and from a first and a last frame. All tokens are one packed sequence.
 
-It guides itself. Of its two transformers the one that looks at references is not used: requests bring none.
+It guides itself. Its second transformer, for references, is not used: requests bring none.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.models.linears import GATED, attention_linears, mlp_linears
-from pipelines.models.spec import CLIP, Config, ModelSpec, all_outputs, blank_like, lazy, parted
+from pipelines.models.spec import CLIP, Config, SeveralOutputsSpec, blank_like, lazy
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from engines.core.model import Arguments
 
@@ -29,7 +29,7 @@ REFINERS = "token_refiner.refiner_blocks.*.attn"
 TYPICAL_TOKENS = 300
 """Tokens of a prompt for warm-up; a prompt may have any number."""
 PREVIEW_LATENTS = 7
-"""Latent frames: of fewer the auto-encoder makes nothing."""
+"""Least number of latent frames that the auto-encoder decodes."""
 
 SHARD_PLAN = ShardPlan(
     streams=(TOKENS,),
@@ -51,8 +51,9 @@ def vae_scale(path: Path) -> int:
     return math.prod(read_config(path, "vae").get("spatial_downsample_factors", (2, 2, 2, 2)))
 
 
-class MiniMaxH3Spec(ModelSpec):
+class MiniMaxH3Spec(SeveralOutputsSpec):
     family = "minimax_h3"
+    plan = SHARD_PLAN
     local_attention = (REFINERS,)
     counts_heads = True
     fits_pictures = True
@@ -73,19 +74,16 @@ class MiniMaxH3Spec(ModelSpec):
     def blank_prediction(self, config: Config, call: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         return blank_like(call["hidden_states"]), blank_like(call["audio_hidden_states"])
 
-    def to_output(self, config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[Tensor, ...]:
-        return parted(prediction, self.blank_prediction(config, call))
-
     def estimate_final(self, loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
-        """Rows of the frames that a clip begins and ends with have no noise, and come first."""
+        """Return the estimate; rows of given first and last frames come first and have no noise."""
         if getattr(loop_state, "noise_pred", None) is None:
             return None
-        latents, num_known = loop_state.latents.clone(), loop_state.num_condition_video_rows
-        latents[num_known:] += sigma * loop_state.noise_pred[0, num_known:].float()
+        latents, num_given = loop_state.latents.clone(), loop_state.num_condition_video_rows
+        latents[num_given:] += sigma * loop_state.noise_pred[0, num_given:].float()
         return {"latents": latents}
 
     def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
-        """Diffusers counts the end of the last step as one. That there are pictures decides what ranks do as well."""
+        """Return one step more, as diffusers counts the end, and marks for given pictures, which ranks need."""
         pictures = dict.fromkeys(("image", "last_image")[: request.num_pictures], "shown")
         return {"num_inference_steps": request.num_inference_steps + 1, **pictures}
 
@@ -118,14 +116,8 @@ class MiniMaxH3Spec(ModelSpec):
             make_sound=True,
         )
 
-    def forward(self, module: nn.Module, call: Mapping[str, Any]) -> Tensor:
-        return all_outputs(module, call)
-
-    def shard_plan(self, config: Config) -> ShardPlan:
-        return SHARD_PLAN
-
     def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The auto-encoder makes nothing of fewer latent frames."""
+        """Return the fewest latent frames that the auto-encoder decodes."""
         return {"latents": latents["latents"][:, :, :PREVIEW_LATENTS]}
 
 

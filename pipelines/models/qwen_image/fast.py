@@ -18,7 +18,7 @@ class QwenWeights(MMDiTWeights):
     """A ``QwenImageTransformer2DModel`` with none of ``WITHOUT_FAST_STEP``."""
 
     def __init__(self, transformer: nn.Module, precision: Precision, window: int) -> None:
-        super().__init__(transformer, arranged_blocks(transformer, precision))
+        super().__init__(transformer, arrange_blocks(transformer, precision))
         self.window = window
 
     def text(self, text_BTD: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class QwenWeights(MMDiTWeights):
     def rotations(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
         num_text, device = arguments["encoder_hidden_states"].shape[1], arguments["hidden_states"].device
         image_SP, text_TP = self.module.pos_embed(arguments["img_shapes"], max_txt_seq_len=num_text, device=device)
-        return _of_complex(text_TP), _of_complex(image_SP)
+        return _real_imaginary(text_TP), _real_imaginary(image_SP)
 
     def embedded_times(self, inputs: ModelInputs, timesteps_SB: Tensor) -> Tensor:
         latents = inputs["hidden_states"]
@@ -43,12 +43,12 @@ class QwenWeights(MMDiTWeights):
 
     def vectors(self, temb_XC: Tensor) -> Tensor:
         module, active_XC = self.module, functional.silu(temb_XC)
-        found = [dual_vectors(block.txt_mod[1], block.img_mod[1], active_XC) for block in module.transformer_blocks]
-        return torch.cat((*found, vectors_of(module.norm_out.linear, active_XC)))
+        parts = [dual_vectors(block.txt_mod[1], block.img_mod[1], active_XC) for block in module.transformer_blocks]
+        return torch.cat((*parts, vectors_of(module.norm_out.linear, active_XC)))
 
 
 @torch.no_grad()
-def arranged_blocks(transformer: nn.Module, precision: Precision) -> Blocks:
+def arrange_blocks(transformer: nn.Module, precision: Precision) -> Blocks:
     blocks = transformer.get_submodule("transformer_blocks").children()
     return Blocks(duals=tuple(_dual(block, precision) for block in blocks), singles=(), precision=precision)
 
@@ -64,5 +64,5 @@ def _dual(block: Any, precision: Precision) -> DualBlock:
     )
 
 
-def _of_complex(turns_LP: Tensor) -> Tensor:
+def _real_imaginary(turns_LP: Tensor) -> Tensor:
     return torch.stack((turns_LP.real, turns_LP.imag)).float()

@@ -1,7 +1,7 @@
-"""Patches of diffusers' Qwen-Image blocks: pictures in the size of the request, with opacity where layers are made.
+"""Patches of Qwen-Image in diffusers: pictures in the request's size, opacity for layers, and a capturable forward.
 
-Qwen-Image's transformer where pictures to edit have a time of their own (``zero_cond_t``): diffusers makes a tensor
-of Python values in each of its forwards, which no CUDA graph records.
+If pictures to edit have a time of their own (``zero_cond_t``), diffusers' forward makes a tensor of Python values,
+which no CUDA graph records.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pipelines.blocks.tree import replace_blocks
 from pipelines.models.spec import first_output
 
 
-class SizeAskedFor(QwenImageEditResizeStep):  # type: ignore[misc]  # diffusers has no types
-    """Takes the place of a block that brings the picture to a megapixel, though noise of another size comes to it."""
+class RequestSizeStep(QwenImageEditResizeStep):  # type: ignore[misc]  # diffusers has no types
+    """Replaces a block that resizes the picture to a megapixel, although the noise has the request's size."""
 
     @property
     def inputs(self) -> list[InputParam]:
@@ -37,17 +37,16 @@ class SizeAskedFor(QwenImageEditResizeStep):  # type: ignore[misc]  # diffusers 
         return components, state
 
 
-class InSizeAskedFor(QwenImageEditInpaintVaeEncoderStep):  # type: ignore[misc]
-    """The text's encoder, which has a block of the same class, sees a megapixel."""
+class RequestSizeEncoderStep(QwenImageEditInpaintVaeEncoderStep):  # type: ignore[misc]
+    """Resizes for the VAE alone: the text encoder, with a block of the same class, takes a megapixel."""
 
     def __init__(self) -> None:
         super().__init__()
-        replace_blocks(self, QwenImageEditResizeStep, SizeAskedFor)
+        replace_blocks(self, QwenImageEditResizeStep, RequestSizeStep)
 
 
-class WithOpacity(QwenImageLayeredResizeStep):  # type: ignore[misc]  # diffusers has no types
-    """Takes the place of a block that knows two sizes, and leaves a picture without opacity to an auto-encoder that
-    wants it."""
+class OpacityStep(QwenImageLayeredResizeStep):  # type: ignore[misc]  # diffusers has no types
+    """Replaces a block that supports only two sizes, and does not add the opacity that the auto-encoder needs."""
 
     @property
     def inputs(self) -> list[InputParam]:
@@ -62,12 +61,12 @@ class WithOpacity(QwenImageLayeredResizeStep):  # type: ignore[misc]  # diffuser
 
 
 def patch_blocks(blocks: Any) -> None:
-    replace_blocks(blocks, QwenImageLayeredResizeStep, WithOpacity)
-    replace_blocks(blocks, QwenImageEditInpaintVaeEncoderStep, InSizeAskedFor)
+    replace_blocks(blocks, QwenImageLayeredResizeStep, OpacityStep)
+    replace_blocks(blocks, QwenImageEditInpaintVaeEncoderStep, RequestSizeEncoderStep)
 
 
 def forward(module: Any, call: Mapping[str, Any]) -> Tensor:
-    """The velocity of the picture that is painted, and of those that it is made of, (B, N, C)."""
+    """Return the velocity of the painted picture and of the pictures to edit, (B, N, C)."""
     return _with_two_times(module, **call) if module.config.zero_cond_t else first_output(module, call)
 
 
@@ -81,7 +80,7 @@ def _with_two_times(
 ) -> Tensor:
     """``QwenImageTransformer2DModel.forward`` without a mask.
 
-    Tokens are modulated by the step's time, those of pictures to edit by time 0.
+    Tokens of pictures to edit are modulated by time 0, all others by the step's time.
     """
     x_BNC: Tensor = module.img_in(hidden_states)
     text_BTC: Tensor = module.txt_in(module.txt_norm(encoder_hidden_states))

@@ -1,4 +1,4 @@
-"""Qwen-Image and its editors. Pictures to edit are more tokens of the image's stream."""
+"""Qwen-Image and its editors. Pictures to edit are tokens of the image stream."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import clip_vae_scale
 from pipelines.models.linears import joint_attention_linears, mlp_linears
-from pipelines.models.spec import PICTURE, Config, ModelSpec, lazy, text_and_image, without_prompt_mask
+from pipelines.models.spec import PICTURE, Config, TextAndImageSpec, lazy
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engines.core.model import Arguments, ArrangeWeights
+    from engines.core.model import ArrangeWeights
 
 TEXT, IMAGE = "text", "image"
 BLOCKS = "transformer_blocks"
 MAX_TOKENS = 1024
 WITHOUT_FAST_STEP = ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope", "guidance_embeds")
-"""Settings of transformers that the hand-ordered step does not compute."""
+"""Settings of transformers that the hand-ordered step does not support."""
 PROMPT_WINDOW = 64
-"""Prompts that are filled up have a multiple of so many tokens."""
+"""Padded prompts have a multiple of this many tokens."""
 
 LINEARS = (
     *joint_attention_linears(f"{BLOCKS}.*.attn"),
@@ -52,9 +52,9 @@ SHARD_PLAN = ShardPlan(
 
 
 EDITOR: Mapping[str, Any] = {"min_pictures": 1, "strength_needs_mask": True}
-WORDS_ALONE: Mapping[str, Any] = {"min_pictures": 1, "takes_mask": False, "takes_strength": False, "strength": 1.0}
+WITHOUT_MASKS: Mapping[str, Any] = {"min_pictures": 1, "takes_mask": False, "takes_strength": False, "strength": 1.0}
 LAYERED: Mapping[str, Any] = {
-    **WORDS_ALONE,
+    **WITHOUT_MASKS,
     "width": 640,
     "height": 640,
     "size_multiple": 32,
@@ -64,18 +64,20 @@ LAYERED: Mapping[str, Any] = {
     "num_layers": 4,
     "max_layers": 10,
 }
-"""It was made for as many pixels as 640 x 640 and 1024 x 1024 have, in any shape whose sides are multiples of 32."""
+"""Made for the pixels of 640 x 640 or 1024 x 1024, in any shape whose sides are multiples of 32."""
 EDITORS: Mapping[str, Mapping[str, Any]] = {
     "QwenImageEditPipeline": EDITOR,
     "QwenImageEditInpaintPipeline": EDITOR,
-    "QwenImageEditPlusPipeline": {**WORDS_ALONE, "max_pictures": 3, "num_inference_steps": 40},
+    "QwenImageEditPlusPipeline": {**WITHOUT_MASKS, "max_pictures": 3, "num_inference_steps": 40},
     "QwenImageLayeredPipeline": LAYERED,
 }
-"""Values of models that edit pictures by words. Three pictures and 40 steps are from Edit-Plus's card."""
+"""Defaults of editors, by pipeline. Three pictures and 40 steps are from Edit-Plus's card."""
 
 
-class QwenImageSpec(ModelSpec):
+class QwenImageSpec(TextAndImageSpec):
     family = "qwen"
+    plan = SHARD_PLAN
+    arrange_fast = staticmethod(partial(lazy("pipelines.models.qwen_image.fast:QwenWeights"), window=PROMPT_WINDOW))
     windowed_prompts = (PROMPT_WINDOW, 2 * PROMPT_WINDOW)
     forward = lazy("pipelines.models.qwen_image.patches:forward")
     patch_blocks = lazy("pipelines.models.qwen_image.patches:patch_blocks")
@@ -89,7 +91,7 @@ class QwenImageSpec(ModelSpec):
         }
 
     def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
-        """Editors of several pictures take a list. Where there are layers, these are the frames."""
+        """Return a list for editors of several pictures; layers are frames."""
         import torch
 
         unit, channels = clip_vae_scale(path, 3), read_config(path, "transformer").get("out_channels", 16)
@@ -98,9 +100,9 @@ class QwenImageSpec(ModelSpec):
         return {"image_latents": pictures if "Plus" in read_index(path)["_class_name"] else pictures[0]}
 
     def defaults(self, path: Path) -> Defaults:
-        """Qwen-Image's; an editor takes pictures."""
+        """Return Qwen-Image's; an editor takes pictures."""
         name = str(read_index(path).get("_class_name"))
-        known = replace(
+        defaults = replace(
             PICTURE,
             width=1328,
             height=1328,
@@ -112,27 +114,18 @@ class QwenImageSpec(ModelSpec):
             strength=0.9,
             max_tokens=MAX_TOKENS,
         )
-        return replace(known, **EDITORS[name]) if name in EDITORS else known
+        return replace(defaults, **EDITORS[name]) if name in EDITORS else defaults
 
     def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
-        """A model that describes pictures does so in English, as its card has it, and not in Chinese."""
+        """Return English (as on the card), not Chinese, for a model that describes pictures."""
         return {"use_en_prompt": True} if request.num_layers else {}
 
     def fast_weights(self, config: Config) -> ArrangeWeights | None:
-        """Transformers with one of ``WITHOUT_FAST_STEP`` have no hand-ordered step."""
-        if any(config.get(name) for name in WITHOUT_FAST_STEP):
-            return None
-        weights: ArrangeWeights = partial(lazy("pipelines.models.qwen_image.fast:QwenWeights"), window=PROMPT_WINDOW)
-        return weights
-
-    def shard_plan(self, config: Config) -> ShardPlan:
-        return SHARD_PLAN
-
-    def stream_lengths(self, config: Config, arguments: Arguments) -> Mapping[str, int]:
-        return text_and_image(arguments)
+        return None if any(config.get(name) for name in WITHOUT_FAST_STEP) else self.arrange_fast
 
     def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
-        return without_prompt_mask(call)
+        """Return the call without the mask of its one prompt: it masks nothing, and rules out the fastest attention."""
+        return {name: value for name, value in call.items() if name != "encoder_hidden_states_mask"}
 
 
 SPEC = QwenImageSpec()

@@ -1,8 +1,8 @@
-"""Qwen-Image 2.1's blocks for the painted picture alone: words, and pictures to look at, are seen by their keys.
+"""Qwen-Image 2.1's blocks for the painted picture alone, which attends to keys of prompt and reference pictures.
 
-These come first, and see no more than what is before them (each picture itself as well); so no step changes them where
-they have a time of their own, and their keys and values are made once a job. Every rank makes them whole; they are then
-divided like those of a stream of tokens.
+Prompt and references come first and attend only to what precedes them (a picture also to itself). If they have a time
+of their own, no step changes them, and their keys and values are computed once a job. Every rank computes them whole;
+they are then divided like a stream of tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, MutableMapping
 from functools import cache
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21Attention, apply_rotary_emb_qwen
@@ -22,63 +22,58 @@ from engines.core.model import Arguments
 from engines.parallel.copies import is_weightless
 from engines.parallel.local_attention import local_kernel
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
 LATENTS, TIMESTEP, TEXT = "hidden_states", "timestep", "encoder_hidden_states"
 PLACES, CONDITION = "img_mask", "condition_latents"
-"""Where pictures to look at stand in the prompt, ``is_place_BT``, and their latents, ``x_BNC``."""
+"""Places of reference pictures in the prompt, ``is_place_BT``, and their latents, ``x_BNC``."""
 GRIDS = "img_shapes"
-"""A constant: frames, rows and columns of latents of each picture, that which is painted last, for every entry."""
+"""A constant: latent (frames, rows, columns) of each picture, the painted one last, by entry of the batch."""
 SLOT = 4
-"""Latent tokens that a place for a picture in the prompt stands for."""
+"""Latent tokens for each place of a picture in the prompt."""
 
 
 def num_seen(arguments: Mapping[str, Any]) -> int:
-    """The tokens of the prompt, with those of pictures in their places."""
+    """Return the number of tokens of the prompt, with those of pictures in their places."""
     num_latents = arguments[CONDITION].shape[1] if CONDITION in arguments else 0
     return int(arguments[TEXT].shape[1] + num_latents - num_latents // SLOT)
 
 
 def constant_inputs(call: Mapping[str, Any], num_painted: int) -> Mapping[str, Tensor]:
-    """The blocks make these anew at every step, of what comes with the prompt: its tensor tells whose they are."""
+    """Return the constants of a job, cached by the prompt's tensor: the blocks make new ones at every step."""
     text, latents = call[TEXT], call[LATENTS]
-    if text not in _known():
-        several = {PLACES: call[PLACES][:, : text.shape[1]].clone()}
+    if text not in _constants():
+        constants = {PLACES: call[PLACES][:, : text.shape[1]].clone()}
         if latents.shape[1] > num_painted:
-            several[CONDITION] = latents[:, :-num_painted].clone()
-        _known()[text] = several
-    return _known()[text]
+            constants[CONDITION] = latents[:, :-num_painted].clone()
+        _constants()[text] = constants
+    return _constants()[text]
 
 
 @cache
-def _known() -> MutableMapping[Tensor, Mapping[str, Tensor]]:
-    """By the prompts that are there: with a prompt goes what is known by it."""
+def _constants() -> MutableMapping[Tensor, Mapping[str, Tensor]]:
+    """Return the cache, by prompt; an entry is freed with its prompt."""
     from torch.utils.weak import WeakTensorKeyDictionary
 
-    known: MutableMapping[Tensor, Mapping[str, Tensor]] = WeakTensorKeyDictionary()
-    return known
+    constants: MutableMapping[Tensor, Mapping[str, Tensor]] = WeakTensorKeyDictionary()
+    return constants
 
 
 KEYS_VALUES, ROTATION = "seen_keys_values", "rotation"
-"""Inputs beside the module's own: (layers, keys and values, B, P tokens that are seen, H, D), keys rotated; and what
-the picture's queries and keys are rotated by, complex, (N, D / 2)."""
+"""Inputs beside the module's own: (layers, keys and values, B, P seen tokens, H, D), keys rotated; and the rotation of
+the picture's queries and keys, complex, (N, D / 2). "Seen" are the tokens of prompt and reference pictures."""
 
 Segment = tuple[int, int, bool]
-"""Where a run of tokens begins and ends, and whether it is text."""
+"""Start and end of a run of tokens, and whether it is text."""
 
 
 class Segments(NamedTuple):
-    """The runs of what is seen, and the kernel that they attend by. It is chosen before a block runs: a compiled one
-    cannot look for packages and devices."""
+    """Runs of seen tokens, and their kernel, chosen before a block runs: compiled code cannot look for devices."""
 
     kernel: Kernel
     runs: tuple[Segment, ...]
 
 
 class PaintedProcessor:
-    """Attention of the painted tokens to those that are seen and to their own, by ``kernel``."""
+    """Attention of the painted tokens to the seen ones and to themselves, by ``kernel``."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -93,11 +88,13 @@ class PaintedProcessor:
         segments: Segments | None = None,
         **unused: None,
     ) -> Tensor:
-        """In place of a mask it takes ``seen_2BPHD``. With ``segments`` the tokens are those that are seen, of which
-        it appends that to ``layer_cache``."""
+        """Attend; ``attention_mask`` is ``seen_2BPHD``.
+
+        With ``segments`` the tokens are the seen ones; their keys and values are appended to ``layer_cache``.
+        """
         q_BLHD, k_BLHD, v_BLHD = _queries_keys_values(attn, hidden_states, rotary_emb)
         if layer_cache is not None:
-            assert segments is not None, "only what is seen is kept"
+            assert segments is not None, "only seen tokens are cached"
             layer_cache.append(torch.stack((k_BLHD, v_BLHD)))
             out_BLHD = _attend_seen(q_BLHD, k_BLHD, v_BLHD, segments)
         else:
@@ -108,7 +105,7 @@ class PaintedProcessor:
 
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-    """Makes the painted tokens' attention call ``kernel``. From now on ``module`` is called by ``forward``."""
+    """Make the painted tokens' attention call ``kernel``; then call ``module`` through ``forward``."""
     processor: Any = PaintedProcessor(kernel)
     blocks: Any = module.get_submodule("transformer_blocks")
     for block in blocks:
@@ -116,13 +113,13 @@ def set_kernel(module: nn.Module, kernel: Kernel) -> None:
 
 
 def forward(module: Any, call: Mapping[str, Any]) -> Tensor:
-    """The velocity of the picture that is painted, (B, N, C)."""
-    made = {name: call[name] for name in (KEYS_VALUES, ROTATION) if name in call}
-    made = made or seen(module, call, call[TIMESTEP])
+    """Return the velocity of the painted picture, (B, N, C)."""
+    prefix = {name: call[name] for name in (KEYS_VALUES, ROTATION) if name in call}
+    prefix = prefix or _encode_seen(module, call, call[TIMESTEP])
     x_BLC: Tensor = module.img_in(call[LATENTS])
     temb_BC, modulation_BC = _modulation(module, call[TIMESTEP], x_BLC)
-    for block, seen_2BPHD in zip(module.transformer_blocks, made[KEYS_VALUES], strict=True):
-        x_BLC = block(x_BLC, modulation_BC, made[ROTATION], seen_2BPHD)
+    for block, seen_2BPHD in zip(module.transformer_blocks, prefix[KEYS_VALUES], strict=True):
+        x_BLC = block(x_BLC, modulation_BC, prefix[ROTATION], seen_2BPHD)
     velocity_BNC: Tensor = module.proj_out(module.norm_out(x_BLC, temb_BC))
     return velocity_BNC
 
@@ -131,17 +128,16 @@ def hoisted(module: Any, arguments: Arguments) -> dict[str, Tensor]:
     """Return the words, and pictures to look at: their keys and values. Nothing if words have the picture's time."""
     if not module.config.causal_condition:
         return {}
-    return seen(module, arguments, arguments[TIMESTEP])
+    return _encode_seen(module, arguments, arguments[TIMESTEP])
 
 
-def seen(module: Any, call: Mapping[str, Any], timestep: Tensor) -> dict[str, Tensor]:
-    """Returns the keys and values of the words, and pictures to look at, in all blocks of ``module``, whose linears may
-    be split by heads; and the picture's rotation.
+def _encode_seen(module: Any, call: Mapping[str, Any], timestep: Tensor) -> dict[str, Tensor]:
+    """Return keys and values of seen tokens in all blocks, and the picture's rotation.
 
-    They take half a megabyte a token of the published model in bfloat16. Not one module is called: hooks on them cut
-    the tokens of the picture.
+    Linears of ``module`` may be split by heads. A token takes half a megabyte in the published model in bfloat16.
+    No module is called: hooks on them cut the tokens of the picture.
     """
-    if call[TEXT].is_meta or is_weightless(module):  # no places are known on "meta"; what comes once is not counted
+    if call[TEXT].is_meta or is_weightless(module):  # "meta" has no places; costs once a job are not counted
         return _blank(module, call)
     if torch.compiler.is_exporting():
         raise ValueError(
@@ -161,13 +157,13 @@ def seen(module: Any, call: Mapping[str, Any], timestep: Tensor) -> dict[str, Te
     numbers_M, _ = module.build_token_metadata(is_picture_M, grids)
     time = timestep.new_zeros(1) if module.config.causal_condition else timestep
     _, modulation_BC = _modulation(module, time, x_BPC)
-    kept = list[Tensor]()
+    layer_cache = list[Tensor]()
     runs = tuple(_segments(numbers_M[:num].tolist()))
     segments = Segments(kernel=local_kernel(x_BPC.device, x_BPC.dtype), runs=runs)
     for block in module.transformer_blocks:
-        how = {"rotary_emb": rotation_MD[:num], "layer_cache": kept, "segments": segments}
-        x_BPC = block.forward(x_BPC, modulation_BC, **how)
-    return {KEYS_VALUES: torch.stack(kept), ROTATION: rotation_MD[num:].clone()}
+        options = {"rotary_emb": rotation_MD[:num], "layer_cache": layer_cache, "segments": segments}
+        x_BPC = block.forward(x_BPC, modulation_BC, **options)
+    return {KEYS_VALUES: torch.stack(layer_cache), ROTATION: rotation_MD[num:].clone()}
 
 
 def _modulation(module: Any, timestep: Tensor, x_BLC: Tensor) -> tuple[Tensor, Tensor]:
@@ -176,7 +172,7 @@ def _modulation(module: Any, timestep: Tensor, x_BLC: Tensor) -> tuple[Tensor, T
 
 
 def _queries_keys_values(attn: Any, x_BLC: Tensor, rotation_LD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The number of heads is read off, since a tensor-parallel rank holds only some."""
+    """Return q and k, rotated, and v. The number of heads is inferred: a tensor-parallel rank holds only some."""
     head_dim = attn.inner_dim // attn.heads
     q_BLHD, k_BLHD, v_BLHD = (
         torch.unflatten(to(x_BLC), -1, (-1, head_dim)) for to in (attn.to_q, attn.to_k, attn.to_v)
@@ -189,7 +185,7 @@ def _queries_keys_values(attn: Any, x_BLC: Tensor, rotation_LD: Tensor) -> tuple
 
 
 def _segments(numbers: list[int]) -> Iterator[Segment]:
-    """Runs of tokens of one number: those of text are -1, those of a picture its own."""
+    """Yield the runs of equal numbers: -1 for text, its own number for a picture."""
     start = 0
     for number, run in groupby(numbers):
         end = start + len(list(run))
@@ -198,7 +194,7 @@ def _segments(numbers: list[int]) -> Iterator[Segment]:
 
 
 def _attend_seen(q_BPHD: Tensor, k_BPHD: Tensor, v_BPHD: Tensor, segments: Segments) -> Tensor:
-    """Each token sees all of the segments before its own, and of its own all if it is a picture."""
+    """Attend to all earlier segments, and within the own one: all of a picture, or causally in text."""
     places_P = torch.arange(q_BPHD.shape[1], device=q_BPHD.device)
     out = []
     for start, end, is_text in segments.runs:

@@ -1,7 +1,7 @@
-"""Qwen-Image 2.1: words, and pictures to look at, see what is before them; the picture that is painted sees all.
+"""Qwen-Image 2.1: prompt and reference pictures attend to what precedes them; the painted picture attends to all.
 
-So they are made once a job, whole on every rank, and the tokens of the picture are divided, which see their keys and
-values.
+So prompt and references are computed once a job, whole on every rank. The painted picture's tokens are divided and
+attend to their keys and values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCKS = "transformer_blocks"
 TYPICAL_TOKENS, MAX_TOKENS = 64, 4096
 """Tokens of a prompt for warm-up, and at most: the pipeline has no limit, the transformer 8192 places."""
 MAX_PICTURES = 3
-"""The number that the editors before it were made for."""
+"""The number that earlier editors of the family take."""
 
 SHARD_PLAN = ShardPlan(
     streams=(SEEN, PAINTED),
@@ -47,17 +47,18 @@ SHARD_PLAN = ShardPlan(
     ),
     free=(TEXT, PLACES),
 )
-"""Blocks take, in place of a mask, the keys and values of what is seen (see ``attention.qwen21``)."""
+"""Blocks take, in place of a mask, keys and values of prompt and references (see ``attention``)."""
 
 
 class QwenImage21Spec(ModelSpec):
     family = "qwen"
+    plan = SHARD_PLAN
     reads_values = True
     eager_only = "finds out where words and pictures lie in a prompt"
     forward = lazy("pipelines.models.qwen_image21.attention:forward")
     set_kernel = lazy("pipelines.models.qwen_image21.attention:set_kernel")
     hoisted = lazy("pipelines.models.qwen_image21.attention:hoisted")
-    """The words, and pictures to look at: their keys and values."""
+    """Keys and values of prompt and reference pictures."""
 
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
         return {SEEN: num_seen(arguments), PAINTED: arguments[LATENTS].shape[1]}
@@ -73,7 +74,7 @@ class QwenImage21Spec(ModelSpec):
         }
 
     def defaults(self, path: Path) -> Defaults:
-        """Returns the pipeline's own arguments in diffusers."""
+        """Return the pipeline's own arguments in diffusers."""
         return replace(
             PICTURE,
             num_inference_steps=40,
@@ -81,9 +82,6 @@ class QwenImage21Spec(ModelSpec):
             max_pictures=MAX_PICTURES,
             max_tokens=MAX_TOKENS,
         )
-
-    def shard_plan(self, config: Config) -> ShardPlan:
-        return SHARD_PLAN
 
     def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> dict[str, Any]:
         """Separate the painted picture from the conditioning, whose tensors are the same in every step of a job."""

@@ -24,7 +24,7 @@ IMAGE, TEXT = "image", "text"
 BLOCKS = "transformer_blocks"
 MAX_TOKENS = 256
 CLIP_TOKENS = 77
-"""A prompt becomes as many tokens of CLIP's, and then those of T5."""
+"""CLIP tokens of a prompt, which come before those of T5."""
 
 SHARDS = (
     TokenShard(module="pos_embed", where="output", key=0, dim=1, stream=IMAGE),
@@ -45,7 +45,7 @@ MEDIUM = replace(
     strength=0.6,
     max_tokens=MAX_TOKENS,
 )
-"""Stable Diffusion 3 medium; the others differ in a few values (each from its model card on the hub)."""
+"""Stable Diffusion 3 medium; the others differ in a few values (from their model cards on the hub)."""
 LARGE_35 = replace(MEDIUM, true_cfg_scale=3.5)
 MEDIUM_35 = replace(MEDIUM, num_inference_steps=40, true_cfg_scale=4.5)
 
@@ -53,7 +53,7 @@ MEDIUM_35 = replace(MEDIUM, num_inference_steps=40, true_cfg_scale=4.5)
 class SD3Spec(ModelSpec):
     family = "sd3"
     set_kernel = lazy("pipelines.models.sd3.attention:set_kernel")
-    """Sets a processor of ours: diffusers' own does not go through its dispatcher."""
+    """Sets an own processor: diffusers' does not use its dispatcher."""
 
     def shard_plan(self, config: Config) -> ShardPlan:
         if config["dual_attention_layers"]:
@@ -74,13 +74,13 @@ class SD3Spec(ModelSpec):
         }
 
     def defaults(self, path: Path) -> Defaults:
-        """Stable Diffusion 3.5 normalises queries and keys; its medium model has blocks that attend twice."""
+        """Return the defaults: 3.5 normalises queries and keys; its medium has blocks that attend twice."""
         config = read_config(path, "transformer")
         known = MEDIUM if not config.get("qk_norm") else MEDIUM_35 if config.get("dual_attention_layers") else LARGE_35
         return replace(known, size_multiple=vae_scale(path) * config.get("patch_size", 2))
 
     def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
-        """Diffusers' blocks leave guidance without its second prompt where nothing is said; its pipeline takes ""."""
+        """Return "" if no negative prompt is given, as diffusers' pipeline does and its blocks do not."""
         return {"negative_prompt": request.negative_prompt or ""} if request.true_cfg_scale > 1 else {}
 
 

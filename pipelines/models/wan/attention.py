@@ -21,14 +21,13 @@ PICTURES = "encoder_hidden_states_image"
 KEYS_VALUES = "text_keys_values"
 """An input beside the module's own: (blocks, keys and values, B, T tokens of pictures and text, C), keys normalised."""
 TEXT_TOKENS = 512
-"""The length to which a model that also attends to pictures pads its text, which comes after the pictures (as in
-diffusers)."""
+"""Length of padded text in a model that also attends to pictures; it comes after them (as in diffusers)."""
 
 
 class WanProcessor:
     """An attention processor (diffusers' extension point) for self-attention around ``kernel``.
 
-    The number of heads is read off the tensors: a tensor-parallel rank holds only some of them.
+    The number of heads is inferred: a tensor-parallel rank holds only some.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -55,8 +54,8 @@ class WanProcessor:
 class CrossProcessor:
     """Attention from video tokens to the text, and to the pictures of a model that has projections for them.
 
-    Every rank holds these whole: no strategy, any number of heads. In place of them it takes what
-    ``cross_keys_and_values`` makes of them, stacked.
+    Every rank holds these whole: no strategy, any number of heads. In their place it also takes their stacked
+    ``cross_keys_and_values``.
     """
 
     def __call__(
@@ -67,19 +66,20 @@ class CrossProcessor:
         attention_mask: None = None,
         rotary_emb: None = None,
     ) -> Tensor:
-        is_made = encoder_hidden_states.ndim == 4
-        made = encoder_hidden_states.unbind(0) if is_made else cross_keys_and_values(attn, encoder_hidden_states)
-        q_BHLD, *made_BHTD = (in_heads(attn, x_BLC).transpose(1, 2) for x_BLC in (queries(attn, hidden_states), *made))
-        *of_pictures, of_text = zip(*(_pictures_and_text(attn, x_BHTD, dim=2) for x_BHTD in made_BHTD), strict=True)
-        out_BHLD = functional.scaled_dot_product_attention(q_BHLD, *of_text)
-        for k_BHPD, v_BHPD in of_pictures:
-            out_BHLD = out_BHLD + _beside_text(q_BHLD, k_BHPD, v_BHPD)
+        is_stacked, context = encoder_hidden_states.ndim == 4, encoder_hidden_states
+        kv_BTC = context.unbind(0) if is_stacked else cross_keys_and_values(attn, context)
+        q_BHLD, *kv_BHTD = (in_heads(attn, x_BLC).transpose(1, 2) for x_BLC in (queries(attn, hidden_states), *kv_BTC))
+        *pictures, text = zip(*(_pictures_and_text(attn, x_BHTD, dim=2) for x_BHTD in kv_BHTD), strict=True)
+        out_BHLD = functional.scaled_dot_product_attention(q_BHLD, *text)
+        for k_BHPD, v_BHPD in pictures:
+            out_BHLD = out_BHLD + _attend_picture(q_BHLD, k_BHPD, v_BHPD)
         return project_out(attn, out_BHLD.transpose(1, 2))
 
 
-def _beside_text(q_BHLD: Tensor, k_BHPD: Tensor, v_BHPD: Tensor) -> Tensor:
-    """Returns ``out_BHLD``. In an export each head is an entry of the batch by itself: TensorRT-RTX 1.7 dies of two
-    attentions in one graph that share their queries, and the text's has these.
+def _attend_picture(q_BHLD: Tensor, k_BHPD: Tensor, v_BHPD: Tensor) -> Tensor:
+    """Return ``out_BHLD``. In an export each head is an entry of the batch.
+
+    TensorRT-RTX 1.7 crashes on two attentions of a graph that share their queries, as this and the text's do.
     """
     if not torch.compiler.is_exporting():
         return functional.scaled_dot_product_attention(q_BHLD, k_BHPD, v_BHPD)
@@ -88,7 +88,7 @@ def _beside_text(q_BHLD: Tensor, k_BHPD: Tensor, v_BHPD: Tensor) -> Tensor:
 
 
 def queries(attn: WanAttention, x_BLC: Tensor) -> Tensor:
-    """Normalised over all heads together, before they are split into heads; so are the keys."""
+    """Return queries, normalised over all heads together before the split into heads, as keys are."""
     q_BLC: Tensor = attn.norm_q(attn.to_q(x_BLC))
     return q_BLC
 
@@ -98,7 +98,7 @@ def keys_and_values(attn: WanAttention, x_BMC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cross_keys_and_values(attn: WanAttention, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the keys and values of pictures and text, each by its own projections, in the order that they came in."""
+    """Return keys and values of pictures and text, in this order, each by its own projections."""
     *pictures, text_BTC = _pictures_and_text(attn, x_BTC, dim=1)
     k_BTC, v_BTC = keys_and_values(attn, text_BTC)
     for x_BPC in pictures:
@@ -108,16 +108,16 @@ def cross_keys_and_values(attn: WanAttention, x_BTC: Tensor) -> tuple[Tensor, Te
 
 
 def _pictures_and_text(attn: WanAttention, x: Tensor, dim: int) -> tuple[Tensor, ...]:
-    """The parts along ``dim`` that are attended one by one; the text alone of a model without pictures."""
+    """Return the parts along ``dim`` with separate attention: pictures, if the model has any, and text."""
     if attn.add_k_proj is None:
         return (x,)
     num_pictures = x.shape[dim] - TEXT_TOKENS
-    assert num_pictures > 0, f"{x.shape[dim]} tokens, of which {TEXT_TOKENS} are text: no picture came along"
+    assert num_pictures > 0, f"{x.shape[dim]} tokens, of which {TEXT_TOKENS} are text: there is no picture"
     return torch.split(x, [num_pictures, TEXT_TOKENS], dim=dim)
 
 
 def in_heads(attn: WanAttention, x_BLC: Tensor) -> Tensor:
-    """``x_BLHD``."""
+    """Return ``x_BLHD``."""
     return torch.unflatten(x_BLC, 2, (-1, attn.inner_dim // attn.heads))
 
 
@@ -127,7 +127,7 @@ def project_out(attn: WanAttention, out_BLHD: Tensor) -> Tensor:
 
 
 def rotate(x_BLHD: Tensor, cos_sin_1L1D: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding (Su et al. 2021, arXiv:2104.09864) of neighbouring pairs, in the tables' float32.
+    """Apply rotary embedding (Su et al. 2021, arXiv:2104.09864) of neighbouring pairs, in the tables' float32.
 
     The tables hold every value twice. Same numbers as diffusers' in-place version, but nothing is written through a
     strided view, which exporters and compilers handle badly.
@@ -163,22 +163,22 @@ def hoisted_text(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
 
 
 def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
-    """The velocity, ``velocity_BCFHW``."""
+    """Return ``velocity_BCFHW``."""
     own = {name: x for name, x in call.items() if name != KEYS_VALUES}
-    with text_replaced(module, call.get(KEYS_VALUES)):
+    with replace_text(module, call.get(KEYS_VALUES)):
         velocity_BCFHW: Tensor = module(**own, return_dict=False)[0]
     return velocity_BCFHW
 
 
 @contextmanager
-def text_replaced(module: Any, keys_values_N2BTC: Tensor | None) -> Iterator[None]:
-    """Gives each block its keys and values in place of the text in the forwards of this context (None: the text)."""
+def replace_text(module: Any, keys_values_N2BTC: Tensor | None) -> Iterator[None]:
+    """Give each block keys and values in place of the text, inside this context. None keeps the text."""
     with ExitStack() as stack:
         if keys_values_N2BTC is not None:
             for block, x_2BTC in zip(module.blocks, keys_values_N2BTC, strict=True):
-                stack.callback(block.register_forward_pre_hook(_in_place_of_text(x_2BTC)).remove)
+                stack.callback(block.register_forward_pre_hook(_text_hook(x_2BTC)).remove)
         yield
 
 
-def _in_place_of_text(x_2BTC: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
+def _text_hook(x_2BTC: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
     return lambda _block, args: (args[0], x_2BTC, *args[2:])

@@ -1,10 +1,8 @@
-"""The last frame of a clip as diffusers' blocks should take it.
+"""Patches of diffusers' Wan blocks: the size of the last frame, and a first picture for Wan 2.2 TI2V.
 
-A first picture for Wan 2.2 TI2V, which has a timestep a token: diffusers has no blocks for it.
-
-The arithmetic is that of ``WanImageToVideoPipeline`` with ``expand_timesteps``: the picture's latents are the clip's
-first latent frame in every step, its tokens are at time 0, and the finished latents begin with it. Without a picture
-the blocks do what they do for words.
+TI2V has a timestep a token, for which diffusers has no blocks. The arithmetic is that of ``WanImageToVideoPipeline``
+with ``expand_timesteps``: the picture's latents are the clip's first latent frame in every step, its tokens are at time
+0, and the finished latents begin with it. Without a picture the blocks work as for words.
 """
 
 from __future__ import annotations
@@ -24,8 +22,8 @@ from torch import Tensor
 from pipelines.blocks.tree import insert_after, replace_blocks
 
 
-class LastFrameAsItIs(WanImageCropResizeStep):  # type: ignore[misc]  # diffusers has no types
-    """Takes the place of a block that cuts the last frame with width and height exchanged: it has the right size."""
+class KeepLastFrameStep(WanImageCropResizeStep):  # type: ignore[misc]  # diffusers has no types
+    """Replaces a block that exchanges width and height; the last frame has the right size already."""
 
     def __call__(self, components: Any, state: PipelineState) -> tuple[Any, PipelineState]:
         block_state = self.get_block_state(state)
@@ -35,12 +33,12 @@ class LastFrameAsItIs(WanImageCropResizeStep):  # type: ignore[misc]  # diffuser
 
 
 def patch_blocks(blocks: Any) -> None:
-    replace_blocks(blocks, WanImageCropResizeStep, LastFrameAsItIs)
+    replace_blocks(blocks, WanImageCropResizeStep, KeepLastFrameStep)
 
 
 FIRST_FRAME = "first_frame_latents"
 """Latents of the picture, (B, C, 1 frame, H, W), scaled as the transformer sees them; None without a picture."""
-LATENTS, OF_PICTURES = "latents", ("image_encoder", "vae_encoder")
+LATENTS, PICTURE_BLOCKS = "latents", ("image_encoder", "vae_encoder")
 
 
 class FirstFrameEncoder(ModularPipelineBlocks):  # type: ignore[misc]  # diffusers has no types
@@ -63,12 +61,12 @@ class FirstFrameEncoder(ModularPipelineBlocks):  # type: ignore[misc]  # diffuse
 
     def __call__(self, components: Any, state: PipelineState) -> tuple[Any, PipelineState]:
         values = self.get_block_state(state)
-        values.first_frame_latents = None if values.image is None else _encoded(components, values)
+        values.first_frame_latents = None if values.image is None else _encode(components, values)
         self.set_block_state(state, values)
         return components, state
 
 
-def _encoded(components: Any, values: BlockState) -> Tensor:
+def _encode(components: Any, values: BlockState) -> Tensor:
     vae, device = components.vae, components._execution_device
     image_BCHW = components.video_processor.preprocess(values.image, height=values.height, width=values.width)
     latents_BCFHW: Tensor = encode_vae_image(
@@ -96,20 +94,20 @@ class BeforeDenoiserWithFirstFrame(WanLoopBeforeDenoiser):  # type: ignore[misc]
 
 
 class DenoiserWithFirstFrame(WanLoopDenoiser):  # type: ignore[misc]
-    """Call the transformer with a timestep a token if there is a picture, of which the picture's are 0."""
+    """With a picture, call the transformer with a timestep a token, 0 for the picture's."""
 
     @torch.no_grad()
     def __call__(self, components: Any, block_state: BlockState, i: int, t: Tensor) -> tuple[Any, BlockState]:
-        told = components
+        adapted = components
         if block_state.first_frame_latents is not None:
-            told = copy.copy(components)
+            adapted = copy.copy(components)
             times_BL = token_times(t, block_state.latent_model_input, components.patch_size_spatial)
-            told.transformer = _at(components.transformer, times_BL)
-        _, block_state = super().__call__(told, block_state, i=i, t=t)
+            adapted.transformer = _with_times(components.transformer, times_BL)
+        _, block_state = super().__call__(adapted, block_state, i=i, t=t)
         return components, block_state
 
 
-def _at(transformer: Callable[..., Any], times_BL: Tensor) -> Callable[..., Any]:
+def _with_times(transformer: Callable[..., Any], times_BL: Tensor) -> Callable[..., Any]:
     return lambda **call: transformer(**{**call, "timestep": times_BL})
 
 
@@ -146,8 +144,8 @@ def token_times(t: Tensor, latents_BCFHW: Tensor, patch: int) -> Tensor:
 
 
 def extend_blocks(blocks: Any) -> None:
-    """Give ``blocks`` for words, or for one picture beside the latents, an encoder and a loop that take one."""
-    for name in OF_PICTURES:
+    """Give ``blocks`` an encoder and a loop that take a first picture."""
+    for name in PICTURE_BLOCKS:
         blocks.sub_blocks.pop(name, None)
     blocks.sub_blocks["denoise"] = WanCoreDenoiseStep()
     blocks.sub_blocks.insert("vae_encoder", FirstFrameEncoder(), 1)

@@ -21,10 +21,10 @@ from pipelines.models.spec import (
     Config,
     ModelSpec,
     check_channels,
+    fewer_channels,
     first_latent_frame,
     lazy,
     num_patches,
-    of_fewer_channels,
 )
 from pipelines.request import MediaRequest
 
@@ -54,21 +54,21 @@ PICTURE_LINEARS: tuple[ColumnLinear | FullWidthNorm, ...] = (
     FullWidthNorm(pattern="blocks.*.attn2.norm_added_k"),
 )
 PICTURE_TOKENS = 257
-"""Tokens that CLIP makes of a picture: 16 x 16 patches and one token for all (arXiv:2103.00020, ViT-H/14 at 224)."""
+"""Tokens of a picture by CLIP: 16 x 16 patches and one token for all (arXiv:2103.00020, ViT-H/14 at 224)."""
 
 
 def expands_timesteps(config: Config) -> bool:
-    """Whether the transformer takes one timestep a token (Wan 2.2 TI2V)."""
+    """Return whether the transformer takes one timestep a token (Wan 2.2 TI2V)."""
     return bool(config.get("pipeline", {}).get("expand_timesteps"))
 
 
 def attends_to_pictures(config: Config) -> bool:
-    """Whether cross-attention has keys of pictures beside those of the text (Wan 2.1 image to video)."""
+    """Return whether cross-attention also has keys of pictures (Wan 2.1 image to video)."""
     return config.get("added_kv_proj_dim") is not None
 
 
 LARGE = replace(CLIP, num_frames=81, fps=16, max_frames=81, max_tokens=MAX_TOKENS)
-"""Wan 2.1 14B; the others differ in a few values (each from its model card on the hub)."""
+"""Wan 2.1 14B; the others differ in a few values (from their model cards on the hub)."""
 
 SMALL_SIZE: dict[str, Any] = {"width": 832, "height": 480}
 ONE_PICTURE: dict[str, Any] = {"min_pictures": 1, "max_pictures": 1}
@@ -76,20 +76,21 @@ PICTURE_PIPELINES = ("WanImageToVideoPipeline", "WanImage2VideoModularPipeline",
 
 SMALL = replace(LARGE, **SMALL_SIZE)
 TWO_EXPERTS = replace(LARGE, num_inference_steps=40, true_cfg_scale=4.0)
-"""The card's guidance scale for high noise. It gives 3.0 for low noise; a request has one scale, which serves both."""
+"""The card's guidance scale for high noise (3.0 for low noise): a request has one scale for both."""
 PER_TOKEN_TIME = replace(LARGE, height=704, num_frames=121, fps=24, max_frames=121, max_pictures=1)
 """One model for words and for words with a first picture."""
 
 
-def _known_defaults(path: Path) -> Defaults:
-    """Wan 2.2 A14B has two transformers, TI2V 5B a timestep a token; Wan 2.1 comes with 30 or 40 layers.
+def _model_defaults(path: Path) -> Defaults:
+    """Return the defaults of the published model that the folder resembles.
 
-    ValueError for a transformer that sees more than the latents of a clip.
+    Wan 2.2 A14B has two transformers, TI2V 5B a timestep a token; Wan 2.1 has 30 or 40 layers. ValueError for a
+    transformer that takes more than the latents of a clip.
     """
     config, index = read_config(path, "transformer"), read_index(path)
     needs_pictures, has_first_frame = index["_class_name"] in PICTURE_PIPELINES, begins_with_first_frame(path)
     if needs_pictures and not has_first_frame:
-        return _from_pictures(path)
+        return _picture_defaults(path)
     check_channels(path, "transformer", given=config.get("out_channels", config.get("in_channels")))
     if has_first_frame:
         return replace(PER_TOKEN_TIME, min_pictures=int(needs_pictures))
@@ -99,7 +100,7 @@ def _known_defaults(path: Path) -> Defaults:
 
 
 def begins_with_first_frame(path: Path) -> bool:
-    """Whether a picture is the clip's first latent frame, and its tokens are at time 0 (Wan 2.2 TI2V).
+    """Return whether a picture is the clip's first latent frame, with tokens at time 0 (Wan 2.2 TI2V).
 
     ValueError for two experts with a timestep a token.
     """
@@ -114,8 +115,8 @@ def begins_with_first_frame(path: Path) -> bool:
     return True
 
 
-def _from_pictures(path: Path) -> Defaults:
-    """Wan 2.2 A14B has no keys of pictures; the model of Wan 2.1 for first and last frame has a place for each."""
+def _picture_defaults(path: Path) -> Defaults:
+    """Return picture models' defaults: Wan 2.2 has no picture keys, first-and-last-frame Wan 2.1 two positions."""
     config = read_config(path, "transformer")
     if not attends_to_pictures(config):
         return replace(TWO_EXPERTS, **SMALL_SIZE, true_cfg_scale=3.5, **ONE_PICTURE)
@@ -132,12 +133,14 @@ class WanSpec(ModelSpec):
     decodes_frames_apart = True
     forward = lazy("pipelines.models.wan.attention:forward")
     set_kernel = lazy("pipelines.models.wan.attention:set_kernel")
+    blank_prediction = fewer_channels
+    first_frame = first_latent_frame
     patch_blocks = lazy("pipelines.models.wan.patches:patch_blocks")
     hoisted = lazy("pipelines.models.wan.attention:hoisted_text")
     """The text's keys and values."""
 
     def shard_plan(self, config: Config) -> ShardPlan:
-        """Timesteps are cut like the tokens, where each token has its own."""
+        """Return the plan. Timesteps are cut like the tokens if each token has its own."""
         return ShardPlan(
             streams=(VIDEO,),
             blocks=("blocks",),
@@ -157,9 +160,9 @@ class WanSpec(ModelSpec):
         return {"prompt_embeds": torch.zeros(1, tokens, config["text_dim"])}
 
     def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
-        """Frames as the auto-encoder has them with a mask of which are known, and what CLIP sees in each picture.
+        """Return encoded frames with a mask of the given ones, and CLIP's embeddings of pictures.
 
-        The first frame alone where its tokens have a timestep of their own.
+        Return only the first frame if its tokens have a timestep of their own.
         """
         import torch
 
@@ -173,9 +176,9 @@ class WanSpec(ModelSpec):
         return values
 
     def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Diffusers' blocks round the timestep to the dtype of the prompt, and know one for all tokens.
+        """Return the call with the exact timestep, one a token if the model takes that.
 
-        With a first picture each token has its own already.
+        Diffusers' blocks round it to the prompt's dtype and have one for all tokens, except with a first picture.
         """
         if call["timestep"].ndim == 2:
             return call
@@ -189,19 +192,13 @@ class WanSpec(ModelSpec):
             lazy("pipelines.models.wan.patches:extend_blocks")(blocks)
 
     def defaults(self, path: Path) -> Defaults:
-        """The defaults of the published model that the folder resembles, with its own grid."""
+        """Return the defaults of the published model that the folder resembles, with its own grid."""
         (spatial, temporal), patch = space_time_scales(path), read_config(path, "transformer")["patch_size"]
         return replace(
-            _known_defaults(path),
+            _model_defaults(path),
             size_multiple=math.lcm(SIZE_MULTIPLE, spatial * patch[1], spatial * patch[2]),
             frame_multiple=temporal,
         )
-
-    def blank_prediction(self, config: Config, call: Mapping[str, Any]) -> tuple[Tensor]:
-        return of_fewer_channels(config, call)
-
-    def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
-        return first_latent_frame(latents)
 
 
 SPEC = WanSpec()

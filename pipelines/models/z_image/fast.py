@@ -16,7 +16,7 @@ from engines.fast.blocks import NUM_VECTORS, PrePostNormBlock, PrePostNormStep, 
 from engines.fast.interface import HeadExchange, StepParts
 from engines.fast.kernels import Modulation, norm_modulate
 from pipelines.models.block_weights import gemm, norms, stacked
-from pipelines.models.z_image.text import filled, filling, padded_length
+from pipelines.models.z_image.text import pad_prompt, padded_length, padding_mask
 
 IMAGE, TEXT = "image", "text"
 """The streams, in the order of their rows."""
@@ -51,11 +51,11 @@ class ZImageWeights:
         return {IMAGE: padded_length(num_image), TEXT: padded_length(arguments[PROMPT].shape[0])}
 
     def filled_lengths(self, arguments: Arguments) -> None:
-        """Jobs fill prompts up themselves (``Architecture.filled``), as the module would."""
+        """Return None: ``ModelSpec.pad_conditioning`` has padded prompts, as the module would."""
 
     def tokens(self, latents: Tensor) -> Tensor:
         patches_SE, *_ = self.module._patchify_image(latents, PATCH, FRAME_PATCH)
-        return filled(patches_SE)[None]
+        return pad_prompt(patches_SE)[None]
 
     def prediction(self, tokens_BSD: Tensor, latents: Tensor) -> Tensor:
         size = tuple(latents.shape[1:])
@@ -64,7 +64,7 @@ class ZImageWeights:
         return prediction
 
     def scheduled(self, inputs: StepTensors, timesteps_SB: Tensor) -> dict[str, Tensor]:
-        """Returns the blocks' vectors, with their norms' weights as factors, and the last norm's scale."""
+        """Return the blocks' vectors, multiplied by their norms' weights, and the last norm's scale."""
         module, dtype = self.module, inputs[PICTURE].dtype
         time_SE = module.t_embedder(timesteps_SB.flatten() * module.t_scale).to(dtype)
         blocks = (*module.noise_refiner, *module.layers)
@@ -80,21 +80,21 @@ class ZImageWeights:
 
 
 class FastZImage:
-    """One step over my tokens. Implements ``FastModel``."""
+    """One step over this rank's tokens. Implements ``FastModel``."""
 
     def __init__(self, weights: ZImageWeights, parts: StepParts) -> None:
         self._weights, self._parts = weights, parts
-        self._of_image = parts.exchange_within(IMAGE)
+        self._image_exchange = parts.exchange_within(IMAGE)
 
     def hoisted(self, arguments: Arguments) -> dict[str, Tensor]:
-        """Returns my tokens of the refined text, rotary tables, and which tokens of the picture are padding."""
+        """Return this rank's tokens of the refined text, rotary tables, and the picture's padding mask."""
         module, cut = self._weights.module, self._parts.cut
         _, (text_TD,), _, image_ids, text_ids, (image_pads_S,), (text_pads_T,) = module.patchify_and_embed(
             [arguments[PICTURE]], [arguments[PROMPT]], PATCH, FRAME_PATCH
         )
         embedded_TC, device = module.cap_embedder(text_TD), text_TD.device
         text_BTC, turns_BTP, mask, *_ = module._prepare_sequence(
-            [embedded_TC], text_ids, [text_pads_T | filling(text_TD)], module.cap_pad_token, None, device
+            [embedded_TC], text_ids, [text_pads_T | padding_mask(text_TD)], module.cap_pad_token, None, device
         )
         for layer in module.context_refiner:
             text_BTC = layer(text_BTC, mask, turns_BTP)
@@ -108,14 +108,14 @@ class FastZImage:
         }
 
     def step(self, latents: Tensor, hoisted: StepTensors) -> Tensor:
-        """Returns ``velocity_BSD`` of my image tokens from ``latents_BSD``; B is 1."""
+        """Return ``velocity_BSD`` of this rank's image tokens from ``latents_BSD``; B is 1."""
         weights, module, text_RC = self._weights, self._weights.module, hoisted["text_RC"]
         image_RC = torch.where(hoisted["pads_S1"], module.x_pad_token, weights.embedder(latents[0]))
         num_image, num_vectors = image_RC.shape[0], NUM_VECTORS * len(weights.refiners)
         tables = hoisted["cos_LP"], hoisted["sin_LP"]
         vectors_VBC = hoisted["vectors_VBC"]
         refined_RC = self._run(
-            weights.refiners, self._of_image, image_RC, vectors_VBC[:num_vectors],
+            weights.refiners, self._image_exchange, image_RC, vectors_VBC[:num_vectors],
             (tables[0][:num_image], tables[1][:num_image]),
         )  # fmt: skip
         x_RC = torch.cat((refined_RC, text_RC))
@@ -158,7 +158,7 @@ def _block(layer: Any, precision: Precision) -> PrePostNormBlock:
 
 
 def _vectors(block: Any, time_SE: Tensor) -> Tensor:
-    """Returns ``vectors_4SC``: what the norms around attention, then around the MLP, are multiplied with."""
+    """Return ``vectors_4SC``: factors of the norms around attention, then around the MLP."""
     scale_SC, gate_SC, mlp_scale_SC, mlp_gate_SC = block.adaLN_modulation(time_SE).chunk(4, dim=1)
     return torch.stack((
         block.attention_norm1.weight * (1 + scale_SC),

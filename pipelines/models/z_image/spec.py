@@ -1,6 +1,6 @@
 """Z-Image and Z-Image-Turbo: one stream of picture and text, both padded to multiples of 32 tokens.
 
-The refiners before it (4 of 34 layers, each over a part of the tokens) are computed whole on every rank.
+The refiners before it (4 of 34 layers, each over a part of the tokens) run whole on every rank.
 """
 
 from __future__ import annotations
@@ -51,17 +51,19 @@ REFINERS = ("noise_refiner.*.attention", "context_refiner.*.attention")
 PROMPTS = ("prompt_embeds", "negative_prompt_embeds")
 
 
-FROM_PROMPT: dict[str, Any] = {"true_cfg_scale": 5.0, "guidance_offset": 1.0}
-"""A guidance of 4 on the model's page, which counts it from the prompt's own prediction."""
-BASE = replace(PICTURE, **FROM_PROMPT, max_pictures=1, takes_strength=True, strength=0.6, max_tokens=MAX_TOKENS)
+GUIDANCE: dict[str, Any] = {"true_cfg_scale": 5.0, "guidance_offset": 1.0}
+"""Guidance of 4 on the model's page, counted from the prompt's own prediction."""
+BASE = replace(PICTURE, **GUIDANCE, max_pictures=1, takes_strength=True, strength=0.6, max_tokens=MAX_TOKENS)
 """Defaults of the model's page, with 50 steps."""
 TURBO = distilled(BASE, 9)
 BASE_SHIFT = 6.0
-"""Shift of the schedule; Turbo's is 3. In all else their published configurations are the same."""
+"""Shift of the schedule; Turbo's is 3. Their published configurations are otherwise equal."""
 
 
 class ZImageSpec(ModelSpec):
     family = "z_image"
+    plan = SHARD_PLAN
+    arrange_fast = lazy("pipelines.models.z_image.fast:ZImageWeights")
     local_attention = REFINERS
     counts_heads = True
     short_prompts = (2 * PADDED_TO,)
@@ -83,16 +85,16 @@ class ZImageSpec(ModelSpec):
         return ([blank_like(x) for x in call["x"]],)
 
     def pad_conditioning(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The transformer pads prompts itself; padded before, those of up to 32 tokens have one shape."""
-        from pipelines.models.z_image.text import filled
+        """Pad prompts as the transformer would, but earlier, so that all of up to 32 tokens share a shape."""
+        from pipelines.models.z_image.text import pad_prompt
 
-        return {name: [filled(text) for text in value] if name in PROMPTS else value for name, value in values.items()}
+        return {name: list(map(pad_prompt, value)) if name in PROMPTS else value for name, value in values.items()}
 
     def forward(self, module: nn.Module, call: Mapping[str, Any]) -> Tensor:
-        """The prediction ``x_CFHW`` of one picture."""
-        from pipelines.models.z_image.text import filling_replaced
+        """Return the prediction ``x_CFHW`` of one picture."""
+        from pipelines.models.z_image.text import replace_padding
 
-        with filling_replaced(module):
+        with replace_padding(module):
             (prediction,) = module(**call, return_dict=False)[0]
         picture: Tensor = prediction
         return picture
@@ -101,19 +103,13 @@ class ZImageSpec(ModelSpec):
         return ([prediction],)
 
     def fast_weights(self, config: Config) -> ArrangeWeights | None:
-        """A transformer that sees pictures through SigLIP has no hand-ordered step."""
-        if config.get("siglip_feat_dim") is not None:
-            return None
-        weights: ArrangeWeights = lazy("pipelines.models.z_image.fast:ZImageWeights")
-        return weights
+        """Return None for a transformer that sees pictures through SigLIP."""
+        return None if config.get("siglip_feat_dim") is not None else self.arrange_fast
 
     def defaults(self, path: Path) -> Defaults:
-        """Returns Z-Image's or Turbo's, by the schedule. A ``troupe.json`` in the folder says otherwise."""
-        known = BASE if read_config(path, "scheduler").get("shift", 1.0) >= BASE_SHIFT else TURBO
-        return replace(known, size_multiple=math.lcm(SIZE_MULTIPLE, vae_scale(path) * PATCH))
-
-    def shard_plan(self, config: Config) -> ShardPlan:
-        return SHARD_PLAN
+        """Return Z-Image's or Turbo's, by the schedule. A ``troupe.json`` in the folder overrides them."""
+        defaults = BASE if read_config(path, "scheduler").get("shift", 1.0) >= BASE_SHIFT else TURBO
+        return replace(defaults, size_multiple=math.lcm(SIZE_MULTIPLE, vae_scale(path) * PATCH))
 
     def heads(self, config: Config) -> tuple[int, int]:
         return (config["n_heads"], config["dim"] // config["n_heads"])

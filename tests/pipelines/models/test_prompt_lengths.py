@@ -53,8 +53,8 @@ def test_latents_equal_the_pipelines_own(folder: Path, num_letters: int, fast: b
 def test_what_fills_a_prompt_up_is_what_the_model_fills_it_up_with(folder: Path, fast: bool) -> None:
     """Left at what the embedder makes of it, it gives another picture."""
     expected = own_latents(folder, replace(request_of(CASE, folder), prompt="a" * 5))
-    nothing = patch("pipelines.models.z_image.text.filling", none_filled)
-    with nothing, patch("pipelines.models.z_image.fast.filling", none_filled):
+    nothing = patch("pipelines.models.z_image.text.padding_mask", none_filled)
+    with nothing, patch("pipelines.models.z_image.fast.padding_mask", none_filled):
         assert relative_difference(latents_of(folder, 5, fast=fast), expected) > 10 * TOLERANCE
 
 
