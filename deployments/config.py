@@ -13,9 +13,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
-from deployments.api.settings import ApiLimits
 from deployments.clips.settings import ClipLimits
 from deployments.door.settings import DoorSettings
+from deployments.http.settings import ApiLimits
 from deployments.observability.metrics import MetricsSettings
 from deployments.stages.config import STRICT, DataType, DecoderConfig, DenoiserConfig, EncoderConfig
 from pipelines.lora.source import LoraSource, check_sources

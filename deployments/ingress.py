@@ -16,23 +16,23 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deployments.api.app import create_api
-from deployments.api.drain import Drain
-from deployments.api.settings import ApiLimits, ApiSettings
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipLimits, ClipSettings
 from deployments.config import AppConfig
+from deployments.http.app import create_api
+from deployments.http.drain import Drain
+from deployments.http.settings import ApiLimits, ApiSettings
 from deployments.observability.exposition import Exposition, ReplicaMetrics, replica_metrics
 from deployments.ray_private import route_in_this_loop, serve_host
 from deployments.replicas import prepare_replica
 from deployments.requests.handle import handle_request
+from deployments.service.flow import DeployedStudio, QueueLimits
+from deployments.service.interface import ModelCard, StudioEvent
+from deployments.service.readiness import Readiness
+from deployments.service.retries import RECOVERY_DEADLINE_S
+from deployments.service.run import StageHandles
 from deployments.settings import Settings
 from deployments.stages.config import DenoiserConfig
-from deployments.studio.flow import DeployedStudio, QueueLimits
-from deployments.studio.interface import ModelCard, StudioEvent
-from deployments.studio.readiness import Readiness
-from deployments.studio.retries import RECOVERY_DEADLINE_S
-from deployments.studio.run import StageHandles
 from deployments.usage.accounts import Accounts
 from deployments.usage.deployed_keeper import DeployedKeeper
 from pipelines.checkpoint import Checkpoint

@@ -57,7 +57,7 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = {
         "uvloop",
         "wcwidth",
         "yaml",
-        "deployments.api.documents",
+        "deployments.http.documents",
         "deployments.clips.clips",
         "deployments.config",
         "deployments.requests.handle",

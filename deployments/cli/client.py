@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from deployments.cli.local import http_client
-from deployments.studio.interface import Progress
+from deployments.service.interface import Progress
 
 POLL_S = 0.2
 REQUEST_TIMEOUT_S = 3600.0

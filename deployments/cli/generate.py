@@ -9,7 +9,7 @@ from typing import Any
 
 from deployments.cli.client import NO_FILES, Client, Files, Result, kinds_of
 from deployments.cli.progress import console, follow, timings_line
-from deployments.studio.interface import Progress
+from deployments.service.interface import Progress
 
 IMAGE_FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 ENDINGS = {"video": (".mp4",), "image": tuple(IMAGE_FORMATS)}

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColu
 from rich.progress import Progress as Bars
 
 from deployments.cli.client import Result
-from deployments.studio.interface import Progress
+from deployments.service.interface import Progress
 
 if TYPE_CHECKING:
     from deployments.config import ServeConfig

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 POLL_S = 0.25
 HEAD_BYTES = 512
 MARK = '"logger": "troupe.access"'
-"""Part of the log lines of requests (``deployments.api.middleware``)."""
+"""Part of the log lines of requests (``deployments.http.middleware``)."""
 
 
 class LogFormat(StrEnum):

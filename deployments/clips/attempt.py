@@ -14,7 +14,7 @@ from deployments.clips.eta import learn_clip
 from deployments.clips.settings import ClipSettings
 from deployments.clips.storage import DATABASE_FAILURES, ClipFolders, StorageFullError, is_full, is_lost
 from deployments.clips.store import Claim, Claims
-from deployments.studio.interface import Media, ModelUnavailableError, Output, Preview, Progress, Queued, Studio
+from deployments.service.interface import Media, ModelUnavailableError, Output, Preview, Progress, Queued, Studio
 from engines.core.engine import JobFailedError
 from engines.gang import errors
 from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError

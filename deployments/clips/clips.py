@@ -29,7 +29,7 @@ from deployments.clips.storage import (
 )
 from deployments.clips.store import Claim, Claims, ClipStore, new_clip_id
 from deployments.places import PRIVATE_FILE, close_to_others, make_folder, make_private
-from deployments.studio.interface import Studio
+from deployments.service.interface import Studio
 from engines.gang.errors import QueueFullError
 from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
 

@@ -17,7 +17,7 @@ from sqlalchemy.schema import CreateColumn
 
 from deployments.clips.storage import StorageFullError, StorageLostError, is_full
 from deployments.places import make_private_file
-from deployments.studio.interface import StageTimes
+from deployments.service.interface import StageTimes
 from pipelines.request import Lora, MediaRequest
 
 ClipStatus = Literal["queued", "in_progress", "completed", "failed"]

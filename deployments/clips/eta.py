@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from deployments.studio.interface import StageTimes
+from deployments.service.interface import StageTimes
 from engines.gang.eta.measured_times import MeasuredTimes, TimeKey
 from pipelines.request import MediaRequest
 

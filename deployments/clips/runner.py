@@ -11,7 +11,7 @@ from deployments.asyncio_tools import cancel
 from deployments.clips.attempt import Attempt
 from deployments.clips.store import Claim, Claims
 from deployments.observability.logs import request_context
-from deployments.studio.interface import Studio
+from deployments.service.interface import Studio
 
 logger = logging.getLogger("troupe.clips")
 

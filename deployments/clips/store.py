@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from deployments.clips.database import OPEN, ClipError, ClipRecord, ClipRow, record_of, to_json
 from deployments.clips.eta import OpenClip, duration_key
 from deployments.observability.metrics import observe_clip_wait
-from deployments.studio.interface import StageTimes
+from deployments.service.interface import StageTimes
 from pipelines.request import MediaRequest
 
 UNCLAIMED: Mapping[str, Any] = MappingProxyType({"status": "queued"})

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 
-from deployments.api.errors import ApiError
-from deployments.api.guards.body_limit import STRAY_BYTES, too_slow
+from deployments.http.body_limit import STRAY_BYTES, too_slow
+from deployments.http.errors import ApiError
 
 RETRY: Mapping[str, str] = {"Retry-After": "2"}
 

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deployments.api.guards.body_limit import STRAY_BYTES
-from deployments.api.guards.origins import CORS_METHODS
 from deployments.config import AppConfig, ModelConfig
 from deployments.door.answers import (
     ALL_TAKEN,
@@ -32,6 +30,8 @@ from deployments.door.answers import (
     write_pages,
 )
 from deployments.door.settings import DoorSettings
+from deployments.http.body_limit import STRAY_BYTES
+from deployments.http.origins import CORS_METHODS
 from deployments.names import FULL_HEADER, LIVE
 from pipelines.checkpoint import Checkpoint
 

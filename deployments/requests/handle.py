@@ -13,7 +13,7 @@ from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.pictures.unpack import unpack
 from deployments.requests.rules import Requester, RequestRules, ResolvedRequest
 from deployments.requests.validation import NOTHING, unfolded, validated
-from deployments.studio.interface import ModelCard, Output
+from deployments.service.interface import ModelCard, Output
 from pipelines.request import InputPictures, MediaKind, MediaRequest
 
 NUM_PREVIEWS = 3

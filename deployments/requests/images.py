@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from deployments.requests.bodies import MAX_SEED, EditBody, ImageBody
 from deployments.requests.errors import RequestError
 from deployments.requests.rules import QUALITIES, Quality, Requester, RequestRules, ResolvedRequest
-from deployments.studio.interface import Output
+from deployments.service.interface import Output
 from pipelines.request import InputPictures, MediaRequest
 from pipelines.size import MAX_SIDES
 

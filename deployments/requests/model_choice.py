@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from deployments.requests.bodies import AskedLora, EditBody, MediaBody, VideoBody
 from deployments.requests.errors import RequestError, shown
-from deployments.studio.interface import ModelCard
+from deployments.service.interface import ModelCard
 from pipelines.defaults import Defaults
 from pipelines.request import Lora, MediaKind
 

@@ -14,7 +14,7 @@ from deployments.requests.bodies import BLANK, RANDOM_SEED, EditBody, MediaBody,
 from deployments.requests.errors import RequestError, blaming, shown
 from deployments.requests.model_choice import choose_loras
 from deployments.requests.pictures.sources import Sources
-from deployments.studio.interface import ModelCard
+from deployments.service.interface import ModelCard
 from pipelines.defaults import Defaults, largest_num_frames
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest, ServiceTier
 from pipelines.size import PIXELS, Size

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from deployments.config import ModelConfig
 from deployments.names import own_version
+from deployments.service.interface import MediaFormat, Output
 from deployments.settings import Settings
-from deployments.studio.interface import MediaFormat, Output
 from engines.core.estimates import StepEstimates
 from engines.core.parcel import Shapes
 from engines.core.storage import device_name, file_about

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from deployments.config import ProvenanceConfig
 from deployments.names import own_version
 from deployments.observability.logs import request_context
+from deployments.service.interface import Output
 from deployments.stages.common import Decoded, StageSpec, Workers, load_stage
 from deployments.stages.devices import stage_devices
 from deployments.stages.measured_times import decode_key, decode_times_of
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.warm_up import outputs, warm_decoder
-from deployments.studio.interface import Output
 from engines.core.parcel import Parcel
 from pipelines.directory import part_class
 from pipelines.libraries import quick_imports

@@ -13,8 +13,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from deployments.observability.metrics import observe_deadline, observe_open, observe_turn
-from deployments.studio.interface import StageTimes
-from deployments.studio.run import Run
+from deployments.service.interface import StageTimes
+from deployments.service.run import Run
 from deployments.usage.accounts import Accounts
 from engines.gang.errors import QueueFullError
 from pipelines.request import MediaRequest

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from deployments.api.settings import ApiLimits, ApiSettings
 from deployments.clips.settings import ClipLimits, ClipSettings
 from deployments.door.settings import DoorSettings
+from deployments.http.settings import ApiLimits, ApiSettings
 
 POSITIVE: dict[Callable[..., Any], tuple[str, ...]] = {
     ApiLimits: ("max_body_bytes", "body_deadline_s", "max_images_per_request", "max_open_requests", "max_watchers"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from deployments.api.files import FileShelf
-from deployments.api.idempotency import KnownRequests, Turn
 from deployments.clips.storage import ClipFolders
+from deployments.http.files import FileShelf
+from deployments.http.idempotency import KnownRequests, Turn
 from deployments.places import file_refusal, make_folder, make_private, make_private_file, refusal
 
 

@@ -23,11 +23,11 @@ from starlette.requests import HTTPConnection
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
-from deployments.api.guards.hosts import base_url, is_known, known_names
-from deployments.api.settings import ApiSettings
 from deployments.cli.serving import behind_door, parse_config
 from deployments.config import AppConfig
 from deployments.door.door import Door, listen
+from deployments.http.hosts import base_url, is_known, known_names
+from deployments.http.settings import ApiSettings
 from tests.support.certificates import Authority
 from tests.support.fenced import blocks
 from tests.support.patience import PATIENCE_S

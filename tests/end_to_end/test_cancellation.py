@@ -13,7 +13,7 @@ import pytest
 from ray import serve
 from ray.serve.exceptions import RequestCancelledError
 
-from deployments.studio.interface import Queued
+from deployments.service.interface import Queued
 from tests.deployments.support.live import (
     IMAGES,
     PROMPT,

@@ -9,7 +9,7 @@ from PIL import Image
 from ray import serve
 
 from deployments.ray_private import application_status
-from deployments.studio.interface import Media, Preview, Progress
+from deployments.service.interface import Media, Preview, Progress
 from tests.deployments.support.bare import frames_of
 from tests.deployments.support.live import PROMPT, SMALL, picture, wait_until
 from tests.end_to_end.conftest import CLIPS, SMALL_CLIP

@@ -15,10 +15,10 @@ import ray
 from ray import serve
 
 from deployments.names import APPLICATION, CODEC, deployment_name
-from deployments.studio.flow import DeployedStudio
-from deployments.studio.interface import Media, Output, Preview, StudioEvent
-from deployments.studio.readiness import Readiness
-from deployments.studio.run import StageHandles
+from deployments.service.flow import DeployedStudio
+from deployments.service.interface import Media, Output, Preview, StudioEvent
+from deployments.service.readiness import Readiness
+from deployments.service.run import StageHandles
 from pipelines.request import MediaRequest
 from tests.deployments.support.bare import bare_request
 from tests.deployments.support.live import log_lines, wait_until

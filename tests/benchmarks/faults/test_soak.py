@@ -12,7 +12,7 @@ import pytest
 from benchmarks.faults.soak.clients import Clients, Outcome
 from benchmarks.faults.soak.storm import draw_references, ride_out, summary, was_cut_by_kill
 from benchmarks.faults.soak.visits import STORM_SIZE, drawn_turns
-from tests.deployments.api.conftest import build, serving
+from tests.deployments.http.conftest import build, serving
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S
 

@@ -13,10 +13,10 @@ import pytest
 
 from deployments.cli import client
 from deployments.cli.client import Client, RefusedError, Result, root_of
-from deployments.studio.interface import Progress
+from deployments.service.interface import Progress
 from engines.gang.errors import GangBrokenError
 from pipelines.request import InputPicture, Lora, MediaRequest
-from tests.deployments.api.conftest import build, serving
+from tests.deployments.http.conftest import build, serving
 from tests.deployments.support.commands import assert_one_line, troupe
 from tests.deployments.support.fake_studio import FakeStudio, colour
 from tests.deployments.support.files import file_of, noise

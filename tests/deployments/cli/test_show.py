@@ -14,7 +14,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from deployments.requests.handle import handle_request
-from deployments.studio.interface import ModelCard
+from deployments.service.interface import ModelCard
 from pipelines.defaults import Defaults
 from pipelines.media import encode_frames
 from pipelines.media.metadata import MetadataWriter

@@ -11,7 +11,7 @@ import pytest
 
 from deployments.clips.database import ClipError, open_database
 from deployments.clips.store import Claims, ClipStore
-from deployments.studio.interface import StageTimes
+from deployments.service.interface import StageTimes
 from pipelines.request import MediaRequest
 
 REQUEST = MediaRequest(

@@ -15,7 +15,7 @@ import pytest
 
 from deployments.clips import attempt
 from deployments.clips.database import ClipRecord
-from deployments.studio.interface import ModelUnavailableError
+from deployments.service.interface import ModelUnavailableError
 from engines.core.engine import JobFailedError
 from engines.gang.errors import GangBrokenError, QueueFullError
 from tests.deployments.clips.support.runs import REQUEST, Looking, ended, running, started, the

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import event, exc
 
-from deployments.api.errors import from_failure
 from deployments.clips.storage import ClipFolders, StorageLostError
+from deployments.http.errors import from_failure
 from tests.deployments.clips.support.runs import QUICK, REQUEST, ended, running, started, the
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import event, exc, text
 
-from deployments.api.errors import from_failure
 from deployments.clips.clips import Clips
 from deployments.clips.storage import ClipFolders, Orphans, StorageFullError, StorageLostError, storage_problem
+from deployments.http.errors import from_failure
 from tests.deployments.clips.support.runs import REQUEST, ended, running, started
 from tests.deployments.support.fake_studio import FakeStudio, clip
 from tests.support.patience import PATIENCE_S

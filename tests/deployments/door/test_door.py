@@ -12,9 +12,9 @@ from tempfile import mkdtemp
 import httpx
 import pytest
 
-from deployments.api.guards.body_limit import STRAY_BYTES
 from deployments.door.door import Door, listen
 from deployments.door.settings import DoorSettings
+from deployments.http.body_limit import STRAY_BYTES
 from tests.deployments.door.support import SETTINGS, Backend, address_of, assert_error, doored, served
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S

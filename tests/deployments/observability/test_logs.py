@@ -15,7 +15,7 @@ import pytest
 
 from deployments.observability.logs import configure_logs, request_context
 from pipelines.request import MediaRequest
-from tests.deployments.api.conftest import build
+from tests.deployments.http.conftest import build
 from tests.deployments.support.fake_studio import FakeStudio
 
 Lines = Callable[[], list[dict[str, Any]]]

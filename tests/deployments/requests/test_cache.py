@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.deployments.api.conftest import build, client_of
-from tests.deployments.api.routes.test_images import IMAGES
-from tests.deployments.api.routes.test_videos import finished
+from tests.deployments.http.conftest import build, client_of
+from tests.deployments.http.routes.test_images import IMAGES
+from tests.deployments.http.routes.test_videos import finished
 from tests.deployments.support.fake_studio import FakeStudio
 
 ENOUGH = {"num_inference_steps": 12}

@@ -14,7 +14,7 @@ import torch
 
 from deployments.requests.bodies import ImageBody
 from deployments.requests.rules import Requester, RequestRules
-from deployments.studio.interface import ModelCard
+from deployments.service.interface import ModelCard
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import NO_PICTURES
 from pipelines.run import Pipeline, load_pipeline

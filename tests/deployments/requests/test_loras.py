@@ -12,9 +12,9 @@ import openai
 import pytest
 
 from pipelines.request import Lora
-from tests.deployments.api.conftest import build, client_of, serving
-from tests.deployments.api.routes.test_images import IMAGES
-from tests.deployments.api.routes.test_videos import finished
+from tests.deployments.http.conftest import build, client_of, serving
+from tests.deployments.http.routes.test_images import IMAGES
+from tests.deployments.http.routes.test_videos import finished
 from tests.deployments.support.fake_studio import FakeStudio
 
 WATERCOLOUR, INK = Lora(name="watercolour", scale=0.7), Lora(name="ink")

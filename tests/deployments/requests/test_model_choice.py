@@ -6,7 +6,7 @@ import pytest
 
 from deployments.requests.errors import RequestError
 from deployments.requests.model_choice import Needs, choose_card
-from deployments.studio.interface import ModelCard
+from deployments.service.interface import ModelCard
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_configuration
 from pipelines.request import MediaKind

@@ -12,7 +12,7 @@ from deployments.requests.bodies import EditBody, ImageBody, VideoBody
 from deployments.requests.errors import RequestError
 from deployments.requests.images import ImageRequest
 from deployments.requests.rules import Requester, RequestRules, ResolvedRequest, choose_size, size_of
-from deployments.studio.interface import ModelCard
+from deployments.service.interface import ModelCard
 from pipelines.defaults import Defaults
 from pipelines.request import NO_PICTURES, InputPicture
 from tests.deployments.support.fake_studio import CLIPS, EDITS, PICTURES

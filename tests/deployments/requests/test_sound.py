@@ -9,7 +9,7 @@ import pytest
 
 from deployments.requests.errors import RequestError
 from deployments.requests.handle import handle_request
-from deployments.studio.interface import ModelCard
+from deployments.service.interface import ModelCard
 from tests.deployments.support.fake_studio import CLIPS, PICTURES
 
 CARDS = {

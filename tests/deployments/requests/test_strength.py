@@ -9,7 +9,7 @@ import pytest
 
 from deployments.requests.errors import RequestError
 from deployments.requests.handle import handle_request
-from deployments.studio.interface import ModelCard
+from deployments.service.interface import ModelCard
 from pipelines.request import MediaRequest
 from tests.deployments.support.fake_studio import CLIPS, PICTURES
 from tests.deployments.support.files import file_of, noise

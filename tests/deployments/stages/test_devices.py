@@ -17,11 +17,11 @@ from PIL import Image
 from deployments.app import _bind_stage
 from deployments.cli.preflight import num_gpus_needed, problems
 from deployments.config import ModelConfig
+from deployments.service.interface import Output
 from deployments.stages import devices
 from deployments.stages.common import StageSpec
 from deployments.stages.devices import ALL_GPUS, VISIBLE, own_gpu, stage_devices
 from deployments.stages.vae_decoder import VaeDecoder
-from deployments.studio.interface import Output
 from engines.core.parcel import Parcel
 from pipelines.checkpoint import Checkpoint
 from pipelines.vae import chunks, multi_gpu

@@ -15,10 +15,10 @@ from PIL import Image
 from deployments.config import ModelConfig
 from deployments.ingress import make_cards
 from deployments.requests.handle import handle_request
+from deployments.service.interface import MediaFormat, Output
 from deployments.stages.common import SentPictures, StageSpec
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
-from deployments.studio.interface import MediaFormat, Output
 from engines.core.parcel import Parcel
 from pipelines.checkpoint import Checkpoint
 from tests.deployments.support.files import file_of, noise

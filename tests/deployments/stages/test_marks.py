@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 
 from deployments.config import ModelConfig, ProvenanceConfig
+from deployments.service.interface import MediaFormat, Output
 from deployments.stages.common import SentPictures, StageSpec
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import Codec, VaeDecoder
-from deployments.studio.interface import MediaFormat, Output
 from engines.core.parcel import Parcel
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import NO_PICTURES

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from deployments.config import ModelConfig
+from deployments.service.interface import Output
 from deployments.stages import measured_times, vae_decoder
 from deployments.stages.common import StageSpec
 from deployments.stages.config import DecoderConfig, DenoiserConfig
@@ -22,7 +23,6 @@ from deployments.stages.measured_times import (
     step_times_of,
 )
 from deployments.stages.vae_decoder import VaeDecoder
-from deployments.studio.interface import Output
 from engines.core.estimates import StepEstimates
 from engines.core.parcel import Parcel
 from engines.gang.jobs.job import Job

@@ -16,11 +16,11 @@ import torch
 from deployments.config import ModelConfig
 from deployments.ingress import make_cards
 from deployments.requests.handle import handle_request
+from deployments.service.interface import Output
 from deployments.stages.common import StageSpec, load_stage
 from deployments.stages.config import EncoderConfig
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
-from deployments.studio.interface import Output
 from engines.core.parcel import Parcel
 from pipelines.checkpoint import Checkpoint
 from pipelines.media import encode_frames

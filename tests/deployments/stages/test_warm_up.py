@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from deployments.config import ModelConfig
+from deployments.service.interface import Output
 from deployments.stages import vae_decoder
 from deployments.stages.common import StageSpec
 from deployments.stages.config import DenoiserConfig, EncoderConfig
@@ -21,7 +22,6 @@ from deployments.stages.devices import host_lock
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from deployments.stages.warm_up import PROMPT, warm_decoder, warm_encoder
-from deployments.studio.interface import Output
 from engines.core.parcel import Parcel
 from pipelines.blocks.decoder import BlocksDecoder
 from pipelines.blocks.encoder import BlocksEncoder

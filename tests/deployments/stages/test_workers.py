@@ -15,10 +15,10 @@ import pytest
 
 from deployments.config import ModelConfig
 from deployments.observability.logs import request_context, request_id_var
+from deployments.service.interface import Output
 from deployments.stages import vae_decoder
 from deployments.stages.common import StageSpec, Workers
 from deployments.stages.vae_decoder import MAX_THREADS, NUM_ENCODINGS, VaeDecoder
-from deployments.studio.interface import Output
 from pipelines.media import clip
 from tests.deployments.support.fake_studio import CLIPS
 

@@ -12,7 +12,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from deployments.studio.interface import Media, ModelCard, Output, Preview, Progress, Queued, StageTimes, StudioEvent
+from deployments.service.interface import Media, ModelCard, Output, Preview, Progress, Queued, StageTimes, StudioEvent
 from pipelines.defaults import Defaults
 from pipelines.description import usual_description
 from pipelines.request import NO_PICTURES, InputPictures, Lora, MediaRequest

@@ -13,14 +13,14 @@ import pytest
 from prometheus_client import REGISTRY
 from ray.exceptions import ActorDiedError
 
-from deployments.studio import flow
-from deployments.studio.flow import DeployedStudio
-from deployments.studio.interface import Media, Output, StudioEvent
-from deployments.studio.readiness import Readiness
+from deployments.service import flow
+from deployments.service.flow import DeployedStudio
+from deployments.service.interface import Media, Output, StudioEvent
+from deployments.service.readiness import Readiness
 from deployments.usage.accounts import Accounts
 from engines.gang.errors import GangBrokenError, TooLateError
 from engines.gang.jobs.job import JobDone, JobQueued, Progress
-from tests.deployments.studio.support.set_stages import Act, Stages
+from tests.deployments.service.support.set_stages import Act, Stages
 from tests.deployments.support.fake_studio import PICTURES
 from tests.support.patience import PATIENCE_S
 

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge, start_http_server
 
 from deployments.cli.operation import counts_of
-from tests.deployments.api.conftest import build, serving
+from tests.deployments.http.conftest import build, serving
 from tests.deployments.support.commands import assert_one_line, troupe
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.deployments.support.live import TIMEOUT_S, wait_until

@@ -13,7 +13,7 @@ import pytest
 
 from deployments.cli.request_lines import Follower, LogFormat, format_line, show_requests
 from deployments.observability.logs import configure_logs
-from tests.deployments.api.conftest import build, client_of
+from tests.deployments.http.conftest import build, client_of
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.deployments.support.live import wait_until
 

@@ -1,0 +1,264 @@
+"""What the API answers, in OpenAI's shapes. Fields that OpenAI does not have carry a word in their description."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+from deployments.clips.database import ClipRecord
+from deployments.http.streams import Event
+from deployments.requests.model_choice import BEHIND
+from deployments.requests.rules import QUALITY_SHARES, Quality, quality_steps
+from deployments.service.interface import ModelCard, Progress, StageTimes
+from pipelines.caching import CacheMode
+from pipelines.defaults import Defaults
+from pipelines.request import Lora, MediaKind
+
+Background = Literal["opaque", "transparent"]
+LAYER = "Which layer of its picture, 0 the lowest; null of a picture without layers. Beyond OpenAI."
+CACHE = "Which steps made no forwards; beyond OpenAI."
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "troupe"
+    kind: MediaKind = Field(description="image or video; beyond OpenAI")
+    kinds: tuple[MediaKind, ...] = Field(description="All that it makes, its kind first; beyond OpenAI.")
+    family: str = Field(description="beyond OpenAI")
+    aliases: tuple[str, ...] = Field(description="Other names that requests may give it; beyond OpenAI.")
+    loras: tuple[Lora, ...] = Field(description="Adapters that requests may name, with their scales; beyond OpenAI.")
+    parent: str | None = Field(default=None, description="The model that this one is, with an adapter; beyond OpenAI.")
+    description: str = Field(description="What it draws, if its folder says so; beyond OpenAI.")
+    sizes: tuple[str, ...] = Field(description="Good values of size; others within the limits may do. Beyond OpenAI.")
+    steps: dict[Quality, int] = Field(description="What each quality means in steps; beyond OpenAI.")
+    prompts: tuple[str, ...] = Field(description="Prompts to begin with; beyond OpenAI.")
+    edits: bool = Field(description="Whether it changes pictures as the prompt says, not by strength; beyond OpenAI.")
+    defaults: Defaults = Field(description="Defaults and limits; beyond OpenAI.")
+    picture_defaults: Defaults | None = Field(
+        description="Those of pictures, of a model that makes clips and pictures; null of others. Beyond OpenAI."
+    )
+
+    @classmethod
+    def of(cls, card: ModelCard) -> Model:
+        defaults, description = card.defaults, card.description
+        return cls(
+            id=card.name,
+            created=card.created,
+            kind=defaults.kind,
+            kinds=defaults.kinds,
+            family=card.family,
+            aliases=card.aliases,
+            loras=card.loras,
+            description=description.text,
+            sizes=description.sizes_within(defaults),
+            steps={quality: quality_steps(quality, defaults) for quality in QUALITY_SHARES},
+            prompts=description.prompts,
+            edits=defaults.edits,
+            defaults=defaults,
+            picture_defaults=defaults.of("image") if "image" in defaults.kinds[1:] else None,
+        )
+
+    @classmethod
+    def all_of(cls, card: ModelCard) -> Iterator[Model]:
+        """Yields the model, and what it is with each of its adapters, by the names that requests may give them."""
+        model = cls.of(card)
+        yield model
+        for lora in card.loras:
+            changes = {"id": f"{card.name}{BEHIND}{lora.name}", "aliases": (), "loras": (), "parent": card.name}
+            yield model.model_copy(update=changes)
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Health(BaseModel):
+    status: Literal["ready", "not_ready"]
+    models: dict[str, str] = Field(description="For each model: ready, or the reason why not.")
+    storage: str = Field(description="ok, or why no clip can be kept; pictures can be drawn meanwhile")
+
+
+class Usage(BaseModel):
+    """Required by OpenAI's clients. Troupe counts no tokens."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+    total_tokens: int = 0
+    input_tokens_details: dict[str, int] = {"image_tokens": 0, "text_tokens": 0}
+
+
+class Image(BaseModel):
+    b64_json: str | None = None
+    url: str | None = None
+    revised_prompt: str | None = None
+    seed: int = Field(description="The seed that draws this picture again; beyond OpenAI.")
+    layer: int | None = Field(default=None, description=LAYER)
+
+
+class ImagesResponse(BaseModel):
+    created: int
+    data: list[Image]
+    output_format: str
+    size: str
+    background: Background = "opaque"
+    quality: Quality | None = Field(description="What the steps were chosen by; null if num_inference_steps was given.")
+    num_inference_steps: int = Field(description="beyond OpenAI")
+    cache: CacheMode = Field(description=CACHE)
+    safety_identifier: str | None = None
+    usage: Usage = Usage()
+
+
+class PartialPicture(Event):
+    b64_json: str
+    partial_image_index: int
+    created_at: int
+    output_format: str = "png"
+    size: str
+    background: str = "opaque"
+    quality: Quality | Literal["auto"] = "auto"
+    image_index: int = Field(description="Which of the n pictures; beyond OpenAI.")
+    step: int = Field(description="The step it was decoded after; beyond OpenAI.")
+
+
+class PartialImage(PartialPicture):
+    type: Literal["image_generation.partial_image"] = "image_generation.partial_image"
+
+
+class PartialEdit(PartialPicture):
+    type: Literal["image_edit.partial_image"] = "image_edit.partial_image"
+
+
+class CompletedPicture(Event):
+    b64_json: str
+    created_at: int
+    output_format: str
+    size: str
+    background: Background = "opaque"
+    quality: Quality | Literal["auto"] = "auto"
+    num_inference_steps: int = Field(description="beyond OpenAI")
+    cache: CacheMode = Field(description=CACHE)
+    usage: Usage = Usage()
+    safety_identifier: str | None = None
+    image_index: int = Field(description="Which of the n pictures; beyond OpenAI.")
+    layer: int | None = Field(default=None, description=LAYER)
+    seed: int = Field(description="beyond OpenAI")
+    timings: StageTimes = Field(description="beyond OpenAI")
+
+
+class CompletedImage(CompletedPicture):
+    type: Literal["image_generation.completed"] = "image_generation.completed"
+
+
+class CompletedEdit(CompletedPicture):
+    type: Literal["image_edit.completed"] = "image_edit.completed"
+
+
+class QueuedPicture(Event):
+    type: Literal["troupe.queued"] = "troupe.queued"
+    image_index: int
+    num_before: int = Field(description="Other requests that its gang had when it took this one.")
+    eta_s: float | None = Field(description="Predicted seconds until it is done; null if nothing like it was measured.")
+
+
+class StepProgress(Event):
+    type: Literal["troupe.progress"] = "troupe.progress"
+    image_index: int
+    step: int
+    of: int
+    eta_s: float | None = Field(description="Seconds; null as long as nothing like it was measured.")
+
+    @classmethod
+    def of_picture(cls, index: int, event: Progress) -> StepProgress:
+        return cls(image_index=index, step=event.step, of=event.num_steps, eta_s=event.eta_s)
+
+
+class VideoError(BaseModel):
+    code: str
+    message: str
+
+
+class Video(BaseModel):
+    id: str
+    object: Literal["video"] = "video"
+    model: str
+    status: Literal["queued", "in_progress", "completed", "failed"]
+    progress: int = Field(ge=0, le=100, description="Per cent of the steps; 100 when the file is there.")
+    created_at: int
+    completed_at: int | None
+    expires_at: int | None = None
+    prompt: str
+    remixed_from_video_id: str | None = None
+    seconds: str
+    size: str
+    error: VideoError | None
+    seed: int = Field(description="The seed that makes this clip again; beyond OpenAI.")
+    num_frames: int = Field(description="beyond OpenAI")
+    fps: int = Field(description="beyond OpenAI")
+    num_outputs: Literal[1] = Field(default=1, description="Clips of the request, as others count; beyond OpenAI.")
+    num_inference_steps: int = Field(description="beyond OpenAI")
+    cache: CacheMode = Field(description=CACHE)
+    eta_s: float | None = Field(
+        description="Seconds until it is done, by prediction, while it waits or is made; beyond OpenAI."
+    )
+    num_before: int | None = Field(
+        description="Clips of its model that wait before it; null unless it waits. Beyond OpenAI."
+    )
+    num_previews: int = Field(description="Previews so far, the last at variant=preview; beyond OpenAI.")
+    timings: StageTimes | None = Field(description="beyond OpenAI")
+
+    @classmethod
+    def of(cls, clip: ClipRecord) -> Video:
+        request = clip.request
+        return cls(
+            id=clip.id,
+            model=request.model,
+            status=clip.status,
+            progress=clip.progress,
+            created_at=clip.created_at,
+            completed_at=clip.completed_at,
+            prompt=request.prompt,
+            seconds=clip.seconds,
+            size=f"{request.width}x{request.height}",
+            error=VideoError(code=clip.error.code, message=clip.error.message) if clip.error else None,
+            seed=request.seed,
+            num_frames=request.num_frames,
+            fps=request.fps,
+            num_inference_steps=request.num_inference_steps,
+            cache=request.cache,
+            eta_s=None if clip.eta_s is None else round(clip.eta_s, 3),
+            num_before=clip.num_before,
+            num_previews=clip.num_previews,
+            timings=clip.timings,
+        )
+
+
+class VideoPage(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Video]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+    @classmethod
+    def of(cls, clips: list[ClipRecord], has_more: bool) -> VideoPage:
+        data = [Video.of(clip) for clip in clips]
+        ends = (data[0].id, data[-1].id) if data else (None, None)
+        return cls(data=data, first_id=ends[0], last_id=ends[1], has_more=has_more)
+
+
+class VideoDeleted(BaseModel):
+    id: str
+    object: Literal["video.deleted"] = "video.deleted"
+    deleted: Literal[True] = True
+
+
+class VideoEvent(Event):
+    """video.progress whenever something changed, then one of video.completed, video.failed, video.deleted."""
+
+    type: Literal["video.progress", "video.completed", "video.failed", "video.deleted"]
+    video: Video | None

@@ -1,0 +1,134 @@
+"""The API as one application: routes, errors, limits, documents and the web page around a studio."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deployments.clips.clips import Clips
+from deployments.http.admission import Admission, OpenRequests
+from deployments.http.body_limit import BodyLimit
+from deployments.http.context import ApiContext
+from deployments.http.documents import add_document
+from deployments.http.drain import Drain, Draining
+from deployments.http.errors import add_error_handlers
+from deployments.http.files import FileShelf
+from deployments.http.hosts import HostCheck
+from deployments.http.idempotency import KnownRequests
+from deployments.http.lookout import Lookout
+from deployments.http.measures import usage_routes
+from deployments.http.middleware import CLIENT_GONE, RequestLog
+from deployments.http.origins import Cors, OriginCheck
+from deployments.http.partial import HeadAsGet, WholeForOld
+from deployments.http.routes.health import Liveness, health_routes, model_routes
+from deployments.http.routes.images import image_routes
+from deployments.http.routes.page import page_routes
+from deployments.http.routes.videos import video_routes
+from deployments.http.settings import ApiSettings
+from deployments.http.streams import ClientGoneError
+from deployments.names import own_version
+from deployments.service.interface import Studio
+from deployments.usage.accounts import Accounts, KeyLimitGuard
+from pipelines.request import MediaKind
+
+NUM_UNPACKINGS = 2
+"""Requests whose pictures are unpacked side by side, beside the event loop."""
+UPLOADS: dict[MediaKind, tuple[str, ...]] = {
+    "image": ("/v1/images/edits",),
+    "video": ("/v1/videos", "/v1/videos/sync"),
+}
+ROUTES = (health_routes, model_routes, usage_routes, image_routes, video_routes, page_routes)
+DESCRIPTION = (
+    "Text to image and text to video. Works with OpenAI's clients; what goes beyond them is marked so. HEAD is there "
+    "wherever GET is. The door before the server refuses what is no request (`bad_request`), and heads that are too "
+    "large (431 `head_too_large`) or too slow (408 `request_timeout`); it answers for a server that is not there (503 "
+    "`server_unavailable`), died over a request (502 `server_lost`) or never answered (504 `server_timeout`)."
+)
+
+
+def create_api(
+    studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain | None = None, accounts: Accounts | None = None
+) -> FastAPI:
+    """Returns the HTTP application. Its lifespan starts ``clips`` and stops them at its end.
+
+    ``drain`` is for who wants to end it with care; ``accounts`` are what ``studio`` keeps account in.
+    """
+    accounts = accounts or Accounts(settings.key_limits)
+    context = ApiContext(
+        studio=studio,
+        settings=settings,
+        files=file_shelf(settings),
+        clips=clips,
+        admission=Admission(settings),
+        lookout=Lookout(clips, settings.video_poll_s),
+        unpacking=ThreadPoolExecutor(NUM_UNPACKINGS, "unpacking"),
+        accounts=accounts,
+        key_limits=KeyLimitGuard(accounts, clips),
+        known=KnownRequests(settings.data_dir / "answers"),
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await clips.start()
+        try:
+            yield
+        finally:
+            await clips.stop()
+            context.unpacking.shutdown(wait=False)
+
+    app = FastAPI(
+        title="Troupe",
+        version=own_version(),
+        description=DESCRIPTION,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,  # FastAPI's own pages load scripts from elsewhere
+        redoc_url=None,
+    )
+    for routes in ROUTES:
+        app.include_router(routes(context))
+    add_error_handlers(app)
+    app.add_exception_handler(ClientGoneError, _on_client_gone)
+    add_guards(app, settings, studio, drain or Drain())
+    add_document(app)
+    return app
+
+
+def add_guards(app: FastAPI, settings: ApiSettings, studio: Studio, drain: Drain) -> None:
+    """Puts what looks at every request around the routes, from the inside out."""
+    app.add_middleware(HeadAsGet)
+    app.add_middleware(OriginCheck, settings=settings)
+    app.add_middleware(HostCheck, settings=settings)
+    app.add_middleware(OpenRequests, limit=settings.max_open_requests)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=settings.max_body_bytes,
+        deadline_s=settings.body_deadline_s,
+        uploads=dict.fromkeys(uploads(studio), settings.max_upload_bytes),
+    )
+    app.add_middleware(Draining, drain=drain)
+    if settings.allowed_origins:
+        app.add_middleware(Cors, allowed_origins=settings.allowed_origins)  # around refusals of all the others
+    app.add_middleware(WholeForOld)
+    app.add_middleware(RequestLog, sends_request_id=settings.sends_request_id)
+    app.add_middleware(Liveness, drain=drain)
+
+
+def uploads(studio: Studio) -> list[str]:
+    """Returns the routes where pictures may come along: those whose models take some."""
+    made = [card.defaults.of(kind) for card in studio.cards().values() for kind in card.defaults.kinds]
+    return [path for kind in {one.kind for one in made if one.max_pictures} for path in UPLOADS[kind]]
+
+
+def file_shelf(settings: ApiSettings) -> FileShelf:
+    folder = settings.data_dir / "files"
+    return FileShelf(folder=folder, lifetime_s=settings.file_lifetime_s, max_bytes=settings.max_files_bytes)
+
+
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_GONE)  # nobody reads it; the access log does

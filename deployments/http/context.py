@@ -1,0 +1,104 @@
+"""What every route works with, and who may use it: by API keys."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import Annotated, TypeVar
+
+from fastapi import Security
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.requests import Request
+
+from deployments.clips.clips import Clips
+from deployments.http.admission import Admission
+from deployments.http.errors import ApiError, retry_after
+from deployments.http.files import FileShelf
+from deployments.http.idempotency import KnownRequests
+from deployments.http.lookout import Lookout
+from deployments.http.middleware import REQUESTER
+from deployments.http.settings import ApiSettings
+from deployments.requests.bodies import MediaBody
+from deployments.requests.model_choice import Needs, choose_card
+from deployments.requests.pictures.sources import Sources
+from deployments.requests.pictures.unpack import unpack
+from deployments.requests.rules import Requester, RequestRules, ResolvedRequest
+from deployments.service.interface import ModelCard, Studio
+from deployments.usage.accounts import Accounts, KeyLimitGuard
+from pipelines.request import NO_PICTURES, InputPictures, MediaKind
+
+BEARER = HTTPBearer(auto_error=False, description="Needed only if the server was started with API keys.")
+B = TypeVar("B", bound=MediaBody)
+Credentials = Annotated[HTTPAuthorizationCredentials | None, Security(BEARER)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ApiContext:
+    studio: Studio
+    settings: ApiSettings
+    files: FileShelf
+    clips: Clips
+    admission: Admission
+    lookout: Lookout
+    unpacking: Executor
+    accounts: Accounts
+    key_limits: KeyLimitGuard
+    known: KnownRequests
+
+    async def authorize(self, request: Request, credentials: Credentials) -> Requester:
+        """Return who sent the request: a dependency of every route behind a key. ApiError 401 without a known one."""
+        if self.settings.keys and credentials is None:
+            raise _refusal("An API key is needed: send it as Authorization: Bearer KEY", "missing_api_key")
+        requester = await self.recognize(request, credentials)
+        if self.settings.keys and not requester.key:
+            raise _refusal("This API key is not known here", "invalid_api_key")
+        return requester
+
+    async def recognize(self, request: Request, credentials: Credentials) -> Requester:
+        """Return who sent the request: a dependency of routes that need no key.
+
+        An unknown key counts as none: it may be meant for a gateway in front of this server.
+        """
+        key = ""
+        if credentials is not None:  # headers arrive as Latin-1, whatever was sent; keys are UTF-8
+            sent = credentials.credentials.encode("latin-1").decode(errors="replace")
+            key = self.settings.keys.find(sent) or ""
+        requester: Requester = request.scope[REQUESTER]
+        return replace(requester, key=key, weight=self.accounts.limits_of(key).weight)
+
+    def viewer(self, requester: Requester) -> str | None:
+        """Return the hash of the key whose clips and files the requester may see; None if it may see all."""
+        is_open = not self.settings.keys or self.settings.share_between_keys
+        return None if is_open else requester.key
+
+    async def resolved(self, body: B, kind: MediaKind) -> ResolvedRequest[B]:
+        """Return ``body`` with its model and its decoded pictures. RequestError if the model takes others."""
+        card = choose_card(self.studio.cards(), body.model, kind, Needs.of(body))
+        sources = RequestRules(card).check_sources(body)
+        pictures = await self._decoded(sources, card, kind) if sources.all else NO_PICTURES
+        return ResolvedRequest(card=card, body=body, pictures=pictures)
+
+    async def _decoded(self, sources: Sources, card: ModelCard, kind: MediaKind) -> InputPictures:
+        """Return the pixels of ``sources``. ApiError 429 or 503 before, if the model takes no request now."""
+        gang_in_s = await self.check_ready(card.name)
+        if kind == "image":
+            self.admission.check_place(card.name, gang_in_s)
+        return await asyncio.get_running_loop().run_in_executor(self.unpacking, unpack, sources, self.settings)
+
+    async def check_ready(self, model: str) -> float:
+        """Return in how many seconds ``model`` begins new work, 0 while it is ready.
+
+        Requests wait while a gang is rebuilt. ApiError 503 without anything to wait for.
+        """
+        reason = (await self.studio.not_ready()).get(model)
+        if reason is None:
+            return 0.0
+        wait_s = self.studio.retry_after_s(model)
+        if self.studio.may_wait_for(model):
+            return wait_s
+        raise ApiError(503, f"{model} is not ready: {reason}", code="model_not_ready", headers=retry_after(wait_s))
+
+
+def _refusal(message: str, code: str) -> ApiError:
+    return ApiError(401, message, code=code, headers={"WWW-Authenticate": "Bearer"})

@@ -1,0 +1,243 @@
+"""The OpenAPI document: bodies that the routes read by themselves, errors, headers, streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from deployments.http.answers import (
+    CompletedEdit,
+    CompletedImage,
+    ImagesResponse,
+    PartialEdit,
+    PartialImage,
+    QueuedPicture,
+    StepProgress,
+    VideoEvent,
+)
+from deployments.http.errors import GPU_HEADER, ErrorBody, ErrorEvent
+from deployments.requests.bodies import EditBody, ImageBody, MediaBody, VideoBody
+
+IMAGE_EVENTS = (QueuedPicture, PartialImage, CompletedImage, StepProgress, ErrorEvent)
+EDIT_EVENTS = (QueuedPicture, PartialEdit, CompletedEdit, StepProgress, ErrorEvent)
+VIDEO_EVENTS = (VideoEvent, ErrorEvent)
+WITH_PICTURES: tuple[type[MediaBody], ...] = (EditBody, VideoBody)
+UNSEEN_MODELS: tuple[type[BaseModel], ...] = tuple(
+    dict.fromkeys((ImageBody, *WITH_PICTURES, *IMAGE_EVENTS, *EDIT_EVENTS, VideoEvent))
+)
+"""Bodies that routes read by themselves, and events: FastAPI does not see them."""
+REFERENCE = "#/components/schemas/{model}"
+ERRORS = {
+    400: "A value is missing, unknown, or not allowed; `param` says which",
+    401: "The API key is missing or not known",
+    403: "`Host` is no name of this server, or a page of another origin gives the order",
+    404: "There is no such model, clip or file",
+    405: "The path has other methods",
+    408: "The body was not there in time",
+    409: "The clip is not finished, or the Idempotency-Key came with another body",
+    410: "The file was there, and is gone",
+    413: "The body is too large, or a picture in it",
+    415: "The content type is not supported",
+    416: "The range lies beyond the file",
+    429: "There is too much to do, for the server or for the key; `Retry-After` says when to come back",
+    500: "A defect; the log has more under the request id",
+    502: "The ranks that worked on the request failed, twice",
+    503: "The model is not ready, the server is full, or clips' records are away; `Retry-After` says when to come back",
+    507: "There is no room on the server's disk",
+}
+CODES = {
+    400: (
+        "invalid_value",
+        "missing_field",
+        "unknown_field",
+        "wrong_kind",
+        "lora_not_found",
+        "bad_json",
+        "bad_picture",
+    ),
+    401: ("missing_api_key", "invalid_api_key"),
+    403: ("host_not_allowed", "origin_not_allowed"),
+    404: ("model_not_found", "video_not_found", "not_found"),
+    405: ("method_not_allowed",),
+    408: ("body_timeout",),
+    409: ("video_not_ready", "video_failed", "idempotency_key_reused"),
+    410: ("video_gone",),
+    413: ("body_too_large", "picture_too_large"),
+    415: ("unsupported_content_type", "unsupported_content_encoding"),
+    416: ("range_not_satisfiable",),
+    429: ("queue_full", "too_late", "key_limit", "too_many_watchers"),
+    500: ("internal", "job_failed", "gave_up"),
+    502: ("gang_broken",),
+    503: ("model_not_ready", "server_full", "server_stopping", "storage_unavailable", "accounts_unavailable"),
+    507: ("storage_full",),
+}
+EVERYWHERE = (405, 500)
+HEADERS = {
+    "X-Request-Id": "The id of the request, in the log as well: the client's own, or a new one",
+    "Retry-After": "Seconds after which to try again",
+    "WWW-Authenticate": "Bearer",
+    "Allow": "The methods of the path",
+    "Content-Range": "Which bytes these are, of how many",
+    "ETag": "Changes with the file; send it back as If-None-Match",
+    "Last-Modified": "Send it back as If-Modified-Since",
+    "Accept-Ranges": "bytes",
+    "Server-Timing": "queue, encode, denoise, decode, total in ms",
+    "X-Troupe-Warm": "true or false: whether everything was prepared for the shape",
+    "X-Troupe-Cache": "off, conservative or fast: which steps made no forwards",
+    "X-Troupe-Same-Bytes": "true or false: whether the seed gives these bytes again; else the same picture",
+    GPU_HEADER: "How long ranks were at work in the steps, all of them added up; of an error, as far as is known",
+    "X-Troupe-Eta": "Seconds in which it was predicted to be done, when it came to the gang; of a clip that is not "
+    "done, from now; absent if nobody knew",
+    "X-Troupe-Video-Id": "The clip's id",
+    "Idempotent-Replayed": "true of an answer that is that to the same request before",
+    "openai-poll-after-ms": "How long to wait before the next look",
+}
+ERROR_HEADERS = {401: "WWW-Authenticate", 405: "Allow", 416: "Content-Range", 429: "Retry-After", 503: "Retry-After"}
+AFTER_WORK = (400, 409, 429, 500, 502, 503, 507)
+"""Errors that there may be when ranks have worked already."""
+MEASURES = (
+    "Server-Timing",
+    "X-Troupe-Warm",
+    "X-Troupe-Cache",
+    "X-Troupe-Same-Bytes",
+    GPU_HEADER,
+    "X-Troupe-Eta",
+)
+FILE_HEADERS = ("ETag", "Last-Modified", "Accept-Ranges")
+
+FILES = "multipart/form-data"
+Responses = dict[int | str, dict[str, Any]]
+
+
+def header_documents(*names: str) -> dict[str, Any]:
+    return {name: {"description": HEADERS[name], "schema": {"type": "string"}} for name in names}
+
+
+def error_documents(*statuses: int, has_work: bool = False) -> Responses:
+    """``has_work``: ranks work for the route, and had perhaps when it failed."""
+    if has_work:
+        statuses = (*statuses, 500)
+    return {status: _error_document(status, has_work=has_work) | {"model": ErrorBody} for status in statuses}
+
+
+def _error_document(status: int, *, has_work: bool = False) -> dict[str, Any]:
+    codes = ", ".join(f"`{code}`" for code in CODES[status])
+    headers = [ERROR_HEADERS[status]] if status in ERROR_HEADERS else []
+    headers += [GPU_HEADER] if has_work and status in AFTER_WORK else []
+    return {"description": f"{ERRORS[status]}. `code`: {codes}", "headers": header_documents(*headers)}
+
+
+def body_document(model: type[MediaBody], *content_types: str) -> dict[str, Any]:
+    """Returns what FastAPI cannot know of a route that reads its body by itself."""
+    schema, form = _reference(model), {"$ref": REFERENCE.format(model=form_name(model))}
+    types = content_types or ("application/json",)
+    content = {one: {"schema": form if one == FILES and model.picture_fields else schema} for one in types}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def form_name(model: type[MediaBody]) -> str:
+    return f"{model.__name__.removesuffix('Body')}Form"
+
+
+def form_schema(model: type[MediaBody], schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the ``schema`` of a body as that of a form, in which pictures are files."""
+    file = {"type": "string", "format": "binary"}
+    files = {
+        name: {"type": "array", "items": file, "description": schema["properties"][name]["description"]}
+        for name in model.picture_fields
+    }
+    return schema | {"title": form_name(model), "properties": schema["properties"] | files}
+
+
+def image_answers(*events: type[BaseModel]) -> Responses:
+    """Returns the answer with pictures, in one JSON object or as ``events``."""
+    names = tuple(str(event.model_fields["type"].default) for event in events)
+    answer = {"model": ImagesResponse, "description": "The pictures", "headers": header_documents(*MEASURES)}
+    return {200: answer | {"content": _event_content(names, events)}}
+
+
+def stream_answers() -> Responses:
+    """Returns the answer with the events of a clip."""
+    names = ("video.progress", "video.completed", "video.failed", "video.deleted", "error")
+    return {200: {"description": "Events", "content": _event_content(names, VIDEO_EVENTS)}}
+
+
+def video_answers() -> Responses:
+    """Returns what the answer with a clip's record has beside it."""
+    headers = header_documents("openai-poll-after-ms", "X-Troupe-Eta", GPU_HEADER)
+    return {200: {"description": "The clip's record", "headers": headers}}
+
+
+def sync_answers() -> Responses:
+    """Returns the answer with a clip's file as soon as it is there."""
+    headers = header_documents("X-Troupe-Video-Id", *MEASURES, *FILE_HEADERS)
+    return {200: {"description": "The clip", "content": _file_content("video/mp4"), "headers": headers}}
+
+
+def file_answers(*content_types: str, headers: tuple[str, ...] = ()) -> Responses:
+    """Returns the answers with a file, with the part of it that a ``Range`` header asks for, and with neither."""
+    file = {"content": _file_content(*content_types), "headers": header_documents(*FILE_HEADERS, *headers)}
+    part = file | {"headers": header_documents(*FILE_HEADERS, *headers, "Content-Range")}
+    unchanged = {"description": "Not changed since the client got it", "headers": header_documents("ETag")}
+    return {200: file | {"description": "The file"}, 206: part | {"description": "A part of it"}, 304: unchanged}
+
+
+def _file_content(*content_types: str) -> dict[str, Any]:
+    return {one: {"schema": {"type": "string", "format": "binary"}} for one in content_types}
+
+
+def _event_content(names: tuple[str, ...], models: tuple[type[BaseModel], ...]) -> dict[str, Any]:
+    """Returns one event of a stream, as OpenAPI 3.2 describes them: its data is JSON, with the name in ``type``."""
+    data = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"oneOf": [_reference(model) for model in models]},
+    }
+    properties = {"event": {"type": "string", "enum": list(names)}, "data": data}
+    return {"text/event-stream": {"schema": {"type": "object", "properties": properties, "required": ["data"]}}}
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": REFERENCE.format(model=model.__name__)}
+
+
+def add_document(app: FastAPI) -> None:
+    """Lets ``app`` serve a document that knows the bodies and the events, too."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _build(app)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def _build(app: FastAPI) -> dict[str, Any]:
+    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    _, extra = models_json_schema([(model, "validation") for model in UNSEEN_MODELS], ref_template=REFERENCE)
+    schemas = document["components"]["schemas"]
+    schemas |= extra["$defs"]
+    schemas |= {form_name(model): form_schema(model, schemas[model.__name__]) for model in WITH_PICTURES}
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            _complete(operation)
+    return document
+
+
+def _complete(operation: dict[str, Any]) -> None:
+    """Adds what is the same everywhere: two errors, the request's id, and that a key may not be needed."""
+    responses = operation["responses"]
+    responses.pop("422", None)  # this API answers 400
+    error = {"application/json": {"schema": _reference(ErrorBody)}}
+    everywhere = {str(status): _error_document(status) | {"content": error} for status in EVERYWHERE}
+    operation["responses"] = responses = everywhere | responses
+    for response in responses.values():
+        response["headers"] = header_documents("X-Request-Id") | response.get("headers", {})
+    if "security" in operation:
+        operation["security"] = [{}, *operation["security"]]

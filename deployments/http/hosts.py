@@ -1,0 +1,123 @@
+"""By which names a server may be called, and the URLs that are made of them.
+
+A page of the attacker's whose name was made to point to this machine (DNS rebinding) sends that name as ``Host``. It
+cannot send an address, nor a name that it does not own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from ipaddress import ip_address, ip_network
+from urllib.parse import urlsplit
+
+from starlette.datastructures import URL, Headers
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from deployments.http.errors import ApiError
+from deployments.http.settings import ApiSettings
+from deployments.requests.errors import shown
+
+LOCAL_NAMES = ("localhost", "*.localhost")
+"""RFC 6761, section 6.3: these never leave the machine."""
+
+
+class HostCheck:
+    """Refuses requests with 403 whose ``Host`` is none of the server's names. Without a ``Host`` no browser asks."""
+
+    def __init__(self, app: ASGIApp, *, settings: ApiSettings) -> None:
+        self.app = app
+        self.names = known_names(settings)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
+        if host is None or is_known(host, self.names):
+            await self.app(scope, receive, send)
+            return
+        message = f"Host is {shown(host)}, which is no name of this server; to allow it, add it to api.allowed_hosts"
+        await ApiError(403, message, code="host_not_allowed").response()(scope, receive, send)
+
+
+def known_names(settings: ApiSettings) -> tuple[str, ...]:
+    """Returns the names, or ``*.domain`` for all below it, that a request may call the server by; ``*`` is any.
+
+    Where keys are asked for, a page without one gets nothing: any name is allowed unless some are configured.
+    """
+    if not settings.allowed_hosts and settings.keys:
+        return ("*",)
+    public = urlsplit(settings.public_url).hostname
+    names = (*LOCAL_NAMES, *settings.allowed_hosts, *settings.own_names, *([public] if public else []))
+    return tuple(name.lower() for name in names)
+
+
+def is_known(host: str, names: Collection[str]) -> bool:
+    """Returns whether the header ``host``, with or without a port, is an address or one of ``names``."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    if set(host) & set("/\\?#@"):
+        return False
+    return is_address(name) or any(matches(name.rstrip("."), pattern) for pattern in names)
+
+
+def matches(name: str, pattern: str) -> bool:
+    return pattern in ("*", name) or (pattern.startswith("*.") and name.endswith(pattern[1:]))
+
+
+def is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def base_url(connection: HTTPConnection, settings: ApiSettings) -> str:
+    """Returns where the client finds this server, without a slash at the end.
+
+    That is ``public_url`` if there is one, else the name that the client used. ``HostCheck`` has looked at it: where
+    keys are asked for and no names are configured, it may be any that the holder of a key sent. What the
+    ``X-Forwarded`` headers say counts if they come from one of ``trusted_proxies``.
+    """
+    if settings.public_url:
+        return settings.public_url.rstrip("/")
+    url = URL(scope=connection.scope)
+    scheme, place = url.scheme, url.netloc
+    if is_from_proxy(connection, settings):
+        scheme, place = forwarded(connection, "proto") or scheme, forwarded(connection, "host") or place
+    elif "x-forwarded-proto" in connection.headers:
+        scheme = "http"  # uvicorn took over what it said, if it came from this machine
+    return f"{scheme}://{place}{connection.scope.get('root_path', '').rstrip('/')}"
+
+
+def forwarded(connection: HTTPConnection, what: str) -> str:
+    """Returns what the first proxy said with ``X-Forwarded-…``; empty if it said nothing, or nonsense."""
+    value = connection.headers.get(f"x-forwarded-{what}", "").split(",")[0].strip()
+    if what == "proto":
+        return value if value in ("http", "https") else ""
+    return value if place_of(f"//{value}") == value else ""
+
+
+def place_of(url: str) -> str:
+    """Returns the host and port in ``url``; empty if there is none, or nonsense."""
+    try:
+        return urlsplit(url).netloc
+    except ValueError:
+        return ""
+
+
+def is_from_proxy(connection: HTTPConnection, settings: ApiSettings) -> bool:
+    peer = peer_of(connection)
+    networks = [ip_network(proxy, strict=False) for proxy in settings.trusted_proxies]
+    return is_address(peer) and any(ip_address(peer) in network for network in networks)
+
+
+def peer_of(connection: HTTPConnection) -> str:
+    """Returns the address that the connection came from; empty if it is not known.
+
+    For a neighbour on 127.0.0.1 uvicorn puts in its place, with port 0, what that said with ``X-Forwarded-For``.
+    """
+    if connection.client is None:
+        return ""
+    return connection.client.host if connection.client.port else "127.0.0.1"

@@ -1,0 +1,106 @@
+"""What things took: headers of answers, and GET /v1/usage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, Field
+
+from deployments.http.context import ApiContext
+from deployments.http.documents import error_documents
+from deployments.http.errors import GPU_HEADER
+from deployments.requests.rules import Requester
+from deployments.service.interface import Media, Progress, StageTimes, StudioEvent
+from pipelines.caching import CacheMode
+
+ETA_HEADER = "X-Troupe-Eta"
+
+
+class KeyUsage(BaseModel):
+    object: Literal["usage"] = "usage"
+    started_at: int = Field(description="Since when is counted, in Unix seconds.")
+    num_requests: int = Field(description="Finished pictures and clips.")
+    gpu_seconds: float = Field(
+        description="How long ranks were at work in their steps, and in those of others that the key left or stopped."
+    )
+    gpu_seconds_last_minute: float
+    gpu_seconds_per_minute: float | None = Field(description="How many may be; null: any.")
+    max_concurrent: int | None = Field(description="Pictures and clips that may be under way; null: any.")
+    weight: float = Field(description="The share beside other keys, where these take turns.")
+
+
+def usage_routes(context: ApiContext) -> APIRouter:
+    router, authorized = APIRouter(tags=["usage"]), Depends(context.authorize)
+
+    @router.get("/v1/usage", responses=error_documents(401, 503))
+    async def read_usage(requester: Requester = authorized) -> KeyUsage:
+        """What the key of the request has used, and may use; without keys, everybody together. Beyond OpenAI."""
+        key = requester.key
+        limits, usage = context.accounts.limits_of(key), await context.accounts.used(key)
+        return KeyUsage(
+            started_at=usage.since,
+            num_requests=usage.num_requests,
+            gpu_seconds=round(usage.gpu_s, 3),
+            gpu_seconds_last_minute=round(usage.last_minute_s, 3),
+            gpu_seconds_per_minute=limits.gpu_seconds_per_minute,
+            max_concurrent=limits.max_concurrent,
+            weight=limits.weight,
+        )
+
+    return router
+
+
+def measures(timings: list[StageTimes], cache: CacheMode) -> dict[str, str]:
+    """Returns headers: where the time went, what was predicted, whether all shapes were warm, and the ``cache``."""
+    is_warm = all(one.was_warm for one in timings)
+    return {
+        "Server-Timing": server_timing(timings),
+        "X-Troupe-Warm": "true" if is_warm else "false",
+        "X-Troupe-Cache": cache,
+        "X-Troupe-Same-Bytes": "true" if all(one.same_bytes for one in timings) else "false",
+        **gpu_header(sum(one.gpu_s for one in timings)),
+        **eta_header([one.eta_s for one in timings]),
+    }
+
+
+def gpu_header(gpu_s: float | None) -> dict[str, str]:
+    """Returns the header that says how long ranks were at work; none where nobody knows."""
+    return {} if gpu_s is None else {GPU_HEADER: seconds(gpu_s)}
+
+
+class SpentSeconds:
+    """GPU-seconds of the pictures of one request, as far as their events say."""
+
+    def __init__(self) -> None:
+        self._by_index: dict[int, float] = {}
+
+    def update(self, index: int, event: StudioEvent) -> None:
+        """Take note of an event of the picture ``index``."""
+        match event:
+            case Progress(gpu_s=gpu_s) | Media(timings=StageTimes(gpu_s=gpu_s)):
+                self._by_index[index] = gpu_s
+
+    @property
+    def header(self) -> dict[str, str]:
+        """The header of an answer that is an error; none before any work."""
+        return gpu_header(sum(self._by_index.values()) or None)
+
+
+def eta_header(etas_s: Sequence[float | None]) -> dict[str, str]:
+    """Returns the header with the longest of predictions; none if one of them was not made."""
+    known_s = [eta_s for eta_s in etas_s if eta_s is not None]
+    return {ETA_HEADER: seconds(max(known_s))} if len(known_s) == len(etas_s) > 0 else {}
+
+
+def seconds(value: float) -> str:
+    """Returns seconds as headers have them."""
+    return f"{value:.3f}"
+
+
+def server_timing(timings: list[StageTimes]) -> str:
+    """Returns a ``Server-Timing`` header in milliseconds, each stage's slowest of pictures that ran side by side."""
+    stages = ("queue", "encode", "denoise", "decode", "total")
+    slowest = {stage: max(getattr(one, f"{stage}_s") for one in timings) for stage in stages}
+    return ", ".join(f"{stage};dur={1000 * seconds:.1f}" for stage, seconds in slowest.items())

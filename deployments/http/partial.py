@@ -1,0 +1,133 @@
+"""Answers of which a client wants less than the whole: the head alone, a range, or nothing if it has it already. And
+those that it can take as a whole only."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import FileResponse, MalformedRangeHeader, RangeNotSatisfiable
+from starlette.staticfiles import NotModifiedResponse, StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.http.errors import ApiError
+from deployments.requests.errors import shown
+
+CONDITIONS = StaticFiles()
+"""For its reading of ``If-None-Match`` and ``If-Modified-Since``; it serves nothing."""
+
+BODILESS = (204, 304)
+"""Answers that have no body, and say no length (RFC 9110, section 8.6)."""
+RANGE_HEADERS = (b"range", b"if-range")
+IS_HEAD = "troupe.is_head"
+"""Key in the ASGI scope of a GET that was a HEAD."""
+
+
+class HeadAsGet:
+    """Answers HEAD wherever GET is, with the same headers and no body (RFC 9110, section 9.3.2).
+
+    A range is for GET alone (section 14.2): HEAD tells of the whole.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self.app(scope, receive, send)
+            return
+
+        async def send_head(message: Message) -> None:
+            await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+        headers = [(name, value) for name, value in scope["headers"] if name not in RANGE_HEADERS]
+        asked = {**scope, "method": "GET", "headers": headers, IS_HEAD: True}
+        try:
+            await self.app(asked, receive, send_head)
+        finally:
+            scope["route"] = asked.get("route")  # for who counts answers by it
+
+
+class WholeForOld:
+    """Answers clients of HTTP/1.0, which know no chunks, with the length of what others are sent as a stream (RFC 9112,
+    section 6.1): servers below, and the door, would write chunks whatever the client speaks.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_old = scope["type"] == "http" and scope.get("http_version") == "1.0" and scope["method"] != "HEAD"
+        await self.app(scope, receive, _whole(send) if is_old else send)
+
+
+def _whole(send: Send) -> Send:
+    """Return a ``send`` that holds an answer of unknown length until it is there."""
+    held: Message | None = None
+    body = bytearray()
+
+    async def send_whole(message: Message) -> None:
+        nonlocal held
+        if message["type"] == "http.response.start" and "content-length" not in Headers(raw=message["headers"]):
+            held = message
+        elif held is None or message["type"] != "http.response.body":
+            await send(message)
+        else:
+            body.extend(message.get("body", b""))
+            if not message.get("more_body", False):
+                if held["status"] not in BODILESS:
+                    MutableHeaders(scope=held)["Content-Length"] = str(len(body))
+                await send(held)
+                await send({**message, "body": bytes(body)})
+
+    return send_whole
+
+
+def is_head(request: Request) -> bool:
+    """Whether nobody reads the body of the answer."""
+    return IS_HEAD in request.scope
+
+
+class RangedFile(FileResponse):
+    """A file, the one range of it that was asked for, or 304 for who has it (RFC 9110, sections 13 and 14).
+
+    It is one file from the first byte to the last, also if it is replaced or deleted meanwhile.
+
+    A range that makes no sense is ignored. Starlette by itself refuses that one, answers a range beyond the file
+    without an error's body (here it is ApiError 416), and takes several ranges, in one multipart body.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            file = await asyncio.to_thread(Path(self.path).open, "rb")
+        except FileNotFoundError:  # deleted since it was looked for
+            raise ApiError(404, "The file is gone") from None
+        with file:
+            self.path = f"/dev/fd/{file.fileno()}"  # by its name another one might be opened
+            self.stat_result = os.fstat(file.fileno())
+            self.set_stat_headers(self.stat_result)
+            await self._answer(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "GET":
+            await super().__call__(scope, receive, send)
+        elif CONDITIONS.is_not_modified(self.headers, Headers(scope=scope)):
+            await NotModifiedResponse(self.headers)(scope, receive, send)
+        else:
+            method = "HEAD" if IS_HEAD in scope else "GET"
+            await super().__call__({**scope, "method": method}, receive, send)
+
+    @classmethod
+    def _parse_range_header(cls, http_range: str, file_size: int) -> list[tuple[int, int]]:
+        try:
+            ranges = super()._parse_range_header(http_range, file_size)
+        except MalformedRangeHeader:
+            return []
+        except RangeNotSatisfiable:
+            message = f"Range is {shown(http_range)}; the file has {file_size} bytes"
+            headers = {"Content-Range": f"bytes */{file_size}"}
+            raise ApiError(416, message, code="range_not_satisfiable", headers=headers) from None
+        return ranges if len(ranges) == 1 else []

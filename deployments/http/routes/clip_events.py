@@ -1,0 +1,50 @@
+"""What becomes of a clip, as events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+from deployments.clips.database import ClipRecord
+from deployments.http.answers import Video, VideoEvent
+from deployments.http.lookout import Lookout
+
+EventName = Literal["video.progress", "video.completed", "video.failed"]
+ENDS: dict[str, EventName] = {"completed": "video.completed", "failed": "video.failed"}
+ETA_NOTICED, ETA_NOTICED_S = 0.1, 1.0
+"""By how much, as a share and in seconds, the time that is left must differ to be told again."""
+
+
+async def video_events(
+    lookout: Lookout, clip: ClipRecord | None, place: AbstractContextManager[None] | None = None
+) -> AsyncGenerator[VideoEvent, None]:
+    """Yield what changes about the clip, by the database: it may be made in another process.
+
+    ``place`` is held from the first event to the last.
+    """
+    last_sent: Video | None = None
+    sent_s = 0.0
+    with place or nullcontext():
+        while clip is not None:
+            video = Video.of(clip)
+            if clip.status in ENDS:
+                yield VideoEvent(type=ENDS[clip.status], video=video)
+                return
+            if last_sent is None or is_news(video, last_sent, time.monotonic() - sent_s):
+                yield VideoEvent(type="video.progress", video=video)
+                last_sent, sent_s = video, time.monotonic()
+            clip = await lookout.next_look(clip.id)
+        yield VideoEvent(type="video.deleted", video=None)
+
+
+def is_news(video: Video, told: Video, passed_s: float) -> bool:
+    """Returns whether ``video`` says more than what was ``told`` of it so many seconds ago: that time passes does not
+    count, but that it will be done at another time does, where it is noticed."""
+    if video.model_copy(update={"eta_s": told.eta_s}) != told or (video.eta_s is None) != (told.eta_s is None):
+        return True
+    if video.eta_s is None or told.eta_s is None:
+        return False
+    left_s = max(0.0, told.eta_s - passed_s)
+    return abs(video.eta_s - left_s) > max(ETA_NOTICED_S, ETA_NOTICED * left_s)

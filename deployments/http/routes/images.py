@@ -1,0 +1,77 @@
+"""POST /v1/images/generations and /v1/images/edits; and the files that their URLs point to."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Depends
+from fastapi.responses import FileResponse
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deployments.http.body import FORMS, JSON, read_json
+from deployments.http.context import ApiContext
+from deployments.http.documents import (
+    EDIT_EVENTS,
+    IMAGE_EVENTS,
+    body_document,
+    error_documents,
+    file_answers,
+    image_answers,
+)
+from deployments.http.errors import ApiError
+from deployments.http.idempotency import IdempotencyKey
+from deployments.http.partial import RangedFile
+from deployments.http.routes.drawing import draw
+from deployments.http.uploads import read_upload
+from deployments.requests.bodies import EditBody, ImageBody
+from deployments.requests.errors import RequestError, shown
+from deployments.requests.rules import Requester
+
+ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 429, 502, 503, 507)
+
+
+def image_routes(context: ApiContext) -> APIRouter:
+    router = APIRouter(tags=["images"])
+    authorized, recognized = Depends(context.authorize), Depends(context.recognize)
+
+    @router.post(
+        "/v1/images/generations",
+        responses=image_answers(*IMAGE_EVENTS) | error_documents(*ERRORS, has_work=True),
+        openapi_extra=body_document(ImageBody),
+    )
+    async def generate_images(
+        request: Request, requester: Requester = authorized, idempotency_key: IdempotencyKey = None
+    ) -> Response:
+        """Draw pictures. With ``stream``, the answer is server-sent events instead of one JSON object."""
+        body = await read_json(request, ImageBody)
+        resolved = await context.resolved(body, "image")
+        return await draw(context, request, requester, resolved, idempotency_key)
+
+    @router.post(
+        "/v1/images/edits",
+        responses=image_answers(*EDIT_EVENTS) | error_documents(*ERRORS, has_work=True),
+        openapi_extra=body_document(EditBody, JSON, *FORMS),
+    )
+    async def edit_images(
+        request: Request, requester: Requester = authorized, idempotency_key: IdempotencyKey = None
+    ) -> Response:
+        """Change pictures that come along, or draw after them. Models say in their defaults what they take."""
+        resolved = await read_upload(context, request, EditBody, "image")
+        if not resolved.pictures.pictures:
+            raise RequestError("image is required: the picture to change", "image", code="missing_field")
+        return await draw(context, request, requester, resolved, idempotency_key)
+
+    @router.get(
+        "/v1/files/{name}",
+        response_class=FileResponse,
+        responses=file_answers("image/png", "image/jpeg", "image/webp") | error_documents(404, 416),
+    )
+    async def read_file(name: str, requester: Requester = recognized) -> Response:
+        """A picture made with ``response_format=url``. Its name is the secret; it is gone after a while."""
+        path = await asyncio.to_thread(context.files.find, name, context.viewer(requester) or None)
+        if path is None:
+            raise ApiError(404, f"There is no file {shown(name)}; files are kept for a limited time", param="name")
+        return RangedFile(path, media_type=f"image/{path.suffix[1:]}", headers={"X-Content-Type-Options": "nosniff"})
+
+    return router

@@ -1,0 +1,258 @@
+"""/v1/videos: clips, their bytes, and their progress as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Header, Query
+from fastapi.responses import FileResponse
+from fastapi.sse import EventSourceResponse
+from starlette.requests import Request
+from starlette.responses import Response
+
+from deployments.asyncio_tools import to_the_end
+from deployments.clips.clips import Clips
+from deployments.clips.database import FILE_GONE, ClipRecord
+from deployments.clips.storage import CONTENT_TYPES, Variant
+from deployments.http.answers import Video, VideoDeleted, VideoPage
+from deployments.http.body import FORMS, JSON
+from deployments.http.context import ApiContext
+from deployments.http.documents import (
+    body_document,
+    error_documents,
+    file_answers,
+    stream_answers,
+    sync_answers,
+    video_answers,
+)
+from deployments.http.errors import GPU_HEADER, ApiError, from_failure, retry_after
+from deployments.http.idempotency import IdempotencyKey
+from deployments.http.measures import eta_header, gpu_header, measures
+from deployments.http.partial import RangedFile, is_head
+from deployments.http.routes.clip_events import video_events
+from deployments.http.streams import STREAM_HEADERS, ClientGoneError, start_stream, until_disconnect
+from deployments.http.uploads import read_upload
+from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
+from deployments.requests.errors import shown
+from deployments.requests.rules import Requester, RequestRules, clip_seconds
+from pipelines.request import InputPictures, MediaRequest
+
+VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
+STATUS_OF_FAILURES = {"invalid_value": 400, "too_late": 429, "gang_broken": 502, "storage_full": 507}
+MAKING = (400, 401, 403, 404, 408, 409, 413, 415, 429, 502, 503, 507)
+"""Errors of what makes clips."""
+POLL_MS = 500
+"""What clients that poll are told to wait between two looks."""
+
+
+def video_routes(context: ApiContext) -> APIRouter:
+    authorized = Depends(context.authorize)
+    router = APIRouter(tags=["videos"], dependencies=[authorized])
+
+    @router.post(
+        "/v1/videos",
+        responses=video_answers() | error_documents(*MAKING, has_work=True),
+        openapi_extra=body_document(VideoBody, JSON, *FORMS),
+    )
+    async def create_video(
+        request: Request,
+        response: Response,
+        requester: Requester = authorized,
+        idempotency_key: IdempotencyKey = None,
+    ) -> Video:
+        """Queue a clip. Its record is on disk before the answer, and survives a restart. One with ``deadline_s`` begins
+        at once, or is refused."""
+        clip = await submit_clip(context, request, requester, idempotency_key)
+        response.headers.update(told_of(clip))
+        return Video.of(clip)
+
+    @router.post(
+        "/v1/videos/sync",
+        response_class=FileResponse,
+        responses=sync_answers() | error_documents(*MAKING, has_work=True),
+        openapi_extra=body_document(VideoBody, JSON, *FORMS),
+    )
+    async def create_video_sync(
+        request: Request, requester: Requester = authorized, idempotency_key: IdempotencyKey = None
+    ) -> Response:
+        """Make a clip and answer with its MP4, once it is there. Closing the connection deletes it; beyond OpenAI."""
+        clip = await submit_clip(context, request, requester, idempotency_key, is_awaited=True)
+        try:
+            end = await until_disconnect(request.receive, wait_for_end(context, requester, clip.id))
+        except (ClientGoneError, asyncio.CancelledError):
+            await to_the_end(context.clips.delete(clip.id))
+            raise
+        assert end.timings is not None
+        path = await context.clips.file(clip.id, "video")
+        if path is None:
+            raise await not_there(context.clips, end, "video")
+        told = measures([end.timings], clip.request.cache)
+        return clip_file(path, clip.id, "video", told | {"X-Troupe-Video-Id": clip.id})
+
+    @router.get("/v1/videos", responses=error_documents(400, 401, 404, 503))
+    async def list_videos(query: Annotated[PageQuery, Query()], requester: Requester = authorized) -> VideoPage:
+        """Clips, the newest first unless order is asc."""
+        last = None if query.after is None else await find_clip(context, requester, query.after, "after")
+        key_hash, ascending = context.viewer(requester), query.order == "asc"
+        page = await context.clips.page(after=last, limit=query.limit, ascending=ascending, key_hash=key_hash)
+        return VideoPage.of(*page)
+
+    @router.get("/v1/videos/{video_id}", responses=video_answers() | error_documents(401, 404, 503))
+    async def read_video(video_id: str, response: Response, requester: Requester = authorized) -> Video:
+        """One clip: where it is in the queue or in its steps, or why it failed."""
+        clip = await find_clip(context, requester, video_id)
+        response.headers.update(told_of(clip))
+        return Video.of(clip)
+
+    @router.delete("/v1/videos/{video_id}", responses=error_documents(401, 403, 404, 503))
+    async def delete_video(video_id: str, requester: Requester = authorized) -> VideoDeleted:
+        """Stop the clip if it is still being made, and delete its record and files."""
+        await find_clip(context, requester, video_id)
+        if not await context.clips.delete(video_id):
+            raise no_video(video_id, "video_id")
+        return VideoDeleted(id=video_id)
+
+    @router.get(
+        "/v1/videos/{video_id}/content",
+        response_class=FileResponse,
+        responses=file_answers(*CONTENT_TYPES.values(), headers=(GPU_HEADER,))
+        | error_documents(400, 401, 404, 409, 410, 416, 503, has_work=True),
+    )
+    async def read_content(
+        video_id: str,
+        query: Annotated[ContentQuery, Query()],
+        requester: Requester = authorized,
+        range_header: Annotated[str | None, Header(alias="Range", examples=["bytes=0-1023"])] = None,
+    ) -> Response:
+        """The clip as MP4 (H.264), a still of it as WebP, or a preview as PNG. One byte range is honoured."""
+        clip, variant = await find_clip(context, requester, video_id), query.variant
+        may_be_there = variant == "preview" or clip.status == "completed"
+        path = await context.clips.file(video_id, variant) if may_be_there else None
+        if path is None:
+            raise await not_there(context.clips, clip, variant)
+        return clip_file(path, video_id, variant, gpu_header(clip.gpu_s))
+
+    @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404, 429, 503))
+    async def read_events(video_id: str, request: Request, requester: Requester = authorized) -> Response:
+        """Server-sent events while the clip is made, from now to its end; beyond OpenAI."""
+        clip = await find_clip(context, requester, video_id)
+        if is_head(request):
+            return EventSourceResponse((), headers=STREAM_HEADERS)
+        events = video_events(context.lookout, clip, context.admission.watcher())
+        return await start_stream(events, request.receive, context.settings)
+
+    return router
+
+
+async def submit_clip(
+    context: ApiContext,
+    request: Request,
+    requester: Requester,
+    idempotency_key: str | None,
+    *,
+    is_awaited: bool = False,
+) -> ClipRecord:
+    """Return the record of the clip that the body asks for, or of the earlier clip of the same request."""
+    resolved = await read_upload(context, request, VideoBody, "video")
+    async with context.known.turn(request.url.path, requester, idempotency_key, resolved.body) as turn:
+        clip = None if turn.answer is None else await context.clips.get(turn.answer.decode())
+        if clip is None:
+            rules, num_previews = RequestRules(resolved.card), context.settings.num_clip_previews
+            asked = rules.check(resolved.body, resolved.pictures, requester, num_previews)
+            await context.check_ready(asked.model)
+            make = begin_clip if is_awaited or asked.deadline_s is not None else queue_clip
+            clip = await make(context, request, requester, asked, resolved.pictures)
+            await context.known.keep(turn, clip.id.encode())
+        return clip
+
+
+async def queue_clip(
+    context: ApiContext, request: Request, requester: Requester, asked: MediaRequest, pictures: InputPictures
+) -> ClipRecord:
+    """Return the record of a new clip, queued."""
+    async with context.key_limits.clip(asked.key):
+        return await context.clips.submit(asked, clip_seconds(asked), asked.key, pictures)
+
+
+async def begin_clip(
+    context: ApiContext, request: Request, requester: Requester, asked: MediaRequest, pictures: InputPictures
+) -> ClipRecord:
+    """Return the record of a clip that a gang has taken. If none does, or the client leaves, there is no clip."""
+    clip_id = ""
+    try:
+        async with context.key_limits.clip(asked.key):
+            clip_id, admission = await context.clips.begin(asked, clip_seconds(asked), asked.key, pictures)
+        await until_disconnect(request.receive, asyncio.wait_for(admission, None))
+        return await find_clip(context, requester, clip_id)
+    except BaseException as failure:
+        if clip_id:
+            await to_the_end(context.clips.delete(clip_id))
+        answer = from_failure(failure) if isinstance(failure, Exception) else None
+        if answer is None:
+            raise
+        raise answer from failure
+
+
+def told_of(clip: ClipRecord) -> dict[str, str]:
+    """Returns the headers of an answer about a clip."""
+    return {"openai-poll-after-ms": str(POLL_MS), **eta_header([clip.eta_s]), **gpu_header(clip.gpu_s)}
+
+
+async def wait_for_end(context: ApiContext, requester: Requester, video_id: str) -> ClipRecord:
+    """Returns the clip when it is completed. ApiError if it failed, or was deleted meanwhile."""
+    async for event in video_events(context.lookout, await context.clips.get(video_id)):
+        if event.type == "video.deleted":
+            break
+    clip = await find_clip(context, requester, video_id)
+    if clip.error is not None:
+        status = STATUS_OF_FAILURES.get(clip.error.code, 500)
+        retry_s = clip.error.retry_after_s
+        headers = {"x-should-retry": "false"} if retry_s is None else retry_after(retry_s)
+        headers |= gpu_header(clip.gpu_s)
+        raise ApiError(status, f"The clip failed: {clip.error.message}", code=clip.error.code, headers=headers)
+    return clip
+
+
+def clip_file(path: Path, video_id: str, variant: Variant, headers: Mapping[str, str]) -> RangedFile:
+    return RangedFile(
+        path,
+        media_type=CONTENT_TYPES[variant],
+        filename=f"{video_id}{path.suffix}",
+        content_disposition_type="inline",
+        headers={"Cache-Control": "private, no-cache", **headers},
+    )
+
+
+async def find_clip(context: ApiContext, requester: Requester, video_id: str, param: str = "video_id") -> ClipRecord:
+    """Returns the clip, or raises ApiError 404 if there is none that the client may see.
+
+    Only what looks like an id gets to the database.
+    """
+    clip = await context.clips.get(video_id) if VIDEO_ID.fullmatch(video_id) else None
+    if clip is None or context.viewer(requester) not in (None, clip.key_hash):
+        raise no_video(video_id, param)
+    return clip
+
+
+def no_video(video_id: str, param: str) -> ApiError:
+    return ApiError(404, f"There is no video {shown(video_id)}", param=param, code="video_not_found")
+
+
+async def not_there(clips: Clips, clip: ClipRecord, variant: Variant) -> ApiError:
+    """Returns the answer where the file is not. A completed clip without one has failed after all."""
+    if clip.status == "completed" and variant == "video":
+        clip = await clips.note_lost(clip.id) or clip
+    headers = {"x-should-retry": "false"}
+    if clip.error is not None and clip.error.code == FILE_GONE:
+        return ApiError(410, clip.error.message, param="video_id", code="video_gone", headers=headers)
+    if clip.status == "completed":
+        return ApiError(410, f"There is no {variant} of this clip", param="variant", code="video_gone", headers=headers)
+    if clip.status == "failed":
+        reason, headers = clip.error.message if clip.error else "unknown", headers | gpu_header(clip.gpu_s)
+        return ApiError(409, f"The clip failed: {reason}", param="video_id", code="video_failed", headers=headers)
+    message = f"There is no {variant} yet; the clip is {clip.status}, {clip.progress} %"
+    return ApiError(409, message, param="video_id", code="video_not_ready", headers={"Retry-After": "1"})

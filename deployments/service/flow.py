@@ -1,0 +1,157 @@
+"""From request to media through the Serve deployments; run again if a gang breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ray import exceptions as ray_errors
+from ray.serve.exceptions import DeploymentUnavailableError
+
+from deployments.observability.metrics import observe_failure
+from deployments.service.interface import STATUS_MAX_AGE_S, Media, ModelCard, ModelUnavailableError, Output, StudioEvent
+from deployments.service.readiness import Readiness
+from deployments.service.retries import RECOVERY_DEADLINE_S, RETRYABLE, Retries
+from deployments.service.run import Run, StageHandles
+from deployments.stages.measured_times import DecodeTimes
+from deployments.usage.accounts import Accounts
+from deployments.usage.metering import UsageMeter
+from engines.core.engine import JobFailedError
+from engines.gang.errors import QueueFullError
+from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
+
+RETRY_PAUSE_S = 0.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueueLimits:
+    """What a model's gangs take together: ``max_jobs``, the running ones included, that wait ``max_wait_s`` at most
+    (None: as long as a recovery may take)."""
+
+    max_jobs: float = math.inf
+    max_wait_s: float | None = None
+
+
+ANY = QueueLimits()
+NO_LIMITS: Mapping[str, QueueLimits] = MappingProxyType({})
+NO_PATIENCE: Mapping[str, float] = MappingProxyType({})
+
+
+class DeployedStudio:
+    """A ``Studio`` of Serve deployments: runs requests for all served models.
+
+    ``patience_s`` is how long requests for a model wait for a replica, where that is not RECOVERY_DEADLINE_S;
+    ``limits`` are those of its gangs, which hold for what waits for one, too. What requests cost is charged to
+    ``accounts``, by default to new ones.
+    """
+
+    def __init__(
+        self,
+        cards: Mapping[str, ModelCard],
+        stages: Mapping[str, StageHandles],
+        readiness: Readiness,
+        patience_s: Mapping[str, float] = NO_PATIENCE,
+        accounts: Accounts | None = None,
+        limits: Mapping[str, QueueLimits] = NO_LIMITS,
+    ) -> None:
+        self._cards, self._stages, self._readiness, self._patience_s = cards, stages, readiness, patience_s
+        self._limits = limits
+        self._num_open: defaultdict[str, int] = defaultdict(int)
+        self._job_s: dict[str, float] = {}
+        """How long the steps of each model's newest finished request took."""
+        self.meter = UsageMeter(accounts or Accounts())
+        self._decode_times: defaultdict[str, DecodeTimes] = defaultdict(DecodeTimes)
+
+    def cards(self) -> Mapping[str, ModelCard]:
+        return self._cards
+
+    async def not_ready(self, max_age_s: float = STATUS_MAX_AGE_S) -> Mapping[str, str]:
+        """See ``Studio.not_ready``."""
+        return await self._readiness.not_ready(max_age_s)
+
+    def retry_after_s(self, model: str) -> float:
+        """See ``Studio.retry_after_s``."""
+        return self._readiness.retry_after_s(model)
+
+    def may_wait_for(self, model: str) -> bool:
+        """See ``Studio.may_wait_for``. Where it is expected to take longer than requests may wait, it is no use."""
+        longest_s = self._limits.get(model, ANY).max_wait_s
+        is_soon = longest_s is None or self._readiness.retry_after_s(model) <= longest_s
+        return self._readiness.is_rebuilt(model) and is_soon
+
+    async def perform(
+        self, request: MediaRequest, output: Output, pictures: InputPictures = NO_PICTURES
+    ) -> AsyncGenerator[StudioEvent]:
+        """See ``Studio.perform``."""
+        model = request.model
+        patience_s, limits = self._patience_s.get(model, RECOVERY_DEADLINE_S), self._limits.get(model, ANY)
+        with self.meter.metered(request) as finish, self._counted(model, limits.max_jobs) as accepted:
+            retries = Retries(request, self._readiness, patience_s, limits.max_wait_s, accepted=accepted)
+            while True:
+                run = self._run(request, output, pictures, retries)
+                try:
+                    with self.meter.charged(run), self._unwrapped(model):
+                        async with aclosing(run.events()) as events:
+                            async for event in events:
+                                if isinstance(event, Media):
+                                    run.is_finished, self._job_s[model] = True, event.timings.denoise_s
+                                    finish(event.timings)
+                                yield event
+                    return
+                except QueueFullError as refusal:
+                    retries.after_refusal(refusal, run.held_s)
+                except JobFailedError as error:  # it would on any gang
+                    observe_failure(model, type(error).__name__)
+                    raise
+                except RETRYABLE as error:
+                    retries.after(error, run.num_steps_seen)
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    def _run(self, request: MediaRequest, output: Output, pictures: InputPictures, retries: Retries) -> Run:
+        """Return the next run of ``request``."""
+        return Run(
+            stages=self._stages[request.model],
+            request=request,
+            output=output,
+            pictures=pictures,
+            exclusive=retries.exclusive,
+            wait_s=retries.wait_s,
+            accepted=retries.accepted,
+            waited_s=retries.waited_s,
+            decode_times=self._decode_times[request.model],
+        )
+
+    @contextmanager
+    def _counted(self, model: str, max_jobs: float) -> Iterator[bool]:
+        """Counts a request until the block ends. Yields whether it waits for a gang, which then takes it for certain.
+
+        QueueFullError where there is none, and as many wait for it as it takes.
+        """
+        is_bare, num_open = self._readiness.is_bare(model), self._num_open[model]
+        if is_bare and num_open >= max_jobs:
+            raise QueueFullError(num_open, self.retry_after_s(model) + self._job_s.get(model, 0.0))
+        self._num_open[model] += 1
+        try:
+            yield is_bare
+        finally:
+            self._num_open[model] -= 1
+
+    @contextmanager
+    def _unwrapped(self, model: str) -> Iterator[None]:
+        """Raises what a deployment raised as it was raised there: the text of Ray's wrapping is a coloured traceback.
+
+        What is not there says when it may be.
+        """
+        try:
+            yield
+        except ray_errors.RayTaskError as error:
+            raise error.cause from error
+        except DeploymentUnavailableError as error:
+            raise ModelUnavailableError(error.message, self.retry_after_s(model)) from error
+        except ModelUnavailableError as error:
+            raise ModelUnavailableError(error.reason, max(error.retry_after_s, self.retry_after_s(model))) from error

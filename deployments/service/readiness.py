@@ -1,0 +1,156 @@
+"""Which models can take requests: what Serve's controller knows of the deployments, asked as seldom as possible."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Collection, Mapping
+
+from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
+
+from deployments.asyncio_tools import OneThread
+from deployments.ray_private import application_status
+from deployments.service.interface import STATUS_MAX_AGE_S
+
+POLL_S = 1.0
+"""While something is missing, and for a while after a gang was lost, the controller is asked this often at most."""
+ANSWER_DEADLINE_S = 5.0
+"""For the controller's answer: while it is being replaced there is none."""
+RETRY_AFTER_S = 2.0
+"""For what is missing while nobody knows how long that takes, or longer than the last time."""
+
+logger = logging.getLogger("troupe.readiness")
+
+
+class Readiness:
+    """Whether models can take requests, each of which has the deployments that ``models`` says, by name. Those
+    ``on_demand`` may have no replica until a request asks for one.
+
+    To ask the controller takes CPU time here and there, and every request wants to know. So while all is
+    well the answer is the last known one, renewed behind the requests when it is old or a gang was lost; only while
+    something is missing do requests wait for a fresh one. While the controller does not answer, nothing is known to
+    have changed: replicas serve without it.
+    """
+
+    def __init__(self, models: Mapping[str, Collection[str]], on_demand: Collection[str] = ()) -> None:
+        self._models, self._on_demand = dict(models), frozenset(on_demand)
+        self._reasons: Mapping[str, str] = dict.fromkeys(models, "the application is starting")
+        self._missing_since_s = dict.fromkeys(models, time.monotonic())
+        self._took_s: dict[str, float] = {}
+        """How long each model was missing the last time."""
+        self._were_ready: set[str] = set()
+        self._rebuilt: frozenset[str] = frozenset()
+        self._bare: frozenset[str] = frozenset()
+        """Models of which a deployment has no replica that runs, whether it takes requests or not."""
+        self._asked_s = self._lost_s = -math.inf
+        self._asking: asyncio.Task[None] | None = None
+        self._controller = OneThread(application_status)
+
+    async def not_ready(self, max_age_s: float = STATUS_MAX_AGE_S) -> Mapping[str, str]:
+        """Returns the models with a deployment that takes no requests, each with the first such deployment."""
+        now_s = time.monotonic()
+        if self._reasons or self._bare or now_s - self._lost_s < STATUS_MAX_AGE_S:
+            max_age_s = min(max_age_s, POLL_S)
+        if now_s - self._asked_s >= max_age_s and self._asking is None:
+            self._asking = asyncio.create_task(self._ask())
+        if self._reasons and self._asking is not None:
+            await asyncio.shield(self._asking)
+        return self._reasons
+
+    def retry_after_s(self, model: str) -> float:
+        """Returns when ``model`` is likely to be there again: as long after it went as the last time.
+
+        What takes longer, or was never seen, is expected to take as long again as it is late already.
+        """
+        if model not in self._missing_since_s:
+            return RETRY_AFTER_S
+        left_s = self._missing_since_s[model] + self._took_s.get(model, 0.0) - time.monotonic()
+        return left_s if left_s > 0 else max(RETRY_AFTER_S, -left_s)
+
+    def is_rebuilt(self, model: str) -> bool:
+        """Returns whether ``model``, which is not ready, was so before, and lost a replica that is being replaced."""
+        return model in self._rebuilt
+
+    def is_bare(self, model: str) -> bool:
+        """Returns whether a request for ``model`` has to wait for a replica, as far as the controller has said."""
+        return model in self._bare
+
+    def gang_lost(self) -> None:
+        """Says that what was known of the deployments is no longer so. The controller may hear of it later, and what it
+        is being asked now was so before."""
+        self._asked_s, self._lost_s = -math.inf, time.monotonic()
+
+    async def _ask(self) -> None:
+        try:
+            status = await self._controller.answer(ANSWER_DEADLINE_S)
+            if status is not None:  # else Serve found no controller
+                self._note(find_reasons(status, self._models, self._on_demand))
+                self._look_for_replicas(status)
+        except Exception as error:  # of Ray, Serve or its schema: whatever an actor that is gone looks like
+            logger.warning("Serve's controller gives no answer: %r", error)
+        finally:
+            self._asked_s = time.monotonic()
+            self._asking = None
+
+    def _note(self, reasons: Mapping[str, str]) -> None:
+        now_s = time.monotonic()
+        for model in self._models:
+            if model in reasons:
+                self._missing_since_s.setdefault(model, now_s)
+                continue
+            self._were_ready.add(model)
+            since_s = self._missing_since_s.pop(model, now_s)
+            if now_s > since_s + POLL_S:  # else it was there when this process began to ask
+                self._took_s[model] = now_s - since_s
+        self._reasons = reasons
+
+    def _look_for_replicas(self, status: ApplicationStatusOverview) -> None:
+        known = {model: [status.deployments.get(name) for name in names] for model, names in self._models.items()}
+        self._bare = frozenset(
+            model for model, found in known.items() if not all(one is not None and num_running(one) for one in found)
+        )
+        replaced = {
+            model: all(one is not None and takes_requests(one, on_demand=True) for one in found)
+            for model, found in known.items()
+        }
+        self._rebuilt = frozenset(model for model in self._were_ready.intersection(self._reasons) if replaced[model])
+
+
+def find_reasons(
+    status: ApplicationStatusOverview, models: Mapping[str, Collection[str]], on_demand: Collection[str]
+) -> dict[str, str]:
+    """Returns the models that cannot serve, each with its first deployment that takes no requests.
+
+    ``models`` maps each to the names of its deployments; those ``on_demand`` may have no replica until asked for one.
+    """
+    deployments = status.deployments
+    reasons: dict[str, str] = {}
+    for model, names in models.items():
+        for name in names:
+            if name not in deployments or not takes_requests(deployments[name], on_demand=name in on_demand):
+                reasons.setdefault(model, f"{name} has no running replica")
+    return reasons
+
+
+def takes_requests(deployment: DeploymentStatusOverview, *, on_demand: bool = False) -> bool:
+    """Returns whether a replica runs, or the next request starts one: scaled down to none, or on the way up again.
+
+    One that may have none (``on_demand``) takes requests also while its last one goes, or was lost and is replaced:
+    they wait as they do for the first. Not before it was deployed, nor when its replicas fail to start.
+    """
+    if num_running(deployment) or deployment.status == "UPSCALING":
+        return True
+    if on_demand and deployment.status == "UNHEALTHY":
+        return deployment.status_trigger == "HEALTH_CHECK_FAILED"
+    return deployment.status in ("HEALTHY", "DOWNSCALING") and (
+        on_demand or not sum(deployment.replica_states.values())
+    )
+
+
+def num_running(deployment: DeploymentStatusOverview) -> int:
+    """Returns the replicas that run, also those of which a controller that was replaced has yet to hear."""
+    # Keys are an enum in Ray's annotations, and strings after the way through the controller.
+    serving = ("RUNNING", "RECOVERING")
+    return sum(count for state, count in deployment.replica_states.items() if str(state).endswith(serving))

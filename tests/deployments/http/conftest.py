@@ -1,0 +1,118 @@
+"""The API around a fake studio: in process for raw HTTP, and behind a real server for clients."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import Message
+
+from deployments.clips.clips import Clips
+from deployments.clips.settings import ClipSettings
+from deployments.http.app import create_api
+from deployments.http.drain import _Answer
+from deployments.http.settings import ApiSettings
+from deployments.usage.api_keys import KeyRing
+from tests.deployments.clips.support.runs import QUICK
+from tests.deployments.support.fake_studio import FakeStudio
+from tests.support.patience import PATIENCE_S
+
+Watch = Callable[[httpx.AsyncClient, str], Awaitable[asyncio.Task[httpx.Response]]]
+
+
+def build(
+    studio: FakeStudio,
+    data_dir: Path,
+    *,
+    clips: dict[str, Any] | None = None,
+    api_keys: Iterable[str] = (),
+    **settings: Any,
+) -> FastAPI:
+    clip_settings = ClipSettings(data_dir=data_dir, **(QUICK | (clips or {})))
+    api_settings = ApiSettings(data_dir=data_dir, **({"video_poll_s": 0.02, "keys": KeyRing(api_keys)} | settings))
+    return create_api(studio, api_settings, Clips(studio, clip_settings))
+
+
+@asynccontextmanager
+async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+    ):
+        yield client
+
+
+@contextmanager
+def serving(app: FastAPI) -> Iterator[str]:
+    """The URL of a real server for ``app``, on a port that was free, in a thread."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE_S)
+        listener.close()
+        assert not thread.is_alive()
+
+
+@pytest.fixture
+def studio() -> FakeStudio:
+    return FakeStudio()
+
+
+@pytest.fixture
+def api(studio: FakeStudio, tmp_path: Path) -> FastAPI:
+    return build(studio, tmp_path)
+
+
+@pytest.fixture
+async def client(api: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(api) as client:
+        yield client
+
+
+@pytest.fixture
+def first_bytes(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set once some of an answer was sent."""
+    sent, send = asyncio.Event(), _Answer.send
+
+    async def noted(answer: _Answer, message: Message) -> None:
+        await send(answer, message)
+        if message["type"] == "http.response.body":
+            sent.set()
+
+    monkeypatch.setattr(_Answer, "send", noted)
+    return sent
+
+
+@pytest.fixture
+def watch(first_bytes: asyncio.Event) -> Watch:
+    """Begins to read a clip's events; returns what it is answered, in the end, once it has seen the first of them."""
+
+    async def begin(client: httpx.AsyncClient, video_id: str) -> asyncio.Task[httpx.Response]:
+        first_bytes.clear()
+        watching = asyncio.create_task(client.get(f"/v1/videos/{video_id}/events"))
+        async with asyncio.timeout(PATIENCE_S):
+            await first_bytes.wait()
+        return watching
+
+    return begin
+
+
+@pytest.fixture
+def url(api: FastAPI) -> Iterator[str]:
+    with serving(api) as url:
+        yield url

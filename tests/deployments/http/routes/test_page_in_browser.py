@@ -1,0 +1,165 @@
+"""The web page as a real browser shows it: what is in sight, can be read, and can be done with keys alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.http.drain import Drain
+from pipelines.request import MediaRequest
+from tests.deployments.http.conftest import build, serving
+from tests.deployments.http.support.chromium import CONTROL, Chromium, chromium, needs_chromium
+from tests.deployments.support.fake_studio import FakeStudio
+
+pytestmark = needs_chromium
+
+AA = 4.5
+"""The contrast that WCAG 2.2 asks for at level AA (success criterion 1.4.3)."""
+IN_SIGHT = """
+[document.querySelector("button.go"), fields.prompt].map((one) => {
+  const { left, top, right, bottom } = one.getBoundingClientRect();
+  const isInside = left >= 0 && top >= 0 && right <= innerWidth && bottom <= innerHeight;
+  const onTop = document.elementFromPoint((left + right) / 2, (top + bottom) / 2);
+  return isInside && onTop === one;
+})
+"""
+COLOURS = """
+["", "::placeholder"].map((part) => getComputedStyle(fields.prompt, part || null).color)
+  .concat(getComputedStyle(fields.prompt).backgroundColor)
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with chromium(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def studio() -> FakeStudio:
+    return FakeStudio(only_inpaints=True)
+
+
+@pytest.fixture
+def page(browser: Chromium, url: str) -> Chromium:
+    browser.resize(1366, 625)
+    browser.open(url)
+    return browser
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of ``rgb(r, g, b)``, as WCAG 2.2 defines it."""
+    values = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values]
+    return sum(share * value for share, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize(("width", "height"), [(1366, 625), (390, 844)])
+@pytest.mark.parametrize("model", ["fake-pictures", "fake-clips", "fake-inpaints"])
+def test_the_form_and_its_button_are_in_sight(page: Chromium, width: int, height: int, model: str) -> None:
+    """Whatever is scrolled, and however much was made."""
+    page.resize(width, height)
+    page.call("Page.reload")
+    page.wait_for("document.readyState === 'complete' && models.size > 0")
+    page.evaluate(f"fields.model.value = '{model}'; fields.model.onchange()")
+    page.evaluate("for (let i = 0; i < 30; i++) gallery.append(makeCard('a').node)")
+    for scroll in ("scrollTo(0, 1e6)", "gallery.scrollTop = 1e6", "form.scrollTop = 0"):
+        page.evaluate(scroll)
+        assert page.evaluate(IN_SIGHT) == [True, True], scroll
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_what_is_typed_is_darker_than_what_stands_there_before(page: Chromium, scheme: str) -> None:
+    page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    typed, placeholder, ground = page.evaluate(COLOURS)
+    assert contrast(typed, ground) > contrast(placeholder, ground) >= AA
+    page.call("Emulation.setEmulatedMedia", features=[])
+
+
+def test_control_and_enter_draw_an_example(page: Chromium, studio: FakeStudio) -> None:
+    prompts = page.evaluate("models.get('fake-pictures').prompts")
+    assert page.evaluate("about.textContent") == page.evaluate("models.get('fake-pictures').description") != ""
+    assert page.evaluate("[...examples.children].map((one) => one.textContent)") == prompts
+    page.evaluate("examples.children[1].click()")
+    page.type(", at night")
+    page.evaluate(
+        "const heard = []; new MutationObserver(() => heard.push(news.textContent)).observe(news, {childList: true})"
+    )
+    page.press("Enter", CONTROL)
+    page.wait_for("!!gallery.querySelector('a[download]')")
+    assert [request.prompt for request in studio.performed] == [f"{prompts[1]}, at night"]
+    heard = page.evaluate("heard")
+    assert re.fullmatch(r"queued, about \d+ s", heard[1])
+    assert heard[-1].startswith("seed ")
+    assert len(heard) <= 4, "steps are not read aloud"
+
+
+def test_an_error_is_one_card_that_can_be_dismissed(page: Chromium, studio: FakeStudio) -> None:
+    def fail(request: MediaRequest) -> None:
+        raise RuntimeError("secret detail")
+
+    studio.before = fail
+    page.evaluate("fields.n.value = 3; fields.prompt.focus()")
+    page.type("a")
+    for text in ("file one", "file two"):
+        page.evaluate(f"showError('{text}')")
+    page.press("Enter", CONTROL)
+    page.wait_for("gallery.children.length === 1 && !gallery.innerText.includes('file')")
+    assert page.evaluate("gallery.firstChild.role") == "alert"
+    assert "Internal error" in page.evaluate("gallery.querySelector('[role=alert] p').textContent")
+    page.evaluate("gallery.querySelector('button').focus()")
+    page.press("Enter")
+    assert page.evaluate("[gallery.children.length, document.activeElement.name]") == [0, "prompt"]
+
+
+def test_a_mask_that_is_needed_is_asked_for_before_anything_is_sent(page: Chromium, studio: FakeStudio) -> None:
+    page.evaluate("fields.model.value = 'fake-inpaints'; fields.model.onchange(); fields.prompt.focus()")
+    page.type("a")
+    page.press("Enter", CONTROL)
+    assert page.evaluate("fields.image.validationMessage") == "This model needs 1 picture: choose as many"
+    file = "kept.items.add(new File(['a'], 'a.png', { type: 'image/png' }))"
+    page.evaluate(f"const kept = new DataTransfer(); {file}; fields.image.files = kept.files; checkFiles()")
+    page.press("Enter", CONTROL)
+    assert "This model paints what a mask marks" in page.evaluate("fields.mask.validationMessage")
+    assert studio.performed == []
+    page.evaluate("fields.mask.files = kept.files; checkFiles()")
+    assert page.evaluate("form.checkValidity()")
+
+
+def test_the_header_follows_the_health(
+    browser: Chromium, tmp_path: Path, studio: FakeStudio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(build(studio, tmp_path)) as url:
+        browser.open(url)
+        assert browser.evaluate("[state.dataset.state, state.textContent]") == ["ready", "ready"]
+        studio.reasons = {"fake-clips": "Denoiser has no running replica"}
+        browser.evaluate("showHealth()")
+        told = browser.evaluate("[state.dataset.state, state.textContent]")
+        assert told == ["rebuilding", "rebuilding: fake-clips: Denoiser has no running replica"]
+        monkeypatch.setattr(Drain, "has_begun", True)
+        browser.evaluate("showHealth()")
+        assert browser.evaluate("state.dataset.state") == "draining"
+    browser.evaluate("showHealth()")
+    assert browser.evaluate("state.dataset.state") == "away"
+
+
+def test_every_control_has_a_name(page: Chromium) -> None:
+    """As the browser tells screen readers."""
+    page.evaluate(
+        "gallery.append(makeCard('a').node); document.querySelectorAll('details').forEach((one) => one.open = true)"
+    )
+    nodes: list[dict[str, Any]] = page.call("Accessibility.getFullAXTree")["nodes"]
+    roles = {"textbox", "combobox", "button", "spinbutton", "progressbar", "region", "DisclosureTriangle"}
+    found = [node for node in nodes if node.get("role", {}).get("value") in roles and not node["ignored"]]
+    assert {"textbox", "combobox", "button", "spinbutton", "progressbar"} <= {node["role"]["value"] for node in found}
+    assert [node for node in found if not node.get("name", {}).get("value")] == []

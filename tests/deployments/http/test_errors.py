@@ -1,0 +1,250 @@
+"""Bad input never reaches the studio; every error has OpenAI's shape, its status, and the request's id."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from deployments.service.interface import ModelUnavailableError, Output, StudioEvent
+from engines.gang.errors import GangBrokenError, QueueFullError
+from pipelines.request import MediaRequest
+from tests.deployments.http.conftest import build, client_of, serving
+from tests.deployments.http.support.bad_bodies import BAD_IMAGES, BAD_VIDEOS
+from tests.deployments.support.fake_studio import FakeStudio
+from tests.support.patience import PATIENCE_S
+
+IMAGES = "/v1/images/generations"
+PYTHON = re.compile(r"\^|\[0-9\]|\b(True|False|None|str|int|dict|string|integer|Input|pattern|parse)\b")
+"""What a message for people does not hold: regular expressions, and words of the language that the server is in."""
+
+
+def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["x-request-id"]
+    assert answer.headers["content-type"] == "application/json"
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+@pytest.fixture(scope="module")
+def untouched(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
+    """An API whose jobs were never started and whose studio is none: what gets past the checks is a 500."""
+    return build(BareStudio(), tmp_path_factory.mktemp("data"))
+
+
+class BareStudio(FakeStudio):
+    def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent]:
+        raise AssertionError(request)
+
+
+@pytest.mark.parametrize("case", BAD_IMAGES)
+async def test_bad_image_request(untouched: FastAPI, case: str) -> None:
+    body, param, message = BAD_IMAGES[case]
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(untouched), base_url="http://localhost") as client:
+        answer = await client.post(IMAGES, content=body, headers={"Content-Type": "application/json"})
+    error = error_of(answer, 400)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert message in error["message"]
+    assert len(error["message"]) < 700
+    assert not PYTHON.search(error["message"])
+
+
+@pytest.mark.parametrize("as_form", [False, True], ids=["json", "form"])
+@pytest.mark.parametrize("case", BAD_VIDEOS)
+async def test_bad_video_request(untouched: FastAPI, case: str, as_form: bool) -> None:
+    fields, param, message = BAD_VIDEOS[case]
+    body = {"prompt": "a"} | fields
+    form = {name: (None, str(value)) for name, value in body.items()}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(untouched), base_url="http://localhost") as client:
+        answer = await client.post("/v1/videos", **({"files": form} if as_form else {"json": body}))
+    error = error_of(answer, 400)
+    assert error["param"] == param
+    assert message in error["message"]
+    assert not PYTHON.search(error["message"])
+
+
+async def test_bad_forms(client: httpx.AsyncClient) -> None:
+    for files, message in (
+        ([("prompt", ("p.txt", b"a"))], "is a file"),
+        ([("prompt", (None, "a")), ("input_reference", ("i.png", b"..."))], "this model takes words alone"),
+        ([("prompt", (None, "a")), ("reference", ("i.png", b"..."))], "Unknown field 'reference'"),
+    ):
+        assert message in error_of(await client.post("/v1/videos", files=files), 400)["message"]
+    broken = await client.post("/v1/videos", content=b"--x", headers={"Content-Type": "multipart/form-data"})
+    assert error_of(broken, 400)["code"] == "invalid_value"
+
+
+async def test_unknown_model_route_method_and_content_type(client: httpx.AsyncClient) -> None:
+    error = error_of(await client.post(IMAGES, json={"prompt": "a", "model": "nope"}), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+    assert "fake-pictures" in error["message"]
+    assert error_of(await client.get("/v1/models/nope"), 404)["code"] == "model_not_found"
+    assert error_of(await client.get("/v1/nothing"), 404)["code"] == "not_found"
+    assert error_of(await client.get("/v1/files/../secrets"), 404)
+    assert error_of(await client.get(f"/v1/files/{'0' * 32}.png"), 404)["param"] == "name"
+    for method, path in (("GET", IMAGES), ("PATCH", "/v1/videos"), ("DELETE", "/health")):
+        answer = await client.request(method, path)
+        assert error_of(answer, 405)["code"] == "method_not_allowed"
+        assert answer.headers["allow"]
+    answer = await client.post(
+        IMAGES, content="prompt=a", headers={"Content-Type": "application/x-www-form-urlencoded"}
+    )
+    assert "application/json" in error_of(answer, 415)["message"]
+    for params in ({"limit": 0}, {"limit": 101}, {"limit": "9" * 5000}, {"order": "up"}, {"page": 2}):
+        assert error_of(await client.get("/v1/videos", params=params), 400)["param"] == next(iter(params))
+    for after in ("video_1", f"video_{'0' * 32}", "\x00"):
+        assert error_of(await client.get("/v1/videos", params={"after": after}), 404)["param"] == "after"
+
+
+async def test_body_too_large(studio: FakeStudio, tmp_path: Path) -> None:
+    async with client_of(build(studio, tmp_path, max_body_bytes=1000)) as client:
+        told = await client.post(IMAGES, json={"prompt": "a" * 1000})
+        assert error_of(told, 413)["code"] == "body_too_large"
+
+        async def chunks() -> AsyncGenerator[bytes]:
+            for _ in range(20):
+                yield b" " * 100
+
+        answer = await client.post(IMAGES, content=chunks(), headers={"Content-Type": "application/json"})
+        assert "1000 bytes" in error_of(answer, 413)["message"]
+        part = await client.post("/v1/videos", files={"prompt": (None, "a" * 1000)})
+        error_of(part, 413)
+    assert studio.performed == []
+
+
+def test_endless_body_is_cut_off(studio: FakeStudio, tmp_path: Path) -> None:
+    num_sent = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal num_sent
+        while True:
+            num_sent += 1
+            yield b" " * 10_000
+
+    with serving(build(studio, tmp_path, max_body_bytes=20_000)) as url:
+        answer = httpx.post(
+            url + IMAGES, content=endless(), headers={"Content-Type": "application/json"}, timeout=PATIENCE_S
+        )
+    assert answer.status_code == 413
+    assert num_sent < 10_000
+
+
+async def test_api_keys(studio: FakeStudio, tmp_path: Path) -> None:
+    async with client_of(build(studio, tmp_path, api_keys=("alpha", "bêta"))) as client:
+        answer = await client.post(IMAGES, content="not even JSON")
+        assert error_of(answer, 401)["code"] == "missing_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
+        for wrong in ("Bearer alph", "Bearer alphaa", "Bearer ", "Basic alpha", "alpha", "Bearer \xff"):
+            headers = {"Authorization": wrong.encode("latin-1")}
+            for path in ("/v1/models", "/v1/videos", f"/v1/videos/video_{'0' * 32}", "/v1/models/nope"):
+                assert error_of(await client.get(path, headers=headers), 401)["type"] == "authentication_error"
+        for right in (b"Bearer alpha", b"bearer alpha", "Bearer bêta".encode()):
+            assert (await client.get("/v1/models", headers={"Authorization": right})).status_code == 200
+        assert (await client.get("/health")).status_code == 200
+        headers = {"Authorization": "Bearer alpha"}
+        made = await client.post(IMAGES, json={"prompt": "a", "response_format": "url"}, headers=headers)
+        assert (await client.get(made.json()["data"][0]["url"])).status_code == 200  # the name is the secret
+
+
+FAILURES = [
+    (ModelUnavailableError("VaeDecoder-a failed to deploy"), 503, "model_not_ready", {"retry-after": "10"}),
+    (QueueFullError(7, 3.2), 429, "queue_full", {"retry-after": "4"}),
+    (GangBrokenError("rank 1 died"), 502, "gang_broken", {"x-should-retry": "false"}),
+    (ValueError("prompt has 900 tokens; 512 are allowed"), 400, "invalid_value", {}),
+    (RuntimeError("secret detail"), 500, "internal", {}),
+    (UnicodeDecodeError("utf-8", b"", 0, 1, "secret detail"), 500, "internal", {}),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+@pytest.mark.parametrize(("raised", "status", "code", "headers"), FAILURES, ids=lambda value: type(value).__name__)
+async def test_failures_of_the_studio(
+    client: httpx.AsyncClient,
+    studio: FakeStudio,
+    raised: Exception,
+    status: int,
+    code: str,
+    headers: dict[str, str],
+    stream: bool,
+) -> None:
+
+    def fail(request: MediaRequest) -> None:
+        raise raised
+
+    studio.before = fail
+    answer = await client.post(IMAGES, json={"prompt": "a", "stream": stream, "n": 2})
+    error = error_of(answer, status)
+    assert error["code"] == code
+    assert headers.items() <= dict(answer.headers).items()
+    assert "secret" not in answer.text
+    assert status == 500 or str(raised) in error["message"]
+
+
+async def test_failures_in_a_stream_that_has_begun(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    def fail(request: MediaRequest, step: int) -> None:
+        if step == 2:
+            raise GangBrokenError("rank 0 died")
+
+    studio.at_step = fail
+    answer = await client.post(IMAGES, json={"prompt": "a", "stream": True, "stream_progress": True})
+    assert answer.status_code == 200
+    *_, last = answer.text.split("\n\n")[:-1]
+    name, data = (line.split(": ", 1)[1] for line in last.splitlines())
+    event = json.loads(data)
+    assert (name, event["type"], event["error"]["code"]) == ("error", "error", "gang_broken")
+
+
+async def test_one_failing_picture_stops_the_others(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    studio.step_s = 1000
+
+    def fail(request: MediaRequest) -> None:
+        if request.seed == 2:
+            raise GangBrokenError("rank 0 died")
+
+    studio.before = fail
+    error_of(await client.post(IMAGES, json={"prompt": "a", "n": 3, "seed": 1}), 502)
+    assert len(studio.closed) == 3
+    assert studio.finished == []
+
+
+async def test_not_ready(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    studio.reasons["fake-pictures"] = "loading weights"
+    answer = await client.get("/health")
+    assert answer.status_code == 503
+    assert answer.json()["models"] == {"fake-pictures": "loading weights", "fake-clips": "ready"}
+    answer = await client.post(IMAGES, json={"prompt": "a"})
+    assert "loading weights" in error_of(answer, 503)["message"]
+    assert answer.headers["retry-after"]
+    assert (await client.post("/v1/videos", json={"prompt": "a"})).status_code == 200
+    studio.reasons.clear()
+    assert (await client.get("/health")).json()["status"] == "ready"
+
+
+async def test_request_ids(client: httpx.AsyncClient) -> None:
+    for given in ("abc-1.2:3_x", "f3b6e0c4-0000-4000-8000-000000000000"):
+        assert (await client.get("/nope", headers={"X-Request-Id": given})).headers["x-request-id"] == given
+    for given in ("a b", "a" * 129, "", "ü".encode()):
+        answer = await client.get("/health", headers={"X-Request-Id": given})
+        assert answer.headers["x-request-id"].startswith("req_")
+    ids = {(await client.get("/health")).headers["x-request-id"] for _ in range(3)}
+    assert len(ids) == 3
+
+
+async def test_proxy_that_answers_with_the_id_itself(studio: FakeStudio, tmp_path: Path) -> None:
+    async with client_of(build(studio, tmp_path, sends_request_id=False)) as client:
+        assert "x-request-id" not in (await client.get("/health")).headers
+        for given in ("mine", "a b/ü\n".encode("unicode_escape"), "a" * 200, ""):
+            await client.post(IMAGES, json={"prompt": "a"}, headers={"X-Request-Id": given})
+    ids = [request.request_id.rpartition("-")[0] for request in studio.performed]
+    assert ids[0] == "mine"
+    assert ids[1].startswith("a b/")
+    assert ids[2] == "a" * 128
+    assert ids[3].startswith("req_")

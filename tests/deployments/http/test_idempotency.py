@@ -1,0 +1,101 @@
+"""Requests that are sent twice, as the official client and others send them, are made once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.deployments.http.conftest import build, client_of, serving
+from tests.deployments.http.test_disconnect import until
+from tests.deployments.http.test_errors import error_of
+from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.files import file_of, noise
+
+IMAGES, EDITS, VIDEOS = "/v1/images/generations", "/v1/images/edits", "/v1/videos"
+FILES = {"image": ("a.png", file_of(noise(32, 32)), "image/png")}
+KEY = {"Idempotency-Key": "order-7"}
+
+
+@pytest.fixture
+def studio() -> FakeStudio:
+    return FakeStudio(takes_pictures=True)
+
+
+def sent(path: str, **fields: Any) -> dict[str, Any]:
+    """What goes along: a form, whose boundary is another each time, or JSON."""
+    return {"data": fields, "files": FILES} if path == EDITS else {"json": fields}
+
+
+@pytest.mark.parametrize("path", [IMAGES, EDITS])
+async def test_pictures_are_drawn_once(client: httpx.AsyncClient, studio: FakeStudio, path: str) -> None:
+    """The seed is random: drawn again they would be others."""
+    first, again = [await client.post(path, **sent(path, prompt="a"), headers=KEY) for _ in range(2)]
+    assert first.status_code == 200, first.text
+    assert (again.status_code, again.content, again.headers["idempotent-replayed"]) == (200, first.content, "true")
+    assert (len(studio.performed), "idempotent-replayed" in first.headers) == (1, False)
+    error = error_of(await client.post(path, **sent(path, prompt="b"), headers=KEY), 409)
+    assert (error["code"], error["param"]) == ("idempotency_key_reused", "Idempotency-Key")
+    assert (await client.post(path, **sent(path, prompt="a"))).content != first.content
+    assert (await client.post(path, **sent(path, prompt="b"), headers={"Idempotency-Key": "8"})).status_code == 200
+
+
+def test_a_clip_of_the_official_client_is_made_once(studio: FakeStudio, tmp_path: Path) -> None:
+    """By form and by JSON; one that was deleted may be made again."""
+    with (
+        serving(build(studio, tmp_path)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        first, again = [client.videos.create(prompt="a", size="32x32", extra_headers=KEY) for _ in range(2)]  # type: ignore[arg-type]
+        assert first.id == again.id
+        assert httpx.post(f"{url}{VIDEOS}", json={"prompt": "a", "size": "32x32"}, headers=KEY).json()["id"] == first.id
+        with pytest.raises(openai.ConflictError):
+            client.videos.create(prompt="b", extra_headers=KEY)
+        client.videos.delete(first.id)
+        assert client.videos.create(prompt="a", size="32x32", extra_headers=KEY).id != first.id  # type: ignore[arg-type]
+
+
+async def test_a_clip_that_is_awaited_is_made_once(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    first, again = [await client.post(f"{VIDEOS}/sync", json={"prompt": "a"}, headers=KEY) for _ in range(2)]
+    assert (first.status_code, first.headers["x-troupe-video-id"]) == (200, again.headers["x-troupe-video-id"])
+    assert len(studio.performed) == 1
+
+
+async def test_of_two_that_come_at_once_one_is_drawn(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    studio.permits = asyncio.Semaphore(0)
+    both = [asyncio.create_task(client.post(IMAGES, json={"prompt": "a"}, headers=KEY)) for _ in range(2)]
+    await until(lambda: len(studio.performed) == 1)
+    for _ in range(8):
+        studio.permits.release()
+    first, second = await asyncio.gather(*both)
+    assert (first.status_code, first.content) == (200, second.content)
+    assert len(studio.performed) == 1
+
+
+async def test_keys_are_those_of_an_api_key_and_a_path(studio: FakeStudio, tmp_path: Path) -> None:
+    async with client_of(build(studio, tmp_path, api_keys=("alpha", "beta"))) as client:
+        for key, prompt in (("alpha", "a"), ("beta", "b")):
+            headers = {"Authorization": f"Bearer {key}"} | KEY
+            assert (await client.post(IMAGES, json={"prompt": prompt}, headers=headers)).status_code == 200
+            assert (await client.post(VIDEOS, json={"prompt": prompt}, headers=headers)).status_code == 200
+    async with client_of(build(studio, tmp_path, api_keys=("alpha",))) as client:
+        headers = {"Authorization": "Bearer alpha"} | KEY
+        again = await client.post(IMAGES, json={"prompt": "a"}, headers=headers)
+        assert again.headers["idempotent-replayed"] == "true", "also after a restart"
+
+
+async def test_a_day_later_and_after_an_error_it_is_made_anew(
+    client: httpx.AsyncClient, studio: FakeStudio, tmp_path: Path
+) -> None:
+    assert (await client.post(IMAGES, json={"prompt": "a", "seed": -5}, headers=KEY)).status_code == 400
+    assert (await client.post(IMAGES, json={"prompt": "a"}, headers=KEY)).status_code == 200
+    (kept,) = (tmp_path / "answers").iterdir()
+    os.utime(kept, (kept.stat().st_mtime - 86401,) * 2)
+    assert (await client.post(IMAGES, json={"prompt": "b"}, headers=KEY)).status_code == 200
+    assert len(studio.performed) == 2
+    assert (await client.post(IMAGES, json={"prompt": "b"}, headers={"Idempotency-Key": "a" * 256})).status_code == 400

@@ -1,0 +1,85 @@
+"""A proxy that dies under a request: a client who is gone, and one line of log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+from starlette.types import Message
+
+from tests.deployments.http.conftest import build
+from tests.deployments.http.test_disconnect import until
+from tests.deployments.support.fake_studio import FakeStudio
+
+IMAGES = "/v1/images/generations"
+
+
+class DyingProxy:
+    """Hands over ``messages``, then hangs until ``dies`` is set. What it was sent is in ``answer``."""
+
+    def __init__(self, *messages: Message) -> None:
+        self.messages = list(messages)
+        self.dies = asyncio.Event()
+        self.answer: list[Message] = []
+
+    async def receive(self) -> Message:
+        if self.messages:
+            return self.messages.pop(0)
+        await self.dies.wait()
+        self.dies.clear()  # whoever asks a second time hangs, as with Ray Serve's own
+        raise ActorDiedError
+
+    async def send(self, message: Message) -> None:
+        self.answer.append(message)
+
+
+def scope() -> dict[str, Any]:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"100"), (b"host", b"localhost")]
+    return {"type": "http", "method": "POST", "path": IMAGES, "query_string": b"", "headers": headers}
+
+
+def body(**fields: Any) -> Message:
+    text = json.dumps({"prompt": "a"} | fields).ljust(100).encode()
+    return {"type": "http.request", "body": text, "more_body": False}
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}, {"stream": True}], ids=["picture", "pictures", "stream"])
+async def test_its_pictures_are_stopped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fields: dict[str, Any]
+) -> None:
+    studio, proxy = FakeStudio(permits=asyncio.Semaphore(0)), DyingProxy(body(**fields))
+    app = build(studio, tmp_path, first_event_wait_s=60.0)
+    with caplog.at_level(logging.INFO, "troupe"):
+        request = asyncio.create_task(app(scope(), proxy.receive, proxy.send))
+        await until(lambda: len(studio.performed) == fields.get("n", 1))
+        proxy.dies.set()
+        await request
+    assert len(studio.closed) == len(studio.performed)
+    assert [record.getMessage() for record in caplog.records] == [f"POST {IMAGES} 499"]
+
+
+async def test_a_stream_that_has_begun_is_stopped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    studio = FakeStudio(permits=asyncio.Semaphore(1))
+    proxy = DyingProxy(body(stream=True, stream_progress=True))
+    with caplog.at_level(logging.INFO, "troupe"):
+        request = asyncio.create_task(build(studio, tmp_path)(scope(), proxy.receive, proxy.send))
+        await until(lambda: len(proxy.answer) >= 2)
+        proxy.dies.set()
+        await request
+    assert len(studio.closed) == 1
+    assert [record.getMessage() for record in caplog.records] == [f"POST {IMAGES} 200"]
+
+
+async def test_a_body_that_breaks_off_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    studio = FakeStudio()
+    proxy = DyingProxy({"type": "http.request", "body": b"{", "more_body": True})
+    proxy.dies.set()
+    with caplog.at_level(logging.INFO, "troupe"):
+        await build(studio, tmp_path)(scope(), proxy.receive, proxy.send)
+    assert [record.getMessage() for record in caplog.records] == [f"POST {IMAGES} 499"]
+    assert proxy.answer == []

@@ -1,0 +1,78 @@
+"""Pictures that clips begin with, as the official client sends them and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from pipelines.request import InputPicture, InputPictures
+from tests.deployments.http.conftest import build, serving
+from tests.deployments.http.routes.test_videos import finished
+from tests.deployments.http.test_errors import error_of
+from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.files import data_url, file_of, noise
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+
+PICTURE = noise(48, 32)
+FILE = file_of(PICTURE)
+URL = data_url(FILE)
+ONE = InputPictures(pictures=(InputPicture.of(PICTURE),))
+
+
+@pytest.fixture
+def studio() -> FakeStudio:
+    return FakeStudio(takes_pictures=True)
+
+
+@pytest.fixture
+def official(studio: FakeStudio, tmp_path: Path) -> Iterator[openai.OpenAI]:
+    with (
+        serving(build(studio, tmp_path)) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def test_a_clip_of_the_official_client(official: openai.OpenAI, studio: FakeStudio) -> None:
+    video = official.videos.create_and_poll(prompt="a", input_reference=("a", FILE), poll_interval_ms=20)
+    assert (video.status, video.model, video.size) == ("completed", "fake-begun-clips", "48x32")
+    assert studio.inputs[-1] == ONE
+    assert official.videos.create(prompt="a").model == "fake-clips"
+
+
+@pytest.mark.parametrize("reference", [URL, {"image_url": URL}, [URL]], ids=["text", "object", "list"])
+async def test_a_clip_by_json(client: httpx.AsyncClient, studio: FakeStudio, reference: object) -> None:
+    answer = await client.post("/v1/videos", json={"prompt": "a", "input_reference": reference})
+    assert answer.status_code == 200, answer.text
+    assert (await finished(client, answer.json()["id"]))["status"] == "completed"
+    assert studio.inputs == [ONE]
+
+
+@pytest.mark.parametrize("name", ["input_reference", "input_reference[image_url]"])
+async def test_a_clip_in_one_request(client: httpx.AsyncClient, studio: FakeStudio, name: str) -> None:
+    for value in (FILE, (None, URL)):
+        answer = await client.post("/v1/videos/sync", data={"prompt": "a"}, files={name: value})
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "video/mp4")
+        assert studio.inputs.pop() == ONE
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": "fake-clips", "input_reference": URL}, "1 picture came along; this model takes words alone"),
+        ({"input_reference": [URL, URL]}, "2 pictures came along; this model takes"),
+        ({"input_reference": {"file_id": "x"}}, "it must be a picture"),
+    ],
+    ids=["words alone", "two", "an uploaded file"],
+)
+async def test_a_clip_that_cannot_be(client: httpx.AsyncClient, fields: dict[str, Any], message: str) -> None:
+    error = error_of(await client.post("/v1/videos", json={"prompt": "a", **fields}), 400)
+    assert error["param"] == "input_reference"
+    assert message in error["message"]
+    assert (await client.get("/v1/videos")).json()["data"] == []

@@ -1,0 +1,64 @@
+"""Requests through stages that do what a test says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from deployments.service import flow, readiness, retries, run
+from deployments.service.flow import DeployedStudio
+from deployments.service.interface import Output, StudioEvent
+from deployments.service.readiness import Readiness
+from tests.deployments.service.support.controller import Clock, Controller
+from tests.deployments.service.support.set_stages import Stages
+from tests.deployments.support.fake_studio import PICTURES
+from tests.support.patience import PATIENCE_S
+
+
+@pytest.fixture
+def no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(retries, "observe_failure", lambda *_: None)
+    monkeypatch.setattr(run, "observe_stage", lambda *_: None)
+
+
+@pytest.fixture
+def events_of(no_metrics: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs a request through ``Stages``, by their clock; all that comes."""
+
+    async def run_all(stages: Stages, **fields: Any) -> list[StudioEvent]:
+        stages.set_clock_of(retries, run, patch=monkeypatch)
+        request = replace(PICTURES.request(model="m", prompt="a red circle"), **fields)
+        async with asyncio.timeout(PATIENCE_S):
+            studio = DeployedStudio({}, {"m": stages}, Readiness({"m": ()}))  # type: ignore[dict-item]
+            return [event async for event in studio.perform(request, Output(format="png"))]
+
+    return run_all
+
+
+@pytest.fixture
+def perform(events_of: Callable[..., Any]) -> Callable[[Stages], Any]:
+    """What comes at the end."""
+
+    async def run_to_end(stages: Stages) -> Any:
+        return (await events_of(stages))[-1]
+
+    return run_to_end
+
+
+@pytest.fixture
+def controller(monkeypatch: pytest.MonkeyPatch) -> Controller:
+    controller = Controller()
+    monkeypatch.setattr(readiness, "application_status", controller.status)
+    return controller
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(readiness, "time", clock)
+    return clock

@@ -1,0 +1,74 @@
+"""When a model that is not ready is expected back, and whether requests may wait for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from deployments.service.readiness import POLL_S, RETRY_AFTER_S, Readiness
+from tests.deployments.service.support.controller import MODELS, Clock, Controller, settled
+
+
+async def test_how_long_a_model_was_missing_says_when_it_may_be_back(controller: Controller, clock: Clock) -> None:
+    controller.is_running = False
+    models = Readiness(MODELS)
+    assert list(await models.not_ready()) == ["m"]
+    assert models.retry_after_s("m") == RETRY_AFTER_S, "nobody knows"
+    clock.now_s += 40.0
+    controller.is_running = True
+    assert await settled(models) == {}
+    controller.is_running = False
+    models.gang_lost()
+    assert list(await settled(models)) == ["m"]
+    assert models.retry_after_s("m") == 40.0, "as long as the start took"
+    clock.now_s += 30.0
+    assert models.retry_after_s("m") == 10.0
+    clock.now_s += 30.0
+    assert models.retry_after_s("m") == 20.0, "as long again as it is late: nobody may come too early all the time"
+
+
+async def test_of_a_first_start_nobody_is_told_to_come_all_the_time(controller: Controller, clock: Clock) -> None:
+    controller.is_running = False
+    models = Readiness(MODELS)
+    told_s = []
+    for _ in range(30):
+        assert list(await models.not_ready()) == ["m"]
+        told_s.append(models.retry_after_s("m"))
+        clock.now_s += 2.0
+    assert told_s == [max(RETRY_AFTER_S, 2.0 * number) for number in range(30)]
+
+
+async def test_a_replica_that_was_there_before_tells_nothing_of_starts(controller: Controller, clock: Clock) -> None:
+    """As a new ingress finds it, beside a gang that runs."""
+    models = Readiness(MODELS)
+    assert await settled(models) == {}
+    controller.is_running = False
+    models.gang_lost()
+    assert list(await settled(models)) == ["m"]
+    clock.now_s += 30.0
+    assert models.retry_after_s("m") == 30.0
+
+
+@pytest.mark.parametrize(
+    ("status", "trigger", "is_rebuilt"),
+    [
+        ("HEALTHY", "UNSPECIFIED", True),
+        ("UNHEALTHY", "HEALTH_CHECK_FAILED", True),
+        ("UNHEALTHY", "REPLICA_STARTUP_FAILED", False),
+        ("DEPLOY_FAILED", "REPLICA_STARTUP_FAILED", False),
+    ],
+)
+async def test_what_was_ready_is_rebuilt_unless_its_start_fails(
+    controller: Controller, clock: Clock, status: str, trigger: str, is_rebuilt: bool
+) -> None:
+    controller.is_running, controller.deployment_status, controller.trigger = False, status, trigger
+    models = Readiness(MODELS)
+    assert list(await settled(models)) == ["m"]
+    assert (models.is_rebuilt("m"), models.is_bare("m")) == (False, True), "it starts for the first time"
+    controller.is_running = True
+    clock.now_s += POLL_S
+    assert await settled(models) == {}
+    assert (models.is_rebuilt("m"), models.is_bare("m")) == (False, False)
+    controller.is_running = False
+    models.gang_lost()
+    assert list(await settled(models)) == ["m"]
+    assert (models.is_rebuilt("m"), models.is_bare("m")) == (is_rebuilt, True)

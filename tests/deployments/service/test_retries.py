@@ -1,0 +1,40 @@
+"""Which refusals a request waits out that had been taken before."""
+
+from __future__ import annotations
+
+import pytest
+
+from deployments.service import retries as module
+from deployments.service.readiness import Readiness
+from deployments.service.retries import Retries
+from engines.gang.errors import DEADLINE, GangBrokenError, QueueFullError, TooLateError
+from tests.deployments.support.fake_studio import PICTURES
+
+FULL = QueueFullError(4, 1.0)
+WOULD_WAIT = TooLateError(0, 3.0, 63.0, "the longest wait, max_wait_s,", 60.0)
+WOULD_BE_LATE = TooLateError(0, 3.0, 63.0, DEADLINE, 60.0)
+
+
+@pytest.fixture
+def retries(monkeypatch: pytest.MonkeyPatch) -> Retries:
+    monkeypatch.setattr(module, "observe_failure", lambda *_: None)
+    return Retries(PICTURES.request(model="m", prompt="a"), Readiness({"m": ()}))
+
+
+@pytest.mark.parametrize("refusal", [FULL, WOULD_WAIT, WOULD_BE_LATE])
+def test_who_comes_first_is_told_at_once(retries: Retries, refusal: QueueFullError) -> None:
+    with pytest.raises(type(refusal)):
+        retries.after_refusal(refusal)
+
+
+@pytest.mark.parametrize("refusal", [FULL, WOULD_WAIT])
+def test_who_lost_a_gang_waits_for_the_next_however_many_do(retries: Retries, refusal: QueueFullError) -> None:
+    """All that it had taken come to the new one at one time."""
+    retries.after(GangBrokenError("rank 1 died", "death", in_flight=True), num_steps_seen=1)
+    retries.after_refusal(refusal)
+
+
+def test_who_lost_a_gang_does_not_wait_beyond_its_own_deadline(retries: Retries) -> None:
+    retries.after(GangBrokenError("rank 1 died", "death", in_flight=True), num_steps_seen=1)
+    with pytest.raises(TooLateError):
+        retries.after_refusal(WOULD_BE_LATE)
