@@ -103,10 +103,9 @@ class Places:
 
     @contextmanager
     def taken(self, num: int, gang_in_s: float = 0.0) -> Iterator[None]:
-        """Holds ``num`` places inside the block. ApiError 429 if there are not as many; none is freed for
-        ``gang_in_s``.
+        """Reserve ``num`` places inside the block. ApiError 429 if fewer are free.
 
-        One request always fits into an empty house, however many pictures it asks for.
+        No place is freed for ``gang_in_s``. With nothing running, a request is admitted whatever ``num`` is.
         """
         self.check(num, gang_in_s)
         if not self._num_open:
@@ -120,12 +119,12 @@ class Places:
             self._num_refused = max(0, self._num_refused - num)
 
     def check(self, num: int, gang_in_s: float = 0.0) -> None:
-        """Raises ApiError 429 if there are not ``num`` places."""
+        """Raise ApiError 429 if fewer than ``num`` places are free."""
         if self._num_open and self._num_open + num > self._limit:
             raise self._refusal(num, gang_in_s)
 
     def _learn(self, num: int) -> None:
-        """Takes note of ``num`` finished pictures. Since ``_last_s``, some were under way all the time."""
+        """Count ``num`` finished pictures. At least one has been running since ``_last_s``."""
         now_s = self._clock()
         interval_s = (now_s - self._last_s) / num
         before_s = interval_s if self._interval_s is None else self._interval_s
@@ -133,7 +132,7 @@ class Places:
         self._last_s = now_s
 
     def _refusal(self, num: int, gang_in_s: float) -> ApiError:
-        """Returns the refusal of ``num`` pictures, with the time until it makes sense to ask again.
+        """Return the refusal of ``num`` pictures, with the time until a retry.
 
         Those refused before will ask first: each is told the time until there is a place behind them, but none more
         than it takes to finish all that is under way.
@@ -157,9 +156,9 @@ class Memory:
 
     @contextmanager
     def taken(self) -> Iterator[Callable[[int], None]]:
-        """Yields what takes so many bytes more until the end of the block. ApiError 503 if there are not as many.
+        """Yield a function that reserves more bytes until the end of the block. ApiError 503 if too few are free.
 
-        One request always fits into an empty house, however large it is.
+        With nothing reserved, one request is admitted whatever its size is.
         """
         num_own = 0
 

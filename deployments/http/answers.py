@@ -64,7 +64,7 @@ class Model(BaseModel):
 
     @classmethod
     def all_of(cls, card: ModelCard) -> Iterator[Model]:
-        """Yields the model, and what it is with each of its adapters, by the names that requests may give them."""
+        """Yield the model, then the model with each adapter, under the names that requests may use."""
         model = cls.of(card)
         yield model
         for lora in card.loras:

@@ -54,7 +54,7 @@ DESCRIPTION = (
 def create_api(
     studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain | None = None, accounts: Accounts | None = None
 ) -> FastAPI:
-    """Returns the HTTP application. Its lifespan starts ``clips`` and stops them at its end.
+    """Return the HTTP application. Its lifespan starts ``clips`` and stops them at its end.
 
     ``drain`` is for who wants to end it with care; ``accounts`` are what ``studio`` keeps account in.
     """
@@ -100,7 +100,7 @@ def create_api(
 
 
 def add_guards(app: FastAPI, settings: ApiSettings, studio: Studio, drain: Drain) -> None:
-    """Puts what looks at every request around the routes, from the inside out."""
+    """Wrap the routes in the middleware of all requests, from the inside out."""
     app.add_middleware(HeadAsGet)
     app.add_middleware(OriginCheck, settings=settings)
     app.add_middleware(HostCheck, settings=settings)
@@ -120,7 +120,7 @@ def add_guards(app: FastAPI, settings: ApiSettings, studio: Studio, drain: Drain
 
 
 def uploads(studio: Studio) -> list[str]:
-    """Returns the routes where pictures may come along: those whose models take some."""
+    """Return the routes that accept pictures: those whose models take some."""
     made = [card.defaults.of(kind) for card in studio.cards().values() for kind in card.defaults.kinds]
     return [path for kind in {one.kind for one in made if one.max_pictures} for path in UPLOADS[kind]]
 

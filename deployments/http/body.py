@@ -28,7 +28,7 @@ LARGE_BYTES = 1 << 18
 
 
 async def read_json(request: Request, body_type: type[B]) -> B:
-    """Returns the JSON body as ``body_type``. RequestError names a wrong field, ApiError 415 a wrong content type."""
+    """Return the JSON body as ``body_type``. RequestError names a wrong field, ApiError 415 a wrong content type."""
     check_content_type(request, JSON)
     raw = await request.body()
     is_small = len(raw) < LARGE_BYTES
@@ -36,7 +36,7 @@ async def read_json(request: Request, body_type: type[B]) -> B:
 
 
 async def read_json_or_form(request: Request, body_type: type[B]) -> B:
-    """Returns what ``read_json`` does, or the same fields from a form, where numbers are text and "" is absent.
+    """Return the body like ``read_json``, or from a form, where numbers are text and "" is absent.
 
     Its pictures are files there.
     """
@@ -52,7 +52,7 @@ def content_type(request: Request) -> str:
 
 
 def check_content_type(request: Request, *allowed: str) -> None:
-    """Raises ApiError 415 for what is compressed, or not said to be one of ``allowed``.
+    """Raise ApiError 415 for a compressed body, or a content type that is not in ``allowed``.
 
     A body without a type is none: browsers let any page send that to any server without asking it (Fetch Standard,
     section 3.3), as they do forms.
@@ -68,7 +68,7 @@ def check_content_type(request: Request, *allowed: str) -> None:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Returns the value in ``raw``, by RFC 8259 in UTF-8: no NaN, no lone surrogates. Of a name's values the last."""
+    """Return the JSON value of ``raw`` (RFC 8259, UTF-8; no NaN or lone surrogates). The last of equal names counts."""
     try:
         return from_json(raw, allow_inf_nan=False)
     except ValueError as error:

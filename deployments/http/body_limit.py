@@ -19,11 +19,10 @@ DRAIN_S = 2.0
 
 
 class BodyLimit:
-    """Refuses bodies above ``max_bytes`` with 413, and those not there after ``deadline_s`` with 408. Bodies to the
-    paths of ``uploads`` may be as large as that says.
+    """Refuses bodies above ``max_bytes`` with 413, and those not complete after ``deadline_s`` with 408.
 
-    It does so when a route reads the body, so that a request that is wrong anyway is answered before. An answer that
-    comes before the body was read to its end closes the connection: the rest is not read.
+    Paths of ``uploads`` have limits of their own. The check is made when a route reads the body, so that other errors
+    are answered first. An answer before the body's end closes the connection: the rest is not read.
     """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, deadline_s: float, uploads: Mapping[str, int]) -> None:
@@ -83,7 +82,7 @@ class _Body:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
-        """Sends the answer. Its end waits for some of what nobody read.
+        """Send the answer. Before its end, drain some of the unread body.
 
         A connection closed upon unread data is reset, and the client may never see the answer.
         """
@@ -116,6 +115,6 @@ def has_body(headers: Headers) -> bool:
 
 
 def declared_length(headers: Headers) -> int:
-    """Returns the length that is declared, in bytes; 0 without one."""
+    """Return the declared length in bytes; 0 without one."""
     length = headers.get("content-length", "0")
     return int(length[:20]) if length.isascii() and length.isdigit() else 0

@@ -132,7 +132,7 @@ def _error_document(status: int, *, has_work: bool = False) -> dict[str, Any]:
 
 
 def body_document(model: type[MediaBody], *content_types: str) -> dict[str, Any]:
-    """Returns what FastAPI cannot know of a route that reads its body by itself."""
+    """Return the OpenAPI fields of a route that reads its body itself, which FastAPI cannot know."""
     schema, form = _reference(model), {"$ref": REFERENCE.format(model=form_name(model))}
     types = content_types or ("application/json",)
     content = {one: {"schema": form if one == FILES and model.picture_fields else schema} for one in types}
@@ -144,7 +144,7 @@ def form_name(model: type[MediaBody]) -> str:
 
 
 def form_schema(model: type[MediaBody], schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the ``schema`` of a body as that of a form, in which pictures are files."""
+    """Return the ``schema`` of a body as that of a form, in which pictures are files."""
     file = {"type": "string", "format": "binary"}
     files = {
         name: {"type": "array", "items": file, "description": schema["properties"][name]["description"]}
@@ -154,32 +154,32 @@ def form_schema(model: type[MediaBody], schema: dict[str, Any]) -> dict[str, Any
 
 
 def image_answers(*events: type[BaseModel]) -> Responses:
-    """Returns the answer with pictures, in one JSON object or as ``events``."""
+    """Return the schema of an answer with pictures, as one JSON object or as ``events``."""
     names = tuple(str(event.model_fields["type"].default) for event in events)
     answer = {"model": ImagesResponse, "description": "The pictures", "headers": header_documents(*MEASURES)}
     return {200: answer | {"content": _event_content(names, events)}}
 
 
 def stream_answers() -> Responses:
-    """Returns the answer with the events of a clip."""
+    """Return the schema of a clip's event stream."""
     names = ("video.progress", "video.completed", "video.failed", "video.deleted", "error")
     return {200: {"description": "Events", "content": _event_content(names, VIDEO_EVENTS)}}
 
 
 def video_answers() -> Responses:
-    """Returns what the answer with a clip's record has beside it."""
+    """Return the headers of an answer with a clip's record."""
     headers = header_documents("openai-poll-after-ms", "X-Troupe-Eta", GPU_HEADER)
     return {200: {"description": "The clip's record", "headers": headers}}
 
 
 def sync_answers() -> Responses:
-    """Returns the answer with a clip's file as soon as it is there."""
+    """Return the schema of an answer that waits for a clip's file."""
     headers = header_documents("X-Troupe-Video-Id", *MEASURES, *FILE_HEADERS)
     return {200: {"description": "The clip", "content": _file_content("video/mp4"), "headers": headers}}
 
 
 def file_answers(*content_types: str, headers: tuple[str, ...] = ()) -> Responses:
-    """Returns the answers with a file, with the part of it that a ``Range`` header asks for, and with neither."""
+    """Return the schemas of answers with a file: whole (200), a range of it (206), or neither."""
     file = {"content": _file_content(*content_types), "headers": header_documents(*FILE_HEADERS, *headers)}
     part = file | {"headers": header_documents(*FILE_HEADERS, *headers, "Content-Range")}
     unchanged = {"description": "Not changed since the client got it", "headers": header_documents("ETag")}
@@ -191,7 +191,7 @@ def _file_content(*content_types: str) -> dict[str, Any]:
 
 
 def _event_content(names: tuple[str, ...], models: tuple[type[BaseModel], ...]) -> dict[str, Any]:
-    """Returns one event of a stream, as OpenAPI 3.2 describes them: its data is JSON, with the name in ``type``."""
+    """Return the OpenAPI 3.2 schema of one event: its data is JSON, with the name in ``type``."""
     data = {
         "type": "string",
         "contentMediaType": "application/json",
@@ -231,7 +231,7 @@ def _build(app: FastAPI) -> dict[str, Any]:
 
 
 def _complete(operation: dict[str, Any]) -> None:
-    """Adds what is the same everywhere: two errors, the request's id, and that a key may not be needed."""
+    """Add what all routes share: two errors, the request id, and the optional key."""
     responses = operation["responses"]
     responses.pop("422", None)  # this API answers 400
     error = {"application/json": {"schema": _reference(ErrorBody)}}

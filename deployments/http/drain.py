@@ -43,7 +43,7 @@ class Drain:
             await asyncio.wait(set(self._running), timeout=LAST_WORDS_S)
 
     async def run(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs one request until it ends or has to; a client whose answer is cut is told why."""
+        """Run one request until it ends or the drain ends it. A cut answer says why."""
         answer = _Answer(send)
         end = self._begun if scope["path"].endswith(WATCHERS) else self._over
 
@@ -96,7 +96,7 @@ class _Answer:
         await self._send(message)
 
     async def cut(self, scope: Scope, receive: Receive) -> None:
-        """Ends it: with the error's own status, as a last event of a stream, or (a file) in the middle."""
+        """End it: with the error's status, as the last event of a stream, or in the middle of a file."""
         if self._start is None:
             await stopping().response()(scope, receive, self._send)
         elif not self._is_complete:

@@ -100,12 +100,12 @@ class ApiError(Exception):
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """Returns the header that asks to wait for so long, whole seconds as HTTP has it, and one at least."""
+    """Return a ``Retry-After`` header in whole seconds, at least one."""
     return {"Retry-After": str(max(1, math.ceil(seconds)))}
 
 
 def from_failure(failure: Exception) -> ApiError | None:
-    """Returns the answer to what went wrong with a request; None if it is a defect of ours."""
+    """Return the answer to an error of a request; None if the error is a defect."""
     match failure:
         case ApiError():
             return failure
@@ -192,14 +192,14 @@ async def _on_http_error(request: Request, error: Exception) -> JSONResponse:
 
 
 def _without_slashes(request: Request) -> str:
-    """Returns where there is something, if slashes too many are all that is wrong: many base URLs end in one."""
+    """Return the existing path if the given one only has too many slashes (many base URLs end in one)."""
     path = re.sub("/+", "/", request.url.path).rstrip("/")
     is_there = path not in ("", request.url.path) and methods_at(request.app, path)
     return f"; did you mean {shown(path)}?" if is_there else ""
 
 
 def methods_at(app: FastAPI, path: str) -> list[str]:
-    """Returns the methods of ``path``: the documented ones, and HEAD wherever GET is."""
+    """Return the methods of ``path``: the documented ones, and HEAD beside GET."""
     paths = app.openapi()["paths"]
     fitting = [path] if path in paths else [one for one in paths if compile_path(one)[0].match(path)]
     methods = {method.upper() for one in fitting for method in paths[one]}

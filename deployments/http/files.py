@@ -32,7 +32,7 @@ class FileShelf:
     max_bytes: int
 
     def put(self, data: bytes, suffix: str, key_hash: str = "") -> str:
-        """Stores ``data``, for the holder of a key, and returns the name under which it can be found."""
+        """Store ``data`` for a key's holder and return its name."""
         name = f"{secrets.token_hex(16)}.{suffix}"
         with data_folder(self.folder):
             make_private(self.folder)
@@ -41,7 +41,7 @@ class FileShelf:
         return name
 
     def find(self, name: str, key_hash: str | None = None) -> Path | None:
-        """Returns where ``name`` lies; None if it is unknown or too old, or not of the key, if one is given."""
+        """Return the path of ``name``; None if it is unknown, expired, or of another key than the given one."""
         if not NAME.fullmatch(name):
             return None
         with data_folder(self.folder):
@@ -53,13 +53,13 @@ class FileShelf:
         return None
 
     def sweep(self, num_new_bytes: int = 0) -> None:
-        """Deletes what is too old, then the oldest, until ``num_new_bytes`` more fit; half-written files, too."""
+        """Delete expired and half-written files, then the oldest, until ``num_new_bytes`` more fit."""
         own = [path for path in self.folder.rglob("*") if OWN.fullmatch(path.name)]
         sweep(own, self.lifetime_s, self.max_bytes, num_new_bytes)
 
 
 def sweep(paths: Iterable[Path], lifetime_s: float, max_bytes: int, num_new_bytes: int) -> None:
-    """Deletes of ``paths`` what is older than ``lifetime_s``, then the oldest, until ``num_new_bytes`` more fit."""
+    """Delete those of ``paths`` older than ``lifetime_s``, then the oldest, until ``num_new_bytes`` more fit."""
     stats = ((path, _stat(path)) for path in paths)
     files = sorted((stat.st_mtime, stat.st_size, path) for path, stat in stats if stat is not None)
     num_bytes = sum(size for _, size, _ in files) + num_new_bytes
@@ -71,7 +71,7 @@ def sweep(paths: Iterable[Path], lifetime_s: float, max_bytes: int, num_new_byte
 
 
 def _stat(path: Path) -> os.stat_result | None:
-    """Returns None if there is no such file any more: requests, and replicas that share the folder, sweep together."""
+    """Return the file's status, or None if it is gone: requests and replicas sweep the folder concurrently."""
     try:
         return path.stat()
     except FileNotFoundError:

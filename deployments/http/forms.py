@@ -46,7 +46,7 @@ class _MemoryParser(MultiPartParser):
 
 
 async def read_form(request: Request, body_type: type[MediaBody]) -> Form:
-    """Returns what a form says. RequestError for what is none, and for a file in the place of text."""
+    """Return the fields of a form. RequestError if it is no form, or has a file in the place of text."""
     form = Form()
     for name, value in (await _parse(request)).multi_items():
         known = BRACKETS.sub("", name)
@@ -63,7 +63,7 @@ async def read_form(request: Request, body_type: type[MediaBody]) -> Form:
 
 
 async def _picture(value: UploadFile | str) -> bytes | str | None:
-    """Returns the picture; None for an empty text, and for a file that a browser says was not chosen."""
+    """Return the picture; None for an empty text or an empty file input of a browser."""
     if isinstance(value, str):
         return value or None
     data = await value.read()
@@ -84,7 +84,7 @@ async def _parse(request: Request) -> FormData:
 
 
 def _check_charset(content_type: str) -> None:
-    """Raises RequestError unless a form is in UTF-8, as both kinds are without a word (RFC 7578, section 5.1.2)."""
+    """Raise RequestError unless a form is in UTF-8, the default of both kinds (RFC 7578, section 5.1.2)."""
     charset = parse_options_header(content_type)[1].get(b"charset", b"utf-8").decode("latin-1")
     try:
         is_utf8 = codecs.lookup(charset).name in ("utf-8", "ascii")
@@ -102,7 +102,7 @@ def _check_utf8(text: bytes | bytearray, name: str) -> None:
 
 
 def _parse_query(raw: bytes) -> FormData:
-    """Returns the fields of a form that is written as a query (URL Standard, section 5.1)."""
+    """Return the fields of a URL-encoded form (URL Standard, section 5.1)."""
     fields: list[tuple[str, UploadFile | str]] = []
     for pair in filter(None, raw.split(b"&", MAX_FIELDS)):
         name, _, text = (unquote_to_bytes(part.replace(b"+", b" ")) for part in pair.partition(b"="))

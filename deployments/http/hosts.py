@@ -39,7 +39,7 @@ class HostCheck:
 
 
 def known_names(settings: ApiSettings) -> tuple[str, ...]:
-    """Returns the names, or ``*.domain`` for all below it, that a request may call the server by; ``*`` is any.
+    """Return the allowed host names of requests: a name, ``*.domain`` for its subdomains, or ``*`` for any.
 
     Where keys are asked for, a page without one gets nothing: any name is allowed unless some are configured.
     """
@@ -51,7 +51,7 @@ def known_names(settings: ApiSettings) -> tuple[str, ...]:
 
 
 def is_known(host: str, names: Collection[str]) -> bool:
-    """Returns whether the header ``host``, with or without a port, is an address or one of ``names``."""
+    """Return whether the header ``host``, with or without a port, is an IP address or one of ``names``."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
@@ -74,7 +74,7 @@ def is_address(name: str) -> bool:
 
 
 def base_url(connection: HTTPConnection, settings: ApiSettings) -> str:
-    """Returns where the client finds this server, without a slash at the end.
+    """Return the server's URL as the client sees it, without a slash at the end.
 
     That is ``public_url`` if there is one, else the name that the client used. ``HostCheck`` has looked at it: where
     keys are asked for and no names are configured, it may be any that the holder of a key sent. What the
@@ -92,7 +92,7 @@ def base_url(connection: HTTPConnection, settings: ApiSettings) -> str:
 
 
 def forwarded(connection: HTTPConnection, what: str) -> str:
-    """Returns what the first proxy said with ``X-Forwarded-…``; empty if it said nothing, or nonsense."""
+    """Return the first proxy's ``X-Forwarded-…`` value; empty if it is absent or invalid."""
     value = connection.headers.get(f"x-forwarded-{what}", "").split(",")[0].strip()
     if what == "proto":
         return value if value in ("http", "https") else ""
@@ -100,7 +100,7 @@ def forwarded(connection: HTTPConnection, what: str) -> str:
 
 
 def place_of(url: str) -> str:
-    """Returns the host and port in ``url``; empty if there is none, or nonsense."""
+    """Return host and port of ``url``; empty if absent or invalid."""
     try:
         return urlsplit(url).netloc
     except ValueError:
@@ -114,7 +114,7 @@ def is_from_proxy(connection: HTTPConnection, settings: ApiSettings) -> bool:
 
 
 def peer_of(connection: HTTPConnection) -> str:
-    """Returns the address that the connection came from; empty if it is not known.
+    """Return the peer address of the connection; empty if unknown.
 
     For a neighbour on 127.0.0.1 uvicorn puts in its place, with port 0, what that said with ``X-Forwarded-For``.
     """

@@ -85,7 +85,7 @@ class KnownRequests:
             yield Turn(file=file, fingerprint=fingerprint, answer=answer if known else None)
 
     async def keep(self, turn: Turn, answer: bytes) -> None:
-        """Keeps the answer. Where the disk takes none, the same request would be made again."""
+        """Store the answer. If the disk refuses it, an equal request is run again."""
         if turn.file is not None:
             try:
                 await asyncio.to_thread(self._write, turn.file, turn.fingerprint.encode() + b"\n" + answer)
@@ -106,7 +106,7 @@ class KnownRequests:
 
 
 def fingerprint_of(body: BaseModel) -> str:
-    """Returns the SHA-256 of all that a body says, however it was encoded: the boundaries of forms differ each time."""
+    """Return the SHA-256 of a body's fields, independent of its encoding (form boundaries differ each time)."""
     digest = hashlib.sha256()
     _feed(digest, body.model_dump(exclude_none=True))
     return digest.hexdigest()

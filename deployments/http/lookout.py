@@ -18,7 +18,7 @@ class Lookout:
         self._looking: set[asyncio.Task[None]] = set()
 
     async def next_look(self, clip_id: str) -> ClipRecord | None:
-        """Returns the clip as the next look finds it; None if it is gone."""
+        """Return the clip's record at the next poll; None if it is gone."""
         if not self._waiting:
             task = asyncio.create_task(self._look())
             self._looking.add(task)  # the event loop itself holds tasks weakly

@@ -36,7 +36,7 @@ def usage_routes(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/usage", responses=error_documents(401, 503))
     async def read_usage(requester: Requester = authorized) -> KeyUsage:
-        """What the key of the request has used, and may use; without keys, everybody together. Beyond OpenAI."""
+        """Report usage and limits of the request's key; without keys, of all requests. Beyond OpenAI."""
         key = requester.key
         limits, usage = context.accounts.limits_of(key), await context.accounts.used(key)
         return KeyUsage(
@@ -53,7 +53,7 @@ def usage_routes(context: ApiContext) -> APIRouter:
 
 
 def measures(timings: list[StageTimes], cache: CacheMode) -> dict[str, str]:
-    """Returns headers: where the time went, what was predicted, whether all shapes were warm, and the ``cache``."""
+    """Return headers: timings, predictions, whether all shapes were warm, and the ``cache``."""
     is_warm = all(one.was_warm for one in timings)
     return {
         "Server-Timing": server_timing(timings),
@@ -66,7 +66,7 @@ def measures(timings: list[StageTimes], cache: CacheMode) -> dict[str, str]:
 
 
 def gpu_header(gpu_s: float | None) -> dict[str, str]:
-    """Returns the header that says how long ranks were at work; none where nobody knows."""
+    """Return the header with the GPU-seconds of a request; none if unknown."""
     return {} if gpu_s is None else {GPU_HEADER: seconds(gpu_s)}
 
 
@@ -89,18 +89,18 @@ class SpentSeconds:
 
 
 def eta_header(etas_s: Sequence[float | None]) -> dict[str, str]:
-    """Returns the header with the longest of predictions; none if one of them was not made."""
+    """Return the header with the longest prediction; none if one is missing."""
     known_s = [eta_s for eta_s in etas_s if eta_s is not None]
     return {ETA_HEADER: seconds(max(known_s))} if len(known_s) == len(etas_s) > 0 else {}
 
 
 def seconds(value: float) -> str:
-    """Returns seconds as headers have them."""
+    """Return seconds in the format of headers."""
     return f"{value:.3f}"
 
 
 def server_timing(timings: list[StageTimes]) -> str:
-    """Returns a ``Server-Timing`` header in milliseconds, each stage's slowest of pictures that ran side by side."""
+    """Return a ``Server-Timing`` header in milliseconds: each stage's slowest of concurrent pictures."""
     stages = ("queue", "encode", "denoise", "decode", "total")
     slowest = {stage: max(getattr(one, f"{stage}_s") for one in timings) for stage in stages}
     return ", ".join(f"{stage};dur={1000 * seconds:.1f}" for stage, seconds in slowest.items())

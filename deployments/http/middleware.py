@@ -90,7 +90,7 @@ class RequestLog:
 
 
 def until_lost(receive: Receive) -> Receive:
-    """Returns ``receive`` with the loss of the proxy that it asks as a disconnect, which it says for ever then."""
+    """Return ``receive`` with a lost proxy reported as a disconnect, from then on."""
     is_lost = False
 
     async def receive_or_end() -> Message:

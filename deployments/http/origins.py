@@ -39,7 +39,7 @@ class OriginCheck:
 
 
 def is_welcome(scope: Scope, settings: ApiSettings) -> bool:
-    """Returns whether the request comes from no page, from one of the server's own, or from one that is allowed."""
+    """Return whether the request comes from no web page, a page of the server, or an allowed origin."""
     headers = Headers(scope=scope)
     origin, site = headers.get("origin"), headers.get("sec-fetch-site")
     if site in ("same-origin", "none"):
@@ -56,7 +56,7 @@ def is_allowed(origin: str, allowed: Collection[str]) -> bool:
 
 
 def own_places(scope: Scope, settings: ApiSettings) -> set[str]:
-    """Returns the hosts, with their ports, whose pages are the server's own."""
+    """Return the hosts, with ports, of the server's own pages."""
     connection = HTTPConnection(scope)
     places = {connection.headers.get("host", "").lower(), place_of(settings.public_url)}
     if is_from_proxy(connection, settings):

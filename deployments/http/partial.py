@@ -1,5 +1,4 @@
-"""Answers of which a client wants less than the whole: the head alone, a range, or nothing if it has it already. And
-those that it can take as a whole only."""
+"""Partial answers: the head alone, a byte range, or 304; and whole answers for clients of HTTP/1.0."""
 
 from __future__ import annotations
 
@@ -52,8 +51,9 @@ class HeadAsGet:
 
 
 class WholeForOld:
-    """Answers clients of HTTP/1.0, which know no chunks, with the length of what others are sent as a stream (RFC 9112,
-    section 6.1): servers below, and the door, would write chunks whatever the client speaks.
+    """Answers clients of HTTP/1.0 with a length in place of chunks (RFC 9112, section 6.1).
+
+    Servers below, and the door, would write chunks for any client.
     """
 
     def __init__(self, app: ASGIApp) -> None:

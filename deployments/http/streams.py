@@ -105,7 +105,7 @@ class ClientGoneError(Exception):
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Returns what ``work`` does. If the client goes away first, ``work`` is cancelled and ClientGoneError raised.
+    """Return the result of ``work``. If the client leaves first, ``work`` is cancelled and ClientGoneError raised.
 
     ``receive`` is the ASGI channel after the body was read. Cancelling this call cancels ``work`` as well.
     """

@@ -51,7 +51,7 @@ def _says_something(text: str) -> str:
 
 
 def _countable(number: int) -> int:
-    """What is allowed depends on the model; here it is only kept from filling messages and logs."""
+    """Limit the digits of a number, so that it does not fill messages and logs. The model decides what is allowed."""
     if abs(number) > MAX_COUNT:
         raise PydanticCustomError("long_number", "it must be a whole number of at most 15 digits")
     return number
@@ -72,7 +72,7 @@ def _seconds(written: object) -> float:
 
 
 def _picture(written: object) -> bytes | str:
-    """Returns the bytes of a file, or the URL that holds them; what is in them is looked at later."""
+    """Return the bytes of a file, or the URL that holds them, unchecked."""
     if isinstance(written, Mapping) and set(written) == {"image_url"}:
         written = written["image_url"]
     if isinstance(written, bytes | str):
@@ -275,7 +275,7 @@ class MediaBody(PeerFields):
 
 
 class ImageBody(MediaBody):
-    """POST /v1/images/generations"""
+    """Body of POST /v1/images/generations."""
 
     n: Count | None = Field(None, description="Pictures, with seeds seed, seed + 1, …")
     response_format: Literal["b64_json", "url"] | None = None
@@ -288,7 +288,7 @@ class ImageBody(MediaBody):
 
 
 class EditBody(ImageBody):
-    """POST /v1/images/edits"""
+    """Body of POST /v1/images/edits."""
 
     picture_fields = ("image", "images", "mask")
 
@@ -313,7 +313,7 @@ class EditBody(ImageBody):
 
 
 class VideoBody(MediaBody):
-    """POST /v1/videos"""
+    """Body of POST /v1/videos."""
 
     picture_fields = ("input_reference",)
 
@@ -336,7 +336,7 @@ class VideoBody(MediaBody):
 
 
 class PageQuery(BaseModel):
-    """GET /v1/videos"""
+    """Query of GET /v1/videos."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -346,7 +346,7 @@ class PageQuery(BaseModel):
 
 
 class ContentQuery(BaseModel):
-    """GET /v1/videos/{video_id}/content"""
+    """Query of GET /v1/videos/{video_id}/content."""
 
     model_config = ConfigDict(extra="forbid")
 

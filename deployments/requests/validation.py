@@ -145,7 +145,7 @@ def _unfolded(fields: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, 
 
 
 def _object(written: object) -> Mapping[str, Any]:
-    """A form has it as the text of its JSON."""
+    """Parse the value of a form, which is the text of its JSON."""
     try:
         read = from_json(written, allow_inf_nan=False) if isinstance(written, str) else written
     except ValueError:

@@ -30,8 +30,10 @@ RETRY_PAUSE_S = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueueLimits:
-    """What a model's gangs take together: ``max_jobs``, the running ones included, that wait ``max_wait_s`` at most
-    (None: as long as a recovery may take)."""
+    """Limits of a model's gangs together.
+
+    ``max_jobs`` includes running jobs. Requests wait ``max_wait_s`` at most (None: as long as a recovery may take).
+    """
 
     max_jobs: float = math.inf
     max_wait_s: float | None = None
@@ -128,7 +130,7 @@ class DeployedStudio:
 
     @contextmanager
     def _counted(self, model: str, max_jobs: float) -> Iterator[bool]:
-        """Counts a request until the block ends. Yields whether it waits for a gang, which then takes it for certain.
+        """Count a request until the block ends. Yield whether it waits for a gang, which then must take it.
 
         QueueFullError where there is none, and as many wait for it as it takes.
         """
@@ -143,7 +145,7 @@ class DeployedStudio:
 
     @contextmanager
     def _unwrapped(self, model: str) -> Iterator[None]:
-        """Raises what a deployment raised as it was raised there: the text of Ray's wrapping is a coloured traceback.
+        """Raise a deployment's own exception in place of Ray's wrapper, whose text is a coloured traceback.
 
         What is not there says when it may be.
         """

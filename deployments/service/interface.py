@@ -24,11 +24,10 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCard:
-    """A served model: its name in the API, its family, when its folder was written (Unix seconds, the same at every
-    replica and start), its defaults and limits.
+    """A served model: name in the API, family, the folder's mtime (Unix seconds), defaults and limits.
 
-    ``aliases`` are other names that requests may give it. ``loras`` are adapters that requests may name, each with how
-    much of it is meant without a scale. ``description``: what it draws, and examples.
+    ``aliases`` are other names of it in requests. ``loras`` are adapters that requests may name, each with its default
+    scale. ``description``: what it draws, and examples.
     """
 
     name: str
@@ -63,9 +62,11 @@ class StageTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Queued:
-    """A gang has taken the request, and all of it is predicted to take ``eta_s`` from when it came; None as long as
-    nothing like it was measured. Its decoding is predicted to take ``decode_s`` of that. The gang had ``num_before``
-    other requests then."""
+    """A gang has taken the request.
+
+    The request is predicted to take ``eta_s`` from its arrival, ``decode_s`` of it for decoding (None: nothing similar
+    was measured). The gang had ``num_before`` other requests.
+    """
 
     eta_s: float | None
     decode_s: float | None = None
@@ -123,32 +124,33 @@ STATUS_MAX_AGE_S = 10.0
 
 
 class Studio(Protocol):
-    """The application behind the API. ``perform`` may be closed at any time, which cancels the job on all ranks; the
-    GPU time that it has used by then is charged to the API key."""
+    """The application behind the API.
+
+    ``perform`` may be closed at any time, which cancels the job on all ranks. GPU time used by then is charged to the
+    API key.
+    """
 
     def cards(self) -> Mapping[str, ModelCard]: ...
 
     async def not_ready(self, max_age_s: float = STATUS_MAX_AGE_S) -> Mapping[str, str]:
-        """Returns the models that cannot take requests now, with the reason; empty when all are ready.
+        """Return the models that are not ready, each with the reason.
 
         While all is well, the answer may be about ``max_age_s`` old.
         """
         ...
 
     def retry_after_s(self, model: str) -> float:
-        """Returns when a ``model`` that is not ready is likely to be, in seconds from now."""
+        """Return the predicted seconds until ``model``, which is not ready, is ready."""
         ...
 
     def may_wait_for(self, model: str) -> bool:
-        """Returns whether requests for a ``model`` that is not ready may come all the same: it is being rebuilt, and
-        they wait for it."""
+        """Return whether ``model``, which is not ready, accepts requests that wait until it is rebuilt."""
         ...
 
     def perform(
         self, request: MediaRequest, output: Output, pictures: InputPictures = NO_PICTURES
     ) -> AsyncGenerator[StudioEvent]:
-        """Runs one request with the ``pictures`` that it says come along: yields ``Queued``, progress and previews,
-        then exactly one ``Media``.
+        """Run one request with its ``pictures``. Yield ``Queued``, progress and previews, then exactly one ``Media``.
 
         A gang that breaks under the job is rebuilt and the job run again (its progress starts over); after two broken
         gangs ``GangBrokenError`` is raised. ``QueueFullError`` if too many jobs wait, ``ModelUnavailableError`` if a

@@ -25,8 +25,9 @@ logger = logging.getLogger("troupe.readiness")
 
 
 class Readiness:
-    """Whether models can take requests, each of which has the deployments that ``models`` says, by name. Those
-    ``on_demand`` may have no replica until a request asks for one.
+    """Whether models can take requests. ``models`` has each model's deployments by name.
+
+    Those ``on_demand`` may have no replica until a request asks for one.
 
     To ask the controller takes CPU time here and there, and every request wants to know. So while all is
     well the answer is the last known one, renewed behind the requests when it is old or a gang was lost; only while
@@ -49,7 +50,7 @@ class Readiness:
         self._controller = OneThread(application_status)
 
     async def not_ready(self, max_age_s: float = STATUS_MAX_AGE_S) -> Mapping[str, str]:
-        """Returns the models with a deployment that takes no requests, each with the first such deployment."""
+        """Return the models with a deployment that takes no requests, each with the first such deployment."""
         now_s = time.monotonic()
         if self._reasons or self._bare or now_s - self._lost_s < STATUS_MAX_AGE_S:
             max_age_s = min(max_age_s, POLL_S)
@@ -60,7 +61,7 @@ class Readiness:
         return self._reasons
 
     def retry_after_s(self, model: str) -> float:
-        """Returns when ``model`` is likely to be there again: as long after it went as the last time.
+        """Return the predicted seconds until ``model`` is back: as long as its last outage.
 
         What takes longer, or was never seen, is expected to take as long again as it is late already.
         """
@@ -70,16 +71,18 @@ class Readiness:
         return left_s if left_s > 0 else max(RETRY_AFTER_S, -left_s)
 
     def is_rebuilt(self, model: str) -> bool:
-        """Returns whether ``model``, which is not ready, was so before, and lost a replica that is being replaced."""
+        """Return whether ``model`` was ready before and lost a replica that is being replaced."""
         return model in self._rebuilt
 
     def is_bare(self, model: str) -> bool:
-        """Returns whether a request for ``model`` has to wait for a replica, as far as the controller has said."""
+        """Return whether a request for ``model`` must wait for a replica, by the controller's last answer."""
         return model in self._bare
 
     def gang_lost(self) -> None:
-        """Says that what was known of the deployments is no longer so. The controller may hear of it later, and what it
-        is being asked now was so before."""
+        """Invalidate the known state of the deployments.
+
+        The controller may learn of the loss later, and its pending answer is older than it.
+        """
         self._asked_s, self._lost_s = -math.inf, time.monotonic()
 
     async def _ask(self) -> None:
@@ -121,7 +124,7 @@ class Readiness:
 def find_reasons(
     status: ApplicationStatusOverview, models: Mapping[str, Collection[str]], on_demand: Collection[str]
 ) -> dict[str, str]:
-    """Returns the models that cannot serve, each with its first deployment that takes no requests.
+    """Return the models that cannot serve, each with its first deployment that takes no requests.
 
     ``models`` maps each to the names of its deployments; those ``on_demand`` may have no replica until asked for one.
     """
@@ -135,7 +138,7 @@ def find_reasons(
 
 
 def takes_requests(deployment: DeploymentStatusOverview, *, on_demand: bool = False) -> bool:
-    """Returns whether a replica runs, or the next request starts one: scaled down to none, or on the way up again.
+    """Return whether a replica runs or the next request starts one (scaled to zero, or scaling up).
 
     One that may have none (``on_demand``) takes requests also while its last one goes, or was lost and is replaced:
     they wait as they do for the first. Not before it was deployed, nor when its replicas fail to start.
@@ -150,7 +153,7 @@ def takes_requests(deployment: DeploymentStatusOverview, *, on_demand: bool = Fa
 
 
 def num_running(deployment: DeploymentStatusOverview) -> int:
-    """Returns the replicas that run, also those of which a controller that was replaced has yet to hear."""
+    """Return the running replicas, including those that a new controller does not know yet."""
     # Keys are an enum in Ray's annotations, and strings after the way through the controller.
     serving = ("RUNNING", "RECOVERING")
     return sum(count for state, count in deployment.replica_states.items() if str(state).endswith(serving))

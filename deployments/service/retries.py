@@ -30,8 +30,11 @@ logger = logging.getLogger("troupe.flow")
 
 
 class Retries:
-    """What has gone wrong with one request so far. It waits ``max_wait_s`` for its first replica, by default
-    ``patience_s``. ``accepted``: there was no gang when it came, and it was let in to wait for one."""
+    """Errors of one request so far.
+
+    It waits ``max_wait_s`` for its first replica, by default ``patience_s``. ``accepted``: it was admitted to wait for
+    a gang, since none was there.
+    """
 
     def __init__(
         self,
@@ -72,15 +75,17 @@ class Retries:
         return max(0.0, min(self._patience_s, self._give_up_s - time.monotonic()))
 
     def after_refusal(self, refusal: QueueFullError, held_s: float = 0.0) -> None:
-        """Raises it, unless the request was accepted before, or is by how long it was held: the next gang must take it.
-        What its deadline does not allow is not waited for."""
+        """Raise ``refusal``, unless the request counts as accepted: then the next gang must take it.
+
+        It counts if it was accepted before or held long enough. A missed deadline is always raised.
+        """
         is_final = isinstance(refusal, TooLateError) and refusal.limit == DEADLINE
         self._is_accepted = self.accepted or held_s > HELD_S
         if is_final or not self._is_accepted or time.monotonic() > (self._give_up_s or math.inf):
             raise refusal
 
     def after(self, error: Exception, num_steps_seen: int) -> None:
-        """Takes note of an error of RETRYABLE. Raises what the request ends with, unless it is run again."""
+        """Record an error of RETRYABLE. Raise the request's final error unless it is retried."""
         if self._give_up_s is None or num_steps_seen:  # however long it ran: recovery begins now
             self._give_up_s = time.monotonic() + self._patience_s
         observe_failure(self._request.model, type(error).__name__)
@@ -110,7 +115,7 @@ class Retries:
 
 
 def _counts(error: Exception, num_steps_seen: int) -> bool:
-    """Returns whether a lost gang counts against the request: that ran on it, and the gang was not closed."""
+    """Return whether a lost gang counts against the request: it ran there, and the gang was not closed."""
     if isinstance(error, GangBrokenError):
         return error.in_flight and error.cause != "closed"
     return num_steps_seen > 0

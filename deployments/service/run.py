@@ -50,9 +50,12 @@ class StageHandles:
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """``pictures`` are for the encoder alone. ``exclusive``: beside no other job of its gang; ``accepted``: no queue
-    refuses it. Each deployment has ``wait_s`` to take the request, which waits for ``waited_s`` already. To decode took
-    runs ``decode_times``, with the ways from stage to stage; of what is new to them the decoder is asked."""
+    """One run of a request through the stages.
+
+    ``pictures`` are for the encoder alone. ``exclusive``: beside no other job of its gang; ``accepted``: no queue
+    refuses it. Each deployment has ``wait_s`` to take the request, which has waited for ``waited_s`` already.
+    ``decode_times`` are measured, transport included; the decoder is asked for keys that they lack.
+    """
 
     stages: StageHandles
     request: MediaRequest
@@ -200,7 +203,7 @@ class Run:
             raise
 
     async def _taken(self, reference: Awaitable[Any], stage: str) -> Any:
-        """Returns the ``reference`` that there is once a replica has taken the request."""
+        """Return the reference to the result once a replica has taken the request."""
         asked_s = time.perf_counter()
         try:
             async with asyncio.timeout(self.wait_s):

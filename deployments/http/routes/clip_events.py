@@ -40,8 +40,10 @@ async def video_events(
 
 
 def is_news(video: Video, told: Video, passed_s: float) -> bool:
-    """Returns whether ``video`` says more than what was ``told`` of it so many seconds ago: that time passes does not
-    count, but that it will be done at another time does, where it is noticed."""
+    """Return whether ``video`` differs from the state sent so many seconds ago.
+
+    Passed time alone is no difference; a noticeably different predicted end is.
+    """
     if video.model_copy(update={"eta_s": told.eta_s}) != told or (video.eta_s is None) != (told.eta_s is None):
         return True
     if video.eta_s is None or told.eta_s is None:

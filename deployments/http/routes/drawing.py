@@ -191,7 +191,7 @@ def _hand_over(context: ApiContext, pictures: ImageRequest, media: list[Media], 
 
 
 def _layers(pictures: ImageRequest, media: Media) -> list[tuple[int | None, bytes]]:
-    """Returns the files of one picture, each with the number of its layer."""
+    """Return the files of one picture, each with its layer number."""
     return list(enumerate(media.files)) if pictures.first.num_layers else [(None, media.data)]
 
 

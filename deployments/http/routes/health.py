@@ -64,7 +64,7 @@ def model_routes(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/models", responses=error_documents(401))
     async def list_models() -> ModelList:
-        """The models served here."""
+        """List the served models."""
         return ModelList(data=[model for card in context.studio.cards().values() for model in Model.all_of(card)])
 
     @router.get("/v1/models/{model:path}", responses=error_documents(401, 404))

@@ -68,7 +68,7 @@ def image_routes(context: ApiContext) -> APIRouter:
         responses=file_answers("image/png", "image/jpeg", "image/webp") | error_documents(404, 416),
     )
     async def read_file(name: str, requester: Requester = recognized) -> Response:
-        """A picture made with ``response_format=url``. Its name is the secret; it is gone after a while."""
+        """Return a picture made with ``response_format=url``. Its name is the secret; it expires."""
         path = await asyncio.to_thread(context.files.find, name, context.viewer(requester) or None)
         if path is None:
             raise ApiError(404, f"There is no file {shown(name)}; files are kept for a limited time", param="name")

@@ -64,8 +64,10 @@ def video_routes(context: ApiContext) -> APIRouter:
         requester: Requester = authorized,
         idempotency_key: IdempotencyKey = None,
     ) -> Video:
-        """Queue a clip. Its record is on disk before the answer, and survives a restart. One with ``deadline_s`` begins
-        at once, or is refused."""
+        """Queue a clip. Its record is on disk before the answer, and survives a restart.
+
+        One with ``deadline_s`` begins at once, or is refused.
+        """
         clip = await submit_clip(context, request, requester, idempotency_key)
         response.headers.update(told_of(clip))
         return Video.of(clip)
@@ -128,7 +130,7 @@ def video_routes(context: ApiContext) -> APIRouter:
         requester: Requester = authorized,
         range_header: Annotated[str | None, Header(alias="Range", examples=["bytes=0-1023"])] = None,
     ) -> Response:
-        """The clip as MP4 (H.264), a still of it as WebP, or a preview as PNG. One byte range is honoured."""
+        """Return the clip as MP4 (H.264), a still of it as WebP, or a preview as PNG. One byte range is honoured."""
         clip, variant = await find_clip(context, requester, video_id), query.variant
         may_be_there = variant == "preview" or clip.status == "completed"
         path = await context.clips.file(video_id, variant) if may_be_there else None
@@ -198,12 +200,12 @@ async def begin_clip(
 
 
 def told_of(clip: ClipRecord) -> dict[str, str]:
-    """Returns the headers of an answer about a clip."""
+    """Return the headers of an answer about a clip."""
     return {"openai-poll-after-ms": str(POLL_MS), **eta_header([clip.eta_s]), **gpu_header(clip.gpu_s)}
 
 
 async def wait_for_end(context: ApiContext, requester: Requester, video_id: str) -> ClipRecord:
-    """Returns the clip when it is completed. ApiError if it failed, or was deleted meanwhile."""
+    """Return the clip once it is completed. ApiError if it failed or was deleted."""
     async for event in video_events(context.lookout, await context.clips.get(video_id)):
         if event.type == "video.deleted":
             break
@@ -228,7 +230,7 @@ def clip_file(path: Path, video_id: str, variant: Variant, headers: Mapping[str,
 
 
 async def find_clip(context: ApiContext, requester: Requester, video_id: str, param: str = "video_id") -> ClipRecord:
-    """Returns the clip, or raises ApiError 404 if there is none that the client may see.
+    """Return the clip. ApiError 404 if there is none that the client may see.
 
     Only what looks like an id gets to the database.
     """
@@ -243,7 +245,7 @@ def no_video(video_id: str, param: str) -> ApiError:
 
 
 async def not_there(clips: Clips, clip: ClipRecord, variant: Variant) -> ApiError:
-    """Returns the answer where the file is not. A completed clip without one has failed after all."""
+    """Return the answer without a file. A completed clip whose file is gone counts as failed."""
     if clip.status == "completed" and variant == "video":
         clip = await clips.note_lost(clip.id) or clip
     headers = {"x-should-retry": "false"}

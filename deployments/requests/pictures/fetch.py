@@ -17,7 +17,7 @@ FETCHED_WITHIN_S = 20.0
 
 
 def origin_of(url: str) -> str:
-    """Returns scheme, host and port as the configuration writes them; "" for a URL that cannot be read."""
+    """Return scheme, host and port in the configuration's form; "" for an invalid URL."""
     try:
         parts = urlsplit(url)
         return f"{parts.scheme.lower()}://{(parts.hostname or '').lower()}" + (f":{parts.port}" if parts.port else "")
@@ -26,7 +26,7 @@ def origin_of(url: str) -> str:
 
 
 def fetched(url: str, param: str, max_bytes: int) -> bytes:
-    """Returns the file at ``url``, whose origin was looked at. It takes time: not for an event loop.
+    """Return the file at ``url``, whose origin was checked. Blocks, so not for an event loop.
 
     RequestError if it is not there, is larger, takes too long, or lies behind a redirection: that might lead anywhere.
     """

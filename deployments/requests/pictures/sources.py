@@ -38,7 +38,7 @@ class Sources:
 
 
 def bytes_of(source: Source, param: str, limits: PictureLimits) -> bytes:
-    """Returns the bytes of the file that ``source`` is or holds. RequestError for other URLs, and above the limit.
+    """Return the bytes of ``source`` or of its URL. RequestError for other URLs and above the limit.
 
     Nothing is fetched but from the configuration's ``picture_origins``.
     """

@@ -26,7 +26,7 @@ COLOURED = ("L", "RGB", "RGBA", "CMYK")
 
 
 def unpack(sources: Sources, limits: PictureLimits) -> InputPictures:
-    """Returns upright pictures of 8 bits, "RGB" (or "RGBA" where something shows through), and the mask.
+    """Return upright 8-bit pictures, "RGB" ("RGBA" with transparency), and the mask.
 
     Metadata is dropped; palettes, CMYK, 16 bits and the colours of ICC profiles are converted. RequestError for what is
     no still picture of the formats, is broken or above a limit, and for a mask that does not fit the first picture. It
@@ -48,7 +48,7 @@ def unpack(sources: Sources, limits: PictureLimits) -> InputPictures:
 
 
 def _opened(data: bytes, param: str) -> Image:
-    """Returns the picture of which the head was read."""
+    """Return the picture whose header was read."""
     from PIL import Image
 
     with _blaming(param):
@@ -75,7 +75,7 @@ def _too_many_pixels(param: str, max_pixels: int | None, size: str) -> RequestEr
 
 
 def _upright(param: str, image: Image) -> Image:
-    """Returns the picture, unpacked, in one of the modes "L", "RGB" and "RGBA"."""
+    """Return the decoded picture in mode "L", "RGB" or "RGBA"."""
     from PIL import ImageOps
 
     with _blaming(param):
@@ -86,7 +86,7 @@ def _upright(param: str, image: Image) -> Image:
 
 
 def _as_srgb(image: Image, profile: bytes) -> Image:
-    """Returns the picture in the colours that models know, with its opacity, from those of an ICC ``profile``.
+    """Return the picture in sRGB, converted from its ICC ``profile``, with its opacity.
 
     As it is where the profile is for another kind of picture, as grey ones in coloured files, or cannot be read.
     """
@@ -130,12 +130,12 @@ def _coloured(image: Image) -> InputPicture:
 
 
 def _as(image: Image, mode: str) -> Image:
-    """Returns ``image`` itself where it is of ``mode``: Pillow's own conversion is a copy then."""
+    """Return ``image`` itself if it has ``mode``, where Pillow's own conversion would copy it."""
     return image if image.mode == mode else image.convert(mode)
 
 
 def _mask(image: Image, pictures: Sequence[InputPicture]) -> InputPicture:
-    """Returns white where to paint: where ``image`` is transparent as OpenAI has it, or else where it is white."""
+    """Return a mask, white where to paint: transparent parts of ``image`` (as OpenAI has it), else white parts."""
     from PIL import ImageChops
 
     width, height = image.size
@@ -153,7 +153,7 @@ def _mask(image: Image, pictures: Sequence[InputPicture]) -> InputPicture:
 
 @contextmanager
 def _blaming(param: str) -> Iterator[None]:
-    """Turns what Pillow raises, which is of all kinds, into a sentence about the file."""
+    """Turn any exception of Pillow into a sentence about the file."""
     from PIL import Image, UnidentifiedImageError
 
     try:
