@@ -15,9 +15,9 @@ from deployments.forked_workers import Level, Pythons, worker_pythons
 from deployments.ingress import Ingress
 from deployments.names import ACCOUNTS, CODEC, INGRESS, deployment_name
 from deployments.stages.common import StageSpec
-from deployments.stages.config import AutoscalingConfig, StageConfig
 from deployments.stages.denoiser import Denoiser
 from deployments.stages.devices import ALL_GPUS
+from deployments.stages.stage_config import AutoscalingConfig, StageConfig
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import Codec, VaeDecoder
 from deployments.usage.deployed_keeper import AccountsReplica

@@ -1,6 +1,6 @@
 """Schema of the application's configuration. Unknown keys are errors.
 
-Sections of a model's deployments are in ``stages.config``, limits of the API in ``api.settings``.
+Sections of a model's deployments are in ``stages.stage_config``, limits of the API in ``http.settings``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from deployments.clips.settings import ClipLimits
-from deployments.door.settings import DoorSettings
+from deployments.door.door_settings import DoorSettings
 from deployments.http.settings import ApiLimits
 from deployments.observability.metrics import MetricsSettings
-from deployments.stages.config import STRICT, DataType, DecoderConfig, DenoiserConfig, EncoderConfig
+from deployments.stages.stage_config import STRICT, DataType, DecoderConfig, DenoiserConfig, EncoderConfig
 from pipelines.lora.source import LoraSource, check_sources
 from pipelines.request import MetadataLevel
 from pipelines.single_file import with_base

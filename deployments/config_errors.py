@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from deployments.requests.errors import shown
+from deployments.requests.request_errors import shown
 from deployments.requests.validation import SENTENCES, formatted, nearest_name
 
 Place = tuple[str | int, ...]

@@ -32,7 +32,7 @@ from deployments.service.readiness import Readiness
 from deployments.service.retries import RECOVERY_DEADLINE_S
 from deployments.service.run import StageHandles
 from deployments.settings import Settings
-from deployments.stages.config import DenoiserConfig
+from deployments.stages.stage_config import DenoiserConfig
 from deployments.usage.accounts import Accounts
 from deployments.usage.deployed_keeper import DeployedKeeper
 from pipelines.checkpoint import Checkpoint

@@ -14,7 +14,7 @@ import pytest
 
 from deployments.cli.preflight import environment_problems
 from deployments.cli.serving import DRAIN_MARGIN_S, load_config
-from deployments.door.settings import DoorSettings
+from deployments.door.door_settings import DoorSettings
 from tests.deployments.support.commands import assert_one_line, troupe
 from tests.support.fenced import ROOT
 

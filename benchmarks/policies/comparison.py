@@ -25,7 +25,7 @@ from deployments.config import ServeConfig
 from deployments.requests.rules import TIERS
 from deployments.stages.denoiser import PRIORITIES
 from engines.core.spec import tiling_sizes
-from engines.gang.config import GangConfig
+from engines.gang.gang_config import GangConfig
 from engines.gang.policies.policy import make_policy
 
 DEADLINE = "deadline"

@@ -23,7 +23,7 @@ from deployments.cli.client import Client, kinds_of
 from deployments.cli.local import http_client
 from deployments.cli.progress import console
 from deployments.places import make_private, make_private_file
-from deployments.requests.errors import printable
+from deployments.requests.request_errors import printable
 from deployments.settings import Settings
 
 POLL_S = 0.1

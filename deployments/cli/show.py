@@ -13,7 +13,7 @@ from rich.table import Table
 
 from deployments.cli.client import Client, kinds_of
 from deployments.cli.progress import console
-from deployments.requests.errors import escaped
+from deployments.requests.request_errors import escaped
 from pipelines.media.metadata import PARAMETERS, Texts, read_texts, settings_in
 
 NOTHING = "no settings: none were written, or a program has removed them"

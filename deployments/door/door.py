@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
+from deployments.door.door_settings import DoorSettings
 from deployments.door.haproxy import PictureQueue, Wiring, find_binary, render
-from deployments.door.settings import DoorSettings
 from deployments.heartbeat import ANSWER_WITHIN_S, Heartbeat
 
 BACKLOG = 1024

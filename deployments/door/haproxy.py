@@ -29,7 +29,7 @@ from deployments.door.answers import (
     slow_body,
     write_pages,
 )
-from deployments.door.settings import DoorSettings
+from deployments.door.door_settings import DoorSettings
 from deployments.http.body_limit import STRAY_BYTES
 from deployments.http.origins import CORS_METHODS
 from deployments.names import FULL_HEADER, LIVE

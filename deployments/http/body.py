@@ -15,7 +15,7 @@ from starlette.requests import Request
 from deployments.http.errors import ApiError
 from deployments.http.forms import read_form
 from deployments.requests.bodies import MediaBody
-from deployments.requests.errors import RequestError, shown
+from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.validation import unfolded, unfolded_form, validated, validated_form
 
 B = TypeVar("B", bound=MediaBody)

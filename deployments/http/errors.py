@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.routing import compile_path
 
 from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError, is_full
-from deployments.requests.errors import RequestError, shown
+from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.validation import field_error
 from deployments.service.interface import ModelUnavailableError
 from deployments.usage.keeper import AccountsUnavailableError

@@ -15,7 +15,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from deployments.requests.bodies import MediaBody
-from deployments.requests.errors import RequestError, printable, shown
+from deployments.requests.request_errors import RequestError, printable, shown
 
 MAX_FILES, MAX_FIELDS = 100, 100
 MAX_TEXT_BYTES = sys.maxsize

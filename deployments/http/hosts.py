@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.http.errors import ApiError
 from deployments.http.settings import ApiSettings
-from deployments.requests.errors import shown
+from deployments.requests.request_errors import shown
 
 LOCAL_NAMES = ("localhost", "*.localhost")
 """RFC 6761, section 6.3: these never leave the machine."""

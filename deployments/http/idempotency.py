@@ -23,7 +23,7 @@ from pydantic import BaseModel
 from deployments.http.errors import ApiError
 from deployments.http.files import sweep
 from deployments.places import make_private, write_privately
-from deployments.requests.errors import shown
+from deployments.requests.request_errors import shown
 from deployments.requests.rules import Requester
 
 DAY_S = 86400.0

@@ -18,7 +18,7 @@ from deployments.http.documents import HEADERS
 from deployments.http.errors import ApiError
 from deployments.http.hosts import forwarded, is_from_proxy, place_of
 from deployments.http.settings import ApiSettings
-from deployments.requests.errors import shown
+from deployments.requests.request_errors import shown
 
 CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")

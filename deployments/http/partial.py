@@ -13,7 +13,7 @@ from starlette.staticfiles import NotModifiedResponse, StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.http.errors import ApiError
-from deployments.requests.errors import shown
+from deployments.requests.request_errors import shown
 
 CONDITIONS = StaticFiles()
 """For its reading of ``If-None-Match`` and ``If-Modified-Since``; it serves nothing."""

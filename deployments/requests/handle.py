@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from deployments.requests.bodies import EditBody, VideoBody
-from deployments.requests.errors import RequestError, shown
 from deployments.requests.images import ImageRequest
 from deployments.requests.model_choice import Needs, choose_card, find_card
 from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.pictures.unpack import unpack
+from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.rules import Requester, RequestRules, ResolvedRequest
 from deployments.requests.validation import NOTHING, unfolded, validated
 from deployments.service.interface import ModelCard, Output

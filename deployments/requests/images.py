@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from deployments.requests.bodies import MAX_SEED, EditBody, ImageBody
-from deployments.requests.errors import RequestError
+from deployments.requests.request_errors import RequestError
 from deployments.requests.rules import QUALITIES, Quality, Requester, RequestRules, ResolvedRequest
 from deployments.service.interface import Output
 from pipelines.request import InputPictures, MediaRequest

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from deployments.requests.bodies import AskedLora, EditBody, MediaBody, VideoBody
-from deployments.requests.errors import RequestError, shown
+from deployments.requests.request_errors import RequestError, shown
 from deployments.service.interface import ModelCard
 from pipelines.defaults import Defaults
 from pipelines.request import Lora, MediaKind

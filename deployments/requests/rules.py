@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, Literal, TypeVar
 
 from deployments.requests.bodies import BLANK, RANDOM_SEED, EditBody, MediaBody, VideoBody, WrittenQuality
-from deployments.requests.errors import RequestError, blaming, shown
 from deployments.requests.model_choice import choose_loras
 from deployments.requests.pictures.sources import Sources
+from deployments.requests.request_errors import RequestError, blaming, shown
 from deployments.service.interface import ModelCard
 from pipelines.defaults import Defaults, largest_num_frames
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest, ServiceTier

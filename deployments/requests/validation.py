@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import from_json
 
 from deployments.requests.bodies import PeerFields
-from deployments.requests.errors import RequestError, printable, shown
+from deployments.requests.request_errors import RequestError, printable, shown
 
 B = TypeVar("B", bound=BaseModel)
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from deployments.config import ModelConfig, ProvenanceConfig
 from deployments.settings import set_defaults
-from deployments.stages.config import DenoiserConfig, StageConfig
 from deployments.stages.devices import stage_devices
+from deployments.stages.stage_config import DenoiserConfig, StageConfig
 from engines.core.parcel import Parcel, Shapes
 from engines.core.spec import ParallelSpec
 from engines.gang.errors import QueueFullError

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import ray
 
 from deployments.settings import Settings, process_environment
-from deployments.stages.config import StageConfig
+from deployments.stages.stage_config import StageConfig
 from engines.core.storage import HostLock
 
 ALL_GPUS: Mapping[str, str] = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}

@@ -10,13 +10,13 @@ from importlib import import_module
 from deployments.config import ModelConfig
 from deployments.settings import Settings
 from deployments.stages.common import must_slice
-from deployments.stages.config import DenoiserConfig
 from deployments.stages.devices import host_lock
 from deployments.stages.measured_times import model_facts, software_facts
+from deployments.stages.stage_config import DenoiserConfig
 from engines.core.engine import Choosing, RankContext
 from engines.core.logs import log_phase, timed
 from engines.core.model import DenoiserModel
-from engines.gang.config import BuildRank, RankParts
+from engines.gang.gang_config import BuildRank, RankParts
 from pipelines.checkpoint import Checkpoint
 from pipelines.libraries import quick_imports
 from pipelines.lora.source import named

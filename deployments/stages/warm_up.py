@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from deployments.service.interface import MediaFormat, Output
 from deployments.stages.common import StageSpec
-from deployments.stages.config import StageConfig
 from deployments.stages.devices import host_lock
+from deployments.stages.stage_config import StageConfig
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaKind, MediaRequest, Mode

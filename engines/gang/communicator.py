@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
-from engines.gang.config import StoreAddress
+from engines.gang.gang_config import StoreAddress
 from engines.parallel.nccl_options import DEFAULT_OPTIONS, NcclOptions
 
 

@@ -14,10 +14,10 @@ from ray.exceptions import ObjectLostError
 from ray.util.placement_group import PlacementGroup
 
 from engines.core.estimates import StepEstimates
-from engines.gang.config import Clock, Environment, GangConfig, LoadRank
 from engines.gang.driver import Driver
 from engines.gang.errors import GangBrokenError
 from engines.gang.eta.measured_times import StepTimes
+from engines.gang.gang_config import Clock, Environment, GangConfig, LoadRank
 from engines.gang.jobs.job import Job, JobDone, JobEvent, JobQueued, Progress
 from engines.gang.metrics import observe_start
 from engines.gang.placement import current_group

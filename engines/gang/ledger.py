@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engines.gang.config import Clock, GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.eta.prediction import lead_s
+from engines.gang.gang_config import Clock, GangConfig
 from engines.gang.jobs.job import JobDone, PreviewReady, Progress
 from engines.gang.jobs.job_table import JobTable, OpenJob
 from engines.gang.jobs.step_plan import JobFailure, JobStep, StepReport, Work

@@ -7,7 +7,7 @@ from typing import Literal
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from engines.gang.config import GangConfig
+from engines.gang.gang_config import GangConfig
 
 Bundle = dict[str, float]
 

@@ -21,8 +21,8 @@ from engines.core.logs import log_phase, timed
 from engines.core.parcel import Parcel
 from engines.core.resources import open_rank_resources
 from engines.core.storage import device_name
-from engines.gang.config import BuildRank, BuiltRank, GangConfig, LoadRank, StoreAddress
 from engines.gang.errors import portable
+from engines.gang.gang_config import BuildRank, BuiltRank, GangConfig, LoadRank, StoreAddress
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.step_plan import JobFailure, StepPlan
 from engines.gang.placement import rank_strategy

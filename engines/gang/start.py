@@ -12,8 +12,8 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from engines.core.logs import log_phase
-from engines.gang.config import BuiltRank, Clock, Environment, GangConfig, LoadRank
 from engines.gang.errors import GangBrokenError
+from engines.gang.gang_config import BuiltRank, Clock, Environment, GangConfig, LoadRank
 from engines.gang.metrics import observe_phase
 from engines.gang.placement import rank_strategy
 from engines.gang.rank import RankInfo

@@ -12,8 +12,8 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from engines.core.resources import LRUCache
-from engines.gang.config import Clock, GangConfig
 from engines.gang.errors import GangBrokenError
+from engines.gang.gang_config import Clock, GangConfig
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.step_plan import StepReport, Work
 from engines.gang.ledger import InFlightStep

@@ -13,7 +13,7 @@ from deployments import app
 from deployments.app import build_app, serve_autoscaling
 from deployments.config import ApiConfig, AppConfig, ModelConfig, ProvenanceConfig
 from deployments.stages.common import StageSpec
-from deployments.stages.config import AutoscalingConfig
+from deployments.stages.stage_config import AutoscalingConfig
 
 OWN_RULE = "`look_back_period_s` .* must be greater than `metrics_interval_s`"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deployments.clips.settings import ClipLimits, ClipSettings
-from deployments.door.settings import DoorSettings
+from deployments.door.door_settings import DoorSettings
 from deployments.http.settings import ApiLimits, ApiSettings
 
 POSITIVE: dict[Callable[..., Any], tuple[str, ...]] = {

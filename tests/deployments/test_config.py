@@ -24,9 +24,9 @@ from deployments.cli.serving import (
     ready_deadline_s,
 )
 from deployments.config import AppConfig
-from deployments.stages.config import DenoiserConfig, StageConfig
+from deployments.stages.stage_config import DenoiserConfig, StageConfig
 from engines.core.spec import PRECISIONS, is_static
-from engines.gang.config import GangConfig
+from engines.gang.gang_config import GangConfig
 from engines.registry import ENGINES
 
 

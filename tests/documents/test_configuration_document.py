@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from deployments import config
-from deployments.door.settings import DoorSettings
+from deployments.door.door_settings import DoorSettings
 from deployments.observability.metrics import MetricsSettings
-from deployments.stages import config as stages
+from deployments.stages import stage_config as stages
 from deployments.usage.quotas import KeyLimits
 from engines.parallel.nccl_options import NcclOptions
 from engines.tensorrt_engine.rules import TensorRTOptions

@@ -101,7 +101,7 @@ def test_what_decides_in_a_gang_knows_no_clock_and_no_ranks() -> None:
         ("time", True),
         ("ray.util", True),
         ("asyncio", True),
-        ("engines.gang.config", True),
+        ("engines.gang.gang_config", True),
         ("engines.gang.eta.measured_times", True),
         ("engines.gang.policies.fair:Fair", False),
         ("engines.core.spec", False),

@@ -12,6 +12,8 @@ from tests.layout.support.source import CODE, PACKAGES, python_files, tree_of
 MAX_FILES = 23
 """Python files in one folder, ``__init__.py`` not counted: as in the widest of starlette's."""
 
+MAX_SAME_NAMES = 3
+
 
 def module_of(name: str) -> str:
     return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
@@ -57,6 +59,13 @@ def test_no_folder_is_crowded() -> None:
     files = [Path(name) for name in python_files(*CODE, "benchmarks", "tests")]
     counts = Counter(str(file.parent) for file in files if file.name != "__init__.py")
     assert {folder: count for folder, count in counts.items() if count > MAX_FILES} == {}
+
+
+def test_a_file_name_occurs_three_times_at_most() -> None:
+    """Families of models have the same files each."""
+    files = [Path(name) for name in python_files(*PACKAGES) if not name.startswith("pipelines/models/")]
+    counts = Counter(file.name for file in files if file.name != "__init__.py")
+    assert {name: count for name, count in counts.items() if count > MAX_SAME_NAMES} == {}
 
 
 def test_no_two_public_classes_bear_one_name() -> None:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from deployments.requests.bodies import ImageBody, MediaBody, VideoBody
-from deployments.requests.errors import RequestError
+from deployments.requests.request_errors import RequestError
 from deployments.requests.rules import Requester, RequestRules, choose_size
 from deployments.service.interface import ModelCard
-from deployments.stages.config import DenoiserConfig
+from deployments.stages.stage_config import DenoiserConfig
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
 from pipelines.request import NO_PICTURES

@@ -25,7 +25,7 @@ from deployments.http.partial import RangedFile
 from deployments.http.routes.drawing import draw
 from deployments.http.uploads import read_upload
 from deployments.requests.bodies import EditBody, ImageBody
-from deployments.requests.errors import RequestError, shown
+from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.rules import Requester
 
 ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 429, 502, 503, 507)

@@ -11,7 +11,7 @@ from fastapi.responses import HTMLResponse
 from deployments.http.context import ApiContext
 from deployments.http.errors import ApiError
 from deployments.http.partial import RangedFile
-from deployments.requests.errors import shown
+from deployments.requests.request_errors import shown
 
 SELF_CONTAINED = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 POLICY = (

@@ -37,7 +37,7 @@ from deployments.http.routes.clip_events import video_events
 from deployments.http.streams import STREAM_HEADERS, ClientGoneError, start_stream, until_disconnect
 from deployments.http.uploads import read_upload
 from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
-from deployments.requests.errors import shown
+from deployments.requests.request_errors import shown
 from deployments.requests.rules import Requester, RequestRules, clip_seconds
 from pipelines.request import InputPictures, MediaRequest
 

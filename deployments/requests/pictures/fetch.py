@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from deployments.requests.errors import RequestError, shown
+from deployments.requests.request_errors import RequestError, shown
 
 if TYPE_CHECKING:
     import httpx

@@ -9,9 +9,9 @@ from urllib.parse import unquote_to_bytes
 
 from pybase64 import b64decode
 
-from deployments.requests.errors import RequestError, shown
 from deployments.requests.pictures.fetch import fetched, origin_of
 from deployments.requests.pictures.limits import PictureLimits
+from deployments.requests.request_errors import RequestError, shown
 
 Source = bytes | str
 """The bytes of a file, or a URL."""

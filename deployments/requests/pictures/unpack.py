@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from deployments.requests.errors import RequestError
 from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.pictures.sources import Sources, bytes_of
+from deployments.requests.request_errors import RequestError
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures
 
 if TYPE_CHECKING:

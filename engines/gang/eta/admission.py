@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engines.gang.config import Clock
 from engines.gang.errors import DEADLINE, TooLateError
 from engines.gang.eta.prediction import StepPrediction
+from engines.gang.gang_config import Clock
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.job_table import JobTable, OpenJob
 from engines.gang.jobs.scheduler import Scheduler

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from engines.gang.config import Clock, GangConfig
 from engines.gang.errors import GangBrokenError, QueueFullError
+from engines.gang.gang_config import Clock, GangConfig
 from engines.gang.jobs.job import Job, JobDone, JobEvent, Progress
 from engines.gang.metrics import GangMetrics, Outcome
 

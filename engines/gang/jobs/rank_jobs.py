@@ -17,8 +17,8 @@ from torch import Tensor
 from engines.core.engine import JobFailedError, RankContext
 from engines.core.model import Branch
 from engines.core.packing import empty, joined, message_bytes, pack, unpack
-from engines.gang.config import RankParts
 from engines.gang.errors import portable
+from engines.gang.gang_config import RankParts
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.step_plan import JobFailure, JobStep, Move, StepPlan, StepReport, Work
 from engines.gang.jobs.step_timer import StepTimer, step_timer

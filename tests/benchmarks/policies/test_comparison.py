@@ -16,7 +16,7 @@ from benchmarks.load.mix import RequestClass, load_mix
 from benchmarks.policies.comparison import Case, Simulated, compared, simulated, stretches
 from benchmarks.serving.settings import with_values
 from deployments.cli.serving import load_config
-from engines.gang.config import GangConfig
+from engines.gang.gang_config import GangConfig
 
 ALONE = {
     "small": Alone(model="pictures", num_steps=10, step_s=0.1, other_s=0.5, num_ranks=2, ratios={1: 1.25}),

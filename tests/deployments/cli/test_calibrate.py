@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from deployments.cli.build import model_over
 from deployments.cli.main import app
 from deployments.config import ModelConfig
-from deployments.stages.config import DenoiserConfig
 from deployments.stages.rank import LoadRankParts
+from deployments.stages.stage_config import DenoiserConfig
 from engines.core.engine import RankContext
 from engines.core.tensors import relative_difference
 from engines.quantization.calibration import recording_all

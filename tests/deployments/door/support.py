@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import httpx
 
 from deployments.door.door import Door, listen
+from deployments.door.door_settings import DoorSettings
 from deployments.door.haproxy import PictureQueue
-from deployments.door.settings import DoorSettings
 from tests.support.patience import PATIENCE_S
 
 SETTINGS = DoorSettings(max_head_bytes=4096, max_connections=200, head_timeout_s=PATIENCE_S)

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from deployments.door.door import Door, listen
-from deployments.door.settings import DoorSettings
+from deployments.door.door_settings import DoorSettings
 from deployments.http.body_limit import STRAY_BYTES
 from tests.deployments.door.support import SETTINGS, Backend, address_of, assert_error, doored, served
 from tests.deployments.support.live import wait_until

@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler
 import httpx
 import pytest
 
+from deployments.door.door_settings import DoorSettings
 from deployments.door.haproxy import PictureQueue
-from deployments.door.settings import DoorSettings
 from tests.deployments.door.support import SETTINGS, Backend, address_of, assert_error, doored, handled, served
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S

@@ -11,7 +11,7 @@ import pytest
 
 from deployments.door import haproxy
 from deployments.door.door import Door, listen
-from deployments.door.settings import DoorSettings
+from deployments.door.door_settings import DoorSettings
 from tests.deployments.door.support import Backend, address_of, assert_error, doored, served
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S

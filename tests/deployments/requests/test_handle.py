@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from deployments.requests.errors import RequestError
 from deployments.requests.handle import handle_request
 from deployments.requests.pictures.limits import PictureLimits
+from deployments.requests.request_errors import RequestError
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, Lora
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.deployments.support.files import data_url, file_of, noise

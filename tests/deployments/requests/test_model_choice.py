@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.requests.errors import RequestError
 from deployments.requests.model_choice import Needs, choose_card
+from deployments.requests.request_errors import RequestError
 from deployments.service.interface import ModelCard
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_configuration

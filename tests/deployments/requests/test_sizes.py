@@ -9,8 +9,8 @@ import pytest
 from diffusers.pipelines.qwenimage.pipeline_qwenimage_layered import calculate_dimensions
 
 from deployments.requests.bodies import EditBody, ImageBody, VideoBody
-from deployments.requests.errors import RequestError
 from deployments.requests.images import ImageRequest
+from deployments.requests.request_errors import RequestError
 from deployments.requests.rules import Requester, RequestRules, ResolvedRequest, choose_size, size_of
 from deployments.service.interface import ModelCard
 from pipelines.defaults import Defaults

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from deployments.requests.errors import RequestError
 from deployments.requests.handle import handle_request
+from deployments.requests.request_errors import RequestError
 from deployments.service.interface import ModelCard
 from tests.deployments.support.fake_studio import CLIPS, PICTURES
 

@@ -13,7 +13,6 @@ from deployments.config import ModelConfig
 from deployments.service.interface import Output
 from deployments.stages import measured_times, vae_decoder
 from deployments.stages.common import StageSpec
-from deployments.stages.config import DecoderConfig, DenoiserConfig
 from deployments.stages.measured_times import (
     DecodeKey,
     DecodeTimes,
@@ -22,6 +21,7 @@ from deployments.stages.measured_times import (
     num_text_tokens,
     step_times_of,
 )
+from deployments.stages.stage_config import DecoderConfig, DenoiserConfig
 from deployments.stages.vae_decoder import VaeDecoder
 from engines.core.estimates import StepEstimates
 from engines.core.parcel import Parcel

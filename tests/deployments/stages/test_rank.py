@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from deployments.config import ModelConfig
-from deployments.stages.config import DenoiserConfig
 from deployments.stages.rank import LoadRankParts, is_sliced
+from deployments.stages.stage_config import DenoiserConfig
 from engines.core.engine import RankContext
 from engines.parallel.early_start import EarlyStart
 from engines.planner.cost_model import USABLE

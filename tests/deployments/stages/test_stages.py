@@ -18,7 +18,7 @@ from deployments.ingress import make_cards
 from deployments.requests.handle import handle_request
 from deployments.service.interface import Output
 from deployments.stages.common import StageSpec, load_stage
-from deployments.stages.config import EncoderConfig
+from deployments.stages.stage_config import EncoderConfig
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from engines.core.parcel import Parcel

@@ -17,8 +17,8 @@ from deployments.config import ModelConfig
 from deployments.service.interface import Output
 from deployments.stages import vae_decoder
 from deployments.stages.common import StageSpec
-from deployments.stages.config import DenoiserConfig, EncoderConfig
 from deployments.stages.devices import host_lock
+from deployments.stages.stage_config import DenoiserConfig, EncoderConfig
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from deployments.stages.warm_up import PROMPT, warm_decoder, warm_encoder

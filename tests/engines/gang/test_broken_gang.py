@@ -20,9 +20,9 @@ import pytest_asyncio
 from ray.exceptions import RayActorError
 
 from engines.gang import driver
-from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang import DEATH_WITHIN_S, Gang
+from engines.gang.gang_config import GangConfig
 from engines.gang.rank import kill_ranks
 from tests.engines.gang.support.checks import assert_breaks_for_everyone, jobs_in_flight, warm_up
 from tests.engines.gang.support.fakes import (

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from engines.gang import gang as gang_module
-from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
+from engines.gang.gang_config import GangConfig
 from tests.engines.gang.support.set_clock import SetClock, SetRanks, remote, settled
 
 

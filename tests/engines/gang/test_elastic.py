@@ -9,10 +9,10 @@ import pytest
 import pytest_asyncio
 import torch
 
-from engines.gang.config import GangConfig
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.eta.prediction import USUAL_MOVE_S
 from engines.gang.gang import Gang
+from engines.gang.gang_config import GangConfig
 from engines.gang.jobs.job import JobDone, Progress
 from tests.engines.gang.support.checks import assert_equal
 from tests.engines.gang.support.fakes import FakeRequest, fake_job, reference_latents

@@ -16,9 +16,9 @@ import ray
 import torch
 
 from engines.core.engine import JobFailedError
-from engines.gang.config import Clock, GangConfig
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
+from engines.gang.gang_config import Clock, GangConfig
 from engines.gang.jobs.job import JobDone, PreviewReady, Progress
 from engines.gang.jobs.job_table import JobTable
 from engines.gang.metrics import GangMetrics

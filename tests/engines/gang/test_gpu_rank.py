@@ -13,7 +13,7 @@ from torch import Tensor, multiprocessing
 from engines.core.engine import RankContext
 from engines.core.model import Branch
 from engines.gang.communicator import Communicator
-from engines.gang.config import RankParts
+from engines.gang.gang_config import RankParts
 from engines.gang.jobs.rank_jobs import RankJobs
 from engines.gang.jobs.step_plan import JobStep, StepPlan, Work
 from tests.engines.gang.support.fakes import FakeRequest, FakeSampler, FakeState, fake_job

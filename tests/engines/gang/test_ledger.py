@@ -11,10 +11,10 @@ import pytest
 
 from benchmarks.policies.h200 import STEPS
 from engines.gang import gang as gang_module
-from engines.gang.config import GangConfig
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.eta.prediction import LEAD_S, LEAD_SHARE, USUAL_MOVE_S
 from engines.gang.gang import Gang
+from engines.gang.gang_config import GangConfig
 from engines.gang.jobs.job import Job, JobDone, JobEvent, Progress
 from engines.gang.jobs.job_table import JobTable
 from engines.gang.jobs.step_plan import JobFailure, StepReport, Work

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.gang.config import GangConfig
+from engines.gang.gang_config import GangConfig
 from engines.gang.placement import gang_bundles, gang_strategy, rank_bundle_index
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engines.core.engine import RankContext
-from engines.gang.config import BuildRank, GangConfig
+from engines.gang.gang_config import BuildRank, GangConfig
 from engines.gang.rank import Rank
 from engines.parallel.early_start import start_early
 from tests.engines.gang.support.fakes import load_fake
@@ -22,7 +22,7 @@ def test_a_rank_answers_a_ping_before_it_imports_anything_large() -> None:
     """What hangs while it imports is found by pings: an actor answers none before it is made."""
     made = "from engines.gang.rank import Rank; rank = Rank(GangConfig(num_ranks=2, cpus_per_rank=1), 1)"
     check = "import sys; assert 'torch' not in sys.modules; assert rank.ping() == 1"
-    command = f"from engines.gang.config import GangConfig; {made}; {check}"
+    command = f"from engines.gang.gang_config import GangConfig; {made}; {check}"
     subprocess.run([sys.executable, "-c", command], check=True)
 
 

@@ -24,10 +24,10 @@ from ray.exceptions import RayActorError
 from engines.core import logs
 from engines.core.engine import RankContext
 from engines.gang import gang as gang_module
-from engines.gang.config import BuildRank, BuiltRank, GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang import Gang
+from engines.gang.gang_config import BuildRank, BuiltRank, GangConfig
 from engines.gang.rank import spawn_ranks
 from engines.gang.start import PING_EVERY_S, Start
 from tests.engines.gang.support.fakes import FAKE_ESTIMATES, FakeRequest, fake_job, load_fake, reference_latents

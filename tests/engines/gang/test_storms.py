@@ -9,8 +9,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
+from engines.gang.gang_config import GangConfig
 from engines.gang.policies.policy import POLICIES
 from tests.engines.gang.support.plans import num_steps_left
 from tests.engines.gang.support.storm import NUM_RANKS, Client, Storm, clients, nothing_to_kill

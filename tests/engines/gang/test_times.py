@@ -11,9 +11,9 @@ import pytest
 import pytest_asyncio
 
 from engines.gang import gang as gang_module
-from engines.gang.config import GangConfig
 from engines.gang.errors import TooLateError
 from engines.gang.gang import Gang
+from engines.gang.gang_config import GangConfig
 from engines.gang.jobs.job import Job, JobDone, JobEvent, JobQueued, PreviewReady, Progress
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.helpers import run

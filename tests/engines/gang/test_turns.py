@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from engines.gang import gang as gang_module
-from engines.gang.config import GangConfig
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang import Gang
+from engines.gang.gang_config import GangConfig
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.helpers import run
 from tests.engines.gang.support.set_clock import SetClock, SetRanks, settled

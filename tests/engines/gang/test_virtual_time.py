@@ -14,9 +14,9 @@ import pytest
 from benchmarks.policies.h200 import STEPS
 from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation
 from engines.gang import gang as gang_module
-from engines.gang.config import GangConfig
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang import Gang
+from engines.gang.gang_config import GangConfig
 from engines.gang.jobs.job import Job, JobQueued
 from engines.gang.policies.policy import POLICIES, make_policy
 from tests.engines.gang.support.fakes import FakeRequest, fake_job

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from ray.exceptions import ActorDiedError
 
-from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
+from engines.gang.gang_config import GangConfig
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.step_plan import JobStep, StepReport, Work
 from engines.gang.ledger import InFlightStep

@@ -83,5 +83,5 @@ def test_limits_are_checked(options: dict[str, int], message: str) -> None:
 
 
 def test_a_replica_that_configures_a_gang_needs_no_torch() -> None:
-    code = "import sys, engines.gang.config; sys.exit('torch' in sys.modules)"
+    code = "import sys, engines.gang.gang_config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
+from engines.gang.gang_config import GangConfig
 from engines.gang.jobs.job import Job, JobDone
 from tests.engines.gang.support.checks import outcome_of
 from tests.engines.gang.support.helpers import alive, eventually, group_for, submit

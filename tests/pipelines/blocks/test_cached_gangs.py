@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engines.core.engine import RankContext
 from engines.core.tensors import relative_difference
-from engines.gang.config import RankParts
+from engines.gang.gang_config import RankParts
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.rank_jobs import RankJobs
 from engines.gang.jobs.scheduler import Scheduler

@@ -15,8 +15,8 @@ from PIL import Image
 
 from deployments.cli.client import Client
 from deployments.cli.generate import generate
-from deployments.requests.errors import RequestError
 from deployments.requests.handle import handle_request
+from deployments.requests.request_errors import RequestError
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.test_errors import error_of
 from tests.deployments.support.fake_studio import FakeStudio, colour

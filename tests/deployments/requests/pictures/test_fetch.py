@@ -8,12 +8,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from deployments.requests.errors import RequestError
 from deployments.requests.pictures import fetch
 from deployments.requests.pictures.fetch import origin_of
 from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.pictures.sources import Sources
 from deployments.requests.pictures.unpack import unpack
+from deployments.requests.request_errors import RequestError
 from tests.deployments.support.files import file_of, noise
 from tests.support.patience import PATIENCE_S
 

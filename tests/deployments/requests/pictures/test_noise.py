@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from deployments.requests.errors import RequestError
+from deployments.requests.request_errors import RequestError
 from tests.deployments.requests.pictures.test_unpack import ORIENTATION, unpacked
 from tests.deployments.support.files import file_of, noise
 

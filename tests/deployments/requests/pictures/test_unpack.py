@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
-from deployments.requests.errors import RequestError
 from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.pictures.sources import Source, Sources
 from deployments.requests.pictures.unpack import unpack
+from deployments.requests.request_errors import RequestError
 from pipelines.request import NO_PICTURES, InputPictures
 from tests.deployments.support.files import data_url, file_of, noise
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from engines.gang import gang as gang_module
-from engines.gang.config import GangConfig
 from engines.gang.errors import TooLateError
 from engines.gang.eta.admission import JobAdmission
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.eta.prediction import StepPrediction, shape_name
 from engines.gang.gang import Gang
+from engines.gang.gang_config import GangConfig
 from engines.gang.jobs.job import Job, JobDone
 from engines.gang.jobs.job_table import JobTable
 from engines.gang.jobs.scheduler import Scheduler

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engines.core.engine import RankContext
 from engines.core.model import Branch
-from engines.gang.config import RankParts
+from engines.gang.gang_config import RankParts
 from engines.gang.jobs.rank_jobs import RankJobs
 from engines.gang.jobs.step_plan import JobStep, Move, StepPlan, Work
 from engines.gang.jobs.step_timer import CudaStepTimer, StepTimer, step_timer

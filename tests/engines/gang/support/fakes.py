@@ -18,7 +18,7 @@ from torch import Tensor
 from engines.core.engine import JobFailedError, RankContext
 from engines.core.estimates import StepEstimates
 from engines.core.model import Branch
-from engines.gang.config import BuildRank, RankParts
+from engines.gang.gang_config import BuildRank, RankParts
 from engines.gang.jobs.job import Job
 
 Fault = Literal["exit", "hang", "error", "value_error", "job_failed"]

@@ -14,9 +14,9 @@ from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from deployments.forked_workers import forking_python
-from engines.gang.config import Clock, GangConfig
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang import Gang
+from engines.gang.gang_config import Clock, GangConfig
 from engines.gang.jobs.job import Job, JobDone, JobEvent, JobQueued
 from engines.gang.placement import gang_bundles, gang_strategy
 from tests.engines.gang.support.fakes import load_fake

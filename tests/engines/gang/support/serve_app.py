@@ -9,8 +9,8 @@ from typing import Any
 
 from ray import serve
 
-from engines.gang.config import GangConfig
 from engines.gang.gang import Gang
+from engines.gang.gang_config import GangConfig
 from engines.gang.jobs.job import Job, JobEvent
 from engines.gang.placement import gang_bundles, gang_strategy
 from tests.engines.gang.support.fakes import load_fake

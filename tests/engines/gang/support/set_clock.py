@@ -10,7 +10,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from engines.gang.config import Clock
+from engines.gang.gang_config import Clock
 from engines.gang.jobs.step_plan import StepPlan, StepReport
 
 NUM_TURNS = 20

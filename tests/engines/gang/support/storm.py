@@ -13,10 +13,10 @@ import pytest
 
 from engines.gang import driver as driver_module
 from engines.gang import gang as gang_module
-from engines.gang.config import GangConfig
 from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang import Gang
+from engines.gang.gang_config import GangConfig
 from engines.gang.jobs.job import Job, JobDone, PreviewReady, Progress
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.helpers import submit

@@ -10,7 +10,7 @@ import sys
 import ray
 from ray.cluster_utils import Cluster
 
-from engines.gang.config import GangConfig
+from engines.gang.gang_config import GangConfig
 from tests.engines.gang.support.fakes import FakeRequest, fake_job, reference_latents
 from tests.engines.gang.support.helpers import gang_of, latents
 

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 from ray.exceptions import ActorDiedError
 
 from engines.core.spec import tiling_sizes
-from engines.gang.config import Clock, GangConfig
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang import Gang
+from engines.gang.gang_config import Clock, GangConfig
 from engines.gang.jobs.step_plan import StepPlan, StepReport
 from engines.gang.jobs.step_timer import CudaStepTimer
 from tests.engines.gang.support.set_clock import actor, remote

@@ -14,7 +14,7 @@ from torch import Tensor
 from engines.core.engine import RankContext
 from engines.core.model import Branch
 from engines.core.spec import ParallelSpec
-from engines.gang.config import BuildRank, RankParts
+from engines.gang.gang_config import BuildRank, RankParts
 from engines.parallel.division import Division, TeamSpecs
 from engines.parallel.mesh import Groups, Team
 from engines.tensorrt_engine.build.export_cache import ExportCache

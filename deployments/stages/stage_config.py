@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass
 
 from engines.core.engine import EngineChoice
 from engines.core.spec import ParallelSpec
-from engines.gang.config import GangConfig
+from engines.gang.gang_config import GangConfig
 from engines.registry import ENGINES, check_engine, find_engine
 from engines.tensorrt_engine.rules import TensorRTOptions
 from engines.torch_engine.options import TorchOptions
