@@ -42,7 +42,7 @@ def _marks(annotation: Any) -> list[NoEffect]:
 
 def names_read() -> set[str]:
     """Attributes that anything reads that has a body."""
-    files = [path for folder in ("requests", "api") for path in (ROOT / "deployments" / folder).rglob("*.py")]
+    files = [path for folder in ("requests", "http") for path in (ROOT / "deployments" / folder).rglob("*.py")]
     nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text())))
     return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
@@ -57,7 +57,7 @@ def test_what_nobody_reads_is_marked(body: type[MediaBody]) -> None:
 def test_what_is_marked_is_said_to_be_without_effect(body: type[MediaBody]) -> None:
     """Switches in the sentence about them, the rest in the tables, or where answers give it back."""
     text = "\n".join(path.read_text() for path in sorted((ROOT / "docs" / "use").glob("*.md")))
-    sentence = text[text.index("They are accepted while they are `false`") : text.index("What\nstands in `extra_body`")]
+    sentence = text[text.index("They are accepted while they are `false`") :].partition("\n\n")[0]
     rows = [line for line in text.splitlines() if "without effect" in line or "given back" in line or "opaque" in line]
     said = {word for part in (sentence, *rows) for word in re.findall(r"`(\w+)`", part)}
     ones = {name for name, value in effectless(body).items() if value == 1}

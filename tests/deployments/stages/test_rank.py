@@ -76,7 +76,7 @@ def build_twice(folder: Path, data_dir: Path) -> tuple[tuple[str, str], tuple[st
         assert sorted(parts.estimates.by_size) == [1, 2], "of smaller teams, too"
         return str(engine.division.team((0, 1)).spec.name)
 
-    every_way = patch("engines.planner.forecast.WORTH_A_TRIAL", 1000.0)  # is timed, however fast this machine is at it
+    every_way = patch("engines.planner.forecast.TRIAL_MARGIN", 1000.0)  # is timed, however fast this machine is at it
     with patch.dict(os.environ, {"TROUPE_DATA_DIR": str(data_dir)}), every_way:
         first = strategy()
         (file,) = (data_dir / "strategies").iterdir()
