@@ -131,4 +131,4 @@ def file_shelf(settings: ApiSettings) -> FileShelf:
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=CLIENT_GONE)  # nobody reads it; the access log does
+    return Response(status_code=CLIENT_GONE)  # read by the access log alone

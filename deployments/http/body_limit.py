@@ -1,4 +1,4 @@
-"""Bounds on the body of a request: how large it may be, how long it may take, and what of it nobody reads."""
+"""Limits of a request body: size, duration, and how much of an unread body is drained."""
 
 from __future__ import annotations
 

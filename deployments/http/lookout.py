@@ -9,7 +9,7 @@ from deployments.clips.database import ClipRecord
 
 
 class Lookout:
-    """Looks at ``clips`` every ``poll_s`` at most, while somebody waits for that."""
+    """Polls ``clips`` at most every ``poll_s``, while requests wait for a change."""
 
     def __init__(self, clips: Clips, poll_s: float) -> None:
         self._clips = clips

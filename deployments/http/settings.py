@@ -78,7 +78,7 @@ class ApiLimits(PictureLimits):
 class ApiSettings(ApiLimits):
     """Limits and places of the API. ValueError if one cannot work.
 
-    ``data_dir`` holds pictures served by URL and the clips. With no ``keys`` nobody is asked for one.
+    ``data_dir`` holds pictures served by URL and the clips. Without ``keys``, requests need none.
     ``own_names`` are those of the machine. ``max_open_pictures`` has, for each model whose pictures are limited, how
     many may be under way in a replica; ``is_only_replica`` says that no other one has further places.
     ``max_files_bytes`` and ``file_lifetime_s`` bound what ``response_format=url`` leaves on the disk.

@@ -120,7 +120,7 @@ class ModelUnavailableError(Exception):
 
 
 STATUS_MAX_AGE_S = 10.0
-"""Enough for whoever is about to send a request: one that meets a broken gang waits for the next."""
+"""Fresh enough before a request: one that meets a broken gang waits for the next."""
 
 
 class Studio(Protocol):

@@ -19,7 +19,7 @@ POLL_S = 1.0
 ANSWER_DEADLINE_S = 5.0
 """For the controller's answer: while it is being replaced there is none."""
 RETRY_AFTER_S = 2.0
-"""For what is missing while nobody knows how long that takes, or longer than the last time."""
+"""Assumed for an outage of unknown length, or longer than the last one."""
 
 logger = logging.getLogger("troupe.readiness")
 

@@ -23,7 +23,7 @@ deployment until a replica has taken the request."""
 MIN_WAIT_S = 10.0
 """A replica that is there takes a request within this, however busy its machine is."""
 HELD_S = 2.0
-"""Whoever was kept waiting for a replica longer than this was accepted by that, and hears no refusal any more."""
+"""A request that waited for a replica longer than this counts as accepted and is not refused later."""
 RETRYABLE = (GangBrokenError, ray_errors.RayActorError, ray_errors.ObjectLostError)
 
 logger = logging.getLogger("troupe.flow")

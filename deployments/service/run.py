@@ -136,7 +136,7 @@ class Run:
                 self._decoders_word_s = await self._answer(responses[1])
             denoise = self.stages.denoiser.options(stream=True).denoise
             self.job_id = f"{self.request.request_id}-{uuid.uuid4().hex[:8]}"
-            request, decode_s = self._with_time_waited(), self._predicted_decode_s or 0.0  # unknown: refuses nobody
+            request, decode_s = self._with_time_waited(), self._predicted_decode_s or 0.0  # unknown: no refusal
             stream: Any = denoise.remote(self.job_id, request, encoded, self.exclusive, decode_s, self.accepted)
             responses.append(stream)
             await self._taken(object_ref_generator(stream), "denoiser")

@@ -44,7 +44,7 @@ def health_routes(context: ApiContext) -> APIRouter:
 class Liveness:
     """Answers ``GET /live``: 200 while this replica takes requests, 503 once it drains.
 
-    Whoever stands in front asks that all the time, so it asks nobody else, and is neither logged nor counted.
+    Load balancers poll it, so it makes no call, and is neither logged nor counted.
     """
 
     def __init__(self, app: ASGIApp, *, drain: Drain) -> None:
