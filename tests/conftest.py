@@ -48,7 +48,7 @@ def ray_cluster() -> Iterator[None]:
         ExitStack() as stack,
     ):
         patch.setenv("TROUPE_DATA_DIR", f"{temp_dir}/data")  # workers inherit the environment of this moment
-        for name, value in (SERVE_ENVIRONMENT | LOCAL_ENVIRONMENT).items():
+        for name, value in {**SERVE_ENVIRONMENT, **LOCAL_ENVIRONMENT}.items():
             patch.setenv(name, value)
         stack.enter_context(forking_cluster())
         with without_optional_servers():
@@ -75,9 +75,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     Groups of xdist (``--dist loadgroup``) would do it, but pytest 9.2 ignores them (pytest-xdist issue 1386).
     """
-    from xdist.scheduler import LoadFileScheduling
+    from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
-    class RayTogether(LoadFileScheduling):
+    class RayTogether(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = str(super()._split_scope(nodeid))
             return "ray" if file in OF_RAY else file

@@ -112,5 +112,10 @@ def test_each_module_is_installed_by_the_extra_that_is_told_for_it() -> None:
 
 def test_the_version_is_that_of_the_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr("deployments.names.version", lambda name: asked.append(name) or "7.8.9")
+
+    def version(name: str) -> str:
+        asked.append(name)
+        return "7.8.9"
+
+    monkeypatch.setattr("deployments.names.version", version)
     assert (own_version(), asked) == ("7.8.9", [NAME])

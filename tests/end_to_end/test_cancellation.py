@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from http.client import HTTPConnection
+from typing import Any
 
 import httpx
 import openai
@@ -135,7 +136,7 @@ def test_a_client_that_hangs_up_before_its_answer_stops_its_jobs(url: str) -> No
 
 async def test_cancelling_a_handle_stops_the_job(url: str) -> None:
     handle, before = serve.get_app_handle("troupe").options(stream=True), cancelled()
-    response = handle.generate.remote(PROMPT, **LONG)
+    response: Any = handle.generate.remote(PROMPT, **LONG)
     assert isinstance(await anext(response), Queued)
     while (await anext(response)).step < 3:
         pass

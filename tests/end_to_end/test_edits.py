@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openai
@@ -21,7 +22,7 @@ PROMPT = "make the circle blue"
 
 def test_a_picture_is_changed_by_words(official: openai.OpenAI, models: dict[str, Path]) -> None:
     file = file_of(circle_and_square())
-    answer = official.images.edit(model=EDITS, image=file, prompt=PROMPT, extra_body={"seed": 5})
+    answer: Any = official.images.edit(model=EDITS, image=file, prompt=PROMPT, extra_body={"seed": 5})
     edited = pixels_of(base64.b64decode(answer.data[0].b64_json))
     fields = {"size": f"{SIDE}x{SIDE}", "num_inference_steps": 20, "seed": 5}
     assert_same_picture(edited, bare_frames(models, model=EDITS, prompt=PROMPT, image=file, **fields)[0])

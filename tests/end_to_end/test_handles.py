@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -16,7 +17,7 @@ from tests.end_to_end.conftest import CLIPS, SMALL_CLIP
 
 
 async def test_handle_for_a_picture(url: str) -> None:
-    handle = serve.get_app_handle("troupe").options(stream=True)
+    handle: Any = serve.get_app_handle("troupe").options(stream=True)
     events = [event async for event in handle.generate.remote(PROMPT, **SMALL, seed=5, partial_images=1)]
     assert [event.step for event in events if isinstance(event, Progress)] == list(range(1, 9))
     assert sum(isinstance(event, Preview) for event in events) == 1
@@ -25,7 +26,7 @@ async def test_handle_for_a_picture(url: str) -> None:
 
 
 async def test_handle_for_a_clip(url: str) -> None:
-    handle = serve.get_app_handle("troupe").options(stream=True)
+    handle: Any = serve.get_app_handle("troupe").options(stream=True)
     events = [
         event async for event in handle.generate.remote(PROMPT, model=CLIPS, seed=5, **SMALL_CLIP | {"num_frames": 5})
     ]
@@ -37,7 +38,7 @@ async def test_handle_for_a_clip(url: str) -> None:
 
 
 async def test_handle_with_bad_fields_says_what_is_wrong(url: str) -> None:
-    handle = serve.get_app_handle("troupe").options(stream=True)
+    handle: Any = serve.get_app_handle("troupe").options(stream=True)
     with pytest.raises(ValueError, match="multiples of"):
         async for _ in handle.generate.remote(PROMPT, size="63x64"):
             pass

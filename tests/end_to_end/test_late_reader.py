@@ -66,7 +66,7 @@ async def test_no_deployment_hands_out_references(handles: dict[str, Any], model
 
 
 def references(value: object) -> list[Any]:
-    context = ray._private.worker.global_worker.get_serialization_context()
+    context = ray._private.worker.global_worker.get_serialization_context()  # type: ignore[no-untyped-call]
     return list(context.serialize(value).contained_object_refs)
 
 

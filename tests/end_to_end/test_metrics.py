@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 
 import httpx
@@ -44,9 +44,9 @@ def replicas_of(families: list[Metric]) -> set[str]:
     return {sample.labels["replica"].partition("#")[0] for family in families for sample in family.samples}
 
 
-def read() -> Counter[Sample]:
+def read() -> Mapping[Sample, float]:
     """Every sample, added up over replicas; as Prometheus would, it comes from another port than the API."""
-    samples: Counter[Sample] = Counter()
+    samples: defaultdict[Sample, float] = defaultdict(float)
     for family in page():
         for sample in family.samples:
             labels = frozenset((name, value) for name, value in sample.labels.items() if name != "replica")
@@ -54,7 +54,7 @@ def read() -> Counter[Sample]:
     return samples
 
 
-def num_grown(before: Counter[Sample], *keys: Sample) -> float:
+def num_grown(before: Mapping[Sample, float], *keys: Sample) -> float:
     now = read()
     return sum(now[key] - before[key] for key in keys)
 

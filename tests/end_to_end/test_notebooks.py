@@ -27,7 +27,8 @@ MAX_BYTES = 200_000
 
 
 def read(path: Path) -> nbformat.NotebookNode:
-    return nbformat.read(path, as_version=4)
+    notebook: nbformat.NotebookNode = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+    return notebook
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -87,7 +88,8 @@ def test_first_picture(url: str, tmp_path: Path) -> None:
     """All but the start, for which the application of this folder stands in."""
     notebook = read(NOTEBOOK)
     address = ray.get_runtime_context().gcs_address
-    notebook.cells.insert(0, nbformat.v4.new_code_cell(SHARED_START.format(address=address, url=url)))
+    start = SHARED_START.format(address=address, url=url)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(start))  # type: ignore[no-untyped-call]
     run(notebook, tmp_path)
     assert_all_is_shown(notebook)
 

@@ -6,7 +6,9 @@ import asyncio
 import base64
 import io
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal, cast
 
 import av
 import httpx
@@ -44,7 +46,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning"
 
 def test_health_and_models(url: str, official: openai.OpenAI) -> None:
     assert httpx.get(f"{url}/health", timeout=TIMEOUT_S).status_code == 200
-    kinds = {model.id: model.kind for model in official.models.list().data}
+    listed: list[Any] = official.models.list().data
+    kinds = {model.id: model.kind for model in listed}
     assert kinds == {PICTURES: "image", CLIPS: "video", EDITS: "image"}
 
 
@@ -52,7 +55,7 @@ def test_a_seed_fixes_the_bytes_and_the_picture_is_that_of_the_bare_pipeline(
     official: openai.OpenAI, models: dict[str, Path]
 ) -> None:
     def draw(seed: int) -> bytes:
-        answer = official.images.generate(prompt=PROMPT, extra_body=SMALL | {"seed": seed})
+        answer: Any = official.images.generate(prompt=PROMPT, extra_body=SMALL | {"seed": seed})
         assert answer.data[0].seed == seed
         return base64.b64decode(answer.data[0].b64_json)
 
@@ -63,7 +66,9 @@ def test_a_seed_fixes_the_bytes_and_the_picture_is_that_of_the_bare_pipeline(
 
 
 @pytest.mark.parametrize("changes", [{"true_cfg_scale": 4.0, "negative_prompt": "blue"}, {"cache": "fast"}], ids=str)
-def test_more_and_fewer_forwards_equal_the_bare_pipeline(url: str, models: dict[str, Path], changes: dict) -> None:
+def test_more_and_fewer_forwards_equal_the_bare_pipeline(
+    url: str, models: dict[str, Path], changes: dict[str, Any]
+) -> None:
     plain = {"seed": 3, "num_inference_steps": 10}
     data = picture(url, **plain, **changes)
     assert_same_picture(pixels_of(data), bare_frames(models, **plain, **changes)[0])
@@ -72,7 +77,7 @@ def test_more_and_fewer_forwards_equal_the_bare_pipeline(url: str, models: dict[
 
 def test_a_picture_made_of_a_picture_equals_the_bare_pipeline(official: openai.OpenAI, models: dict[str, Path]) -> None:
     file, fields = file_of(noise(64, 64)), SMALL | {"seed": 4, "strength": 0.6}
-    answer = official.images.edit(image=file, prompt=PROMPT, extra_body=fields)
+    answer: Any = official.images.edit(image=file, prompt=PROMPT, extra_body=fields)
     edited = pixels_of(base64.b64decode(answer.data[0].b64_json))
     assert_same_picture(edited, bare_frames(models, image=file, **fields)[0])
     assert np.abs(edited.astype(int) - bare_frames(models, seed=4)[0]).mean() > 2
@@ -80,7 +85,7 @@ def test_a_picture_made_of_a_picture_equals_the_bare_pipeline(official: openai.O
 
 def test_streaming_with_previews_and_progress(official: openai.OpenAI, url: str, models: dict[str, Path]) -> None:
     extra = SMALL | {"seed": 5, "stream_progress": True}
-    events = list(official.images.generate(prompt=PROMPT, stream=True, partial_images=3, extra_body=extra))
+    events: list[Any] = list(official.images.generate(prompt=PROMPT, stream=True, partial_images=3, extra_body=extra))
     steps = [(event.step, event.of) for event in events if event.type == "troupe.progress"]
     assert steps == [(step, 8) for step in range(1, 9)]
     partials = [event for event in events if event.type == "image_generation.partial_image"]
@@ -92,15 +97,15 @@ def test_streaming_with_previews_and_progress(official: openai.OpenAI, url: str,
 
 
 def test_several_pictures_in_one_request(official: openai.OpenAI, url: str) -> None:
-    answer = official.images.generate(prompt=PROMPT, n=2, extra_body=SMALL | {"seed": 6})
+    answer: Any = official.images.generate(prompt=PROMPT, n=2, extra_body=SMALL | {"seed": 6})
     assert [image.seed for image in answer.data] == [6, 7]
     assert [base64.b64decode(image.b64_json) for image in answer.data] == [picture(url, seed=6), picture(url, seed=7)]
 
 
 @pytest.mark.parametrize("image_format", ["png", "jpeg", "webp"])
-def test_formats(official: openai.OpenAI, url: str, image_format: str) -> None:
-    quality = {} if image_format == "png" else {"output_compression": 95}
-    answer = official.images.generate(
+def test_formats(official: openai.OpenAI, url: str, image_format: Literal["png", "jpeg", "webp"]) -> None:
+    quality: dict[str, Any] = {} if image_format == "png" else {"output_compression": 95}
+    answer: Any = official.images.generate(
         prompt=PROMPT, output_format=image_format, extra_body=SMALL | {"seed": 5}, **quality
     )
     data = base64.b64decode(answer.data[0].b64_json)
@@ -109,7 +114,7 @@ def test_formats(official: openai.OpenAI, url: str, image_format: str) -> None:
 
 
 def test_by_url(official: openai.OpenAI, url: str) -> None:
-    answer = official.images.generate(prompt=PROMPT, response_format="url", extra_body=SMALL | {"seed": 5})
+    answer: Any = official.images.generate(prompt=PROMPT, response_format="url", extra_body=SMALL | {"seed": 5})
     data = httpx.get(answer.data[0].url, timeout=TIMEOUT_S).content
     assert data == picture(url, seed=5)
     with Image.open(io.BytesIO(data)) as image:
@@ -137,8 +142,9 @@ def test_every_deployment_and_rank_logs_the_request_that_it_works_for(url: str) 
     body, headers = {"prompt": "a red circle " * 40, **SMALL, "num_inference_steps": 1}, {"x-request-id": "traced"}
     assert httpx.post(f"{url}{IMAGES}", json=body, headers=headers, timeout=TIMEOUT_S).status_code == 200
 
-    def logged(message: str) -> list[str]:
-        return [line["logger"] for line in log_lines(message) if line.get("request_id", "").startswith("traced")]
+    def is_logged_by(loggers: list[str], message: str) -> bool:
+        lines = log_lines(message)
+        return loggers == [line["logger"] for line in lines if line.get("request_id", "").startswith("traced")]
 
     by_message = {
         "the prompt has 122 tokens": ["pipelines.blocks.encoder"],
@@ -149,7 +155,7 @@ def test_every_deployment_and_rank_logs_the_request_that_it_works_for(url: str) 
         f"POST {IMAGES} 200": ["troupe.access"],
     }
     for message, loggers in by_message.items():
-        wait_until(lambda message=message, loggers=loggers: logged(message) == loggers, message)
+        wait_until(partial(is_logged_by, loggers, message), message)
 
 
 def test_answers_say_whether_the_shape_was_warm(official: openai.OpenAI, url: str) -> None:
@@ -159,19 +165,19 @@ def test_answers_say_whether_the_shape_was_warm(official: openai.OpenAI, url: st
 
     assert headers_say(WARM_SIZE) == "true", "prepared at start"
     assert [headers_say("32x80") for _ in range(2)] == ["false", "true"], "prepared by the first that came"
-    events = list(
+    events: list[Any] = list(
         official.images.generate(prompt=PROMPT, stream=True, extra_body={"size": "32x112", "num_inference_steps": 2})
     )
     assert events[-1].timings["was_warm"] is False
-    video = official.videos.create_and_poll(
-        prompt=PROMPT, poll_interval_ms=100, size=WARM_SIZE, extra_body={"num_inference_steps": 2}
+    video: Any = official.videos.create_and_poll(
+        prompt=PROMPT, poll_interval_ms=100, size=cast(Any, WARM_SIZE), extra_body={"num_inference_steps": 2}
     )
     assert video.timings["was_warm"] is True
 
 
 def test_clip_from_prompt_to_deletion(official: openai.OpenAI, models: dict[str, Path]) -> None:
     extra = SMALL_CLIP | {"seed": 4, "fps": 8}
-    video = official.videos.create_and_poll(prompt=PROMPT, poll_interval_ms=100, extra_body=extra)
+    video: Any = official.videos.create_and_poll(prompt=PROMPT, poll_interval_ms=100, extra_body=extra)
     assert (video.status, video.progress, video.seed) == ("completed", 100, 4)
     data = official.videos.download_content(video.id).read()
     with av.open(io.BytesIO(data)) as container:
@@ -233,6 +239,7 @@ async def test_of_jobs_in_flight_the_shortest_ends_first_and_each_sees_its_own_p
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_input_never_reaches_a_rank(url: str, stream: bool) -> None:
     before = len(log_lines("job begins"))
+    body: Any
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
         for body, status, param in BAD_BODIES:
             answer = client.post(IMAGES, json={**body, "stream": stream})

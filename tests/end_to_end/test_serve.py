@@ -74,7 +74,7 @@ def end_under_way(serve: Command, client: httpx.Client) -> tuple[str, str]:
         return "\n".join(paint), "\n".join(watch)
 
 
-def assert_port_is_taken(config: Path) -> None:
+def assert_port_is_taken(config: str) -> None:
     """A second server says so: in a process of its own, for this one may have a cluster from other tests."""
     with short_folder() as folder, command("serve", config, folder=folder) as second:
         assert second.wait() == 2

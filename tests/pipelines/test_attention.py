@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from engines.core.attention import Kernel
 from engines.core.model import DenoiserModel
 from engines.parallel.local_attention import plain_attention
 from tests.pipelines.support.checkpoints import tiny
@@ -81,7 +82,7 @@ def test_set_kernel_reaches_every_self_attention(name: str) -> None:
 
     transformer = model.modules["transformer"]
     expected = model.forward(transformer, branch.inputs)
-    model.set_kernel(transformer, recording)
+    model.set_kernel(transformer, cast(Kernel, recording))
     torch.testing.assert_close(model.forward(transformer, branch.inputs), expected, rtol=0, atol=1e-5)
     shape = (1, TOKENS[name], model.num_heads, model.head_dim)
     assert seen == [(shape, shape, shape)] * BLOCKS[name]
@@ -94,7 +95,8 @@ def test_a_silent_kernel_changes_the_prediction(name: str) -> None:
     model = denoiser(name, MODELS[name]())
     branch, transformer = model.probe()[0], model.modules["transformer"]
     expected = model.forward(transformer, branch.inputs)
-    model.set_kernel(transformer, lambda q, k, v: (torch.zeros_like(q), q[..., 0].transpose(1, 2)))
+    silent = cast(Kernel, lambda q, k, v: (torch.zeros_like(q), q[..., 0].transpose(1, 2)))
+    model.set_kernel(transformer, silent)
     assert (model.forward(transformer, branch.inputs) - expected).abs().max() > 0.05
 
 
@@ -103,7 +105,8 @@ def test_a_silent_kernel_changes_the_prediction(name: str) -> None:
 def test_flux_heads_are_read_off_the_tensors(fused: bool) -> None:
     """Half of the heads' rows in q, k and v leave half of the attention output: what tensor parallelism does."""
     model = denoiser("flux", flux_transformer())
-    block = model.modules["transformer"].single_transformer_blocks[0]
+    transformer: Any = model.modules["transformer"]
+    block = transformer.single_transformer_blocks[0]
     hidden_BLC = torch.randn(1, 10, 64, generator=torch.Generator().manual_seed(1))
     whole_BLC = block.attn(hidden_BLC)
     half = copy.deepcopy(block.attn)
@@ -117,7 +120,8 @@ def test_flux_heads_are_read_off_the_tensors(fused: bool) -> None:
 @torch.inference_mode()
 def test_wan_cross_attention_reads_heads_off_the_tensors() -> None:
     model = denoiser("wan", wan_transformer())
-    attention = model.modules["transformer"].blocks[0].attn2
+    transformer: Any = model.modules["transformer"]
+    attention = transformer.blocks[0].attn2
     half = copy.deepcopy(attention)
     half.norm_q = half.norm_k = attention.norm_q = attention.norm_k = nn.Identity()
     attention.to_out = half.to_out = nn.ModuleList([nn.Identity(), nn.Identity()])

@@ -130,7 +130,7 @@ def test_blocks_and_places_exist(name: str) -> None:
 def test_token_shards_are_those_of_diffusers(name: str) -> None:
     """Diffusers' plan splits per-token timesteps always if they are there; ours names them if the model has them."""
     model = build(name)
-    transformer = model.modules["transformer"]
+    transformer: Any = model.modules["transformer"]
     ours = {(shard.module, shard.key): shard.dim for shard in model.plan.shards}
     theirs = {
         (module, key): entry.split_dim
@@ -147,13 +147,13 @@ def test_token_shards_are_those_of_diffusers(name: str) -> None:
 
 def test_flux_linears_are_those_of_diffusers() -> None:
     model = build("FLUX.1-dev")
+    transformer: Any = model.modules["transformer"]
     kinds = {"colwise": ColumnLinear, "rowwise": RowLinear}
     theirs = {
-        pattern: kinds[kind] if isinstance(kind, str) else RowLinear
-        for pattern, kind in model.modules["transformer"]._tp_plan.items()
+        pattern: kinds[kind] if isinstance(kind, str) else RowLinear for pattern, kind in transformer._tp_plan.items()
     }
     assert {layer.pattern: type(layer) for layer in model.plan.linears} == theirs
-    block = model.modules["transformer"].single_transformer_blocks[0]
+    block = transformer.single_transformer_blocks[0]
     packed = next(layer for layer in model.plan.linears if layer.pattern == "single_transformer_blocks.*.proj_out")
     assert isinstance(packed, RowLinear)
     assert split_sizes(packed, block.proj_out) == block.proj_out._tp_packed_row_blocks

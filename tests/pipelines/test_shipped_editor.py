@@ -40,6 +40,7 @@ def request_of(prompt: str, num_steps: int) -> MediaRequest:
 
 def edited(ours: Pipeline, prompt: str, num_steps: int) -> NDArray[np.uint8]:
     pictures = InputPictures(pictures=(InputPicture.of(circle_and_square()),))
+    picture_HWC: NDArray[np.uint8]
     (picture_HWC,) = ours.run(request_of(prompt, num_steps), pictures)
     return picture_HWC
 

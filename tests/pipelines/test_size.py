@@ -120,10 +120,11 @@ def test_a_default_request_says_what_the_model_does(tiny_wan: Path) -> None:
     assert (request.kind, request.true_cfg_scale, request.prompt) == ("video", 5.0, "")
     changed = defaults.request(Size(width=32, height=32, num_frames=5), prompt="a star", true_cfg_scale=1.0)
     assert (changed.width, changed.num_frames, changed.prompt, changed.true_cfg_scale) == (32, 5, "a star", 1.0)
-    for ask in (
+    asks: list[Callable[[], object]] = [
         lambda: defaults.request(num_frames=0),
         lambda: defaults.request(Size(width=32, height=32, num_frames=0)),
-    ):
+    ]
+    for ask in asks:
         with pytest.raises(ValueError, match="num_frames is 0"):
             ask()
     with pytest.raises(ValueError, match="num_frames is 0; it must be at least 5"):

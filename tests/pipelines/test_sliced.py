@@ -33,8 +33,8 @@ STRATEGIES = ["tensor", "tensor2xulysses2", "pipeline2xtensor2", "guidance2xtens
 @pytest.fixture(scope="module", params=["flux", "wan"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A diffusers directory whose transformer lies in many files."""
-    make = {"flux": tiny.flux, "wan": tiny.wan}[request.param]
-    return in_many_files(make(tmp_path_factory.mktemp(request.param)))
+    makers: dict[str, Callable[[Path], Path]] = {"flux": tiny.flux, "wan": tiny.wan}
+    return in_many_files(makers[request.param](tmp_path_factory.mktemp(request.param)))
 
 
 def in_many_files(path: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
 from pipelines.blocks import compilation, decoder, encoder
 from pipelines.blocks.compilation import CompiledForward, compile_calls
 from pipelines.checkpoint import Checkpoint
 from pipelines.vae import multi_gpu
+from pipelines.vae.strips import decode_in_bands
 
 
 @pytest.fixture
@@ -93,15 +95,20 @@ def test_several_devices_leave_what_is_compiled_to_the_first(
 ) -> None:
     monkeypatch.setattr(multi_gpu, "MIN_BAND_ROWS", 2)
     counts: list[int] = []
-    in_bands = multi_gpu.decode_in_bands
-    monkeypatch.setattr(multi_gpu, "decode_in_bands", lambda *args: counts.append(len(args[0])) or in_bands(*args))
+
+    def in_bands(decoders: Sequence[Any], *args: Any) -> Tensor:
+        counts.append(len(decoders))
+        return decode_in_bands(decoders, *args)
+
+    monkeypatch.setattr(multi_gpu, "decode_in_bands", in_bands)
     checkpoint = Checkpoint(tiny_flux)
     expected, other = (checkpoint.defaults.request(width=width, height=64) for width in (64, 96))
     plain, quick = checkpoint.decoder(), checkpoint.decoder(compiled=True, memory_bytes=2**30, others=("cpu",))
     with quick.compile_calls():
         quick.decode_all(checkpoint.first_latents(expected), expected)
     for request, seen, num_devices in ((other, [], [2]), (expected, ["run"], [])):
-        graphs.clear(), counts.clear()
+        graphs.clear()
+        counts.clear()
         latents = checkpoint.first_latents(request)
         np.testing.assert_allclose(quick.decode(latents, request), plain.decode(latents, request), atol=1)
         assert (graphs, counts) == (seen, num_devices)

@@ -71,7 +71,10 @@ def run_rest(pipeline: Pipeline, state: Any) -> Tensor:
 
 
 def test_interleaved_jobs_equal_separate_ones(pipeline: Pipeline, name: str) -> None:
-    jobs = [{"seed": 1, "num_inference_steps": 4}, {"seed": 2, "true_cfg_scale": 3.0, "num_inference_steps": 4}]
+    jobs: list[dict[str, Any]] = [
+        {"seed": 1, "num_inference_steps": 4},
+        {"seed": 2, "true_cfg_scale": 3.0, "num_inference_steps": 4},
+    ]
     expected = [run(pipeline, begin(pipeline, name, **job)) for job in jobs]
     states = [begin(pipeline, name, **job) for job in jobs]
     for _ in range(4):
@@ -83,7 +86,12 @@ def test_interleaved_jobs_equal_separate_ones(pipeline: Pipeline, name: str) -> 
 def test_requests_matter(pipeline: Pipeline, name: str) -> None:
     """Every field that should change the picture does, so the comparisons with diffusers compare something."""
     base = run(pipeline, begin(pipeline, name, true_cfg_scale=2.0))
-    changes = [{"prompt": "blue"}, {"negative_prompt": "blue"}, {"seed": 3}, {"true_cfg_scale": 3.0}]
+    changes: list[dict[str, Any]] = [
+        {"prompt": "blue"},
+        {"negative_prompt": "blue"},
+        {"seed": 3},
+        {"true_cfg_scale": 3.0},
+    ]
     for change in [*changes, *([{"guidance_scale": 9.0}] if name == "flux" else [])]:
         latents = run(pipeline, begin(pipeline, name, **{"true_cfg_scale": 2.0, **change}))
         assert (latents - base).abs().max() > 0.01, change

@@ -58,7 +58,8 @@ def test_all_solvers_of_second_order_are_known() -> None:
     assert len(found) > 3
 
 
-HEUN, MULTISTEP = ("HeunDiscreteScheduler", {}), ("PNDMScheduler", {"skip_prk_steps": True})
+HEUN: tuple[str, dict[str, Any]] = ("HeunDiscreteScheduler", {})
+MULTISTEP = ("PNDMScheduler", {"skip_prk_steps": True})
 
 
 @pytest.fixture(scope="module", params=[HEUN, MULTISTEP], ids=str)

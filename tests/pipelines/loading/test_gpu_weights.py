@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import init_empty_weights
+from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor

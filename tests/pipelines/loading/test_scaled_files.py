@@ -20,7 +20,7 @@ from tests.pipelines.support.checkpoints import tiny_models
 from tests.pipelines.support.checkpoints.damage import Tensors, by_hand, changed, scaled
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
-FORMATS = {
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "scale_weight": (".scale_weight", {}),
     "weight_scale": (".weight_scale", {}),
     "by row": (".weight_scale", {"by_row": True}),

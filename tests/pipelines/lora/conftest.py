@@ -10,7 +10,7 @@ from tests.pipelines.lora.support.jobs import MODELS, Served
 from tests.pipelines.lora.support.tiny_lora import write_lora
 from tests.pipelines.support.checkpoints import tiny, tiny_models
 
-SMALL = {
+SMALL: dict[str, Callable[[Path], Path]] = {
     "flux": tiny.flux,
     "klein": tiny_models.flux2_klein,
     "qwen": tiny_models.qwen_image,

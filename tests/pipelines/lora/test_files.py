@@ -39,7 +39,10 @@ def check(folder: Path, path: Path) -> None:
     assert relative_difference(mine, without(folder)) > 0.02, "the adapter is there"
 
 
-PATTERNS = {"rank_pattern": {"attn.to_q": 2, "proj_out": 3}, "alpha_pattern": {"attn.to_k": 1, r"^proj_out": 2}}
+PATTERNS: dict[str, Any] = {
+    "rank_pattern": {"attn.to_q": 2, "proj_out": 3},
+    "alpha_pattern": {"attn.to_k": 1, r"^proj_out": 2},
+}
 
 
 @pytest.mark.parametrize(

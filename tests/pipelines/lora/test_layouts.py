@@ -133,10 +133,10 @@ def test_one_layer_for_three(small: Callable[[str], Path], tmp_path: Path, spell
     """As ComfyUI has Z-Image's attention: the rows of queries, keys and values follow each other."""
     base, place = plain(small("z")), "layers.0.attention"
     rows, columns = base[f"{place}.to_q.weight"].shape
-    tensors = pair(f"diffusion_model.{place}.qkv", 3 * rows, columns, spelling, alpha)
-    tensors |= pair(f"diffusion_model.{place}.out", rows, columns, spelling, alpha)
+    tensors = pair(f"diffusion_model.{place}.qkv", 3 * rows, columns, spelling=spelling, alpha=alpha)
+    tensors |= pair(f"diffusion_model.{place}.out", rows, columns, spelling=spelling, alpha=alpha)
     scale = 1.0 if alpha is None else alpha / RANK
-    three = product(tensors, f"diffusion_model.{place}.qkv", scale).split(rows)
+    three = torch.split(product(tensors, f"diffusion_model.{place}.qkv", scale), rows)
     expected = {f"{place}.to_{name}.weight": x for name, x in zip("qkv", three, strict=True)}
     expected[f"{place}.to_out.0.weight"] = product(tensors, f"diffusion_model.{place}.out", scale)
     check(added(small("z"), written(tensors, tmp_path)), expected)
@@ -190,10 +190,11 @@ def test_layers_that_are_written_twice_count_once(small: Callable[[str], Path], 
 def test_flux_in_comfyuis_names(small: Callable[[str], Path], tmp_path: Path) -> None:
     base, place = plain(small("flux")), "diffusion_model.double_blocks.0.img_attn"
     rows, columns = base["transformer_blocks.0.attn.to_q.weight"].shape
-    tensors = pair(f"{place}.qkv", 3 * rows, columns, "A") | pair(f"{place}.proj", rows, columns, "A", alpha=3.0)
+    tensors = pair(f"{place}.qkv", 3 * rows, columns, spelling="A")
+    tensors |= pair(f"{place}.proj", rows, columns, spelling="A", alpha=3.0)
     expected = {
         f"transformer_blocks.0.attn.to_{name}.weight": x
-        for name, x in zip("qkv", product(tensors, f"{place}.qkv").split(rows), strict=True)
+        for name, x in zip("qkv", torch.split(product(tensors, f"{place}.qkv"), rows), strict=True)
     }
     expected["transformer_blocks.0.attn.to_out.0.weight"] = product(tensors, f"{place}.proj", 3.0 / RANK)
     check(added(small("flux"), written(tensors, tmp_path)), expected)

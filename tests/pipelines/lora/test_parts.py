@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def check(folder: Path, path: Path) -> None:
     assert relative_difference(mine, painted(folder)) > 0.02, "the adapter is there"
 
 
-PATTERNS = {"rank_pattern": {"to_q": 2, "conv1": 3}, "alpha_pattern": {"to_k": 1, r"^conv_out": 2}}
+PATTERNS: dict[str, Any] = {"rank_pattern": {"to_q": 2, "conv1": 3}, "alpha_pattern": {"to_k": 1, r"^conv_out": 2}}
 
 
 def test_convolutions_of_a_u_net(sdxl: Path, tmp_path: Path) -> None:

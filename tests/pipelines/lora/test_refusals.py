@@ -20,7 +20,7 @@ LOST: dict[str, tuple[str, Callable[[str], Tensors], str]] = {
     ),
     "no part's": (
         "flux",
-        lambda _: pair("transformer.proj_out", 16, 64, "A") | pair("refiner.0", 4, 4, "A"),
+        lambda _: pair("transformer.proj_out", 16, 64, spelling="A") | pair("refiner.0", 4, 4, spelling="A"),
         r"has refiner\.0\.lora_A\.weight, refiner\.0\.lora_B\.weight, for which no part of the model has a place",
     ),
     "another model's": (
@@ -51,7 +51,7 @@ def test_a_file_that_is_none_is_named(small: Callable[[str], Path], tmp_path: Pa
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_values_that_are_no_numbers_are_named(small: Callable[[str], Path], tmp_path: Path, value: float) -> None:
-    tensors = pair("transformer.proj_out", *plain(small("flux"))["proj_out.weight"].shape, "A")
+    tensors = pair("transformer.proj_out", *plain(small("flux"))["proj_out.weight"].shape, spelling="A")
     tensors["transformer.proj_out.lora_B.weight"][1, 1] = value
     for name in ("", "ink"):
         source = LoraSource(path=str(written(tensors, tmp_path)), name=name)

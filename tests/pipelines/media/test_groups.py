@@ -26,8 +26,9 @@ def frames() -> Frames:
     rng = np.random.default_rng(0)
     coarse = rng.integers(0, 256, (4, 13, 3)).repeat(16, 0).repeat(16, 1)
     drifting = np.stack([coarse[:, 4 * index : 4 * index + 96] for index in range(NUM_FRAMES)])
-    smooth = sum(np.roll(drifting, shift, axis) for axis in (1, 2) for shift in range(-6, 7)) / 26
-    return np.clip(smooth + rng.normal(0, 2, smooth.shape), 0, 255).astype(np.uint8)
+    smooth: Any = sum(np.roll(drifting, shift, axis) for axis in (1, 2) for shift in range(-6, 7)) / 26
+    grainy: Frames = np.clip(smooth + rng.normal(0, 2, smooth.shape), 0, 255).astype(np.uint8)
+    return grainy
 
 
 def written(frames: Frames, num_threads: int, pieces: tuple[int, ...] = (), sound: Sound | None = None) -> bytes:
@@ -38,12 +39,12 @@ def written(frames: Frames, num_threads: int, pieces: tuple[int, ...] = (), soun
 
 
 def packets_of(data: bytes) -> list[Any]:
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         return [packet for packet in container.demux(video=0) if packet.size]
 
 
 def decoded(data: bytes) -> list[NDArray[np.int16]]:
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         return [frame.to_ndarray(format="rgb24").astype(np.int16) for frame in container.decode(video=0)]
 
 
@@ -66,16 +67,19 @@ def test_frames_come_back_in_order_and_groups_begin_with_key_frames(frames: Fram
     assert sorted(packet.pts for packet in packets) == [beat * index for index in range(NUM_FRAMES)]
     assert np.diff([packet.dts for packet in packets]).tolist() == [beat] * (NUM_FRAMES - 1)
     assert [packet.pts // beat for packet in packets if packet.is_keyframe] == list(range(0, NUM_FRAMES, LENGTH))
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         stream = container.streams.video[0]
+        assert stream.duration is not None
+        assert stream.time_base is not None
         assert stream.duration * stream.time_base == Fraction(NUM_FRAMES, FPS)
 
 
 def test_a_group_is_decoded_without_the_others(frames: Frames) -> None:
     """As a browser does that jumps to a key frame."""
     data = written(frames, 1)
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         stream = container.streams.video[0]
+        assert stream.time_base is not None
         container.seek(int((2 * LENGTH + 1) / FPS / stream.time_base), stream=stream, backward=True)
         shown = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
     assert len(shown) == NUM_FRAMES - 2 * LENGTH
@@ -85,10 +89,10 @@ def test_a_group_is_decoded_without_the_others(frames: Frames) -> None:
 def test_one_encoder_with_as_many_key_frames_makes_no_smaller_a_clip(
     frames: Frames, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups = [encode_group(frames[at : at + LENGTH], at, FPS) for at in range(0, NUM_FRAMES, LENGTH)]
+    groups = [encode_group(list(frames[at : at + LENGTH]), at, FPS) for at in range(0, NUM_FRAMES, LENGTH)]
     intervals = f"{QUALITY['x264-params']}:keyint={LENGTH}:min-keyint={LENGTH}:scenecut=0"
     monkeypatch.setitem(QUALITY, "x264-params", intervals)
-    single = encode_group(frames, 0, FPS)
+    single = encode_group(list(frames), 0, FPS)
     assert [packet.pts for packet in single if packet.is_keyframe] == list(range(0, NUM_FRAMES, LENGTH))
     assert sum(packet.size for group in groups for packet in group) <= 1.05 * sum(packet.size for packet in single)
 
@@ -114,7 +118,11 @@ class Held(ThreadPoolExecutor):
         return future
 
     def encode_all(self) -> None:
-        super().submit(lambda: [self.encode_one() for _ in tuple(self.waiting)]).result()
+        def encode() -> None:
+            for _ in tuple(self.waiting):
+                self.encode_one()
+
+        super().submit(encode).result()
 
     def encode_one(self) -> None:
         future, work = self.waiting[0]
@@ -137,6 +145,6 @@ def test_no_more_groups_are_held_than_was_said(frames: Frames) -> None:
 def test_what_an_encoder_raised_ends_the_clip(frames: Frames) -> None:
     with ThreadPoolExecutor(1) as workers, ClipEncoder(NUM_FRAMES, FPS, workers) as clip:
         clip.add(frames[:LENGTH])
-        clip.add(frames[:LENGTH].astype(np.float32))  # type: ignore[arg-type]
+        clip.add(frames[:LENGTH].astype(np.float32))
         with pytest.raises(ValueError, match="dtype"):
             clip.finish()

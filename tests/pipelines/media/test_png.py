@@ -47,7 +47,7 @@ def test_pillow_reads_the_pixels(height: int, width: int, num_channels: int) -> 
 
 def test_ffmpeg_reads_the_pixels() -> None:
     frame = noise(300, 700)
-    with av.open(io.BytesIO(encode_png(frame)), format="png_pipe") as container:
+    with av.open(io.BytesIO(encode_png(frame)), "r", format="png_pipe") as container:
         (read,) = container.decode(video=0)
         np.testing.assert_array_equal(read.to_ndarray(format="rgb24"), frame)
 

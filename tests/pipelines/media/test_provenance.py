@@ -56,9 +56,11 @@ def test_a_file_says_who_has_made_it_with_what_and_when(authority: Authority, fo
     assert action["digitalSourceType"] == f"{IPTC}/trainedAlgorithmicMedia"
     assert (action["softwareAgent"]["name"], action["parameters"]["model"]) == ("Troupe", "flux-shapes")
     assert abs(datetime.fromisoformat(action["when"]) - datetime.now(UTC)) < timedelta(days=1)
-    with av.open(io.BytesIO(signed)) as one, av.open(io.BytesIO(plain)) as other:
-        pictures = [[frame.to_ndarray(format="rgb24") for frame in each.decode(video=0)] for each in (one, other)]
-    np.testing.assert_array_equal(*pictures)
+    with av.open(io.BytesIO(signed), "r") as one, av.open(io.BytesIO(plain), "r") as other:
+        pictures = [
+            np.stack([frame.to_ndarray(format="rgb24") for frame in each.decode(video=0)]) for each in (one, other)
+        ]
+    np.testing.assert_array_equal(pictures[0], pictures[1])
 
 
 def test_the_action_belongs_to_what_the_signer_has_made(authority: Authority) -> None:

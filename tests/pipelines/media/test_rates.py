@@ -26,7 +26,7 @@ def numbers_of_frames() -> list[int]:
 
 def read(data: bytes) -> tuple[Fraction, set[int | None], list[int]]:
     """Return what FFmpeg reads: the average rate, the durations of samples, and the times of shown frames in ticks."""
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         stream = container.streams.video[0]
         packets = [packet for packet in container.demux(stream) if packet.size]
         times = sorted(packet.pts for packet in packets if packet.pts is not None)
@@ -36,7 +36,7 @@ def read(data: bytes) -> tuple[Fraction, set[int | None], list[int]]:
 
 def num_frames_again(data: bytes) -> int:
     """Return how many frames FFmpeg makes of a clip at a constant rate (its filter ``fps``, as ``ffmpeg -r``)."""
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         stream, graph = container.streams.video[0], Graph()
         graph.link_nodes(graph.add_buffer(template=stream), graph.add("fps", str(FPS)), graph.add("buffersink"))
         graph.configure()
@@ -57,7 +57,7 @@ def test_every_number_of_frames_has_its_rate() -> None:
     for num in numbers_of_frames():
         data = encode_clip(MOVING[:num], FPS)
         rate, durations, times = read(data)
-        assert (num, rate, len(durations)) == (num, FPS, 1)
+        assert (num, rate, len(durations)) == (num, Fraction(FPS), 1)
         assert times == [index * next(iter(durations)) for index in range(num)]  # type: ignore[operator]
         assert num_frames_again(data) == num
 
@@ -65,4 +65,4 @@ def test_every_number_of_frames_has_its_rate() -> None:
 def test_every_rate_is_the_files() -> None:
     for fps in range(1, 121):
         rate, durations, _ = read(encode_clip(MOVING[:5], fps))
-        assert (rate, len(durations)) == (fps, 1)
+        assert (rate, len(durations)) == (Fraction(fps), 1)

@@ -22,7 +22,7 @@ from tests.pipelines.support.checkpoints import tiny_pictures, tiny_qwen
 from tests.pipelines.support.checkpoints.first_steps import first_step
 
 BOUND = 1e-5
-MAKERS = {
+MAKERS: dict[str, Callable[[Path], Path]] = {
     "flux2 dev": tiny_pictures.flux2_dev,
     "flux2 klein": tiny_pictures.flux2_klein,
     "qwen": tiny_qwen.qwen,

@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
+from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
 from pipelines.models import registry
 from pipelines.request import MediaRequest
@@ -23,7 +24,6 @@ from tests.pipelines.models.test_gangs import (
     TOLERANCE,
     Case,
     denoised,
-    relative_difference,
     request_of,
     without_exchange,
 )
@@ -65,7 +65,7 @@ def unknown_without_exchange(folder: Path, request: MediaRequest, strategy: str,
         return without_exchange(folder, request, strategy, conditioning)
 
 
-@pytest.mark.parametrize("name", {**DIVIDED, **WHOLE})
+@pytest.mark.parametrize("name", [*DIVIDED, *WHOLE])
 def test_one_rank_gives_the_pipelines_own_latents(name: str, folders: Callable[[Any], Path]) -> None:
     case = {**DIVIDED, **WHOLE}[name]
     folder = folders(case.make)

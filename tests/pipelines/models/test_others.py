@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engines.core.packing import pack
+from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.registry import load_spec
 from pipelines.run import load_pipeline
@@ -23,7 +24,6 @@ from tests.pipelines.models.test_gangs import (
     Case,
     denoised,
     encoded,
-    relative_difference,
     request_of,
 )
 from tests.pipelines.support.checkpoints import tiny_others

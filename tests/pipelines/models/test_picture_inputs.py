@@ -87,7 +87,8 @@ def denoised(folder: Path, name: str, strategy: str) -> Tensor:
     case, checkpoint = CASES[name], Checkpoint(folder)
     engine = TorchEngine(checkpoint.denoiser(), strategy=strategy)
     with small_pictures():
-        return ran(load_pipeline(checkpoint, engine), checkpoint, case)["latents"]
+        latents: Tensor = ran(load_pipeline(checkpoint, engine), checkpoint, case)["latents"]
+    return latents
 
 
 def without_exchange(folder: Path, name: str, strategy: str) -> Tensor:
@@ -159,7 +160,8 @@ def fast_denoised(folder: Path, name: str) -> Tensor:
     case, checkpoint = CASES[name], Checkpoint(folder)
     engine = TorchEngine(checkpoint.denoiser(), fast=True, strategy="ulysses")
     with small_pictures():
-        return ran(load_pipeline(checkpoint, engine), checkpoint, case)["latents"]
+        latents: Tensor = ran(load_pipeline(checkpoint, engine), checkpoint, case)["latents"]
+    return latents
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -182,11 +184,11 @@ def test_pictures_come_out_and_jobs_move(name: str, folders: Callable[[Any], Pat
     sampler, decoder = pipeline.sampler, pipeline.decoder
     sides = (request.height, request.width)
     preview = decoder.preview(sampler.preview(states[1]), request)
-    assert (preview.shape, preview.dtype) == ((1, *sides, 3), np.uint8)
+    assert (preview.shape, preview.dtype) == ((1, *sides, 3), np.dtype(np.uint8))
     assert torch.equal(sampler.preview(states[-1])["latents"], sampler.latents(states[-1])["latents"])
     frames = decoder.decode(sampler.latents(states[-1]), request)
     shape = (request.num_layers, *sides, 4) if request.num_layers else (1, *sides, 3)
-    assert (frames.shape, frames.dtype) == (shape, np.uint8)
+    assert (frames.shape, frames.dtype) == (shape, np.dtype(np.uint8))
     cpu = torch.device("cpu")
     skeleton, tensors = pack(states[1], cpu)
     state = unpack(skeleton, joined(tensors, cpu))

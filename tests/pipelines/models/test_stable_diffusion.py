@@ -189,7 +189,7 @@ def test_a_job_moves_between_ranks(name: str, loaded: Callable[[Any], tuple[Chec
     skeleton, tensors = pack(middle, cpu)
     state = unpack(skeleton, joined(tensors, cpu))
     preview = pipeline.decoder.preview(pipeline.sampler.preview(state), request)
-    assert (preview.shape, preview.dtype) == ((1, request.height, request.width, 3), np.uint8)
+    assert (preview.shape, preview.dtype) == ((1, request.height, request.width, 3), np.dtype(np.uint8))
     while state.step < pipeline.sampler.num_steps(state):
         state = pipeline.sampler.advance(state, pipeline.engine.predict(pipeline.sampler.branches(state), (0,)))
     finished, expected = (pipeline.sampler.latents(one)["latents"] for one in (state, last))

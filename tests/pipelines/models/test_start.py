@@ -12,7 +12,7 @@ from pipelines.run import PlainEngine
 from pipelines.size import Size
 from tests.pipelines.support.checkpoints import tiny_pictures, tiny_qwen
 
-MODELS = {
+MODELS: dict[str, Callable[[Path], Path]] = {
     "flux": tiny_pictures.flux,
     "flux kontext": tiny_pictures.flux_kontext,
     "flux2 dev": tiny_pictures.flux2_dev,
@@ -30,8 +30,7 @@ WITH_PICTURES = {"qwen edit": 2 * 15, "qwen edit plus": 2 * 15, "qwen layered": 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_gang_can_begin(name: str, tmp_path: Path) -> None:
-    make: Callable[[Path], Path] = MODELS[name]
-    checkpoint = Checkpoint(make(tmp_path))
+    checkpoint = Checkpoint(MODELS[name](tmp_path))
     multiple = checkpoint.defaults.size_multiple
     typical = checkpoint.defaults.request(Size(width=5 * multiple, height=3 * multiple))
     model = checkpoint.denoiser(typical=typical)

@@ -17,13 +17,14 @@ from PIL import Image
 from torch import Tensor
 
 from engines.core.packing import pack
+from engines.core.tensors import relative_difference
 from engines.parallel import strategies as strategies
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from pipelines.size import Size
 from tests.engines.support.gloo import gang
-from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE, relative_difference
+from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.support.checkpoints import tiny, tiny_hunyuan, tiny_ltx, tiny_video
 from tests.pipelines.support.references import own_clips as own_clips
 from tests.pipelines.support.references.video import Clip, Latents, denoised, picture, pictures_of

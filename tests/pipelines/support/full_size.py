@@ -70,7 +70,7 @@ def _blank(opened: OpenedPipeline, request: MediaRequest, num_tokens: int) -> Co
         "prompt_embeds": torch.zeros(1, 77, config["cross_attention_dim"]),
         "pooled_prompt_embeds": torch.zeros(1, pooled),
     }
-    values = prompt | {f"negative_{key}": x for key, x in prompt.items()}
+    values = {**prompt, **{f"negative_{key}": x for key, x in prompt.items()}}
     return Conditioning(values=values, kinds={"denoiser_input_fields": tuple(values)}, dtype=torch.float32)
 
 
@@ -151,7 +151,7 @@ def trace(model: DenoiserModel, call: Call) -> None:
     copied = copy.deepcopy(block, memo | {id(x): _shape(x) for x in block.buffers()})
     forward = types.MethodType(type(copied).forward, copied)
     torch._dynamo.reset()
-    disabled = torch.compiler.disable(lambda *_: local_attention.plain_attention)
+    disabled = torch.compiler.disable(lambda *_: local_attention.plain_attention)  # type: ignore[no-untyped-call]
     with patch.object(local_attention, "_kernel_for", disabled):
         torch.compile(forward, dynamic=False, fullgraph=True, backend="eager")(*args, **kwargs)
 

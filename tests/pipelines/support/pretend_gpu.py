@@ -33,28 +33,30 @@ class OtherDeviceError(RuntimeError):
 class GpuTensor(Tensor):
     """``values`` on the CPU or on "meta", for all the world on ``GPU``."""
 
-    values: Tensor
+    values: Tensor  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, values: Tensor) -> GpuTensor:
         how: dict[str, Any] = {"strides": values.stride(), "storage_offset": values.storage_offset()}
-        made = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=GPU, **how)  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(cls, values.shape, dtype=values.dtype, device=GPU, **how)
         made.values = values
-        return made  # type: ignore[no-any-return]
+        return made
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _run(func, args, kwargs or {}, [])
 
 
-class PretendGpu(TorchDispatchMode):
+class PretendGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within it, what is made on ``GPU`` is a ``GpuTensor``; ``found`` is what ``recording`` would have refused."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[str] = []
         self._is_recording = False
 
@@ -64,11 +66,11 @@ class PretendGpu(TorchDispatchMode):
         self._patched = patch.multiple(torch, autocast=_autocast), patch.object(torch.amp, "autocast", _autocast)
         for each in self._patched:
             each.start()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         for each in self._patched:
             each.stop()
         torch._C._set_only_lift_cpu_tensors(self._lifted)
@@ -99,7 +101,8 @@ def _autocast(device_type: str, enabled: bool = True, **how: Any) -> AbstractCon
 def put_on_gpu(module: nn.Module) -> None:
     """Makes parameters and buffers tensors of ``GPU``. Other tensors stay on the host, as ``to`` has it."""
     for each in module.modules():
-        for tensors in (each._parameters, each._buffers):
+        both: tuple[dict[str, Any], ...] = (each._parameters, each._buffers)
+        for tensors in both:
             for name, x in tensors.items():
                 if x is not None and not isinstance(x, GpuTensor):
                     made = GpuTensor(x.detach())

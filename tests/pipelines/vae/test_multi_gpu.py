@@ -90,7 +90,7 @@ def test_bands_that_know_nothing_of_each_other_show(name: str, monkeypatch: pyte
 def test_the_rows_say_how_many_devices_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, calls = tiny_vae().decoder, list[tuple[int, int]]()
     whole = decoder(uneven(2 * multi_gpu.MIN_BAND_ROWS))
-    real = multi_gpu.decode_in_bands
+    real = strips.decode_in_bands
 
     def watched(decoders: Sequence[Any], latents_BCHW: Tensor, strip_bytes: int) -> Tensor:
         calls.append((len(decoders), strip_bytes))
@@ -113,9 +113,14 @@ def test_the_rows_say_how_many_devices_decode(monkeypatch: pytest.MonkeyPatch) -
 
 def test_what_one_device_is_ready_for_stays_there_if_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, calls = tiny_vae().decoder, list[int]()
-    real = multi_gpu.decode_in_bands
+    real = strips.decode_in_bands
+
+    def watched(decoders: Sequence[Any], *args: Any) -> Tensor:
+        calls.append(len(decoders))
+        return real(decoders, *args)
+
     monkeypatch.setattr(multi_gpu, "MIN_BAND_ROWS", 2)
-    monkeypatch.setattr(multi_gpu, "decode_in_bands", lambda *args: calls.append(len(args[0])) or real(*args))
+    monkeypatch.setattr(multi_gpu, "decode_in_bands", watched)
     ready, other = uneven(8), uneven(9)
     num_bytes = strips.peak_bytes(decoder, ready)
     for limit_bytes, counts in ((None, [2]), (num_bytes, [2]), (num_bytes - 1, [2, 2])):

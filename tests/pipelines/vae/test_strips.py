@@ -90,7 +90,12 @@ def test_what_fits_is_decoded_whole(tiny_flux: Path, monkeypatch: pytest.MonkeyP
     plain = checkpoint.decoder()
     sizes: list[int] = []
     real = strips.decode_in_strips
-    monkeypatch.setattr(strips, "decode_in_strips", lambda decoder, x: (sizes.append(x.shape[-1]), real(decoder, x))[1])
+
+    def watched(decoder: Any, latents_BCHW: Tensor) -> Tensor:
+        sizes.append(latents_BCHW.shape[-1])
+        return real(decoder, latents_BCHW)
+
+    monkeypatch.setattr(strips, "decode_in_strips", watched)
     latents = checkpoint.first_latents(large)
     vae = plain._pipeline.vae
     factor = 2 ** (len(vae.config.block_out_channels) - 1)
@@ -133,7 +138,8 @@ def peak_bytes(vae: AutoencoderKL, width: int, height: int) -> int:
     scale = 2 ** (len(vae.config.block_out_channels) - 1)
     shape = (1, vae.config.latent_channels, height // scale, width // scale)
     latents_BCHW = torch.empty(shape, dtype=vae.dtype, device="meta")
-    with LiveBytes() as alive, torch.no_grad():
+    alive = LiveBytes()
+    with alive, torch.no_grad():
         vae.decoder(latents_BCHW)
     return alive.peak
 

@@ -34,7 +34,7 @@ def added(folder: Path, file: Path, part: str = "") -> Tensors:
     return {name: x - base[name] for name, x in module.state_dict().items() if not torch.equal(x, base[name])}
 
 
-def pair(key: str, rows: int, columns: int, spelling: str = "down", alpha: float | None = None) -> Tensors:
+def pair(key: str, rows: int, columns: int, *, spelling: str = "down", alpha: float | None = None) -> Tensors:
     """A layer's pair as kohya's scripts write it, or as PEFT does."""
     down, up = SPELLINGS[spelling]
     said = {} if alpha is None else {f"{key}.alpha": torch.tensor(alpha)}

@@ -29,7 +29,7 @@ def linears_of(module: nn.Module) -> list[str]:
 
 def adapted(folder: Path, seed: int, **config: Any) -> Any:
     """The transformer with a random adapter on every linear layer, large enough to change the picture."""
-    transformer = next(iter(Checkpoint(folder).denoiser().modules.values()))
+    transformer: Any = next(iter(Checkpoint(folder).denoiser().modules.values()))
     settings: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": linears_of(transformer), **config}
     transformer.add_adapter(LoraConfig(**settings, init_lora_weights=False))
     generator = torch.Generator().manual_seed(seed)

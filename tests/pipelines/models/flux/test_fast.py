@@ -30,7 +30,8 @@ BOUND = 1e-5
 def reference(length: str) -> Tensor:
     (branch,) = models.branches("flux", length)
     with torch.no_grad():
-        return models.transformer("flux")(**branch.inputs, return_dict=False)[0]
+        prediction: Tensor = models.transformer("flux")(**branch.inputs, return_dict=False)[0]
+    return prediction
 
 
 @cache
@@ -107,5 +108,6 @@ def test_the_module_still_works_and_shares_its_weights() -> None:
     with torch.no_grad():
         torch.testing.assert_close(module(**branch.inputs)[0], before(**branch.inputs)[0])
     attn = module.transformer_blocks[0].attn
-    assert arranged.blocks.duals[0].qkv.latents.weight_NK.data_ptr() == attn.to_q.weight.data_ptr()
+    gemm: Any = arranged.blocks.duals[0].qkv.latents
+    assert gemm.weight_NK.data_ptr() == attn.to_q.weight.data_ptr()
     assert attn.to_k.weight.untyped_storage().data_ptr() == attn.to_q.weight.untyped_storage().data_ptr()

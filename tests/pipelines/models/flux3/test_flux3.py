@@ -126,7 +126,7 @@ def test_the_picture_has_the_size_asked_for(folders: Callable[[Any], Path]) -> N
     *_, middle, last = pipeline.states(request, pictures_of(CASES[SOME]))
     for latents in (pipeline.sampler.preview(middle), pipeline.sampler.latents(last)):
         frames = pipeline.decoder.decode(latents, request)
-        assert (frames.shape, frames.dtype) == ((1, request.height, request.width, 3), np.uint8)
+        assert (frames.shape, frames.dtype) == ((1, request.height, request.width, 3), np.dtype(np.uint8))
 
 
 @pytest.mark.parametrize("make", [flux3, pytest.param(flux3_distilled, marks=pytest.mark.slow)])

@@ -200,7 +200,7 @@ def test_the_picture_has_the_size_asked_for(folder: Path) -> None:
     states = list(pipeline.states(asked))
     for latents in (pipeline.sampler.preview(states[1]), pipeline.sampler.latents(states[-1])):
         frames = pipeline.decoder.decode(latents, asked)
-        assert (frames.shape, frames.dtype) == ((1, asked.height, asked.width, 3), np.uint8)
+        assert (frames.shape, frames.dtype) == ((1, asked.height, asked.width, 3), np.dtype(np.uint8))
 
 
 def test_prompts_are_cut_before_places_run_out(folder: Path) -> None:
@@ -233,5 +233,6 @@ def test_the_published_configuration_is_covered() -> None:
     theirs: Callable[[str], str] = {"colwise": "ColumnLinear", "rowwise": "RowLinear"}.__getitem__
     ours = {rule.pattern: type(rule).__name__ for rule in SHARD_PLAN.linears}
     assert ours == {pattern: theirs(kind) for pattern, kind in module._tp_plan.items()}
-    for part in (*SHARD_PLAN.shards, *SHARD_PLAN.gathers):
-        assert named_like(module, part.module)
+    divided = [shard.module for shard in SHARD_PLAN.shards] + [gather.module for gather in SHARD_PLAN.gathers]
+    for name in divided:
+        assert named_like(module, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -40,7 +41,8 @@ def test_the_text_itself_is_read_no_more() -> None:
 def test_an_engine_makes_it_once_for_each_text() -> None:
     model, (branch, other) = models.model("wan"), branch_and_other()
     engine = TorchEngine(model)
-    to_k = model.modules["transformer"].blocks[0].attn2.to_k
+    transformer: Any = model.modules["transformer"]
+    to_k = transformer.blocks[0].attn2.to_k
     with patch.object(to_k, "forward", wraps=to_k.forward) as projected:
         for step in range(3):
             latents = branch.inputs["hidden_states"] + step

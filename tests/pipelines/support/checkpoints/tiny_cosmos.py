@@ -30,7 +30,7 @@ def cosmos(path: Path, *, sound: bool = False, **more: Any) -> Path:
 
 SOUND_DIM, RATE = 6, 4000
 SOUND = {"sound_gen": True, "sound_dim": SOUND_DIM, "sound_latent_fps": 25.0}
-EDGE = {"hidden_act": "relu2", "qk_norm_for_text": False, "use_und_k_norm_for_gen": True}
+EDGE: dict[str, Any] = {"hidden_act": "relu2", "qk_norm_for_text": False, "use_und_k_norm_for_gen": True}
 
 SIGMAS = [1.0, 0.6]
 

@@ -127,7 +127,7 @@ def qwen_vl() -> Any:
     ids = {"vision_start_token_id": start, "vision_end_token_id": end, "image_token_id": image, "video_token_id": video}
     config = Qwen2_5_VLConfig(text_config=text, vision_config={**vision, "patch_size": 4, "window_size": 16}, **ids)
     torch.manual_seed(0)
-    model = shake(Qwen2_5_VLForConditionalGeneration(config))
+    model: Any = shake(Qwen2_5_VLForConditionalGeneration(config))
     model.generation_config.eos_token_id = [ALPHABET.index(letter) for letter in TALKS_UNTIL]
     return model
 
