@@ -50,9 +50,9 @@ def test_models(official: openai.OpenAI) -> None:
 def test_image_as_base64(official: openai.OpenAI) -> None:
     answer = official.images.generate(prompt="a", size="32x48", extra_body={"seed": 300}, output_format="png")
     assert (answer.size, answer.output_format) == ("32x48", "png")
-    picture: Any = (answer.data or [])[0]
-    assert picture.seed == 300
-    assert pixels(base64.b64decode(picture.b64_json)) == ("PNG", (32, 48), colour(300))
+    pictures: Any = answer.data
+    assert pictures[0].seed == 300
+    assert pixels(base64.b64decode(pictures[0].b64_json)) == ("PNG", (32, 48), colour(300))
 
 
 def test_image_by_url(official: openai.OpenAI) -> None:
