@@ -44,10 +44,11 @@ def test_shipped_configs_are_valid_down_to_the_gang(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_serve_deploy_checks_the_arguments_of_shipped_configs_and_builds_the_application(name: str) -> None:
+    builder: Any = build_app
     args = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())["applications"][0]["args"]
-    assert isinstance(call_user_app_builder_with_args_if_necessary(build_app, args), serve.Application)
+    assert isinstance(call_user_app_builder_with_args_if_necessary(builder, args), serve.Application)
     with pytest.raises(ValidationError, match="no_such_key"):
-        call_user_app_builder_with_args_if_necessary(build_app, {**args, "no_such_key": 1})
+        call_user_app_builder_with_args_if_necessary(builder, {**args, "no_such_key": 1})
 
 
 def test_there_is_a_config_for_the_laptop_and_for_1_2_4_and_8_gpus() -> None:

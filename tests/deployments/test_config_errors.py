@@ -18,7 +18,8 @@ LAPTOP: dict[str, Any] = yaml.safe_load((CONFIGS / "laptop.yaml").read_text())
 
 def models(document: dict[str, Any]) -> list[Any]:
     """The models of the laptop: flux-shapes, wan-shapes and kontext-shapes."""
-    return document["applications"][0]["args"]["models"]
+    found: list[Any] = document["applications"][0]["args"]["models"]
+    return found
 
 
 def in_all_models(document: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -88,7 +89,7 @@ def test_a_fork_has_its_libraries_and_everything_else_of_its_own(directory: str,
 
     (tmp_path / "library").mkdir()
     environment = with_environment(OWN="yes", PYTHONPATH=str(tmp_path / "library"), OMP_NUM_THREADS="1")
-    options = {"cwd": tmp_path, "env": environment, "preexec_fn": prepare}
+    options: dict[str, Any] = {"cwd": tmp_path, "env": environment, "preexec_fn": prepare}
     answer = told(begin(TELL, "one", "two words", **options))
     assert answer["parent"] == zygotes(directory)[0].pid, answer["said"]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -194,7 +195,7 @@ def test_a_worker_that_is_stopped_for_good_is_killed(is_stopped: bool, monkeypat
 
 
 def test_what_cannot_be_forked_runs_by_itself_and_says_why_once(directory: str) -> None:
-    own = {"env": with_environment(LD_LIBRARY_PATH="/somewhere/else")}
+    own: dict[str, Any] = {"env": with_environment(LD_LIBRARY_PATH="/somewhere/else")}
     (status, out, err), again = end_of(begin(TELL, "a", **own)), end_of(begin(TELL, "a", **own))
     assert status == again[0] == 0
     assert json.loads(out)["libraries"] == []

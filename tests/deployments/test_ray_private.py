@@ -88,7 +88,7 @@ def caller(ray_cluster: None) -> Iterator[DeploymentHandle[Any]]:
     serve.start(proxy_location=ProxyLocation.Disabled, http_options=HTTPOptions(host="127.0.0.1"))
     deployment = serve.deployment(ray_actor_options={"num_cpus": 0.1})
     yield serve.run(deployment(Caller).bind(deployment(Callee).bind()), name=NAME, route_prefix=None)
-    serve.shutdown()
+    serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def test_a_handle_routes_in_the_loop_of_its_caller(caller: DeploymentHandle[Any]) -> None:
@@ -178,7 +178,8 @@ def test_a_node_does_without_optional_servers(ray_cluster: None, monkeypatch: py
 def test_what_ray_starts_is_in_no_group_of_ours() -> None:
     before = services.ConsolePopen
     with processes_in_own_sessions():
-        info = services.start_ray_process(["sleep", "60"], "test", fate_share=True, stdout_file=subprocess.DEVNULL)
+        nowhere: Any = subprocess.DEVNULL  # which Ray passes on
+        info = services.start_ray_process(["sleep", "60"], "test", fate_share=True, stdout_file=nowhere)
     try:
         assert os.getsid(info.process.pid) == info.process.pid
         assert os.getpgid(info.process.pid) != os.getpgid(0)

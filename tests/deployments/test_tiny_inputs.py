@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,11 @@ pytestmark = pytest.mark.slow
 ADAPTER, SCALE = "ink", 0.8
 SIZE = (80, 64)
 CLIP = Clip(make=tiny_ltx.ltx2_few_layers, reference=sounding_blocks, num_pictures=1, changes={"true_cfg_scale": 1.0})
-MAKERS = {"drawing": tiny.flux, "painting": tiny_pictures.flux2_klein, "filming": CLIP.make}
+MAKERS: dict[str, Callable[[Path], Path]] = {
+    "drawing": tiny.flux,
+    "painting": tiny_pictures.flux2_klein,
+    "filming": CLIP.make,
+}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +70,8 @@ def own_pixels(folder: Path, request: MediaRequest, adapters: Mapping[Path, floa
     """diffusers' own pipeline with its own adapters."""
     change = loader(adapters) if adapters else as_it_is
     found: NDArray[Any] = own_state(folder, request, change=change).get("images")[0].movedim(0, -1).float().numpy()
-    return np.rint(255 * found).astype(np.uint8)
+    whole: NDArray[np.uint8] = np.rint(255 * found).astype(np.uint8)
+    return whole
 
 
 def test_requests_with_and_without_an_adapter(url: str, folders: Mapping[str, Path], adapter: Path) -> None:
@@ -103,8 +108,8 @@ def test_a_picture_is_painted_over_inside_a_mask(url: str, folders: Mapping[str,
     sent, left = file_of(drawn(*SIZE, seed=0)), mask_of(*SIZE)
     fields = {"size": f"{SIZE[0]}x{SIZE[1]}", "num_inference_steps": 4, "seed": 5, "strength": 0.7}
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused", timeout=TIMEOUT_S, max_retries=0)
-    words = {"model": "painting", "prompt": "a red circle", "image": sent}
-    answer = client.images.edit(**words, mask=opacity_of(left), extra_body=fields)
+    words: dict[str, Any] = {"model": "painting", "prompt": "a red circle", "image": sent}
+    answer: Any = client.images.edit(**words, mask=opacity_of(left), extra_body=fields)
     served = pixels_of(base64.b64decode(answer.data[0].b64_json))
     for mask, is_same in ((left, True), (ImageOps.invert(left), False)):
         (expected,) = bare_frames(dict(folders), **words, mask=opacity_of(mask), **fields)
@@ -125,7 +130,7 @@ def test_a_clip_with_sound_begins_with_a_picture(url: str, folders: Mapping[str,
     assert len(frames) == request.num_frames
     own = (255 * expected.movedim(1, -1).float().numpy()).clip(0, 255)
     assert np.abs(frames.mean((1, 2)) - own.mean((1, 2))).max() < 12, "but for lossy compression"
-    with av.open(io.BytesIO(answer.content)) as container:
+    with av.open(io.BytesIO(answer.content), "r") as container:
         (sound,) = container.streams.audio
         played_s = float(sum(frame.samples for frame in container.decode(sound)) / sound.rate)
     assert played_s == pytest.approx(request.num_frames / request.fps, abs=0.2)

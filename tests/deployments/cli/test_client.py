@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Generator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Self
 
 import httpx
 import numpy as np
@@ -129,8 +131,8 @@ def test_a_mask_that_is_needed_or_of_no_use_is_told_before_anything_is_sent(tmp_
         ):
             out = ("--model", model, "--out", str(tmp_path / "b.png"), "--url", url)
             assert_one_line(troupe("generate", "a", *args, *out), told)
-        args = ("--image", file, "--mask", file, "--out", str(tmp_path / "b.png"), "--url", url)
-        assert troupe("generate", "a", *args).exit_code == 0
+        whole = ("--image", file, "--mask", file, "--out", str(tmp_path / "b.png"), "--url", url)
+        assert troupe("generate", "a", *whole).exit_code == 0
     assert [request.model for request in studio.performed] == ["fake-inpaints"]
 
 
@@ -159,6 +161,10 @@ class Away(Client):
         super().__init__("http://troupe")
         self.answers, self.asked = list(answers), list[str]()
         self._http = httpx.Client(base_url="http://troupe", transport=httpx.MockTransport(self.answer))
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        return self
 
     def answer(self, request: httpx.Request) -> httpx.Response:
         self.asked.append(f"{request.method} {request.url.path}")
@@ -230,6 +236,7 @@ def test_another_server_is_named_as_such(answer: httpx.Response) -> None:
 def test_who_leaves_deletes_the_clip() -> None:
     with Away(httpx.Response(200, json=HALF)) as away_client:
         events = away_client.clip({"prompt": "a"})
+        assert isinstance(events, Generator)
         next(events)
         events.close()
         assert away_client.asked[-1] == "DELETE /v1/videos/video_1"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from deployments.cli import doctor
+from deployments.cli.progress import console
 
 EVERYTHING = (*doctor.PACKAGES, *doctor.EXPORT_PACKAGES, doctor.NCCL_PACKAGES[0])
 
@@ -115,7 +116,7 @@ def test_bytecode_that_is_there_is_fine_though_none_is_written(monkeypatch: pyte
 def test_the_report_shows_brackets_and_warns_of_bytecode_without_failing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor.console, "width", 600)
+    monkeypatch.setattr(console, "width", 600)
     monkeypatch.setattr(doctor, "_version", lambda name: None if name.startswith("tensorrt") else "11.2")
     bytecode(monkeypatch, tmp_path, writes=False)
     assert doctor.print_report() is True

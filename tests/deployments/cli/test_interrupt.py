@@ -17,7 +17,7 @@ MOMENTS = {"at once": ("Starting Ray Serve", None), "replicas start": (r"0:00:0[
 
 
 @pytest.mark.parametrize("moment", [pytest.param("at once", marks=pytest.mark.slow), "replicas start"])
-def test_ctrl_c_leaves_no_process_and_no_file(pictures: Path, moment: str):
+def test_ctrl_c_leaves_no_process_and_no_file(pictures: Path, moment: str) -> None:
     pattern, again_after_s = MOMENTS[moment]
     with short_folder() as folder:
         config, out = config_file(config_of({"pictures": pictures}), folder), folder / "picture.png"
@@ -31,7 +31,7 @@ def test_ctrl_c_leaves_no_process_and_no_file(pictures: Path, moment: str):
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_the_demo_leaves_no_process_and_no_half_clip():
+def test_ctrl_c_in_the_demo_leaves_no_process_and_no_half_clip() -> None:
     with short_folder() as folder, command("demo", "--out", str(folder / "out"), folder=folder) as demo:
         demo.wait_for(r"step\s+[1-9]\d? of \d+")
         assert demo.interrupt() == 130, demo.output
@@ -40,7 +40,7 @@ def test_ctrl_c_in_the_demo_leaves_no_process_and_no_half_clip():
 
 
 @pytest.mark.slow
-def test_generate_from_start_to_end(pictures: Path):
+def test_generate_from_start_to_end(pictures: Path) -> None:
     with short_folder() as folder:
         config, out = config_file(config_of({"pictures": pictures}), folder), folder / "picture.png"
         wanted = ("--steps", "2", "--size", "64x48", "--seed", "7", "--out", str(out), "--config", config)

@@ -15,7 +15,7 @@ from tests.deployments.support.live import config_of
 from tests.support.patience import PATIENCE_S
 
 
-def test_help_names_every_command_and_loads_nothing_heavy():
+def test_help_names_every_command_and_loads_nothing_heavy() -> None:
     code = "import sys; from deployments.cli.main import app; app(['--help'], standalone_mode=False); "
     code += "sys.exit(sum(name in sys.modules for name in ('torch', 'ray', 'diffusers')))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
@@ -25,24 +25,24 @@ def test_help_names_every_command_and_loads_nothing_heavy():
 
 
 @pytest.mark.parametrize("name", ["generate", "serve", "models", "estimate", "doctor", "demo"])
-def test_every_command_explains_itself(name: str):
+def test_every_command_explains_itself(name: str) -> None:
     result = troupe(name, "--help")
     assert result.exit_code == 0
     assert "Usage" in result.output
 
 
-def test_without_a_command_it_shows_the_help():
+def test_without_a_command_it_shows_the_help() -> None:
     assert "Usage" in troupe().output
 
 
-def test_doctor_says_what_is_here_and_what_can_run():
+def test_doctor_says_what_is_here_and_what_can_run() -> None:
     result = troupe("doctor")
     assert result.exit_code == 0
     for subject in ("Python", "ray", "torch", "diffusers", "engine torch", "engine tensorrt"):
         assert subject in result.output
 
 
-def test_models_of_a_config(pictures: Path, clips: Path, tmp_path: Path):
+def test_models_of_a_config(pictures: Path, clips: Path, tmp_path: Path) -> None:
     config = config_file(config_of({"small-pictures": pictures, "small-clips": clips}), tmp_path)
     result = troupe("models", "--config", config)
     assert result.exit_code == 0, result.output
@@ -51,31 +51,31 @@ def test_models_of_a_config(pictures: Path, clips: Path, tmp_path: Path):
     assert "small-clips" in result.output
 
 
-def test_an_unknown_config_is_one_line():
+def test_an_unknown_config_is_one_line() -> None:
     assert_one_line(troupe("serve", "desktop"), "desktop", "gpu1, gpu2, gpu4, gpu8, laptop")
 
 
-def test_a_config_with_an_unknown_key_names_it(tmp_path: Path):
+def test_a_config_with_an_unknown_key_names_it(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"{(CONFIGS / 'laptop.yaml').read_text()}\nnum_gangs: 2\n")
     assert_one_line(troupe("models", "--config", str(path)), "num_gangs")
 
 
-def test_a_config_that_is_no_yaml_is_one_line(tmp_path: Path):
+def test_a_config_that_is_no_yaml_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("applications: [")
     assert_one_line(troupe("models", "--config", str(path)), str(path))
 
 
-def test_a_server_that_does_not_answer_is_one_line():
+def test_a_server_that_does_not_answer_is_one_line() -> None:
     assert_one_line(troupe("models", "--url", "http://127.0.0.1:9"), "http://127.0.0.1:9")
 
 
-def test_a_file_that_cannot_be_written_is_one_line():
+def test_a_file_that_cannot_be_written_is_one_line() -> None:
     assert explain(PermissionError(13, "Permission denied", "a.png")) == "[Errno 13] Permission denied: 'a.png'"
     assert explain(KeyError("ours")) is None
 
 
-def test_the_command_is_installed():
+def test_the_command_is_installed() -> None:
     done = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, timeout=PATIENCE_S)
     assert "Usage: " in done.stdout

@@ -23,7 +23,7 @@ def test_serve_that_runs_at_another_address_is_said_at_once(ray_cluster: None) -
                 pass
             assert serve.status().proxies, "it is left as it was"
         finally:
-            serve.shutdown()
+            serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def test_a_held_port_is_given_to_who_shares_it_alone() -> None:

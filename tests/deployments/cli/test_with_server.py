@@ -79,7 +79,7 @@ def finish(http: httpx.Client, clip_id: str) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_clip_outlives_a_server_that_is_killed(clips: Path):
+def test_a_clip_outlives_a_server_that_is_killed(clips: Path) -> None:
     with short_folder() as folder:
         with serve(clips, folder) as first:
             clip_id = begin_clip(first)
@@ -90,7 +90,7 @@ def test_a_clip_outlives_a_server_that_is_killed(clips: Path):
             assert finish(http, clip_id) == finish(http, undisturbed)
 
 
-def test_a_clip(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_clip(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TROUPE_API_KEY", KEY)
     out = tmp_path / "clip.mp4"
     wanted = ("--steps", "3", "--seed", "7", "--out", str(out))
@@ -102,13 +102,13 @@ def test_a_clip(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         assert sum(1 for _ in container.decode(video=0)) == 9
 
 
-def test_without_a_key_it_is_one_line(url: str, tmp_path: Path):
+def test_without_a_key_it_is_one_line(url: str, tmp_path: Path) -> None:
     out = tmp_path / "clip.mp4"
     assert_one_line(troupe("generate", "a red circle", "--out", str(out), "--url", url), "key")
     assert not out.exists()
 
 
-def test_each_request_is_a_line_on_its_console(server: Command, url: str):
+def test_each_request_is_a_line_on_its_console(server: Command, url: str) -> None:
     with client_of(url) as http:
         http.get("/v1/models", headers={"X-Request-Id": "asked-here"}).raise_for_status()
     server.wait_for(r"\d\d:\d\d:\d\d 200 GET /v1/models \d+ ms asked-here")
@@ -116,7 +116,7 @@ def test_each_request_is_a_line_on_its_console(server: Command, url: str):
     assert any("asked-here" in file.read_text(errors="replace") for file in logs.glob("worker-*.err"))
 
 
-def test_it_is_found_and_looked_at(server: Command, url: str, monkeypatch: pytest.MonkeyPatch):
+def test_it_is_found_and_looked_at(server: Command, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     logs = Path(server.wait_for(r"(?<=Logs of its processes: ).+"))
     folder = next(parent for parent in logs.parents if parent.name.startswith("troupe_"))
     monkeypatch.setenv("TROUPE_DATA_DIR", str(folder / "data"))
@@ -137,7 +137,7 @@ def test_it_is_found_and_looked_at(server: Command, url: str, monkeypatch: pytes
     assert f"Metrics: http://127.0.0.1:{METRICS_PORT}/metrics" in server.output
 
 
-def test_other_users_of_the_machine_see_nothing(server: Command):
+def test_other_users_of_the_machine_see_nothing(server: Command) -> None:
     logs = Path(server.wait_for(r"(?<=Logs of its processes: ).+"))
     own, folder = logs.parents[2], logs.parents[3]
     assert (own.parent, own.stat().st_mode & 0o777) == (folder, 0o700)
@@ -147,7 +147,7 @@ def test_other_users_of_the_machine_see_nothing(server: Command):
     assert {path.stat().st_mode & 0o077 for path in kept} == {0}
 
 
-def test_it_listens_on_this_machine_alone(url: str):
+def test_it_listens_on_this_machine_alone(url: str) -> None:
     assert httpx.get(f"{url}/health", timeout=TIMEOUT_S).status_code == 200
     port = httpx.URL(url).port
     listening = [one.laddr for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]

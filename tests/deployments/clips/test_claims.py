@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from deployments.clips.database import ClipError, open_database
-from deployments.clips.store import Claims, ClipStore
+from deployments.clips.store import Claim, Claims, ClipStore
 from deployments.service.interface import StageTimes
 from pipelines.request import MediaRequest
 
@@ -36,6 +36,13 @@ async def open_store(url: str) -> ClipStore:
     return ClipStore(engine=await open_database(url))
 
 
+async def taken_by(claims: Claims) -> Claim:
+    """Returns the next claim, which there is."""
+    claim = await claims.take(["clips"])
+    assert claim is not None
+    return claim
+
+
 @pytest.fixture
 async def store(database_url: str) -> AsyncIterator[ClipStore]:
     store = await open_store(database_url)
@@ -57,7 +64,7 @@ async def test_the_oldest_clip_comes_first_and_only_once(store: ClipStore) -> No
     claims = Claims(store=store, lease_s=10)
     assert await claims.take(["other"]) is None
     assert await claims.take([]) is None
-    taken = [await claims.take(["clips"]) for _ in range(3)]
+    taken = [await taken_by(claims) for _ in range(3)]
     assert [claim.clip.id for claim in taken] == [clip.id for clip in clips]
     assert all((claim.clip.status, claim.clip.attempts) == ("in_progress", 1) for claim in taken)
     assert await claims.take(["clips"]) is None
@@ -82,13 +89,13 @@ async def test_many_takers_never_share_a_clip(store: ClipStore, database_url: st
 async def test_a_claim_that_ran_out_is_taken_over(store: ClipStore, clock: SimpleNamespace) -> None:
     await store.create(REQUEST, "1")
     claims = Claims(store=store, lease_s=10)
-    first = await claims.take(["clips"])
+    first = await taken_by(claims)
     clock.now_s += 6
     assert await claims.report(first, 40, 1)
     clock.now_s += 6
     assert await claims.take(["clips"]) is None  # the report renewed it
     clock.now_s += 6
-    second = await claims.take(["clips"])
+    second = await taken_by(claims)
     assert (second.clip.id, second.clip.attempts, second.clip.progress) == (first.clip.id, 2, 0)
     assert not await claims.report(first, 50, 1)
     assert not await claims.complete(first, TIMINGS)
@@ -96,7 +103,9 @@ async def test_a_claim_that_ran_out_is_taken_over(store: ClipStore, clock: Simpl
     assert not await claims.give_back(first, wait_s=0, counts=True)
     assert await claims.complete(second, TIMINGS)
     clip = await store.get(first.clip.id)
+    assert clip is not None
     assert (clip.status, clip.progress, clip.timings) == ("completed", 100, TIMINGS)
+    assert clip.completed_at is not None
     assert clip.completed_at >= clip.created_at
     assert await claims.take(["clips"]) is None
 
@@ -104,25 +113,26 @@ async def test_a_claim_that_ran_out_is_taken_over(store: ClipStore, clock: Simpl
 async def test_giving_back(store: ClipStore, clock: SimpleNamespace) -> None:
     claims = Claims(store=store, lease_s=10)
     await store.create(REQUEST, "1")
-    claim = await claims.take(["clips"])
+    claim = await taken_by(claims)
     assert await claims.give_back(claim, wait_s=5, counts=False)
     assert await store.num_waiting() == 1
     assert await claims.take(["clips"]) is None
     clock.now_s += 5.1
-    claim = await claims.take(["clips"])
+    claim = await taken_by(claims)
     assert claim.clip.attempts == 1
     await claims.give_back(claim, wait_s=0, counts=True)
-    claim = await claims.take(["clips"])
+    claim = await taken_by(claims)
     assert claim.clip.attempts == 2
     assert await claims.fail(claim, ClipError(code="c", message="m"))
     clip = await store.get(claim.clip.id)
+    assert clip is not None
     assert (clip.status, clip.error) == ("failed", ClipError(code="c", message="m"))
 
 
 async def test_deletion_takes_the_claim(store: ClipStore) -> None:
     claims = Claims(store=store, lease_s=10)
     await store.create(REQUEST, "1")
-    claim = await claims.take(["clips"])
+    claim = await taken_by(claims)
     assert await store.delete(claim.clip.id)
     assert not await store.delete(claim.clip.id)
     assert not await claims.report(claim, 10, 0)
@@ -136,7 +146,7 @@ async def test_pages_and_age(store: ClipStore) -> None:
         clip.id for clip in clips[2:]
     ]
     claims, before_s = Claims(store=store, lease_s=10), time.time()
-    await claims.complete(await claims.take(["clips"]), TIMINGS)
+    await claims.complete(await taken_by(claims), TIMINGS)
     assert await store.finished_before(time.time() + 1) == [clips[0].id]
     assert await store.finished_before(before_s) == []
 

@@ -12,7 +12,7 @@ from deployments.clips.storage import ClipFolders, StorageLostError
 from engines.gang.errors import GangBrokenError
 from pipelines.request import InputPicture, InputPictures, MediaRequest
 from tests.deployments.clips.support.runs import REQUEST as WORDS
-from tests.deployments.clips.support.runs import ended, running, started
+from tests.deployments.clips.support.runs import ended, failure_of, running, started
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.deployments.support.files import noise
 from tests.support.patience import PATIENCE_S
@@ -100,8 +100,8 @@ async def test_a_clip_whose_picture_is_gone_says_so(tmp_path: Path) -> None:
         (tmp_path / "videos" / record.id / "input-1.png").unlink()
         studio.reasons.clear()
         record = await ended(clips, record.id)
-    assert (record.status, record.error.code, record.attempts) == ("failed", "invalid_value", 1)
-    assert "send it again" in record.error.message
+    assert (record.status, failure_of(record).code, record.attempts) == ("failed", "invalid_value", 1)
+    assert "send it again" in failure_of(record).message
     assert studio.performed == []
 
 

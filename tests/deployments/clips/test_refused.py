@@ -38,8 +38,7 @@ async def test_a_folder_that_refuses_files_costs_no_attempt(tmp_path: Path) -> N
             assert "cannot be used: Not a directory" in str(await clips.storage_problem())
             with pytest.raises(StorageLostError):
                 await clips.submit(REQUEST, "1")
-            for _ in range(REQUEST.num_inference_steps * 9):
-                studio.permits.release()
+            studio.permit(REQUEST.num_inference_steps * 9)
             async with asyncio.timeout(PATIENCE_S):
                 while (await the(clips, first.id)).status != "queued":
                     await asyncio.sleep(0.01)
@@ -67,8 +66,7 @@ async def test_a_read_only_database_costs_no_attempt(tmp_path: Path, caplog: pyt
         answer = from_failure(raised.value)
         assert answer is not None
         assert (answer.status, answer.code) == (503, "storage_unavailable")
-        for _ in range(REQUEST.num_inference_steps * 9):
-            studio.permits.release()
+        studio.permit(REQUEST.num_inference_steps * 9)
         async with asyncio.timeout(PATIENCE_S):
             while "waits for the data directory" not in caplog.text:
                 await asyncio.sleep(0.01)

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import event, exc, text
+from sqlalchemy.pool import QueuePool
 
 from deployments.clips.clips import Clips
 from deployments.clips.storage import ClipFolders, Orphans, StorageFullError, StorageLostError, storage_problem
 from deployments.http.errors import from_failure
-from tests.deployments.clips.support.runs import REQUEST, ended, running, started
+from tests.deployments.clips.support.runs import REQUEST, data_of, ended, failure_of, running, started
 from tests.deployments.support.fake_studio import FakeStudio, clip
 from tests.support.patience import PATIENCE_S
 
@@ -35,7 +36,7 @@ async def test_a_finished_clip_whose_file_is_gone_has_failed(tmp_path: Path) -> 
         assert await clips.file(clip_id, "video") is None
         record = await clips.note_lost(clip_id)
         assert record is not None
-        assert (record.status, record.error.code) == ("failed", "file_gone")
+        assert (record.status, failure_of(record).code) == ("failed", "file_gone")
         assert await clips.delete(clip_id)
         assert await clips.note_lost(clip_id) is None
 
@@ -47,7 +48,7 @@ async def test_a_folder_that_is_not_mounted_costs_no_clip(tmp_path: Path) -> Non
         with pytest.raises(StorageLostError, match="is its disk mounted"):
             await clips.file(clip_id, "video")
         (tmp_path / "elsewhere").rename(tmp_path / "videos")
-        assert (await clips.file(clip_id, "video")).read_bytes() == clip(REQUEST)
+        assert await data_of(clips, clip_id) == clip(REQUEST)
 
 
 async def test_a_full_disk_is_told_and_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,13 +134,15 @@ async def test_a_database_without_a_free_connection(tmp_path: Path, caplog: pyte
         record = await clips.submit(REQUEST, "1")
         await started(studio)
         engine, num_held = clips._store.engine, 0
-        engine.pool._timeout = 0.01
+        pool = engine.pool
+        assert isinstance(pool, QueuePool)
+        pool._timeout = 0.01
         async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
-            while num_held < engine.pool.size() + engine.pool._max_overflow:
+            while num_held < pool.size() + pool._max_overflow:
                 with suppress(exc.TimeoutError):  # the runner has one now and then
                     await stack.enter_async_context(engine.connect())
                     num_held += 1
-            studio.permits.release()
+            studio.permit()
             while "progress could not be written" not in caplog.text:
                 await asyncio.sleep(0.01)
             with pytest.raises(exc.TimeoutError) as raised:
@@ -147,8 +150,7 @@ async def test_a_database_without_a_free_connection(tmp_path: Path, caplog: pyte
         answer = from_failure(raised.value)
         assert answer is not None
         assert (answer.status, answer.code) == (503, "storage_unavailable")
-        for _ in range(REQUEST.num_inference_steps):
-            studio.permits.release()
+        studio.permit(REQUEST.num_inference_steps)
         record = await ended(clips, record.id)
     assert (record.status, record.attempts) == ("completed", 1)
 
@@ -160,7 +162,7 @@ async def test_a_disk_that_fills_up_under_a_clip(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(ClipFolders, "write", write)
     async with running(FakeStudio(), tmp_path) as clips:
         record = await ended(clips, (await clips.submit(REQUEST, "1")).id)
-    assert (record.status, record.error.code, record.attempts) == ("failed", "storage_full", 3)
+    assert (record.status, failure_of(record).code, record.attempts) == ("failed", "storage_full", 3)
 
 
 async def test_a_full_database_refuses_clips_and_lets_others_go(tmp_path: Path) -> None:
@@ -208,7 +210,7 @@ async def test_what_no_clip_owns_is_swept(tmp_path: Path) -> None:
     async with running(FakeStudio(), tmp_path, orphan_s=0.2) as clips, asyncio.timeout(PATIENCE_S):
         while partial.exists() or (tmp_path / "videos" / "video_without_record").exists():
             await asyncio.sleep(0.02)
-        assert (await clips.file(clip_id, "video")).read_bytes() == clip(REQUEST)
+        assert await data_of(clips, clip_id) == clip(REQUEST)
 
 
 def test_orphans_have_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import httpx
 import pytest
@@ -75,7 +76,11 @@ def test_a_body_where_none_belongs(client: httpx.Client, backend: Backend, metho
 
 
 def test_what_only_ray_obeys_stays_outside(client: httpx.Client) -> None:
-    raws = {"serve_multiplexed_model_id": b"\xff", "x-session-id": b"\xff", "x-request-disconnect-disabled": b"?1"}
+    raws: dict[str, Any] = {
+        "serve_multiplexed_model_id": b"\xff",
+        "x-session-id": b"\xff",
+        "x-request-disconnect-disabled": b"?1",
+    }
     forwarded = {"X-Forwarded-Host": b"evil", "X-Forwarded-Proto": b"https", "X-Forwarded-For": b"1.2.3.4"}
     headers = dict(client.get("/", headers=raws | forwarded | {"traceparent": b"\xff"}).json())
     assert not headers.keys() & {*raws, "x-forwarded-host", "x-forwarded-proto", "traceparent"}
@@ -97,7 +102,7 @@ def test_a_trusted_proxy_is_believed(backend: Backend, proxy: str, believed: boo
     ("sent", "kept"), [(b"abc.1", True), (b"", False), (b"\xff\xfe", False), (b"a b", False), (b"a" * 129, False)]
 )
 def test_every_answer_has_an_id(client: httpx.Client, sent: bytes, kept: bool) -> None:
-    answer = client.get("/", headers={"X-Request-Id": sent})
+    answer = client.get("/", headers={b"X-Request-Id": sent})
     seen = dict(answer.json())["x-request-id"]
     assert answer.headers["x-request-id"] == seen
     assert (seen == sent.decode("latin-1")) is kept

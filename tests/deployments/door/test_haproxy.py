@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import resource
 import socket
 
 import httpx
@@ -39,9 +40,9 @@ def test_few_connections_on_a_listener_whose_descriptor_is_a_high_number(backend
 
 
 def test_the_limit_is_what_files_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(haproxy.resource, "getrlimit", lambda which: (256, 1024))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 1024))
     assert haproxy.max_connections(DoorSettings()) == 480
-    monkeypatch.setattr(haproxy.resource, "getrlimit", lambda which: (256, haproxy.resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, resource.RLIM_INFINITY))
     assert haproxy.max_connections(DoorSettings()) == DoorSettings().max_connections
 
 

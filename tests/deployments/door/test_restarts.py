@@ -56,7 +56,13 @@ def test_a_process_that_cannot_start_is_not_started_all_the_time(
     with served(backend) as address, doored(address) as (door, _):
         monkeypatch.setattr(door, "_binary", "false")
         pauses: list[float] = []
-        monkeypatch.setattr(door._closed, "wait", lambda pause_s: pauses.append(pause_s) or time.sleep(0.01))
+
+        def wait(pause_s: float) -> bool:
+            pauses.append(pause_s)
+            time.sleep(0.01)
+            return False
+
+        monkeypatch.setattr(door._closed, "wait", wait)
         os.kill(door.pid, signal.SIGKILL)
         wait_until(lambda: len(pauses) >= 3, "it was started several times")
     assert {*pauses} == {SHORT_LIFE_S}

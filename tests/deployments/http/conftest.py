@@ -38,7 +38,8 @@ def build(
     **settings: Any,
 ) -> FastAPI:
     clip_settings = ClipSettings(data_dir=data_dir, **(QUICK | (clips or {})))
-    api_settings = ApiSettings(data_dir=data_dir, **({"video_poll_s": 0.02, "keys": KeyRing(api_keys)} | settings))
+    quick: dict[str, Any] = {"video_poll_s": 0.02, "keys": KeyRing(api_keys)}
+    api_settings = ApiSettings(data_dir=data_dir, **(quick | settings))
     return create_api(studio, api_settings, Clips(studio, clip_settings))
 
 

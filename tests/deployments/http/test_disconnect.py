@@ -126,7 +126,8 @@ async def test_a_stream_that_is_cancelled_at_whatever_moment_is_over_with_its_re
     settings, num_begun = ApiSettings(data_dir=tmp_path), 0
 
     async def receive() -> Message:
-        return await asyncio.get_running_loop().create_future()
+        never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        return await never
 
     async def send(message: Message) -> None:
         await asyncio.sleep(0)

@@ -58,8 +58,7 @@ async def test_what_is_under_way_ends_and_what_comes_is_refused(
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/live")).json()["error"]["code"] == "server_stopping"
         assert not ending.done()
-        for _ in range(4):
-            studio.permits.release()
+        studio.permit(4)
         assert (await picture).status_code == 200
         await ending
     assert [request.prompt for request in studio.performed] == ["a"]
@@ -72,7 +71,7 @@ async def test_what_takes_too_long_is_told(
     async with draining(studio, clips, tmp_path) as (client, drain):
         body = {"prompt": "a"} | ({"stream": True, "stream_progress": True} if stream else {})
         picture = asyncio.create_task(client.post(IMAGES, json=body))
-        studio.permits.release()
+        studio.permit()
         await until(lambda: first_bytes.is_set() if stream else studio.performed)
         await drain.finish(grace_s=0.0)
         answer = await picture

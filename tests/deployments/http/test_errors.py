@@ -14,7 +14,7 @@ from fastapi import FastAPI
 
 from deployments.service.interface import ModelUnavailableError, Output, StudioEvent
 from engines.gang.errors import GangBrokenError, QueueFullError
-from pipelines.request import MediaRequest
+from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
 from tests.deployments.http.conftest import build, client_of, serving
 from tests.deployments.http.support.bad_bodies import BAD_IMAGES, BAD_VIDEOS
 from tests.deployments.support.fake_studio import FakeStudio
@@ -29,7 +29,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     assert answer.status_code == status, answer.text
     assert answer.headers["x-request-id"]
     assert answer.headers["content-type"] == "application/json"
-    error = answer.json()["error"]
+    error: dict[str, Any] = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
 
@@ -41,7 +41,9 @@ def untouched(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
 
 
 class BareStudio(FakeStudio):
-    def perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent]:
+    def perform(
+        self, request: MediaRequest, output: Output, pictures: InputPictures = NO_PICTURES
+    ) -> AsyncGenerator[StudioEvent, None]:
         raise AssertionError(request)
 
 
@@ -72,11 +74,12 @@ async def test_bad_video_request(untouched: FastAPI, case: str, as_form: bool) -
 
 
 async def test_bad_forms(client: httpx.AsyncClient) -> None:
-    for files, message in (
+    refused: list[tuple[list[tuple[str, Any]], str]] = [
         ([("prompt", ("p.txt", b"a"))], "is a file"),
         ([("prompt", (None, "a")), ("input_reference", ("i.png", b"..."))], "this model takes words alone"),
         ([("prompt", (None, "a")), ("reference", ("i.png", b"..."))], "Unknown field 'reference'"),
-    ):
+    ]
+    for files, message in refused:
         assert message in error_of(await client.post("/v1/videos", files=files), 400)["message"]
     broken = await client.post("/v1/videos", content=b"--x", headers={"Content-Type": "multipart/form-data"})
     assert error_of(broken, 400)["code"] == "invalid_value"
@@ -143,14 +146,14 @@ async def test_api_keys(studio: FakeStudio, tmp_path: Path) -> None:
         assert error_of(answer, 401)["code"] == "missing_api_key"
         assert answer.headers["www-authenticate"] == "Bearer"
         for wrong in ("Bearer alph", "Bearer alphaa", "Bearer ", "Basic alpha", "alpha", "Bearer \xff"):
-            headers = {"Authorization": wrong.encode("latin-1")}
+            headers = {b"Authorization": wrong.encode("latin-1")}
             for path in ("/v1/models", "/v1/videos", f"/v1/videos/video_{'0' * 32}", "/v1/models/nope"):
                 assert error_of(await client.get(path, headers=headers), 401)["type"] == "authentication_error"
         for right in (b"Bearer alpha", b"bearer alpha", "Bearer bêta".encode()):
-            assert (await client.get("/v1/models", headers={"Authorization": right})).status_code == 200
+            assert (await client.get("/v1/models", headers={b"Authorization": right})).status_code == 200
         assert (await client.get("/health")).status_code == 200
-        headers = {"Authorization": "Bearer alpha"}
-        made = await client.post(IMAGES, json={"prompt": "a", "response_format": "url"}, headers=headers)
+        own = {"Authorization": "Bearer alpha"}
+        made = await client.post(IMAGES, json={"prompt": "a", "response_format": "url"}, headers=own)
         assert (await client.get(made.json()["data"][0]["url"])).status_code == 200  # the name is the secret
 
 
@@ -231,8 +234,8 @@ async def test_not_ready(client: httpx.AsyncClient, studio: FakeStudio) -> None:
 async def test_request_ids(client: httpx.AsyncClient) -> None:
     for given in ("abc-1.2:3_x", "f3b6e0c4-0000-4000-8000-000000000000"):
         assert (await client.get("/nope", headers={"X-Request-Id": given})).headers["x-request-id"] == given
-    for given in ("a b", "a" * 129, "", "ü".encode()):
-        answer = await client.get("/health", headers={"X-Request-Id": given})
+    for wrong in (b"a b", b"a" * 129, b"", "ü".encode()):
+        answer = await client.get("/health", headers={b"X-Request-Id": wrong})
         assert answer.headers["x-request-id"].startswith("req_")
     ids = {(await client.get("/health")).headers["x-request-id"] for _ in range(3)}
     assert len(ids) == 3
@@ -241,8 +244,8 @@ async def test_request_ids(client: httpx.AsyncClient) -> None:
 async def test_proxy_that_answers_with_the_id_itself(studio: FakeStudio, tmp_path: Path) -> None:
     async with client_of(build(studio, tmp_path, sends_request_id=False)) as client:
         assert "x-request-id" not in (await client.get("/health")).headers
-        for given in ("mine", "a b/ü\n".encode("unicode_escape"), "a" * 200, ""):
-            await client.post(IMAGES, json={"prompt": "a"}, headers={"X-Request-Id": given})
+        for given in (b"mine", "a b/ü\n".encode("unicode_escape"), b"a" * 200, b""):
+            await client.post(IMAGES, json={"prompt": "a"}, headers={b"X-Request-Id": given})
     ids = [request.request_id.rpartition("-")[0] for request in studio.performed]
     assert ids[0] == "mine"
     assert ids[1].startswith("a b/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import openai
@@ -23,7 +24,7 @@ def test_fixed_names_by_aliases(tmp_path: Path) -> None:
     ):
         for name in ALIASES["fake-pictures"]:
             assert client.images.generate(model=name, prompt="a").data
-        video = client.videos.create(model="sora-2", prompt="a", seconds="4", size="32x32")
+        video = client.videos.create(model="sora-2", prompt="a", seconds="4", size=cast(Any, "32x32"))
         assert video.model == "fake-clips"
         assert client.models.retrieve("dall-e-3").id == "fake-pictures"
         assert [model.id for model in client.models.list()] == ["fake-pictures", "fake-clips"]

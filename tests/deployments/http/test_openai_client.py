@@ -6,6 +6,7 @@ import base64
 import io
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import av
 import httpx
@@ -33,7 +34,7 @@ async def official_async(url: str) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-def pixels(data: bytes) -> tuple[str, tuple[int, int], tuple[int, int, int]]:
+def pixels(data: bytes) -> tuple[str | None, tuple[int, int], Any]:
     image = Image.open(io.BytesIO(data))
     return image.format, image.size, image.convert("RGB").getpixel((5, 5))
 
@@ -41,7 +42,7 @@ def pixels(data: bytes) -> tuple[str, tuple[int, int], tuple[int, int, int]]:
 def test_models(official: openai.OpenAI) -> None:
     models = official.models.list().data
     assert [model.id for model in models] == ["fake-pictures", "fake-clips"]
-    model = official.models.retrieve("fake-clips")
+    model: Any = official.models.retrieve("fake-clips")  # with fields of our own, as below
     assert (model.object, model.owned_by, model.kind) == ("model", "troupe", "video")
     assert model.defaults["max_frames"] == 49
 
@@ -49,13 +50,15 @@ def test_models(official: openai.OpenAI) -> None:
 def test_image_as_base64(official: openai.OpenAI) -> None:
     answer = official.images.generate(prompt="a", size="32x48", extra_body={"seed": 300}, output_format="png")
     assert (answer.size, answer.output_format) == ("32x48", "png")
-    assert answer.data[0].seed == 300
-    assert pixels(base64.b64decode(answer.data[0].b64_json)) == ("PNG", (32, 48), colour(300))
+    pictures: Any = answer.data
+    assert pictures[0].seed == 300
+    assert pixels(base64.b64decode(pictures[0].b64_json)) == ("PNG", (32, 48), colour(300))
 
 
 def test_image_by_url(official: openai.OpenAI) -> None:
     answer = official.images.generate(prompt="a", response_format="url", output_format="webp", n=2)
-    first, second = answer.data
+    pictures: Any = answer.data
+    first, second = pictures
     assert second.seed == first.seed + 1
     assert first.url.startswith(str(official.base_url))
     got = httpx.get(first.url, timeout=PATIENCE_S)
@@ -65,7 +68,7 @@ def test_image_by_url(official: openai.OpenAI) -> None:
 
 def test_image_stream(official: openai.OpenAI) -> None:
     extra = {"seed": 7, "num_inference_steps": 6, "stream_progress": True}
-    events = list(official.images.generate(prompt="a", stream=True, partial_images=2, extra_body=extra))
+    events: list[Any] = list(official.images.generate(prompt="a", stream=True, partial_images=2, extra_body=extra))
     types = [event.type for event in events]
     assert types.count("troupe.progress") == 6
     assert types.count("image_generation.partial_image") == 2
@@ -95,9 +98,9 @@ def test_errors_become_the_clients_exceptions(official: openai.OpenAI) -> None:
         official.images.generate(prompt="a", size="33x48")
     assert caught.value.param == "size"
     assert "multiples of 16" in caught.value.message
-    with pytest.raises(openai.NotFoundError) as caught:
+    with pytest.raises(openai.NotFoundError) as missing:
         official.images.generate(prompt="a", model="gpt-image-2")
-    assert caught.value.code == "model_not_found"
+    assert missing.value.code == "model_not_found"
 
 
 def test_error_inside_a_stream(official: openai.OpenAI, studio: FakeStudio) -> None:
@@ -115,18 +118,19 @@ def test_error_inside_a_stream(official: openai.OpenAI, studio: FakeStudio) -> N
 
 
 def test_video_from_creation_to_deletion(official: openai.OpenAI) -> None:
-    video = official.videos.create_and_poll(
-        prompt="a", model="fake-clips", size="48x32", seconds="4", poll_interval_ms=50
+    video: Any = official.videos.create_and_poll(
+        prompt="a", model="fake-clips", size=cast(Any, "48x32"), seconds="4", poll_interval_ms=50
     )
     assert (video.status, video.progress, video.size, video.seconds) == ("completed", 100, "48x32", "4.125")
     content = official.videos.download_content(video.id).read()
-    with av.open(io.BytesIO(content)) as container:
+    with av.open(io.BytesIO(content), "r") as container:
         stream = container.streams.video[0]
         assert (stream.codec_context.name, stream.width, stream.height) == ("h264", 48, 32)
         assert sum(1 for _ in container.decode(stream)) == video.num_frames == 33
     thumbnail = official.videos.download_content(video.id, variant="thumbnail").read()
     assert pixels(thumbnail)[:2] == ("WEBP", (48, 32))
-    assert official.videos.retrieve(video.id).timings["denoise_s"] > 0
+    again: Any = official.videos.retrieve(video.id)
+    assert again.timings["denoise_s"] > 0
     deleted = official.videos.delete(video.id)
     assert (deleted.id, deleted.deleted, deleted.object) == (video.id, True, "video.deleted")
     with pytest.raises(openai.NotFoundError):
@@ -135,7 +139,7 @@ def test_video_from_creation_to_deletion(official: openai.OpenAI) -> None:
 
 async def test_video_async_with_extra_fields(official_async: openai.AsyncOpenAI) -> None:
     extra = {"seed": 9, "num_frames": 5, "fps": 4, "num_inference_steps": 2, "negative_prompt": "b"}
-    video = await official_async.videos.create(prompt="a", extra_body=extra)
+    video: Any = await official_async.videos.create(prompt="a", extra_body=extra)
     assert (video.seed, video.num_frames, video.fps, video.seconds) == (9, 5, 4, "1.25")
     video = await official_async.videos.poll(video.id, poll_interval_ms=20)
     assert video.status == "completed"

@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @schema.parametrize()
 @settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-def test_no_answer_surprises(case: schemathesis.Case, server: str) -> None:
+def test_no_answer_surprises(case: schemathesis.Case[Any], server: str) -> None:
     case.call_and_validate(
         base_url=server,
         headers={"Authorization": f"Bearer {KEY}"},

@@ -83,7 +83,8 @@ async def test_a_file_that_changes_as_it_is_sent(tmp_path: Path, what: str) -> N
 
 async def test_head_is_counted_by_its_route(client: httpx.AsyncClient) -> None:
     def num_counted(route: str) -> float:
-        return HTTP_REQUESTS.labels("HEAD", route, 200)._value.get()
+        num: float = HTTP_REQUESTS.labels("HEAD", route, 200)._value.get()
+        return num
 
     before = num_counted("/v1/models/{model:path}")
     await client.head("/v1/models/fake-clips")

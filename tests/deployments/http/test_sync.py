@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+from typing import Any
 
 import httpx
 import pytest
@@ -23,13 +24,14 @@ SYNC = "/v1/videos/sync"
 @pytest.mark.parametrize("how", ["json", "data"])
 async def test_the_file_is_the_answer(client: httpx.AsyncClient, how: str) -> None:
     body = {"prompt": "a", "size": "32x48", "seed": -1 if how == "json" else "-1"}
-    answer = await client.post(SYNC, **{how: body})
+    sent: dict[str, Any] = {how: body}
+    answer = await client.post(SYNC, **sent)
     assert (answer.status_code, answer.headers["content-type"]) == (200, "video/mp4")
     video_id = answer.headers["x-troupe-video-id"]
     assert answer.content == (await client.get(f"/v1/videos/{video_id}/content")).content
     assert (await client.get(f"/v1/videos/{video_id}")).json()["size"] == "32x48"
     assert answer.headers["server-timing"].startswith("queue;dur=")
-    again = await client.post(SYNC, **{how: body}, headers={"If-None-Match": "*", "Range": "bytes=0-9"})
+    again = await client.post(SYNC, **sent, headers={"If-None-Match": "*", "Range": "bytes=0-9"})
     assert again.status_code == 200, "conditions and ranges are for GET"
     assert len(again.content) > 10
 

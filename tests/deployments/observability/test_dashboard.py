@@ -16,7 +16,11 @@ from tests.support.fenced import ROOT
 
 PANELS: list[dict[str, Any]] = json.loads((ROOT / "deployments/observability/grafana.json").read_text())["panels"]
 QUERIES = [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
-SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+SUFFIXES: dict[str | None, tuple[str, ...]] = {
+    "counter": ("_total",),
+    "histogram": ("_bucket", "_sum", "_count"),
+    "gauge": ("",),
+}
 MODULES = (metrics, engines.gang.metrics)
 
 

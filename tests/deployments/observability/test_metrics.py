@@ -85,7 +85,7 @@ def test_the_page_is_served_where_settings_say() -> None:
         settings = MetricsSettings(port=probe.getsockname()[1])
     registry = CollectorRegistry()
     registry.register(Page(lambda: {"Ingress#a": own_families()}))
-    assert settings.port is not None
+    assert isinstance(settings.port, int)
     server, thread = start_http_server(settings.port, settings.host, registry)
     try:
         answer = httpx.get(settings.url, timeout=PATIENCE_S)

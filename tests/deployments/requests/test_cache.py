@@ -50,7 +50,8 @@ async def test_a_streamed_picture_says_so(client: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize("as_form", [False, True], ids=["json", "form"])
 async def test_a_clip_keeps_it_until_it_is_made(client: httpx.AsyncClient, studio: FakeStudio, as_form: bool) -> None:
     body = {"prompt": "a", "cache": "fast", **ENOUGH}
-    answer = await client.post("/v1/videos", **({"data": body} if as_form else {"json": body}))
+    sent: dict[str, Any] = {"data" if as_form else "json": body}
+    answer = await client.post("/v1/videos", **sent)
     assert answer.status_code == 200, answer.text
     assert (await finished(client, answer.json()["id"]))["cache"] == "fast"
     assert [request.cache for request in studio.performed] == ["fast"]

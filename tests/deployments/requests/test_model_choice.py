@@ -40,7 +40,7 @@ def test_an_empty_name_is_told_as_such() -> None:
 
 
 def test_a_model_that_only_inpaints_gets_no_picture_without_a_mask() -> None:
-    cards = dict(reversed(FakeStudio(takes_pictures=True, only_inpaints=True).cards().items()))
+    cards = dict(reversed(list(FakeStudio(takes_pictures=True, only_inpaints=True).cards().items())))
     assert choose_card(cards, None, "image", Needs(num_pictures=1)).name == "fake-edits"
     assert choose_card(cards, None, "image", Needs(num_pictures=1, has_mask=True)).name == "fake-inpaints"
 
@@ -82,7 +82,7 @@ def test_of_a_model_of_both_the_defaults_are_those_of_what_is_made(kind: MediaKi
 
 
 def test_a_model_of_pictures_alone_comes_before_one_of_both() -> None:
-    cards = dict(reversed(BOTH.items()))
+    cards = dict(reversed(list(BOTH.items())))
     assert next(iter(cards)) == "fake-both"
     assert choose_card(cards, None, "image").name == "fake-pictures"
     assert choose_card(cards, None, "video").name == "fake-both"

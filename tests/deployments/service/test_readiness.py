@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
 from ray.serve.schema import DeploymentStatusOverview
 
 from deployments.service import readiness
@@ -106,6 +107,15 @@ async def test_a_controller_that_does_not_answer_keeps_one_thread_busy(
     assert await settled(models) == {}
 
 
+def overview_of(status: str, trigger: str, states: dict[str, int]) -> DeploymentStatusOverview:
+    return DeploymentStatusOverview(
+        status=DeploymentStatus(status),
+        status_trigger=DeploymentStatusTrigger(trigger),
+        replica_states={ReplicaState(state): num for state, num in states.items()},
+        message="",
+    )
+
+
 @pytest.mark.parametrize(
     ("status", "states", "takes"),
     [
@@ -122,7 +132,7 @@ async def test_a_controller_that_does_not_answer_keeps_one_thread_busy(
     ],
 )
 def test_which_deployments_take_requests(status: str, states: dict[str, int], takes: bool) -> None:
-    overview = DeploymentStatusOverview(status=status, status_trigger="UNSPECIFIED", replica_states=states, message="")
+    overview = overview_of(status, "UNSPECIFIED", states)
     assert takes_requests(overview) == takes
 
 
@@ -140,8 +150,7 @@ def test_which_deployments_take_requests(status: str, states: dict[str, int], ta
 def test_where_there_may_be_no_replica_requests_wait_for_one_that_is_replaced(
     status: str, trigger: str, takes: bool
 ) -> None:
-    states = {"STARTING": 1, "STOPPING": 1}
-    overview = DeploymentStatusOverview(status=status, status_trigger=trigger, replica_states=states, message="")
+    overview = overview_of(status, trigger, {"STARTING": 1, "STOPPING": 1})
     assert takes_requests(overview, on_demand=True) == takes
     assert not takes_requests(overview), "where one should be there, requests are refused"
 

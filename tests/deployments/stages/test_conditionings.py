@@ -28,7 +28,7 @@ from tests.deployments.support.files import noise
 
 PROMPT = "a small red circle above a large blue square"
 REQUEST = EDITS.request(prompt=PROMPT, request_id="first")
-MATTERS_NOT = {
+MATTERS_NOT: dict[str, Any] = {
     "request_id": "second",
     "preview_steps": (1, 2),
     "service_tier": "flex",
@@ -37,7 +37,7 @@ MATTERS_NOT = {
     "weight": 2.0,
     "seed": 7,
 }
-MATTERS = {
+MATTERS: dict[str, Any] = {
     "model": "other",
     "kind": "video",
     "prompt": PROMPT + " ",
@@ -94,7 +94,7 @@ def test_a_prompt_is_encoded_once_and_paints_the_same(shipped: PromptEncoder) ->
     def paint(conditioning: Conditioning) -> bytes:
         state = pipeline.sampler.begin(again, conditioning)
         for _ in range(2):
-            state = pipeline.sampler.advance(state, pipeline.engine.predict(pipeline.sampler.branches(state)))
+            state = pipeline.sampler.advance(state, pipeline.engine.predict(pipeline.sampler.branches(state), (0,)))
         return encode_frames(pipeline.decoder.decode(pipeline.sampler.latents(state), again), "png")
 
     assert paint(encoded.open()) == paint(pipeline.text_encoder.encode(again))

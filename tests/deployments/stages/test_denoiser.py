@@ -30,7 +30,7 @@ class Unstarted(Denoiser):
     def __init__(self, **parts: Any) -> None:
         vars(self).update(parts)
 
-    def __del__(self) -> None: ...
+    def __del__(self) -> None: ...  # type: ignore[override]
 
 
 async def events_of(*acts: Progress | Exception) -> list[tuple[Any, ...]]:

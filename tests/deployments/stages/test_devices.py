@@ -10,6 +10,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+import ray
 import torch
 from numpy.typing import NDArray
 from PIL import Image
@@ -18,7 +19,6 @@ from deployments.app import _bind_stage
 from deployments.cli.preflight import num_gpus_needed, problems
 from deployments.config import ModelConfig
 from deployments.service.interface import Output
-from deployments.stages import devices
 from deployments.stages.common import StageSpec
 from deployments.stages.devices import ALL_GPUS, VISIBLE, own_gpu, stage_devices
 from deployments.stages.vae_decoder import VaeDecoder
@@ -68,7 +68,7 @@ def test_several_devices_decode_what_one_does(
 
 
 def frames(data: bytes) -> NDArray[np.int64]:
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]).astype(int)
 
 
@@ -80,7 +80,7 @@ def test_its_own_gpu_comes_first_and_then_those_after_it(monkeypatch: pytest.Mon
     monkeypatch.setenv(VISIBLE, "")
     monkeypatch.delenv(VISIBLE)
     context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": ["3"]})
-    monkeypatch.setattr(devices.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     stage = spec_of("flux-shapes", num_gpus=0.1, num_devices=3).stage
     assert stage_devices(stage) == ("cuda:3", "cuda:0", "cuda:1")
     monkeypatch.setenv(VISIBLE, "7,3,6,5")

@@ -58,7 +58,7 @@ def replaced(path: Path) -> None:
 
 
 def facts_of(folder: Path) -> dict[str, str]:
-    model = ModelConfig(name="m", path=str(folder), loras=[LoraSource(path=str(folder / "lora"))])  # type: ignore[arg-type]
+    model = ModelConfig(name="m", path=str(folder), loras=[LoraSource(path=str(folder / "lora"))])
     return measured_times.model_facts(model, folder)
 
 

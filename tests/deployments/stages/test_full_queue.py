@@ -7,6 +7,7 @@ import base64
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,12 +22,12 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def url(ray_cluster: None, pictures: Path) -> Iterator[str]:
-    limits = {"max_running_jobs": NUM_RUNNING, "max_waiting_jobs": NUM_WAITING}
+    limits: dict[str, Any] = {"max_running_jobs": NUM_RUNNING, "max_waiting_jobs": NUM_WAITING}
     with live(config_of({"pictures": pictures}, **limits)) as url:
         yield url
 
 
-async def test_a_full_queue_is_refused_with_the_time_to_wait(url: str):
+async def test_a_full_queue_is_refused_with_the_time_to_wait(url: str) -> None:
     num_requests = NUM_RUNNING + NUM_WAITING + 3
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
         body = {"prompt": PROMPT, "num_inference_steps": NUM_STEPS}

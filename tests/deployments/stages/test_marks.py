@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import av
 import c2pa
@@ -36,11 +37,12 @@ def decoder_of(path: Path, authority: Authority | None) -> VaeDecoder:
     return VaeDecoder(StageSpec(model=model, stage=model.decoder, provenance=provenance))
 
 
-def action_of(data: bytes, mime_type: str, authority: Authority) -> dict:
+def action_of(data: bytes, mime_type: str, authority: Authority) -> dict[str, Any]:
     context = c2pa.Context.from_dict({"trust": {"user_anchors": authority.anchor}})
     with c2pa.Reader(mime_type, io.BytesIO(data), context=context) as reader:
         assert reader.get_validation_state() == "Trusted"
-        return reader.get_active_manifest()["assertions"][0]["data"]["actions"][0]
+        action: dict[str, Any] = reader.get_active_manifest()["assertions"][0]["data"]["actions"][0]
+        return action
 
 
 @pytest.mark.parametrize("format", ["png", "jpeg", "webp"])
@@ -66,7 +68,7 @@ def test_a_clip_has_settings_and_a_manifest(clips: Path, authority: Authority) -
     latents = Parcel.of(checkpoint.first_latents(request))
     data = decoder_of(clips, authority).decode(latents, request, Output(format="mp4")).data
     assert action_of(data, "video/mp4", authority)["parameters"]["model"] == "m"
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         assert json.loads(container.metadata["description"])["seed"] == 3
         assert sum(1 for _ in container.decode(video=0)) == request.num_frames
     assert 0 < data.index(b"moov") < data.index(b"mdat"), "it plays while it loads"

@@ -64,7 +64,8 @@ class Looker:
 
 class LookingEncoder(PromptEncoder):
     def __init__(self) -> None:
-        self._encoder, self._encoding, self._cache = Looker(), Workers(1, "encoding"), ConditioningCache(0)
+        looker: Any = Looker()
+        self._encoder, self._encoding, self._cache = looker, Workers(1, "encoding"), ConditioningCache(0)
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ async def handle(ray_cluster: None) -> AsyncIterator[DeploymentHandle[Any]]:
     deployment = serve.deployment(ray_actor_options={"num_cpus": 0.1})(LookingEncoder)
     serve.start(proxy_location=ProxyLocation.Disabled)
     yield serve.run(deployment.bind(), name="looking", route_prefix=None)
-    serve.shutdown()
+    serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 async def test_they_reach_an_encoder_through_serve(handle: DeploymentHandle[Any]) -> None:

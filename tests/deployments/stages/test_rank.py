@@ -89,7 +89,8 @@ def test_weights_wait_for_the_first_exchanges(pictures: Path, monkeypatch: pytes
     config = DenoiserConfig(num_ranks=1)
     make = LoadRankParts(model=ModelConfig(name="pictures", path=str(pictures), denoiser=config))
     with separate_rank_resources() as resources:
-        resources.get(EarlyStart).future = exchanges = Future()
+        exchanges: Future[None] = Future()
+        resources.get(EarlyStart).future = exchanges
         exchanges.set_exception(RuntimeError("an exchange failed"))
         monkeypatch.setattr(Checkpoint, "open", Mock(side_effect=AssertionError("weights are read")))
         with pytest.raises(RuntimeError, match="an exchange failed"):

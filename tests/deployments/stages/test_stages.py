@@ -53,7 +53,7 @@ def request_of(path: Path, prompt: str) -> MediaRequest:
 @pytest.mark.parametrize("kind", ["pictures", "clips"])
 def test_prompts_encoded_at_the_same_time_do_not_mix(
     kind: str, request: pytest.FixtureRequest, threads: ThreadPoolExecutor
-):
+) -> None:
     path: Path = request.getfixturevalue(kind)
     encoder = PromptEncoder(spec_of(path, conditionings_mib=0))
     requests = [request_of(path, PROMPTS[i % len(PROMPTS)]) for i in range(NUM_CALLS)]
@@ -73,7 +73,7 @@ def tensors(record: Any) -> list[torch.Tensor]:
     return [tensor for value in record.values() for tensor in tensors(value)] if isinstance(record, dict) else []
 
 
-def test_clips_decoded_at_the_same_time_do_not_mix(clips: Path, threads: ThreadPoolExecutor):
+def test_clips_decoded_at_the_same_time_do_not_mix(clips: Path, threads: ThreadPoolExecutor) -> None:
     decoder, request = VaeDecoder(spec_of(clips)), request_of(clips, "a")
     sampler = Checkpoint(clips).sampler()
     encoder = PromptEncoder(spec_of(clips))

@@ -101,12 +101,13 @@ def test_options_reach_the_engine_and_nccl_the_environment(tmp_path: Path, monke
         given.update(options)
         return engine
 
-    engine: Any = RecordingEngine()
+    engine = RecordingEngine()
     monkeypatch.setattr(load, "load_tensorrt_engine", fake_engine)
     tensorrt = {"weights": "constants", "cache_dir": str(tmp_path)}
     sizes = ["128x128", "64x128"]
     model = model_config(strategy="allgather_kv", precision="int8-static", tensorrt=tensorrt, warm_sizes=sizes)
-    assert LoadRankParts(model=model)(HERE)().engine is engine
+    loaded: object = LoadRankParts(model=model)(HERE)().engine
+    assert loaded is engine
     assert engine.warmed == [(64, (0,)), (32, (0,))], "image tokens of the warm sizes, on this rank's team of one"
     assert (given["strategy"], given["precision"]) == ("allgather_kv", "int8-static")
     assert given["options"] == TensorRTOptions(weights="constants", cache_dir=tmp_path)

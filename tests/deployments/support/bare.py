@@ -53,11 +53,12 @@ def assert_alike(one: NDArray[Any], other: NDArray[Any]) -> None:
 
 def block_means(pixels: NDArray[Any]) -> NDArray[Any]:
     *frames, height, width, channels = pixels.shape
-    return pixels.reshape(*frames, height // 8, 8, width // 8, 8, channels).mean(axis=(-4, -2))
+    means: NDArray[Any] = pixels.reshape(*frames, height // 8, 8, width // 8, 8, channels).mean(axis=(-4, -2))
+    return means
 
 
 def frames_of(data: bytes) -> list[NDArray[Any]]:
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         assert container.streams.video[0].codec_context.name == "h264"
         return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
 

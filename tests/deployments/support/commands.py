@@ -62,7 +62,7 @@ class Command:
                 [*program, *args],
                 stdout=file,
                 stderr=file,
-                env=os.environ | own | terminal | env,
+                env={**os.environ, **own, **terminal, **env},
                 start_new_session=True,
                 # A test run in the background of a script has Ctrl-C ignored, and children inherit that.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),

@@ -141,7 +141,7 @@ def fake_nodes(folder: Path, *, idle_timeout_s: float) -> Iterator[FakeNodes]:
         "temp-dir": folder,
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
-    environment = SERVE_ENVIRONMENT | ENVIRONMENT | {DIRECTORY_VARIABLE: ""}  # each node has a zygote of its own
+    environment = {**SERVE_ENVIRONMENT, **ENVIRONMENT, DIRECTORY_VARIABLE: ""}  # each node has a zygote of its own
     with command("start", "--head", "--block", *flags, folder=folder, env=environment, program=RAY) as head:
         head.wait_for("Ray runtime started")
         yield FakeNodes(folder=folder, dashboard=f"http://{HOST}:{dashboard_port}")

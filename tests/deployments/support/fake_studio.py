@@ -86,7 +86,7 @@ class FakeStudio:
     at_step: Callable[[MediaRequest, int], None] = lambda request, step: None
     reasons: dict[str, str] = field(default_factory=dict)
     rebuilt: frozenset[str] = frozenset()
-    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     loras: dict[str, tuple[Lora, ...]] = field(default_factory=dict)
     knows_times: bool = True
     same_bytes: bool = True
@@ -121,6 +121,12 @@ class FakeStudio:
             )
             for name, one in defaults.items()
         }
+
+    def permit(self, num_steps: int = 1) -> None:
+        """Lets steps be taken that wait for it."""
+        assert self.permits is not None
+        for _ in range(num_steps):
+            self.permits.release()
 
     async def not_ready(self, max_age_s: float = 0.0) -> Mapping[str, str]:
         return self.reasons

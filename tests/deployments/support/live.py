@@ -131,13 +131,15 @@ def footprint() -> Counter[str]:
 def replica_pid(deployment: str) -> int:
     """Of the newest replica of ``deployment``."""
     title = f"ray::ServeReplica:troupe:{deployment}"
-    return max(one.pid for one in psutil.Process().children(recursive=True) if title_of(one).startswith(title))
+    pids: list[int] = [one.pid for one in psutil.Process().children(recursive=True) if title_of(one).startswith(title)]
+    return max(pids)
 
 
 def title_of(process: psutil.Process) -> str:
     """What a process calls itself; empty for one that has ended, or is about to."""
     try:
-        return (process.cmdline() or [""])[0]
+        words: list[str] = process.cmdline()
+        return (words or [""])[0]
     except psutil.Error:
         return ""
 
@@ -147,7 +149,7 @@ def log_lines(message: str, logs: Path | None = None) -> list[dict[str, Any]]:
 
     ``logs`` is the session's folder of logs; by default that of the cluster that this process is connected to.
     """
-    logs = logs or Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1] / "logs"
+    logs = logs or Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1] / "logs"  # type: ignore[no-untyped-call]
     found = []
     for text in log_texts(logs).values():
         for line in text.splitlines():
@@ -172,7 +174,8 @@ def log_texts(logs: Path) -> dict[str, str]:
 
 def rank_pids(model: str) -> list[int]:
     """Process ids of the gang that serves ``model`` now, by rank."""
-    return [record["pids"] for record in log_lines("gang is ready") if record["model"] == model][-1]
+    pids: list[int] = [record["pids"] for record in log_lines("gang is ready") if record["model"] == model][-1]
+    return pids
 
 
 def wait_until(

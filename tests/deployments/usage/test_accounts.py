@@ -57,7 +57,7 @@ def line(clock: SetTime) -> Line:
 
 @pytest.fixture
 async def pair(line: Line, clock: SetTime) -> AsyncIterator[tuple[Accounts, Accounts]]:
-    first, second = (Accounts(LIMITS, line, name, clock) for name in ("first", "second"))  # type: ignore[arg-type]
+    first, second = (Accounts(LIMITS, line, name, clock) for name in ("first", "second"))
     for accounts in (first, second):
         async with accounts.taken(MINE, 1):
             pass
@@ -197,7 +197,7 @@ async def test_a_new_keeper_hears_of_what_waits_while_other_keys_are_busy(
     busy = hash_of("busy")
     limits = (*LIMITS, KeyLimits(key=busy[:8], max_concurrent=1))
     line.keeper = AccountKeeper(limits, clock)
-    first, second = (Accounts(limits, line, name, clock) for name in ("first", "second"))  # type: ignore[arg-type]
+    first, second = (Accounts(limits, line, name, clock) for name in ("first", "second"))
     async with first.taken(MINE, 2):
         line.keeper = AccountKeeper(limits, clock)
         is_refused = False

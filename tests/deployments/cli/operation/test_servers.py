@@ -30,8 +30,8 @@ signal.pause()
 def server(url: str, *args: str) -> Iterator[subprocess.Popen[str]]:
     """A process that says it is the server at ``url``; with an argument more it does not end when asked to."""
     process = subprocess.Popen([sys.executable, "-c", SERVER, url, *args], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "announced\n"
         yield process
     finally:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from deployments.clips.clips import Clips
-from deployments.clips.database import ClipRecord
+from deployments.clips.database import ClipError, ClipRecord
 from deployments.clips.settings import ClipSettings
+from deployments.clips.storage import Variant
 from tests.deployments.clips.test_claims import REQUEST as BASE
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S
@@ -53,6 +54,19 @@ async def the(clips: Clips, clip_id: str) -> ClipRecord:
     record = await clips.get(clip_id)
     assert record is not None
     return record
+
+
+async def data_of(clips: Clips, clip_id: str, variant: Variant = "video") -> bytes:
+    """What is in a file of the clip's, which is there."""
+    path = await clips.file(clip_id, variant)
+    assert path is not None
+    return path.read_bytes()
+
+
+def failure_of(record: ClipRecord) -> ClipError:
+    """Why the clip, which has failed, did."""
+    assert record.error is not None
+    return record.error
 
 
 async def ended(clips: Clips, clip_id: str) -> ClipRecord:

@@ -67,8 +67,9 @@ def test_a_picture_of_the_official_client(official: openai.OpenAI, studio: FakeS
         extra_body={"seed": 300, "strength": 0.25},
     )
     assert (answer.size, answer.output_format, answer.quality) == ("48x32", "webp", "high")
-    assert [one.seed for one in answer.data] == [300, 301]
-    image = Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json)))
+    pictures: Any = answer.data
+    assert [one.seed for one in pictures] == [300, 301]
+    image = Image.open(io.BytesIO(base64.b64decode(pictures[0].b64_json)))
     assert (image.format, image.size) == ("WEBP", (48, 32))
     assert studio.inputs == [ONE, ONE]
     request = studio.performed[0]
@@ -86,7 +87,8 @@ def test_several_pictures_and_a_mask(official: openai.OpenAI, studio: FakeStudio
 
 def test_a_stream_of_the_official_client(official: openai.OpenAI) -> None:
     extra = {"seed": 7, "stream_progress": True}
-    events = list(official.images.edit(image=FILES[0], prompt="a", stream=True, partial_images=2, extra_body=extra))
+    stream = official.images.edit(image=FILES[0], prompt="a", stream=True, partial_images=2, extra_body=extra)
+    events: list[Any] = list(stream)
     types = [event.type for event in events]
     assert types.count("troupe.progress") == 4
     assert types.count("image_edit.partial_image") == 2
@@ -125,7 +127,8 @@ async def test_a_form_of_any_client(client: httpx.AsyncClient, studio: FakeStudi
     """curl's repeated fields, a browser's field without a file, pictures as text, and a form without files."""
     repeated = [("image", ("a.png", FILES[0])), ("image", ("b", FILES[1])), ("mask", ("", b""))]
     indexed = [("image[0]", ("a.png", FILES[0])), ("image[1]", (None, URLS[1]))]
-    for sent in ({"files": repeated}, {"files": indexed}, {"data": {"image[]": URLS}}):
+    forms: list[dict[str, Any]] = [{"files": repeated}, {"files": indexed}, {"data": {"image[]": URLS}}]
+    for sent in forms:
         fields = {"prompt": "a", "strength": "1", "mask": "", **sent.get("data", {})}
         answer = await client.post(EDITS, data=fields, files=sent.get("files"))
         assert answer.status_code == 200, answer.text
@@ -164,7 +167,7 @@ BAD = {
 async def test_what_is_wrong_is_told(
     studio: FakeStudio, tmp_path: Path, fields: dict[str, Any], status: int, param: str, message: str
 ) -> None:
-    limits = {"max_picture_bytes": 9000, "max_picture_pixels": 50_000}
+    limits: dict[str, Any] = {"max_picture_bytes": 9000, "max_picture_pixels": 50_000}
     async with client_of(build(studio, tmp_path, **limits)) as client:
         error = error_of(await client.post(EDITS, json={"prompt": "a", **fields}), status)
     assert error["param"] == param

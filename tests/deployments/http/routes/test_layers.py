@@ -42,7 +42,8 @@ def opacity(data: bytes) -> int:
     """Of the whole picture, whose colour is its seed's."""
     image = Image.open(io.BytesIO(data)).convert("RGBA")
     assert image.size == (80, 48), "a small picture was not brought to the size of the model"
-    (red, green, blue, opacity) = image.getpixel((5, 5))
+    pixel: Any = image.getpixel((5, 5))
+    (red, green, blue, opacity) = pixel
     assert (red, green, blue) == colour(7)
     return int(opacity)
 
@@ -50,7 +51,7 @@ def opacity(data: bytes) -> int:
 def test_the_official_client_gets_every_layer(url: str, studio: FakeStudio) -> None:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as official:
         extra = {"layers": 3, "seed": 7}
-        answer = official.images.edit(model="fake-layers", image=FILE, prompt="a", n=1, extra_body=extra)
+        answer: Any = official.images.edit(model="fake-layers", image=FILE, prompt="a", n=1, extra_body=extra)
     assert [opacity(base64.b64decode(one.b64_json)) for one in answer.data] == [255, 254, 253]
     assert [(one.seed, one.layer) for one in answer.data] == [(7, 0), (7, 1), (7, 2)]
     assert (answer.background, answer.output_format, answer.size) == ("transparent", "png", "80x48")

@@ -23,7 +23,8 @@ from tests.deployments.support.fake_studio import CLIPS, FakeStudio
 async def look(client: httpx.AsyncClient, video_id: str) -> dict[str, Any]:
     answer = await client.get(f"/v1/videos/{video_id}")
     assert answer.status_code == 200, answer.text
-    return answer.json()
+    video: dict[str, Any] = answer.json()
+    return video
 
 
 async def finished(client: httpx.AsyncClient, video_id: str) -> dict[str, Any]:
@@ -35,7 +36,8 @@ async def finished(client: httpx.AsyncClient, video_id: str) -> dict[str, Any]:
 async def make(client: httpx.AsyncClient, **fields: object) -> dict[str, Any]:
     answer = await client.post("/v1/videos", json={"prompt": "a"} | fields)
     assert answer.status_code == 200, answer.text
-    return answer.json()
+    video: dict[str, Any] = answer.json()
+    return video
 
 
 async def test_form_and_json_ask_for_the_same(client: httpx.AsyncClient, studio: FakeStudio) -> None:
@@ -183,7 +185,7 @@ async def test_full_queue(studio: FakeStudio, tmp_path: Path) -> None:
         ((6.1, None, None), (49, 8)),
     ],
 )
-def test_clip_length(given: tuple[Any, ...], expected: tuple[int, int]) -> None:
+def test_clip_length(given: tuple[float | None, int | None, int | None], expected: tuple[int, int]) -> None:
     assert clip_length(*given, CLIPS) == expected
 
 
@@ -230,8 +232,8 @@ async def test_a_picture_without_room(client: httpx.AsyncClient, monkeypatch: py
 async def test_a_database_that_is_gone(client: httpx.AsyncClient, tmp_path: Path) -> None:
     video = await make(client)
     await finished(client, video["id"])
-    for path in tmp_path.glob("jobs.sqlite3*"):
-        path.unlink()
+    for file in tmp_path.glob("jobs.sqlite3*"):
+        file.unlink()
     for method, path in (("GET", f"/v1/videos/{video['id']}"), ("GET", "/v1/videos"), ("POST", "/v1/videos")):
         answer = await client.request(method, path, json={"prompt": "a"} if method == "POST" else None)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_unavailable")

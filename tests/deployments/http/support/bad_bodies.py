@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-BAD_IMAGES = {
+from typing import Any
+
+BAD_IMAGES: dict[str, tuple[str | bytes, str | None, str]] = {
     "no prompt": ('{"n": 1}', "prompt", "required"),
     "empty prompt": ('{"prompt": ""}', "prompt", "must say something"),
     "null prompt": ('{"prompt": null}', "prompt", "prompt is required"),
@@ -86,7 +88,7 @@ BAD_IMAGES = {
     "UTF-16": ('{"prompt": "a"}'.encode("utf-16"), None, "not valid JSON"),
 }
 
-BAD_VIDEOS = {
+BAD_VIDEOS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "seconds zero": ({"seconds": "0"}, "seconds", "above 0 and at most 6.125"),
     "seconds text": ({"seconds": "four"}, "seconds", "it must be a length in seconds, such as 2"),
     "seconds negative": ({"seconds": -1}, "seconds", ""),

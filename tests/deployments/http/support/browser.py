@@ -17,7 +17,7 @@ import pytest
 from pipelines.defaults import Defaults
 
 PAGE = files("deployments").joinpath("web/index.html").read_text(encoding="utf-8")
-SCRIPT = re.search(r"<script>(.*)</script>", PAGE, re.DOTALL)[1]
+SCRIPT: str = re.findall(r"<script>(.*)</script>", PAGE, re.DOTALL)[0]
 IDS = [name for name in re.findall(r'id="(\w+)"', PAGE) if name != "form"]
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the script")
 
@@ -79,7 +79,7 @@ class Form(HTMLParser):
         self.feed(PAGE)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        attributes = dict(attrs)
+        attributes: dict[str, Any] = dict(attrs)
         if "data-kind" in attributes:
             self.parts.append(attributes["data-kind"])
         kind = attributes.get("data-kind") or (self._inside[-1] if self._inside else None)

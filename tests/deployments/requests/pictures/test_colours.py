@@ -46,7 +46,8 @@ def display_p3() -> bytes:
 def in_srgb(colours: NDArray[np.uint8]) -> NDArray[Any]:
     """By the definitions of both spaces (IEC 61966-2-1 for the curve of sRGB)."""
     linear = np.clip((colours / 255) ** (round(256 * GAMMA) / 256) @ (np.linalg.inv(SRGB) @ P3).T, 0, 1)
-    return 255 * np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
+    curved: NDArray[Any] = np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
+    return 255 * curved
 
 
 def unpacked(data: bytes) -> InputPicture:
@@ -61,9 +62,9 @@ def test_colours_of_a_profile_become_those_of_srgb(form: str) -> None:
     stored = {"opacity": image.convert("RGBA"), "palette": image.quantize(4)}.get(form, image)
     if form == "opacity":
         stored.putpixel((7, 7), (0, 0, 0, 100))
-    options = {"webp": {"lossless": True}, "jpeg": {"quality": 100, "subsampling": 0}}.get(form, {})
-    kind = form if form in ("webp", "jpeg") else "png"
-    seen = unpacked(file_of(stored, kind, icc_profile=display_p3(), **options)).image()
+    kinds: dict[str, dict[str, Any]] = {"webp": {"lossless": True}, "jpeg": {"quality": 100, "subsampling": 0}}
+    kind = form if form in kinds else "png"
+    seen = unpacked(file_of(stored, kind, icc_profile=display_p3(), **kinds.get(form, {}))).image()
     assert seen.mode == ("RGBA" if form == "opacity" else "RGB")
     expected = in_srgb(np.asarray(image)[:4])
     assert np.abs(expected - np.asarray(image)[:4]).max() > 15, "the profile matters"

@@ -23,7 +23,7 @@ def whole(format: str) -> bytes:
 @pytest.mark.parametrize("format", ["png", "jpeg", "webp"])
 def test_changed_files_are_pictures_or_refused(format: str) -> None:
     random, data = np.random.default_rng(0), np.frombuffer(whole(format), np.uint8)
-    outcomes = set()
+    outcomes = set[str]()
     for _ in range(NUM_FILES):
         changed = data.copy()
         places = random.integers(0, len(data), random.integers(1, 6))

@@ -201,7 +201,8 @@ def test_bytes_and_numbers_are_limited() -> None:
 
 @pytest.mark.parametrize("field", ["max_input_pictures", "max_picture_bytes", "max_picture_pixels"])
 def test_limits_that_let_nothing_in_are_refused(field: str) -> None:
+    limits: dict[str, Any] = {field: 0}
     with pytest.raises(ValueError, match=f"{field} is 0; it must be above 0"):
-        PictureLimits(**{field: 0})
+        PictureLimits(**limits)
     with pytest.raises(ValueError, match=r"max_picture_aspect is 0\.5; it must be at least 1"):
         PictureLimits(max_picture_aspect=0.5)
