@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -62,7 +62,7 @@ def keys() -> dict[str, Any]:
 def defaults_of(section: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(section):
         required = {field.name: ... for field in dataclasses.fields(section) if is_required(field)}
-        plain: Any = section(**dict.fromkeys(required, "given"))
+        plain = cast("Any", section)(**dict.fromkeys(required, "given"))
         return {field.name: getattr(plain, field.name) for field in dataclasses.fields(section)} | required
     fields = section.model_fields.items()
     return {name: ... if field.is_required() else field.default for name, field in fields}

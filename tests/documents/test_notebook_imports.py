@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -17,7 +18,8 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_import_resolves(path: Path) -> None:
-    sources = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    notebook: Any = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+    sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     written = {source.split()[1].removesuffix(".py") for source in sources if source.startswith("%%writefile ")}
     found = [one for source in sources for one in imports(source) if one[0] not in written]
     assert len(found) > 3

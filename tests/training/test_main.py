@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from training import __main__ as both
 from training.__main__ import LENGTHS, TRAINERS, WORDINGS, Attempt
 from training.options import flow_options
 
@@ -24,7 +23,7 @@ class Calls:
         self.made: list[tuple[str, list[str], str]] = []
         self._failing = failing
 
-    def run(self, command: list[str], *, timeout: float, **_: Any) -> SimpleNamespace:
+    def run(self, command: list[str], *, timeout: float, **how: Any) -> SimpleNamespace:
         assert 0 < timeout <= 100
         _, gpu, _, interpreter, _, module, *options = command
         assert interpreter == sys.executable
@@ -39,7 +38,7 @@ class Calls:
 
 
 def attempt(monkeypatch: pytest.MonkeyPatch, calls: Calls, out: Path, model: str = "wan-shapes") -> Attempt:
-    monkeypatch.setattr(both.subprocess, "run", calls.run)
+    monkeypatch.setattr(subprocess, "run", calls.run)
     return Attempt(model=model, gpu=1, out=out, end_s=time.monotonic() + 100)
 
 

@@ -11,8 +11,9 @@ def _orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
     """Returns what Muon makes of a gradient: its first step, without the factor that gives it AdamW's size."""
     parameter = nn.Parameter(torch.zeros_like(matrix))
     parameter.grad = matrix
-    muon([parameter], lr=1.0).step()
-    return -parameter.detach() / (0.2 * max(matrix.shape) ** 0.5)
+    muon([parameter], lr=1.0).step()  # type: ignore[no-untyped-call]
+    made: torch.Tensor = -parameter.detach() / (0.2 * max(matrix.shape) ** 0.5)
+    return made
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 48), (48, 16)])
@@ -56,12 +57,12 @@ def test_a_step_has_adams_size_and_decays_the_weights() -> None:
     matrix = nn.Parameter(torch.randn(32, 32))
     optimizer = muon([matrix], lr=0.01, weight_decay=0.0)
     before, matrix.grad = matrix.detach().clone(), 1e-6 * torch.randn(32, 32)
-    optimizer.step()
+    optimizer.step()  # type: ignore[no-untyped-call]
     size = (matrix.detach() - before).square().mean().sqrt().item()
     assert size == pytest.approx(0.2 * 0.01, rel=0.2)
     decayed = muon([matrix], lr=0.1, weight_decay=0.5)
     before, matrix.grad = matrix.detach().clone(), torch.zeros(32, 32)
-    decayed.step()
+    decayed.step()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(matrix.detach(), 0.95 * before)
 
 
@@ -76,6 +77,6 @@ def test_muon_learns_faster_than_it_starts() -> None:
         loss = (layers(x) - y).square().mean()
         layers.zero_grad()
         loss.backward()
-        optimizer.step()
+        optimizer.step()  # type: ignore[no-untyped-call]
         losses.append(loss.item())
     assert losses[-1] < 0.1 * losses[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,7 +140,7 @@ def test_parts_are_for_models_that_make_such_things() -> None:
 def test_a_clip_is_made_again_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gang = {"time": "2026-11-23T00:00:00+00:00", "message": "gang is ready", "model": "full", "pids": [7]}
     (tmp_path / "worker-1.err").write_text(json.dumps(gang))
-    monkeypatch.setattr(parts.os, "kill", lambda pid, number: None)
+    monkeypatch.setattr(os, "kill", lambda pid, number: None)
     server = Server()
     server.kind, server.bad_clip = "video", 3
     visit = server.visit(tmp_path)
@@ -155,7 +156,7 @@ def test_the_last_rank_of_the_newest_gang_is_killed(tmp_path: Path, monkeypatch:
     ]
     (tmp_path / "worker-1.err").write_text("\n".join(map(json.dumps, lines)))
     killed: list[tuple[int, int]] = []
-    monkeypatch.setattr(parts.os, "kill", lambda pid, number: killed.append((pid, number)))
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
     found = parts.kill(Server().visit(tmp_path))["after_a_kill"]
     assert (found["same_bytes"], killed) == (True, [(4, signal.SIGKILL)])
 

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.denoise_step import gpu
 from benchmarks.denoise_step.stage import Run, Stage
 from benchmarks.denoise_step.stages import STAGES
+from benchmarks.turns import Meeting
 from tests.support.patience import PATIENCE_S
 
 SOURCE = """
@@ -93,7 +94,7 @@ def test_who_is_not_ready_in_time_is_stopped_and_the_others_are_timed(
     (tmp_path / "timed_last.py").write_text(TIMED_LAST)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(gpu, "READY_SHARE", 0.0)
-    monkeypatch.setattr(gpu.Meeting, "was_ready", lambda meeting: meeting.turn == 1)  # as soon as it can
+    monkeypatch.setattr(Meeting, "was_ready", lambda meeting: meeting.turn == 1)  # as soon as it can
     runs = tuple(Run(name=name, module=name, all_gpus=False) for name in ("never_ready", "timed_last"))
     limit_s = int(PATIENCE_S)
     outcome = gpu.perform(Stage(name="s", runs=runs, limit_s=limit_s, takes_turns=True), 0, limit_s, tmp_path)

@@ -16,7 +16,11 @@ from tests.deployments.http.conftest import build, serving
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S
 
-ALIASES = {"fake-pictures": ("flux-shapes",), "fake-clips": ("wan-shapes",), "fake-edits": ("kontext-shapes",)}
+ALIASES: dict[str, tuple[str, ...]] = {
+    "fake-pictures": ("flux-shapes",),
+    "fake-clips": ("wan-shapes",),
+    "fake-edits": ("kontext-shapes",),
+}
 
 
 @pytest.fixture

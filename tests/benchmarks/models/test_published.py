@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,17 @@ from tests.pipelines.support.checkpoints import (
 
 CPU = torch.device("cpu")
 PICTURE, CLIP = Size(width=96, height=96), Size(width=96, height=64, num_frames=9)
-SOME = {
+SOME: dict[str, tuple[Callable[[Path], Path], Size]] = {
     "qwen": (tiny_qwen.qwen, PICTURE),
     "z_image": (tiny_pictures.z_image, PICTURE),
     "flux2": (tiny_pictures.flux2_dev, PICTURE),
     "hunyuan_video": (tiny_hunyuan.hunyuan_video, CLIP),
     "cosmos": (tiny_cosmos.cosmos_with_sound, CLIP),
 }
-OTHERS = {"wan from a picture": (tiny_video.wan_picture_two_experts, CLIP), "ltx2": (tiny_ltx.ltx2, CLIP)}
+OTHERS: dict[str, tuple[Callable[[Path], Path], Size]] = {
+    "wan from a picture": (tiny_video.wan_picture_two_experts, CLIP),
+    "ltx2": (tiny_ltx.ltx2, CLIP),
+}
 
 
 @pytest.mark.parametrize("name", [*SOME, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import tarfile
 import zipfile
 from pathlib import Path
@@ -104,7 +105,7 @@ def test_the_same_wheels_make_the_same_bytes(wheels: list[Path], tmp_path: Path)
 
 def test_wheels_are_those_of_the_host_and_come_without_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     commands: list[list[str]] = []
-    monkeypatch.setattr(pack.subprocess, "run", lambda command, check: commands.append(command))
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
     pack.download(tmp_path)
     (command,) = commands
     assert {"--no-deps", "--only-binary=:all:", "--python-version=3.12", "--abi=cp312", f"--dest={tmp_path}"} < {

@@ -110,7 +110,7 @@ def test_a_model_is_asked_for_what_it_makes(name: str, paths: list[str]) -> None
     def answer(request: httpx.Request) -> httpx.Response:
         sent.append(request)
         times = ", ".join(f"{stage};dur={number}" for number, stage in enumerate(STAGES))
-        media = {"content": b"mp4", "headers": {"content-type": "video/mp4"}}
+        media: dict[str, Any] = {"content": b"mp4", "headers": {"content-type": "video/mp4"}}
         picture: dict[str, Any] = {"json": {"data": [{"b64_json": "AAAA"}]}, "headers": {}}
         found = media if "videos" in request.url.path else picture
         return httpx.Response(200, **{**found, "headers": {**found["headers"], "server-timing": times}})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import cast
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -116,7 +119,7 @@ def test_what_was_written_halfway_is_undone_in_all_shares() -> None:
         layer.weight.copy_(value)
         raise torch.OutOfMemoryError("tried to allocate 2 GiB")
 
-    switch.hold("m", "other", layer, {}, loaded=loaded, writers={layer.weight: (fail,)})
+    switch.hold("m", "other", layer, {}, loaded=loaded, writers={cast("nn.Parameter", layer.weight): (fail,)})
     with pytest.raises(torch.OutOfMemoryError):
         switch.set("m", "other", (("one", 1.0),))
     assert not layer.weight.equal(base)
@@ -159,7 +162,7 @@ def test_a_quantised_layer_is_as_if_it_had_been_loaded_so(kind: Scheme) -> None:
     assert layer.weight_NK.data_ptr() == address
 
 
-PARTS = {
+PARTS: dict[str, Callable[[nn.Parameter], tuple[WeightPart, ...]]] = {
     "stacked": lambda weight: (WeightPart(parameter=other(1)), WeightPart(parameter=weight)),
     "rows": lambda weight: (WeightPart(parameter=weight, rows=slice(3, 9)),),
     "columns": lambda weight: (

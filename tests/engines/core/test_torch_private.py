@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.nn import functional
 
 from engines.core import torch_private
@@ -113,6 +113,7 @@ def test_attention_of_gpus_has_the_arguments_that_are_given() -> None:
 
 
 def test_collectives_are_operators_that_enter_a_graph_by_name(fake_gang: None) -> None:
+    assert dist.group.WORLD is not None
     name = dist.group.WORLD.group_name
     x = torch.ones(4, 2)
     wait = collective_ops.wait_tensor
@@ -126,6 +127,7 @@ def test_collectives_are_operators_that_enter_a_graph_by_name(fake_gang: None) -
 
 
 def test_a_group_is_found_by_its_name(fake_gang: None) -> None:
+    assert dist.group.WORLD is not None
     group = process_group(dist.group.WORLD.group_name)
     assert group.size() == 4
 
@@ -137,6 +139,7 @@ def test_a_group_of_nccl_has_options_and_a_communicator() -> None:
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     try:
         dist.all_reduce(torch.ones(1, device="cuda"))
+        assert dist.group.WORLD is not None
         assert nccl_communicator(dist.group.WORLD, torch.device("cuda", 0)) > 0
         assert default_nccl_options().is_high_priority_stream is False
     finally:
@@ -214,12 +217,12 @@ def test_the_exporter_logs_what_it_registers_by_this_name() -> None:
 def test_every_operator_is_dispatched_through_a_mode() -> None:
     called: list[str] = []
 
-    class Log(TorchDispatchMode):
+    class Log(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             called.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    with Log():
+    with Log():  # type: ignore[no-untyped-call]
         torch.ones(2) + 1
     assert called == ["aten.ones.default", "aten.add.Tensor"]
 

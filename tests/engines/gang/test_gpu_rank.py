@@ -17,6 +17,7 @@ from engines.gang.gang_config import RankParts
 from engines.gang.jobs.rank_jobs import RankJobs
 from engines.gang.jobs.step_plan import JobStep, StepPlan, Work
 from tests.engines.gang.support.fakes import FakeRequest, FakeSampler, FakeState, fake_job
+from tests.engines.support.bare_engine import BareEngine
 
 pytestmark = pytest.mark.gpu
 
@@ -24,21 +25,16 @@ NUM_SLEEP_CYCLES = 1_000_000_000
 """About 0.5 s of a GPU at 2 GHz: the host is much sooner back."""
 
 
-class SleepingEngine:
+class SleepingEngine(BareEngine):
     """Keeps the device busy, and returns at once, as a captured step does. ``ends`` are those of its steps."""
-
-    team_sizes = (1,)
-    was_warm = True
 
     def __init__(self) -> None:
         self.ends: list[torch.cuda.Event] = []
 
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
         torch.cuda._sleep(NUM_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-        self.ends.append(torch.cuda.current_stream().record_event())  # type: ignore[no-untyped-call]
+        self.ends.append(torch.cuda.current_stream().record_event())
         return tuple(branch.inputs["x_L"] for branch in branches)
-
-    def close(self) -> None: ...
 
 
 def step(number: int, *, is_last: bool = False) -> StepPlan:
@@ -58,7 +54,7 @@ def test_a_step_is_queued_while_the_one_before_it_runs() -> None:
     over = []
     for number in range(1, 4):
         runner.execute(step(number))
-        over.append([end.query() for end in engine.ends])
+        over.append([end.query() for end in engine.ends])  # type: ignore[no-untyped-call]
     assert over == [[False], [True, False], [True, True, False]], (
         "each step waits for the one before it, not for itself"
     )
@@ -68,11 +64,8 @@ CAPTURED_SLEEP_CYCLES = 100_000_000
 NUM_CAPTURED_STEPS, NUM_WARM_UPS = 28, 10
 
 
-class CapturedEngine:
+class CapturedEngine(BareEngine):
     """Replays a captured graph that keeps the device busy. ``marks`` are around each of its steps."""
-
-    team_sizes = (1,)
-    was_warm = True
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -87,8 +80,6 @@ class CapturedEngine:
         end.record()
         self.marks.append((begin, end))
         return tuple(branch.inputs["x_L"] for branch in branches)
-
-    def close(self) -> None: ...
 
     def took_ms(self) -> list[float]:
         """By its steps. Waits for the device, and begins anew."""

@@ -7,14 +7,14 @@ import os
 import random
 import signal
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
 import torch
 from ray import serve
 from ray.serve.config import ProxyLocation
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 
 from engines.gang.errors import GangBrokenError
 from engines.gang.jobs.job import Job, JobDone, Progress
@@ -36,14 +36,19 @@ def handle(ray_cluster: None) -> Iterator[DeploymentHandle[Any]]:
     serve.delete("gang")
     asyncio.run(eventually(lambda: not alive(pids)))
     asyncio.run(eventually(lambda: num_placement_groups() <= num_before))
-    serve.shutdown()
+    serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def events_of(handle: DeploymentHandle[Any], job: Job) -> DeploymentResponseGenerator[Any]:
+    return cast("DeploymentResponseGenerator[Any]", handle.options(stream=True).denoise.remote(job))
 
 
 async def latents(handle: DeploymentHandle[Any], job: Job) -> torch.Tensor:
-    async for event in handle.options(stream=True).denoise.remote(job):
+    async for event in events_of(handle, job):
         last = event
     assert isinstance(last, JobDone)
-    return last.latents.open()
+    opened: torch.Tensor = last.latents.open()
+    return opened
 
 
 async def assert_serves(handle: DeploymentHandle[Any], job_id: str) -> None:
@@ -65,7 +70,7 @@ async def break_during_a_job(handle: DeploymentHandle[Any], pid: int) -> BaseExc
     """kill -9 the process just before one rank hangs and leaves the other alone in the exchange; how the job ends."""
     job = fake_job("victim", FakeRequest(seed=1, num_steps=1000, step_s=0.05, fault="hang", fault_step=5, fault_rank=1))
     try:
-        async for event in handle.options(stream=True).denoise.remote(job):
+        async for event in events_of(handle, job):
             if isinstance(event, Progress) and event.step == 3:
                 os.kill(pid, signal.SIGKILL)
     except (GangBrokenError, ray.exceptions.RayActorError) as error:
@@ -93,9 +98,9 @@ async def test_dropped_streams_leave_the_others_and_the_ranks_unharmed(handle: D
 
     async def drop(i: int) -> None:
         await asyncio.sleep(rng.random())
-        stream = handle.options(stream=True).denoise.remote(fake_job(f"dropped{i}", requests[i]))
+        stream = events_of(handle, fake_job(f"dropped{i}", requests[i]))
         await asyncio.sleep(rng.random() / 2)
-        stream.cancel()
+        stream.cancel()  # type: ignore[no-untyped-call]
 
     pids = await handle.pids.remote()
     await asyncio.gather(*(keep(i) if i % 2 else drop(i) for i in range(30)))

@@ -117,7 +117,7 @@ async def test_a_phase_without_a_deadline_has_what_is_left_of_the_start() -> Non
 @pytest.mark.parametrize("phase", ["open", "join", "load", "build"])
 async def test_silent_ranks_are_found_before_the_deadline_of_their_phase(phase: str) -> None:
     """As processes are that were stopped."""
-    limits = {f"{name}_deadline_s": 60.0 for name in ("process", "connect", "load", "build")}
+    limits: dict[str, Any] = {f"{name}_deadline_s": 60.0 for name in ("process", "connect", "load", "build")}
     ranks, clock = HangingRanks(phase, is_silent=True), SetClock()
     starting = await start(ranks, clock, replace(DEADLINES, **limits, start_deadline_s=100.0))
     await clock.advance(PING_EVERY_S)
@@ -232,7 +232,7 @@ async def test_processes_that_are_stopped_while_they_import_end_the_start(ray_cl
     torch.mkdir()
     (torch / "__init__.py").write_text(STOPPED_TORCH)
     with group_for(CONFIG) as group:
-        stopped = partial(dict, PYTHONPATH=str(tmp_path))
+        stopped: partial[dict[str, str]] = partial(dict, PYTHONPATH=str(tmp_path))
         starting = asyncio.create_task(
             Gang.start(config, load_fake, environment=stopped, placement_group=group, clock=clock)
         )

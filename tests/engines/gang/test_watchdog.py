@@ -49,8 +49,8 @@ class Steps:
         """Whether the deadline lets such a step pass, after which all of ``ranks`` report ``was_warm``."""
         work = Work(job_steps=(JobStep(job_id=job.job_id, step=step),), ranks=ranks)
         reports = [asyncio.get_running_loop().create_future() for _ in range(CONFIG.num_ranks)]
-        step = InFlightStep(work=work, pending=dict(enumerate(reports)))
-        watching = asyncio.ensure_future(self._watchdog.reports(step, {job.job_id: job}))
+        in_flight = InFlightStep(work=work, pending=dict(enumerate(reports)))
+        watching = asyncio.ensure_future(self._watchdog.reports(in_flight, {job.job_id: job}))
         await settled()
         await self._clock.advance(step_s)
         if not watching.done():

@@ -13,6 +13,8 @@ NUM_FEATURES = 4096
 class Asking(nn.Module):
     """Its output's length depends on the values of a mask, its table is no buffer, and it guards against autocast."""
 
+    kept: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(NUM_FEATURES, NUM_FEATURES)

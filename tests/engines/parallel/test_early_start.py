@@ -109,7 +109,8 @@ def test_groups_go_with_their_process_group(tmp_path: Path) -> None:
     made = []
     with as_at_start():
         for number in range(2):
-            dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / str(number)), 1), rank=0, world_size=1)
+            store = dist.FileStore(str(tmp_path / str(number)), 1)  # type: ignore[attr-defined]
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
             made.append(gang_groups())
             assert gang_groups() is made[-1]
             dist.destroy_process_group()

@@ -88,9 +88,11 @@ def test_prefixes_and_other_heads_are_not(package: Package) -> None:
     package.shapes.clear()
     given = qkv(128)
     mask, prefix = torch.arange(13).expand(2, 13) < 9, Prefix(torch.arange(7) + 1, torch.arange(13))
-    for options in ({"prefix": prefix}, {"mask_BM": mask, "prefix": prefix}):
+    seen: list[dict[str, Any]] = [{"prefix": prefix}, {"mask_BM": mask, "prefix": prefix}]
+    for options in seen:
         assert kernel(*given, **options)[0].equal(plain_attention(*given, **options)[0])
-    for options in ({}, {"mask_BM": mask}):
+    all_seen: list[dict[str, Any]] = [{}, {"mask_BM": mask}]
+    for options in all_seen:
         assert kernel(*qkv(32), **options)[0].equal(plain_attention(*qkv(32), **options)[0])
     assert package.shapes == []
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from engines.core.attention import Prefix
+from engines.core.attention import Kernel, Prefix
 from engines.parallel.local_attention import (
     cpu_flash,
     crop_keys,
@@ -16,10 +16,11 @@ from engines.parallel.strategies import merge
 
 def qkv(
     length: int, num_keys: int, dtype: torch.dtype = torch.float32, heads: int = 3, key_heads: int = 3, dim: int = 16
-) -> list[torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     sizes = ((length, heads), (num_keys, key_heads), (num_keys, key_heads))
-    return [torch.randn(2, n, h, dim, generator=generator).to(dtype) for n, h in sizes]
+    q, k, v = (torch.randn(2, n, h, dim, generator=generator).to(dtype) for n, h in sizes)
+    return q, k, v
 
 
 def in_float64(
@@ -34,8 +35,9 @@ def in_float64(
     scores = q @ k.mT / q.shape[-1] ** 0.5
     if mask is not None:
         scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
-    for query, reach in enumerate(prefix.reach_L if prefix else ()):
-        scores[:, :, query, prefix.place_M >= reach] = -torch.inf
+    if prefix is not None:
+        for query, reach in enumerate(prefix.reach_L):
+            scores[:, :, query, prefix.place_M >= reach] = -torch.inf
     return (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1)
 
 
@@ -44,7 +46,7 @@ MASK = torch.tensor([[True] * 5 + [False] * 6 + [True] * 2, [False, True, *[Fals
 
 @pytest.mark.parametrize("kernel", [cpu_flash, plain_attention])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_out_and_lse(kernel, dtype: torch.dtype, bound: float) -> None:
+def test_out_and_lse(kernel: Kernel, dtype: torch.dtype, bound: float) -> None:
     given = qkv(7, 13, dtype)
     out, lse = kernel(*given)
     expected_out, expected_lse = in_float64(*given)
@@ -59,7 +61,9 @@ def test_out_and_lse(kernel, dtype: torch.dtype, bound: float) -> None:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize(("heads", "key_heads"), [(6, 6), (6, 3), (6, 1)])
 @pytest.mark.parametrize("mask", [None, MASK], ids=["all keys", "masked"])
-def test_grouped_heads_and_masked_keys(kernel, dtype, bound: float, heads: int, key_heads: int, mask) -> None:
+def test_grouped_heads_and_masked_keys(
+    kernel: Kernel, dtype: torch.dtype, bound: float, heads: int, key_heads: int, mask: torch.Tensor | None
+) -> None:
     given = qkv(7, 13, dtype, heads, key_heads)
     out, lse = kernel(*given, mask_BM=mask)
     expected_out, expected_lse = in_float64(*given, mask)
@@ -75,7 +79,9 @@ PREFIX = Prefix(torch.tensor([1, 2, 13, 5, 5, 13, 13]), torch.tensor([12, 0, 2, 
 @pytest.mark.parametrize("kernel", [cpu_flash, plain_attention])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("mask", [None, MASK], ids=["all keys", "masked"])
-def test_a_query_sees_as_far_as_it_reaches(kernel, dtype, bound: float, mask) -> None:
+def test_a_query_sees_as_far_as_it_reaches(
+    kernel: Kernel, dtype: torch.dtype, bound: float, mask: torch.Tensor | None
+) -> None:
     given, seen = qkv(7, 13, dtype, 6, 3), mask
     if mask is not None:
         seen = mask | (PREFIX.place_M == 0)  # one key for all queries
@@ -87,7 +93,7 @@ def test_a_query_sees_as_far_as_it_reaches(kernel, dtype, bound: float, mask) ->
 
 
 @pytest.mark.parametrize("kernel", [cpu_flash, plain_attention])
-def test_a_query_that_reaches_nothing_merges_to_nothing(kernel) -> None:
+def test_a_query_that_reaches_nothing_merges_to_nothing(kernel: Kernel) -> None:
     q, k, v = qkv(7, 13)
     out, lse = kernel(q, k, v, prefix=Prefix(torch.tensor([0, *[13] * 6]), torch.arange(13)))
     assert (lse[:, :, 0] == -torch.inf).all()
@@ -100,7 +106,7 @@ def test_a_query_that_reaches_nothing_merges_to_nothing(kernel) -> None:
 
 @pytest.mark.parametrize("kernel", [cpu_flash, plain_attention])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_without_keys_a_result_merges_to_nothing(kernel, dtype: torch.dtype) -> None:
+def test_without_keys_a_result_merges_to_nothing(kernel: Kernel, dtype: torch.dtype) -> None:
     q, k, v = qkv(7, 13, dtype)
     none = torch.zeros(2, 13, dtype=torch.bool)
     none[1] = True
@@ -119,7 +125,7 @@ def test_without_keys_a_result_merges_to_nothing(kernel, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("kernel", [cudnn_flash, cuda_flash, cuda_efficient])
 @pytest.mark.parametrize("mask", [None, MASK], ids=["all keys", "masked"])
-def test_shapes_of_cuda_kernels(kernel, mask) -> None:
+def test_shapes_of_cuda_kernels(kernel: Kernel, mask: torch.Tensor | None) -> None:
     """What needs no GPU: PyTorch's own shape functions take what is passed."""
     given = [x.to("meta") for x in qkv(7, 13, torch.bfloat16, heads=6, key_heads=2)]
     for prefix in (None, Prefix(*(places.to("meta") for places in PREFIX))):
@@ -135,8 +141,11 @@ def test_shapes_of_cuda_kernels(kernel, mask) -> None:
 @pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("length", "num_keys"), [(96, 96), (77, 133)])
-def test_cuda_kernels(kernel, key_heads: int, is_masked: bool, is_causal: bool, length: int, num_keys: int) -> None:
-    given = [x.cuda() for x in qkv(length, num_keys, torch.bfloat16, heads=8, key_heads=key_heads, dim=128)]
+def test_cuda_kernels(
+    kernel: Kernel, key_heads: int, is_masked: bool, is_causal: bool, length: int, num_keys: int
+) -> None:
+    q, k, v = qkv(length, num_keys, torch.bfloat16, heads=8, key_heads=key_heads, dim=128)
+    given = q.cuda(), k.cuda(), v.cuda()
     mask = None
     if is_masked:
         mask = torch.rand(2, num_keys, generator=torch.Generator().manual_seed(1)).cuda() > 0.5

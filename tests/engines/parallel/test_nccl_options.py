@@ -77,7 +77,7 @@ def test_other_libraries_get_none() -> None:
         ({"min_ctas": 8, "max_ctas": 4}, "min_ctas 8 is above max_ctas 4"),
     ],
 )
-def test_limits_are_checked(options: dict[str, int], message: str) -> None:
+def test_limits_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NcclOptions(**options)
 

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from engines.core.spec import ParallelSpec
@@ -38,7 +40,7 @@ def count_block_runs() -> list[int]:
     engine = TorchEngine(models.model("flux"), strategy="pipeline")
     branches = models.branches("flux", "even", num=3)
     engine.predict(branches, (0, 1))
-    module = engine._sharded.module("transformer", engine.division.team((0, 1)))
+    module: Any = engine._sharded.module("transformer", engine.division.team((0, 1)))
     blocks = [*module.transformer_blocks, *module.single_transformer_blocks]
     counts = [0] * len(blocks)
     for number, block in enumerate(blocks):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -143,7 +144,7 @@ def test_a_small_step_of_two_branches_wants_few_exchanges() -> None:
         ({"all_to_all": 1e4, "all_gather": 100.0, "all_reduce": 1e4, "rotation": 0.001}, "ring"),
     ],
 )
-def test_picks_what_the_machine_is_good_at(flux: ModelProfile, slow: dict[str, float], kind: str) -> None:
+def test_picks_what_the_machine_is_good_at(flux: ModelProfile, slow: dict[str, Any], kind: str) -> None:
     work = replace(WORK, num_branches=1)
     costs = [predict(flux, work, spec, machine(**slow)) for spec in candidates(flux, 4, 1)]
     assert choose(costs, 2**40).spec.degree(kind) == 4

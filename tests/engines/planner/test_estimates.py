@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -25,7 +26,7 @@ def plans_of(counted: ModelProfile, sizes: tuple[int, ...]) -> dict[int, tuple[S
     return {size: tuple(forecast(counted, work, size, H200) for work in works) for size in sizes}
 
 
-def as_chosen(plans: dict[int, tuple[StepForecast, ...]]) -> TeamSpecs:
+def as_chosen(plans: Mapping[int, tuple[StepForecast, ...]]) -> TeamSpecs:
     return TeamSpecs(by_size={size: tuple(plan.chosen.spec for plan in several) for size, several in plans.items()})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 from unittest.mock import patch
 
 import pytest
@@ -76,6 +77,6 @@ def test_counts_the_heads_of_keys() -> None:
     model = models.model("flux")
 
     def grouped(module: torch.nn.Module, kernel: Kernel) -> None:
-        model.set_kernel(module, lambda q, k, v: kernel(q, k[:, :, :2], v[:, :, :2]))
+        model.set_kernel(module, cast("Kernel", lambda q, k, v: kernel(q, k[:, :, :2], v[:, :, :2])))
 
     assert profile(replace(model, set_kernel=grouped)).num_key_heads == 2

@@ -72,7 +72,7 @@ def in_graph(layers: list[QuantizedLinear], inputs: list[Tensor]) -> list[Tensor
     with torch.no_grad():
         traced = torch.export.export(each, tuple(inputs), strict=False).module(check_guards=False)
     names = tuple(f"x{index}" for index in range(len(inputs))), tuple(f"y{index}" for index in range(len(inputs)))
-    graph = export_graph(traced, *names, 1)  # type: ignore[arg-type]
+    graph = export_graph(traced, *names, 1)
     weights = {name: weight.detach().numpy() for name, weight in each.named_parameters()}
     feed = {name: x.contiguous().numpy() for name, x in zip(names[0], inputs, strict=True)}
     (outputs,) = Simulator(graph.serialized()).run([feed | {name: weights[name] for name in graph.weights}])

@@ -34,7 +34,8 @@ class Gang:
     def __init__(self, num_ranks: int) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        self._store = store
         pairs = [context.Pipe() for _ in range(num_ranks)]
         self._pipes = [ours for ours, _ in pairs]
         self._ranks = [
@@ -76,7 +77,7 @@ def _serve(pipe: Connection, rank: int, num_ranks: int, port: int) -> None:
     gc.freeze()  # what was preloaded stays: a search for garbage would copy its pages besides
     torch.set_num_threads(1)
     patience = timedelta(seconds=PATIENCE_S)
-    store = dist.TCPStore("127.0.0.1", port, num_ranks, timeout=patience)
+    store = dist.TCPStore("127.0.0.1", port, num_ranks, timeout=patience)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=patience)
     while True:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ EVERY_RUN = {("flux-shapes", ("ulysses", 4), "fp32")}
 pytestmark = pytest.mark.skipif(len(shipped_checkpoints()) < 2, reason="the trained models are not in this tree")
 
 
-def cases(*, varying: bool) -> list[object]:
+def cases(*, varying: bool) -> list[Any]:
     made = []
     for name, division, precision in itertools.product(NAMES, DIVISIONS, DTYPES):
         if not (varying and division[0] == "tensor"):

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from engines.core.engine import RankContext
 from engines.core.spec import ParallelSpec
 from engines.core.storage import HostLock
+from engines.fast.interface import SideStream
 from engines.parallel.division import TeamSpecs
 from engines.parallel.ulysses import ulysses_in_parts
 from engines.registry import load_engine
@@ -33,7 +34,6 @@ from engines.torch_engine.autotune import (
 )
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import ExchangeRules
-from engines.torch_engine.fast_step import SideStream
 from engines.torch_engine.options import TorchOptions
 from tests.engines.support import models
 from tests.engines.support.gloo import gang

@@ -30,15 +30,16 @@ def test_traced_whole_and_equal_to_eager(family: str, num_kinds: int, strategy: 
 
 def test_more_shapes_than_may_be_compiled_run_uncompiled(caplog: pytest.LogCaptureFixture) -> None:
     plan = ShardPlan(streams=(), blocks=("0",), shards=(), gathers=(), linears=())
-    module = nn.Sequential(nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]))
+    blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    module = nn.Sequential(blocks)
     several = [torch.randn(length, 3) for length in (2, 4, 5, 2, 6, 4)]
-    expected = [[block(x) for block in module[0]] for x in several]
+    expected = [[block(x) for block in blocks] for x in several]
     torch._dynamo.reset()
     try:
         with patch.object(torch._dynamo.config, "accumulated_recompile_limit", 2):
             compile_blocks(module, plan, backend="eager")
             torch._dynamo.utils.counters.clear()
-            given = [[block(x) for block in module[0]] for x in several]
+            given = [[block(x) for block in blocks] for x in several]
         torch.testing.assert_close(given, expected)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
         assert [record.levelname for record in caplog.records if record.name == compiler.__name__] == ["WARNING"]
@@ -52,12 +53,9 @@ def predict_compiled(family: str, strategy: str) -> tuple[tuple[Tensor, ...], in
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     traced = partial(compile_blocks, backend="eager")
-    original, engine_module.compile_blocks = engine_module.compile_blocks, traced
-    try:
+    with patch.object(engine_module, "compile_blocks", traced):
         engine = TorchEngine(models.model(family), strategy=strategy, compiled=True)
         answer = engine.predict(models.branches(family, "uneven"), (0, 1))
         engine.predict(models.branches(family, "uneven", seed=6), (0, 1))
-    finally:
-        engine_module.compile_blocks = original
     engine.close()
     return answer, torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -20,8 +20,12 @@ def rotated(x: Tensor, freqs: Tensor) -> Tensor:
     return torch.view_as_real(turned * freqs.unsqueeze(1)).flatten(-2).type_as(x)
 
 
+def as_complex(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))  # type: ignore[no-untyped-call]
+
+
 def rotated_from_the_left(x: Tensor, freqs: Tensor) -> Tensor:
-    return torch.view_as_real(torch.mul(freqs.unsqueeze(1), torch.view_as_complex(x.unflatten(-1, (-1, 2)))))
+    return torch.view_as_real(torch.mul(freqs.unsqueeze(1), as_complex(x)))
 
 
 def two(x: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,12 +33,12 @@ def two(x: Tensor, freqs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def seen_as_complex(x: Tensor, freqs: Tensor) -> Tensor:
-    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * freqs.unsqueeze(1)
+    turned = as_complex(x) * freqs.unsqueeze(1)
     return turned.abs()
 
 
 def scaled(x: Tensor, freqs: Tensor) -> Tensor:
-    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * 3.0)
+    return torch.view_as_real(as_complex(x) * 3.0)
 
 
 def tensors() -> tuple[Tensor, Tensor]:

@@ -115,7 +115,7 @@ class PooledRecording(Recording):
 
 
 def test_a_step_is_captured_after_all_graphs_have_gone(runner: StepRunner) -> None:
-    graphs = {"GraphPool": LastingPool, "CapturedStep": PooledRecording}
+    graphs: dict[str, Any] = {"GraphPool": LastingPool, "CapturedStep": PooledRecording}
     with patch.multiple(steps, MAX_SHAPES=2, **graphs):
         runner = StepRunner(models.model("flux"), runner._sharded, config=CAPTURING, device=torch.device("cpu"))
         for number in (0, 0, 1, 2, 2):  # of the second there is one step, and the third takes the first one's place

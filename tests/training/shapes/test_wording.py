@@ -3,7 +3,7 @@
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from hashlib import sha256
 from itertools import chain, combinations
@@ -24,6 +24,8 @@ from training.shapes.wording.grammar import chosen, filled, needs, phrase
 from training.shapes.wording.phrases import NEW, NEWER, SHOWN, Wording, free_caption, free_motion_caption
 from training.shapes.wording.templates import Templates
 
+Captions = tuple[Callable[..., str], Callable[[random.Random], object]]
+"""A caption's function, and that of its scenes."""
 COUNT = 1_500
 WORDINGS = pytest.mark.parametrize("wording", [SHOWN, NEW, NEWER], ids=["shown", "unseen", "fresh"])
 FREE, PLAIN = Grammar(free_rules(SHOWN)), Grammar(PLAIN_RULES)
@@ -128,7 +130,7 @@ def _choices(template: str) -> set[str]:
     return set().union(*map(_choices, ways))
 
 
-def _kinds(wording: Wording, places: dict[str, tuple[str, ...]], corners: tuple[str, ...]) -> dict[str, set[str]]:
+def _kinds(wording: Wording, places: Mapping[str, tuple[str, ...]], corners: tuple[str, ...]) -> dict[str, set[str]]:
     texts = {field.name: getattr(wording.templates, field.name) for field in fields(Templates)}
     texts |= {"corner": corners, "thing": wording.things}
     texts |= {"place": chain(*places.values()), "towards": chain(*wording.towards.values())}
@@ -158,10 +160,12 @@ def test_a_grammar_derives_what_it_says_and_nothing_else() -> None:
 
 def test_all_captions_of_training_are_derived_by_its_grammar() -> None:
     rng = random.Random(6)
-    for make, scene_of in ((free_caption, random_scene), (free_motion_caption, random_motion_scene)):
-        assert all(FREE.derives(make(scene_of(rng), rng)) for _ in range(400))  # type: ignore[operator]
-    for make, scene_of in ((caption, random_scene), (motion_caption, random_motion_scene)):
-        assert all(PLAIN.derives(make(scene_of(rng), rng)) for _ in range(400))  # type: ignore[operator]
+    free: list[Captions] = [(free_caption, random_scene), (free_motion_caption, random_motion_scene)]
+    plain: list[Captions] = [(caption, random_scene), (motion_caption, random_motion_scene)]
+    for make, scene_of in free:
+        assert all(FREE.derives(make(scene_of(rng), rng)) for _ in range(400))
+    for make, scene_of in plain:
+        assert all(PLAIN.derives(make(scene_of(rng), rng)) for _ in range(400))
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])

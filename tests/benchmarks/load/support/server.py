@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from http.server import BaseHTTPRequestHandler
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tests.support.patience import PATIENCE_S
 
@@ -13,7 +13,7 @@ from tests.support.patience import PATIENCE_S
 class Server(BaseHTTPRequestHandler):
     """Answers the first request when the last has come; "b" not at all well."""
 
-    seen: ClassVar[list[tuple[str, dict[str, object]]]] = []
+    seen: ClassVar[list[tuple[str, dict[str, Any]]]] = []
     all_have_come: ClassVar[threading.Event] = threading.Event()
     expected: ClassVar[int] = 0
 

@@ -106,7 +106,8 @@ def check_heads(device: str, *, heads: int, dim: int, outer: int, inner: int) ->
     order = (2, 3, 4, 0, 1, 5, 6)
     norm_and_rotate(qkv, norms, here_out.permute(order))
     triton_kernels.launch_norm_and_rotate(qkv.to(device), there, there_out.permute(order))
-    close(*(out.permute(order).flatten(3, 5)[:, :, :, :heads] for out in (there_out, here_out)))
+    got, wanted = (out.permute(order).flatten(3, 5)[:, :, :, :heads] for out in (there_out, here_out))
+    close(got, wanted)
 
 
 def check_peers(device: str, *, heads: int, dim: int, world: int) -> None:
@@ -134,7 +135,8 @@ def check_peers(device: str, *, heads: int, dim: int, world: int) -> None:
         triton_kernels.push_columns(x.to(device), result_addresses, rank)
         expected_results[:, :, rank * 6 : (rank + 1) * 6] = x
     order = (1, 2, 3, 0, 4, 5)
-    close(*(some.permute(order).flatten(3, 4)[:, :, :, :heads] for some in (inboxes, expected)))
+    got, wanted = (some.permute(order).flatten(3, 4)[:, :, :, :heads] for some in (inboxes, expected))
+    close(got, wanted)
     close(results, expected_results)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engines.core.storage import write_atomically
 from engines.gang.eta import measured_times
 from engines.gang.eta.measured_times import MAX_KEYS, MeasuredTimes, TimeKey
 
@@ -93,7 +94,7 @@ def test_they_are_written_while_others_come(file: Path, monkeypatch: pytest.Monk
     """What is being written is what was known then, and nobody waits for the disk."""
     times, others = times_in(file), times_in(file)
     heard(times, ONE, 0.1)
-    write, come = measured_times.write_atomically, iter([OTHER])
+    write, come = write_atomically, iter([OTHER])
 
     def slow_write(path: Path, data: bytes) -> None:
         for key in come:

@@ -24,12 +24,12 @@ from tests.engines.gang.support.fakes import (
     reference_latents,
     strike,
 )
+from tests.engines.support.bare_engine import BareEngine
 
 
-class OneRankEngine:
+class OneRankEngine(BareEngine):
     """Counts its forwards."""
 
-    was_warm = True
     team_sizes = (1, 2)
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ def test_only_the_lead_rank_emits_and_all_forget() -> None:
     assert emitted == ()
     assert runner.job_ids == ("elsewhere",)
     runner.execute(plan(("elsewhere", 1, "final"), ranks=(0,)))
-    assert runner.job_ids == ()
+    assert not runner.job_ids
 
 
 def test_drops_come_first() -> None:

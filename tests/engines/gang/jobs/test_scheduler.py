@@ -14,7 +14,8 @@ from engines.gang.policies.policy import POLICIES
 from tests.engines.gang.support.plans import all_plans, job, num_steps_left, scheduler
 
 
-def served(plan: StepPlan) -> dict[str, tuple[int, ...]]:
+def served(plan: StepPlan | None) -> dict[str, tuple[int, ...]]:
+    assert plan is not None
     return {work.job_steps[0].job_id: work.ranks for work in plan.works}
 
 
@@ -161,9 +162,11 @@ def test_plans_are_for_the_teams_that_are_free() -> None:
     (rank,) = served(first)["quick"]
     assert elastic.next_plan(free=()) is None
     plan = elastic.next_plan(free={rank})
+    assert plan is not None
     assert (served(plan), plan.is_for_all) == ({"quick": (rank,)}, False)
     elastic.drop("slow")
     told = elastic.next_plan(free=())
+    assert told is not None
     assert (told.drops, told.works, told.is_for_all) == (("slow",), (), True)
 
 
@@ -196,6 +199,7 @@ def test_a_dropped_job_is_planned_no_more_and_the_ranks_are_told_once() -> None:
     dropping.add(job("b", num_steps=2))
     dropping.drop("a")
     plan = dropping.next_plan()
+    assert plan is not None
     assert plan.drops == ("a",)
     assert [tuple(served(plan)), *map(tuple, map(served, all_plans(dropping)))] == [("b",), ("b",)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from engines.gang.jobs.rank_jobs import RankJobs
 from engines.gang.jobs.step_plan import JobStep, Move, StepPlan, Work
 from engines.gang.jobs.step_timer import CudaStepTimer, StepTimer, step_timer
 from tests.engines.gang.support.fakes import FakeRequest, FakeSampler, FakeState, fake_job
+from tests.engines.support.bare_engine import BareEngine
 
 LAUNCH_S, SHORT_S, LONG_S = 0.002, 0.03, 4.0
 NUM_STEPS = 6
@@ -56,11 +58,8 @@ class SetMark:
         return 1e3 * (end._at_s - self._at_s)
 
 
-class DeviceEngine:
+class DeviceEngine(BareEngine):
     """Gives the device as many seconds of work as the request says."""
-
-    was_warm = True
-    team_sizes = (1,)
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -68,8 +67,6 @@ class DeviceEngine:
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
         self._device.launch(float(branches[0].inputs["step_s"]))
         return tuple(branch.inputs["x_L"] for branch in branches)
-
-    def close(self) -> None: ...
 
 
 class DeviceSampler(FakeSampler):
@@ -128,7 +125,7 @@ class DeviceRank:
         return self._steps[job_id] == NUM_STEPS
 
 
-def launched(*step_s: float) -> dict[int, float]:
+def launched(*step_s: float) -> dict[int, Any]:
     """Milliseconds of steps from 1 on, of which the device idled before the first: its launch is a part of it."""
     took_s = [step_s[0] + LAUNCH_S, *step_s[1:]]
     return {number: pytest.approx(1e3 * each) for number, each in enumerate(took_s, 1)}
@@ -182,7 +179,7 @@ def test_who_drops_a_job_tells_of_its_step_there_and_then() -> None:
 
 @pytest.fixture
 def communicator() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     yield
     dist.destroy_process_group()
 

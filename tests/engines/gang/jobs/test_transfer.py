@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,8 @@ NUM_STEPS = (7, 3, 4)
 
 @pytest.fixture(scope="module", params=["flux", "wan"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    make = {"flux": tiny.flux, "wan": tiny.wan}[request.param]
-    path: Path = make(tmp_path_factory.mktemp(request.param))
-    return path
+    makers: dict[str, Callable[[Path], Path]] = {"flux": tiny.flux, "wan": tiny.wan}
+    return makers[request.param](tmp_path_factory.mktemp(request.param))
 
 
 def test_jobs_whose_team_changes_give_the_latents_of_one_rank(folder: Path) -> None:
@@ -104,7 +104,7 @@ def run_elastically(folder: Path) -> tuple[dict[str, Tensor], dict[str, list[int
 
 
 SHARED = torch.arange(5, dtype=torch.int16)
-STATE = {
+STATE: dict[str, Any] = {
     "bfloat16": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
     "scalar": torch.tensor(3.25, dtype=torch.float64),
     "strided": torch.arange(12.0).view(3, 4).t(),
@@ -117,8 +117,8 @@ STATE = {
 def test_every_kind_of_value_arrives_once() -> None:
     for rank, arrived in enumerate(gang(2).run(transfer_state)):
         for name in ("bfloat16", "scalar", "strided", "empty"):
-            assert arrived[name].dtype == STATE[name].dtype  # type: ignore[union-attr]
-            assert torch.equal(arrived[name], STATE[name]), (rank, name)  # type: ignore[arg-type]
+            assert arrived[name].dtype == STATE[name].dtype
+            assert torch.equal(arrived[name], STATE[name]), (rank, name)
         assert arrived["twice"][0] is arrived["twice"][1]
         assert arrived["plain"] == STATE["plain"]
 

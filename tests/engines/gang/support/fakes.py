@@ -9,7 +9,7 @@ import os
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -96,6 +96,8 @@ class FakeEngine:
     A size of team and a length of the prediction are warm once they have run.
     """
 
+    estimates = None
+
     def __init__(self, context: RankContext) -> None:
         self._rank = context.rank
         self._team_sizes = tuple(w for w in range(1, context.num_ranks + 1) if context.num_ranks % w == 0)
@@ -181,11 +183,14 @@ def load_fake_failing_on_rank_1(context: RankContext) -> BuildRank:
 CONDITIONING_L = torch.linspace(-1, 1, 101)
 
 
-def fake_job(job_id: str, request: FakeRequest, **fields: object) -> Job:
-    return Job(
-        **{"job_id": job_id, "request": request, "conditioning": CONDITIONING_L, "num_steps": request.num_steps}
-        | fields
-    )  # type: ignore[arg-type]
+def fake_job(job_id: str, request: FakeRequest, **fields: Any) -> Job:
+    usual: dict[str, Any] = {
+        "job_id": job_id,
+        "request": request,
+        "conditioning": CONDITIONING_L,
+        "num_steps": request.num_steps,
+    }
+    return Job(**(usual | fields))
 
 
 def reference_latents(request: FakeRequest, conditioning_L: Tensor = CONDITIONING_L) -> Tensor:

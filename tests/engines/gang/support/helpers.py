@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Any
 
 import psutil
 import ray
@@ -45,7 +46,12 @@ async def gang_of(
     Unless ``clock`` moves no deadline passes, so that a busy machine breaks no gang.
     """
     with group_for(config) as group:
-        options = {"model": "fake", "placement_group": group, "clock": clock or SetClock(), "python": PYTHON}
+        options: dict[str, Any] = {
+            "model": "fake",
+            "placement_group": group,
+            "clock": clock or SetClock(),
+            "python": PYTHON,
+        }
         known = step_times or StepTimes()
         gang = await Gang.start(config, load_fake, step_times=lambda *_: known, **options)
         try:
@@ -71,13 +77,17 @@ async def run(gang: Gang, job: Job) -> list[JobEvent]:
 async def held_jobs(gang: Gang) -> list[tuple[str, ...]]:
     """The jobs that each rank has a state of, also while it computes."""
     asked = [rank.__ray_call__.options(concurrency_group="admission") for rank in gang._ranks]
-    return await asyncio.gather(*(one.remote(lambda rank: rank._runner.job_ids) for one in asked))
+    held: list[tuple[str, ...]] = await asyncio.gather(
+        *(one.remote(lambda rank: rank._runner.job_ids) for one in asked)
+    )
+    return held
 
 
 async def latents(gang: Gang, job: Job) -> torch.Tensor:
     done = (await run(gang, job))[-1]
     assert isinstance(done, JobDone)
-    return done.latents.open()
+    opened: torch.Tensor = done.latents.open()
+    return opened
 
 
 def alive(pids: Iterable[int]) -> list[int]:
@@ -86,7 +96,7 @@ def alive(pids: Iterable[int]) -> list[int]:
 
 def _is_alive(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
@@ -96,7 +106,8 @@ def num_placement_groups() -> int:
 
 
 def num_free_cpus() -> float:
-    return ray.available_resources().get("CPU", 0.0)
+    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    return free.get("CPU", 0.0)
 
 
 async def eventually(holds: Callable[[], object]) -> None:

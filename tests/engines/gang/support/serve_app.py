@@ -41,7 +41,7 @@ class GangHost:
 
 
 def gang_app() -> Any:
-    deployment = serve.deployment(
+    deployment: Any = serve.deployment(
         GangHost,
         ray_actor_options={"num_cpus": 0.1},
         placement_group_bundles=gang_bundles(CONFIG, replica_cpus=0.1),

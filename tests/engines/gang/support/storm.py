@@ -102,12 +102,15 @@ class Storm:
     def ranks(self) -> GpuRanks:
         return self.lives[-1][1]
 
+    def _die(self, rank: int) -> None:
+        self.ranks.die(rank)
+
     async def weather(self, coming: Sequence[Client], deaths_s: Sequence[tuple[float, int]]) -> None:
         """Returns when all clients have gone. At each time of ``deaths_s`` a rank of the gang that is there dies."""
         loop = asyncio.get_running_loop()
         await self._is_ready.wait()
         for at_s, rank in deaths_s:
-            loop.call_later(at_s, lambda rank=rank: self.ranks.die(rank))
+            loop.call_later(at_s, self._die, rank)
         async with asyncio.timeout(OVER_WITHIN_S):
             await asyncio.gather(*(self._served(one) for one in coming))
         await asyncio.sleep(SETTLED_S)
@@ -156,7 +159,8 @@ class Storm:
                     if event.step == leaves_at_step:
                         return "left"
                 elif isinstance(event, PreviewReady):
-                    assert (event.latents.job_id, event.latents.step) == (job.job_id, event.step)
+                    shown: Any = event.latents
+                    assert (shown.job_id, shown.step) == (job.job_id, event.step)
         assert isinstance(event, JobDone)
         latents: Any = event.latents
         assert (latents.job_id, latents.step, latents.emit) == (job.job_id, job.num_steps, "final"), "its own, whole"

@@ -32,7 +32,7 @@ def main() -> None:
         json.dump(asyncio.run(ranks_on_nodes()), sys.stdout)
     finally:
         ray.shutdown()
-        cluster.shutdown()
+        cluster.shutdown()  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

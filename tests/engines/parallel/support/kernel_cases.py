@@ -95,7 +95,7 @@ MASKS = ("collectives.all_gather", lambda x, axis: torch.stack([x] * axis.size))
 
 
 def every_answer(num_ranks: int, broken: str) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
-    answers = {}
+    answers: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
     for strategy in STRATEGIES[num_ranks]:
         with left_out(broken, strategy):
             kernel = kernel_of(strategy, num_ranks)

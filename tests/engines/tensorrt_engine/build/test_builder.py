@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from engines.tensorrt_engine.build import builder as builder_module
 from engines.tensorrt_engine.build.bindings import Target, load_bindings
@@ -99,11 +100,11 @@ def test_unknown_target_names_the_known_ones() -> None:
 
 
 def test_tensorrt_proper_builds_for_the_gpu_present_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builder_module.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="none here"):
         builder_module._require_this_gpu(SM89)
-    monkeypatch.setattr(builder_module.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(builder_module.torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     with pytest.raises(ValueError, match="this is sm90, not sm89"):
         builder_module._require_this_gpu(SM89)
     builder_module._require_this_gpu(Target.parse("sm90"))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from engines.core import storage
 from engines.tensorrt_engine.build.bindings import Bindings, Target, load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions, BuiltEngine, Profile
 from engines.tensorrt_engine.build.caches import EngineCache, EngineKey
@@ -100,7 +99,7 @@ def test_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     def full_disk(_handle: int) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(storage.os, "fsync", full_disk)
+    monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(OSError, match="no space"):
         EngineCache(tmp_path).get_or_build(key(), builder)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]

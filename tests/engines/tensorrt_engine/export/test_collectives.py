@@ -30,7 +30,7 @@ def options(made: Any, what: Collective) -> Any:
     return made
 
 
-def with_gloo(group: dist.ProcessGroupGloo, what: Collective, x: torch.Tensor, rank: int) -> torch.Tensor:
+def with_gloo(group: Any, what: Collective, x: torch.Tensor, rank: int) -> torch.Tensor:
     n, is_root, rows = what.num_ranks, rank == what.root, x.shape[0]
     y = x.clone()
     match what.operation:
@@ -58,12 +58,12 @@ def with_gloo(group: dist.ProcessGroupGloo, what: Collective, x: torch.Tensor, r
     return y
 
 
-def on_ranks(body: Callable[[dist.ProcessGroupGloo, int], torch.Tensor]) -> list[torch.Tensor]:
+def on_ranks(body: Callable[[Any, int], torch.Tensor]) -> list[torch.Tensor]:
     """Ranks as threads, each with a Gloo group of its own over one store."""
-    store, results = dist.HashStore(), [torch.empty(0)] * NUM_RANKS
+    store, results = dist.HashStore(), [torch.empty(0)] * NUM_RANKS  # type: ignore[attr-defined]
 
     def run(rank: int) -> None:
-        results[rank] = body(dist.ProcessGroupGloo(store, rank, NUM_RANKS), rank)
+        results[rank] = body(dist.ProcessGroupGloo(store, rank, NUM_RANKS), rank)  # type: ignore[call-arg]
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(NUM_RANKS)]
     for thread in threads:

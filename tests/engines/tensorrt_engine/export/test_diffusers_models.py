@@ -32,7 +32,7 @@ from tests.pipelines.support.checkpoints import (
 from tests.pipelines.support.checkpoints.first_steps import first_step
 
 BOUND = 1e-5
-MAKERS = {
+MAKERS: dict[str, Callable[[Path], Path]] = {
     "cosmos": tiny_cosmos.cosmos,
     "flux2": tiny_pictures.flux2_dev,
     "flux3": tiny_flux3.flux3,
@@ -78,7 +78,7 @@ class Model:
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
     @cache
     def model(name: str) -> Model:
-        folder: Path = MAKERS[name](tmp_path_factory.mktemp("model"))
+        folder = MAKERS[name](tmp_path_factory.mktemp("model"))
         return Model(denoiser=Checkpoint(folder).denoiser(), branch=first_step(folder)[0])
 
     return model

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def with_key_heads(model: DenoiserModel, number: int) -> DenoiserModel:
     """As if the model had so many key heads: the first ones."""
 
     def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-        model.set_kernel(module, lambda q, k, v: kernel(q, k[:, :, :number], v[:, :, :number]))
+        model.set_kernel(module, typing.cast("Kernel", lambda q, k, v: kernel(q, k[:, :, :number], v[:, :, :number])))
 
     return replace(model, set_kernel=set_kernel)
 
@@ -66,7 +66,7 @@ SENTENCES = {
     "mask": r"^this model masks keys \(text of several lengths\), which no TensorRT engine does: use engine: torch$",
     "prefix": "^in this model some tokens see only those before them, which no TensorRT engine does: ",
 }
-SAID: dict[str, Callable[[Tensor], dict[str, Any]]] = {
+SAID: dict[str, Callable[[Tensor], dict[str, typing.Any]]] = {
     "mask": lambda q_BLHD: {"mask_BM": q_BLHD[:, :, 0, 0] > 0},
     "prefix": lambda q_BLHD: {"prefix": Prefix(*(torch.arange(q_BLHD.shape[1]) + more for more in (1, 0)))},
 }
@@ -78,7 +78,7 @@ def test_a_mask_and_a_prefix_are_refused(strategy: str, what: str) -> None:
     model, branch = FLUX.model(), Branch(inputs=FLUX.inputs())
 
     def set_kernel(module: nn.Module, kernel: Kernel) -> None:
-        model.set_kernel(module, lambda q, k, v: kernel(q, k, v, **SAID[what](q)))
+        model.set_kernel(module, typing.cast("Kernel", lambda q, k, v: kernel(q, k, v, **SAID[what](q))))
 
     masked = replace(model, set_kernel=set_kernel)
     with (

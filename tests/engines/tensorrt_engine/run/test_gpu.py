@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[str]:
-    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    store = dist.FileStore(str(tmp_path / "store"), 1)  # type: ignore[attr-defined]
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     dist.all_reduce(torch.ones(1, device="cuda"))
     assert dist.group.WORLD is not None
     yield str(dist.group.WORLD.group_name)

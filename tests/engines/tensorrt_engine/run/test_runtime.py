@@ -111,9 +111,9 @@ class FakeEngine:
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     made = FakeEngine()
     monkeypatch.setattr(runtime, "deserialize", lambda engine_file: made)
-    monkeypatch.setattr(runtime.torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     empty = torch.empty
-    monkeypatch.setattr(runtime.torch, "empty", lambda *args, device, **kwargs: empty(*args, **kwargs))
+    monkeypatch.setattr(torch, "empty", lambda *args, device, **kwargs: empty(*args, **kwargs))
     return made
 
 

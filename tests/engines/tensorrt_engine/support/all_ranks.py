@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel, ModelInputs
 from engines.core.spec import ParallelSpec
 from engines.tensorrt_engine.export.exported import EngineExport, export, rank_weights
 from engines.tensorrt_engine.export.trace import ChangeModule, DynamicDims, offline_team, unchanged
+from tests.engines.support.bare_engine import BareEngine
 from tests.engines.tensorrt_engine.support.simulate import Simulator
 
 
@@ -36,7 +39,7 @@ class Case:
             self.simulators.append(Simulator(self.exported.graph.serialized()))
         return self.simulators[0]
 
-    def _feed(self, rank: int, activations: dict[str, Tensor]) -> dict[str, object]:
+    def _feed(self, rank: int, activations: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
         tensors = activations | {name: self.weights[rank][name] for name in self.exported.graph.weights}
         return {name: tensor.contiguous().numpy() for name, tensor in tensors.items()}
 
@@ -64,7 +67,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SimulatedEngine:
+class SimulatedEngine(BareEngine):
     """An ``Engine``: one engine graph, run for all its ranks at each prediction, and ``rank``'s answer."""
 
     case: Case
@@ -76,6 +79,3 @@ class SimulatedEngine:
             self.case.predictions(branch.inputs, skip_collectives=self.skip_collectives)[self.rank]
             for branch in branches
         )
-
-    def close(self) -> None:
-        """Nothing to release."""

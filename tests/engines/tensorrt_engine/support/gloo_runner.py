@@ -71,7 +71,7 @@ def predict_on_team(folder: Path, family: str, strategy: str, ranks: tuple[int, 
 
     exporter = Exporter(model=model, cache=ExportCache(folder))
     engine = TensorRTEngine(model, division=division, make_runner=make, exporter=exporter, capture=False)
-    predictions = []
+    predictions: list[Tensor] = []
     for _ in range(2):
         if rank in ranks:
             predictions.extend(engine.predict(model.probe(), ranks))

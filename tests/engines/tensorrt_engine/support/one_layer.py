@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from onnx import NodeProto, TensorProto, helper
 
 from engines.tensorrt_engine.export.collectives import DOMAIN, Collective, collective_node
@@ -34,7 +36,7 @@ def collective_network(what: Collective, dtype: str, groups: list[int] | None = 
     return network(node, {"x": (8, 16)}, dtype)
 
 
-def attention_network(dtype: str, *, num_heads: int = 4, head_dim: int = 64, **attributes: int) -> bytes:
+def attention_network(dtype: str, *, num_heads: int = 4, head_dim: int = 64, **attributes: Any) -> bytes:
     shape = (1, num_heads, 256, head_dim)
     node = helper.make_node("Attention", ["q", "k", "v"], ["y"], **attributes)
     return network(node, {"q": shape, "k": shape, "v": shape}, dtype)

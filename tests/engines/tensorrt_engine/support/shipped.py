@@ -28,7 +28,7 @@ SIZES: dict[str, dict[str, dict[str, int]]] = {
 def request_for(name: str, **changes: Any) -> MediaRequest:
     """The model's default request, unguided."""
     defaults = Checkpoint.open(name).defaults
-    unguided = {"model": name, "prompt": PROMPTS[defaults.kind], "true_cfg_scale": 1.0, "seed": 11}
+    unguided: dict[str, Any] = {"model": name, "prompt": PROMPTS[defaults.kind], "true_cfg_scale": 1.0, "seed": 11}
     return defaults.request(**(unguided | changes))
 
 

@@ -14,6 +14,7 @@ from engines.parallel.local_attention import plain_attention
 from engines.torch_engine.exchange import peer_heads as peer_exchange
 from engines.torch_engine.exchange.heads import without_lse
 from engines.torch_engine.exchange.peer_heads import PeerHeads
+from engines.torch_engine.exchange.peer_memory import addresses_of
 from tests.engines.support.rank_resources import separate_rank_resources
 
 CPU = torch.device("cpu")
@@ -26,7 +27,7 @@ class OwnMemory:
     @staticmethod
     def open(numel: int, sample: Tensor, axis: Axis, *, use: str) -> Any:
         views = tuple(sample.new_empty(numel) for _ in axis.ranks)
-        return SimpleNamespace(local=views[axis.index], views_W=views, addresses_W=peer_exchange.addresses_of(views))
+        return SimpleNamespace(local=views[axis.index], views_W=views, addresses_W=addresses_of(views))
 
 
 def test_shapes_share_what_is_copied_from() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from engines.parallel.collectives import Axis
 from engines.parallel.mesh import Team, team_of_one
@@ -17,5 +18,5 @@ def axis_of(rank: int, world: int = WORLD) -> Axis:
 
 def team_of(**sizes: int) -> Team:
     """The first rank's, of context axes of these sizes."""
-    axes = {name: axis_of(0, size) for name, size in sizes.items()}
+    axes: dict[str, Any] = {name: axis_of(0, size) for name, size in sizes.items()}
     return replace(team_of_one(), **axes, context=axis_of(0, math.prod(sizes.values())))
