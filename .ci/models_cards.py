@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from models_seen import swept
+from models_facts import swept
 
 from deployments.cli.estimate import Estimate, EstimateOptions, WeightsAlone, make_estimate
 from deployments.cli.fit import GIB, Change, Fit, with_memory

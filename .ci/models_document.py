@@ -12,13 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-from models_licences import NOT_FOUND, UNPUBLISHED, licence_of
-from models_memory import counted
+from models_facts import NOT_FOUND, UNPUBLISHED, beyond, counted, licence_of, seen, served, state, timed
 from models_proofs import built, proofs
-from models_seen import seen, state
-from models_served import beyond, served
 from models_text import FAMILIES, HEAD, MARKS, NOT_TRIED, OTHERS, PUBLISHED_HEAD, UNCAPTURED
-from models_timings import timed
 
 from engines.core.shard_plan import ShardPlan
 from engines.core.spec import STRATEGIES

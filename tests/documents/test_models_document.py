@@ -139,11 +139,11 @@ def test_what_is_declared_and_not_served_is_said(program: ModuleType) -> None:
 def test_a_report_times_what_its_tables_title_or_commands_name(
     program: ModuleType, report: str, is_named: bool
 ) -> None:
-    assert importlib.import_module("models_timings").names(report, "FLUX.2-dev") is is_named
+    assert importlib.import_module("models_facts").names(report, "FLUX.2-dev") is is_named
 
 
 def test_models_that_were_timed_link_to_reports(program: ModuleType) -> None:
-    timed = importlib.import_module("models_timings").timed
+    timed = importlib.import_module("models_facts").timed
     assert "model_step_h200_" in timed("Wan2.2-I2V-A14B")
     assert "denoise_step_h200_" in timed("Wan2.1-T2V-14B"), "which reports call Wan2.1-14B"
     assert timed("Helios-Base") == ""

@@ -29,7 +29,7 @@ RIGHT = {
 def program(tmp_path: Path) -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / ".ci")
-        module = importlib.import_module("models_seen")
+        module = importlib.import_module("models_facts")
         patch.setattr(module, "RESULTS", tmp_path / "sweep.jsonl")
         module.swept.cache_clear()
         yield module
