@@ -57,7 +57,7 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = {
         "uvloop",
         "wcwidth",
         "yaml",
-        "deployments.http.documents",
+        "deployments.http.openapi_text",
         "deployments.clips.clips",
         "deployments.config",
         "deployments.requests.handle",

@@ -26,8 +26,8 @@ SMOOTHING = 0.2
 class Admission:
     """Places for pictures, by model, and for watchers of clips; ``memory`` for what clients send along.
 
-    The limit on pictures is what the gangs of a model take and a little more: what they would refuse after the prompt
-    was encoded and had waited for that is refused here. If no model has a place left, the refusal says so to the door.
+    The limit on pictures is slightly above what the gangs of a model take: requests that a gang would refuse after
+    encoding are refused here at once. If no model has a place left, the refusal says so to the door.
     """
 
     def __init__(self, settings: ApiSettings) -> None:
@@ -40,12 +40,12 @@ class Admission:
     def taken(self, model: str, num: int, num_bytes: int = 0, gang_in_s: float = 0.0) -> Iterator[None]:
         """Hold places for ``num`` pictures, and memory for ``num_bytes`` of uploads, inside the block.
 
-        ApiError 429 if there are not as many places; no place becomes free for ``gang_in_s``. ApiError as
-        ``Memory.taken`` if there is no memory.
+        ApiError 429 if fewer places are free, 503 without memory. ``gang_in_s``: seconds until a gang is ready; no place
+        becomes free before.
         """
         with ExitStack() as stack:
             if model in self._pictures:
-                with self._told_to_the_door(gang_in_s):
+                with self._report_full_to_door(gang_in_s):
                     stack.enter_context(self._pictures[model].taken(num, gang_in_s))
             stack.enter_context(self.memory.taken())(num_bytes)
             yield
@@ -53,11 +53,11 @@ class Admission:
     def check_place(self, model: str, gang_in_s: float = 0.0) -> None:
         """Raise ApiError 429 if there is no place for a picture, before costly work such as decoding uploads."""
         if model in self._pictures:
-            with self._told_to_the_door(gang_in_s):
+            with self._report_full_to_door(gang_in_s):
                 self._pictures[model].check(1, gang_in_s)
 
     @contextmanager
-    def _told_to_the_door(self, gang_in_s: float) -> Iterator[None]:
+    def _report_full_to_door(self, gang_in_s: float) -> Iterator[None]:
         try:
             yield
         except ApiError as refusal:
@@ -134,8 +134,8 @@ class Places:
     def _refusal(self, num: int, gang_in_s: float) -> ApiError:
         """Return the refusal of ``num`` pictures, with the time until a retry.
 
-        Those refused before will ask first: each is told the time until there is a place behind them, but none more
-        than it takes to finish all that is under way.
+        The wait assumes that earlier refused requests retry first. It is capped at the time to finish all open
+        pictures.
         """
         self._num_refused += num
         wait_s = self._wait_s(min(self._num_refused, self._num_open)) + math.ceil(gang_in_s)

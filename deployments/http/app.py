@@ -14,7 +14,6 @@ from deployments.clips.clips import Clips
 from deployments.http.admission import Admission, OpenRequests
 from deployments.http.body_limit import BodyLimit
 from deployments.http.context import ApiContext
-from deployments.http.documents import add_document
 from deployments.http.drain import Drain, Draining
 from deployments.http.errors import add_error_handlers
 from deployments.http.files import FileShelf
@@ -23,6 +22,7 @@ from deployments.http.idempotency import KnownRequests
 from deployments.http.lookout import Lookout
 from deployments.http.measures import usage_routes
 from deployments.http.middleware import CLIENT_GONE, RequestLog
+from deployments.http.openapi_text import add_document
 from deployments.http.origins import Cors, OriginCheck
 from deployments.http.partial import HeadAsGet, WholeForOld
 from deployments.http.routes.health import Liveness, health_routes, model_routes

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Depends
 from pydantic import BaseModel, Field
 
 from deployments.http.context import ApiContext
-from deployments.http.documents import error_documents
 from deployments.http.errors import GPU_HEADER
+from deployments.http.openapi_text import error_documents
 from deployments.requests.rules import Requester
 from deployments.service.interface import Media, Progress, StageTimes, StudioEvent
 from pipelines.caching import CacheMode

@@ -14,9 +14,9 @@ from starlette.requests import HTTPConnection
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deployments.http.documents import HEADERS
 from deployments.http.errors import ApiError
 from deployments.http.hosts import forwarded, is_from_proxy, place_of
+from deployments.http.openapi_text import HEADERS
 from deployments.http.settings import ApiSettings
 from deployments.requests.request_errors import shown
 

@@ -32,7 +32,7 @@ from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, Progress
 from pipelines.request import InputPictures, MediaRequest
 
 NUM_DECODINGS = 2
-"""The latents are here: if the decoder dies over them, another one gets them."""
+"""Attempts at decoding. The latents are kept here, so that a second decoder can take over."""
 
 Publish = Callable[[StudioEvent], None]
 
@@ -52,8 +52,8 @@ class StageHandles:
 class Run:
     """One run of a request through the stages.
 
-    ``pictures`` are for the encoder alone. ``exclusive``: beside no other job of its gang; ``accepted``: no queue
-    refuses it. Each deployment has ``wait_s`` to take the request, which has waited for ``waited_s`` already.
+    ``pictures`` are for the encoder alone. ``exclusive``: runs alone in its gang; ``accepted``: full
+    queues must take it. Each deployment has ``wait_s`` to take the request, which has waited for ``waited_s`` already.
     ``decode_times`` are measured, transport included; the decoder is asked for keys that they lack.
     """
 
@@ -68,18 +68,19 @@ class Run:
     decode_times: DecodeTimes = field(default_factory=DecodeTimes)
     num_steps_seen: int = field(default=0, init=False)
     job_id: str = field(default="", init=False)
-    """What its gang calls it; empty before any has heard of it."""
+    """Its id in the gang; empty until a gang has it."""
     gpu_s: float = field(default=0.0, init=False)
-    """How long ranks are known to have been at work for it; ``held_s``: how long it waited for replicas to take it."""
+    """Rank time used for it, as far as known."""
     held_s: float = field(default=0.0, init=False)
+    """Time spent waiting for replicas."""
     is_finished: bool = field(default=False, init=False)
     _started_s: float = field(default_factory=lambda: time.perf_counter(), init=False)
     _previews: asyncio.Queue[PreviewReady | None] = field(default_factory=asyncio.Queue, init=False)
     """Latents to decode in this order; None after the last."""
     _encode_s: float = field(default=0.0, init=False)
     _queued_at_s: float = field(default=0.0, init=False)
-    _decoders_word_s: float | None = field(default=None, init=False)
-    """How long the decoder takes, as it says itself."""
+    _decoder_estimate_s: float | None = field(default=None, init=False)
+    """Decode time by the decoder's own estimate."""
     _eta_s: float | None = field(default=None, init=False)
     _done: JobDone | None = field(default=None, init=False)
     _decoding: asyncio.Task[Decoded] | None = field(default=None, init=False)
@@ -122,10 +123,9 @@ class Run:
     async def _denoise(self, publish: Publish) -> None:
         """Follow the denoiser's stream to its end. If this is cancelled, so is the stream: the job stops everywhere.
 
-        The encoding may be under way when the stream begins: the denoiser waits for it, so that the way there takes no
-        time of its own, and what the encoder raised is raised here. The encoding is held here until the end, so that it
-        is not lost. For a new size the decoder says whether the size fits, and the time that decoding will take, while
-        the encoder is at work.
+        The denoiser gets a reference to the encoding and waits for it, so that the transfer overlaps. Errors of the
+        encoder are raised here. The reference is held until the end, so that the encoding is not freed. For a new size
+        the decoder says, while the encoder runs, whether the size fits and how long decoding will take.
         """
         responses: list[Any] = [self.stages.text_encoder.encode.remote(self.request, SentPictures.of(self.pictures))]
         if is_new := self.decode_times.get(self._decoded_like) is None:
@@ -133,7 +133,7 @@ class Run:
         try:
             encoded = [await self._taken(object_ref(responses[0]), "text encoder")]
             if is_new:
-                self._decoders_word_s = await self._answer(responses[1])
+                self._decoder_estimate_s = await self._answer(responses[1])
             denoise = self.stages.denoiser.options(stream=True).denoise
             self.job_id = f"{self.request.request_id}-{uuid.uuid4().hex[:8]}"
             request, decode_s = self._with_time_waited(), self._predicted_decode_s or 0.0  # unknown: no refusal
@@ -243,7 +243,7 @@ class Run:
 
     @property
     def _predicted_decode_s(self) -> float | None:
-        word_s = self._decoders_word_s
+        word_s = self._decoder_estimate_s
         return self.decode_times.scaled_s(self._decoded_like) if word_s is None else word_s
 
     def _with_time_waited(self) -> MediaRequest:

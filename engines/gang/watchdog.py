@@ -1,4 +1,7 @@
-"""Watchdog of running steps: a deadline for each, and a pending call to each rank that fails when it dies."""
+"""Watchdog of running steps: a deadline for each, and a pending call to each rank that fails when it dies.
+
+Ranks that hang without a step are found by the pings of ``Gang.check_health``, during a start by ``start``.
+"""
 
 from __future__ import annotations
 

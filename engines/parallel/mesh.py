@@ -26,8 +26,8 @@ _CONTEXT = ("ring", "allgather_kv", "ulysses")
 class Team:
     """The ranks of one step as their member ``rank`` sees them: an ``Axis`` per strategy.
 
-    ``context`` spans the ranks with different tokens of one branch and the same weights, in chunk order. ``before`` and
-    ``after`` join this pipeline stage and its neighbour (earlier stage first), if there is one.
+    ``context`` spans the ranks with different tokens of one branch and the same weights, in chunk order. ``before``
+    and ``after`` are the two-rank groups with the previous and the next pipeline stage, earlier stage first.
     """
 
     ranks: tuple[int, ...]

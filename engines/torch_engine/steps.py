@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 MAX_SHAPES = 32
 """Shapes whose steps and graphs are cached per division of a team; the least recently used is evicted. Ranks that
-work together agree: the parts of a team may get different shapes, but not the ranks of a part."""
+share one branch agree on its shapes; halves of a team under guidance may differ."""
 
 RUNS_BEFORE_CAPTURE = 1
 """A new shape is served at once, uncaptured; its second step captures."""
@@ -173,7 +173,7 @@ class StepRunner:
         return not reads_values
 
     def _capture(self, step: _Step, tensors: StepTensors, team: Team) -> CapturedStep | None:
-        """Return the captured step; None if a lone rank lacks memory. In a team the others have recorded theirs."""
+        """Return the captured step; None if a lone rank lacks memory. In a team, where others captured, it is raised."""
         if self._pool is None or not self._has_graphs():
             self._pool = GraphPool(self._device)  # a pool whose graphs are gone may accept no new ones
         fields = {"ranks": team.ranks, "strategy": team.spec.name}

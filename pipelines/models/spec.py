@@ -115,7 +115,7 @@ class ModelSpec(ABC):
     decodes_frames_apart: bool = False
     """Whether decoding blocks treat each frame alone, after the auto-encoder."""
     eager_only: str = ""
-    """Why the forward cannot be exported from torch: a predicate whose subject is the class."""
+    """Why the forward cannot be exported from torch: text that follows the class name in a message."""
     eager_split: str = ""
     """The same, if ranks share the tokens."""
     plan: ShardPlan

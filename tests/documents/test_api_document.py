@@ -15,7 +15,7 @@ from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipSettings
 from deployments.door.answers import ANSWERS
 from deployments.http.app import create_api
-from deployments.http.documents import CODES
+from deployments.http.openapi_text import CODES
 from deployments.http.settings import ApiSettings
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.fenced import ROOT

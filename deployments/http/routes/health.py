@@ -9,9 +9,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deployments.http.answers import Health, Model, ModelList
 from deployments.http.context import ApiContext
-from deployments.http.documents import error_documents
 from deployments.http.drain import Drain, stopping
 from deployments.http.errors import retry_after
+from deployments.http.openapi_text import error_documents
 from deployments.names import HEALTH, LIVE
 from deployments.requests.model_choice import check_name, find_card, split_name
 

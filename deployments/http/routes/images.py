@@ -11,7 +11,9 @@ from starlette.responses import Response
 
 from deployments.http.body import FORMS, JSON, read_json
 from deployments.http.context import ApiContext
-from deployments.http.documents import (
+from deployments.http.errors import ApiError
+from deployments.http.idempotency import IdempotencyKey
+from deployments.http.openapi_text import (
     EDIT_EVENTS,
     IMAGE_EVENTS,
     body_document,
@@ -19,8 +21,6 @@ from deployments.http.documents import (
     file_answers,
     image_answers,
 )
-from deployments.http.errors import ApiError
-from deployments.http.idempotency import IdempotencyKey
 from deployments.http.partial import RangedFile
 from deployments.http.routes.drawing import draw
 from deployments.http.uploads import read_upload

@@ -21,7 +21,10 @@ from deployments.clips.storage import CONTENT_TYPES, Variant
 from deployments.http.answers import Video, VideoDeleted, VideoPage
 from deployments.http.body import FORMS, JSON
 from deployments.http.context import ApiContext
-from deployments.http.documents import (
+from deployments.http.errors import GPU_HEADER, ApiError, from_failure, retry_after
+from deployments.http.idempotency import IdempotencyKey
+from deployments.http.measures import eta_header, gpu_header, measures
+from deployments.http.openapi_text import (
     body_document,
     error_documents,
     file_answers,
@@ -29,9 +32,6 @@ from deployments.http.documents import (
     sync_answers,
     video_answers,
 )
-from deployments.http.errors import GPU_HEADER, ApiError, from_failure, retry_after
-from deployments.http.idempotency import IdempotencyKey
-from deployments.http.measures import eta_header, gpu_header, measures
 from deployments.http.partial import RangedFile, is_head
 from deployments.http.routes.clip_events import video_events
 from deployments.http.streams import STREAM_HEADERS, ClientGoneError, start_stream, until_disconnect

@@ -1,4 +1,4 @@
-"""Simulated completion of jobs without further arrivals: by a copy of the policy, or roughly, to compare divisions."""
+"""Simulated completion of jobs without further arrivals: with a copy of the policy, or by a rough rule."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ COARSE_SHARE = 1 / 8
 far future may be inexact, and thousands of turns take some dozens of calls."""
 
 NUM_REDIVIDED = 8
-"""First ends of jobs after which an elastic gang is divided again, as it really is after each. Each division takes a
-millisecond."""
+"""Job ends that re-divide an elastic gang. The scheduler re-divides at each end; each division takes a millisecond."""
 
 ROUNDING_S = 1e-9
 """Tolerance of sums of predicted times."""
@@ -40,14 +39,14 @@ class Simulation:
         now_s: float,
         teams: Teams,
     ) -> None:
-        """``candidates`` are in order of arrival, and begin on their ``teams``; if empty, the policy assigns teams.
+        """``candidates`` are in order of arrival. ``teams``: the current team of each job; {} lets the policy assign.
 
         The given ``policy`` is not changed.
         """
         self._policy, self._gang, self._max_running_jobs = deepcopy(policy), gang, max_running_jobs
         self._begin_s = self._now_s = self._asked_s = now_s
         self._running: dict[str, Candidate] = {}
-        self._is_due, self._num_ended, self._num_asked = True, 0, 0
+        self._must_ask_policy, self._num_ended, self._num_asked = True, 0, 0
         self._queue = deque(candidates)
         self._ask_policy(teams)
 
@@ -70,23 +69,23 @@ class Simulation:
             teams = teams_of(self._policy, ordered, self._gang, self._now_s)
         self._running = {one.id: _on_ranks(one, teams[one.id]) for one in ordered if one.id in teams}
         self._queue = deque(replace(one, ranks=()) if one.ranks else one for one in ordered if one.id not in teams)
-        self._asked_s, self._is_due = self._now_s, False
+        self._asked_s, self._must_ask_policy = self._now_s, False
         self._num_asked += 1
 
     def _changes_in_s(self) -> float:
         """Return the time until the policy must be asked again."""
         served = [(one, self._share(one)) for one in self._running.values()]
-        changes_s = 0.0 if self._is_due else self._policy.changes_in_s(served, self._queue, self._now_s)
+        changes_s = 0.0 if self._must_ask_policy else self._policy.changes_in_s(served, self._queue, self._now_s)
         if self._num_asked <= NUM_EXACT:
             return changes_s
         return max(changes_s, self._asked_s + COARSE_SHARE * (self._asked_s - self._begin_s) - self._now_s)
 
     def _phase_s(self, changes_s: float) -> float:
-        """Return the length of the next phase: whole steps of the fastest job, at most to the first end of a job."""
+        """Return the seconds to the next change, in whole steps of the fastest job, at most to a job's end."""
         ends_s = min(map(_left_s, self._running.values()))
         if changes_s >= ends_s:
             return ends_s
-        self._is_due = True
+        self._must_ask_policy = True
         step_s = min(one.step_s[len(one.ranks)] for one in self._running.values())
         return min(ends_s, step_s * max(1, math.ceil((changes_s - ROUNDING_S) / step_s)))
 
@@ -96,7 +95,7 @@ class Simulation:
         self._now_s += by_s
         for one in list(self._running.values()):
             if self._policy.note(one, by_s * self._share(one), self._queue):
-                self._is_due = True
+                self._must_ask_policy = True
             if _left_s(one) - by_s <= ROUNDING_S:
                 ended.append(self._running.pop(one.id))
                 self._policy.forget(one.id)

@@ -75,8 +75,8 @@ class Scheduler:
         )
         self._max_batch = max_batch
         self._entries: dict[str, _Entry] = {}
-        self._may_run: list[_Entry] = []
-        self._is_settled = False
+        self._runnable: list[_Entry] = []
+        self._teams_are_current = False
         self._drops: list[str] = []
         self._numbers, self._sequences = count(), count()
 
@@ -84,7 +84,7 @@ class Scheduler:
         """Add a job that the ranks have admitted, at ``now_s`` of the caller's clock."""
         assert job.job_id not in self._entries
         self._entries[job.job_id] = self._entry(job, next(self._numbers), now_s)
-        self._is_settled = False
+        self._teams_are_current = False
 
     def learn(self, prediction: StepPrediction) -> None:
         """Use this prediction from now on."""
@@ -92,7 +92,7 @@ class Scheduler:
         self._gang = replace(self._gang, move_s=prediction.move_s)
         for entry in self._entries.values():
             entry.step_s, entry.fastest_s, entry.whole_s = self._predicted_s(entry.job)
-        self._is_settled = False
+        self._teams_are_current = False
 
     def drop(self, job_id: str) -> None:
         """Plan no more steps of a job that the ranks hold, and have them forget it."""
@@ -103,18 +103,18 @@ class Scheduler:
     def next_plan(
         self, *, free: Collection[int] | None = None, is_idle: bool = True, now_s: float = 0.0
     ) -> StepPlan | None:
-        """Return the next step of the teams that are ``free`` (None: all), or None. ``is_idle``: no plan in flight."""
+        """Return the next step of the ``free`` teams (None: all), or None. ``is_idle``: the ranks execute no plan."""
         free = self._gang.ranks if free is None else free
-        if not self._is_settled or not self._gang.is_elastic:
+        if not self._teams_are_current or not self._gang.is_elastic:
             self._choose_teams(is_idle, now_s)
         due = [(ranks, jobs) for ranks, jobs in self._served() if set(ranks).issubset(free)]
         if not (due or self._drops):
             return None
         moves = tuple(move for ranks, jobs in due for entry in jobs if (move := _move_of(entry, ranks)))
-        leaves = any(set(entry.holders) - set(ranks) for ranks, jobs in due for entry in jobs)
+        frees_holders = any(set(entry.holders) - set(ranks) for ranks, jobs in due for entry in jobs)
         works = tuple(self._plan_work(ranks, jobs) for ranks, jobs in due)
         drops, self._drops = tuple(self._drops), []
-        is_for_all = bool(drops or moves or leaves) or any(work.ends_a_job for work in works)
+        is_for_all = bool(drops or moves or frees_holders) or any(work.ends_a_job for work in works)
         return StepPlan(sequence=next(self._sequences), works=works, drops=drops, moves=moves, is_for_all=is_for_all)
 
     @property
@@ -137,7 +137,7 @@ class Scheduler:
         """Like ``finish_times_s``, but a lazy iterator in order of completion."""
         number = max((entry.number for entry in self._entries.values()), default=0) + 1
         arrivals = [self._entry(job, number + i, now_s) for i, job in enumerate(beside)]
-        keeps_teams = self._is_settled and not beside
+        keeps_teams = self._teams_are_current and not beside
         entries = self._entries.items()
         simulation = Simulation(
             [_candidate(entry) for entry in (*self._entries.values(), *arrivals)],
@@ -153,12 +153,12 @@ class Scheduler:
 
     def _choose_teams(self, is_idle: bool, now_s: float) -> None:
         allowed = self._allowed(is_idle)
-        self._is_settled = bool(allowed)  # an exclusive job may wait for the gang to be idle
+        self._teams_are_current = bool(allowed)  # an exclusive job may wait for the gang to be idle
         ordered = self._policy.order([_candidate(entry) for entry in self._entries.values()], now_s)
         num_begun = sum(bool(entry.holders) for entry in self._entries.values())
         ordered = limit_running([one for one in ordered if one.id in allowed], self._max_running_jobs, num_begun)
         teams = teams_of(self._policy, ordered, self._gang, now_s)
-        self._may_run = [self._entries[candidate.id] for candidate in ordered if candidate.may_run]
+        self._runnable = [self._entries[candidate.id] for candidate in ordered if candidate.may_run]
         for entry in self._entries.values():
             entry.ranks = teams.get(entry.job.job_id, ())
 
@@ -189,7 +189,7 @@ class Scheduler:
         """Yield each team with its job and further jobs of the same shape."""
         served: set[str] = set()
         for entry in [entry for entry in self._entries.values() if entry.ranks]:
-            similar = [other for other in self._may_run if _can_batch(other, entry) and other.job.job_id not in served]
+            similar = [other for other in self._runnable if _can_batch(other, entry) and other.job.job_id not in served]
             jobs = [entry, *similar[: self._max_batch - 1]]
             served.update(other.job.job_id for other in jobs)
             yield entry.ranks, jobs
@@ -197,9 +197,10 @@ class Scheduler:
     def _plan_work(self, ranks: Ranks, jobs: list[_Entry]) -> Work:
         waiting = [_candidate(entry) for entry in self._entries.values() if not entry.ranks and entry not in jobs]
         for entry in jobs:
+            # Step time weighted by the team's share of the gang.
             gang_s = entry.step_s[len(ranks)] * len(ranks) / self._gang.num_ranks
             if self._policy.note(_candidate(entry), gang_s, waiting):
-                self._is_settled = False
+                self._teams_are_current = False
         steps = tuple(entry.plan_step() for entry in jobs)
         for entry in jobs:
             entry.holders = ranks
@@ -210,7 +211,7 @@ class Scheduler:
 
     def _end(self, job_id: str) -> None:
         self._policy.forget(job_id)
-        self._is_settled = False
+        self._teams_are_current = False
 
 
 def _candidate(entry: _Entry) -> Candidate:

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from deployments.config import AppConfig
-from deployments.http.documents import HEADERS
 from deployments.http.hosts import is_known
+from deployments.http.openapi_text import HEADERS
 from tests.deployments.http.conftest import build, client_of, serving
 from tests.deployments.http.test_errors import error_of
 from tests.deployments.support.fake_studio import FakeStudio
