@@ -40,7 +40,7 @@ class Admission:
     def taken(self, model: str, num: int, num_bytes: int = 0, gang_in_s: float = 0.0) -> Iterator[None]:
         """Hold places for ``num`` pictures, and memory for ``num_bytes`` of uploads, inside the block.
 
-        ApiError 429 if fewer places are free, 503 without memory. ``gang_in_s``: seconds until a gang is ready; no place
+        ApiError 429 if fewer places are free, 503 without memory. ``gang_in_s``: seconds to a ready gang; no place
         becomes free before.
         """
         with ExitStack() as stack:

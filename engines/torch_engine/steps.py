@@ -173,7 +173,7 @@ class StepRunner:
         return not reads_values
 
     def _capture(self, step: _Step, tensors: StepTensors, team: Team) -> CapturedStep | None:
-        """Return the captured step; None if a lone rank lacks memory. In a team, where others captured, it is raised."""
+        """Return the captured step; None if a lone rank lacks memory. In a team, where others captured, raise it."""
         if self._pool is None or not self._has_graphs():
             self._pool = GraphPool(self._device)  # a pool whose graphs are gone may accept no new ones
         fields = {"ranks": team.ranks, "strategy": team.spec.name}
