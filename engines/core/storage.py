@@ -10,13 +10,9 @@ import os
 import platform
 import secrets
 import socket
-import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from typing import TypeVar
-
-from filelock import FileLock
 
 logger = logging.getLogger(__name__)
 
@@ -116,36 +112,3 @@ def device_name(device: str) -> str:
     if device == "cpu":
         return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
     return torch.cuda.get_device_name(device)
-
-
-T = TypeVar("T")
-_DAMAGE_ERRORS = (ValueError, KeyError, TypeError, FileNotFoundError, zipfile.BadZipFile)
-
-
-def get_or_make(path: Path, read: Callable[[Path], T], make: Callable[[], T]) -> T:
-    """Return ``read(path)``, or ``make()``, which must write the file.
-
-    One of several concurrent processes makes it; the others wait. A file is damaged if ``read`` raises ValueError,
-    KeyError, TypeError, FileNotFoundError or BadZipFile. A damaged file is logged and made again.
-    """
-    with locked(path):
-        stored = _read_stored(path, read)
-        return make() if stored is None else stored
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file beside ``path``; make its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):
-        yield
-
-
-def _read_stored(path: Path, read: Callable[[Path], T]) -> T | None:
-    if not path.exists():
-        return None
-    try:
-        return read(path)
-    except _DAMAGE_ERRORS as error:
-        logger.warning("%s is damaged (%s) and will be made again", path, error)
-        return None

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from engines.core.model import DenoiserModel
-from engines.core.storage import locked, write_atomically
+from engines.core.storage import write_atomically
 from engines.tensorrt_engine.build.bindings import Target, load_bindings, take_errors, trt_logger
+from engines.tensorrt_engine.build.cache_files import locked
 from engines.tensorrt_engine.build.progress import BuildCancelledError, ProgressBar, as_monitor
 
 

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engines.core.storage import get_or_make, write_atomically
+from engines.core.storage import write_atomically
 from engines.tensorrt_engine.build.bindings import load_bindings
 from engines.tensorrt_engine.build.builder import BuildOptions, BuiltEngine, build
+from engines.tensorrt_engine.build.cache_files import get_or_make
 from engines.tensorrt_engine.build.progress import ProgressBar
 from engines.tensorrt_engine.export.graph import EngineGraph
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
-from engines.core.storage import get_or_make, write_atomically
+from engines.core.storage import write_atomically
 from engines.parallel.mesh import Team
+from engines.tensorrt_engine.build.cache_files import get_or_make
 from engines.tensorrt_engine.export.archive import read_export, write_export
 from engines.tensorrt_engine.export.exported import EngineExport
 
