@@ -108,7 +108,7 @@ def allows(model: DenoiserModel, tensor: int, stages: int) -> bool:
 
 
 def gib(model: DenoiserModel, tensor: int, stages: int) -> float:
-    """As the cost model counts it: linears of the blocks by the tensor axis, blocks by the stages, the rest whole."""
+    """Count like the cost model: the tensor axis divides linears of blocks, stages divide blocks, the rest is whole."""
     total = 0.0
     for module in model.modules.values():
         inner = {id(weight) for block in model.plan.blocks_of(module) for weight in block.parameters()}
@@ -133,7 +133,7 @@ NO_SWEEP = """**No sweep has run yet**: that a model starts, is captured and dec
 
 
 def state() -> str:
-    """What is said before the table: nothing once there are results."""
+    """Return the text before the table; empty once there are results."""
     return "" if swept() else NO_SWEEP
 
 
@@ -181,7 +181,7 @@ WORDS = {
     "picture to clip": ("image2video", "flf2v", "fl2va"),
     "sound": ("sound", "t2va"),
 }
-"""What the names of workflows mean."""
+"""Meaning of the names of workflows."""
 NOT_SERVED = ("controlnet", "ip_adapter", "video2video", "action", "ref2", "in_context")
 """Marks of workflows for which no request brings what they want."""
 
@@ -215,9 +215,9 @@ REPORTS = Path(__file__).parents[1] / "benchmarks" / "reports"
 GPUS = "h[12]00"
 """In the names of reports of machines with GPUs, as a pattern."""
 SUBJECTS = ("application", "denoise_step", "model_step", "pairs", "peers", "quad")
-"""Of reports that time whole transformers: others are of small models, or of parts."""
+"""Subjects of reports that time whole transformers; others are of small models, or of parts."""
 CALLED = {"Wan2.1-T2V-14B": "Wan2.1-14B"}
-"""What reports call a model, where that is not its name."""
+"""Names of models in reports, where they differ."""
 COMMAND = "python -m benchmarks."
 PARTS = "benchmarks.decode"
 """A program that times no steps."""

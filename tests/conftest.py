@@ -27,7 +27,7 @@ OF_RAY = frozenset(RAY_FILES.read_text().split())
 DURATIONS = ROOT / "tests/durations.json"
 """Seconds by file (``make durations``)."""
 UNKNOWN_DURATION_S = 30.0
-"""Of a new file: it comes early, since a long one at the end would leave one process without work."""
+"""Assumed for a new file, which so comes early: a long one at the end would leave one process without work."""
 
 NUM_CLUSTER_CPUS = 8
 """More than the machine may have: tests ask for fractions of a CPU, and are mostly waiting."""

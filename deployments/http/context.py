@@ -1,4 +1,4 @@
-"""What every route works with, and who may use it: by API keys."""
+"""The context of all routes, and authorization by API keys."""
 
 from __future__ import annotations
 

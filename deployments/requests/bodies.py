@@ -1,4 +1,4 @@
-"""What clients may send, field by field: types with their own error messages, and the bodies made of them.
+"""Bodies of requests: types of fields with their own error messages, and the bodies made of them.
 
 Rules that depend on the model are in ``rules``.
 """
@@ -137,7 +137,7 @@ OptionalPrompt = Annotated[str, StringConstraints(max_length=MAX_PROMPT_CHARS), 
 NegativePrompt = Annotated[Text, StringConstraints(max_length=MAX_PROMPT_CHARS)]
 Name = Annotated[Text, StringConstraints(max_length=512)]
 Size = Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^({PIXELS}|auto)?$"})]
-"""What is written is looked at together with the model, whose own sizes make better examples."""
+"""Checked together with the model, whose own sizes make better examples."""
 Count = Annotated[int, AfterValidator(_countable), WithJsonSchema({"type": "integer", "minimum": 1})]
 Off = Annotated[bool, AfterValidator(_off), WithJsonSchema({"type": "boolean", "const": False}), NoEffect(False)]
 Seconds = Annotated[

@@ -19,7 +19,7 @@ BEHIND = ":"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Needs:
-    """What a request needs of a model. None: the request has no such value."""
+    """Requirements of a request on its model. None: the request has no such value."""
 
     num_pictures: int = 0
     has_mask: bool = False

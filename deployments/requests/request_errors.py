@@ -1,4 +1,4 @@
-"""What is wrong with a request: for people, for programs, and which field it is."""
+"""Errors of requests: a message, a code, and the field to blame."""
 
 from __future__ import annotations
 

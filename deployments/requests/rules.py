@@ -40,7 +40,7 @@ BODY_FIELDS = {"has_mask": "mask", "num_layers": "layers", "sound": "generate_so
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requester:
-    """Who sent a request, and when."""
+    """Sender and arrival of a request."""
 
     request_id: str
     key: str = ""
