@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from deployments.clips.settings import ClipLimits
 from deployments.door.door_settings import DoorSettings
 from deployments.http.settings import ApiLimits
-from deployments.observability.metrics import MetricsSettings
+from deployments.observability.metrics_settings import MetricsSettings
 from deployments.stages.stage_config import STRICT, DataType, DecoderConfig, DenoiserConfig, EncoderConfig
 from pipelines.lora.source import LoraSource, check_sources
 from pipelines.request import MetadataLevel

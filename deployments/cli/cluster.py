@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import ray
 
 from deployments.app import REPLICA_CPUS
 from deployments.cli.errors import interrupts_later
-from deployments.cli.local import prepared
+from deployments.cli.local import RAYS, exceptions_for, own_folder, token_variables
 from deployments.config import ServeConfig
 from deployments.forked_workers import forking_cluster
+from deployments.places import make_folder
 from deployments.ray_private import init_local, processes_in_own_sessions, quiet_logs, without_optional_servers
-from deployments.settings import set_defaults
+from deployments.settings import Settings, process_environment, set_defaults, variables_set
 
 SERVE_ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -72,3 +75,15 @@ def num_logical_cpus(config: ServeConfig) -> int:
         denoiser = model.denoiser
         num_cpus += denoiser.max_num_replicas * (REPLICA_CPUS + denoiser.num_ranks * denoiser.cpus_per_rank)
     return max(os.cpu_count() or 1, int(num_cpus) + 1)
+
+
+@contextmanager
+def prepared() -> Iterator[Path]:
+    """Yield the folder for Ray's files, inside which processes have a token and use no proxy for each other."""
+    variables = process_environment()
+    with suppress(OSError):
+        make_folder(Settings().data_dir)  # before another process creates it with wider permissions
+    with own_folder(variables) as folder:
+        own = (ray.util.get_node_ip_address(), socket.gethostname())  # type: ignore[no-untyped-call]
+        with variables_set({**token_variables(variables, folder), **exceptions_for(own, variables)}):
+            yield folder / RAYS

@@ -11,16 +11,15 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import httpx
-import ray
 
-from deployments.places import close_to_others, make_folder, refusal
-from deployments.settings import Settings, process_environment, variables_set
+from deployments.places import close_to_others, refusal
+from deployments.settings import process_environment, variables_set
 
 PREFIX, LOCK, RAYS = "tr_", "lock", "r"
 """Short names, for the paths of sockets. Ray opens its folder to all users, so it is in a private one."""
@@ -237,15 +236,3 @@ def _write(file: Path) -> None:
 def _new_token() -> str:
     """Return this process's token: Ray reads it once, and a process may start several clusters."""
     return secrets.token_hex(32)
-
-
-@contextmanager
-def prepared() -> Iterator[Path]:
-    """Yield the folder for Ray's files, inside which processes have a token and use no proxy for each other."""
-    variables = process_environment()
-    with suppress(OSError):
-        make_folder(Settings().data_dir)  # before another process creates it with wider permissions
-    with own_folder(variables) as folder:
-        own = (ray.util.get_node_ip_address(), socket.gethostname())  # type: ignore[no-untyped-call]
-        with variables_set({**token_variables(variables, folder), **exceptions_for(own, variables)}):
-            yield folder / RAYS

@@ -16,7 +16,6 @@ from typing import Any, TextIO
 from urllib.parse import urlsplit
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 from rich.table import Column, Table
 
 from deployments.cli.client import Client, kinds_of
@@ -188,6 +187,8 @@ def _counts(metrics_url: str) -> Counts:
 
 def counts_of(page: str) -> Counts:
     """Return the gauges of a page in Prometheus' text format, summed over replicas."""
+    from prometheus_client.parser import text_string_to_metric_families
+
     columns = {gauge: column for column, gauge in GAUGES.items()}
     counts: dict[str, dict[str, Any]] = {column: defaultdict(int) for column in GAUGES}
     for family in text_string_to_metric_families(page):

@@ -14,11 +14,10 @@ from deployments.clips.settings import DATABASE
 from deployments.config import ModelConfig, ServeConfig
 from deployments.door.door import FOLDER as DOOR_FOLDER
 from deployments.door.door import listen
-from deployments.observability.metrics import DEFAULT_PORT
+from deployments.observability.metrics_settings import DEFAULT_PORT
 from deployments.places import file_refusal, is_open_to_others, refusal
 from deployments.settings import Settings, process_environment
-from deployments.stages.common import must_slice
-from deployments.stages.stage_config import ScaledConfig, StageConfig
+from deployments.stages.stage_config import ScaledConfig, StageConfig, must_slice
 from pipelines.checkpoint import Checkpoint
 from pipelines.preconditions import adapter_problems, decoder_problems, weight_problems
 from pipelines.single_file import split_source

@@ -15,7 +15,8 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deployments.names import APPLICATION, INGRESS
-from deployments.observability.metrics import Families, MetricsSettings, Page, own_families
+from deployments.observability.metrics import Families, Page, own_families
+from deployments.observability.metrics_settings import MetricsSettings
 
 RETRY_S = 2.0
 ANSWER_DEADLINE_S = 3.0

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Metric, disable_created_metrics
 from prometheus_client.registry import Collector
 
-from deployments.names import url_at
 from deployments.usage.quotas import EVERYBODY, KeyLimits
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -26,7 +24,6 @@ OWN = ("troupe_", "process_")
 SHOWN_DIGITS = 8
 MAX_UNNAMED = 100
 OTHERS = "other"
-DEFAULT_PORT = 9464
 
 STAGES = Histogram("troupe_stage_seconds", "Seconds a request spent in a stage", ("stage", "model"), buckets=BUCKETS_S)
 REQUEST_FAILURES = Counter("troupe_request_failures", "Runs of a request that failed, by cause", ("model", "cause"))
@@ -153,26 +150,3 @@ class KeyNames:
     def observe_gpu_seconds(self, model: str, key: str, gpu_s: float) -> None:
         """Count GPU seconds of an ended request of ``key``."""
         observe_gpu_seconds(model, self.name_of(key), gpu_s)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MetricsSettings:
-    """Address of ``/metrics``."""
-
-    host: str = "127.0.0.1"
-    port: int | Literal["auto"] | None = "auto"
-    """None: no metrics; ``auto``: DEFAULT_PORT, or in ``troupe serve`` the next free one."""
-
-    def __post_init__(self) -> None:
-        if self.number is not None and not 0 < self.number <= 65535:
-            raise ValueError(f"metrics.port is {self.port}; it must be auto, from 1 to 65535, or null for no metrics")
-
-    @property
-    def number(self) -> int | None:
-        """The port; None without metrics."""
-        return DEFAULT_PORT if self.port == "auto" else self.port
-
-    @property
-    def url(self) -> str:
-        """The URL on this machine; empty without metrics."""
-        return "" if self.number is None else f"{url_at(self.host, self.number)}/metrics"

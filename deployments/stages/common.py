@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from deployments.config import ModelConfig, ProvenanceConfig
 from deployments.settings import set_defaults
 from deployments.stages.devices import stage_devices
-from deployments.stages.stage_config import DenoiserConfig, StageConfig
+from deployments.stages.stage_config import StageConfig
 from engines.core.parcel import Parcel, Shapes
-from engines.core.spec import ParallelSpec
 from engines.gang.errors import QueueFullError
 from engines.gang.jobs.job import JobEvent
 from pipelines.checkpoint import Checkpoint
@@ -96,23 +95,6 @@ def load_stage(spec: StageSpec) -> Checkpoint:
         set_defaults(LOW_PRIORITY)
     torch.set_num_threads(spec.stage.num_threads)
     return Checkpoint.open(spec.model.source, stage_devices(spec.stage)[0], spec.model.dtype)
-
-
-def must_slice(config: DenoiserConfig) -> bool | None:
-    """Return whether ranks load slices; None if that depends on the model's size and the machine's memory.
-
-    ValueError if the engine cannot load slices.
-    """
-    can_slice = config.engine != "tensorrt" and config.num_ranks > 1
-    if config.load == "sliced" and not can_slice:
-        raise ValueError(
-            f"load: sliced needs the engine torch and several ranks, not {config.engine} on {config.num_ranks}"
-        )
-    if config.load != "auto" or not can_slice:
-        return config.load == "sliced"
-    if config.strategy == "auto":
-        return None
-    return ParallelSpec.of(config.strategy, config.num_ranks).divides_weights
 
 
 P = ParamSpec("P")

@@ -9,10 +9,9 @@ from importlib import import_module
 
 from deployments.config import ModelConfig
 from deployments.settings import Settings
-from deployments.stages.common import must_slice
 from deployments.stages.devices import host_lock
 from deployments.stages.measured_times import model_facts, software_facts
-from deployments.stages.stage_config import DenoiserConfig
+from deployments.stages.stage_config import DenoiserConfig, must_slice
 from engines.core.engine import Choosing, RankContext
 from engines.core.logs import log_phase, timed
 from engines.core.model import DenoiserModel

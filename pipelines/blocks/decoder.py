@@ -20,8 +20,8 @@ from pipelines.blocks.compilation import compile_calls, compile_decoder
 from pipelines.blocks.encoder import on_device
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.blocks.sampler import check_finite, finite_flags
-from pipelines.media.clip import Sound
 from pipelines.media.picture import laid_over_white
+from pipelines.media.sound import Sound
 from pipelines.request import MediaRequest
 from pipelines.vae.chunks import ChunkedVae, decodes_in_chunks
 from pipelines.vae.multi_gpu import distribute_decoder

@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from threading import BoundedSemaphore
@@ -23,6 +22,7 @@ from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTr
 from numpy.typing import NDArray
 
 from pipelines.media.metadata import NO_TEXTS, Texts, tags_of
+from pipelines.media.sound import Sound
 
 Packets: TypeAlias = "list[av.Packet[Any]]"
 
@@ -100,19 +100,6 @@ def _even(frame_HWC: NDArray[np.uint8]) -> NDArray[np.uint8]:
     if height % 2 or width % 2:
         frame_HWC = np.pad(frame_HWC, ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     return np.ascontiguousarray(frame_HWC)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sound:
-    samples_CT: NDArray[np.float32]
-    """One or two channels, in [-1, 1]."""
-    rate: int
-    """Samples a second."""
-
-    def __post_init__(self) -> None:
-        channels = self.samples_CT.shape[0]
-        if self.samples_CT.ndim != 2 or channels not in (1, 2):
-            raise ValueError(f"sound of the shape {self.samples_CT.shape}; (1 or 2 channels, samples) is allowed")
 
 
 SOUND_QUALITY = {"b": "192k", "flags": "+bitexact"}

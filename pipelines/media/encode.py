@@ -8,9 +8,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.media.clip import Sound
 from pipelines.media.metadata import NO_TEXTS, Texts
 from pipelines.media.picture import FORMATS, encode_picture, shrink
+from pipelines.media.sound import Sound
 
 Frames = NDArray[np.uint8]
 THUMBNAIL_SIDE = 320

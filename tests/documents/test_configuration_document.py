@@ -10,7 +10,7 @@ import pytest
 
 from deployments import config
 from deployments.door.door_settings import DoorSettings
-from deployments.observability.metrics import MetricsSettings
+from deployments.observability.metrics_settings import MetricsSettings
 from deployments.stages import stage_config as stages
 from deployments.usage.quotas import KeyLimits
 from engines.parallel.nccl_options import NcclOptions

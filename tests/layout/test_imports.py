@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 
 import pytest
 
-from tests.layout.support.source import CODE, PACKAGES, Names, modules_named, nodes_of, python_files, top, tree_of
+from tests.layout.support.source import CODE, PACKAGES, ROOT, Names, modules_named, nodes_of, python_files, top, tree_of
 
 MAY_IMPORT = {
     "engines": {"engines"},
@@ -150,6 +152,14 @@ def test_private_names_of_libraries_have_one_file() -> None:
 )
 def test_a_private_name_is_found(code: str, found: bool) -> None:
     assert any(private_names(ast.walk(ast.parse(code)))) is found
+
+
+def test_specs_of_families_are_read_without_torch() -> None:
+    specs = [name.removesuffix(".py").replace("/", ".") for name in python_files("pipelines/models") if "/spec" in name]
+    assert len(specs) > 15
+    code = f"import sys, {', '.join(specs)}; print({{'torch', 'diffusers'}} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_http_is_known_to_deployments_alone() -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engines.core.parcel import Parcel
+if TYPE_CHECKING:
+    from engines.core.parcel import Parcel
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

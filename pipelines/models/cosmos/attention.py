@@ -2,9 +2,6 @@
 
 The text attends to itself causally and never to generated tokens (a mixture of transformers, arXiv:2411.04996), so no
 step changes it. Every rank computes it whole; its keys and values are then divided like a stream of tokens.
-
-A call has few inputs, and steps change only two of them. The other arguments of diffusers' transformer (places in the
-packed sequence, timesteps token by token) follow from these.
 """
 
 from __future__ import annotations
@@ -25,34 +22,17 @@ from torch.nn import functional
 
 from engines.core.attention import Kernel
 from engines.core.model import ModelInputs
-from pipelines.models.spec import Config
-
-LATENTS, TIMESTEP = "hidden_states", "timestep"
-TEXT_IDS, POSITIONS, NOISY_FRAMES = "input_ids", "position_ids", "noisy_frames"
-CLIP_SHAPE, SOUND_SHAPE = "clip_shape", "sound_shape"
-"""Constants: the latents' channels, frames, rows and columns; the sound's channels and latents."""
-
-
-def latents_of(call: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """Return ``clip_1CTHW`` of diffusers' call, and ``sound_CT`` if it has any."""
-    return (*call["vision_tokens"], *(call.get("sound_tokens") or ()))
-
-
-def as_output(velocities: list[Tensor]) -> tuple[Any, ...]:
-    """Return lists of velocities of clips, sounds and actions."""
-    return velocities[:1], velocities[1:] or None, None
-
-
-def grid(config: Config, arguments: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return the patches of (frames, rows, columns), padded at the edges."""
-    _, frames, *sides = arguments[CLIP_SHAPE]
-    rows, columns = (math.ceil(side / config["latent_patch_size"]) for side in sides)
-    return frames, rows, columns
-
-
-def num_sound_tokens(arguments: Mapping[str, Any]) -> int:
-    return int(arguments.get(SOUND_SHAPE, (0, 0))[1])
-
+from pipelines.models.cosmos.call import (
+    CLIP_SHAPE,
+    LATENTS,
+    NOISY_FRAMES,
+    POSITIONS,
+    SOUND_SHAPE,
+    TEXT_IDS,
+    TIMESTEP,
+    grid,
+    num_sound_tokens,
+)
 
 KEYS_VALUES = "text_keys_values"
 """An input beside the module's own: (layers, keys and values, 1, T tokens of text, G, D), keys rotated."""

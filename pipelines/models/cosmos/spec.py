@@ -16,7 +16,7 @@ from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGat
 from pipelines.defaults import Defaults
 from pipelines.directory import part_class, read_config, read_index
 from pipelines.image_sizes import latent_sizes, space_time_scales
-from pipelines.models.cosmos.attention import (
+from pipelines.models.cosmos.call import (
     CLIP_SHAPE,
     LATENTS,
     NOISY_FRAMES,

@@ -8,8 +8,7 @@ they are then divided like a stream of tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, MutableMapping
-from functools import cache
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -21,41 +20,7 @@ from engines.core.attention import Kernel, Prefix
 from engines.core.model import Arguments
 from engines.parallel.copies import is_weightless
 from engines.parallel.local_attention import local_kernel
-
-LATENTS, TIMESTEP, TEXT = "hidden_states", "timestep", "encoder_hidden_states"
-PLACES, CONDITION = "img_mask", "condition_latents"
-"""Places of reference pictures in the prompt, ``is_place_BT``, and their latents, ``x_BNC``."""
-GRIDS = "img_shapes"
-"""A constant: latent (frames, rows, columns) of each picture, the painted one last, by entry of the batch."""
-SLOT = 4
-"""Latent tokens for each place of a picture in the prompt."""
-
-
-def num_seen(arguments: Mapping[str, Any]) -> int:
-    """Return the number of tokens of the prompt, with those of pictures in their places."""
-    num_latents = arguments[CONDITION].shape[1] if CONDITION in arguments else 0
-    return int(arguments[TEXT].shape[1] + num_latents - num_latents // SLOT)
-
-
-def constant_inputs(call: Mapping[str, Any], num_painted: int) -> Mapping[str, Tensor]:
-    """Return the constants of a job, cached by the prompt's tensor: the blocks make new ones at every step."""
-    text, latents = call[TEXT], call[LATENTS]
-    if text not in _constants():
-        constants = {PLACES: call[PLACES][:, : text.shape[1]].clone()}
-        if latents.shape[1] > num_painted:
-            constants[CONDITION] = latents[:, :-num_painted].clone()
-        _constants()[text] = constants
-    return _constants()[text]
-
-
-@cache
-def _constants() -> MutableMapping[Tensor, Mapping[str, Tensor]]:
-    """Return the cache, by prompt; an entry is freed with its prompt."""
-    from torch.utils.weak import WeakTensorKeyDictionary
-
-    constants: MutableMapping[Tensor, Mapping[str, Tensor]] = WeakTensorKeyDictionary()
-    return constants
-
+from pipelines.models.qwen_image21.call import CONDITION, GRIDS, LATENTS, PLACES, SLOT, TEXT, TIMESTEP, num_seen
 
 KEYS_VALUES, ROTATION = "seen_keys_values", "rotation"
 """Inputs beside the module's own: (layers, keys and values, B, P seen tokens, H, D), keys rotated; and the rotation of

@@ -16,7 +16,7 @@ from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGat
 from pipelines.defaults import Defaults
 from pipelines.image_sizes import clip_vae_scale
 from pipelines.models.linears import attention_linears
-from pipelines.models.qwen_image21.attention import GRIDS, LATENTS, PLACES, TEXT, TIMESTEP, constant_inputs, num_seen
+from pipelines.models.qwen_image21.call import GRIDS, LATENTS, PLACES, TEXT, TIMESTEP, constant_inputs, num_seen
 from pipelines.models.spec import PICTURE, Config, ModelSpec, lazy
 
 if TYPE_CHECKING:

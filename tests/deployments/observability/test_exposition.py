@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import RayActorError
 
 from deployments.observability.exposition import Exposition, ReplicaMetrics
-from deployments.observability.metrics import MetricsSettings
+from deployments.observability.metrics_settings import MetricsSettings
 from tests.support.patience import PATIENCE_S
 
 

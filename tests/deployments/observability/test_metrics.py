@@ -9,14 +9,8 @@ import pytest
 from prometheus_client import CollectorRegistry, Metric, generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.observability.metrics import (
-    MetricsSettings,
-    Page,
-    observe_answer,
-    observe_failure,
-    observe_stage,
-    own_families,
-)
+from deployments.observability.metrics import Page, observe_answer, observe_failure, observe_stage, own_families
+from deployments.observability.metrics_settings import MetricsSettings
 from tests.support.patience import PATIENCE_S
 
 MODEL = "observed"
