@@ -1,6 +1,7 @@
 """Every published model at full size with random weights, once: through the whole application, on each number of GPUs.
 
     python -m benchmarks.sweep [MODEL ...] [--ranks 1 2] [--out FILE] [--limit-s 3000] [--again]
+        [--steps 6] [--frames 33] [--lock FILE]
 
 A model is written to ``--scratch`` with random weights, served by ``troupe serve``, asked for a picture or a clip three
 times and, where it takes pictures, for one that is made of some, and deleted. Models whose text encoders are not known
@@ -8,8 +9,9 @@ times and, where it takes pictures, for one that is made of some, and deleted. M
 
 Each is one line of JSON in ``--out``: its times, or the "error" that says why there are none. A sweep that is started
 again goes on with those that have no line (with ``--again``, also those that have an error). It begins none after
-``--limit-s``. It ends with 1 if it measured nothing. ``.ci/models_document.py`` makes a column
-of docs/reference/models.md of it.
+``--limit-s``. Sweeps of other models may run beside it, on the same GPU too: with the same ``--lock`` they write and
+start models side by side, and measure one after the other. It ends with 1 if it measured nothing.
+``.ci/models_document.py`` makes a column of docs/reference/models.md of it.
 """
 
 from __future__ import annotations
@@ -32,11 +34,10 @@ from benchmarks.models.folders import ENCODERS
 from benchmarks.results import status_of
 from benchmarks.serving.settings import write_model
 from benchmarks.sweep import whole
+from benchmarks.sweep.asked import Asked, turn_of
 from benchmarks.sweep.kept import ERROR, Kept, Result
-from benchmarks.sweep.whole import FEW_STEPS, Asked
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import published_models
-from pipelines.size import Size
 
 OUT = Path("benchmarks/reports/sweep.jsonl")
 LONE = "benchmarks.sweep.lone"
@@ -88,15 +89,15 @@ def measured(name: str, ranks: int, arguments: argparse.Namespace) -> dict[str, 
     """ValueError, RuntimeError and the like say why it cannot be."""
     if torch.cuda.is_available() and ranks > torch.cuda.device_count():
         raise ValueError(f"{ranks} GPUs are asked for, {torch.cuda.device_count()} are here")
-    asked = Asked(size=arguments.size, num_steps=arguments.steps)
+    asked, turn = Asked.of(arguments), turn_of(arguments.lock)
     if Path(name).is_dir():
-        return whole.measured(Path(name), ranks, asked)
+        return whole.measured(Path(name), ranks, asked, turn)
     if name not in ENCODERS:
         return lone(name, ranks, arguments)
     with tempfile.TemporaryDirectory(prefix="troupe_sweep_", dir=arguments.scratch) as scratch:
         check_room(name, Path(scratch))
         write_model(name, Path(scratch) / name)
-        return whole.measured(Path(scratch) / name, ranks, asked)
+        return whole.measured(Path(scratch) / name, ranks, asked, turn)
 
 
 def check_room(name: str, scratch: Path) -> None:
@@ -113,8 +114,8 @@ def check_room(name: str, scratch: Path) -> None:
 def lone(name: str, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """In processes of their own, whose memory is free afterwards. RuntimeError says what they said."""
     launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-    size = ["--size", str(arguments.size)] if arguments.size else []
-    command = [sys.executable, *launch, "-m", LONE, name, "--steps", str(arguments.steps), *size]
+    lock = ["--lock", str(arguments.lock)] if arguments.lock else []
+    command = [sys.executable, *launch, "-m", LONE, name, *Asked.of(arguments).words(), *lock]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LONE_S)
     if ended.returncode:
         raise RuntimeError(f"{LONE} ended with {ended.returncode}: {ended.stderr[-MOST_SAID:]}")
@@ -132,8 +133,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="after which no model is begun")
     parser.add_argument("--again", action="store_true", help="those that failed as well")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where models are written to")
-    parser.add_argument("--steps", type=int, default=FEW_STEPS, help="of each picture or clip, as far as a model may")
-    parser.add_argument("--size", type=Size.parse, help="of all: by default each model's own")
+    Asked.add_options(parser)
     return parser.parse_args(words)
 
 

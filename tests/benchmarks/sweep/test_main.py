@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from benchmarks.serving.clients import STAGES
 from benchmarks.sweep import __main__ as program
 from benchmarks.sweep import lone, whole
-from benchmarks.sweep.whole import Asked
+from benchmarks.sweep.asked import Asked
 from deployments.config import ServeConfig
 from pipelines.checkpoint import Checkpoint
 from pipelines.size import Size
@@ -125,6 +125,14 @@ def test_a_model_is_asked_for_what_it_makes(name: str, paths: list[str]) -> None
     assert ("with_picture_ms" in found) == (len(paths) == 4)
 
 
+@pytest.mark.parametrize(("name", "frames"), [("Wan2.1-T2V-1.3B", 37), ("LTX-Video", 33), ("FLUX.2-klein-4B", None)])
+def test_clips_are_as_long_as_a_model_makes_them_up_to_a_limit(name: str, frames: int | None) -> None:
+    defaults = Checkpoint.of_configuration(name).defaults
+    size = Asked(max_frames=38).size_of(defaults)
+    assert size == Size(width=defaults.width, height=defaults.height, num_frames=frames)
+    assert defaults.request(size).num_frames == (frames or 1)
+
+
 @pytest.mark.slow
 def test_a_tiny_model_goes_through_the_whole_application(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -148,7 +156,7 @@ def test_a_tiny_model_goes_through_the_whole_application(
 @pytest.mark.parametrize("num_steps", [2])
 def test_a_tiny_model_goes_without_its_encoders(num_steps: int, tmp_path: Path) -> None:
     folder, asked = tiny_qwen.qwen(tmp_path), Asked(size=Size(width=96, height=96), num_steps=num_steps)
-    found = lone.measured(str(folder), asked, torch.device("cpu"), torch.float32)
+    found = lone.measured(str(folder), asked, torch.device("cpu"), torch.float32, nullcontext())
     assert (found["steps"], found["same_bytes"], found["captured"]) == (num_steps, True, False)
     assert found["step_ms"] > 0
     assert found["decode_ms"] > 0

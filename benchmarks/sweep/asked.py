@@ -1,0 +1,66 @@
+"""The picture or clip that a sweep asks every model for, and when."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from pipelines.defaults import Defaults, largest_num_frames
+from pipelines.size import Size
+
+FEW_STEPS = 6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What every model is asked for: its own size, or ``size``; ``num_steps`` of those that it makes by default."""
+
+    size: Size | None = None
+    num_steps: int = FEW_STEPS
+    max_frames: int | None = None
+    """Clips that would have more are shorter: the most frames up to these that the model makes."""
+
+    def steps_of(self, defaults: Defaults) -> int:
+        return max(defaults.min_steps, min(self.num_steps, defaults.num_inference_steps))
+
+    def size_of(self, defaults: Defaults) -> Size:
+        """What requests are made with; of a picture one frame."""
+        size = self.size or Size(width=defaults.width, height=defaults.height)
+        if defaults.kind != "video":
+            return Size(width=size.width, height=size.height)
+        frames = size.num_frames or defaults.num_frames
+        if self.max_frames and frames > self.max_frames:
+            frames = max(defaults.min_frames, largest_num_frames(self.max_frames, defaults.frame_multiple))
+        return Size(width=size.width, height=size.height, num_frames=frames)
+
+    @staticmethod
+    def add_options(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "--steps", type=int, default=FEW_STEPS, help="of each picture or clip, as far as a model may"
+        )
+        parser.add_argument("--size", type=Size.parse, help="of all: by default each model's own")
+        parser.add_argument("--frames", type=int, help="the most that a clip has: by default each model's own number")
+        parser.add_argument("--lock", type=Path, help="a file: sweeps that name the same measure one after the other")
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Asked:
+        return cls(size=arguments.size, num_steps=arguments.steps, max_frames=arguments.frames)
+
+    def words(self) -> Iterator[str]:
+        """Yield the options that ``of`` reads this from."""
+        yield from ("--steps", str(self.num_steps))
+        if self.size:
+            yield from ("--size", str(self.size))
+        if self.max_frames:
+            yield from ("--frames", str(self.max_frames))
+
+
+def turn_of(lock: Path | None) -> AbstractContextManager[Any]:
+    """Return a context in which no other holder of ``lock`` measures; one that does nothing without it."""
+    return FileLock(lock) if lock else nullcontext()
