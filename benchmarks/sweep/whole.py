@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import subprocess
+from collections import Counter
+from collections.abc import Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import httpx
@@ -13,9 +16,8 @@ import torch
 from PIL import Image
 
 from benchmarks.application.client import CLIPS, EDITS, IMAGES, PROMPT, TIMEOUT_S, data_of, timing
-from benchmarks.application.memory import peak_memory
 from benchmarks.faults.timeline import records_of
-from benchmarks.serving.application import serving
+from benchmarks.serving.application import Application, serving
 from benchmarks.sweep.asked import Asked
 from deployments.cli.local import http_client
 from deployments.cli.serving import parse_config
@@ -25,6 +27,8 @@ from pipelines.defaults import Defaults
 from pipelines.size import Size
 
 NUM_REPEATS = 2
+EVERY_S = 0.5
+MEMORY_QUERY = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")
 CAPTURED = "captured a step"
 """What a rank says in its log."""
 
@@ -36,7 +40,7 @@ def measured(folder: Path, ranks: int, asked: Asked, turn: AbstractContextManage
         RuntimeError: It does not make one of the pictures or clips.
     """
     defaults = Checkpoint(folder).defaults
-    with peak_memory() as peak, serving(config_of(folder, ranks)) as application:
+    with serving(config_of(folder, ranks)) as application, memory_of(application) as peak:
         with turn, http_client(application.url, base_url=application.url, timeout=TIMEOUT_S) as client:
             found = answers_of(client, defaults, asked)
         messages = {str(record["message"]) for record in records_of(application.logs)}
@@ -46,8 +50,44 @@ def measured(folder: Path, ranks: int, asked: Asked, turn: AbstractContextManage
         "ready_s": ready_s,
         **found,
         "captured": CAPTURED in messages,
-        "gpu_gib": peak.rounded(),
+        "gpu_gib": peak,
     }
+
+
+@contextmanager
+def memory_of(application: Application) -> Iterator[dict[str, float]]:
+    """Yield the "highest" number of GiB that ``application`` holds on one GPU during the block; nothing without GPUs.
+
+    What other programs hold there does not count.
+    """
+    peak, is_over = dict[str, float](), Event()
+
+    def watch() -> None:
+        while not is_over.wait(EVERY_S):
+            held_mib = held_mib_by_gpu({process.pid for process in application.processes()}, MEMORY_QUERY)
+            if held_mib:
+                peak["highest"] = max(peak.get("highest", 0.0), round(max(held_mib.values()) / 1024, 2))
+
+    watcher = Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        is_over.set()
+        watcher.join()
+
+
+def held_mib_by_gpu(pids: Set[int], query: Sequence[str]) -> dict[str, int]:
+    """Return MiB that the processes ``pids`` hold, by GPU, as ``query`` says; nothing where it cannot be run."""
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return {}
+    held = Counter[str]()
+    for gpu, pid, mib in (line.split(", ") for line in said.splitlines()):
+        if int(pid) in pids and mib.isdigit():
+            held[gpu] += int(mib)
+    return held
 
 
 def answers_of(client: httpx.Client, defaults: Defaults, asked: Asked) -> dict[str, Any]:

@@ -133,6 +133,12 @@ def test_clips_are_as_long_as_a_model_makes_them_up_to_a_limit(name: str, frames
     assert defaults.request(size).num_frames == (frames or 1)
 
 
+def test_memory_is_of_the_own_processes_by_gpu() -> None:
+    said = "GPU-a, 11, 100\\nGPU-b, 11, 50\\nGPU-a, 12, 30\\nGPU-a, 99, 5000\\nGPU-b, 12, [N/A]\\n"
+    assert whole.held_mib_by_gpu({11, 12}, ("printf", said)) == {"GPU-a": 130, "GPU-b": 50}
+    assert whole.held_mib_by_gpu({11}, ("no-such-program",)) == {}
+
+
 @pytest.mark.slow
 def test_a_tiny_model_goes_through_the_whole_application(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -140,7 +146,7 @@ def test_a_tiny_model_goes_through_the_whole_application(
     @contextmanager
     def serving(config: ServeConfig) -> Iterator[Any]:
         with live(config) as url:
-            yield SimpleNamespace(url=url, ready_s=1.0, logs=tmp_path)
+            yield SimpleNamespace(url=url, ready_s=1.0, logs=tmp_path, processes=list)
 
     monkeypatch.setattr(whole, "serving", serving)
     folder, out = tiny.flux(tmp_path / "flux"), tmp_path / "sweep.jsonl"
