@@ -6,6 +6,7 @@ import json
 import shutil
 import string
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from pipelines.loading import resolve_configuration
 SEED = 1
 VISION_START = "<|vision_start|>"
 """Cosmos 3 ends prompts with it."""
+DECODING_PARTS = {"vae", "audio_vae", "vocoder"}
 CLIP_LENGTH, USUAL_LENGTH = 77, 512
 """Tokens of a prompt, the last of them among these."""
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -53,7 +55,8 @@ def write_vae(name: str, folder: Path, device: torch.device) -> None:
     shutil.copytree(published, folder)
     with torch.device(device), default_dtype(torch.bfloat16):
         torch.manual_seed(SEED)
-        _save(_diffusers_model(published, "vae"), folder / "vae")
+        for part in DECODING_PARTS & read_index(published).keys():
+            _save(_diffusers_model(published, part), folder / part)
 
 
 def letters(max_length: int = USUAL_LENGTH) -> Any:
@@ -79,10 +82,9 @@ def _is_tokenizer(published: Path, part: str) -> bool:
 
 
 def _diffusers_model(published: Path, part: str) -> Any:
-    import diffusers
-
-    _, class_name = read_index(published)[part]
-    return getattr(diffusers, class_name).from_config(dict(read_config(published, part)))
+    library, class_name = read_index(published)[part]
+    module = "diffusers" if library == "diffusers" else f"diffusers.pipelines.{library}"
+    return getattr(import_module(module), class_name).from_config(dict(read_config(published, part)))
 
 
 def _save(model: Any, folder: Path) -> None:
@@ -111,6 +113,7 @@ def _clip() -> Any:
     from transformers import CLIPTextConfig, CLIPTextModel
 
     sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+    sizes["projection_dim"] = 768
     return CLIPTextModel(CLIPTextConfig(**sizes, max_position_embeddings=CLIP_LENGTH, eos_token_id=101))
 
 

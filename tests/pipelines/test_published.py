@@ -221,6 +221,26 @@ def test_a_step_is_what_a_gpu_can_record_and_compile(name: str) -> None:
             trace(model, call)
 
 
+@pytest.mark.parametrize(
+    ("name", "timestep"),
+    [
+        ("Cosmos3-Nano", 1),
+        ("FLUX.1-Kontext-dev", 1),
+        ("FLUX.2-klein-4B", 1),
+        ("Helios-Base", 1),
+        ("LTX-2", 16 * 16 * 24),
+        ("LTX-Video", 21 * 16 * 22),
+        ("MiniMax-H3", 2),
+        ("Qwen-Image-2.1", 1),
+        ("Wan2.2-TI2V-5B", 31 * 22 * 40),
+        ("stable-diffusion-3.5-large", 1),
+    ],
+)
+def test_a_step_begins_with_a_picture_on_a_gpu(name: str, timestep: int) -> None:
+    """It mixes nothing of the host with the device. A first frame that is given has a timestep of its own."""
+    assert {branch.inputs["timestep"].numel() for branch in first_step(name, num_pictures=1)} == {timestep}
+
+
 @pytest.mark.parametrize("name", DIVIDED)
 @torch.no_grad()
 def test_two_ranks_record_it(name: str) -> None:

@@ -15,7 +15,7 @@ from engines.core.shard_plan import FeatureTable, ShardPlan, TokenGather, TokenS
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
-from pipelines.models.spec import CLIP, Config, ModelSpec, first_latent_frame
+from pipelines.models.spec import CLIP, Config, ModelSpec, first_latent_frame, lazy
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ def vae_scales(path: Path) -> tuple[int, int]:
 
 class LTXSpec(ModelSpec):
     family = "ltx"
+    patch_blocks = lazy("pipelines.models.ltx.patches:patch_blocks")
     local_attention: tuple[str, ...] = (TO_TEXT,)
     counts_heads = True
     fits_pictures = True

@@ -15,7 +15,7 @@ from engines.core.shard_plan import ColumnLinear, FeatureTable, ShardPlan, Token
 from pipelines.defaults import Defaults
 from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
 from pipelines.models.ltx.spec import LTXSpec, vae_scales
-from pipelines.models.spec import CLIP, Config, SeveralOutputsSpec, blank_like
+from pipelines.models.spec import CLIP, Config, SeveralOutputsSpec, blank_like, lazy
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ def gates(config: Config) -> tuple[ColumnLinear, ...]:
 
 class LTX2Spec(SeveralOutputsSpec, LTXSpec):
     family = "ltx2"
+    patch_blocks = lazy("pipelines.models.ltx2.patches:patch_blocks")
     local_attention = TO_WHOLE
     counts_heads = True
     block_modules = ("rope", "audio_rope")

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.models import folders
 from pipelines.checkpoint import Checkpoint
-from pipelines.directory import read_index
+from pipelines.directory import read_config, read_index
 from pipelines.loading import resolve_configuration
 from pipelines.run import load_pipeline
 from pipelines.size import Size
@@ -98,6 +98,21 @@ def test_every_encoder_is_of_the_class_that_the_pipeline_names() -> None:
             if name != "Wan2.2-I2V-A14B":
                 assert models.keys() == encoders.keys(), name
             assert {part: type(made[make]()).__name__ for part, make in encoders.items()} == models
+
+
+@pytest.mark.parametrize("name", folders.TWO_CLIPS)
+def test_both_clips_make_as_many_features_as_the_transformer_takes(name: str) -> None:
+    transformer, clips = read_config(resolve_configuration(name), "transformer"), ("text_encoder", "text_encoder_2")
+    with torch.device("meta"):
+        made = [folders.ENCODERS[name][part]().config.projection_dim for part in clips]
+    assert sum(made) == transformer["pooled_projection_dim"]
+
+
+def test_what_decodes_has_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[str]()
+    monkeypatch.setattr(folders, "_save", lambda model, folder: made.append(f"{folder.name}: {type(model).__name__}"))
+    folders.write_vae("LTX-2", tmp_path / "vae", torch.device("meta"))
+    assert sorted(made) == ["audio_vae: AutoencoderKLLTX2Audio", "vae: AutoencoderKLLTX2Video", "vocoder: LTX2Vocoder"]
 
 
 def test_a_model_whose_encoders_are_not_known_is_an_error(tmp_path: Path) -> None:

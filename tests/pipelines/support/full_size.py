@@ -43,11 +43,16 @@ NUM_SIZES = 6
 
 
 @cache
-def first_step(name: str) -> tuple[Branch, ...]:
-    """The branches of the first step of the model's default request, begun by its blocks on the pretended GPU."""
+def first_step(name: str, num_pictures: int | None = None) -> tuple[Branch, ...]:
+    """The branches of the first step of the model's default request, begun by its blocks on the pretended GPU.
+
+    Without ``num_pictures`` it has as few as the model takes.
+    """
     checkpoint = Checkpoint.of_configuration(name, GPU, torch.bfloat16)
+    request = checkpoint.defaults.request()
+    request = request if num_pictures is None else replace(request, num_pictures=num_pictures)
     with PretendGpu(), patch("pipelines.blocks.blank.blank_conditioning", _blank):
-        branches = checkpoint.first_step(checkpoint.defaults.request())
+        branches = checkpoint.first_step(request)
     return tuple(replace(branch, inputs={key: _light(x) for key, x in branch.inputs.items()}) for branch in branches)
 
 
