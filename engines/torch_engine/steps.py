@@ -70,8 +70,8 @@ class StepRunner:
         if captures:
             step.captured = self._capture(step, tensors, team)
         step.num_runs += 1
-        if step.captured is None:
-            return step.function(tensors)
+        if step.captured is None:  # contiguous, as a graph's buffers: GEMMs of other layouts round otherwise
+            return step.function({name: tensor.contiguous() for name, tensor in tensors.items()})
         return step.captured(tensors).clone()
 
     def release(self) -> None:

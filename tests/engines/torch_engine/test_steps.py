@@ -85,6 +85,27 @@ def test_a_step_that_captures_is_not_warm(runner: StepRunner) -> None:
     assert [found_warm(runner, shape(0)) for _ in range(4)] == [False, False, True, True]
 
 
+@torch.no_grad()
+def test_an_uncaptured_step_reads_inputs_laid_out_as_those_of_a_graph() -> None:
+    plain, strides = models.model("flux"), list[dict[str, tuple[int, ...]]]()
+
+    def forward(module: nn.Module, arguments: Arguments) -> Tensor:
+        strides.append({name: x.stride() for name, x in arguments.items() if isinstance(x, Tensor)})
+        return plain.forward(module, arguments)
+
+    sharded, branch = ShardedModel(replace(plain, forward=forward)), shape(0)
+    name = plain.latents
+    transposed = branch.inputs[name].mT.contiguous().mT
+    assert not transposed.is_contiguous()
+    with patch.object(steps, "GraphPool"):
+        runner = StepRunner(plain, sharded, config=CAPTURING, device=torch.device("cpu"))
+        for latents in (branch.inputs[name], transposed):
+            runner.release()
+            runner.run(replace(branch, inputs={**branch.inputs, name: latents}), ALONE)
+    sharded.close()
+    assert strides[0] == strides[1]
+
+
 def test_the_shape_that_came_longest_ago_goes_with_its_graph(runner: StepRunner) -> None:
     with patch.object(steps, "MAX_SHAPES", 2), patch.object(Recording, "close") as close:
         for number in (0, 1, 0, 2):
