@@ -155,13 +155,13 @@ def of_gpus(results: Iterable[Result]) -> Iterable[Result]:
 def said(result: Result) -> str:
     where = f"{result['ranks']} × {result['hardware'].removeprefix('NVIDIA ')}"
     if ERROR in result:
-        reason = " ".join(str(result[ERROR]).split()).replace("|", "/")
+        reason = str(result[ERROR]).strip().splitlines()[-1].replace("|", "/")
         return f"{result['date']}, {where}: failed ({reason[:MOST_SAID]})"
     faults = [] if result["captured"] else ["not captured"]
     faults += [] if result["same_bytes"] else ["not the same bytes twice"]
     part = "" if result["through"] == "application" else f"{result['through']} alone"
     notes = ", ".join(filter(None, (part, *faults)))
-    return f"{result['date']}, {where}: {result['step_ms']} ms" + (f" ({notes})" if notes else "")
+    return f"{result['date']}, {where}, {result['size']}: {result['step_ms']} ms" + (f" ({notes})" if notes else "")
 
 
 SERVED: Mapping[str, Callable[[Defaults], bool]] = {

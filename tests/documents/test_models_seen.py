@@ -19,6 +19,7 @@ RIGHT = {
     "date": "2026-11-27",
     "hardware": "NVIDIA H200",
     "through": "application",
+    "size": "1024x1024",
     "step_ms": 71.5,
     "captured": True,
     "same_bytes": True,
@@ -49,7 +50,7 @@ def test_the_newest_of_each_number_of_gpus_is_told(program: ModuleType) -> None:
     lone = {"through": "transformer and decoder", "captured": False, "same_bytes": False, "step_ms": 9.0}
     write(program, {**RIGHT, "error": "x"}, RIGHT, {**RIGHT, "ranks": 2, **lone}, {**RIGHT, "hardware": "CPU"})
     assert program.seen("FLUX.1-dev") == (
-        "2026-11-27, 1 × H200: 71.5 ms; 2026-11-27, 2 × H200: 9.0 ms "
+        "2026-11-27, 1 × H200, 1024x1024: 71.5 ms; 2026-11-27, 2 × H200, 1024x1024: 9.0 ms "
         "(transformer and decoder alone, not captured, not the same bytes twice)"
     )
     assert (program.seen("FLUX.2-dev"), program.state()) == ("not yet", "")
@@ -57,5 +58,5 @@ def test_the_newest_of_each_number_of_gpus_is_told(program: ModuleType) -> None:
 
 def test_a_reason_is_one_cell(program: ModuleType) -> None:
     failed = {key: RIGHT[key] for key in ("model", "ranks", "date", "hardware")}
-    write(program, {**failed, "error": "RuntimeError: no | picture,\nbut 500"})
+    write(program, {**failed, "error": "Traceback:\n  File\nRuntimeError: no | picture, but 500\n"})
     assert program.seen("FLUX.1-dev") == "2026-11-27, 1 × H200: failed (RuntimeError: no / picture, but 500)"
