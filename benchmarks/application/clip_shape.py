@@ -1,4 +1,4 @@
-"""Which clips are asked for."""
+"""Shape of the clips that are asked for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipShape:
-    """Pixels and frames; 0 is what the model makes by default. So is ``num_steps``."""
+    """Pixels, frames and steps. 0 is the model's default."""
 
     width: int = 0
     height: int = 0
@@ -17,11 +17,11 @@ class ClipShape:
     num_steps: int = 0
 
     @classmethod
-    def of(cls, told: str) -> ClipShape:
-        """Reads 832x480x81, or 832x480x81@8 for 8 steps. ValueError for anything else."""
-        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(?:@([1-9]\d*))?", told)
+    def of(cls, text: str) -> ClipShape:
+        """Read 832x480x81, or 832x480x81@8 for 8 steps. ValueError for anything else."""
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(?:@([1-9]\d*))?", text)
         if found is None:
-            raise ValueError(f"{told!r} is no clip; write WIDTHxHEIGHTxFRAMES or WIDTHxHEIGHTxFRAMES@STEPS")
+            raise ValueError(f"{text!r} is no clip; write WIDTHxHEIGHTxFRAMES or WIDTHxHEIGHTxFRAMES@STEPS")
         width, height, num_frames, num_steps = (int(number or 0) for number in found.groups())
         return cls(width=width, height=height, num_frames=num_frames, num_steps=num_steps)
 
@@ -31,7 +31,7 @@ class ClipShape:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Of a request."""
+        """Fields of a request."""
         size = {"size": f"{self.width}x{self.height}", "num_frames": self.num_frames} if self.width else {}
         return size | ({"num_inference_steps": self.num_steps} if self.num_steps else {})
 
