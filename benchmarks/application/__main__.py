@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.application.client import Client
-from benchmarks.application.clip_shape import ANY_CLIP, ClipShape
-from benchmarks.application.parts import PARTS, Part, Visit, find_parts, is_for
+from benchmarks.application.parts import ANY_CLIP, PARTS, ClipShape, Part, Visit, find_parts, is_for
 from benchmarks.faults.timeline import records_of
 from benchmarks.serving.application import serving
 from benchmarks.serving.settings import add_options, argument_type, config_of

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from threading import Event, Thread
 from typing import TypeVar
 
-import torch
-
 EVERY_S = 0.1
 
 T = TypeVar("T")
@@ -60,6 +58,8 @@ def peak_memory() -> Iterator[Peak]:
 
 
 def held_bytes() -> int:
+    import torch
+
     if not torch.cuda.is_available():
         return 0
     free, total = torch.cuda.mem_get_info(0)

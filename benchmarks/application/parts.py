@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from statistics import fmean
@@ -15,7 +16,6 @@ from typing import Any
 import httpx
 
 from benchmarks.application.client import PROMPT, Client, Timing, data_of, medians, timing
-from benchmarks.application.clip_shape import ANY_CLIP, ClipShape
 from benchmarks.application.memory import peak_memory
 from benchmarks.faults.timeline import rank_pids
 from benchmarks.load.client import Answer
@@ -30,6 +30,38 @@ NUM_CLIENTS, NUM_OVERLAPPING = 2, 12
 Document = dict[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipShape:
+    """Pixels, frames and steps. 0 is the model's default."""
+
+    width: int = 0
+    height: int = 0
+    num_frames: int = 0
+    num_steps: int = 0
+
+    @classmethod
+    def of(cls, text: str) -> ClipShape:
+        """Read 832x480x81, or 832x480x81@8 for 8 steps. ValueError for anything else."""
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(?:@([1-9]\d*))?", text)
+        if found is None:
+            raise ValueError(f"{text!r} is no clip; write WIDTHxHEIGHTxFRAMES or WIDTHxHEIGHTxFRAMES@STEPS")
+        width, height, num_frames, num_steps = (int(number or 0) for number in found.groups())
+        return cls(width=width, height=height, num_frames=num_frames, num_steps=num_steps)
+
+    def __str__(self) -> str:
+        size = f"{self.width}x{self.height}x{self.num_frames}" if self.width else "default"
+        return f"{size}@{self.num_steps}" if self.num_steps else size
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Fields of a request."""
+        size = {"size": f"{self.width}x{self.height}", "num_frames": self.num_frames} if self.width else {}
+        return size | ({"num_inference_steps": self.num_steps} if self.num_steps else {})
+
+
+ANY_CLIP = ClipShape()
+
+
 @dataclass(kw_only=True)
 class Visit:
     """An application and its client. The first part that needs a shared value measures it."""
@@ -39,9 +71,7 @@ class Visit:
     at_once: int = 8
     """Pictures that come together."""
     clips: Sequence[ClipShape] = (ANY_CLIP,)
-
-    def __post_init__(self) -> None:
-        self._numbers = count()
+    _numbers: Iterator[int] = field(default_factory=count)
 
     @cached_property
     def card(self) -> Mapping[str, Any]:

@@ -190,21 +190,14 @@ def count_gpus() -> int:
     return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
-class Arguments(argparse.Namespace):
-    out: Path
-    limit_s: int
-    stages: tuple[str, ...]
-    together: bool
-
-
-def parse() -> Arguments:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     names = [stage.name for stage in STAGES]
     parser.add_argument("--stages", nargs="+", default=(), choices=names, help="all by default")
     parser.add_argument("--together", action="store_true", help="the stages prepare at one time and take turns")
     parser.add_argument("--limit-s", type=int, default=560)
-    arguments = parser.parse_args(namespace=Arguments())
+    arguments = parser.parse_args()
     if arguments.together and not arguments.stages:
         parser.error("--together is for stages that are named: give --stages")
     return arguments

@@ -22,9 +22,8 @@ from benchmarks.denoise_step.stage import (
 KERNEL_CHECK = "tests.engines.fast.support.triton_check"
 PROFILED = ("fast/1024/w1/bf16", f"fast/1024/w4/bf16/ulysses/{DEFAULT}", f"fast/2048/w4/bf16/ulysses/{DEFAULT}")
 
-# Each run holds the whole model on its GPUs, and 80 GB have room for two of them: diffusers' ring on four GPUs has its
-# own stage below. On four GPUs these stand beside the stage of the goals. On two, GPUs are cooler than there, so Troupe
-# takes its turn with them.
+# 80 GB have room for two runs, which hold the whole model each: diffusers' ring on four GPUs has its own stage below.
+# On four GPUs these stand beside the goals. On two, GPUs are cooler than there, so Troupe takes its turn.
 PEERS = (
     beside(
         "peers",

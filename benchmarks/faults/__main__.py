@@ -32,6 +32,7 @@ from benchmarks.faults.peace import Peace, num_processes
 from benchmarks.faults.storm import draw_references, ride_out, summary
 from benchmarks.faults.visits import drawn_turns
 from benchmarks.serving.application import free_port, serving
+from benchmarks.serving.settings import with_values
 from deployments.cli.local import uses_proxies
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
@@ -56,11 +57,8 @@ def main() -> None:
 
 def with_policy(config: ServeConfig, policy: str, num_api_replicas: int = 1) -> ServeConfig:
     """Return ``config`` with that policy in every gang, and that many replicas of the API."""
-    document = config.model_dump(mode="json")
-    args = document["applications"][0]["args"]
-    args["api"]["num_replicas"] = num_api_replicas
-    for model in args["models"]:
-        model["denoiser"]["policy"] = policy
+    document = with_values(config, [f"denoiser.policy={policy}"]).model_dump(mode="json")
+    document["applications"][0]["args"]["api"]["num_replicas"] = num_api_replicas
     return parse_config(document)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from benchmarks.load.mix import Mix, RequestClass
+from benchmarks.load.mix import Mix, RequestClass, known_file
 from benchmarks.load.owner import Owner, Owners
 
 TRACES = Path(__file__).parent / "traces"
@@ -45,11 +45,7 @@ def bursts(mix: Mix, size: int, every_s: float, duration_s: float, seed: int) ->
 
 def trace_file(name: str) -> Path:
     """Return a file, or that of a known trace by its name. ValueError lists the known ones."""
-    path = Path(name) if Path(name).is_file() else TRACES / f"{name}.jsonl"
-    if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in TRACES.glob("*.jsonl")))
-        raise ValueError(f"{name} is neither a file nor a trace that is known; known: {known}")
-    return path
+    return known_file(name, TRACES, ".jsonl")
 
 
 def trace(mix: Mix, path: Path, seed: int) -> tuple[Arrival, ...]:

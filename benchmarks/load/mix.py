@@ -66,8 +66,13 @@ class Mix(BaseModel):
 
 def load_mix(name: str) -> Mix:
     """Read a file, or a known mix by its name. ValueError says what is wrong with it."""
-    path = Path(name) if Path(name).is_file() else MIXES / f"{name}.yaml"
+    return Mix.model_validate(yaml.safe_load(known_file(name, MIXES, ".yaml").read_text()))
+
+
+def known_file(name: str, folder: Path, suffix: str, *others: str) -> Path:
+    """Return a file, or one of ``folder`` by its name without suffix. ValueError lists known names and ``others``."""
+    path = Path(name) if Path(name).is_file() else folder / f"{name}{suffix}"
     if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in MIXES.glob("*.yaml")))
-        raise ValueError(f"{name} is neither a file nor a mix that is known; known: {known}")
-    return Mix.model_validate(yaml.safe_load(path.read_text()))
+        known = ", ".join([*others, *sorted(file.stem for file in folder.glob(f"*{suffix}"))])
+        raise ValueError(f"{name} is neither a file nor a name in {folder.name}; known: {known}")
+    return path

@@ -10,6 +10,7 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from benchmarks.load.mix import known_file
 from deployments.cli.serving import parse_config
 from deployments.config import ServeConfig
 from deployments.usage.api_keys import hash_of
@@ -82,8 +83,4 @@ def load_owners(name: str) -> Owners:
     """Read a file, or known owners by their name; ``NOBODY`` gives none. ValueError says what is wrong with it."""
     if name == NOBODY:
         return Owners()
-    path = Path(name) if Path(name).is_file() else OWNERS / f"{name}.yaml"
-    if not path.is_file():
-        known = ", ".join([NOBODY, *sorted(file.stem for file in OWNERS.glob("*.yaml"))])
-        raise ValueError(f"{name} is neither a file of owners nor known; known: {known}")
-    return Owners.model_validate(yaml.safe_load(path.read_text()))
+    return Owners.model_validate(yaml.safe_load(known_file(name, OWNERS, ".yaml", NOBODY).read_text()))

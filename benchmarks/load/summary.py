@@ -47,12 +47,11 @@ def summary(outcomes: Sequence[Outcome], lone_s: Mapping[str, float], scale: flo
         "deadline_scale": scale,
         "latest_send_s": round(max(one.late_s for one in outcomes), 4),
         "classes": classes,
-        "owners": {name: _owner([one for one in outcomes if one.owner == name]) for name in _owners(outcomes)},
+        "owners": {
+            name: _owner([one for one in outcomes if one.owner == name])
+            for name in sorted({one.owner for one in outcomes if one.owner})
+        },
     }
-
-
-def _owners(outcomes: Sequence[Outcome]) -> list[str]:
-    return sorted({one.owner for one in outcomes if one.owner})
 
 
 def _owner(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 MODEL is a published model or a folder. Its configurations are read, and predictions are drawn. The first pass of a step
 records the forwards that its blocks ask for, one a branch of guidance. The second answers them and takes the solver's
 step. Pictures and clips are tiny, so that Python takes the time. Counted is the thread's CPU time, which other programs
-lengthen little; "clock_ms" is the wall clock. A step may cost 1.5 ms. The last line is one JSON document.
+lengthen little; "clock_ms" is the wall clock. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ from pipelines.blocks.sampler import BlocksSampler
 from pipelines.checkpoint import Checkpoint
 
 MODELS = ("FLUX.1-dev", "FLUX.2-dev", "Qwen-Image", "Wan2.1-T2V-14B", "LTX-2", "Cosmos3-Nano")
-LIMIT_MS = 1.5
-MS_PER_S = 1000
+LIMIT_MS, MS_PER_S = 1.5, 1000
 
-Step = dict[str, float]
-"""Milliseconds by pass, and the number of branches."""
+Step = dict[str, float]  # milliseconds by pass, and the number of branches
 
 
 class Predictions:
@@ -56,7 +54,11 @@ class Predictions:
 
 
 def main() -> None:
-    arguments = parse()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=MODELS)
+    parser.add_argument("--jobs", type=int, default=5, help="each of as many steps as the model takes")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
     document: dict[str, Any] = {"machine": f"{platform.machine()}, {platform.system()}", "torch": torch.__version__}
     document |= {"python": platform.python_version(), "limit_ms": LIMIT_MS, "jobs": arguments.jobs}
@@ -102,14 +104,6 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float, float]:
 
 def rounded(times: Times) -> dict[str, float]:
     return {name: round(value, 3) for name, value in asdict(times).items() if value is not None}
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=MODELS)
-    parser.add_argument("--jobs", type=int, default=5, help="each of as many steps as the model takes")
-    parser.add_argument("--out", type=Path)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -44,15 +44,6 @@ ROOT = Path(__file__).resolve().parents[2]
 CUDA = Path("/usr/local/cuda")
 
 
-class Arguments(argparse.Namespace):
-    out: Path
-    archives: list[Path]
-    limit_s: int
-    check_s: float
-    stages: Sequence[str]
-    sites: Path
-
-
 def main() -> None:
     start_s = time.monotonic()
     arguments = parse()
@@ -90,7 +81,7 @@ def gather(work: Path, out: Path) -> None:
     (out / "results.json").write_text(json.dumps({"results": collect(work)}))
 
 
-def parse() -> Arguments:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
     parser.add_argument("archives", type=Path, nargs="+", metavar="ARCHIVE")
@@ -100,7 +91,7 @@ def parse() -> Arguments:
     parser.add_argument("--stages", nargs="+", default=(), choices=names, metavar="STAGE")
     temporary = Path(tempfile.gettempdir()) / "troupe_peers"
     parser.add_argument("--sites", type=Path, default=temporary, help=f"where archives are unpacked; {temporary}")
-    return parser.parse_args(namespace=Arguments())
+    return parser.parse_args()
 
 
 def unpacked(archive: Path, sites: Path) -> Path:

@@ -39,24 +39,7 @@ MEMORY_EVERY_S = 0.5
 GIB = 2**30
 
 Timed = Sequence[tuple[float, httpx.Response]]
-"""Answers, each with its seconds as the client saw them."""
-
-
-class Arguments(argparse.Namespace):
-    quick: bool
-    config: str
-
-    @property
-    def num_starts(self) -> int:
-        return 1 if self.quick else 3
-
-    @property
-    def num_alone(self) -> int:
-        return 3 if self.quick else 20
-
-    @property
-    def num_each(self) -> int:
-        return 1 if self.quick else 3
+"""Answers, each with the client's seconds."""
 
 
 def main() -> None:
@@ -74,11 +57,13 @@ def main() -> None:
     print(json.dumps(document))
 
 
-def parse(arguments: Sequence[str]) -> Arguments:
+def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few repeats: to see that it works")
     parser.add_argument("--config", default="laptop", help="a config file, or the name of a shipped one")
-    return parser.parse_args(arguments, namespace=Arguments())
+    found = parser.parse_args(words)
+    found.num_starts, found.num_alone, found.num_each = (1, 3, 1) if found.quick else (3, 20, 3)
+    return found
 
 
 def versions() -> str:
@@ -113,7 +98,7 @@ def with_ranks(config: ServeConfig, num_ranks: int) -> ServeConfig:
     return parse_config(document)
 
 
-def measure_gang(config: ServeConfig, num_ranks: int, arguments: Arguments) -> dict[str, Any]:
+def measure_gang(config: ServeConfig, num_ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
     print(f"\n{num_ranks} ranks", flush=True)
     ready_s, results = [], {}
     for index in range(arguments.num_starts):
@@ -124,7 +109,7 @@ def measure_gang(config: ServeConfig, num_ranks: int, arguments: Arguments) -> d
     return {"ready_s": say("from the command to ready", ready_s).rounded(1), **results}
 
 
-def measure_pictures(application: Application, model: str, arguments: Arguments) -> dict[str, Any]:
+def measure_pictures(application: Application, model: str, arguments: argparse.Namespace) -> dict[str, Any]:
     with Client(application.url) as client:
         client.paint_each(bodies(900, 4), num_clients=2)  # warm-up
         alone, shares = in_turns(client, model, arguments.num_alone)
