@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from models_facts import swept
+from models_tables import replaced, table
 
 from deployments.cli.estimate import Estimate, EstimateOptions, WeightsAlone, make_estimate
 from deployments.cli.fit import GIB, Change, Fit, with_memory
@@ -21,7 +22,6 @@ from pipelines.libraries import quiet_libraries
 from pipelines.loading import published_models
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "operate" / "cards.md"
-MARKS = ("<!-- cards: .ci/models_cards.py -->", "<!-- end of cards -->")
 MOST_HELD = 1.6
 """GPUs held up to this many times the estimate (docs/scale/strategies.md)."""
 LETTERS = {"denoiser.strategy": "w", "denoiser.precision": "q", "decoder.memory_gib": "d", "text_encoder and": "e"}
@@ -53,12 +53,6 @@ CARDS = (
     Card(gb=141, machine="h200", hardware="H200"),
 )
 """A tenth is left for captured graphs and gaps, as `troupe estimate` leaves it."""
-
-
-def table() -> str:
-    head = ("model", "GiB estimated", *(f"{card.gb} GB" for card in CARDS))
-    lines = [head, ("---",) * len(head), *map(row, published_models())]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
 
 @cache
@@ -123,16 +117,11 @@ def held() -> Iterator[tuple[str, ...]]:
             yield one["model"], one["hardware"], f"{gib:.1f}", f"{most:.1f}", f"{most / gib:.2f}"
 
 
-def held_table() -> str:
-    head = ("model", "GPU", "estimated, GiB", "held at most, GiB", "held by estimated")
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *held())) + "\n"
-
-
 def document(written: str) -> str:
     """Return ``written`` with its tables made anew."""
-    before, rest = written.split(MARKS[0])
-    _, after = rest.split(MARKS[1])
-    return f"{before}{MARKS[0]}\n{table()}\n{held_table()}{MARKS[1]}{after}"
+    fits = table(("model", "GiB estimated", *(f"{card.gb} GB" for card in CARDS)), map(row, published_models()))
+    columns = ("model", "GPU", "estimated, GiB", "held at most, GiB", "held by estimated")
+    return replaced(written, "cards", f"{fits}\n{table(columns, held())}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write docs/reference/models.md, and README's table of models: what diffusers has blocks for, and what is known of it.
+"""Write the tables of docs/reference/models.md and of README: what diffusers has blocks for, and what is known of it.
 
 PYTHONPATH=. python .ci/models_document.py
 """
@@ -6,15 +6,15 @@ PYTHONPATH=. python .ci/models_document.py
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import diffusers
-from models_facts import NOT_FOUND, UNPUBLISHED, beyond, counted, licence_of, seen, served, state, timed
+from models_facts import NOT_FOUND, UNPUBLISHED, beyond, counted, licence_of, seen, served, timed
 from models_proofs import built, proofs
-from models_text import FAMILIES, HEAD, MARKS, NOT_TRIED, OTHERS, PUBLISHED_HEAD, UNCAPTURED
+from models_tables import replaced, table
 
 from engines.core.shard_plan import ShardPlan
 from engines.core.spec import STRATEGIES
@@ -56,25 +56,52 @@ MODEL_COLUMNS = (
 )
 README_COLUMNS = ("models", "from what to what", "divided by")
 MODULAR = "ModularPipeline"
+UNCAPTURED = " (not captured)"
+"""Follows `tensor`, the last of the strategies."""
+FAMILIES = {
+    "flux": "FLUX.1 dev, schnell, Kontext",
+    "flux2": "FLUX.2 dev, klein",
+    "flux3": "FLUX.3 klein",
+    "qwen": "Qwen-Image, -Edit, -Layered, 2.1",
+    "z_image": "Z-Image, Z-Image-Turbo",
+    "krea2": "Krea 2",
+    "ernie_image": "ERNIE-Image",
+    "sd3": "Stable Diffusion 3, 3.5",
+    "wan": "Wan 2.1, 2.2",
+    "hunyuan_video": "HunyuanVideo 1.5",
+    "ltx": "LTX-Video",
+    "ltx2": "LTX-2",
+    "cosmos": "Cosmos 3",
+    "minimax_h3": "MiniMax-H3",
+    "helios": "Helios",
+}
+"""Titles of families. A key is a folder of `pipelines/models/`."""
+OTHERS = {
+    "StableDiffusionXL": "Stable Diffusion XL",
+    "Ideogram4": "Ideogram 4",
+    "Anima": "Anima",
+    "WanAnimate2": "Wan Animate 2",
+}
+"""Titles of pipelines without a family. A key is the beginning of their names."""
+NOT_TRIED = "not tried: no model of it is here"
+"""What a pipeline serves of which no model is here."""
 
 
-def text() -> str:
-    return pipelines_text() + table(MODEL_COLUMNS, map(model_row, published_models()))
+def document(written: str) -> str:
+    """Return docs/reference/models.md with its tables made anew."""
+    return replaced(
+        with_pipelines(written), "published models", table(MODEL_COLUMNS, map(model_row, published_models()))
+    )
 
 
-def pipelines_text() -> str:
-    """Returns all but the table of published models, whose weights take long to count."""
-    return HEAD + table(COLUMNS, filter(None, map(row, names()))) + PUBLISHED_HEAD + state()
-
-
-def table(columns: tuple[str, ...], rows: Iterable[Any]) -> str:
-    lines = [columns, ("---",) * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+def with_pipelines(written: str) -> str:
+    """Make all but the table of published models, whose weights take long to count."""
+    return replaced(written, "pipelines", table(COLUMNS, filter(None, map(row, names()))))
 
 
 @cache
 def names() -> tuple[str, ...]:
-    """Diffusers' modular pipelines whose blocks are served and make pictures or clips."""
+    """Return diffusers' modular pipelines whose blocks are served and make pictures or clips."""
     found = (name for name in dir(diffusers) if name.endswith(MODULAR) and name != MODULAR)
     return tuple(sorted(name for name in found if transformer_of(name) is not None))
 
@@ -86,7 +113,7 @@ def blocks_of(name: str) -> Any:
 
 @cache
 def transformer_of(name: str) -> Any:
-    """None for pipelines that make neither pictures nor clips, and whose blocks are not served."""
+    """Return None for pipelines that make neither pictures nor clips, or whose blocks are not served."""
     blocks = blocks_of(name)
     if not {"images", "videos"} & {spec.name for spec in blocks.outputs}:
         return None
@@ -130,7 +157,7 @@ def once_a_job(hoist: Any) -> str:
 
 @cache
 def defaults_of(name: str) -> tuple[Defaults, ...]:
-    """Those of the published models of a pipeline; where there are none, of the small ones that tests build."""
+    """Return those of a pipeline's published models, or of the small ones that tests build."""
     models = [model for model in published_models() if pipeline_of(model) == name]
     published = tuple(Checkpoint.of_configuration(model).defaults for model in models)
     return published or tuple(one.defaults for one in built() if one.pipeline == name)
@@ -157,7 +184,7 @@ def workflows(name: str) -> list[str]:
 
 @cache
 def strategies(kind: Any) -> str:
-    """What the plan allows for the configuration that is the default of the class."""
+    """Return what the plan allows for the default configuration of the class."""
     parameters = inspect.signature(kind.__init__).parameters.values()
     config = {one.name: one.default for one in parameters if one.default is not one.empty}
     known = ways(load_spec(kind.__name__).shard_plan(config))
@@ -165,7 +192,7 @@ def strategies(kind: Any) -> str:
 
 
 def is_uncaptured(kind: Any) -> bool:
-    """Whether steps over divided weights are not captured: what ``hoisted`` makes is made in each of them there."""
+    """Return whether steps over divided weights are not captured: each makes what ``hoisted`` makes once."""
     return load_spec(kind.__name__).reads_values and "tensor" in strategies(kind).split(", ")
 
 
@@ -178,7 +205,7 @@ def ways(plan: ShardPlan) -> tuple[str, ...]:
 
 @cache
 def pipeline_of(model: str) -> str:
-    """The modular pipeline that a published configuration opens as."""
+    """Return the modular pipeline that a published configuration opens as."""
     return type(open_modular(PUBLISHED / model)).__name__
 
 
@@ -196,14 +223,12 @@ def model_row(name: str) -> tuple[str, ...]:
 
 
 def readme(written: str) -> str:
-    """``written`` with its table of models made anew."""
-    before, rest = written.split(MARKS[0])
-    _, after = rest.split(MARKS[1])
-    return f"{before}{MARKS[0]}\n{table(README_COLUMNS, families())}{MARKS[1]}{after}"
+    """Return README with its table of models made anew."""
+    return replaced(written, "models", table(README_COLUMNS, families()))
 
 
 def families() -> Iterator[tuple[str, ...]]:
-    """A row for each family with a file of its own, and one for all others of which requests may ask the same."""
+    """Yield a row for each family, and one for all other pipelines of which requests may ask the same."""
     for family, title in FAMILIES.items():
         members = [name for name in names() if family_of(name) == family]
         assert members, f"no pipeline of family {family}"
@@ -227,5 +252,5 @@ def in_words(members: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    OUT.write_text(text())
+    OUT.write_text(document(OUT.read_text()))
     README.write_text(readme(README.read_text()))

@@ -52,7 +52,7 @@ LICENCES = {
     "stable-diffusion-3": STABILITY,
     "stable-diffusion-xl": "CreativeML Open RAIL++-M",
 }
-"""By the beginning of a model's name; the longest counts."""
+"""Licences by the beginning of a model's name. The longest match counts."""
 UNPUBLISHED = {
     "Cosmos3DistilledPipeline": "Cosmos3",
     "HeliosPyramidDistilledPipeline": "Helios",
@@ -60,7 +60,7 @@ UNPUBLISHED = {
     "LTX25Pipeline": "LTX-2.5",
     "QwenImage21TurboPipeline": "Qwen-Image-2.1-Turbo",
 }
-"""Models of pipelines of which no configuration comes with the project."""
+"""Models of pipelines without a published configuration here."""
 
 
 def licence_of(model: str) -> str:
@@ -72,7 +72,7 @@ GIB = 2**30
 
 
 def configuration(name: str) -> str:
-    """Models with the same one have the same weights."""
+    """Return the first model with the same configuration, which has the same weights."""
     parts = (json.loads(file.read_text()) for file in sorted((PUBLISHED / name).glob("*/config.json")))
     own = [part for part in parts if is_denoiser_class(part["_class_name"])]
     _SAME.setdefault(json.dumps(own), name)
@@ -87,7 +87,7 @@ def is_denoiser_class(name: str) -> bool:
 
 
 def counted(name: str) -> tuple[int, tuple[str, ...]]:
-    """Parameters, and the GiB of weights in bfloat16 that a rank has: all of them, or with weights divided."""
+    """Return parameters, and the GiB of weights in bfloat16 of a rank: whole, or with weights divided."""
     return _counted(configuration(name))
 
 
@@ -126,19 +126,8 @@ MOST_SAID = 160
 """Characters of a reason."""
 
 
-NO_SWEEP = """**No sweep has run yet**: that a model starts, is captured and decodes on a GPU is told by the reports in
-*timed* alone.
-
-"""
-
-
-def state() -> str:
-    """Return the text before the table; empty once there are results."""
-    return "" if swept() else NO_SWEEP
-
-
 def seen(model: str) -> str:
-    """Returns date, milliseconds a step and GPUs of each number of ranks, or why there are none; or "not yet"."""
+    """Return date, milliseconds a step and GPUs of each number of ranks, or why there are none; or "not yet"."""
     newest = {one["ranks"]: one for one in swept() if one["model"] == model}
     return "; ".join(said(newest[ranks]) for ranks in sorted(newest)) or NOT_YET
 
@@ -187,13 +176,13 @@ NOT_SERVED = ("controlnet", "ip_adapter", "video2video", "action", "ref2", "in_c
 
 
 def served(models: Iterable[Defaults]) -> list[str]:
-    """Returns what requests may ask of some of ``models``, in the order of ``SERVED``."""
+    """Return what requests may ask of some of ``models``, in the order of ``SERVED``."""
     made = [one.of(kind) for one in models for kind in one.kinds]
     return [word for word, asks in SERVED.items() if any(map(asks, made))]
 
 
 def beyond(declared: Iterable[str], words: Iterable[str]) -> list[str]:
-    """Returns the workflows that are declared and not served. Those with one mark count as one, ``controlnet_…``."""
+    """Return the workflows that are declared and not served. Those with one mark count as one, ``controlnet_…``."""
     known = set(words)
     rest = [_brief(flow) for flow in declared if not _meant(flow) <= known or not _meant(flow) or _is_marked(flow)]
     return list(dict.fromkeys(rest))
@@ -225,19 +214,19 @@ PARTS = "benchmarks.decode"
 
 @cache
 def timings() -> dict[str, tuple[Path, ...]]:
-    """Reports by subject, the newest first."""
+    """Return reports by subject, the newest first."""
     found = {subject: sorted(REPORTS.glob(f"{subject}_*{GPUS}_*.md"), key=_date, reverse=True) for subject in SUBJECTS}
     return {subject: tuple(files) for subject, files in found.items()}
 
 
 def timed(model: str) -> str:
-    """Returns links to the newest report of each subject whose tables, title or commands name ``model``."""
+    """Return links to the newest report of each subject whose tables, title or commands name ``model``."""
     newest = (next((file for file in files if names(file.read_text(), model)), None) for files in timings().values())
     return ", ".join(f"[{file.stem}](../../benchmarks/reports/{file.name})" for file in newest if file is not None)
 
 
 def names(report: str, model: str) -> bool:
-    """Whether a heading, the first cell of a row or a command names the model, as a whole word."""
+    """Return whether a heading, the first cell of a row or a command names the model, as a whole word."""
     word = "|".join(re.escape(name) for name in (model, CALLED.get(model, model)))
     exact = re.compile(rf"(?<![\w.-])(?:{word})(?![\w-]|\.\w)")
     return any(exact.search(place) for place in _places(report))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 def start_distributed() -> tuple[int, int]:
-    """This process's rank and the number of them; one by itself needs no process group."""
+    """Return this process's rank and the number of ranks. A single rank needs no process group."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and torch.cuda.is_available():
         torch.cuda.set_device(rank)

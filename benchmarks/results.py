@@ -1,4 +1,4 @@
-"""Results of a benchmark: told as they come, and as one document at the end."""
+"""Results of a benchmark, printed as they come and as one document at the end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 
 
 def status_of(results: Iterable[Mapping[str, Any]]) -> int:
-    """Returns what a program ends with: 1 if each of ``results`` is an "error", or there are none, else 0."""
+    """Return the exit status: 0 if one of ``results`` has no "error", else 1."""
     return 0 if any("error" not in result for result in results) else 1
 
 
 def tell(document: dict[str, Any], results: Iterable[Any], out: Path | None) -> None:
-    """Prints each of ``results`` on a line, then the document with all of them under "results"; ``out`` has it all the
-    time."""
+    """Print each of ``results``, then the document with all of them. ``out`` is written after each."""
     document["results"] = []
     for result in results:
         print(json.dumps(result), flush=True)

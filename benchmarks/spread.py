@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """In the unit of what was measured."""
+    """Values in the unit of the measurement."""
 
     median: float
     lowest: float

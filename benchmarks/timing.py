@@ -1,4 +1,4 @@
-"""Times of repeated calls, by device events where there is a device."""
+"""Times of repeated calls, by device events on a GPU."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ SAMPLE_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """Milliseconds over all repeats, of the slowest rank of a team; ``num_repeats`` of every team.
-
-    ``clock_mhz`` and ``power_w`` are the devices' means while the repeats ran, where they can be read: a GPU at its
-    power limit lowers its clock.
-    """
+    """Milliseconds of a repeat on the slowest rank of its team, over all repeats and teams."""
 
     median_ms: float
     lowest_ms: float
     p90_ms: float
     num_repeats: int
+    """Repeats of each team."""
     clock_mhz: int | None = None
+    """Mean of the devices while the repeats ran, if known. A GPU at its power limit lowers its clock."""
     power_w: int | None = None
 
     @classmethod
@@ -38,7 +36,7 @@ class Times:
         clock_mhz: int | None = None,
         power_w: int | None = None,
     ) -> Times:
-        """Without ``num_repeats`` each value is one."""
+        """Return the times of ``values_ms``. By default each value is one repeat."""
         ordered = sorted(values_ms)
         return cls(
             median_ms=statistics.median(ordered),
@@ -52,7 +50,7 @@ class Times:
 
 @dataclass(slots=True)
 class _Samples:
-    """Clock and power of this process's device, read while it works."""
+    """Samples of this process's device while it works."""
 
     clocks_mhz: list[float]
     powers_w: list[float]
@@ -61,7 +59,7 @@ class _Samples:
         try:
             self.clocks_mhz.append(float(torch.cuda.clock_rate()))
             self.powers_w.append(torch.cuda.power_draw() / 1000)
-        except Exception:  # NVML's own, or that of its absence: then nobody knows
+        except Exception:  # NVML's own, or that of its absence
             return
 
 
@@ -73,11 +71,11 @@ def measure(
     num_ranks: int | None = None,
     heat_s: float = 0.0,
 ) -> Times:
-    """``call`` again and again on all ranks at once; a repeat's time is the time between two events round it.
+    """Repeat ``call`` on all ranks at once. A repeat's time is the time between two events around it.
 
-    Runs of ``num_ranks`` ranks (None: all) are teams that work by themselves: a team's repeat takes as long as on its
-    slowest rank, and the repeats of all teams count. Before them devices work for ``heat_s``: at its power limit a GPU
-    that has rested is faster than one at work, by more than makers of long steps differ.
+    Every ``num_ranks`` ranks (None: all) are a team, whose repeat takes as long as on its slowest rank. The repeats of
+    all teams count. Before them devices work for ``heat_s``: at its power limit a GPU that has rested is faster than
+    one at work, by more than makers of long steps differ.
     """
     for _ in range(warm_up):
         call()
@@ -91,7 +89,7 @@ def measure(
 
 
 def _heat(call: Callable[[], object], heat_s: float) -> None:
-    """As many calls as fill the time on the slowest rank: every rank must make the same number."""
+    """Call as often as fills the time on the slowest rank: every rank must make the same number of calls."""
     start_s = time.perf_counter()
     call()
     rank_synchronize()
@@ -139,7 +137,7 @@ def _teams(ranks: list[list[float]], num_ranks: int | None) -> list[list[list[fl
 
 
 def _mean_of_ranks(values: list[float]) -> int | None:
-    """The mean of the ranks' means; None if a rank has none."""
+    """Return the mean of the ranks' means; None if a rank has none."""
     means = [mean for (mean,) in _of_all_ranks([statistics.mean(values) if values else -1.0])]
     return None if min(means) < 0 else round(statistics.mean(means))
 

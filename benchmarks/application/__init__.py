@@ -1,1 +1,1 @@
-"""The whole application at full size on GPUs, over HTTP."""
+"""Application at full size on GPUs, over HTTP."""

@@ -3,10 +3,10 @@
     python -m benchmarks.application [MODEL] [--config gpu2] [--set KEY=VALUE] [--folder FOLDER] [--side 1024]
                                      [--at-once 8] [--clip 832x480x81@8] [--parts pictures,overlap] [--out FILE]
 
-``--config`` is a shipped configuration, whose model is replaced; ``--folder`` is where it is, or is written to if
-nothing is there. ``--parts`` are those of ``benchmarks.application.parts``; one that fails is said, and the others go
-on, but the program ends with 1. Those of pictures are null for a model that makes clips, and the other way round.
-``--out`` is written after each. The last line is one JSON document.
+The model replaces that of the shipped configuration ``--config``. It lies in ``--folder``, and is written there if
+nothing is there. ``--parts`` are those of ``benchmarks.application.parts``. If one fails, the others go on and the
+status is 1. Parts of pictures are null for a model that makes clips, and the other way round. ``--out`` is written
+after each part. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.application.client import Client
-from benchmarks.application.clip_shape import ANY_CLIP, ClipShape
-from benchmarks.application.parts import PARTS, Part, Visit, find_parts, is_for
+from benchmarks.application.parts import ANY_CLIP, PARTS, ClipShape, Part, Visit, find_parts, is_for
 from benchmarks.faults.timeline import records_of
 from benchmarks.serving.application import serving
-from benchmarks.serving.settings import add_options, config_of, told_as
+from benchmarks.serving.settings import add_options, argument_type, config_of
 
 FAILED = "failed"
 
@@ -47,7 +46,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def measured(arguments: argparse.Namespace) -> Generator[dict[str, Any]]:
-    """Parts of the document, as they come."""
+    """Yield parts of the document as they come."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         arguments.folder = arguments.folder or Path(name) / arguments.model
         began_s = time.perf_counter()
@@ -64,7 +63,7 @@ def measured(arguments: argparse.Namespace) -> Generator[dict[str, Any]]:
 
 
 def of_parts(visit: Visit, parts: Mapping[str, Part]) -> Iterator[dict[str, Any]]:
-    """What each part says; who failed, and how, is said again with each that does."""
+    """Yield each part's results. After a failure, yield all errors so far."""
     failed: dict[str, str] = {}
     yield {"steps": visit.card["defaults"]["num_inference_steps"]}
     for name, part in parts.items():
@@ -80,11 +79,10 @@ def of_parts(visit: Visit, parts: Mapping[str, Part]) -> Iterator[dict[str, Any]
 
 
 def decided(logs: Path) -> list[dict[str, Any]]:
-    """What ranks say in a Ray session's ``logs`` of how steps are divided, each once; nothing if the configuration says
-    it."""
-    told = [record for record in records_of(logs) if str(record["message"]).startswith(("strategy is", "strategy as"))]
-    kept = [{name: one[name] for name in ("message", "times_ms") if name in one} for one in told]
-    return [one for number, one in enumerate(kept) if one not in kept[:number]]
+    """Return the ranks' decisions about strategies from a Ray session's ``logs``, each once."""
+    lines = [record for record in records_of(logs) if str(record["message"]).startswith(("strategy is", "strategy as"))]
+    decisions = [{name: one[name] for name in ("message", "times_ms") if name in one} for one in lines]
+    return [one for number, one in enumerate(decisions) if one not in decisions[:number]]
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -95,14 +93,14 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=8, help="pictures that come together in the part of that name")
     parser.add_argument(
         "--clip",
-        type=told_as(ClipShape.of),
+        type=argument_type(ClipShape.of),
         nargs="+",
         default=(ANY_CLIP,),
         metavar="WxHxFRAMES[@STEPS]",
         help="of the part clips; by default what the model makes by default",
     )
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
-    parser.add_argument("--out", type=Path, help="where the document is kept, as far as it is")
+    parser.add_argument("--out", type=Path, help="file for the document, also of an unfinished run")
     arguments = parser.parse_args(words)
     try:
         find_parts(arguments.parts)

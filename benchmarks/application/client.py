@@ -1,21 +1,23 @@
-"""Pictures and clips over HTTP, and the milliseconds that their answers say they took."""
+"""HTTP client for pictures and clips, and the milliseconds by stage that answers report."""
 
 from __future__ import annotations
 
 import base64
 import io
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 from PIL import Image
 
-from benchmarks.serving.clients import STAGES, stages_ms
 from benchmarks.spread import Spread
 from deployments.cli.local import uses_proxies
 
 IMAGES, EDITS, CLIPS = "/v1/images/generations", "/v1/images/edits", "/v1/videos/sync"
 PROMPT = "a small red circle above a large blue square on a white background"
+STAGES = ("queue", "encode", "denoise", "decode", "total")
 TIMEOUT_S = 1200.0
 """A long clip takes minutes, and its first one longer."""
 
@@ -24,58 +26,77 @@ Timing = Mapping[str, float]
 
 
 class Client(httpx.Client):
-    """Asks the application at ``url`` for square pictures of ``side`` pixels, and for clips. RuntimeError for what is
-    not made."""
+    """Asks the application at ``url`` for pictures of ``side`` x ``side`` pixels (0: the model's size) and for clips.
 
-    def __init__(self, url: str, side: int) -> None:
+    RuntimeError for what is not made.
+    """
+
+    def __init__(self, url: str, side: int = 0) -> None:
         super().__init__(base_url=url, timeout=TIMEOUT_S, trust_env=uses_proxies(url))
         self.side = side
 
-    def painted(self, **fields: Any) -> httpx.Response:
-        return _right(self.post(IMAGES, json={"prompt": PROMPT, "seed": 1, "size": _square(self.side), **fields}))
+    def paint(self, **fields: Any) -> httpx.Response:
+        size = {"size": _square(self.side)} if self.side else {}
+        return _checked(self.post(IMAGES, json={"prompt": PROMPT, "seed": 1, **size, **fields}))
 
-    def painted_square(self, side: int) -> httpx.Response:
-        return self.painted(size=_square(side))
+    def paint_square(self, side: int) -> httpx.Response:
+        return self.paint(size=_square(side))
 
-    def filmed(self, **fields: Any) -> httpx.Response:
-        """A clip, once it is there."""
-        return _right(self.post(CLIPS, json={"prompt": PROMPT, "seed": 1, **fields}))
+    def film(self, **fields: Any) -> httpx.Response:
+        """Return a clip, once it is made."""
+        return _checked(self.post(CLIPS, json={"prompt": PROMPT, "seed": 1, **fields}))
 
-    def edited(self) -> httpx.Response:
-        """A picture of the same size comes along."""
+    def edit(self) -> httpx.Response:
+        """Return an edited picture of noise."""
         file = io.BytesIO()
         Image.effect_noise((self.side, self.side), 60).convert("RGB").save(file, "PNG")
-        return _right(
-            self.post(
-                EDITS,
-                data={"prompt": PROMPT, "seed": "1", "size": _square(self.side)},
-                files={"image": ("noise.png", file.getvalue(), "image/png")},
-            )
-        )
+        data = {"prompt": PROMPT, "seed": "1", "size": _square(self.side)}
+        return _checked(self.post(EDITS, data=data, files={"image": ("noise.png", file.getvalue(), "image/png")}))
+
+    def paint_each(
+        self, bodies: Sequence[Mapping[str, Any]], num_clients: int
+    ) -> tuple[float, list[tuple[float, httpx.Response]]]:
+        """Send ``num_clients`` requests at a time. Return the seconds of all, and each answer with its seconds."""
+
+        def ask(body: Mapping[str, Any]) -> tuple[float, httpx.Response]:
+            begin_s = time.perf_counter()
+            answer = self.paint(**body)
+            return time.perf_counter() - begin_s, answer
+
+        with ThreadPoolExecutor(num_clients) as pool:
+            start_s = time.perf_counter()
+            answers = list(pool.map(ask, bodies))
+            return time.perf_counter() - start_s, answers
 
 
 def _square(side: int) -> str:
     return f"{side}x{side}"
 
 
-def _right(answer: httpx.Response) -> httpx.Response:
+def _checked(answer: httpx.Response) -> httpx.Response:
     if answer.status_code != httpx.codes.OK:
         raise RuntimeError(f"no picture or clip, but {answer.status_code}: {answer.text[:1000]}")
     return answer
 
 
 def data_of(answer: httpx.Response) -> bytes:
-    """Of a picture's file, or a clip's."""
+    """Return the bytes of a picture's file, or a clip's."""
     if answer.headers.get("content-type", "").startswith("video/"):
         return answer.content
     return base64.b64decode(answer.json()["data"][0]["b64_json"])
 
 
 def timing(answer: httpx.Response) -> Timing:
-    """Of the answer's own ``Server-Timing``."""
+    """Return the stages of the answer's ``Server-Timing``."""
     return stages_ms(answer.headers["server-timing"])
 
 
+def stages_ms(header: str) -> dict[str, float]:
+    """Return the milliseconds by stage of a ``Server-Timing`` header. An empty header has none."""
+    entries = (entry.strip().split(";dur=") for entry in header.split(",") if entry)
+    return {name: float(value) for name, value in entries}
+
+
 def medians(timings: Sequence[Timing]) -> dict[str, Any]:
-    """Median and spread of each stage, and of the whole."""
+    """Return median and spread of each stage and of the whole."""
     return {stage: Spread.of([one[stage] for one in timings]).rounded(1) for stage in STAGES}

@@ -1,13 +1,13 @@
-"""What is measured of an application that runs, part by part, each of which can be asked for by its name."""
+"""Parts of the measurement of a running application. Each can be chosen by name."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
 from statistics import fmean
@@ -16,7 +16,6 @@ from typing import Any
 import httpx
 
 from benchmarks.application.client import PROMPT, Client, Timing, data_of, medians, timing
-from benchmarks.application.clip_shape import ANY_CLIP, ClipShape
 from benchmarks.application.memory import peak_memory
 from benchmarks.faults.timeline import rank_pids
 from benchmarks.load.client import Answer
@@ -25,58 +24,88 @@ from benchmarks.spread import Spread
 
 NUM_REPEATS, NUM_NEW, NUM_LARGE = 5, 8, 3
 NUM_CLIPS = 3
-"""Beside the first one."""
+"""Clips after the first one."""
 NUM_CLIENTS, NUM_OVERLAPPING = 2, 12
 
 Document = dict[str, Any]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipShape:
+    """Pixels, frames and steps. 0 is the model's default."""
+
+    width: int = 0
+    height: int = 0
+    num_frames: int = 0
+    num_steps: int = 0
+
+    @classmethod
+    def of(cls, text: str) -> ClipShape:
+        """Read 832x480x81, or 832x480x81@8 for 8 steps. ValueError for anything else."""
+        found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)(?:@([1-9]\d*))?", text)
+        if found is None:
+            raise ValueError(f"{text!r} is no clip; write WIDTHxHEIGHTxFRAMES or WIDTHxHEIGHTxFRAMES@STEPS")
+        width, height, num_frames, num_steps = (int(number or 0) for number in found.groups())
+        return cls(width=width, height=height, num_frames=num_frames, num_steps=num_steps)
+
+    def __str__(self) -> str:
+        size = f"{self.width}x{self.height}x{self.num_frames}" if self.width else "default"
+        return f"{size}@{self.num_steps}" if self.num_steps else size
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Fields of a request."""
+        size = {"size": f"{self.width}x{self.height}", "num_frames": self.num_frames} if self.width else {}
+        return size | ({"num_inference_steps": self.num_steps} if self.num_steps else {})
+
+
+ANY_CLIP = ClipShape()
+
+
 @dataclass(kw_only=True)
 class Visit:
-    """An application and its client. What several parts need is measured once, by the first of them. ``at_once``
-    pictures come together; ``clips`` are those that are asked for."""
+    """An application and its client. The first part that needs a shared value measures it."""
 
     application: Application
     client: Client
     at_once: int = 8
+    """Pictures that come together."""
     clips: Sequence[ClipShape] = (ANY_CLIP,)
-
-    def __post_init__(self) -> None:
-        self._numbers = count()
+    _numbers: Iterator[int] = field(default_factory=count)
 
     @cached_property
     def card(self) -> Mapping[str, Any]:
-        """What the application says of its model: ``id``, ``kind`` (image or video), ``defaults`` of requests."""
+        """The application's description of its model: ``id``, ``kind`` (image or video), ``defaults`` of requests."""
         return self.client.get("/v1/models").raise_for_status().json()["data"][0]  # type: ignore[no-any-return]
 
     @cached_property
     def first(self) -> tuple[Timing, bytes]:
-        """The first picture (of a model that makes clips, the first of these), and how long it took."""
-        answer = self.made()
+        """Times and bytes of the first picture, or of the first clip of a model that makes clips."""
+        answer = self.make_first()
         return timing(answer), data_of(answer)
 
     @property
     def makes_clips(self) -> bool:
         return bool(self.card["kind"] == "video")
 
-    def made(self) -> httpx.Response:
-        """What the first one was, again."""
-        return self.client.filmed(**self.clips[0].fields) if self.makes_clips else self.client.painted()
+    def make_first(self) -> httpx.Response:
+        """Make the first picture or clip, or make it again."""
+        return self.client.film(**self.clips[0].fields) if self.makes_clips else self.client.paint()
 
     @cached_property
     def new_prompts(self) -> Sequence[Timing]:
-        """Pictures one after the other, each with a prompt that the encoder has not seen."""
+        """Times of pictures one after the other, each with a prompt that the encoder has not seen."""
         _ = self.first
-        return [timing(self.client.painted(prompt=self.new_prompt())) for _ in range(NUM_NEW)]
+        return [timing(self.client.paint(prompt=self.new_prompt())) for _ in range(NUM_NEW)]
 
     def new_prompt(self) -> str:
         return f"{PROMPT}, number {next(self._numbers)}"
 
 
 def pictures(visit: Visit) -> Document:
-    """The first one, the same again, whose prompt's encoding was kept, and others."""
+    """Measure the first picture, the same one again (its encoding is cached), and others."""
     first, expected = visit.first
-    same = [visit.client.painted() for _ in range(NUM_REPEATS)]
+    same = [visit.client.paint() for _ in range(NUM_REPEATS)]
     return {
         "first": first,
         "picture": medians([timing(one) for one in same]),
@@ -89,57 +118,58 @@ def pictures(visit: Visit) -> Document:
 
 
 def answered_ms(answers: Sequence[httpx.Response]) -> dict[str, float]:
-    """Until the client had all of each, which says less of itself: its total ends before its bytes are written."""
+    """Return the time until the client had all of an answer. The server's own total ends before it writes the bytes."""
     return Spread.of([1e3 * one.elapsed.total_seconds() for one in answers]).rounded(1)
 
 
 def eta_error(answers: Sequence[httpx.Response]) -> dict[str, float] | None:
-    """Of those that were told when they would be there, as a share of what they took; None where none was."""
+    """Return the error of predicted times, as a share of the actual ones. None if no answer has a prediction."""
     errors = [error for one in answers if (error := Answer.of(one).eta_error) is not None]
     return Spread.of(errors).rounded(3) if errors else None
 
 
 def jpeg(visit: Visit) -> Document:
-    return {"jpeg": medians([timing(visit.client.painted(output_format="jpeg")) for _ in range(NUM_REPEATS)])}
+    return {"jpeg": medians([timing(visit.client.paint(output_format="jpeg")) for _ in range(NUM_REPEATS)])}
 
 
 def half_side(visit: Visit) -> Document:
-    """The first one of the size is not counted."""
-    small = [timing(visit.client.painted_square(visit.client.side // 2)) for _ in range(NUM_REPEATS + 1)]
+    """Measure pictures of half the side. The first one is not counted."""
+    small = [timing(visit.client.paint_square(visit.client.side // 2)) for _ in range(NUM_REPEATS + 1)]
     return {"half_side": medians(small[1:])}
 
 
 def double_side(visit: Visit) -> Document:
-    """With what the first GPU holds meanwhile; the first one of the size is not counted, but in that."""
+    """Measure pictures of twice the side, and the memory of the first GPU. The first one counts for memory only."""
     with peak_memory() as peak:
-        large = [timing(visit.client.painted_square(2 * visit.client.side)) for _ in range(NUM_LARGE)]
+        large = [timing(visit.client.paint_square(2 * visit.client.side)) for _ in range(NUM_LARGE)]
     return {"double_side": medians(large[1:]), "gpu_gib": peak.rounded()}
 
 
 def edit(visit: Visit) -> Document:
-    """Nothing of a model that takes no pictures."""
+    """Measure edits. None for a model that takes no pictures."""
     if not visit.card["defaults"].get("max_pictures"):
         return {"edit": None}
-    return {"edit": medians([timing(visit.client.edited()) for _ in range(NUM_REPEATS)][1:])}
+    return {"edit": medians([timing(visit.client.edit()) for _ in range(NUM_REPEATS)][1:])}
 
 
 def at_once(visit: Visit) -> Document:
-    """Pictures that come together."""
+    """Measure pictures that come together."""
     num = visit.at_once
-    took_s, answers = _side_by_side(num, [{"seed": seed} for seed in range(num)], visit.client)
+    took_s, timed = visit.client.paint_each([{"seed": seed} for seed in range(num)], num)
+    answers = [answer for _, answer in timed]
     totals_ms = [timing(one)["total"] for one in answers]
-    told = {"total_ms": Spread.of(totals_ms).rounded(0), "mean_ms": round(fmean(totals_ms))}
-    return {"at_once": {"num": num, "per_s": round(num / took_s, 3), **told, "eta_error": eta_error(answers)}}
+    times = {"total_ms": Spread.of(totals_ms).rounded(0), "mean_ms": round(fmean(totals_ms))}
+    return {"at_once": {"num": num, "per_s": round(num / took_s, 3), **times, "eta_error": eta_error(answers)}}
 
 
 def clips(visit: Visit) -> Document:
-    """Of each shape the first one, and the same again; with what the first GPU holds meanwhile."""
+    """Measure the first clip of each shape and the same one again, and the memory of the first GPU."""
     return {"clips": {str(shape): _clip(visit, shape) for shape in visit.clips}}
 
 
 def _clip(visit: Visit, shape: ClipShape) -> Document:
     with peak_memory() as peak:
-        first, *again = [visit.client.filmed(**shape.fields) for _ in range(1 + NUM_CLIPS)]
+        first, *again = [visit.client.film(**shape.fields) for _ in range(1 + NUM_CLIPS)]
     return {
         "first": timing(first),
         "clip": medians([timing(one) for one in again]),
@@ -151,12 +181,11 @@ def _clip(visit: Visit, shape: ClipShape) -> Document:
 
 
 def overlap(visit: Visit) -> Document:
-    """Two clients, whose pictures are encoded and decoded while the other's steps go on, beside pictures alone: how
-    much they slow each other."""
+    """Measure how much two clients slow each other: one's picture is encoded and decoded during the other's steps."""
     alone = medians(visit.new_prompts)
-    asked = [{"prompt": visit.new_prompt(), "seed": number} for number in range(NUM_OVERLAPPING)]
-    took_s, answers = _side_by_side(NUM_CLIENTS, asked, visit.client)
-    both = medians([timing(one) for one in answers])
+    bodies = [{"prompt": visit.new_prompt(), "seed": number} for number in range(NUM_OVERLAPPING)]
+    took_s, timed = visit.client.paint_each(bodies, NUM_CLIENTS)
+    both = medians([timing(one) for _, one in timed])
     stages = ("encode", "denoise", "decode")
     return {
         "overlap": {
@@ -173,23 +202,13 @@ def overlap(visit: Visit) -> Document:
 
 
 def kill(visit: Visit) -> Document:
-    """``kill -9`` of a rank, and what came first at once again."""
+    """Kill a rank (``kill -9``) and ask at once for the first picture or clip again."""
     _, expected = visit.first
     os.kill(rank_pids(visit.application.logs, visit.card["id"])[-1], signal.SIGKILL)
     start_s = time.perf_counter()
-    answer = visit.made()
+    answer = visit.make_first()
     took_s = time.perf_counter() - start_s
     return {"after_a_kill": {"answered_s": round(took_s, 1), "same_bytes": data_of(answer) == expected}}
-
-
-def _side_by_side(
-    num_clients: int, asked: Sequence[Mapping[str, Any]], client: Client
-) -> tuple[float, list[httpx.Response]]:
-    """Seconds until all are there, and each."""
-    with ThreadPoolExecutor(num_clients) as pool:
-        start_s = time.perf_counter()
-        answers = list(pool.map(lambda fields: client.painted(**fields), asked))
-        return time.perf_counter() - start_s, answers
 
 
 Part = Callable[[Visit], Document]
@@ -205,15 +224,14 @@ PARTS: Mapping[str, Part] = {
     "clips": clips,
     "kill": kill,
 }
-"""In the order in which they are measured: what makes others slower comes last."""
+"""Parts in the order of measurement: what slows others down comes last."""
 OF_CLIPS, OF_ALL_MODELS = {"clips"}, {"kill"}
-"""All others are of models that make pictures."""
+"""All other parts are for models that make pictures."""
 
 
-def find_parts(told: str) -> dict[str, Part]:
-    """Returns the parts whose names are in ``told``, with commas between, in their own order. ValueError lists the
-    known names."""
-    names = told.split(",")
+def find_parts(names_with_commas: str) -> dict[str, Part]:
+    """Return the named parts in their own order. ValueError lists the known names."""
+    names = names_with_commas.split(",")
     for name in names:
         if name not in PARTS:
             raise ValueError(f"unknown part {name!r}; known: {', '.join(PARTS)}")
@@ -221,5 +239,5 @@ def find_parts(told: str) -> dict[str, Part]:
 
 
 def is_for(name: str, visit: Visit) -> bool:
-    """Whether the model makes what the part ``name`` measures."""
+    """Return whether the model makes what the part ``name`` measures."""
     return name in OF_ALL_MODELS or (name in OF_CLIPS) == visit.makes_clips

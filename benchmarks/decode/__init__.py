@@ -1,1 +1,1 @@
-"""What a decoder alone takes, on one device and on several."""
+"""Decoder alone, on one device and on several."""

@@ -1,1 +1,1 @@
-"""A denoising step of full-size models: its time on every number of ranks, where that goes, and how exact it is."""
+"""A denoising step of FLUX.1-dev: its time on every number of ranks, beside peers."""

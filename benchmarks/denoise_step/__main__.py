@@ -3,158 +3,127 @@
     python -m benchmarks.denoise_step [CASE ...]                            one GPU (or a small model on the CPU)
     torchrun --nproc_per_node 4 -m benchmarks.denoise_step [CASE ...]       four GPUs: 1, 2 and 4 ranks
 
-A case is ``<maker>/<side>/w<ranks>[/<option>...]``, as ``--list`` prints them; an argument picks those that contain it,
-and none picks the few that the goals are about.
-The last line is one JSON document. Report: benchmarks/reports/.
+A case is ``<maker>/<side>/w<ranks>[/<option>...]``, as ``--list`` prints them. An argument picks the cases that contain
+it. Without one the few cases of the goals run. ``--profile`` prints the kernels of each instead of its times.
+The last line is one JSON document. Reports: benchmarks/reports/.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import sys
-import traceback
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.denoise_step.cases import CASES, Case
-from benchmarks.denoise_step.elastic import NUM_JOBS
-from benchmarks.denoise_step.runners import Bench
-from benchmarks.distributed import start_distributed
-from benchmarks.models import flux, wan
-from benchmarks.results import status_of
-from benchmarks.spread import Spread
+from benchmarks.denoise_step.runners import Bench, Step
+from benchmarks.kernel_times import print_profile
+from benchmarks.models import flux
+from benchmarks.step_program import BF16_TFLOPS, FP8_TFLOPS, Result, StepProgram, attempt
 from benchmarks.timing import measure, rank_synchronize
 from benchmarks.turns import add_options, meeting_of
 
-MOST_SAID = 1500
-"""Characters of an error."""
-REPEATS_A_ROUND = 5
-BF16_TFLOPS, FP8_TFLOPS = 790.0, 1500.0
-"""What an H200 reaches in a large bf16 product on random data, and about what is left of twice that in float8."""
-
 
 def floor_ms(case: Case) -> float:
-    """All arithmetic of the step at the rates above, divided over the ranks. Attention is bf16 in every case."""
-    is_wan = case.maker == "wan"
-    num_blocks = case.num_blocks or wan.LAYERS
-    products, attention = wan.flop(case.side, num_blocks) if is_wan else flux.flop(case.side, batch=case.batch)
+    """Return the time of all arithmetic at an H200's rates, divided over the ranks. Attention is always in bf16."""
+    products, attention = flux.flop(case.side, batch=case.batch)
     rate = FP8_TFLOPS if case.precision == "fp8" else BF16_TFLOPS
-    num_forwards = case.num_branches * case.num_steps * (NUM_JOBS if case.maker in ("always8", "elastic8") else 1)
-    if case.maker == "switch":  # a step on one rank, and one on ``num_ranks``
-        num_forwards *= 1 + case.num_ranks
-    return num_forwards * (products / rate + attention / BF16_TFLOPS) / 1e9 / case.num_ranks
+    return (products / rate + attention / BF16_TFLOPS) / 1e9 / case.num_ranks
 
 
 def main() -> None:
     arguments = parse(sys.argv[1:])
-    rank, world = start_distributed()
-    chosen = [case for case in CASES if case.can_run(world) and arguments.wants(case)]
     if arguments.list:
-        print("\n".join(case.name for case in chosen))
+        print("\n".join(case.name for case in CASES if arguments.wants(case)))
         return
-    say = print if rank == 0 else (lambda *_, **__: None)
-    bench = Bench(rank=rank, world=world, small=not torch.cuda.is_available())
-    say(f"{platform.node()}: {world} x {bench.device_name}, torch {torch.__version__}", flush=True)
-    document: dict[str, Any] = {"hardware": f"{world} x {bench.device_name}", "torch": torch.__version__, "results": []}
-    meeting = meeting_of(arguments, rank)
-    ready, errors = prepare_all(bench, chosen, say) if meeting else ({}, {})
-    if meeting:
-        meeting.begin()
-    if arguments.rounds:
-        document["results"] = in_turns(bench, chosen, arguments.rounds, say)
-        chosen = []
-        if rank == 0 and arguments.out:
-            Path(arguments.out).write_text(json.dumps(document))
+    program = StepProgram.begin(arguments.out)
+    program.meeting = meeting_of(arguments, program.rank)
+    chosen = [case for case in CASES if case.can_run(program.world) and arguments.wants(case)]
+    bench = Bench(rank=program.rank, world=program.world, small=not torch.cuda.is_available())
+    ready, errors = prepare_all(bench, chosen) if program.meeting else ({}, {})
+    if program.meeting:
+        program.meeting.begin()
     for case in chosen:
         if case in errors:
-            document["results"].append({"case": case.name, "error": errors[case]})
+            result = {"error": errors[case]}
+        elif arguments.profile:
+            result = attempt(partial(profile_case, bench, case))
         else:
-            document["results"].append(run_case(bench, case, say, ready.get(case)))
-        if rank == 0 and arguments.out:  # after every case: a later one may hang
-            Path(arguments.out).write_text(json.dumps(document, indent=1))
-    rank_synchronize()
-    if meeting:
-        meeting.leave()
-    say(json.dumps(document), flush=True)
-    os._exit(status_of(document["results"]))  # graphs hold the communicator: an orderly shutdown would wait for them
+            result = time_case(bench, case, ready.get(case))
+        program.add({"case": case.name, **result}, line(case, result, small=bench.small))
+    program.end([program.results])
 
 
 @torch.no_grad()
-def prepare_all(bench: Bench, cases: list[Case], say: Any) -> tuple[dict[Case, Any], dict[Case, str]]:
-    """Steps that have run twice, gave the right answer, and wait to be timed; and why the others do not."""
-    ready: dict[Case, Any] = {}
+def prepare_all(bench: Bench, cases: list[Case]) -> tuple[dict[Case, Step], dict[Case, str]]:
+    """Return steps that have run twice with the right answer and wait to be timed, and why others do not."""
+    ready: dict[Case, Step] = {}
     errors: dict[Case, str] = {}
+
+    def prepare(case: Case) -> Result:
+        fitting = bench.fitting(case)
+        step, _ = bench.prepare(fitting)
+        bench.error(fitting, step())
+        step()
+        return {"step": step}
+
     for case in cases:
-        try:
-            fitting = bench.fitting(case)
-            step, _ = bench.prepare(fitting)
-            bench.error(fitting, step())
-            step()
-            ready[case] = step
-        except Exception:
-            errors[case] = traceback.format_exc()[-MOST_SAID:]
-            say(f"{case.name}: not ready\n{errors[case]}", flush=True)
+        result = attempt(partial(prepare, case))
+        if "error" in result:
+            errors[case] = result["error"]
+        else:
+            ready[case] = result["step"]
     rank_synchronize()
     return ready, errors
 
 
-@torch.no_grad()
-def in_turns(bench: Bench, cases: list[Case], rounds: int, say: Any) -> list[dict[str, Any]]:
-    """A few repeats of every case in each round, so that a GPU that warms up favours none: the medians' median."""
-    ready, _ = prepare_all(bench, cases, say)
-    medians: dict[str, list[float]] = {case.name: [] for case in ready}
-    for _ in range(rounds):
-        for case, step in ready.items():
-            medians[case.name].append(
-                measure(step, repeats=REPEATS_A_ROUND, warm_up=1, num_ranks=case.num_ranks).median_ms
-            )
-    results: list[dict[str, Any]] = []
-    for case in ready:
-        found = Spread.of(medians[case.name])
-        results.append({"case": case.name, "rounds": rounds, "floor_ms": round(floor_ms(case), 2)})
-        results[-1] |= {"median_ms": found.median, "lowest_ms": found.lowest, "highest_ms": found.highest}
-        say(f"{case.name:58} median of {rounds} rounds {found}", flush=True)
-    return results
+def time_case(bench: Bench, case: Case, step: Step | None = None) -> Result:
+    """Return the times of ``case``, or its error. ``step`` is prepared, and its answer is known to be right."""
 
-
-@torch.no_grad()
-def run_case(bench: Bench, case: Case, say: Any, step: Any = None) -> dict[str, Any]:
-    try:
+    @torch.no_grad()
+    def run() -> Result:
         if step is None:
             times, extra = bench.run(case)
-        else:  # prepared, and seen to be right
+        else:
             times, extra = measure(step, repeats=bench.fitting(case).repeats, num_ranks=case.num_ranks), {}
-    except Exception:
-        say(f"{case.name}: failed\n{traceback.format_exc()[-MOST_SAID:]}", flush=True)
-        return {"case": case.name, "error": traceback.format_exc()[-MOST_SAID:]}
-    told = f"median {times.median_ms:8.2f}  lowest {times.lowest_ms:8.2f}  p90 {times.p90_ms:8.2f} ms"
-    result = {"case": case.name, **asdict(times), **extra}
-    if bench.small:  # another model, on a machine of unknown rates
-        say(f"small {case.name:52} {told}  {extra or ''}", flush=True)
+        return {**asdict(times), **extra}
+
+    result = attempt(run)
+    if "error" in result or bench.small:  # a small model is another one, on a machine of unknown rates
         return result
     floor = floor_ms(case)
-    share = floor / times.median_ms
-    say(
-        f"{case.name:58} floor {floor:7.2f}  {told}  {100 * share:4.0f} %  {times.clock_mhz} MHz {times.power_w} W  "
-        f"{extra or ''}",
-        flush=True,
-    )
-    return result | {"floor_ms": round(floor, 2), "share_of_floor": round(share, 3)}
+    return result | {"floor_ms": round(floor, 2), "share_of_floor": round(floor / result["median_ms"], 3)}
+
+
+@torch.no_grad()
+def profile_case(bench: Bench, case: Case) -> Result:
+    case = bench.fitting(case)
+    step, close = bench.prepare(case)
+    error = bench.error(case, step())
+    print_profile(case.name, step, bench.rank)
+    close()
+    return {"relative_error": error}
+
+
+def line(case: Case, result: Result, *, small: bool) -> str:
+    """Return one result for people."""
+    name = f"{'small ' * small}{case.name}"
+    if "error" in result:
+        return f"{name}: failed\n{result['error']}"
+    values = (f"{key} {value:g}" for key, value in result.items() if value is not None)
+    return f"{name:58} {'  '.join(values)}"
 
 
 class Arguments(argparse.Namespace):
     cases: tuple[str, ...]
     skip: tuple[str, ...]
     only: tuple[str, ...]
-    out: str
+    out: Path | None
     list: bool
-    rounds: int
+    profile: bool
     meet: Path | None
     turn: tuple[int, int]
 
@@ -164,16 +133,16 @@ class Arguments(argparse.Namespace):
         return wanted and not any(part in case.name for part in self.skip)
 
 
-def parse(arguments: list[str]) -> Arguments:
+def parse(words: list[str]) -> Arguments:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--skip", nargs="+", default=(), help="leave out cases that contain one of these")
     parser.add_argument("--only", nargs="+", default=(), help="cases by their whole names")
-    parser.add_argument("--rounds", type=int, default=0, help="time all cases in turns, so many times")
+    parser.add_argument("--profile", action="store_true", help="print kernels instead of times")
     add_options(parser)
-    parser.add_argument("--out", default="", help="file for the JSON document")
+    parser.add_argument("--out", type=Path, help="file for the JSON document")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
-    return parser.parse_args(arguments, namespace=Arguments())
+    return parser.parse_args(words, namespace=Arguments())
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Everything about the denoising step that a GPU host can tell: right first, then fast, then the peers.
+"""Measurements of the denoising step on a GPU host: first what is right, then what is fast, then the peers.
 
     python -m benchmarks.denoise_step.gpu OUT_DIR [--limit-s 560] [--stages NAME ... [--together]]
 
-Stages run in order (that of ``--stages``, where it is given), each in processes of its own with a limit, so that one
-that fails or hangs costs no other; a stage that the time left does not allow is passed over and named. ``peers`` are
-several gangs that compile at the same time and are timed one after the other; one that is not ready when most of its
-stage's time is over is stopped, and the others are timed without it. ``--together`` makes such a stage of all that are
-named, where GPUs have the memory. CUDA_VISIBLE_DEVICES says which GPUs are taken. Every case is written as it ends:
+Stages run in order (that of ``--stages``, if given). Each runs in its own processes with a time limit, so a stage that
+fails or hangs costs no other. A stage for which too little time is left is skipped and named. In the stages of peers,
+several gangs compile at the same time and are timed one after the other. A gang that is not ready when most of its
+stage's time is over is stopped, and the others are timed without it. ``--together`` joins the named stages into one,
+where GPUs have the memory. CUDA_VISIBLE_DEVICES chooses the GPUs. Every case is written as it ends, to
 OUT_DIR/<stage>.json and .log. The last line is one JSON document with all results.
 """
 
@@ -20,12 +20,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +33,24 @@ from benchmarks.turns import Meeting
 
 SMALLEST_LIMIT_S = 15
 STOP_S = 35
-"""A launcher gives its ranks 30 s before it kills them."""
+"""More than the 30 s that a launcher gives its ranks before it kills them."""
 READY_SHARE = 0.7
-"""Of a stage's time: gangs that are not ready then are stopped, or nobody would be timed."""
+"""Share of a stage's time after which gangs that are not ready are stopped, so that the others are timed."""
 TAIL_LINES, FEW_LINES, ERROR_LINES = 30, 8, 8
-"""Of a run that fails, of one that ends well, and of one case's error."""
+"""Lines printed of a run that fails, of one that ends well, and of one case's error."""
 LINE, ERROR_SAID = 200, 300
-"""Characters."""
+"""Characters printed of a line, and kept of an error."""
 POLL_S = 0.2
 TRIALS = re.compile(
     r"\{|AUTOTUNE |Autotune |strides: |dtypes: |SingleProcess AUTOTUNE |\s+\S+ [\d.]+ ms [\d.]+%"
     r"|(INFO|WARNING) \d\d-\d\d "
 )
-"""Begin lines about kernels that a compiler tried, results that are told elsewhere, and vLLM's news."""
-CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "PYTHONPYCACHEPREFIX")
-"""Variables that name a folder of compiled kernels, or of Python's bytecode."""
+"""Beginnings of lines that are not printed: kernels that a compiler tried, results, and vLLM's own log."""
 
 
 @dataclass(slots=True)
 class Started:
-    """A run's process; ``turn`` is its place among those that were started with it."""
+    """A run's process. ``turn`` is its place among those that were started with it."""
 
     run: Run
     turn: int
@@ -74,7 +70,7 @@ def main() -> None:
     for stage in [joined(stages)] if arguments.together else stages:
         left_s = int(end_s - time.monotonic())
         if num_gpus < stage.min_gpus or left_s < SMALLEST_LIMIT_S:
-            outcome[stage.name] = f"passed over: {num_gpus} GPUs, {left_s} s left"
+            outcome[stage.name] = f"skipped: {num_gpus} GPUs, {left_s} s left"
             continue
         print(f"## {stage.name}, {time.monotonic() - start_s:.0f} s after the start", flush=True)
         outcome |= perform(stage, num_gpus, min(stage.limit_s, left_s), arguments.out)
@@ -84,7 +80,7 @@ def main() -> None:
 
 
 def perform(stage: Stage, num_gpus: int, limit_s: int, out: Path) -> dict[str, str]:
-    """By run: "exit ... after ...", or that it was stopped. Prints the end of each output."""
+    """Return for each run "exit ... after ...", or that it was stopped. Print the end of each output."""
     start_s = time.monotonic()
     meeting = out / f"meeting-{stage.name}"
     shutil.rmtree(meeting, ignore_errors=True)  # an earlier call's: nobody would wait for anybody
@@ -112,7 +108,7 @@ def perform(stage: Stage, num_gpus: int, limit_s: int, out: Path) -> dict[str, s
 
 
 def ending(ended: Started, out: Path) -> list[str]:
-    """Returns the last lines of what a run said, and of each error that it reports."""
+    """Return the last lines of a run's output, and of each error that it reports."""
     lines = [line for line in ended.log.read_text(errors="replace").splitlines() if is_news(line)]
     lines = lines[-(FEW_LINES if ended.process.returncode == 0 else TAIL_LINES) :]
     for result in results_in(out / f"{ended.run.name}.json"):
@@ -125,9 +121,6 @@ def start(run: Run, turn: int, stage: Stage, num_gpus: int, out: Path, meeting: 
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "4"}
     if run.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible(run.gpus))
-    if run.own_caches:
-        environment |= {name: f"{own_caches()}/{name}" for name in CACHES}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # images set it, and no start would ever find bytecode
     if stage.takes_turns:
         meeting.mkdir(exist_ok=True)
         ranks = sum(max(1, len(each.gpus)) for each in stage.runs)  # that compile at one time
@@ -145,25 +138,20 @@ def start(run: Run, turn: int, stage: Stage, num_gpus: int, out: Path, meeting: 
 
 
 def visible(gpus: Sequence[int]) -> Iterator[str]:
-    """Yields names of ``gpus``, which are counted among those that this process sees."""
+    """Yield the names of ``gpus``, which are counted among those that this process sees."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return (seen.split(",")[gpu] if seen else str(gpu) for gpu in gpus)
 
 
-@cache
-def own_caches() -> str:
-    return tempfile.mkdtemp(prefix="denoise_step_caches_")
-
-
 def command_of(run: Run, num_gpus: int, out: Path) -> list[str]:
-    ranks = len(run.gpus) or (num_gpus if run.all_gpus else 1)
+    ranks = len(run.gpus) or num_gpus
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     written = ["--out", str(out / f"{run.name}.json")] if run.writes_json else []
     return [sys.executable, *launcher, "-m", run.module, *written, *run.arguments]
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """A launcher that is asked to stop stops its ranks. Whatever is left then is killed: it would hold its GPU."""
+    """Ask a launcher to stop its ranks, then kill what is left: it would hold its GPU."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=STOP_S)
@@ -187,7 +175,7 @@ def collect(out: Path) -> list[dict[str, Any]]:
 
 
 def results_in(path: Path) -> list[dict[str, Any]]:
-    """Returns what a run has written; nothing where it wrote nothing, or was stopped as it wrote."""
+    """Return what a run has written: nothing if it wrote nothing, or was stopped as it wrote."""
     try:
         document = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -197,26 +185,19 @@ def results_in(path: Path) -> list[dict[str, Any]]:
 
 
 def count_gpus() -> int:
-    """Asked of a process that ends, so that this one holds no device."""
+    """Ask a process that ends, so that this one holds no device."""
     code = "import torch; print(torch.cuda.device_count())"
     return int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
-class Arguments(argparse.Namespace):
-    out: Path
-    limit_s: int
-    stages: tuple[str, ...]
-    together: bool
-
-
-def parse() -> Arguments:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     names = [stage.name for stage in STAGES]
     parser.add_argument("--stages", nargs="+", default=(), choices=names, help="all by default")
     parser.add_argument("--together", action="store_true", help="the stages prepare at one time and take turns")
     parser.add_argument("--limit-s", type=int, default=560)
-    arguments = parser.parse_args(namespace=Arguments())
+    arguments = parser.parse_args()
     if arguments.together and not arguments.stages:
         parser.error("--together is for stages that are named: give --stages")
     return arguments

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-STEP = "benchmarks.denoise_step"
+STEP, MODEL_STEP = "benchmarks.denoise_step", "benchmarks.model_step"
 DEFAULT = "peer"
-"""How ranks reach each other's memory in the cases that engines run."""
+"""Option of the cases of several ranks as engines run them: they write into each other's memory."""
 BF16, FP8 = "bf16", "fp8"
 FOUR, FIRST, LAST, ONE = (0, 1, 2, 3), (0, 1), (2, 3), (0,)
 """GPUs of a host."""
@@ -15,34 +15,30 @@ FOUR, FIRST, LAST, ONE = (0, 1, 2, 3), (0, 1), (2, 3), (0,)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """``module`` with ``arguments``: on all GPUs, on ``gpus`` (a rank each), or on one.
-
-    ``own_caches``: compiled kernels and Python's bytecode are not those of other runs, but of runs that say the same,
-    and there are none at first.
-    """
+    """``module`` with ``arguments``, with one rank on each of ``gpus``. Without ``gpus`` it runs on all of the host."""
 
     name: str
     module: str = STEP
     arguments: tuple[str, ...] = ()
-    all_gpus: bool = True
     gpus: tuple[int, ...] = ()
     writes_json: bool = True
-    own_caches: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """Runs that start at the same time, stopped after ``limit_s``; ``takes_turns``: only one is timed at a time."""
+    """Runs that start at the same time."""
 
     name: str
     runs: tuple[Run, ...]
     limit_s: int
+    """Time after which the runs are stopped."""
     min_gpus: int = 1
     takes_turns: bool = False
+    """One run is timed at a time."""
 
 
 def alone(name: str, *arguments: str, limit_s: int, min_gpus: int = 1, **options: object) -> Stage:
-    """A stage of one run of its own name."""
+    """Return a stage of one run with the stage's name."""
     run = Run(name=name, arguments=arguments, **options)  # type: ignore[arg-type]
     return Stage(name=name, runs=(run,), limit_s=limit_s, min_gpus=min_gpus)
 
@@ -58,19 +54,19 @@ def peer(name: str, maker: str, gpus: tuple[int, ...], *sides: int, precision: s
 
 
 def ours(name: str, gpus: tuple[int, ...], *sides: int, precision: str = BF16) -> Run:
-    """What stands beside peers on these GPUs."""
+    """Return Troupe's run that stands beside peers on these GPUs."""
     cases = [case_name("fast", side, gpus, DEFAULT, precision) for side in sides or (1024,)]
     return Run(name=name, arguments=("--only", *cases), gpus=gpus)
 
 
 def beside(name: str, *runs: Run, limit_s: int) -> Stage:
-    """Peers on the same GPUs, timed one after the other."""
+    """Return a stage of runs on the same GPUs that are timed one after the other."""
     num_gpus = 1 + max(gpu for run in runs for gpu in run.gpus)
     return Stage(name=name, runs=runs, limit_s=limit_s, min_gpus=num_gpus, takes_turns=True)
 
 
 def joined(stages: Sequence[Stage]) -> Stage:
-    """One stage of all runs of ``stages``, which take turns; the same on the same GPUs is run once."""
+    """Return one stage of all runs of ``stages``, which take turns. Equal runs on the same GPUs run once."""
     runs = {(run.module, run.arguments, run.gpus): run for stage in reversed(stages) for run in reversed(stage.runs)}
     return Stage(
         name="-".join(stage.name for stage in stages),

@@ -1,1 +1,1 @@
-"""The application under random kills."""
+"""Application under random kills."""

@@ -1,15 +1,20 @@
-"""The application under random kills of its processes, with pictures, streams and clips going on.
+"""The application under random kills, with clients that go away: what becomes of each request.
 
-    python -m benchmarks.faults [--minutes 10] [--seed 0] [--every-s 20]
+    python -m benchmarks.faults [--minutes 10] [--requests 1000] [--policy shortest] [--every-s 20] [--seed 1]
 
-Starts the laptop's configuration, draws references, then kills and stops processes of every kind, also such as are just
-starting. In the end all must be well by itself. Tells lost clips, wrong bytes, requests that took over a minute, and
-answers that are not in the API's shape; ends with 1 if there are any. The last line is one JSON document.
+Starts the laptop's configuration with ``--policy`` and three API keys. Asks for each picture and clip once while all is
+well, then kills and stops processes of every kind, also ones that are just starting, while clients ask for pictures,
+streams, edits and clips side by side. One client in five goes away, and now and then fifteen come at once and none
+stays. Every request must be answered with the same bytes, or refused with a reason. A connection may end without an
+answer only if the process that carried it died. In the end all must be well by itself: health, processes, clips, no job
+left behind. The status is 1 if anything was lost. The last line is one JSON document.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import functools
 import json
 import os
 import random
@@ -19,108 +24,98 @@ import time
 from typing import Any
 
 import httpx
+import psutil
 
-from benchmarks.faults.kills import Killer
-from benchmarks.faults.traffic import NUM_SEEDS, Tally, Traffic
-from benchmarks.serving.application import Application, serving
+from benchmarks.faults.clients import Clients
+from benchmarks.faults.kills import KINDS, Killer
+from benchmarks.faults.peace import Peace, num_processes
+from benchmarks.faults.storm import draw_references, ride_out, summary
+from benchmarks.faults.visits import drawn_turns
+from benchmarks.serving.application import free_port, serving
+from benchmarks.serving.settings import with_values
 from deployments.cli.local import uses_proxies
-from deployments.cli.serving import load_config
+from deployments.cli.serving import load_config, parse_config
+from deployments.config import ServeConfig
+from engines.gang.policies.policy import POLICIES
 
-HEALTHY_WITHIN_S = 300.0
-CLIPS_WITHIN_S = 600.0
-CLIP_EVERY_S = 15.0
+KEYS = ("ann", "bob", "cid")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=0, help="of what is killed when")
-    parser.add_argument("--every-s", type=float, default=20.0, help="between two kills, on average")
-    parser.add_argument("--hang-s", type=float, default=60.0, help="a request that takes longer hangs")
-    parser.add_argument("--config", default="laptop", help="a config file, or the name of a shipped one")
-    arguments = parser.parse_args()
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
-    with serving(load_config(arguments.config)) as application:
-        document = run(application, arguments)
-    print(json.dumps(document))
-    sys.exit(1 if any(document[name] for name in ("lost_clips", "wrong_bytes", "hangs", "outside_shape")) else 0)
-
-
-def run(application: Application, arguments: argparse.Namespace) -> dict[str, Any]:
-    tally = Tally(hang_s=arguments.hang_s)
-    traffic = Traffic(url=application.url, tally=tally, references={})
-    draw_references(traffic)
-    killer = Killer(server=application.process, every_s=arguments.every_s, rng=random.Random(arguments.seed))
-    over = threading.Event()
-    asked = (traffic.picture, traffic.picture, traffic.stream)
-    threads = [threading.Thread(target=traffic.go_on, args=(over, ask)) for ask in asked]
-    threads += [
-        threading.Thread(target=make_clips, args=(traffic, over)),
-        threading.Thread(target=killer.go_on, args=(over,)),
-    ]
-    for thread in threads:
-        thread.start()
-    time.sleep(60 * arguments.minutes)
-    over.set()
-    for thread in threads:
-        thread.join()
-    healthy_s = healthy_after_s(application.url)
-    end_s = time.monotonic() + CLIPS_WITHIN_S
-    ends = {video_id: traffic.clip_of(video_id, end_s) for video_id in tally.clips}
-    return report(killer, tally, ends, healthy_s)
-
-
-def draw_references(traffic: Traffic) -> None:
-    """Raises AssertionError if a picture or clip cannot be made before anything was killed."""
-    for seed in range(NUM_SEEDS):
-        traffic.picture(seed)
-        traffic.clip(seed)
-    end_s = time.monotonic() + CLIPS_WITHIN_S
-    ends = [traffic.clip_of(video_id, end_s) for video_id in traffic.tally.clips]
-    assert ends == ["right"] * NUM_SEEDS, ends
-    assert traffic.tally.outcomes["picture right"] == NUM_SEEDS, traffic.tally.outcomes
-    traffic.tally.outcomes.clear()
-    traffic.tally.hangs.clear()
-    traffic.tally.clips.clear()
-
-
-def make_clips(traffic: Traffic, until: threading.Event) -> None:
-    seed = 0
-    while not until.wait(CLIP_EVERY_S):
-        traffic.clip(seed % NUM_SEEDS)
-        seed += 1
-
-
-def healthy_after_s(url: str) -> float | None:
-    """How long ``GET /health`` takes to be 200 again; None if it is not in time."""
-    started_s = time.monotonic()
-    while time.monotonic() - started_s < HEALTHY_WITHIN_S:
-        try:
-            if httpx.get(f"{url}/health", timeout=10.0, trust_env=uses_proxies(url)).status_code == httpx.codes.OK:
-                return round(time.monotonic() - started_s, 1)
-        except httpx.TransportError:
-            pass
-        time.sleep(0.5)
-    return None
-
-
-def report(killer: Killer, tally: Tally, ends: dict[str, str], healthy_s: float | None) -> dict[str, Any]:
-    lost = {video_id: end for video_id, end in ends.items() if end not in ("right", "wrong_bytes")}
-    num_wrong = sum(count for name, count in tally.outcomes.items() if name.endswith("wrong_bytes"))
-    document = {
-        "kills": dict(killer.kills),
-        "requests": dict(sorted(tally.outcomes.items())),
-        "clips": len(ends),
-        "lost_clips": len(lost),
-        "wrong_bytes": num_wrong + list(ends.values()).count("wrong_bytes"),
-        "hangs": len(tally.hangs),
-        "outside_shape": sum(count for name, count in tally.outcomes.items() if name.endswith("outside_shape")),
-        "healthy_after_s": healthy_s,
-        "load_at_end": round(os.getloadavg()[0], 1),
-    }
-    for line in (*tally.examples, *(f"lost {video_id}: {end}" for video_id, end in lost.items()), *tally.hangs):
+    arguments = parse()
+    port, load = free_port("127.0.0.1"), os.getloadavg()[0]
+    config = with_policy(load_config(arguments.config).with_metrics(port), arguments.policy, arguments.api_replicas)
+    with serving(config, keys=KEYS) as application:
+        run = soak(application.url, f"http://127.0.0.1:{port}/metrics", application.process, KEYS, arguments)
+        document = asyncio.run(run)
+    document |= {"load_at_start": round(load, 1), "load_at_end": round(os.getloadavg()[0], 1)}
+    for line in (*document["lost"], *document["unsettled"]):
         print(line)
-    return document
+    print(json.dumps(document))
+    sys.exit(1 if document["lost"] or document["unsettled"] else 0)
+
+
+def with_policy(config: ServeConfig, policy: str, num_api_replicas: int = 1) -> ServeConfig:
+    """Return ``config`` with that policy in every gang, and that many replicas of the API."""
+    document = with_values(config, [f"denoiser.policy={policy}"]).model_dump(mode="json")
+    document["applications"][0]["args"]["api"]["num_replicas"] = num_api_replicas
+    return parse_config(document)
+
+
+async def soak(
+    url: str, metrics_url: str, server: psutil.Process, keys: tuple[str, ...], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Run the storm and the peace after it, at an application that runs among the children of ``server``."""
+    turns = drawn_turns(arguments.requests, arguments.policy, len(keys), arguments.seed)
+    killer = Killer(
+        server=server,
+        every_s=arguments.every_s,
+        rng=random.Random(arguments.seed),
+        kinds=arguments.kinds.split(","),
+    )
+    no_limit = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=no_limit, trust_env=uses_proxies(url)) as http:
+        clients = Clients(http=http, keys=keys, hang_s=arguments.hang_s)
+        await draw_references(clients)
+        before, over = num_processes(server), threading.Event()
+        killing = threading.Thread(target=killer.go_on, args=(over,))
+        killing.start()
+        began_s = time.monotonic()
+        try:
+            say = functools.partial(print, flush=True)
+            outcomes = await ride_out(clients, turns, arguments.at_once, say, 60 * arguments.minutes)
+        finally:
+            over.set()
+            await asyncio.to_thread(killing.join)
+        took_s = time.monotonic() - began_s
+        peace = Peace(clients=clients, metrics_url=metrics_url, server=server, before=before)
+        unsettled = await peace.broken()
+    return {
+        "policy": arguments.policy,
+        "seed": arguments.seed,
+        **summary(outcomes, killer.struck),
+        "kills": dict(sorted(killer.kills.items())),
+        "unsettled": unsettled,
+        "took_s": round(took_s, 1),
+        "settled_after_s": round(time.monotonic() - began_s - took_s, 1),
+    }
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0, help="no request begins after that")
+    parser.add_argument("--requests", type=int, default=20_000, help="at most")
+    parser.add_argument("--policy", default="shortest", choices=tuple(POLICIES))
+    parser.add_argument("--at-once", type=int, default=12, help="clients that ask side by side")
+    parser.add_argument("--every-s", type=float, default=20.0, help="between two kills, on average")
+    parser.add_argument(
+        "--kinds", default=",".join(KINDS), help=f"processes that are killed; by default {','.join(KINDS)}"
+    )
+    parser.add_argument("--hang-s", type=float, default=300.0, help="a request that takes longer hangs")
+    parser.add_argument("--api-replicas", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="of requests, and of what is killed when")
+    parser.add_argument("--config", default="laptop", help="a config file, or the name of a shipped one")
+    return parser.parse_args(words)
 
 
 if __name__ == "__main__":

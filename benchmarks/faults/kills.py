@@ -1,4 +1,4 @@
-"""Processes of a running application, by what they do, and their random ends."""
+"""Processes of a running application by kind, and random kills of them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ KINDS = {
     "proxy": "ray::ProxyActor",
     "controller": "ray::ServeController",
 }
-"""How their titles begin, while they start as well."""
+"""Beginnings of process titles by kind. A process has its title already while it starts."""
 STOPPED_FOR_S = 20.0
-"""A stopped process goes on after that, if nobody has ended it: what watches Serve's controller sees only its death."""
+"""A stopped process that was not ended continues after that."""
 
 
 def processes_of(server: psutil.Process) -> dict[str, list[psutil.Process]]:
-    """The processes of each kind that run now."""
+    """Return the running processes of each kind."""
     by_kind: dict[str, list[psutil.Process]] = {kind: [] for kind in KINDS}
     for process in server.children(recursive=True):
         with suppress(psutil.Error):
@@ -42,9 +42,10 @@ def processes_of(server: psutil.Process) -> dict[str, list[psutil.Process]]:
 
 @dataclass(kw_only=True, slots=True)
 class Killer:
-    """Ends a process every ``every_s`` on average, of one of ``kinds``, which is drawn first. Now and then the next one
-    follows at once, and strikes what starts in the other's place. ``struck`` is when it struck what kind, by
-    ``time.monotonic``."""
+    """Kills or stops a process every ``every_s`` on average. The kind is drawn first, then one of its processes.
+
+    Now and then the next strike follows at once, and hits what starts in the other's place.
+    """
 
     server: psutil.Process
     every_s: float
@@ -52,6 +53,7 @@ class Killer:
     kinds: Collection[str] = tuple(KINDS)
     kills: Counter[str] = field(default_factory=Counter)
     struck: list[tuple[float, str]] = field(default_factory=list)
+    """Time of each strike (``time.monotonic``) and the kind of the process."""
     _stopped: list[tuple[float, psutil.Process]] = field(default_factory=list)
 
     def go_on(self, until: threading.Event) -> None:

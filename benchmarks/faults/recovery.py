@@ -1,11 +1,11 @@
-"""One fault after the other under a picture that is being painted: when it is answered, and where the seconds go.
+"""Faults during a picture, one after the other: when it is answered, and where the seconds go.
 
     python -m benchmarks.faults.recovery [--config laptop] [--set KEY=VALUE] [--folder FOLDER [--model FLUX.1-dev]]
                                          [--steps 60] [--repeats 1] [--rest-s 30] [--out FILE]
 
-Kills a rank, kills the replica, and stops a rank (SIGSTOP), each at the picture's third step, and prints a table for
-each, with ``--rest-s`` between them. ``--out`` is written after each.
-Ends with 1 if an answer has other bytes than without the fault. The last line is one JSON document.
+Kills a rank, kills the replica, and stops a rank (SIGSTOP), each at the picture's third step and ``--rest-s`` after the
+last. Prints a table for each, and writes ``--out`` after it. The status is 1 if an answer has other bytes than without
+the fault. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ TIMEOUT_S = 600.0
 
 @dataclass(kw_only=True, slots=True)
 class Answer:
-    """A picture, and when its parts came, in Unix time: its steps in order, also those of a run that was lost."""
+    """A picture, and when its parts came, in Unix time."""
 
     began_s: float
     data: bytes = b""
     ended_s: float = 0.0
     steps: list[tuple[int, float]] = field(default_factory=list)
+    """Steps in order with their times, also those of a run that was lost."""
 
     @property
     def took_s(self) -> float:
         return self.ended_s - self.began_s
 
     def first_step_after(self, fault_s: float) -> float:
-        """Returns when the first of the steps was seen that the new gang made."""
+        """Return the time of the new gang's first step."""
         return next(at_s for step, at_s in self.steps if at_s > fault_s and step <= STRIKE_AT_STEP)
 
 
@@ -60,7 +61,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="of the picture")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--rest-s", type=float, default=5.0)
-    parser.add_argument("--out", type=Path, help="where the document is kept, as far as it is")
+    parser.add_argument("--out", type=Path, help="file for the document, also of an unfinished run")
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
     config = config_of(arguments).with_metrics(None)
@@ -124,14 +125,15 @@ def print_table(name: str, parts: list[Span], within: dict[str, float], later_s:
 
 
 def faults(application: Application, model: str) -> dict[str, Callable[[], None]]:
-    """Returns what is done to the gang of ``model``, by name."""
+    """Return the faults of the gang of ``model`` by name."""
 
     def signal_rank(number: signal.Signals) -> None:
         os.kill(rank_pids(application.logs, model)[-1], number)
 
     def kill_replica() -> None:
         replicas = processes_of(application.process)["denoiser"]
-        next(process for process in replicas if process.cmdline()[0].startswith(title(model))).kill()
+        title = f"ray::ServeReplica:troupe:Denoiser-{model}"
+        next(process for process in replicas if process.cmdline()[0].startswith(title)).kill()
 
     return {
         "kill -9 of a rank": lambda: signal_rank(signal.SIGKILL),
@@ -140,12 +142,8 @@ def faults(application: Application, model: str) -> dict[str, Callable[[], None]
     }
 
 
-def title(model: str) -> str:
-    return f"ray::ServeReplica:troupe:Denoiser-{model}"
-
-
 def ask(url: str, model: str, num_steps: int, at_step: Callable[[int], None] = lambda step: None) -> Answer:
-    """Returns a streamed picture. ``at_step`` gets each step as it is seen. RuntimeError if there is no picture."""
+    """Return a streamed picture, and call ``at_step`` with each step. RuntimeError if there is no picture."""
     body = {"model": model, "prompt": "a red circle", "seed": 1, "num_inference_steps": num_steps}
     answer, event = Answer(began_s=time.time()), {}
     wanted = {**body, "stream": True, "stream_progress": True}

@@ -1,4 +1,4 @@
-"""Where the seconds of a recovery go, from the log lines that the application writes of it."""
+"""Timeline of a recovery from the application's log lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GANG_PHASES = ("processes", "connect", "load", "build")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A part of a recovery, from and until so many seconds after the fault."""
+    """A part of a recovery, in seconds after the fault."""
 
     what: str
     from_s: float
@@ -34,7 +34,7 @@ class Span:
 
 
 def records_of(logs: Path) -> list[Record]:
-    """Returns the structured lines that all processes of a Ray session wrote to its folder ``logs``, by time."""
+    """Return the structured lines of all processes in a Ray session's folder ``logs``, by time."""
     found = []
     for file in logs.rglob("worker-*.err"):
         for line in file.read_text(errors="replace").splitlines():
@@ -44,7 +44,7 @@ def records_of(logs: Path) -> list[Record]:
 
 
 def rank_pids(logs: Path, model: str) -> list[int]:
-    """Returns the processes of the ranks of ``model``'s newest gang, in order. RuntimeError if none was ready."""
+    """Return the process ids of the ranks of ``model``'s newest gang. RuntimeError if none was ready."""
     for record in reversed(records_of(logs)):
         if (record["message"], record.get("model")) == ("gang is ready", model):
             return list(record["pids"])
@@ -52,15 +52,15 @@ def rank_pids(logs: Path, model: str) -> list[int]:
 
 
 def seconds(record: Record) -> float:
-    """Returns when a line was written, in seconds of Unix time."""
+    """Return the Unix time of a line."""
     return datetime.fromisoformat(record["time"]).timestamp()
 
 
 def spans(records: Iterable[Record], model: str, fault_s: float, first_step_s: float, end_s: float) -> list[Span]:
-    """Returns the parts of the recovery of ``model``'s gang, one after the other: from ``fault_s`` until the request's
-    ``first_step_s`` in the new gang, and ``end_s``, when it was answered. All are Unix times.
+    """Return the parts of the recovery of ``model``'s gang in order, from ``fault_s`` to the answer at ``end_s``.
 
-    ``records`` are sorted. ValueError where one that each recovery has is missing.
+    ``first_step_s`` is the request's first step in the new gang. All times are Unix times. ``records`` are sorted.
+    ValueError if a line that every recovery has is missing.
     """
     after = [record for record in records if fault_s < seconds(record) < end_s]
     ends: dict[str, float] = {
@@ -77,7 +77,7 @@ def spans(records: Iterable[Record], model: str, fault_s: float, first_step_s: f
 
 
 def inside(records: Iterable[Record], fault_s: float, end_s: float) -> dict[str, float]:
-    """Returns how long the phases of ranks took that are part of the gang's, the slowest rank's of each."""
+    """Return the duration of each phase of ranks, on the slowest rank."""
     slowest: dict[str, float] = {}
     for record in records:
         if record["message"] == logs.MESSAGE and fault_s < seconds(record) < end_s and "rank" in record:

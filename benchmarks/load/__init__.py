@@ -1,1 +1,1 @@
-"""Load as it comes from outside: requests arrive when they will, whether or not others have been answered."""
+"""Open-loop load: requests arrive whether or not others were answered."""

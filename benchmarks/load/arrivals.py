@@ -1,4 +1,4 @@
-"""When requests come: at random, in bursts, or as a file says; and whose they are."""
+"""Arrivals of requests: at random, in bursts, or from a file, with their owners."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
-from benchmarks.load.mix import Mix, RequestClass
+from benchmarks.load.mix import Mix, RequestClass, known_file
 from benchmarks.load.owner import Owner, Owners
 
 TRACES = Path(__file__).parent / "traces"
@@ -25,7 +25,7 @@ class Arrival:
 
 
 def poisson(mix: Mix, rate_per_s: float, duration_s: float, seed: int) -> tuple[Arrival, ...]:
-    """Arrivals that know nothing of each other, ``rate_per_s`` on average."""
+    """Return independent arrivals, ``rate_per_s`` on average."""
     random = Random(seed)
 
     def times() -> Iterator[float]:
@@ -38,22 +38,18 @@ def poisson(mix: Mix, rate_per_s: float, duration_s: float, seed: int) -> tuple[
 
 
 def bursts(mix: Mix, size: int, every_s: float, duration_s: float, seed: int) -> tuple[Arrival, ...]:
-    """``size`` at once, again and again, from the start on."""
+    """Return ``size`` arrivals at once, every ``every_s`` from the start on."""
     num_bursts = max(1, round(duration_s / every_s))
     return _drawn(mix, tuple(number * every_s for number in range(num_bursts) for _ in range(size)), Random(seed))
 
 
 def trace_file(name: str) -> Path:
-    """Returns a file, or one of those that lie beside this by its bare name. ValueError lists the known ones."""
-    path = Path(name) if Path(name).is_file() else TRACES / f"{name}.jsonl"
-    if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in TRACES.glob("*.jsonl")))
-        raise ValueError(f"{name} is neither a file nor a trace that is known; known: {known}")
-    return path
+    """Return a file, or that of a known trace by its name. ValueError lists the known ones."""
+    return known_file(name, TRACES, ".jsonl")
 
 
 def trace(mix: Mix, path: Path, seed: int) -> tuple[Arrival, ...]:
-    """Lines of JSON, ``{"at_s": 1.5, "class": "small"}`` each; without a class it is drawn. ValueError for others."""
+    """Read lines such as ``{"at_s": 1.5, "class": "small"}``. A missing class is drawn. ValueError for other lines."""
     random, arrivals = Random(seed), []
     for number, line in enumerate(path.read_text().splitlines()):
         entry = json.loads(line)
@@ -66,7 +62,7 @@ def trace(mix: Mix, path: Path, seed: int) -> tuple[Arrival, ...]:
 
 
 def owned(arrivals: Sequence[Arrival], owners: Owners, seed: int) -> tuple[Arrival, ...]:
-    """Returns the same arrivals, each with one of ``owners``."""
+    """Return the same arrivals, each with one of ``owners``."""
     drawn = owners.drawn(len(arrivals), seed)
     return tuple(replace(one, owner=owner) for one, owner in zip(arrivals, drawn, strict=True))
 

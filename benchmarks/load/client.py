@@ -1,4 +1,4 @@
-"""Requests that are sent when their time has come, and what became of each."""
+"""Requests that are sent at their times, and the outcome of each."""
 
 from __future__ import annotations
 
@@ -10,26 +10,28 @@ from typing import Any
 
 import httpx
 
+from benchmarks.application.client import stages_ms
 from benchmarks.load.arrivals import Arrival
 from benchmarks.load.mix import Kind, RequestClass
-from benchmarks.serving.clients import stages_ms
 from deployments.cli.local import uses_proxies
 
 TIMEOUT_S = 1200.0
 NO_HEADERS: Mapping[str, str] = {}
 FROM_S = 0.05
-"""So long before the first arrival."""
+"""Time before the first arrival."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """``status`` 0 is a connection that ended without one. ``eta_s`` is what the whole was predicted to take when it
-    came to a gang (None: nobody knew), ``gpu_s`` how long ranks were at work in its steps."""
+    """The server's answer, with what its headers report."""
 
     status: int
+    """0 for a connection that ended without an answer."""
     stages_ms: dict[str, float] = field(default_factory=dict)
     eta_s: float | None = None
+    """Predicted time of the whole when it came to a gang. None without a prediction."""
     gpu_s: float = 0.0
+    """Ranks' time in its steps."""
 
     @classmethod
     def of(cls, response: httpx.Response) -> Answer:
@@ -43,22 +45,24 @@ class Answer:
 
     @property
     def eta_error(self) -> float | None:
-        """By how much of what the server says that it took its prediction was wrong; None if there was none."""
+        """Error of the prediction as a share of the server's own total. None without a prediction."""
         total_s = self.stages_ms.get("total", 0.0) / 1e3
         return None if self.eta_s is None or not total_s else abs(self.eta_s - total_s) / total_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome(Answer):
-    """What became of a request for ``num_media`` of a ``kind`` that came ``at_s``. ``late_s`` is how late it was
-    sent."""
+    """The answer to a request of class ``name`` that came ``at_s``."""
 
     name: str
+    owner: str = ""
     kind: Kind = "picture"
     num_media: int = 1
     at_s: float
     late_s: float
+    """Delay of sending it."""
     latency_s: float
+    """Time from arrival to answer."""
 
     @property
     def is_right(self) -> bool:
@@ -71,8 +75,7 @@ class Outcome(Answer):
 
 
 async def send_all(url: str, arrivals: Sequence[Arrival], headers: dict[str, str]) -> list[Outcome]:
-    """Sends each at its time, with its owner's key or ``headers``; returns when all have been answered, in the order
-    of their arrival."""
+    """Send each at its time, with its owner's key or ``headers``. Return the outcomes in order of arrival."""
     no_limit = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(
         base_url=url, timeout=TIMEOUT_S, limits=no_limit, headers=headers, trust_env=uses_proxies(url)
@@ -88,6 +91,7 @@ async def _send(client: httpx.AsyncClient, arrival: Arrival, start_s: float) -> 
     answer = await answered(client, arrival.kind, arrival.seed, headers)
     return Outcome(
         name=arrival.kind.name,
+        owner=arrival.owner.name if arrival.owner else "",
         kind=arrival.kind.kind,
         num_media=arrival.kind.num_media,
         at_s=arrival.at_s,
@@ -100,7 +104,7 @@ async def _send(client: httpx.AsyncClient, arrival: Arrival, start_s: float) -> 
 async def answered(
     client: httpx.AsyncClient, kind: RequestClass, seed: int, headers: Mapping[str, str] = NO_HEADERS
 ) -> Answer:
-    """Sends one request, with ``headers`` beside those of the client."""
+    """Send one request, with ``headers`` beside those of the client."""
     body: dict[str, Any] = {**kind.body, "seed": seed}
     try:
         return Answer.of(await client.post(kind.path, json=body, headers=headers))

@@ -1,4 +1,4 @@
-"""What is asked for: classes of requests, and how often each comes."""
+"""Mixes of requests: classes, and how often each comes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIXES = Path(__file__).parent / "mixes"
 
 
 class RequestClass(BaseModel):
-    """``body`` is what every request of the class says beside its seed; ``share`` counts beside those of the others."""
+    """Requests with the same ``body`` beside their seeds. ``share`` is relative to those of other classes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -30,12 +30,12 @@ class RequestClass(BaseModel):
 
     @property
     def num_media(self) -> int:
-        """How many pictures, or clips, a request makes."""
+        """Number of pictures or clips of a request."""
         return int(self.body.get("n", 1))
 
 
 class Mix(BaseModel):
-    """Classes by their shares."""
+    """Classes and their shares."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -53,6 +53,10 @@ class Mix(BaseModel):
         (one,) = random.choices(self.classes, [one.share for one in self.classes])
         return one
 
+    def mean(self, values: Mapping[str, float]) -> float:
+        """Return the mean of a class's value over requests."""
+        return sum(one.share * values[one.name] for one in self.classes) / sum(one.share for one in self.classes)
+
     def named(self, name: str) -> RequestClass:
         for one in self.classes:
             if one.name == name:
@@ -61,9 +65,14 @@ class Mix(BaseModel):
 
 
 def load_mix(name: str) -> Mix:
-    """Reads a file, or one of those that lie beside this by its bare name. ValueError says what is wrong with it."""
-    path = Path(name) if Path(name).is_file() else MIXES / f"{name}.yaml"
+    """Read a file, or a known mix by its name. ValueError says what is wrong with it."""
+    return Mix.model_validate(yaml.safe_load(known_file(name, MIXES, ".yaml").read_text()))
+
+
+def known_file(name: str, folder: Path, suffix: str, *others: str) -> Path:
+    """Return a file, or one of ``folder`` by its name without suffix. ValueError lists known names and ``others``."""
+    path = Path(name) if Path(name).is_file() else folder / f"{name}{suffix}"
     if not path.is_file():
-        known = ", ".join(sorted(file.stem for file in MIXES.glob("*.yaml")))
-        raise ValueError(f"{name} is neither a file nor a mix that is known; known: {known}")
-    return Mix.model_validate(yaml.safe_load(path.read_text()))
+        known = ", ".join([*others, *sorted(file.stem for file in folder.glob(f"*{suffix}"))])
+        raise ValueError(f"{name} is neither a file nor a name in {folder.name}; known: {known}")
+    return path

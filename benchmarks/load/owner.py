@@ -1,4 +1,4 @@
-"""Whose requests they are: API keys, how much of the load each sends, and how much it may have beside the others."""
+"""Owners of requests: API keys, their shares of the load, and their weights at the server."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from benchmarks.load.mix import known_file
 from deployments.cli.serving import parse_config
 from deployments.config import ServeConfig
 from deployments.usage.api_keys import hash_of
 
 OWNERS = Path(__file__).parent / "owners"
 NOBODY = "none"
-"""No keys: all requests are anybody's."""
+"""Name for no keys."""
 NUM_DIGITS = 16
-"""Of the hash of a key, in a configuration."""
+"""Digits of a key's hash in a configuration."""
 
 
 class Owner(BaseModel):
-    """``share`` of the requests and ``weight`` at the server count beside those of the others."""
+    """A key. ``share`` of the requests and ``weight`` at the server are relative to those of the others."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -32,7 +33,7 @@ class Owner(BaseModel):
 
     @property
     def key(self) -> str:
-        """Its API key: of a server that is there for a benchmark, on this machine, and for nothing else."""
+        """API key at a server that a benchmark starts on this machine."""
         return f"benchmark-{self.name}"
 
     @property
@@ -41,7 +42,7 @@ class Owner(BaseModel):
 
 
 class Owners(BaseModel):
-    """Those who send a load; none where the server asks for no keys."""
+    """Owners that send a load; none if the server asks for no keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -61,18 +62,17 @@ class Owners(BaseModel):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of a request that is nobody's in particular."""
+        """Headers of a request without an owner."""
         return self.owners[0].headers if self.owners else {}
 
     def drawn(self, num: int, seed: int) -> Sequence[Owner | None]:
-        """Returns the owners of ``num`` requests, by their shares. A seed of arrivals gives the same arrivals, whoever
-        owns them."""
+        """Return the owners of ``num`` requests, by their shares. They do not change the arrivals of a seed."""
         if not self.owners:
             return [None] * num
         return Random(f"owners {seed}").choices(self.owners, [one.share for one in self.owners], k=num)
 
     def with_weights(self, config: ServeConfig) -> ServeConfig:
-        """Returns ``config`` with the weights of all keys."""
+        """Return ``config`` with the weights of all keys."""
         document = config.model_dump(mode="json")
         limits = [{"key": hash_of(one.key)[:NUM_DIGITS], "weight": one.weight} for one in self.owners]
         document["applications"][0]["args"]["api"]["key_limits"] = limits
@@ -80,12 +80,7 @@ class Owners(BaseModel):
 
 
 def load_owners(name: str) -> Owners:
-    """Reads a file, or one of those that lie beside this by its bare name; NOBODY are none. ValueError says what is
-    wrong with it."""
+    """Read a file, or known owners by their name; ``NOBODY`` gives none. ValueError says what is wrong with it."""
     if name == NOBODY:
         return Owners()
-    path = Path(name) if Path(name).is_file() else OWNERS / f"{name}.yaml"
-    if not path.is_file():
-        known = ", ".join([NOBODY, *sorted(file.stem for file in OWNERS.glob("*.yaml"))])
-        raise ValueError(f"{name} is neither a file of owners nor known; known: {known}")
-    return Owners.model_validate(yaml.safe_load(path.read_text()))
+    return Owners.model_validate(yaml.safe_load(known_file(name, OWNERS, ".yaml", NOBODY).read_text()))

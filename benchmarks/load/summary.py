@@ -1,8 +1,9 @@
-"""What a load came to: by class and in all, as numbers and as a picture."""
+"""Summary of a load in all, by class and by owner, as numbers and as a plot."""
 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,9 +18,11 @@ STEPS = "troupe_step_seconds"
 
 
 def summary(outcomes: Sequence[Outcome], lone_s: Mapping[str, float], scale: float) -> dict[str, Any]:
-    """Latencies in seconds, from the time of arrival. A deadline is ``scale`` times what the class takes alone; what is
-    not answered right does not meet it. ``eta`` is how good the server's own predictions were, ``gpu_s`` what it says
-    that ranks worked for a picture and for a clip."""
+    """Return latencies in seconds from the time of arrival, and shares of requests that meet a deadline.
+
+    A deadline is ``scale`` times the lone time; a request that is not answered right misses it. ``eta`` is the error of
+    the server's predictions, ``gpu_s`` the time that it reports for ranks' work on a picture and on a clip.
+    """
     end_s = max(one.at_s + one.latency_s for one in outcomes)
     right = [one for one in outcomes if one.is_right]
     classes = {
@@ -44,7 +47,18 @@ def summary(outcomes: Sequence[Outcome], lone_s: Mapping[str, float], scale: flo
         "deadline_scale": scale,
         "latest_send_s": round(max(one.late_s for one in outcomes), 4),
         "classes": classes,
+        "owners": {
+            name: _owner([one for one in outcomes if one.owner == name])
+            for name in sorted({one.owner for one in outcomes if one.owner})
+        },
     }
+
+
+def _owner(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    right = [one for one in outcomes if one.is_right]
+    gpu_s = sum(one.gpu_s for one in right)
+    latency_s = points([one.latency_s for one in right])
+    return {"requests": len(outcomes), "right": len(right), "latency_s": latency_s, "gpu_s": round(gpu_s, 4)}
 
 
 def _class(outcomes: Sequence[Outcome], lone_s: float, scale: float) -> dict[str, Any]:
@@ -63,7 +77,7 @@ def _class(outcomes: Sequence[Outcome], lone_s: float, scale: float) -> dict[str
 
 
 def eta(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """How many answers came with a prediction, and by how much of what they took it was wrong; nothing of none."""
+    """Return the number of answers with a prediction, and its error as a share of the actual time."""
     errors = sorted(error for one in outcomes if one.is_right and (error := one.eta_error) is not None)
     if not errors:
         return {"told": 0}
@@ -72,7 +86,7 @@ def eta(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def points(values: Sequence[float]) -> dict[str, float]:
-    """Mean and percentiles; nothing of nothing."""
+    """Return mean and percentiles; nothing without values."""
     if not values:
         return {}
     ordered = sorted(values)
@@ -81,8 +95,7 @@ def points(values: Sequence[float]) -> dict[str, float]:
 
 
 def gpu_use(before: str, after: str, took_s: float, num_gpus: int, num_pictures: int) -> dict[str, float]:
-    """What ``/metrics`` says of the time between: ranks' seconds in steps, of all requests, for each that was answered
-    right, and their share of the time.
+    """Return ranks' seconds in steps between two looks at ``/metrics``: per right answer, and as a share of the time.
 
     A rank on the CPU counts as a GPU. The metrics count steps of all ranks of a team.
     """
@@ -97,9 +110,18 @@ def _rank_seconds(text: str) -> float:
     return sum(one.value * int(one.labels["num_ranks"]) for one in samples if one.name == f"{STEPS}_sum")
 
 
+def print_classes(document: Mapping[str, Any]) -> None:
+    for name, found in document["classes"].items():
+        latency = ", ".join(f"{point} {value:.2f}" for point, value in found["latency_s"].items()) or "none answered"
+        share = f"{100 * found['attainment']:.0f} % within {document['deadline_scale']:g} x {found['lone_s']:.2f} s"
+        wrong = f"ETA wrong by {100 * found['eta']['median_error']:.0f} %" if found["eta"]["told"] else "no ETA"
+        work = f"{found['gpu_s']['mean']:.2f} GPU-s a {found['kind']}" if found["gpu_s"] else "no GPU-s"
+        parts = (f"{name:12} {found['right']:4} of {found['requests']:4}", latency, share, wrong, work)
+        print("  ".join(parts), file=sys.stderr, flush=True)
+
+
 def plot(outcomes: Sequence[Outcome], lone_s: Mapping[str, float], scale: float, path: Path) -> None:
-    """Latency against arrival, and the share of each class that was answered within a time. It makes the folder of
-    ``path``, and imports matplotlib."""
+    """Plot latency against arrival, and the share of each class that was answered within a time."""
     import matplotlib.pyplot as plt
 
     figure, (times, shares) = plt.subplots(1, 2, figsize=(11, 4))

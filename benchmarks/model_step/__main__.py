@@ -3,117 +3,118 @@
     python -m benchmarks.model_step [MODEL ...]                              one GPU (or a small checkpoint on the CPU)
     torchrun --nproc_per_node 2 -m benchmarks.model_step [MODEL ...]         two GPUs
 
-With ``--branches 2`` both forwards of a guided step are timed, as a job makes them; on two GPUs each can be one's:
+``--branches 2`` times both forwards of a guided step, as a job makes them. On two GPUs each can have one:
 
     python -m benchmarks.model_step Qwen-Image --branches 2
     torchrun --nproc_per_node 2 -m benchmarks.model_step Qwen-Image --branches 2 --strategies guidance
 
 SGLang's and vLLM-Omni's transformers of FLUX.2, Z-Image, Qwen-Image, Wan and Cosmos 3 are timed where they are
-installed, on several GPUs divided as they do it (benchmarks/peers/layout.py):
+installed. On several GPUs they are divided as these projects do it (benchmarks/peers/layout.py):
 
     python -m benchmarks.model_step Qwen-Image --branches 2 --makers sglang vllm-omni sglang-blocks diffusers ours
     torchrun --nproc_per_node 2 -m benchmarks.model_step Qwen-Image --branches 2 --makers sglang vllm-omni ours
 
-Pictures are of 1024 x 1024 pixels, clips of their models' usual sizes, and both small on a CPU. Of diffusers: eager,
-and its blocks compiled, with cuDNN's attention; on several GPUs (on several CPUs it has none) its Ulysses, where it has
-a plan, after which a process can time nothing else.
-Ours is the engine as a gang calls it, with what is made once a job made before. The last line is one JSON document; the
-program ends with 1 if nothing was measured of one of the models.
+Pictures have 1024 x 1024 pixels, clips their models' usual sizes; on a CPU both are small. diffusers is timed eagerly
+and with its blocks compiled, with cuDNN's attention. On several GPUs it uses its Ulysses, where it has a plan; a
+process can then time nothing else. "ours" is the engine as a gang calls it, after what is made once a job is made.
+``--exact`` compares with the module in float32. A strategy is right if its error is at most 1.2 x that of "eager".
+The last line is one JSON document. The status is 1 if nothing was measured of one of the models.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
-import json
-import os
 import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.denoise_step.profile import NUM_STEPS, show
-from benchmarks.distributed import start_distributed
-from benchmarks.model_step.errors import relative_error
-from benchmarks.model_step.options import Arguments, parse
+from benchmarks.kernel_times import print_profile
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers.published import MAKERS as PEERS
 from benchmarks.peers.published import peer_of
-from benchmarks.results import status_of
-from benchmarks.timing import Times, measure, rank_synchronize
-from benchmarks.turns import meeting_of
+from benchmarks.step_program import BF16_TFLOPS, Result, StepProgram, attempt, relative_error
+from benchmarks.timing import measure, rank_synchronize
+from benchmarks.turns import Meeting, add_options, meeting_of
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.options import TorchOptions
+from pipelines.size import Size
 
-BF16_TFLOPS = 790.0
-"""What an H200 reaches in a large bf16 product on random data."""
-MAX_ERROR = 0.05
-"""In bf16 sums in another order differ."""
-MAX_FP8_ERROR = 0.2
+MODELS = ("Z-Image-Turbo", "Qwen-Image", "FLUX.2-klein-4B", "FLUX.2-dev")
+CLIPS = ("Wan2.1-T2V-14B", "Wan2.2-I2V-A14B", "HunyuanVideo-1.5-480p_t2v", "LTX-2", "Cosmos3-Nano")
+MAKERS = ("eager", "diffusers", *PEERS, "ours compiled", "ours", "ours filled")
+MAX_ERROR, MAX_FP8_ERROR = 0.05, 0.2
+"""In bf16, sums in another order differ."""
 CUDNN = "_native_cudnn"
-MOST_SAID = 3000
-"""Characters of an error."""
+
+
+class Arguments(argparse.Namespace):
+    models: Sequence[str] = MODELS
+    size: Size | None = None
+    tokens: int | None = None
+    branches: int = 1
+    batch: int = 1
+    repeats: int = 20
+    heat_s: float = 5.0
+    makers: Sequence[str] = ("eager", "diffusers", "ours")
+    strategies: Sequence[str] = ("ulysses",)
+    precision: str = "native"
+    profile: bool = False
+    exact: bool = False
+    meet: Path | None = None
+    turn: tuple[int, int] = (1, 0)
+    meeting: Meeting | None = None
+    out: Path | None = None
 
 
 @torch.no_grad()
 def main() -> None:
-    arguments = parse(sys.argv[1:], __doc__)
-    rank, world = start_distributed()
-    on_gpu = torch.cuda.is_available()
-    device, dtype = (torch.device("cuda", rank), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
-    say = print if rank == 0 else (lambda *_, **__: None)
-    hardware = f"{world} x {torch.cuda.get_device_name(device) if on_gpu else 'CPU'}"
-    say(f"{hardware}, torch {torch.__version__}", flush=True)
-    document: dict[str, Any] = {"hardware": hardware, "torch": torch.__version__, "results": []}
-    arguments.meeting = meeting_of(arguments, rank)
+    arguments = parse(sys.argv[1:])
+    program = StepProgram.begin(arguments.out)
+    arguments.meeting = program.meeting = meeting_of(arguments, program.rank)
     for name in arguments.models:
-        try:
-            sizes = (arguments.size, arguments.tokens, arguments.branches, arguments.batch)
-            model = PublishedModel.made(name, device, dtype, *sizes)
-            said = facts_of(model, world)
-            say(", ".join(f"{key} {value}" for key, value in said.items()), flush=True)
-            for result in results_of(model, said, arguments, world):
-                say(json.dumps(result), flush=True)
-                document["results"].append(result)
-                if rank == 0 and arguments.out:
-                    arguments.out.write_text(json.dumps(document))
-        except Exception:
-            say(f"{name}: failed\n{traceback.format_exc()[-MOST_SAID:]}", flush=True)
-        model = None  # type: ignore[assignment]
+        failure = attempt(partial(time_model, program, name, arguments))
+        if "error" in failure:
+            program.say(f"{name}: failed\n{failure['error']}")
         torch._dynamo.reset()
         torch.cuda.empty_cache()
         rank_synchronize()
-    if arguments.meeting:
-        arguments.meeting.leave()
-    say(json.dumps(document), flush=True)
-    by_model = ([one for one in document["results"] if one["model"] == name] for name in arguments.models)
-    status = max(map(status_of, by_model))
-    os._exit(status)  # graphs hold the communicator: an orderly shutdown would wait for them
+    program.end([[one for one in program.results if one["model"] == name] for name in arguments.models])
 
 
-def facts_of(model: PublishedModel, world: int) -> dict[str, Any]:
-    """What is known before anything is timed: the floor is all arithmetic at the rate above, shared by the ranks."""
+def time_model(program: StepProgram, name: str, arguments: Arguments) -> Result:
+    sizes = (arguments.size, arguments.tokens, arguments.branches, arguments.batch)
+    model = PublishedModel.made(name, program.device, program.dtype, *sizes)
+    facts = facts_of(model, program.world)
+    program.say(", ".join(f"{key} {value}" for key, value in facts.items()))
+    for result in results_of(model, facts, arguments, program.world):
+        program.add(result)
+    return {}
+
+
+def facts_of(model: PublishedModel, world: int) -> Result:
+    """Return what is known before anything is timed. The floor is all arithmetic at an H200's rate, on all ranks."""
     flop = model.flop()
-    said = {"model": model.name, "size": str(model.size), "tokens": model.num_tokens, "branches": len(model.branches)}
-    said["batch"] = model.branch.batch
+    facts = {"model": model.name, "size": str(model.size), "tokens": model.num_tokens, "branches": len(model.branches)}
+    facts["batch"] = model.branch.batch
     tera_flop, floor_ms = round(flop / 1e12, 1), round(flop / BF16_TFLOPS / 1e9 / world, 1)
-    return said | {"ranks": world, "tera_flop": tera_flop, "floor_ms": floor_ms}
+    return facts | {"ranks": world, "tera_flop": tera_flop, "floor_ms": floor_ms}
 
 
-def results_of(
-    model: PublishedModel, said: dict[str, Any], arguments: Arguments, world: int
-) -> Iterator[dict[str, Any]]:
-    """Yields ``said`` with each maker's times: a round of the meeting for each, where others are met."""
-    said = {**said, "precision": arguments.precision}
-    reference = model.call()
+def results_of(model: PublishedModel, facts: Result, arguments: Arguments, world: int) -> Iterator[Result]:
+    """Yield ``facts`` with the times of each maker. Where others meet, each maker is a round of the meeting."""
+    facts = {**facts, "precision": arguments.precision}
+    reference = model.exact_call() if arguments.exact else model.call()
     own = partial(ours, model, reference, arguments)
-    runs: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-        "eager": ("diffusers eager", lambda: timed(model.call, arguments)),
+    runs: dict[str, tuple[str, Callable[[], Result]]] = {
+        "eager": ("diffusers eager", lambda: eager(model, reference, arguments)),
         "diffusers": ("diffusers compiled", lambda: diffusers(model, reference, arguments, world)),
         **{peer: (peer, partial(peer_times, model, reference, arguments, peer)) for peer in PEERS},
     }
@@ -126,24 +127,17 @@ def results_of(
         }
         chosen += [run for name, run in ways.items() if name in arguments.makers]
     for maker, run in chosen:
-        yield {**said, "maker": maker, **attempted(run)}
+        yield {**facts, "maker": maker, **attempt(run)}
         if arguments.meeting:
             arguments.meeting.end()
 
 
-def attempted(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A peer that a model does not run with, or has no memory for, leaves the others their turn."""
-    try:
-        return run()
-    except Exception:
-        said = traceback.format_exc()[-MOST_SAID:]
-    gc.collect()  # once nothing holds the frames of what failed
-    torch.cuda.empty_cache()
-    return {"error": said}
+def eager(model: PublishedModel, reference: Tensor, arguments: Arguments) -> Result:
+    return {**timed(model.call, arguments), "relative_error": relative_error(model.call(), reference)}
 
 
-def diffusers(model: PublishedModel, reference: Tensor, arguments: Arguments, world: int) -> dict[str, Any]:
-    """Its blocks compiled; the module is as it was afterwards, but on several GPUs, where hooks stay."""
+def diffusers(model: PublishedModel, reference: Tensor, arguments: Arguments, world: int) -> Result:
+    """Time it with compiled blocks. The module is as it was afterwards, but on several GPUs, where hooks stay."""
     model.module.set_attention_backend(CUDNN if torch.cuda.is_available() else "native")
     if world > 1 and model.module._cp_plan is None:
         raise ValueError(f"diffusers has no plan to divide a {type(model.module).__name__}")
@@ -163,8 +157,8 @@ def diffusers(model: PublishedModel, reference: Tensor, arguments: Arguments, wo
             part._compiled_call_impl = None
 
 
-def peer_times(model: PublishedModel, reference: Tensor, arguments: Arguments, maker: str) -> dict[str, Any]:
-    """Of SGLang's or vLLM-Omni's transformer; the module is where it was afterwards."""
+def peer_times(model: PublishedModel, reference: Tensor, arguments: Arguments, maker: str) -> Result:
+    """Time SGLang's or vLLM-Omni's transformer. The module is where it was afterwards."""
     device = next(model.module.parameters()).device
     try:
         with peer_of(model, maker) as step:
@@ -179,8 +173,8 @@ def peer_times(model: PublishedModel, reference: Tensor, arguments: Arguments, m
 
 def ours(
     model: PublishedModel, reference: Tensor, arguments: Arguments, strategy: str, fast: bool | None, **options: Any
-) -> dict[str, Any]:
-    """Hand-ordered where there is such a step, unless ``fast`` is False: then the module, its blocks compiled."""
+) -> Result:
+    """Time the engine: hand-ordered where there is such a step; with ``fast=False`` the module, its blocks compiled."""
     asked: dict[str, Any] = {"strategy": strategy, "precision": arguments.precision, "fast": fast}
     engine = TorchEngine(model.denoiser(), options=TorchOptions(**options), **asked)
     ranks = tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
@@ -192,28 +186,42 @@ def ours(
     allowed = MAX_ERROR if arguments.precision == "native" else MAX_FP8_ERROR
     error = relative_error(torch.cat([answer.flatten() for answer in step()]), reference, allowed)
     times = timed(step, arguments)
-    if arguments.profile and not (dist.is_initialized() and dist.get_rank()):
-        profiled(model.name, step)
+    if arguments.profile:
+        print_profile(model.name, step, dist.get_rank() if dist.is_initialized() else 0)
     engine.close()
     return {**times, "relative_error": error}
 
 
-def timed(step: Callable[[], object], arguments: Arguments) -> dict[str, Any]:
+def timed(step: Callable[[], object], arguments: Arguments) -> Result:
     if arguments.meeting:
         arguments.meeting.begin()
     heat_s = arguments.heat_s if torch.cuda.is_available() else 0.0
-    times: Times = measure(step, repeats=arguments.repeats, heat_s=heat_s)
+    times = measure(step, repeats=arguments.repeats, heat_s=heat_s)
     return {name: round(value, 2) for name, value in asdict(times).items() if value is not None}
 
 
-def profiled(name: str, step: Callable[[], object]) -> None:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(NUM_STEPS):
-            step()
-        torch.cuda.synchronize()
-    show(name, profiler)
+def parse(words: Sequence[str]) -> Arguments:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=Arguments.models, help=f"clips: {', '.join(CLIPS)}")
+    parser.add_argument("--size", type=Size.parse, help="WIDTHxHEIGHT, of clips WIDTHxHEIGHTxFRAMES")
+    parser.add_argument("--tokens", type=int, help="of the prompt")
+    default = Arguments.branches
+    parser.add_argument("--branches", type=int, default=default, help="forwards of one step: 2 with guidance")
+    default = Arguments.batch
+    parser.add_argument(
+        "--batch", type=int, default=default, help="pictures in one forward, where a model takes several"
+    )
+    parser.add_argument("--repeats", type=int, default=Arguments.repeats)
+    parser.add_argument("--heat-s", type=float, default=Arguments.heat_s, help="for which GPUs work before them")
+    known = ", ".join(MAKERS)
+    parser.add_argument("--makers", nargs="+", default=Arguments.makers, choices=MAKERS, help=known)
+    parser.add_argument("--strategies", nargs="+", default=Arguments.strategies, help="of ours, one after the other")
+    parser.add_argument("--precision", default=Arguments.precision, help="of ours")
+    parser.add_argument("--exact", action="store_true", help="compare with the module in float32")
+    parser.add_argument("--profile", action="store_true", help="also print the kernels of ours")
+    add_options(parser)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(words, namespace=Arguments())
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Full-size models with random weights, their inputs, and the arithmetic that a step of each takes."""
+"""Full-size models with random weights, their inputs, and the arithmetic of a step."""

@@ -1,4 +1,4 @@
-"""What making a model takes, be it another project's."""
+"""Helpers for making models, also those of other projects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """What modules are made in, and some choose their kernels by."""
+    """Set the dtype that modules are made in, and by which some choose their kernels."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -24,7 +24,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def draw_vectors(module: nn.Module) -> None:
-    """Puts norms, biases and the like away from 1 and 0, which hide faults."""
+    """Draw norms, biases and other vectors away from 1 and 0, which hide faults."""
     for name, parameter in module.named_parameters():
         if parameter.ndim == 1:
             noise = torch.randn_like(parameter)
@@ -32,10 +32,10 @@ def draw_vectors(module: nn.Module) -> None:
 
 
 def without_init(package: str, *subpackages: str) -> None:
-    """From here on modules of ``package`` and those below it are imported without running these packages' ``__init__``.
+    """Import modules of these packages from here on without running the packages' ``__init__``.
 
-    For projects that import all that they have, with its optional needs, or change others' code as they are imported.
-    Raises ValueError if the package is not installed.
+    Some projects import all that they have, with its optional needs, or change other projects' code on import.
+    ValueError if the package is not installed.
     """
     found = importlib.util.find_spec(package)
     if found is None or found.submodule_search_locations is None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,22 +27,24 @@ from pipelines.size import Size
 SEED = 1
 PICTURE, PICTURE_TOKENS = Size(width=1024, height=1024), 512
 SMALL_SIDE = 4
-"""In a model's multiples, of what is made on a CPU."""
+"""Side of pictures on a CPU, in the model's multiples."""
 ATTENTIONS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-"""Torch's fused kernels, of which its counter of operations does not know all, nor all with grouped heads."""
+"""Torch's fused kernels. Its counter of operations does not know all of them, nor all with grouped heads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedModel:
-    """``module`` is the first transformer, equal on all ranks. Its first step's calls are ``own_calls`` as diffusers'
-    blocks make them, and ``branches`` as engines get them. All are on one device."""
+    """A model and the calls of its first step, on one device."""
 
     name: str
     size: Size
     num_tokens: int
     module: Any
+    """The first transformer, equal on all ranks."""
     own_calls: tuple[Mapping[str, Any], ...]
+    """The calls as diffusers' blocks make them."""
     branches: tuple[Branch, ...]
+    """The calls as engines get them."""
     opened: OpenedPipeline
 
     @classmethod
@@ -56,12 +59,13 @@ class PublishedModel:
         num_branches: int = 1,
         batch: int = 1,
     ) -> PublishedModel:
-        """``size`` of the picture or clip and tokens of the prompt; unsaid they are ``PICTURE`` and ``PICTURE_TOKENS``,
-        and of a clip the model's own; on a CPU the size is small. Where jobs pad prompts
-        (``ModelSpec.pad_conditioning``), ``num_tokens`` must be a length without padding, or the two calls differ. The
-        first ``num_branches`` forwards of a step are kept, each of ``batch`` pictures with the same prompt.
-        ValueError for unknown names, sizes that the model does not make, more branches than a step has, and a batch
-        of what comes one by one.
+        """Make the model with random weights.
+
+        By default ``size`` and ``num_tokens`` are ``PICTURE`` and ``PICTURE_TOKENS``, and a clip's own. On a CPU the
+        size is small. Where jobs pad prompts (``ModelSpec.pad_conditioning``), ``num_tokens`` must be a length without
+        padding, or the two calls differ. The first ``num_branches`` forwards of a step are kept, each for ``batch``
+        pictures with the same prompt. ValueError for unknown names, sizes that the model does not make, more branches
+        than a step has, and a batch of a model that makes pictures one by one.
         """
         checkpoint = Checkpoint.of_configuration(name, device, dtype)
         opened = OpenedPipeline(checkpoint.path, device, dtype)
@@ -86,36 +90,48 @@ class PublishedModel:
 
     @property
     def branch(self) -> Branch:
-        """The first."""
+        """The first branch."""
         return self.branches[0]
 
     def call(self) -> Tensor:
-        """All values that diffusers' module predicts, branch after branch; not once ``denoiser`` was asked for."""
-        outputs = [self.module(**call, return_dict=False) for call in self.own_calls]
+        """Return all values that diffusers' module predicts, branch by branch. Not for use after ``denoiser``."""
+        return self._values(self.module, self.own_calls)
+
+    def exact_call(self) -> Tensor:
+        """Return the values of ``call`` in float32."""
+        exact = copy.deepcopy(self.module).float()
+        wide = [{name: _float32(x) for name, x in call.items()} for call in self.own_calls]
+        values = self._values(exact, wide)
+        del exact
+        torch.cuda.empty_cache()  # NCCL needs some of what GPUs of 80 GB have left
+        return values
+
+    def _values(self, module: Any, calls: Iterable[Mapping[str, Any]]) -> Tensor:
+        outputs = [module(**call, return_dict=False) for call in calls]
         return torch.cat([self._painted(x).flatten() for x in tree_leaves(outputs) if isinstance(x, Tensor)])
 
     def _painted(self, x: Tensor) -> Tensor:
-        """``x`` without what a module says of tokens before those of the picture, which no job uses."""
+        """Return ``x`` without the predictions for tokens before those of the picture, which no job uses."""
         latents = self.branch.inputs.get(LATENTS)
         if latents is None or x.ndim != 3 or latents.ndim != 3:
             return x
         return x[:, -latents.shape[1] :] if x.shape[1] > latents.shape[1] else x
 
     def flop(self) -> int:
-        """Of matrix products and attention in ``call``: each weight times the tokens that it sees."""
+        """Return the floating-point operations of matrix products and attention in ``call``."""
         operators = (getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in ATTENTIONS)
         with FlopCounterMode(display=False, custom_mapping=dict.fromkeys(operators, _attention_flop)) as counter:
             self.call()
         return int(counter.get_total_flops())
 
     def denoiser(self) -> DenoiserModel:
-        """The module with the project's plan; its attention is ours from now on."""
+        """Return the module with its plan. Its attention is Troupe's from now on."""
         (name, *_), config = self.opened.transformers, self.opened.part_config(self.opened.transformers[0])
         return as_denoiser({name: self.module}, self.opened.spec, config, probe=tuple)
 
 
 def in_batch(branch: Branch, call: Mapping[str, Any], size: int) -> tuple[Branch, dict[str, Any]]:
-    """Returns both for ``size`` pictures. ValueError where the latents have no dim for them."""
+    """Return both for ``size`` pictures. ValueError if the latents have no dim for them."""
     if size == 1:
         return branch, dict(call)
     if LATENTS not in branch.inputs or branch.inputs[LATENTS].shape[0] != 1:
@@ -127,13 +143,17 @@ def in_batch(branch: Branch, call: Mapping[str, Any], size: int) -> tuple[Branch
     return replace(branch, inputs=inputs), {**repeated, LATENTS: inputs[LATENTS]}
 
 
+def _float32(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
 def _repeated(x: Any, size: int) -> Any:
-    """What has one row a picture, with ``size`` rows."""
+    """Return a tensor of one row with ``size`` rows, and anything else unchanged."""
     return x.repeat(size, *[1] * (x.ndim - 1)) if isinstance(x, Tensor) and x.ndim and x.shape[0] == 1 else x
 
 
 def small_size(defaults: Defaults) -> Size:
-    """A few tokens, which a CPU has soon done with."""
+    """Return a size with few tokens, for a CPU."""
     side = SMALL_SIDE * defaults.size_multiple
     frames = max(defaults.min_frames, 1 + defaults.frame_multiple) if defaults.kind == "video" else None
     return Size(width=side, height=side, num_frames=frames)
@@ -148,14 +168,14 @@ def _usual_size(defaults: Defaults, device: torch.device) -> Size:
 
 
 def _usual_tokens(defaults: Defaults) -> int:
-    """0 where a model has a number of its own."""
+    """Return 0 if a model has its own number."""
     return PICTURE_TOKENS if defaults.kind == "image" else defaults.max_tokens
 
 
 def _rounded_as(branch: Branch, call: Mapping[str, Any]) -> dict[str, Any]:
-    """``call`` with the timestep of ``branch``: some of diffusers' blocks round it to bfloat16, another step.
+    """Return ``call`` with the timestep of ``branch``: some of diffusers' blocks round it to bfloat16, another step.
 
-    Where a branch has one for each token, all of them alike, the call has it once.
+    A branch with a timestep for each token has equal ones, and the call has it once.
     """
     same = {name: x for name, x in branch.inputs.items() if name in call and call[name].shape == x.shape}
     if TIMESTEP in call and TIMESTEP in branch.inputs and call[TIMESTEP].ndim < branch.inputs[TIMESTEP].ndim:
@@ -164,13 +184,13 @@ def _rounded_as(branch: Branch, call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _attention_flop(query: torch.Size, key: torch.Size, *_: Any, **__: Any) -> int:
-    """From shapes (B, H, L, D) and (B, G, M, D): products of queries and keys, and of what comes of them and values."""
+    """Return the operations of attention from shapes (B, H, L, D) and (B, G, M, D)."""
     batch, heads, length, dim = query
     return 4 * batch * heads * length * key[2] * dim
 
 
 def _random(opened: OpenedPipeline, device: torch.device, dtype: torch.dtype) -> Any:
-    """As classes make them, but for norms, biases and modulations away from 1 and 0."""
+    """Return the module as its class makes it, but with norms, biases and modulations away from 1 and 0."""
     torch.manual_seed(SEED)
     name = opened.transformers[0]
     with torch.device(device), default_dtype(dtype):

@@ -1,1 +1,1 @@
-"""Other projects' steps on the same weights."""
+"""Steps of other projects on the same weights."""

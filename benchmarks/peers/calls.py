@@ -1,4 +1,4 @@
-"""What the tables of both projects' models hold, and what their calls of Cosmos 3 share."""
+"""Types of the tables of peers' models, and the inputs of Cosmos 3 that peers share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 Call = Callable[[], Any]
 Prepare = Callable[[Any, Mapping[str, Any]], Call]
-"""From a peer's transformer and one branch's arguments of diffusers' module to the forward of that branch. What a
-pipeline makes once a job is made here."""
+"""Makes the forward of one branch from a peer's transformer and diffusers' arguments of that branch. It also makes what
+a pipeline makes once a job."""
 
 
 def known(table: Mapping[str, Any], name: str) -> Any:
-    """Returns what a table has for a class of transformers; ValueError for classes that are not in it."""
+    """Return the table's entry for a class of transformers. ValueError for other classes."""
     if name not in table:
         raise ValueError(f"peers are timed for {', '.join(table)}, not for {name}")
     return table[name]
@@ -23,7 +23,7 @@ def known(table: Mapping[str, Any], name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipOfText:
-    """One branch of Cosmos 3, which diffusers gets as one packed sequence: text, clip, and sound if it has one."""
+    """One branch of Cosmos 3. diffusers gets it as one packed sequence: text, clip, and sound if it has one."""
 
     text_ids: Tensor
     """(1, text)."""
@@ -40,7 +40,7 @@ class ClipOfText:
 
     @classmethod
     def of(cls, own: Mapping[str, Any]) -> ClipOfText:
-        """ValueError for pictures, given frames and actions, which peers take other ways."""
+        """Read diffusers' arguments. ValueError for pictures, given frames and actions, which peers take otherwise."""
         (latents,), (noisy,), length = own["vision_tokens"], own["vision_noisy_frame_indexes"], own["und_len"]
         if own.get("action_tokens") is not None or not 1 < latents.shape[2] == len(noisy):
             raise ValueError("peers are timed for clips that Cosmos 3 makes of text alone")

@@ -1,5 +1,7 @@
-"""One peer on this host's GPU: what it needs is imported, and its kernels are there. ``python -m benchmarks.peers.check
-NAME`` prints what was found, or ends with the error."""
+"""Check of one peer on this host's GPU: it imports what it needs, and its kernels are there.
+
+``python -m benchmarks.peers.check NAME`` prints what was found, or ends with the error.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,16 @@ from collections.abc import Callable
 SHAPE_BLHD = (1, 4608, 24, 128)
 """FLUX.1 at 1024²."""
 LARGEST_ERROR = 0.02
-"""Between two kernels in bf16, relative."""
+"""Relative error between two kernels in bf16."""
 
 
 def attention() -> str:
-    """FlashAttention-3 of fa3-fwd against PyTorch's."""
+    """Compare FlashAttention-3 of fa3-fwd, which peers call, with PyTorch's attention."""
     import torch
 
-    from benchmarks.denoise_step.attention import flash_attention_3
-
     q, k, v = (torch.randn(SHAPE_BLHD, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    found = flash_attention_3()(q, k, v).float()
+    found = importlib.import_module("fa3_fwd_interface").flash_attn_func(q, k, v)
+    found = (found[0] if isinstance(found, tuple) else found).float()
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).float()
     error = ((found - expected).norm() / expected.norm()).item()
@@ -31,7 +32,7 @@ def attention() -> str:
 
 
 def sglang() -> str:
-    """SGLang's transformer, and the kernels that it builds with nvcc when they are first called."""
+    """Import SGLang's transformer, and build the kernels that it builds with nvcc at their first call."""
     import torch
 
     from benchmarks.peers.sglang import make_importable
@@ -54,7 +55,7 @@ def sglang() -> str:
 
 
 def vllm_omni() -> str:
-    """vLLM-Omni's transformer, and vLLM's compiled normalization."""
+    """Import vLLM-Omni's transformer and vLLM's compiled normalization."""
     import torch
 
     from benchmarks.peers.vllm_omni import make_importable

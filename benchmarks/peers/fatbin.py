@@ -1,4 +1,4 @@
-"""CUDA's fat binaries in a shared library: a kernel's code for several architectures, of which a GPU loads one.
+"""CUDA fat binaries in a shared library: a kernel's code for several architectures, of which a GPU loads one.
 
 The section ``.nv_fatbin`` holds containers; a container is a header and entries; an entry is a header and machine code
 or PTX. NVIDIA does not publish the format. It is described in https://github.com/n-eiling/cuda-fatbin-decompression
@@ -25,9 +25,9 @@ ALIGNMENT = 8
 ELF = b"\x7fELF\x02\x01"
 """64 bits, little-endian: https://refspecs.linuxfoundation.org/elf/gabi4+/ch4.eheader.html"""
 ELF_HEADER = struct.Struct("<40xQ10xHHH")
-"""Of an ELF file's header: place of the section headers, bytes of each, how many, which one is that of the names."""
+"""Fields of the ELF header: offset of the section headers, bytes of each, their number, index of the names' section."""
 ELF_SECTION = struct.Struct("<I20xQQ")
-"""Place of its name among the names, place, bytes."""
+"""Offset of its name among the names, offset, bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,16 +39,16 @@ class Entry:
     num_bytes: int
 
     def runs_on(self, architecture: int) -> bool:
-        """Machine code runs on its own major version, from its own minor one on."""
+        """Return whether it is machine code for that major version, and this minor version or an earlier one."""
         own, other = divmod(self.architecture, 10), divmod(architecture, 10)
         return self.kind == MACHINE_CODE and own[0] == other[0] and own[1] <= other[1]
 
 
 def only_for(library: bytes, architecture: int) -> bytes:
-    """Returns a shared library with zeros in place of machine code that a GPU of ``architecture`` cannot run.
+    """Return a shared library with zeros in place of machine code that a GPU of ``architecture`` cannot run.
 
-    A container without any for it keeps its PTX, which the driver can compile; others lose theirs. Nothing moves, and
-    zeros take no room in a compressed archive. Raises ValueError for what is no such library.
+    A container without such code keeps its PTX, which the driver can compile; others lose it. Nothing moves, and zeros
+    take no room in a compressed archive. ValueError for other files.
     """
     trimmed = bytearray(library)
     for begin, end in sections(library, SECTION):
@@ -62,7 +62,7 @@ def only_for(library: bytes, architecture: int) -> bytes:
 
 
 def sections(library: bytes, name: bytes) -> Iterator[tuple[int, int]]:
-    """Yields begin and end of each section of that name."""
+    """Yield begin and end of each section of that name."""
     if not library.startswith(ELF):
         raise ValueError(f"no shared library of 64 bits: it begins with {library[:6]!r}")
     place, size, count, index_of_names = ELF_HEADER.unpack_from(library)
@@ -74,7 +74,7 @@ def sections(library: bytes, name: bytes) -> Iterator[tuple[int, int]]:
 
 
 def containers(library: bytes, begin: int, end: int) -> Iterator[list[Entry]]:
-    """Yields the entries of each container of a section."""
+    """Yield the entries of each container of a section."""
     while begin + CONTAINER.size <= end:
         magic, header_bytes, num_bytes = CONTAINER.unpack_from(library, begin)
         if magic != MAGIC:  # room between containers

@@ -1,11 +1,10 @@
-"""The peers and what they import in one archive, for a GPU host without a package index (Linux x86_64, CPython 3.12).
+"""Archive of peers and what they import, for a GPU host without a package index (Linux x86_64, CPython 3.12).
 
     python -m benchmarks.peers.pack OUT_DIR
 
-downloads what requirements.txt beside this file names (0.8 GB) and writes OUT_DIR/peers.tar.xz, which
-``benchmarks.peers.run`` takes. The host has PyTorch and transformers already. In the archive are the Python code on the
-way to FLUX's transformer, and few libraries: SGLang's and most of vLLM's are made for another PyTorch, or for models of
-language.
+Downloads the packages of requirements.txt beside this file (0.8 GB) and writes OUT_DIR/peers.tar.xz for
+``benchmarks.peers.run``. The host has PyTorch and transformers already. The archive has the Python code that FLUX's
+transformer imports, and few libraries: SGLang's and most of vLLM's need another PyTorch, or are for language models.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from benchmarks.peers.fatbin import only_for
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 PYTHON = "3.12"
 NEWEST_GLIBC = 34
-"""2.34: the one that SGLang's wheel asks for."""
+"""2.34, which SGLang's wheel needs."""
 SPEC = 90
-"""That of H100 and H200."""
+"""Architecture of H100 and H200."""
 
 TRIMMED = "vllm/_C_stable_libtorch.abi3.so"
-"""vLLM's kernels that any PyTorch can load; its normalizations are among them."""
+"""vLLM's kernels that any PyTorch can load, normalizations among them."""
 KEPT = (TRIMMED, "*.dist-info/METADATA", "*.dist-info/entry_points.txt")
-"""Whatever LEFT_OUT says. ``*`` stands for folders as well."""
+"""Files that are kept even if LEFT_OUT matches. ``*`` also matches folders."""
 LEFT_OUT = (
     "*.dist-info/*",
     "*.data/*",  # commands and manual pages
@@ -42,7 +41,7 @@ LEFT_OUT = (
     *("*/test/*", "*/tests/*", "*/benchmark/*", "*/benchmarks/*", "*/apps/*"),
     *("sgl_kernel/*.so", "sglang/*.so", "triton_kernels/*"),
     *("vllm/*.so", "vllm/vllm-rs", "vllm/third_party/*/*"),
-    # Models of language.
+    # Language models.
     *("sglang/srt/models/*", "vllm/models/*/*"),
     *("vllm_omni/model_executor/models/*", "vllm_omni/model_executor/stage_input_processors/*"),
 )
@@ -61,7 +60,7 @@ def main() -> None:
 
 
 def download(folder: Path) -> None:
-    """Fills a folder with wheels for the host, whatever Python and system this one has."""
+    """Download wheels for the host, whatever this machine's Python and system."""
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(NEWEST_GLIBC, 4, -1)]  # pip prefers the first
     platforms += [f"manylinux{name}_x86_64" for name in ("2014", "2010", "1")]
     options = [f"--platform={platform}" for platform in platforms]
@@ -72,7 +71,7 @@ def download(folder: Path) -> None:
 
 
 def write(archive: Path, wheels: Iterable[Path]) -> None:
-    """Writes what is wanted of wheels. The same wheels make the same bytes."""
+    """Write the wanted files of wheels. The same wheels give the same bytes."""
     with tarfile.open(archive, "w:xz", preset=9) as tar:
         for wheel in sorted(wheels):
             for member, content in contents(wheel):
@@ -80,7 +79,7 @@ def write(archive: Path, wheels: Iterable[Path]) -> None:
 
 
 def contents(wheel: Path) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
-    """Yields what is wanted of a wheel, by name."""
+    """Yield the wanted files of a wheel, by name."""
     with zipfile.ZipFile(wheel) as opened:
         for info in sorted(opened.infolist(), key=lambda info: info.filename):
             if info.is_dir() or not is_wanted(info.filename):
@@ -94,7 +93,7 @@ def contents(wheel: Path) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
 
 
 def is_wanted(path: str) -> bool:
-    """Whether a file of a wheel goes into the archive."""
+    """Return whether a file of a wheel goes into the archive."""
     return any(fnmatchcase(path, rule) for rule in KEPT) or not any(fnmatchcase(path, rule) for rule in LEFT_OUT)
 
 

@@ -1,5 +1,7 @@
-"""SGLang's and vLLM-Omni's transformers of FLUX.2, Z-Image, Qwen-Image, Wan and Cosmos 3 as published, on one GPU or
-divided among several as the projects do it themselves."""
+"""SGLang's and vLLM-Omni's transformers of FLUX.2, Z-Image, Qwen-Image, Wan and Cosmos 3, on one GPU or several.
+
+Several GPUs divide a step as the projects do it themselves.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,9 @@ MAKERS = ("vllm-omni", "vllm-omni-eager", "sglang", "sglang-blocks")
 
 @contextmanager
 def peer_of(model: PublishedModel, maker: str) -> Iterator[Callable[[], Tensor]]:
-    """A step of all branches that gives what ``model.call`` gives, in inference mode, as long as the context lasts: the
-    memory of a peer's weights is free afterwards.
+    """Yield a step of all branches with the result of ``model.call``, in inference mode.
 
-    ValueError for makers and transformers that are not here.
+    The memory of the peer's weights is free afterwards. ValueError for unknown makers and transformers.
     """
     if maker not in MAKERS:
         raise ValueError(f"unknown peer {maker!r}; known: {', '.join(MAKERS)}")
@@ -55,7 +56,6 @@ def peer_of(model: PublishedModel, maker: str) -> Iterator[Callable[[], Tensor]]
 
 
 def empty(transformer: Any) -> None:
-    """Frees the weights that are its own, whoever holds it: projects keep layers in tables, and compilers what they
-    compiled."""
+    """Free its own weights, whatever still holds it: projects keep layers in tables, compilers compiled code."""
     for tensor in itertools.chain(transformer.parameters(), transformer.buffers()):
         tensor.data = tensor.data.new_empty(0)

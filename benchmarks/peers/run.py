@@ -1,18 +1,18 @@
-"""The peers beside Troupe on a host without a package index: unpacks archives, checks each peer, times what is there.
+"""Peers beside Troupe on a host without a package index: unpack archives, check each peer, time what is there.
 
     python -m benchmarks.peers.pack DIR                                            once, where there is an index
     python -m benchmarks.peers.run OUT_DIR DIR/peers.tar.xz --limit-s 540          on a host of one, two or four GPUs
 
-What is timed is chosen by the number of GPUs, most important first; ``--stages`` names others, or fewer:
+The number of GPUs chooses the stages, most important first. ``--stages`` names others, or fewer:
 
     python -m benchmarks.peers.run OUT_DIR peers.tar.xz --limit-s 540 --stages peers_of_one diffusers_of_one
     python -m benchmarks.peers.run OUT_DIR peers.tar.xz --limit-s 540 --stages peers_of_klein peers_of_qwen
-    python -m benchmarks.peers.run OUT_DIR peers.tar.xz --limit-s 540 --stages attention sglang_compiled_of_one
+    python -m benchmarks.peers.run OUT_DIR peers.tar.xz --limit-s 540 --stages sglang_compiled_of_one
 
-A host of one GPU needs 120 GiB of its memory: each of three processes holds the model, vLLM-Omni's twice. Packages are
-taken from PYTHONPATH, then from archives in their order, then from what is installed. OUT_DIR holds two files, which
-are written anew all the time: ``results.json``, and ``logs.txt`` with the end of each process's output. The stages are
-those of ``benchmarks.denoise_step.gpu``; so is the last line.
+A host of one GPU needs 120 GiB of memory: each of three processes holds the model, vLLM-Omni's twice. Packages come
+from PYTHONPATH, then from the archives in their order, then from what is installed. OUT_DIR has two files that are
+rewritten all the time: ``results.json``, and ``logs.txt`` with the end of each process's output. Stages and last line
+are those of ``benchmarks.denoise_step.gpu``.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.denoise_step.gpu import collect, count_gpus
-from benchmarks.denoise_step.peer_stages import stages_of_host
-from benchmarks.denoise_step.stages import STAGES
+from benchmarks.denoise_step.stages import STAGES, stages_of_host
 from benchmarks.peers.check import CHECKS
 
 CHECK_S = 90
@@ -43,15 +42,6 @@ MOST_LOGGED = 400_000
 """Characters of one process's output."""
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = Path("/usr/local/cuda")
-
-
-class Arguments(argparse.Namespace):
-    out: Path
-    archives: list[Path]
-    limit_s: int
-    check_s: float
-    stages: Sequence[str]
-    sites: Path
 
 
 def main() -> None:
@@ -71,8 +61,8 @@ def main() -> None:
 
 
 def perform(stages: Sequence[str], limit_s: int, work: Path, out: Path, environment: dict[str, str]) -> int:
-    """Returns the exit code of the stages, whose files ``work`` gets; ``out`` has the gist all the time, as whoever
-    started this may stop it."""
+    """Return the exit code of the stages, which write into ``work``. ``out`` is current all the time, in case this
+    program is stopped."""
     options = [str(work), f"--limit-s={limit_s}", "--stages", *stages]
     process = subprocess.Popen([sys.executable, "-m", "benchmarks.denoise_step.gpu", *options], env=environment)
     while True:
@@ -84,14 +74,14 @@ def perform(stages: Sequence[str], limit_s: int, work: Path, out: Path, environm
 
 
 def gather(work: Path, out: Path) -> None:
-    """Hosts hand back few files, and small ones."""
+    """Write the two files of ``out``: hosts hand back few files, and small ones."""
     logs = sorted(work.glob("*.log"), key=lambda path: path.stat().st_mtime)
     ends = (f"## {log.stem}\n{log.read_text(errors='replace')[-MOST_LOGGED:]}\n" for log in logs)
     (out / "logs.txt").write_text("".join(ends))
     (out / "results.json").write_text(json.dumps({"results": collect(work)}))
 
 
-def parse() -> Arguments:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
     parser.add_argument("archives", type=Path, nargs="+", metavar="ARCHIVE")
@@ -101,11 +91,11 @@ def parse() -> Arguments:
     parser.add_argument("--stages", nargs="+", default=(), choices=names, metavar="STAGE")
     temporary = Path(tempfile.gettempdir()) / "troupe_peers"
     parser.add_argument("--sites", type=Path, default=temporary, help=f"where archives are unpacked; {temporary}")
-    return parser.parse_args(namespace=Arguments())
+    return parser.parse_args()
 
 
 def unpacked(archive: Path, sites: Path) -> Path:
-    """Returns the folder of an archive's content, which is unpacked once."""
+    """Return the folder of an archive's content, which is unpacked once."""
     with archive.open("rb") as stream:
         site = sites / hashlib.file_digest(stream, "sha256").hexdigest()[:16]
     if not site.exists():
@@ -118,7 +108,7 @@ def unpacked(archive: Path, sites: Path) -> Path:
 
 
 def environment_with(sites: list[Path]) -> dict[str, str]:
-    """Returns this process's environment, in which Python looks into sites after all that it names already."""
+    """Return this process's environment, in which Python searches ``sites`` after all that it names already."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     present = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *present, *map(str, sites)])
@@ -132,7 +122,7 @@ def environment_with(sites: list[Path]) -> dict[str, str]:
 
 
 def tools(environment: dict[str, str]) -> str:
-    """Says where compilers are."""
+    """Return where compilers are."""
     places = {"nvcc": f"{environment['CUDA_HOME']}/bin/nvcc", "ninja": "ninja", "c++": "c++"}
     return ", ".join(f"{name}: {shutil.which(place) or 'missing'}" for name, place in places.items())
 
@@ -140,7 +130,7 @@ def tools(environment: dict[str, str]) -> str:
 def check(
     out: Path, environment: dict[str, str], names: Iterable[str] = tuple(CHECKS), limit_s: float = CHECK_S
 ) -> list[str]:
-    """Runs checks at one time; prints what each says, and returns the names of those that did not end well."""
+    """Run checks at the same time. Print what each found, and return the names of those that failed."""
     start_s = time.monotonic()
     started = {name: _start_check(name, out, environment) for name in names}
     failed = []

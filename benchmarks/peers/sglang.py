@@ -29,16 +29,16 @@ from engines.core.spec import ParallelSpec
 Compiled = Literal["", "whole", "blocks"]
 ROTARY_IN_CUTE = "sglang.kernels.ops.diffusion.rope.rmsnorm_interleaved_rope_cutedsl"
 TRAINED_STEPS = 1000
-"""It takes timesteps and guidance times this, as its pipeline hands them over."""
+"""Factor of timesteps and guidance, as its pipeline passes them."""
 
 
 def sglang_step(
     module: Any, inputs: dict[str, Tensor], *, compiled: Compiled = "", precision: Precision = "native"
 ) -> Callable[[], Tensor]:
-    """``compiled``: "whole", as with its ``--enable-torch-compile``; "blocks", as with its ``--regional-compile`` too;
-    "": it runs eagerly, which is its default. ``precision`` "fp8": as with its ``--quantization fp8``.
+    """Return a step. Its own functions divide text and picture among the ranks and gather the prediction.
 
-    Text and picture are cut among the ranks, the prediction is gathered, all by its own functions.
+    ``compiled``: "whole" is its ``--enable-torch-compile``, "blocks" also its ``--regional-compile``, "" its default.
+    ``precision`` "fp8" is its ``--quantization fp8``.
     """
     transformer = _transformer(module, compiled, precision)
     kept = {name: inputs[name] for name in ("encoder_hidden_states", "pooled_projections")}
@@ -49,7 +49,7 @@ def sglang_step(
 
 @cache
 def _transformer(module: Any, compiled: Compiled, precision: Precision) -> Any:
-    """Theirs, whose parameters are those of ``module``: the names are the same. Quantised ones are copies."""
+    """Return its transformer with the parameters of ``module``, by the same names. Quantised ones are copies."""
     begin(ParallelSpec(ulysses=dist.get_world_size()))
     from sglang.multimodal_gen.configs.models.dits.flux import FluxArchConfig, FluxConfig
     from sglang.multimodal_gen.runtime.models.dits.flux import FluxTransformer2DModel
@@ -61,7 +61,7 @@ def _transformer(module: Any, compiled: Compiled, precision: Precision) -> Any:
 def loaded(
     transformer_class: Any, config: Any, module: Any, compiled: Compiled = "", precision: Precision = "native"
 ) -> Any:
-    """Returns one of its transformers with the parameters of ``module``; what it stacks or quantises is a copy."""
+    """Return one of its transformers with the parameters of ``module``. What it stacks or quantises is a copy."""
     from sglang.kernels.ops.diffusion import FUSED_LINEAR_GELU, FUSED_LN_MODULATE
     from sglang.multimodal_gen.runtime.loader.utils import get_param_names_mapping, hf_to_custom_state_dict
 
@@ -85,7 +85,7 @@ def loaded(
 
 
 def _finish_loading(transformer: Any, dtype: torch.dtype) -> None:
-    """Some choose what stays in float32; the rest would be in bfloat16, which is what their pipelines serve in."""
+    """Keep in float32 what the transformer chooses. The rest is in bfloat16, as in its pipelines."""
     chosen = "target_dtype" in inspect.signature(transformer.post_load_weights).parameters
     transformer.post_load_weights(**({"target_dtype": dtype} if chosen else {}))
 
@@ -117,7 +117,7 @@ def _quantization(precision: Precision) -> Any:
 
 @cache
 def begin(layout: ParallelSpec) -> None:
-    """Two ranks that share a sequence gather keys and values instead of exchanging heads, which is its default."""
+    """Return its default: two ranks that share a sequence gather keys and values instead of exchanging heads."""
     make_importable()
     allowed: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     from sglang.multimodal_gen.runtime.distributed import parallel_state
@@ -139,8 +139,10 @@ def begin(layout: ParallelSpec) -> None:
 
 
 def _make_do_without_cute() -> None:
-    """What it has for a GPU in CuTe (nvidia-cutlass-dsl) is left to PyTorch, compiled where its modules say how: norms
-    with modulation, and Wan's norm with rotary embedding, which it takes in two passes then."""
+    """Replace its kernels in CuTe (nvidia-cutlass-dsl) by PyTorch, compiled where its modules say how.
+
+    They are norms with modulation, and Wan's norm with rotary embedding, which then takes two passes.
+    """
     from sglang.multimodal_gen.runtime.layers import layernorm
 
     for norm in (layernorm._NormScaleShift, layernorm._ScaleResidualNormScaleShift):
@@ -149,7 +151,7 @@ def _make_do_without_cute() -> None:
 
 
 def _nothing_of(name: str) -> ModuleType:
-    """A module that has every name: what asks whether it can be used hears no, and the rest cannot be called."""
+    """Return a module that has every name. Questions whether it can be used get "no"; the rest cannot be called."""
     module: Any = ModuleType(name)
     module.__getattr__ = lambda of: (lambda *_, **__: False) if of.startswith("can_use_") else _refuse(of)
     named: ModuleType = module
@@ -157,7 +159,7 @@ def _nothing_of(name: str) -> ModuleType:
 
 
 def make_importable() -> None:
-    """Before the first of its modules is imported."""
+    """Prepare imports. Call it before the first of its modules is imported."""
     import transformers
 
     register = transformers.AutoConfig.register
@@ -168,8 +170,10 @@ def make_importable() -> None:
 
 
 def _make_kernels_importable() -> None:
-    """Where sgl_kernel cannot be loaded: its names without its libraries, FlashAttention-3 from elsewhere, and for
-    products in float8 PyTorch's, which SGLang itself prefers for the largest."""
+    """Replace sgl_kernel if it cannot be loaded: its names, FlashAttention-3 of fa3-fwd, and PyTorch's products.
+
+    SGLang itself prefers PyTorch's product in float8 for the largest.
+    """
     try:
         importlib.import_module("sgl_kernel")
     except ImportError:
@@ -185,7 +189,7 @@ def _make_kernels_importable() -> None:
 
 
 def _refuse(name: str) -> Callable[..., Any]:
-    """What can be imported, and not called."""
+    """Stand for something that is imported and not called."""
     if name.startswith("__"):
         raise AttributeError(name)
 
@@ -198,7 +202,7 @@ def _refuse(name: str) -> Callable[..., Any]:
 def _scaled_product(
     a_MK: Tensor, b_KN: Tensor, scales_a: Tensor, scales_b: Tensor, out_dtype: torch.dtype, bias_N: Tensor | None = None
 ) -> Tensor:
-    """Of float8 with a scale a row and one a column, under the name and arguments that SGLang calls it by."""
+    """Multiply float8 with a scale a row and a scale a column, with SGLang's arguments."""
     scale_M1, scale_1N = scales_a.view(-1, 1), scales_b.view(1, -1)
     return torch._scaled_mm(
         a_MK, b_KN, scale_a=scale_M1, scale_b=scale_1N, bias=bias_N, out_dtype=out_dtype, use_fast_accum=True
@@ -206,20 +210,22 @@ def _scaled_product(
 
 
 def _rms_norm(x_RC: Tensor, weight_C: Tensor, eps: float) -> Tensor:
-    """Of wide rows, which Qwen-Image's prompt goes through once a forward."""
+    """Normalize wide rows: Qwen-Image's prompt, once a forward."""
     return torch.nn.functional.rms_norm(x_RC, weight_C.shape, weight_C, eps)
 
 
 @torch.library.custom_op("peers::add_and_rms_norm", mutates_args=("x_RC", "residual_RC"))
 def _add_and_rms_norm(x_RC: Tensor, residual_RC: Tensor, weight_C: Tensor, eps: float) -> None:
-    """In place, of both, in every block of Cosmos 3: its other kernel of that name, which it builds with nvcc."""
+    """Normalize both in place, in every block of Cosmos 3, by its other kernel of that name, built with nvcc."""
     norm = importlib.import_module("sglang.kernels.ops.layernorm.norm")
     norm.fused_add_rmsnorm(x_RC, residual_RC, weight_C, eps)
 
 
 def _attention_of(flash: Any) -> Callable[..., Any]:
-    """FlashAttention-3 under the name and arguments that SGLang calls it by: whole sequences, (batch, tokens, ...). A
-    ring asks for the logarithms of the sums, too."""
+    """Return FlashAttention-3 with SGLang's arguments, for whole sequences (batch, tokens, ...).
+
+    A ring also asks for the logarithms of the sums.
+    """
     forward = flash._flash_attn_forward
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, causal: bool, **rest: Any) -> Any:
@@ -232,7 +238,7 @@ def _attention_of(flash: Any) -> Callable[..., Any]:
 
 
 class Arguments(SimpleNamespace):
-    """A server's arguments, or a request's, of which a transformer asks few; None is the default of those."""
+    """Arguments of a server or a request. Those that are not set are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

@@ -11,7 +11,7 @@ from benchmarks.peers.calls import Call
 
 
 def call_of(transformer: Any, batch: Any = None, *, autocast: bool = False, **arguments: Any) -> Call:
-    """``batch``: its request, whose steps keep there what they share. ``autocast``: as its pipeline calls this one."""
+    """Return the call of one step. ``batch`` is its request; ``autocast`` is how its pipeline calls some models."""
     from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
 
     parameter = next(transformer.parameters())
@@ -28,8 +28,10 @@ def call_of(transformer: Any, batch: Any = None, *, autocast: bool = False, **ar
 
 
 def call_in_parts(transformer: Any, tokens_BSD: Tensor, **arguments: Any) -> Call:
-    """The tokens of a picture are cut among the ranks, and what is predicted of them gathered; what of ``arguments``
-    belongs to them was cut before. Those of text the transformer cuts itself."""
+    """Return a call that divides the picture's tokens among the ranks and gathers their predictions.
+
+    ``arguments`` of these tokens are already divided. The transformer divides tokens of text itself.
+    """
     from sglang.multimodal_gen.runtime.distributed.sp_shard_utils import gather_seq, shard_seq
 
     mine, plan = shard_seq(tokens_BSD)
@@ -38,7 +40,7 @@ def call_in_parts(transformer: Any, tokens_BSD: Tensor, **arguments: Any) -> Cal
 
 
 def rotary_in_parts(transformer: Any, text_ids: Tensor, picture_ids: Tensor) -> tuple[Tensor, ...]:
-    """Cosines and sines of all text and of this rank's part of the picture, by FLUX's ids (tokens, axes)."""
+    """Return cosines and sines of all text and of this rank's part of the picture, from FLUX's ids (tokens, axes)."""
     from sglang.multimodal_gen.configs.pipeline_configs.base import shard_rotary_emb_for_sp
 
     text, picture = (transformer.rotary_emb(ids.flatten(0, -2)) for ids in (text_ids, picture_ids))

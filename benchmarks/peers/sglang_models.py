@@ -16,11 +16,11 @@ from benchmarks.peers.step import SGLANG_COMPILED
 from engines.core.spec import ParallelSpec
 
 GROUPS = "sglang.multimodal_gen.runtime.distributed.parallel_state"
-"""The module of its groups of ranks."""
+"""Module of its groups of ranks."""
 
 
 def transformer_of(model: PublishedModel, maker: str, layout: ParallelSpec) -> tuple[Any, Prepare]:
-    """Eager as it ships, or its blocks compiled."""
+    """Return the transformer, eager as it ships or with compiled blocks, and what prepares a call."""
     module, name = model.module, type(model.module).__name__
     place, configs, prepare = known(MODELS, name)
     sglang.begin(layout)
@@ -99,7 +99,7 @@ def _wan(transformer: Any, own: Mapping[str, Any]) -> Call:
 
 
 def _cosmos(transformer: Any, own: Mapping[str, Any]) -> Call:
-    """The transformer keeps each branch's text under a name, and the positions of this rank's part of the clip."""
+    """Prepare a call. The transformer caches each branch's text by name, and the positions of this rank's part."""
     from sglang.multimodal_gen.runtime.distributed.sp_shard_utils import shard_seq
 
     clip, text, branch = ClipOfText.of(own), transformer.language_model, f"branch {len(transformer.cached_kv)}"
@@ -129,6 +129,6 @@ MODELS: dict[str, tuple[str, str, Prepare]] = {
     "WanTransformer3DModel": ("wanvideo", "wanvideo:WanVideoConfig", _wan),
     "Cosmos3OmniTransformer": ("cosmos3video", "cosmos3video:Cosmos3VideoConfig", _cosmos),
 }
-"""By diffusers' class: where its own and its configuration are, and what prepares a call of it."""
+"""Places of the transformer and its configuration, and what prepares a call, by diffusers' class."""
 NAMES = {"n_layers": "num_layers", "n_heads": "num_attention_heads", "rope_axes_dim": "mrope_section"}
-"""Of diffusers' Z-Image and Cosmos 3, under its own."""
+"""Names of parameters in diffusers by those here, for Z-Image and Cosmos 3."""

@@ -25,7 +25,7 @@ SGLANG_COMPILED: dict[str, Compiled] = {"sglang": "", "sglang-compiled": "whole"
 def peer_step(
     module: Any, inputs: dict[str, Tensor], maker: str, precision: Precision = "native"
 ) -> Callable[[], Tensor]:
-    """Returns one step of the peer ``maker``, which runs in inference mode."""
+    """Return one step of the peer ``maker``, which runs in inference mode."""
     step: Callable[[], Tensor] = torch.inference_mode()(_peer_step(module, inputs, maker, precision))
     return step
 
@@ -45,7 +45,7 @@ def _peer_step(module: Any, inputs: dict[str, Tensor], maker: str, precision: Pr
 
 
 def begin_alone() -> None:
-    """What a launcher does for several ranks: peers ask for their device and their groups on one as well."""
+    """Do for one rank what a launcher does for several: peers ask for device and groups."""
     os.environ.setdefault("LOCAL_RANK", "0")
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -54,7 +54,7 @@ def begin_alone() -> None:
 
 
 def diffusers_step(module: Any, inputs: dict[str, Tensor], maker: str) -> Callable[[], Tensor]:
-    """``maker``: "diffusers-ulysses" or "diffusers-ring". A second maker needs a process of its own: hooks stay."""
+    """Return a step of "diffusers-ulysses" or "diffusers-ring". A second maker needs its own process: hooks stay."""
     from diffusers import ContextParallelConfig
 
     if module._parallel_config is None:
@@ -67,7 +67,7 @@ def diffusers_step(module: Any, inputs: dict[str, Tensor], maker: str) -> Callab
 
 
 def xdit_step(module: Any, inputs: dict[str, Tensor]) -> Callable[[], Tensor]:
-    """xDiT's unified sequence parallel attention (xfuser, yunchang), Ulysses over all ranks, blocks compiled.
+    """Return a step with xDiT's unified sequence parallel attention (xfuser, yunchang), Ulysses, blocks compiled.
 
     Only its attention and groups are imported: its package pulls in every pipeline and their optional needs.
     """

@@ -24,18 +24,18 @@ from engines.core.model import Precision
 from engines.core.spec import ParallelSpec
 
 ROOM = 2.0
-"""Free memory that is room enough, in times a module's weights."""
+"""Free memory that suffices, as a multiple of a module's weights."""
 OPEN = ExitStack()
-"""Contexts that last as long as the process."""
+"""Contexts that stay open as long as the process."""
 
 
 def vllm_omni_step(
     module: Any, inputs: dict[str, Tensor], *, compiled: bool, tensor: bool = False, precision: Precision = "native"
 ) -> Callable[[], Tensor]:
-    """``compiled``: block by block, which is its default; without: as with its ``enforce_eager``.
+    """Return a step in inference mode, as its worker runs it.
 
-    ``tensor``: split by tensor parallelism instead, the way it supports for this model. ``precision`` "fp8": as with
-    its ``--quantization fp8``. In inference mode, as its worker runs it.
+    ``compiled`` is its default, block by block; without it is its ``enforce_eager``. ``tensor`` is tensor parallelism,
+    which it supports for this model. ``precision`` "fp8" is its ``--quantization fp8``.
     """
     transformer = _transformer(module, compiled, tensor, precision)
 
@@ -63,8 +63,10 @@ def _transformer(module: Any, compiled: bool, tensor: bool, precision: Precision
 
 
 def loaded(transformer_class: Any, options: dict[str, Any], module: Any, od_config: Any) -> Any:
-    """Returns one of its transformers where ``module`` is, with a copy of its weights. The module is on the CPU from
-    now on where its GPU has no room for both beside what others hold there."""
+    """Return one of its transformers on the device of ``module``, with a copy of its weights.
+
+    If the GPU has no room for both, the module is on the CPU from now on.
+    """
     from vllm_omni.diffusion.config import set_current_diffusion_config
 
     device, quant_config = next(module.parameters()).device, od_config.quantization_config
@@ -82,7 +84,7 @@ def loaded(transformer_class: Any, options: dict[str, Any], module: Any, od_conf
 
 
 def has_room(device: torch.device, module: Any) -> bool:
-    """Whether there is room on ``device`` for a copy of ``module``, and for what a step needs besides."""
+    """Return whether ``device`` has room for a copy of ``module`` and for a step."""
     if device.type != "cuda":
         return True
     free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -97,7 +99,7 @@ def compile_blocks(transformer: Any, od_config: Any) -> None:
 
 
 def _quantization(precision: Precision) -> Any:
-    """What it makes of "fp8"; its own way there imports all methods, and models of language with them."""
+    """Return its configuration of "fp8". Its own function imports all methods, and language models with them."""
     if precision == "native":
         return None
     if precision != "fp8":
@@ -108,7 +110,7 @@ def _quantization(precision: Precision) -> Any:
 
 
 def _quantize(transformer: Any) -> None:
-    """The weights that its loader has not quantised as they came, as its loader does at the end."""
+    """Quantise the weights that were not quantised as they were loaded, as its loader does at the end."""
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
 
     finalize_layerwise_processing(transformer, model_config=None)
@@ -119,7 +121,7 @@ def _quantize(transformer: Any) -> None:
 
 
 def cut_sequence(transformer: Any, plan: dict[str, Any], layout: ParallelSpec) -> None:
-    """As its registry of models does it."""
+    """Divide the transformer as its registry of models does."""
     from vllm_omni.diffusion.distributed.sp_plan import SequenceParallelConfig
     from vllm_omni.diffusion.hooks.sequence_parallel import apply_sequence_parallel
 
@@ -128,7 +130,7 @@ def cut_sequence(transformer: Any, plan: dict[str, Any], layout: ParallelSpec) -
 
 
 def _plan_of_flux() -> dict[str, Any]:
-    """Text and picture among the ranks, the prediction gathered: what diffusers declares for the same model."""
+    """Return diffusers' plan for this model: divide text and picture among the ranks, gather the prediction."""
     from vllm_omni.diffusion.distributed.sp_plan import SequenceParallelInput, SequenceParallelOutput
 
     dims = {"hidden_states": (1, 3), "encoder_hidden_states": (1, 3), "img_ids": (0, 2), "txt_ids": (0, 2)}
@@ -137,9 +139,11 @@ def _plan_of_flux() -> dict[str, Any]:
 
 
 def make_importable() -> None:
-    """Before the first of its modules is imported. Its ``__init__`` changes a language model's engine, those of Wan and
-    Cosmos 3 import pipelines, and what the latter's imports of an API its server: none is needed here. Nor is the
-    FlashAttention of language models, which is not packed but imported on the way: models of pictures call fa3-fwd."""
+    """Prepare imports. Call it before the first of its modules is imported.
+
+    Its ``__init__`` changes a language model's engine, those of Wan and Cosmos 3 import pipelines and a server's API.
+    None of it is needed, nor is the FlashAttention of language models: picture models call fa3-fwd.
+    """
     bare = ("diffusion.models.wan2_2", "diffusion.models.cosmos3", "entrypoints.openai")
     without_init("vllm_omni", *(f"vllm_omni.{name}" for name in bare))
     library = "vllm.vllm_flash_attn._vllm_fa2_C"
@@ -148,9 +152,9 @@ def make_importable() -> None:
 
 @cache
 def begin(dtype: torch.dtype, precision: Precision, layout: ParallelSpec) -> Any:
-    """Returns its configuration, with groups and contexts as its worker makes them; the contexts stay open.
+    """Return its configuration, with groups and contexts as its worker makes them. The contexts stay open.
 
-    Another configuration needs a process of its own.
+    Another configuration needs its own process.
     """
     allowed: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     make_importable()
@@ -188,7 +192,7 @@ def begin(dtype: torch.dtype, precision: Precision, layout: ParallelSpec) -> Any
 
 
 def _serve_cpu() -> None:
-    """It has no platform for a CPU: the one without a name, with PyTorch's attention."""
+    """Use its unspecified platform with PyTorch's attention: it has none for a CPU."""
     from vllm_omni.platforms.interface import UnspecifiedOmniPlatform as Platform
 
     sdpa = "vllm_omni.diffusion.attention.backends.sdpa"

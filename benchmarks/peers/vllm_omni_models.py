@@ -16,12 +16,14 @@ from benchmarks.peers.calls import Call, ClipOfText, Prepare, known
 from engines.core.spec import ParallelSpec
 
 GROUPS = "vllm_omni.diffusion.distributed.parallel_state"
-"""The module of its groups of ranks."""
+"""Module of its groups of ranks."""
 
 
 def transformer_of(model: PublishedModel, maker: str, layout: ParallelSpec) -> tuple[Any, Prepare]:
-    """Its blocks compiled as it ships, or eager; the weights are copies of those of ``model``, whose module may be on
-    the CPU from now on."""
+    """Return the transformer, with compiled blocks as it ships or eager, and what prepares a call.
+
+    Its weights are copies of those of ``model``, whose module may be on the CPU from now on.
+    """
     module, name = model.module, type(model.module).__name__
     place, prepare = known(MODELS, name)
     if name.startswith("Flux2") and module.config.guidance_embeds:
@@ -42,10 +44,10 @@ def transformer_of(model: PublishedModel, maker: str, layout: ParallelSpec) -> t
 
 
 def _cut_by_its_plan(transformer: Any, layout: ParallelSpec) -> None:
-    """What lies outside of the plan's modules is whole on each rank, and its attention is told so.
+    """Divide the transformer by its plan. What is outside the plan's modules is whole on each rank.
 
-    Each forward begins as the first of a request: hooks of Wan's plan count two cuts and one gather, so what they count
-    grows with the forwards of a request, and blocks that were compiled for a number are compiled anew, or not at all.
+    Each forward begins as the first of a request. Hooks of Wan's plan count two divisions and one gather, so the count
+    grows with the forwards, and blocks that were compiled for a count are compiled again, or run eagerly.
     """
     from vllm_omni.diffusion.forward_context import get_forward_context
 
@@ -61,7 +63,7 @@ def _cut_by_its_plan(transformer: Any, layout: ParallelSpec) -> None:
 
 
 def _cosmos_class() -> Any:
-    """Its transformer as those of other models are made and loaded: this one's weights are named by its pipeline."""
+    """Return a class that is made and loaded like other models': its pipeline names this one's weights."""
     from vllm.model_executor.models.utils import AutoWeightsLoader
     from vllm_omni.diffusion.models.cosmos3.pipeline_cosmos3 import Cosmos3OmniDiffusersPipeline
     from vllm_omni.diffusion.models.cosmos3.transformer_cosmos3 import Cosmos3VFMTransformer
@@ -82,7 +84,7 @@ def _cosmos_class() -> Any:
 
 
 def _cosmos_options(module: Any, od_config: Any) -> dict[str, Any]:
-    """What its pipeline hands over; all else it looks up in its own configuration, which gets it here."""
+    """Return its pipeline's arguments, and put all others into its own configuration, where it looks them up."""
     from vllm_omni.diffusion.data import TransformerConfig
 
     config = {name: value for name, value in module.config.items() if not name.startswith("_")}
@@ -109,7 +111,7 @@ def _z_image(transformer: Any, own: Mapping[str, Any]) -> Call:
 
 
 def _cosmos(transformer: Any, own: Mapping[str, Any]) -> Call:
-    """The transformer keeps one branch's text, so branches take turns, as in its pipeline."""
+    """Prepare a call. The transformer caches one branch's text, so branches take turns, as in its pipeline."""
     clip, text = ClipOfText.of(own), transformer.language_model
     rotaries = (text.rotary_emb(clip.latents, ids) for ids in (clip.text_positions, clip.positions))
     of_text, of_clip = (tuple(x_BLD.unsqueeze(2) for x_BLD in rotary) for rotary in rotaries)
@@ -131,4 +133,4 @@ MODELS: dict[str, tuple[str, Prepare]] = {
     "WanTransformer3DModel": ("wan2_2.wan2_2_transformer", _wan),
     "Cosmos3OmniTransformer": ("cosmos3.transformer_cosmos3", _cosmos),
 }
-"""By diffusers' class: where its own is, and what prepares a call of it."""
+"""Place of the transformer and what prepares a call, by diffusers' class."""

@@ -1,1 +1,1 @@
-"""Policies of a gang's scheduler, compared by going through its plans without ranks."""
+"""Simulation of a gang's policies without ranks."""

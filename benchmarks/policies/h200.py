@@ -1,4 +1,4 @@
-"""What a step of FLUX.1-dev takes on H200s, as was measured: benchmarks/reports/denoise_step_h200_2026-11-21.md."""
+"""Times of a step of FLUX.1-dev on H200s: benchmarks/reports/denoise_step_h200_2026-11-21.md."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ STEPS: StepTable = {
     "1024x1024": {1: 0.121, 2: 0.068, 4: 0.036},
     "2048x2048": {1: 0.730, 2: 0.398, 4: 0.183},
 }
-"""Seconds, by pixels and ranks; 2048 x 2048 on one and two ranks were taken in the whole application."""
+"""Seconds by pixels and ranks. 2048 x 2048 on one and two ranks were measured in the application."""
 SHARES = {"512x512": 0.70, "1024x1024": 0.25, "2048x2048": 0.05}

@@ -1,8 +1,7 @@
-"""A gang by discrete events: the real scheduler and policies, on ranks whose steps last as long as a table says.
+"""Simulation of a gang by discrete events: the real scheduler and policies, with the steps' times from a table.
 
-Ranks do what they are sent in order, a step begins when all ranks of its team are free, and each has at most so many
-plans before it, the next one shortly before the last one ends. That is the whole model: no time passes between the end
-of a step and the next plan.
+Ranks work in the order of their plans. A step begins when all ranks of its team are free. A rank has a limited number
+of plans ahead, and gets the next one shortly before the last one ends. No time passes between a step and the next plan.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from engines.gang.jobs.step_plan import StepPlan, Work
 from engines.gang.policies.policy import Policy
 
 StepTable = Mapping[str, Mapping[int, float]]
-"""Seconds of a step, by the name of a shape and the size of a team."""
+"""Seconds of a step by shape and number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +33,7 @@ class Arrival:
 
 
 class Span(NamedTuple):
-    """Ranks were at work from ``begin_s`` to ``end_s``, for ``rank_s`` seconds, all of them added up."""
+    """Ranks' work from ``begin_s`` to ``end_s``; ``rank_s`` is the sum over the ranks."""
 
     begin_s: float
     end_s: float
@@ -43,8 +42,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedGang:
-    """``encode_s`` and ``decode_s`` are added to each picture, beside all others. ``refuses_late``: what would be done
-    after its deadline, by prediction, is not taken, as a real gang does."""
+    """A gang and its limits."""
 
     steps: StepTable
     num_ranks: int
@@ -55,27 +53,29 @@ class SimulatedGang:
     move_s: float = 0.0012
     encode_s: float = 0.0
     decode_s: float = 0.0
+    """Time added to each picture, which does not delay others; so is ``encode_s``."""
     refuses_late: bool = False
+    """Pictures that would miss their deadline, by prediction, are refused."""
 
     def prediction(self) -> StepPrediction:
-        """Returns one that knows the table."""
+        """Return a prediction that knows the table."""
         pairs = ((name, size, s) for name, by_size in self.steps.items() for size, s in by_size.items())
         return StepPrediction(measured={(shape_name(name), size): s for name, size, s in pairs})
 
 
 @dataclass(slots=True)
 class Simulation:
-    """One run. ``latencies_s`` (not of those that were refused) and ``predicted_s`` (when it came) are by the number of
-    the arrival, and so are its ``steps``. ``rank_s`` is how long ranks were in steps, all of them added up."""
+    """One run. Dictionaries have the arrival's index as key."""
 
     gang: SimulatedGang
     policy: Policy
     prediction: StepPrediction | None = None
     latencies_s: dict[int, float] = field(default_factory=dict)
+    """Without the refused."""
     predicted_s: dict[int, float] = field(default_factory=dict)
+    """Latencies that were predicted at arrival."""
     steps: dict[int, list[Span]] = field(default_factory=dict)
     num_moves: int = 0
-    rank_s: float = 0.0
     _now_s: float = 0.0
     _num_under_way: int = 0
     _ready_s: list[float] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Simulation:
     _ties: Iterator[int] = field(default_factory=count)
 
     def run(self, arrivals: Sequence[Arrival]) -> dict[int, float]:
-        """Returns the seconds from arrival to the picture, by the number of the arrival; nothing of those refused."""
+        """Return the seconds from arrival to picture by index, without the refused."""
         gang = self.gang
         scheduler = Scheduler(
             num_ranks=gang.num_ranks,
@@ -147,7 +147,6 @@ class Simulation:
                 step_s = self.gang.steps[arrivals[number].shape][work.num_ranks]
                 self.steps.setdefault(number, []).append(Span(end_s, end_s + step_s, step_s * work.num_ranks))
                 end_s += step_s
-            self.rank_s += (end_s - begin_s) * work.num_ranks
             lead = lead_s(end_s - begin_s)
             for rank in work.ranks:
                 self._ready_s[rank] = end_s

@@ -1,1 +1,1 @@
-"""The application on this machine, through HTTP, beside the same pictures without it."""
+"""Application on this machine's CPU, over HTTP, beside the same pictures without it."""

@@ -1,4 +1,4 @@
-"""The whole application as a user starts it: ``troupe serve`` in a process of its own, timed and weighed."""
+"""The application as a user starts it: ``troupe serve`` in its own process, with its start, memory and CPU."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ COMMAND = (sys.executable, "-m", "deployments.cli.main")
 READY_WITHIN_S = 600.0
 STOPPED_WITHIN_S = 60.0
 POLL_S = 0.5
-"""Of the health of what starts: each look takes it some 20 ms of CPU."""
+"""Interval of health checks while it starts: each takes it some 20 ms of CPU."""
 REST_CORES, REST_LOOKS, LOOK_S = 0.5, 3, 1.0
-"""At rest it uses less for so many looks."""
+"""It is at rest if it uses fewer cores than that in this many samples in a row."""
 AT_REST_WITHIN_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Application:
-    """``ready_s`` is the time from the command to the first 200 of ``GET /health``. ``logs`` is the Ray session's, and
-    ``data_dir`` what the environment says as TROUPE_DATA_DIR."""
+    """A running ``troupe serve``."""
 
     url: str
     ready_s: float
+    """Time from the command to the first 200 of ``GET /health``."""
     process: psutil.Process
     logs: Path
+    """Folder of the Ray session's logs."""
     data_dir: Path
+    """TROUPE_DATA_DIR."""
 
     def processes(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
@@ -49,13 +51,13 @@ class Application:
         return Memory.of(self.processes())
 
     def cpu_share(self, over_s: float) -> float:
-        """Cores' worth of CPU time that all processes use during ``over_s``."""
+        """Return the number of cores that all processes use during ``over_s``."""
         before = cpu_s(self.processes())
         time.sleep(over_s)
         return (cpu_s(self.processes()) - before) / over_s
 
     def rest(self) -> None:
-        """Return when it is at rest, and say so if it never is."""
+        """Wait until it is at rest. Print a line if it never is."""
         num_looks, end_s = 0, time.monotonic() + AT_REST_WITHIN_S
         while num_looks < REST_LOOKS:
             cores = self.cpu_share(LOOK_S)
@@ -68,7 +70,7 @@ class Application:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Summed PSS, which counts a page that n processes share as 1/n in each, of all processes."""
+    """Sum of the PSS of all processes. PSS counts a page that n processes share as 1/n in each."""
 
     pss_bytes: int
     num_processes: int
@@ -80,7 +82,7 @@ class Memory:
 
 
 def pss_bytes(process: psutil.Process) -> int:
-    """``Pss`` of /proc/PID/smaps_rollup; 0 for a process that is gone or a zombie."""
+    """Return ``Pss`` of /proc/PID/smaps_rollup; 0 for a process that is gone or a zombie."""
     try:
         lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -101,9 +103,11 @@ def cpu_s(processes: Sequence[psutil.Process]) -> float:
 
 @contextmanager
 def serving(config: ServeConfig, data_dir: Path | None = None, keys: Sequence[str] = ()) -> Iterator[Application]:
-    """``troupe serve`` with ``config``, ready; ended by SIGTERM (background jobs hear no Ctrl-C) with all of it, also
-    when this program gets one. What it measures and decides is kept in ``data_dir``, or forgotten without one. It asks
-    for API ``keys``, if there are some."""
+    """Run ``troupe serve`` with ``config``. Yield it when it is ready, and end it with all its processes by SIGTERM.
+
+    It also ends if this program gets a SIGTERM (background jobs get no Ctrl-C). What it measures and decides is kept in
+    ``data_dir``, or forgotten without one. With ``keys`` it asks for API keys.
+    """
     files = tempfile.TemporaryDirectory(prefix="troupe_bench_", dir="/tmp", ignore_cleanup_errors=True)
     with _exit_on_sigterm(), files as name:
         folder, port = Path(name), free_port("127.0.0.1")
@@ -135,7 +139,7 @@ def serving(config: ServeConfig, data_dir: Path | None = None, keys: Sequence[st
 
 
 def key_variables(keys: Sequence[str]) -> dict[str, str]:
-    """Those of the environment that name API keys; none leaves what this program has."""
+    """Return the environment variables that name API keys. Without keys this program's own variables remain."""
     return {"TROUPE_API_KEYS": ",".join(keys)} if keys else {}
 
 
@@ -149,7 +153,7 @@ def _exit_on_sigterm() -> Iterator[None]:
 
 
 def errors(folder: Path) -> Iterator[str]:
-    """The end of the server's output, and the errors that its processes logged; all of it goes with the server."""
+    """Yield the end of the server's output, and the errors that its processes logged."""
     yield (folder / "log").read_text(errors="replace")[-4000:]
     for file in folder.glob("tr_*/r/session_2*/logs/**/*.err"):
         with suppress(FileNotFoundError):
@@ -171,7 +175,7 @@ def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def demo_s() -> float:
-    """How long ``make demo`` takes where everything is installed, from the command to its end."""
+    """Return the seconds that ``make demo`` takes if everything is installed."""
     with tempfile.TemporaryDirectory(prefix="troupe_bench_", dir="/tmp", ignore_cleanup_errors=True) as name:
         env = os.environ | {"TROUPE_DATA_DIR": name, "RAY_TMPDIR": name}
         started_s = time.perf_counter()

@@ -1,9 +1,9 @@
-"""A picture without Ray, Serve, HTTP and gangs: the pipeline in one process and one thread, as each stage is served.
+"""Pictures without Ray, Serve, HTTP and gangs: the pipeline in one process and one thread, as each stage is served.
 
     python -m benchmarks.serving.bare MODEL
 
-Draws one picture for each line on stdin and answers with one line of JSON: seconds from the request to the PNG, with
-the plain module and with the engine that ranks use. So pictures can be drawn in turns with other measurements.
+Draws a picture for each line on stdin and answers with a line of JSON: seconds from the request to the PNG, with the
+plain module and with the engine that ranks use. So pictures can take turns with other measurements.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from dataclasses import replace
 
 import torch
 
+from benchmarks.application.client import PROMPT
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.media import encode_frames
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 
-PROMPT = "a small red circle above a large blue square on a white background"
 NUM_WARM_UP = 2
 
 Times = dict[str, dict[str, float]]
-"""Seconds: pipeline ("plain", "engine") to part ("denoise", "decode", "total")."""
+"""Seconds by pipeline ("plain", "engine") and part ("denoise", "decode", "total")."""
 
 
 def default_request(model: str) -> MediaRequest:
-    """One picture of the size and with the steps that ``model`` has by default."""
+    """Return a request with the defaults of ``model``."""
     return Checkpoint.open(model).defaults.request(model=model, prompt=PROMPT, request_id="bare")
 
 
@@ -44,7 +44,7 @@ def pipelines(model: str) -> dict[str, Pipeline]:
 
 
 def draw(pipeline: Pipeline, request: MediaRequest) -> dict[str, float]:
-    """Seconds: to the latents (text included), from there to the PNG, and both."""
+    """Return the seconds from the request to the latents, from there to the PNG, and of both."""
     started_s = time.perf_counter()
     latents = pipeline.denoise(request)
     denoised_s = time.perf_counter()
@@ -63,7 +63,7 @@ def main(model: str) -> None:
 
 @contextmanager
 def bare(model: str) -> Iterator[Callable[[], Times]]:
-    """A function that draws in a warm process of its own, which sleeps between calls."""
+    """Yield a function that draws in its own warm process, which sleeps between calls."""
     command = [sys.executable, "-m", "benchmarks.serving.bare", model]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None

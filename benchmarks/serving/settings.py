@@ -1,4 +1,4 @@
-"""Which configuration a benchmark serves: one that ships or lies in a file, with other values and another model."""
+"""Configuration that a benchmark serves: a shipped one or a file, with other values and another model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FULL = "full"
 
 
 def add_options(parser: argparse.ArgumentParser, *, config: str = "laptop", model: bool = True) -> None:
-    """Adds ``--config``, ``--set`` and ``--folder``, and ``--model`` unless the program has its own."""
+    """Add ``--config``, ``--set`` and ``--folder``, and ``--model`` unless the program has its own."""
     parser.add_argument("--config", default=config, help="a config file, or the name of a shipped one")
     parser.add_argument(
         "--set",
@@ -38,20 +38,20 @@ def add_options(parser: argparse.ArgumentParser, *, config: str = "laptop", mode
         )
 
 
-def told_as(read: Callable[[str], T]) -> Callable[[str], T]:
-    """Returns ``read`` for argparse, which keeps what a ValueError says to itself."""
+def argument_type(read: Callable[[str], T]) -> Callable[[str], T]:
+    """Return ``read`` for argparse, which hides the message of a ValueError."""
 
-    def told(words: str) -> T:
+    def typed(words: str) -> T:
         try:
             return read(words)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
-    return told
+    return typed
 
 
 def config_of(arguments: argparse.Namespace) -> ServeConfig:
-    """Returns what the options ask for; writes the model first if it has to. ValueError says what is wrong with it."""
+    """Return the configuration of the options, and write the model if needed. ValueError says what is wrong."""
     config = load_config(arguments.config)
     if arguments.folder is not None:
         if arguments.model is not None and not arguments.folder.exists():
@@ -63,7 +63,7 @@ def config_of(arguments: argparse.Namespace) -> ServeConfig:
 
 
 def write_model(name: str, folder: Path) -> None:
-    """Writes the published model ``name`` with random weights, made on the GPU if there is one, which is then free."""
+    """Write the published model ``name`` with random weights, made on the GPU if there is one."""
     import torch
 
     from benchmarks.models.folders import write_folder
@@ -73,8 +73,7 @@ def write_model(name: str, folder: Path) -> None:
 
 
 def with_folder(config: ServeConfig, folder: Path) -> ServeConfig:
-    """Returns ``config`` with the model in ``folder`` in place of its first one, and no others. ValueError if nothing
-    is there."""
+    """Return ``config`` with only the model in ``folder``, in place of its first one. ValueError without a folder."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is no folder; --model names what is written there")
     document = config.model_dump(mode="json")
@@ -83,11 +82,14 @@ def with_folder(config: ServeConfig, folder: Path) -> ServeConfig:
     return parse_config(document)
 
 
-def with_values(config: ServeConfig, told: Sequence[str]) -> ServeConfig:
-    """Returns ``config`` with other values in every model: ``told`` are dotted keys of a model's section, "=", and
-    YAML. ValueError for one that is not written so, or that the configuration does not take."""
+def with_values(config: ServeConfig, settings: Sequence[str]) -> ServeConfig:
+    """Return ``config`` with other values in every model.
+
+    A setting is a dotted key of a model's section, "=", and YAML. ValueError for others, and for values that the
+    configuration refuses.
+    """
     document = config.model_dump(mode="json")
-    for one in told:
+    for one in settings:
         key, equals, value = one.partition("=")
         if not equals:
             raise ValueError(f"{one!r} sets nothing; write KEY=VALUE, such as denoiser.elastic=true")
@@ -96,11 +98,11 @@ def with_values(config: ServeConfig, told: Sequence[str]) -> ServeConfig:
     return parse_config(document)
 
 
-def _parsed(told: str, value: str) -> Any:
+def _parsed(setting: str, value: str) -> Any:
     try:
         return yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise ValueError(f"the value of {told!r} is not YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"the value of {setting!r} is not YAML: {' '.join(str(error).split())}") from error
 
 
 def _put(section: dict[str, Any], path: Sequence[str], value: Any) -> None:

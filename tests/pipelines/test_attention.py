@@ -33,8 +33,8 @@ def wan_transformer() -> Any:
 
 
 def denoiser(name: str, transformer: Any) -> DenoiserModel:
-    from benchmarks.models.flux_denoiser import as_denoiser as as_flux
-    from benchmarks.models.wan_denoiser import as_denoiser as as_wan
+    from tests.support.flux_denoiser import as_denoiser as as_flux
+    from tests.support.wan_denoiser import as_denoiser as as_wan
 
     return as_flux(transformer) if name == "flux" else as_wan({"transformer": transformer})
 

@@ -23,8 +23,8 @@ TENSOR_DEGREES = {12: (2, 4), 24: (2, 4, 8), 40: (2, 4, 8)}
 def build(name: str) -> DenoiserModel:
     from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 
-    from benchmarks.models.flux_denoiser import as_denoiser as as_flux
-    from benchmarks.models.wan_denoiser import as_denoiser as as_wan
+    from tests.support.flux_denoiser import as_denoiser as as_flux
+    from tests.support.wan_denoiser import as_denoiser as as_wan
 
     with torch.device("meta"):
         if name in FLUX:

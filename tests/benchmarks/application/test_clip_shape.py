@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.application.clip_shape import ANY_CLIP, ClipShape
+from benchmarks.application.parts import ANY_CLIP, ClipShape
 
 
 def test_a_clip_is_what_the_model_makes_unless_it_is_said() -> None:

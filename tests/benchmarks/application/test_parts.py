@@ -15,8 +15,7 @@ import pytest
 
 from benchmarks.application import parts
 from benchmarks.application.client import PROMPT, Client, medians, timing
-from benchmarks.application.clip_shape import ClipShape
-from benchmarks.application.parts import PARTS, Visit, find_parts, is_for
+from benchmarks.application.parts import PARTS, ClipShape, Visit, find_parts, is_for
 
 STAGES = "queue;dur=1.0, encode;dur=2.5, denoise;dur={denoise}, decode;dur=4, total;dur=10.5"
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.decode.cases import Case, _alike_db, decodings
+from benchmarks.decode.__main__ import Case, _alike_db, decodings
 from benchmarks.models import folders
 from pipelines.size import Size
 from pipelines.vae import multi_gpu

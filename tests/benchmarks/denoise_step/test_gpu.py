@@ -1,4 +1,4 @@
-"""The caches of the processes that ``benchmarks.denoise_step.gpu`` starts, and what an earlier call has left."""
+"""Processes that ``benchmarks.denoise_step.gpu`` starts, and what an earlier call has left."""
 
 from __future__ import annotations
 
@@ -9,52 +9,8 @@ import pytest
 
 from benchmarks.denoise_step import gpu
 from benchmarks.denoise_step.stage import Run, Stage
-from benchmarks.denoise_step.stages import STAGES
 from benchmarks.turns import Meeting
 from tests.support.patience import PATIENCE_S
-
-SOURCE = """
-import imported, json, os
-print(json.dumps(dict(os.environ)))
-"""
-
-
-def run_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, own_caches: bool) -> dict[str, str]:
-    """The environment of a run that imports ``imported``, on a host that wants no bytecode written."""
-    (tmp_path / "imported.py").touch()
-    (tmp_path / "started.py").write_text(SOURCE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
-    monkeypatch.setattr(gpu, "own_caches", lambda: str(tmp_path / "own"))
-    run = Run(name="run", module="started", all_gpus=False, writes_json=False, own_caches=own_caches)
-    stage = Stage(name="run", runs=(run,), limit_s=60)
-    started = gpu.start(run, 0, stage, 0, tmp_path, tmp_path / "meeting")
-    assert started.process.wait(timeout=PATIENCE_S) == 0, started.log.read_text()
-    environment: dict[str, str] = json.loads(started.log.read_text())
-    return environment
-
-
-def test_a_run_with_caches_of_its_own_keeps_kernels_and_bytecode_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    environment = run_once(monkeypatch, tmp_path, own_caches=True)
-    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "PYTHONPYCACHEPREFIX"):
-        assert environment[name] == str(tmp_path / "own" / name)
-    (written,) = tmp_path.rglob("imported.*.pyc")
-    assert written.is_relative_to(tmp_path / "own" / "PYTHONPYCACHEPREFIX")
-
-
-def test_any_other_run_has_the_caches_of_its_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    environment = run_once(monkeypatch, tmp_path, own_caches=False)
-    assert environment["PYTHONDONTWRITEBYTECODE"] == "1"
-    assert "PYTHONPYCACHEPREFIX" not in environment
-    assert list(tmp_path.rglob("*.pyc")) == []
-
-
-def test_a_cold_start_comes_before_the_warm_one_and_they_share_their_caches() -> None:
-    starts = [run for stage in STAGES for run in stage.runs if run.module == "benchmarks.denoise_step.start"]
-    assert [(run.name, run.own_caches) for run in starts] == [("start_cold", True), ("start_warm", True)]
 
 
 def test_what_an_earlier_call_has_left_is_neither_waited_for_nor_reported(
@@ -67,7 +23,7 @@ def test_what_an_earlier_call_has_left_is_neither_waited_for_nor_reported(
     for left in (meeting / "ready-0-0", meeting / "done-0-0"):
         left.touch()
     (tmp_path / "run.json").write_text(json.dumps({"results": [{"case": "an earlier call's"}]}))
-    stage = Stage(name="stage", runs=(Run(name="run", module="started", all_gpus=False),), limit_s=60, takes_turns=True)
+    stage = Stage(name="stage", runs=(Run(name="run", module="started"),), limit_s=60, takes_turns=True)
     (outcome,) = gpu.perform(stage, 0, 60, tmp_path).values()
     assert outcome.startswith("exit 0")
     assert (tmp_path / "run.log").read_text().strip() == "[]"
@@ -95,7 +51,7 @@ def test_who_is_not_ready_in_time_is_stopped_and_the_others_are_timed(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(gpu, "READY_SHARE", 0.0)
     monkeypatch.setattr(Meeting, "was_ready", lambda meeting: meeting.turn == 1)  # as soon as it can
-    runs = tuple(Run(name=name, module=name, all_gpus=False) for name in ("never_ready", "timed_last"))
+    runs = tuple(Run(name=name, module=name) for name in ("never_ready", "timed_last"))
     limit_s = int(PATIENCE_S)
     outcome = gpu.perform(Stage(name="s", runs=runs, limit_s=limit_s, takes_turns=True), 0, limit_s, tmp_path)
     assert outcome["never_ready"].startswith("not ready")

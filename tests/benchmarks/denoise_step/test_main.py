@@ -1,20 +1,24 @@
-"""What a step is timed under, and what its answer is compared with."""
+"""Steps are timed under the right modes, compared with the module, and reported."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from benchmarks import kernel_times
 from benchmarks.denoise_step import __main__ as denoise_step
-from benchmarks.denoise_step import elastic
 from benchmarks.denoise_step.cases import CASES, Case
 from benchmarks.denoise_step.runners import Bench
-from benchmarks.models import flux
 from benchmarks.peers import vllm_omni
+
+EAGER = "eager/1024/w1/bf16/uncaptured"
 
 
 def case_of(maker: str) -> Case:
@@ -25,7 +29,7 @@ def test_prepared_steps_are_timed_as_they_were_prepared() -> None:
     """With gradients off: compiled code depends on it, and would be made again as the clock runs."""
     modes: list[bool] = []
     bench: Any = SimpleNamespace(small=True, fitting=lambda case: dataclasses.replace(case, repeats=2))
-    denoise_step.run_case(bench, case_of("xdit"), lambda *_, **__: None, lambda: modes.append(torch.is_grad_enabled()))
+    denoise_step.time_case(bench, case_of("xdit"), lambda: modes.append(torch.is_grad_enabled()))
     assert set(modes) == {False}
 
 
@@ -50,26 +54,71 @@ def test_compiled_blocks_are_compared_with_the_module_as_it_was(monkeypatch: pyt
         bench.run(case_of("blocks"))
 
 
-@pytest.mark.parametrize(("maker", "team", "num_mine"), [("always8", (4, 5, 6, 7), 8), ("elastic8", (5,), 2)])
-def test_eight_pictures_are_painted_by_as_many_ranks_as_the_case_says(
-    monkeypatch: pytest.MonkeyPatch, maker: str, team: tuple[int, ...], num_mine: int
+def run_main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, Any]:
+    """Returns the program's status, what it printed, and the document in the last line."""
+    monkeypatch.setattr("sys.argv", ["benchmarks.denoise_step", *words])
+    with patch("os._exit", side_effect=SystemExit) as end, pytest.raises(SystemExit):
+        denoise_step.main()
+    (status,) = end.call_args.args
+    printed = capsys.readouterr().out
+    return status, printed, json.loads(printed.splitlines()[-1])
+
+
+def test_ours_is_timed_and_right_on_a_small_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The sixth rank of eight belongs to the second of two teams of four."""
-    given: list[Any] = []
-    engine = SimpleNamespace(team_sizes=(1, 2, 4, 8), warm_up=lambda branches, ranks: given.append(ranks))
-    monkeypatch.setattr(elastic, "new_job", lambda *_: SimpleNamespace(paint=lambda _: None))
-    monkeypatch.setattr(flux, "inputs", lambda *_, **__: {})
-    bench = Bench(rank=5, world=8, small=True)
-    monkeypatch.setattr(Bench, "module", None)
-    bench.engine, bench.inputs = lambda _: engine, lambda *_: {}  # type: ignore[assignment]
-    step, _ = bench.prepare(bench.fitting(case_of(maker)))
-    assert given == [team]
-    assert len(step()) == num_mine
+    out = tmp_path / "out"
+    words = ("--only", "fast/1024/w1/bf16", "xdit/1024/w4/bf16/ulysses/uncaptured", "--out", str(out))
+    status, _, document = run_main(monkeypatch, capsys, *words)
+    (result,) = document["results"]
+    assert (status, result["case"]) == (0, "fast/1024/w1/bf16")
+    assert 0 < result["lowest_ms"] <= result["median_ms"]
+    assert result["relative_error"] < 1e-4
+    assert json.loads(out.read_text()) == document
 
 
-@pytest.mark.parametrize("maker", ["fast", "engine"])
-def test_ours_is_timed_and_right_on_a_small_model(maker: str) -> None:
-    case = next(case for case in CASES if case.maker == maker and case.num_ranks == 1 and case.precision == "native")
-    result = denoise_step.run_case(Bench(rank=0, world=1, small=True), case, lambda *_, **__: None)
-    assert "error" not in result
-    assert result["median_ms"] > 0
+def test_gangs_that_meet_prepare_all_before_one_is_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ("--only", "fast/1024/w1/bf16", EAGER, "--meet", str(tmp_path), "--turn", "1", "0")
+    status, _, document = run_main(monkeypatch, capsys, *words)
+    assert (status, len(document["results"])) == (0, 2)
+    assert all(one["median_ms"] > 0 for one in document["results"])
+    assert {file.name for file in tmp_path.iterdir()} == {"ready-0-0", "left-0"}
+
+
+def test_a_profile_has_the_steps_kernels_and_no_times(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, printed, document = run_main(monkeypatch, capsys, "--only", EAGER, "--profile")
+    assert (status, "aten::" in printed) == (0, True)
+    assert document["results"][0].keys() == {"case", "relative_error"}
+
+
+def test_a_case_that_fails_leaves_the_others_and_all_failing_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = Bench.prepare
+
+    def prepare(bench: Bench, case: Case) -> Any:
+        if case.precision == "fp8":
+            raise RuntimeError("out of memory")
+        return own(bench, case)
+
+    monkeypatch.setattr(Bench, "prepare", prepare)
+    for words, expected in ((("fast/1024/w1/fp8", EAGER), 0), (("fast/1024/w1/fp8",), 1)):
+        status, printed, document = run_main(monkeypatch, capsys, "--only", *words)
+        failed = [one["case"] for one in document["results"] if "error" in one]
+        assert (status, failed) == (expected, ["fast/1024/w1/fp8"])
+        assert "out of memory" in printed
+
+
+def test_kernels_share_a_steps_time() -> None:
+    spans = {"nvjet_a": (0, 3), "ncclDevKernel": (2, 9), "flash_fwd": (5, 6), "triton_pass": (12, 15)}
+    kernels = [
+        SimpleNamespace(name=name, time_range=SimpleNamespace(start=1000 * start, end=1000 * end))
+        for name, (start, end) in spans.items()
+    ]
+    assert kernel_times.split_of_time(kernels) == (
+        "5.00 ms: GEMMs 1.00, exchange 2.33, attention 0.33, passes 1.00, exchange alone 1.67, idle 1.00"
+    )

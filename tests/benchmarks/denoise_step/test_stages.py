@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.denoise_step import __main__ as step
 from benchmarks.denoise_step.cases import CASES
-from benchmarks.denoise_step.model_stages import MODELS_OF_A_PAIR, MODELS_OF_FOUR, MODELS_OF_ONE
-from benchmarks.denoise_step.peer_stages import (
+from benchmarks.denoise_step.stage import MODEL_STEP, STEP, Run, Stage, joined
+from benchmarks.denoise_step.stages import (
     OF_HOST,
     PEERS,
     PEERS_OF_A_PAIR,
     PEERS_OF_FOUR,
     PEERS_OF_ONE,
+    STAGES,
     stages_of_host,
 )
-from benchmarks.denoise_step.stage import Run, Stage, joined
-from benchmarks.denoise_step.stages import STAGES
-from benchmarks.model_step import options
+from benchmarks.model_step.__main__ import CLIPS, MAKERS, MODELS, parse
 from engines.core.spec import ParallelSpec
 
 BY_NAME = {case.name: case for case in CASES}
@@ -75,14 +75,19 @@ def test_no_run_overwrites_what_another_stage_has_written() -> None:
     assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize(
-    "run", [run for stage in (*MODELS_OF_ONE, *MODELS_OF_A_PAIR, *MODELS_OF_FOUR) for run in stage.runs]
-)
+@pytest.mark.parametrize("run", [run for stage in STAGES for run in stage.runs if run.module == STEP], ids=str)
+def test_each_run_of_the_step_has_cases(run: Run) -> None:
+    arguments = step.parse(list(run.arguments))
+    assert any(arguments.wants(case) for case in CASES)
+    assert set(arguments.only) <= BY_NAME.keys()
+
+
+@pytest.mark.parametrize("run", [run for stage in STAGES for run in stage.runs if run.module == MODEL_STEP], ids=str)
 def test_models_that_are_timed_are_known(run: Run) -> None:
-    arguments = options.parse(run.arguments)
-    assert not set(arguments.makers) - set(options.MAKERS)
-    assert set(arguments.models) <= {*options.MODELS, *options.CLIPS}
-    for strategy in arguments.strategies:
+    arguments = parse(run.arguments)
+    assert not set(arguments.makers) - set(MAKERS)
+    assert set(arguments.models) <= {*MODELS, *CLIPS, "FLUX.1-dev"}
+    for strategy in arguments.strategies if run.gpus else ():
         spec = ParallelSpec.of(strategy, len(run.gpus))
         assert spec.num_ranks == len(run.gpus)
         assert "guidance" not in strategy or spec.guidance == arguments.branches == 2

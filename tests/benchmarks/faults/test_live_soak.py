@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import pytest
 
-from benchmarks.faults.soak.__main__ import parse, soak, with_policy
+from benchmarks.faults.__main__ import parse, soak, with_policy
 from deployments.cli.serving import load_config
 from engines.gang.policies.policy import POLICIES
 from tests.deployments.support.live import live
@@ -20,7 +20,7 @@ EARLY = "28"
 async def test_every_policy_loses_nothing(ray_cluster: None, policy: str) -> None:
     port = own_port("metrics of a soak")
     config = with_policy(load_config("laptop").with_http(port=0).with_metrics(port), policy)
-    words = ["--policy", policy, "--requests", "60", "--kill-every-s", "20", "--seed", EARLY, "--kinds", "rank"]
+    words = ["--policy", policy, "--requests", "60", "--every-s", "20", "--seed", EARLY, "--kinds", "rank"]
     with live(config) as url:
         document = await soak(url, f"http://127.0.0.1:{port}/metrics", psutil.Process(), ("",), parse(words))
     assert (document["lost"], document["unsettled"]) == ([], [])

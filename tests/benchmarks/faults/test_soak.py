@@ -1,17 +1,23 @@
-"""The soak's clients against a studio without models: what is drawn, how each visit ends, and what counts as lost."""
+"""Clients under kills, against a service without models: what is drawn, how visits end, and what counts as lost."""
 
 from __future__ import annotations
 
+import random
+import subprocess
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
-from benchmarks.faults.soak.clients import Clients, Outcome
-from benchmarks.faults.soak.storm import draw_references, ride_out, summary, was_cut_by_kill
-from benchmarks.faults.soak.visits import STORM_SIZE, drawn_turns
+from benchmarks.faults import kills
+from benchmarks.faults.clients import Clients, End, Outcome, refusal
+from benchmarks.faults.kills import Killer
+from benchmarks.faults.storm import draw_references, ride_out, summary, was_cut_by_kill
+from benchmarks.faults.visits import STORM_SIZE, Visit, drawn_turns
 from tests.deployments.http.conftest import build, serving
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S
@@ -30,7 +36,7 @@ def studio() -> FakeStudio:
 
 @pytest.fixture
 async def clients(studio: FakeStudio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Clients]:
-    monkeypatch.setattr("benchmarks.faults.soak.clients.POLL_S", 0.02)
+    monkeypatch.setattr("benchmarks.faults.clients.POLL_S", 0.02)
     with serving(build(studio, tmp_path)) as url:
         async with httpx.AsyncClient(base_url=url, timeout=None) as http:
             clients = Clients(http=http, keys=("",), hang_s=PATIENCE_S)
@@ -87,3 +93,56 @@ def test_a_cut_is_excused_by_what_carried_the_connection_alone() -> None:
     ):
         assert was_cut_by_kill(cut, struck) is is_excused
         assert bool(summary([cut], struck)["lost"]) is not is_excused
+
+
+ERROR = {"message": "m", "type": "t", "param": None, "code": "server_lost"}
+LATE = {**ERROR, "code": "deadline"}
+
+
+@pytest.mark.parametrize(
+    ("answer", "deadline_s", "expected"),
+    [
+        (httpx.Response(503, json={"error": ERROR}), None, "refused"),
+        (httpx.Response(200, json={"error": ERROR}), None, "no_reason"),
+        (httpx.Response(500, text="Internal Server Error"), None, "no_reason"),
+        (httpx.Response(404, json={"detail": "Not Found"}), None, "no_reason"),
+        (httpx.Response(503, json={"error": {"message": "m"}}), None, "no_reason"),
+        (httpx.Response(400, json={"error": LATE}), 20.0, "refused"),
+        (httpx.Response(400, json={"error": LATE}), None, "no_reason"),
+    ],
+)
+def test_a_refusal_has_the_shape_of_an_error_and_a_reason(
+    answer: httpx.Response, deadline_s: float | None, expected: End
+) -> None:
+    assert refusal(Visit(kind="picture", number=0, key=0, deadline_s=deadline_s), answer).end == expected
+
+
+async def test_a_visit_without_an_answer_hangs(clients: Clients) -> None:
+    clients.hang_s = 0.0
+    outcome = await clients.visit(Visit(kind="picture", number=0, key=0))
+    assert outcome.end == "hung"
+    assert summary([outcome], ())["lost"]
+
+
+@pytest.mark.parametrize(("code", "expected"), [("gang_broken", "refused"), ("server_lost", "no_reason")])
+async def test_an_accepted_clip_may_not_be_lost(code: str, expected: End) -> None:
+    """Its request was answered, so a server that dies must make it again."""
+    failed = {"id": "c", "status": "failed", "error": {**ERROR, "code": code}}
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=failed))
+    async with httpx.AsyncClient(base_url="http://server", transport=transport, trust_env=False) as http:
+        outcome = await Clients(http=http, keys=("",), hang_s=60.0).visit(Visit(kind="clip", number=0, key=0))
+    assert outcome.end == expected
+
+
+def test_the_killer_strikes_children_of_its_server_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kills.KINDS, "rank", "sleep")
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        with subprocess.Popen(["sh", "-c", "sleep 1000; exit $?"]) as server:
+            killer = Killer(server=psutil.Process(server.pid), every_s=1.0, rng=random.Random(1))
+            while server.poll() is None:
+                killer.strike()
+                time.sleep(0.01)
+        assert sum(killer.kills.values()) >= 1
+        assert server.returncode == 128 + 9, "its child was killed, and it was not"
+        assert other.poll() is None
+        other.kill()

@@ -1,29 +1,62 @@
-"""What classes take alone is measured once, and kept; other team sizes follow from the application's own times."""
+"""Lone times are measured before a load, or read from what an earlier run left."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
 from pathlib import Path
+from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from pydantic import ValidationError
 
-from benchmarks.load import alone
-from benchmarks.load.alone import Alone, rank_seconds, read, told, with_ratios
-from engines.gang.eta.measured_times import StepTimes
-from engines.gang.eta.prediction import speedup
-from engines.gang.jobs.job import Job
+from benchmarks.load.__main__ import main, parse
+from benchmarks.load.alone import NUM_LONE, measured, read
+from benchmarks.load.mix import RequestClass
+from tests.benchmarks.load.support.server import Server
 
-SMALL = Alone(model="one", num_steps=10, step_s=0.1, other_s=0.5, num_ranks=2, width=64, height=64)
-CLIP = SMALL.model_copy(update={"num_frames": 0, "ratios": {1: 1.5}})
+RIGHT, WRONG = RequestClass(name="a", body={"prompt": "a"}), RequestClass(name="b", kind="clip", body={})
+
+
+def run_of(url: str, folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """What ``main`` prints at the end, of two requests of one class."""
+    Server.seen.clear()
+    Server.expected = 1
+    (folder / "mix.yaml").write_text("classes: [{name: a, body: {prompt: a}}]")
+    told = ["--url", url, "--mix", str(folder / "mix.yaml"), "--burst", "2", "--every-s", "1", "--duration-s", "1"]
+    main([*told, *words])
+    document: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return document
+
+
+def test_what_a_class_takes_alone_is_measured_or_read(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = run_of(url, tmp_path, capsys, "--metrics", f"{url}/metrics", "--out", str(tmp_path / "out"))
+    assert len(Server.seen) == 1 + NUM_LONE + 2
+    assert first["alone"]["a"] > 0
+    assert first["classes"]["a"]["lone_s"] == pytest.approx(first["alone"]["a"], abs=1e-4)
+    assert first["share_in_steps"] > 0
+    assert json.loads((tmp_path / "out").read_text()) == first
+    file = tmp_path / "earlier"
+    file.write_text(json.dumps({"rows": [], "alone": {"a": 2.0, "unasked": 1.0}}))
+    second = run_of(url, tmp_path, capsys, "--alone", str(file))
+    assert len(Server.seen) == 2, "nothing is measured again"
+    assert {name: one["lone_s"] for name, one in second["classes"].items()} == {"a": 2.0}
+    assert second["alone"] == {"a": 2.0, "unasked": 1.0}
+    assert "share_in_steps" not in second, "there were no metrics"
+
+
+def test_lone_times_are_of_answers_that_are_right(url: str) -> None:
+    Server.expected = 1
+    with pytest.raises(RuntimeError, match="class b alone was answered 429"):
+        asyncio.run(measured(url, (RIGHT, WRONG), {}))
 
 
 def test_what_was_printed_is_read_whole_in_part_and_at_the_end_of_output(tmp_path: Path) -> None:
-    known, file = {"small": SMALL, "clip": CLIP}, tmp_path / "file"
-    document = json.dumps({"rows": [], "alone": told(known)})
-    for text in (document, json.dumps(told(known), indent=1), f"{json.dumps({'row': 1})}\n{document}\n"):
+    known, file = {"small": 1.5, "clip": 2.0}, tmp_path / "file"
+    document = json.dumps({"rows": [], "alone": known})
+    for text in (document, json.dumps(known, indent=1), f"{json.dumps({'row': 1})}\n{document}\n"):
         file.write_text(text)
         assert read(file) == known
     file.write_text(json.dumps({"small": {"step_s": 1.0}}))
@@ -34,44 +67,7 @@ def test_what_was_printed_is_read_whole_in_part_and_at_the_end_of_output(tmp_pat
         read(file)
 
 
-def test_steps_of_other_teams_have_the_usual_speedup_unless_they_were_measured() -> None:
-    assert SMALL.lone_s == pytest.approx(1.5)
-    assert SMALL.by_size((1, 2)) == pytest.approx({1: 0.1 * speedup(2), 2: 0.1})
-    assert CLIP.by_size((1, 2)) == pytest.approx({1: 0.15, 2: 0.1})
-
-
-def kept(file: Path, *entries: tuple[object, int, float]) -> None:
-    times = StepTimes(file)
-    for shape, num_ranks, step_s in 2 * entries:
-        times.hear_step(Job(job_id="j", request=None, conditioning=None, num_steps=1, shape=shape), num_ranks, step_s)
-    times.changed()
-    times.save()
-
-
-def test_ratios_are_those_of_the_size_in_the_models_newest_file(tmp_path: Path) -> None:
-    kept(tmp_path / "one_00ff.json", ((64, 64, 1, False, (("p", (1, 9)),)), 1, 0.9))
-    newest = tmp_path / "one_11ff.json"
-    short, long = ((64, 64, 1, False, (("p", (1, tokens)),)) for tokens in (8, 9))
-    clip = (64, 64, 5, False, ())
-    kept(newest, (short, 1, 0.3), (short, 2, 0.2), (long, 1, 0.5), (long, 2, 0.2), (clip, 1, 9.0), (clip, 2, 1.0))
-    kept(tmp_path / "one_two_22ff.json", ((64, 64, 1, False, ()), 1, 7.0))
-    for number, file in enumerate((tmp_path / "one_00ff.json", newest, tmp_path / "one_two_22ff.json")):
-        os.utime(file, (number, number))
-    wide = SMALL.model_copy(update={"width": 128})
-    found = with_ratios({"small": SMALL, "wide": wide, "clip": CLIP}, tmp_path)
-    assert found["small"].ratios == pytest.approx({1: 2.0}), "the median of 1.5 and 2.5, and none of the clip's"
-    assert found["wide"].ratios == {}
-    assert found["clip"].ratios == pytest.approx({1: 2.5}), "of 1.5, 2.5 and 9"
-    assert with_ratios({"clip": CLIP}, tmp_path / "nothing")["clip"].ratios == {1: 1.5}
-
-
-def test_ranks_of_a_team_count_each() -> None:
-    registry = CollectorRegistry()
-    steps = Histogram("troupe_step_seconds", "", ("model", "num_ranks"), registry=registry)
-    for num_ranks, step_s in ((1, 1.0), (2, 2.0), (2, 3.0)):
-        steps.labels("one", num_ranks).observe(step_s)
-    found = rank_seconds(generate_latest(registry).decode())
-    assert found == {("one", 1): 1.0, ("one", 2): 10.0}
-    assert alone._busiest({("one", 2): 9.5}, found, "one") == 1
-    assert alone._busiest({}, found, "one") == 2
-    assert alone._busiest({}, {}, "one") == 0, "without metrics"
+def test_a_file_that_is_not_there_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--alone", "nowhere.json"])
+    assert "nowhere.json is no file that a run of benchmarks.load left" in capsys.readouterr().err

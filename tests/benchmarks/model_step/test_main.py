@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.model_step.__main__ import diffusers, facts_of, main, results_of
-from benchmarks.model_step.options import Arguments
+from benchmarks.model_step.__main__ import Arguments, diffusers, facts_of, main, results_of
 from benchmarks.models.published import PublishedModel
 from pipelines.size import Size
 from tests.pipelines.support.checkpoints import tiny_models, tiny_qwen
@@ -49,6 +48,18 @@ def test_pictures_in_one_forward_are_as_good_as_diffusers_and_not_alike(folder: 
     assert said["batch"] == 2
     (result,) = results_of(model, said, Arguments(makers=("ours",), repeats=1), 1)
     assert result["relative_error"] < 1e-5
+
+
+def test_errors_are_those_against_float32_if_asked_for(folder: str) -> None:
+    """In bfloat16 both are wrong by as much, and the module by nothing beside itself."""
+    size, errors = Size.parse("96x96"), {}
+    for exact in (True, False):
+        model = PublishedModel.made(folder, torch.device("cpu"), torch.bfloat16, size, 20)
+        arguments = Arguments(makers=("eager", "ours"), repeats=1, exact=exact)
+        errors[exact] = [one["relative_error"] for one in results_of(model, facts_of(model, 1), arguments, 1)]
+    assert errors[False][0] == 0
+    assert 1e-3 < errors[True][0] < 0.05
+    assert errors[True][1] < 1.5 * errors[True][0]
 
 
 def test_what_measured_nothing_does_not_end_with_0(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

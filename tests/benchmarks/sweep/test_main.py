@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 
-from benchmarks.serving.clients import STAGES
+from benchmarks.application.client import STAGES
 from benchmarks.sweep import __main__ as program
 from benchmarks.sweep import lone, whole
 from benchmarks.sweep.asked import Asked

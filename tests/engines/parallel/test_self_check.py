@@ -59,7 +59,7 @@ def load(strategy: str, family: str, broken: str | None) -> str | None:
 
 
 def without_attention() -> DenoiserModel:
-    from benchmarks.models.flux_denoiser import as_denoiser
+    from tests.support.flux_denoiser import as_denoiser
 
     module = models.transformer("flux")
     for name, weight in module.named_parameters():

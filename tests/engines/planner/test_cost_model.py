@@ -43,7 +43,7 @@ def flux() -> ModelProfile:
     """The published FLUX.1 transformer, counted without weights."""
     from diffusers import FluxTransformer2DModel
 
-    from benchmarks.models.flux_denoiser import as_denoiser
+    from tests.support.flux_denoiser import as_denoiser
 
     with torch.device("meta"):
         return profile(as_denoiser(FluxTransformer2DModel(guidance_embeds=True).to(torch.bfloat16)))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.models.flux_denoiser import image_ids
 from engines.core.model import Branch, DenoiserModel
+from tests.support.flux_denoiser import image_ids
 
 EVEN = {"flux": (16, 8, 12), "wan": (2, 8, 8)}
 """FLUX: text tokens, latent height and width; Wan: frames, latent height and width (patches of 1x2x2)."""
@@ -35,8 +35,8 @@ def shake(module: torch.nn.Module, seed: int = 3) -> Any:
 @cache
 def model(family: str) -> DenoiserModel:
     """The family's transformer with its shard plan and its attention processors."""
-    from benchmarks.models.flux_denoiser import as_denoiser as flux_denoiser
-    from benchmarks.models.wan_denoiser import as_denoiser as wan_denoiser
+    from tests.support.flux_denoiser import as_denoiser as flux_denoiser
+    from tests.support.wan_denoiser import as_denoiser as wan_denoiser
 
     module = transformer(family)
     return flux_denoiser(module) if family == "flux" else wan_denoiser({"transformer": module})

@@ -205,7 +205,7 @@ def test_wan_with_two_transformers_and_a_time_per_token() -> None:
 
 
 def predict_two_transformers(alone: bool = False) -> tuple[Tensor, ...]:
-    from benchmarks.models.wan_denoiser import as_denoiser
+    from tests.support.wan_denoiser import as_denoiser
 
     parts = {"transformer": models.transformer("wan"), "transformer_2": models.shake(models.transformer("wan"), seed=9)}
     model = as_denoiser(parts, expand_timesteps=True)

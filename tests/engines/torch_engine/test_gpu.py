@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def on_gpu(dtype: torch.dtype) -> tuple[DenoiserModel, Branch]:
-    from benchmarks.models.flux_denoiser import as_denoiser
+    from tests.support.flux_denoiser import as_denoiser
 
     (branch,) = models.branches("flux", "uneven")
     floats = ("img_ids", "txt_ids")

@@ -94,7 +94,7 @@ def deep() -> DenoiserModel:
     """Two blocks of one kind and six of the other."""
     from diffusers import FluxTransformer2DModel
 
-    from benchmarks.models.flux_denoiser import as_denoiser
+    from tests.support.flux_denoiser import as_denoiser
 
     config: Any = dict(models.transformer("flux").config) | {"num_single_layers": 6}
     module = FluxTransformer2DModel.from_config(config)

@@ -33,7 +33,7 @@ def six_heads() -> Any:
 
 @cache
 def model() -> DenoiserModel:
-    from benchmarks.models.flux_denoiser import as_denoiser
+    from tests.support.flux_denoiser import as_denoiser
 
     return as_denoiser(six_heads())
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.models import wan_denoiser as wan
 from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec
 from engines.tensorrt_engine.build.bindings import Target
@@ -20,6 +19,7 @@ from engines.tensorrt_engine.rules import TensorRTOptions
 from tests.engines.tensorrt_engine.support.all_ranks import export_case, relative_error
 from tests.engines.tensorrt_engine.support.cases import TOLERANCE
 from tests.engines.tensorrt_engine.support.zoo import reference, shaken, wan_inputs, wan_model
+from tests.support import wan_denoiser as wan
 
 SPARE_MISS = 20
 

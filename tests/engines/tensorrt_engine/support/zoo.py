@@ -12,11 +12,11 @@ import torch
 from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 from torch import Tensor, nn
 
-from benchmarks.models import flux_denoiser as flux
-from benchmarks.models import wan_denoiser as wan
-from benchmarks.models.flux_denoiser import image_ids
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.local_attention import plain_attention
+from tests.support import flux_denoiser as flux
+from tests.support import wan_denoiser as wan
+from tests.support.flux_denoiser import image_ids
 
 NUM_HEADS = 8
 Buckets = tuple[dict[str, Tensor], dict[str, Tensor]]

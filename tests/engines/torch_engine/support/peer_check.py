@@ -19,7 +19,6 @@ if "hidden" in sys.argv:  # before anything asks for a GPU
 import torch
 import torch.distributed as dist
 
-from benchmarks.models.flux_denoiser import as_denoiser
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch
 from engines.core.tensors import relative_difference
@@ -30,6 +29,7 @@ from engines.torch_engine.exchange.heads import local_attention
 from engines.torch_engine.exchange.peer_attention import peer_allgather_kv, peer_ulysses
 from engines.torch_engine.exchange.peer_memory import reachable
 from tests.engines.support import models
+from tests.support.flux_denoiser import as_denoiser
 
 PATHS: dict[str, tuple[str, bool | None, ExchangeRules]] = {
     "fast": ("ulysses", None, ExchangeRules()),

@@ -1,4 +1,4 @@
-"""What clients of the soak ask for, and how long each of them stays. All of it is drawn beforehand."""
+"""Visits of clients: what each asks for and how long it stays, drawn beforehand."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from random import Random
 from typing import Any, Literal
 
 Kind = Literal["picture", "stream", "edit", "clip", "sync"]
-"""A ``clip`` is durable and asked for again and again, ``sync`` is one in a single request."""
+"""``clip``: durable and polled. ``sync``: a clip in one request."""
 
 SHARES: Mapping[Kind, float] = {"picture": 40, "stream": 40, "edit": 6, "clip": 8, "sync": 6}
 STORM_SHARE = 0.02
-"""Of all turns: as many at once as ``STORM_SIZE`` says, and each goes away."""
+"""Share of turns in which ``STORM_SIZE`` clients come at once, and each goes away."""
 STORM_SIZE = 15
 LEAVING_SHARE = 0.2
-"""Of the clients that come alone."""
+"""Share of the other clients that go away."""
 LONGEST_STAY_S = 1.5
 TIERS = ("default", "default", "priority", "flex")
 SHORT_S, LONG_S = 20.0, 600.0
-"""Deadlines of every second request where the policy goes by them: some cannot be met while a gang is rebuilt."""
+"""Deadlines of every second request under the policy ``deadline``. Some cannot be met while a gang is rebuilt."""
 
 _SMALL = {"model": "flux-shapes", "prompt": "a red circle", "size": "64x64", "num_inference_steps": 8}
 _USUAL = {"model": "flux-shapes", "prompt": "a large blue square on a white background", "num_inference_steps": 12}
@@ -43,32 +43,33 @@ BODIES: Mapping[Kind, tuple[Mapping[str, Any], ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Visit:
-    """A request, by its ``kind`` and its number among the ``BODIES`` of it, of the client ``key``.
-
-    The client goes away after ``stays_s``, or (from a stream) at the step ``leaves_at``, if these say so.
-    """
+    """One request of a client."""
 
     kind: Kind
     number: int
+    """Index among the ``BODIES`` of its kind."""
     key: int
+    """Index of the client's API key."""
     tier: str = "default"
     deadline_s: float | None = None
     stays_s: float | None = None
+    """The client goes away after that. None: it stays."""
     leaves_at: int | None = None
+    """The client leaves the stream at that step."""
 
     @property
     def body(self) -> dict[str, Any]:
-        """What is sent of it in JSON, but for pictures that come along."""
+        """The JSON that is sent, without pictures."""
         urgency = {} if self.deadline_s is None else {"deadline_s": self.deadline_s}
         return {**BODIES[self.kind][self.number], "service_tier": self.tier, **urgency}
 
 
 Turn = tuple[Visit, ...]
-"""Visits that begin at once: one, or a storm."""
+"""Visits that begin at the same time: one, or a storm."""
 
 
 def drawn_turns(num_requests: int, policy: str, num_keys: int, seed: int) -> tuple[Turn, ...]:
-    """Returns turns of ``num_requests`` in all; the same for the same arguments."""
+    """Return turns of ``num_requests`` in all. The same arguments give the same turns."""
     random, turns, num_left = Random(seed), [], num_requests
     while num_left:
         is_storm = random.random() < STORM_SHARE

@@ -1,4 +1,4 @@
-"""Clients of the soak over HTTP, and what becomes of what each asks for."""
+"""HTTP clients of ``benchmarks.faults``, and how each of their visits ends."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import Any, Literal
 
 import httpx
 
-from benchmarks.faults.soak.visits import Kind, Visit
-from benchmarks.faults.traffic import in_shape, judged
+from benchmarks.faults.visits import Kind, Visit
 
 End = Literal["right", "refused", "left", "cut", "wrong_bytes", "no_reason", "hung"]
-"""``refused``: with one of ``REASONS``. ``cut``: the connection ended without an answer. ``no_reason``: an answer that
-says none."""
+"""``refused``: with one of ``REASONS``. ``cut``: the connection ended without an answer. ``no_reason``: an answer
+without a reason."""
 
 REASONS = frozenset(
     ("queue_full", "too_late", "server_full", "server_unavailable", "server_lost", "model_not_ready", "gang_broken")
 )
+REASONS_OF_CLIPS = frozenset(("too_late", "gang_broken"))
+"""Reasons for which a durable clip may fail after it was accepted: its deadline, or two gangs killed under it."""
 PATHS: Mapping[Kind, str] = {
     "picture": "/v1/images/generations",
     "stream": "/v1/images/generations",
@@ -35,40 +36,54 @@ POLL_S = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a visit ended: ``code`` is the reason of a refusal, ``note`` for who reads. Times are ``time.monotonic``."""
+    """How a visit ended. Times are those of ``time.monotonic``."""
 
     kind: Kind
     end: End
     code: str = ""
+    """The reason of a refusal."""
     note: str = ""
+    """Explanation for people."""
     began_s: float = 0.0
     ended_s: float = 0.0
     retry_s: float = 0.0
 
 
 def refusal(visit: Visit, response: httpx.Response) -> Outcome:
-    """Returns what an answer other than 200 is."""
-    shape, text = judged(response)
-    error = response.json().get("error", {}) if shape == "error" else {}
-    code = str(error.get("code"))
+    """Return the outcome of an answer other than 200."""
+    try:
+        body = response.json()
+    except ValueError:
+        body = None
+    is_error = in_shape(body) and response.status_code >= httpx.codes.BAD_REQUEST
+    code = str(body["error"]["code"]) if is_error else ""
     cannot_be_in_time = response.status_code == httpx.codes.BAD_REQUEST and visit.deadline_s is not None
-    end: End = "refused" if shape == "error" and (code in REASONS or cannot_be_in_time) else "no_reason"
+    end: End = "refused" if is_error and (code in REASONS or cannot_be_in_time) else "no_reason"
     retry_s = float(response.headers.get("Retry-After", 0))
-    return Outcome(kind=visit.kind, end=end, code=code, note=text[:300], retry_s=retry_s)
+    note = f"{response.status_code} {response.text}"[:300]
+    return Outcome(kind=visit.kind, end=end, code=code, note=note, retry_s=retry_s)
+
+
+def in_shape(body: object) -> bool:
+    """Return whether ``body`` is an error in OpenAI's shape."""
+    error = body.get("error") if isinstance(body, dict) else None
+    return isinstance(error, dict) and {"message", "type", "param", "code"} <= error.keys()
 
 
 @dataclass(kw_only=True, slots=True)
 class Clients:
-    """``keys`` are what they are known by ("" for none); ``references`` the bytes by path and number of body, and the
-    first answer to a body that is not there. What takes over ``hang_s`` hangs. ``source`` is the picture for edits."""
+    """Clients with the API ``keys`` ("" for none)."""
 
     http: httpx.AsyncClient
     keys: tuple[str, ...]
     hang_s: float
+    """A visit that takes longer hangs."""
     source: bytes = b""
+    """The picture for edits."""
     references: dict[tuple[str, int], bytes] = field(default_factory=dict)
+    """Expected bytes by path and number of body: those of the first answer."""
     clips: dict[str, int] = field(default_factory=dict)
-    """Clips that were neither deleted nor seen to end, with the key of each."""
+    """Clips that were neither deleted nor seen to end, with the index of their key."""
 
     async def visit(self, visit: Visit) -> Outcome:
         began_s = time.monotonic()
@@ -94,7 +109,7 @@ class Clients:
             return Outcome(kind=visit.kind, end="left")
 
     async def _answer(self, visit: Visit) -> Outcome:
-        """A picture, an edited one, or a clip, in one answer."""
+        """Ask for a picture, an edited one, or a clip, in one answer."""
         body = visit.body
         if visit.kind == "edit":
             url = f"data:image/png;base64,{base64.b64encode(self.source).decode()}"
@@ -147,7 +162,7 @@ class Clients:
             record = response.json()
             if response.status_code != httpx.codes.OK or record["status"] == "failed":
                 code = str((record.get("error") or {}).get("code"))
-                end: End = "refused" if code in REASONS else "no_reason"
+                end: End = "refused" if code in REASONS_OF_CLIPS else "no_reason"
                 self.clips.pop(clip_id)
                 return Outcome(kind="clip", end=end, code=code, note=response.text[:300])
             if record["status"] == "completed":
@@ -157,7 +172,7 @@ class Clients:
             await asyncio.sleep(POLL_S)
 
     async def _patiently(self, method: str, path: str, key: int) -> httpx.Response:
-        """Asks until the server is there, as who wants a clip that was promised does."""
+        """Ask until the server is there: the clip was accepted."""
         while True:
             try:
                 response = await self.http.request(method, path, headers=self.headers(key))
@@ -171,7 +186,7 @@ class Clients:
         kept = self.references.setdefault((PATHS[visit.kind].removesuffix("/sync"), visit.number), data)
         if kept == data:
             return Outcome(kind=visit.kind, end="right")
-        return Outcome(kind=visit.kind, end="wrong_bytes", note=f"{visit}: {len(data)} bytes, {len(kept)} in peace")
+        return Outcome(kind=visit.kind, end="wrong_bytes", note=f"{visit}: {len(data)} bytes, {len(kept)} before")
 
     def headers(self, key: int) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.keys[key]}"} if self.keys[key] else {}

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
+from benchmarks.load import __main__ as program
 from benchmarks.load import alone as lone
-from benchmarks.load.alone import Alone, read
+from benchmarks.load.alone import read
 from benchmarks.load.arrivals import Arrival
 from benchmarks.load.client import Outcome
 from benchmarks.load.mix import load_mix
 from benchmarks.load.owner import NUM_DIGITS, Owner
-from benchmarks.policies import live
 from deployments.config import ServeConfig
 from deployments.usage.api_keys import hash_of
 from deployments.usage.quotas import KeyLimits
 
-ALONE = Alone(model="flux-shapes", num_steps=10, step_s=0.05, other_s=0.1, num_ranks=2)
+ALONE_S = 0.6
 TRACE = '{"at_s": 0, "class": "small"}\n{"at_s": 1, "class": "usual"}\n'
 
 
@@ -37,9 +37,9 @@ class Served:
         self.keys: dict[str, KeyLimits] = {}
         self.owners: list[Owner | None] = []
         self._cut_off = cut_off
-        for module, name in ((live, "serving"), (live, "send_all"), (lone, "made_ready"), (lone, "measured")):
+        for module, name in ((program, "serving"), (program, "send_all"), (lone, "measured")):
             monkeypatch.setattr(module, name, getattr(self, f"_{name}"))
-        monkeypatch.setattr(live.Visit, "_metrics", lambda self: "")
+        monkeypatch.setattr(program, "text_of", lambda metrics: "")
 
     @contextmanager
     def _serving(self, config: ServeConfig, data_dir: Path, keys: tuple[str, ...]) -> Iterator[Any]:
@@ -53,14 +53,13 @@ class Served:
     def _rest(self) -> None:
         self.is_at_rest = True
 
-    async def _made_ready(self, url: str, kinds: list[Any], headers: dict[str, str]) -> None:
+    async def _measured(self, url: str, kinds: list[Any], headers: dict[str, str], num: int = 3) -> dict[str, float]:
         self._check(headers)
-        self.made_ready.append(",".join(kind.name for kind in kinds))
-
-    async def _measured(self, url: str, metrics: Any, kinds: list[Any], headers: dict[str, str]) -> dict[str, Alone]:
-        self._check(headers)
+        if not num:
+            self.made_ready.append(",".join(kind.name for kind in kinds))
+            return {}
         self.measured += [kind.name for kind in kinds]
-        return {kind.name: ALONE for kind in kinds}
+        return {kind.name: ALONE_S for kind in kinds}
 
     def _check(self, headers: dict[str, str]) -> None:
         """A server with keys would refuse what has none; one that makes processes which stand by is slow."""
@@ -75,7 +74,14 @@ class Served:
             raise KeyboardInterrupt
         self.sent.append([one.kind.body.get("deadline_s") for one in arrivals])
         return [
-            Outcome(name=one.kind.name, at_s=one.at_s, late_s=0.0, latency_s=1.0, status=200, stages_ms={})
+            Outcome(
+                name=one.kind.name,
+                owner=one.owner.name if one.owner else "",
+                at_s=one.at_s,
+                late_s=0.0,
+                latency_s=1.0,
+                status=200,
+            )
             for one in arrivals
         ]
 
@@ -90,32 +96,32 @@ def test_policies_follow_each_other(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served = Served(monkeypatch)
-    live.main([*words, "--policies", "arrival,deadline", "--scale", "2"])
+    program.main([*words, "--policies", "arrival,deadline", "--scale", "2"])
     assert served.policies == ["arrival", "deadline"]
     assert (served.measured, served.made_ready) == (["small", "usual"], ["", "small,usual"])
     assert served.sent == [[None, None], [pytest.approx(1.2)] * 2]
-    *rows, document = map(json.loads, capsys.readouterr().out.splitlines())
-    assert document["rows"] == rows
-    assert [row["policy"] for row in rows] == ["arrival", "deadline"]
-    assert rows[0]["live"]["attainment"] == 1.0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(row["policy"], row["attainment"]) for row in document["rows"]] == [("arrival", 1.0), ("deadline", 1.0)]
     assert json.loads((tmp_path / "out").read_text()) == document
-    assert read(tmp_path / "out") == {"small": ALONE, "usual": ALONE}
+    assert read(tmp_path / "out") == {"small": ALONE_S, "usual": ALONE_S}
 
 
 def test_requests_come_with_keys_whose_weights_the_server_knows(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served = Served(monkeypatch)
-    live.main([*words, "--policies", "fair"])
+    program.main([*words, "--policies", "fair", "--owners", "three"])
     assert {limits.key: limits.weight for limits in served.keys.values()} == {
         hash_of(f"benchmark-{name}")[:NUM_DIGITS]: weight
         for name, weight in (("greedy", 1), ("small", 1), ("paying", 2))
     }
     assert all(owner is not None and owner.key in served.keys for owner in served.owners)
-    row, _ = map(json.loads, capsys.readouterr().out.splitlines())
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])
     names = {owner.name for owner in served.owners if owner is not None}
-    assert row["owners"]["live"]["flux-shapes"]["owners"].keys() == names
-    live.main([*words, "--policies", "fair", "--owners", "none"])
+    assert row["policy"] == "fair"
+    assert row["owners"].keys() == names
+    assert sum(one["right"] for one in row["owners"].values()) == 2
+    program.main([*words, "--policies", "fair", "--owners", "none"])
     assert (served.keys, served.owners) == ({}, [None, None])
 
 
@@ -125,14 +131,13 @@ def test_a_load_is_beside_what_classes_take_alone(
     """Each takes 0.6 s here, so that 300 s at a load of 0.5 are some 250 requests, under every policy the same ones."""
     served = Served(monkeypatch)
     words = ["--load", "0.5", "1", "--duration-s", "300", "--set", "denoiser.elastic=true"]
-    live.main([*words, "--policies", "shortest,arrival"])
+    program.main([*words, "--policies", "shortest,arrival"])
     assert served.measured == [one.name for one in load_mix("laptop").classes], "also what may not come"
     assert served.policies == ["shortest", "arrival"], "one application for all loads"
     half, whole, *others = map(len, served.sent)
     assert (half, whole) == pytest.approx((250, 500), rel=0.2)
     assert others == [half, whole]
     document = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert document["load"] == [0.5, 1.0]
     assert [row["offered"] for row in document["rows"]] == [0.5, 1.0, 0.5, 1.0]
 
 
@@ -141,13 +146,13 @@ def test_a_run_that_was_cut_off_is_gone_on_with(
 ) -> None:
     Served(monkeypatch, cut_off="deadline")
     with pytest.raises(KeyboardInterrupt):
-        live.main([*words, "--policies", "arrival,deadline"])
+        program.main([*words, "--policies", "arrival,deadline"])
     assert [row["policy"] for row in json.loads((tmp_path / "out").read_text())["rows"]] == ["arrival"]
     served = Served(monkeypatch)
-    live.main([*words, "--policies", "deadline", "--alone", str(tmp_path / "out")])
+    program.main([*words, "--policies", "deadline", "--alone", str(tmp_path / "out")])
     assert (served.measured, served.made_ready) == ([], ["small,usual"])
 
 
 def test_unknown_policies_are_refused_before_anything_starts(words: list[str]) -> None:
     with pytest.raises(SystemExit):
-        live.parse([*words, "--policies", "shortest,longest"])
+        program.parse([*words, "--policies", "shortest,longest"])

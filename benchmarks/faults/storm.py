@@ -1,4 +1,4 @@
-"""All turns from first to last, some at a time, and what they came to."""
+"""The storm: turns of clients one after the other, some at a time, and a summary of their outcomes."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.faults.soak.clients import LONGEST_PAUSE_S, Clients, Outcome
-from benchmarks.faults.soak.visits import BODIES, Kind, Turn, Visit
+from benchmarks.faults.clients import LONGEST_PAUSE_S, Clients, Outcome
+from benchmarks.faults.visits import BODIES, Kind, Turn, Visit
 
 CARRIERS = ("ingress", "proxy")
-"""What a connection goes through: it is cut when one of them dies. A stopped one dies when its health is looked at."""
+"""Processes that carry a connection: it is cut when one of them dies. A stopped one dies at its next health check."""
 CARRIER_DIES_WITHIN_S = 60.0
 IN_PEACE: tuple[Kind, ...] = ("picture", "edit", "clip")
-"""A request of each body; ``stream`` and ``sync`` give the same bytes."""
+"""Kinds that together ask for each body once: ``stream`` and ``sync`` give the same bytes."""
 PICTURE_TO_EDIT = 1
-"""Its number among the pictures."""
+"""Index among the pictures."""
 SAY_EVERY = 50
 
 
 async def draw_references(clients: Clients) -> None:
-    """Asks for everything once while all is well. RuntimeError if something is not made."""
+    """Ask for everything once while all is well. RuntimeError if something is not made."""
     for kind in IN_PEACE:
         for number in range(len(BODIES[kind])):
             outcome = await clients.visit(Visit(kind=kind, number=number, key=0))
             if outcome.end != "right":
-                raise RuntimeError(f"{kind} {number} was {outcome.end} in peace: {outcome.code} {outcome.note}")
+                raise RuntimeError(f"{kind} {number} was {outcome.end} before the storm: {outcome.code} {outcome.note}")
         if kind == "picture":
             clients.source = clients.references["/v1/images/generations", PICTURE_TO_EDIT]
 
@@ -38,10 +38,10 @@ async def draw_references(clients: Clients) -> None:
 async def ride_out(
     clients: Clients, turns: Iterable[Turn], num_at_once: int, say: Callable[[str], None], within_s: float = math.inf
 ) -> list[Outcome]:
-    """Returns how every visit ended, ``num_at_once`` turns going on at a time; none begins after ``within_s``.
+    """Return how every visit ended. ``num_at_once`` turns run at a time; none begins after ``within_s``.
 
-    Who is refused waits before its next turn as long as it was told; each time in a row twice as long as the time
-    before, up to ``LONGEST_PAUSE_S``.
+    A client that is refused waits before its next turn as long as it was told, and twice as long after each further
+    refusal in a row, up to ``LONGEST_PAUSE_S``.
     """
     outcomes: list[Outcome] = []
     last_s = time.monotonic() + within_s
@@ -66,7 +66,7 @@ async def ride_out(
 
 
 def summary(outcomes: Sequence[Outcome], struck: Sequence[tuple[float, str]]) -> dict[str, Any]:
-    """Counts, and under "lost" what should not have been: a line for each."""
+    """Return counts, and under "lost" a line for each outcome that must not be."""
     cut_by_kill = [one for one in outcomes if one.end == "cut" and was_cut_by_kill(one, struck)]
     wrong = [one for one in outcomes if one.end in ("cut", "wrong_bytes", "no_reason", "hung")]
     right_s = sorted(one.ended_s - one.began_s for one in outcomes if one.end == "right")
@@ -85,7 +85,7 @@ def summary(outcomes: Sequence[Outcome], struck: Sequence[tuple[float, str]]) ->
 
 
 def was_cut_by_kill(outcome: Outcome, struck: Sequence[tuple[float, str]]) -> bool:
-    """Whether a process that carried the connection was struck while it was open, or died then of a stroke before."""
+    """Return whether a process that carried the connection was struck while it was open, or shortly before."""
     return any(
         kind in CARRIERS and outcome.began_s - CARRIER_DIES_WITHIN_S <= at_s <= outcome.ended_s for at_s, kind in struck
     )

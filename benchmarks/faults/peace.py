@@ -1,4 +1,4 @@
-"""What must be so when the storm is over, without anybody's help."""
+"""Checks after the storm: the application must be well again without help."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.faults.clients import Clients
 from benchmarks.faults.kills import processes_of
-from benchmarks.faults.soak.clients import Clients
-from benchmarks.faults.soak.storm import IN_PEACE
-from benchmarks.faults.soak.visits import BODIES, Visit
+from benchmarks.faults.storm import IN_PEACE
+from benchmarks.faults.visits import BODIES, Visit
 from deployments.cli.local import uses_proxies
 
 WITHIN_S = 300.0
@@ -25,21 +25,22 @@ Processes = Mapping[str, int]
 
 
 def num_processes(server: psutil.Process) -> Processes:
-    """How many processes of each kind there are."""
+    """Return the number of processes of each kind."""
     return {kind: len(found) for kind, found in processes_of(server).items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peace:
-    """``metrics_url`` is where the application counts; ``before`` are its processes before the storm."""
+    """The state that the application must come back to."""
 
     clients: Clients
     metrics_url: str
     server: psutil.Process
     before: Processes
+    """Processes before the storm."""
 
     async def broken(self) -> list[str]:
-        """Waits until all is as it should be; returns what is not in time."""
+        """Wait until all is well. Return what is not in time."""
         looks: dict[str, Callable[[], Awaitable[str]]] = {
             "health": self._unhealthy,
             "processes": self._other_processes,
@@ -58,7 +59,7 @@ class Peace:
         return "" if now == self.before else f"{now}, and {self.before} before"
 
     async def _unfinished_clips(self) -> str:
-        """Also of those whose client lost the connection before it heard of the id."""
+        """Return the ids of unfinished clips, also of those whose client lost the connection before it got the id."""
         unfinished = []
         for key in range(len(self.clients.keys)):
             headers = self.clients.headers(key)
@@ -78,8 +79,8 @@ class Peace:
         return str(num) if num else ""
 
     async def _not_right(self) -> AsyncIterator[str]:
-        """Yields what is not made as before the storm. A refusal is asked again: the last kill may be a moment ago, and
-        its replacement be there without being ready."""
+        """Yield what is not made as before the storm. A refused request is sent again: after a kill a moment ago, the
+        replacement may not be ready yet."""
         end_s = time.monotonic() + WITHIN_S
         for kind in IN_PEACE:
             for number in range(len(BODIES[kind])):
@@ -93,7 +94,7 @@ class Peace:
 
 
 async def _last_word(look: Callable[[], Awaitable[str]]) -> str:
-    """Returns "" as soon as ``look`` does, else what it says when the time is over."""
+    """Return "" as soon as ``look`` does, else what it returns when the time is over."""
     end_s, word = time.monotonic() + WITHIN_S, "no answer"
     while word and time.monotonic() < end_s:
         try:

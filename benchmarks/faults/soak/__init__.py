@@ -1,1 +1,0 @@
-"""Many requests of every kind, with clients that go away and processes that die: nothing may be lost."""

@@ -1,1 +1,0 @@
-"""What a gang does between steps."""

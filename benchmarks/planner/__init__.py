@@ -1,1 +1,0 @@
-"""What the cost model knows about this machine."""
