@@ -39,7 +39,7 @@ from deployments.config import ServeConfig
 from engines.gang.policies.policy import POLICIES
 
 KEYS = ("ann", "bob", "cid")
-RANKS_AND_REPLICAS = tuple(kind for kind in KINDS if kind not in ("proxy", "controller"))
+RANKS_AND_REPLICAS = tuple(kind for kind in KINDS if kind not in ("proxy", "controller", "haproxy"))
 
 
 def main() -> None:
