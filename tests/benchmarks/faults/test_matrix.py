@@ -92,7 +92,8 @@ def test_faults_without_time_are_named(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_a_client_asks_again_until_it_has_its_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     error = {"error": {"message": "m", "type": "t", "param": None, "code": "model_not_ready"}}
-    answers = [httpx.ConnectError("gone"), httpx.Response(503, json=error), httpx.Response(200, json=PICTURE)]
+    answers: list[httpx.Response | Exception] = [httpx.ConnectError("gone"), httpx.Response(503, json=error)]
+    answers.append(httpx.Response(200, json=PICTURE))
 
     def answer(request: httpx.Request) -> httpx.Response:
         if isinstance(one := answers.pop(0), Exception):

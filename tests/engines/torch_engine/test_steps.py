@@ -85,6 +85,26 @@ def test_a_step_that_captures_is_not_warm(runner: StepRunner) -> None:
     assert [found_warm(runner, shape(0)) for _ in range(4)] == [False, False, True, True]
 
 
+def test_steps_before_the_capture_read_inputs_in_the_layout_of_graphs() -> None:
+    """Qwen-Image 2.1 and LTX pack latents as a transposed view; a graph's buffers are contiguous."""
+    plain, layouts = models.model("flux"), list[bool]()
+
+    def forward(module: nn.Module, arguments: Arguments) -> Tensor:
+        layouts.append(arguments["hidden_states"].is_contiguous())
+        return plain.forward(module, arguments)
+
+    branch = shape(0)
+    packed = branch.inputs["hidden_states"].mT.contiguous().mT
+    assert not packed.is_contiguous()
+    model = replace(plain, forward=forward)
+    sharded = ShardedModel(model)
+    with patch.object(steps, "GraphPool"), patch.object(steps, "CapturedStep", Recording):
+        runner = StepRunner(model, sharded, config=CAPTURING, device=torch.device("cpu"))
+        warm = [found_warm(runner, replace(branch, inputs={**branch.inputs, "hidden_states": packed})) for _ in "123"]
+    sharded.close()
+    assert (warm, layouts) == ([False, False, True], [True] * 3)
+
+
 def test_the_shape_that_came_longest_ago_goes_with_its_graph(runner: StepRunner) -> None:
     with patch.object(steps, "MAX_SHAPES", 2), patch.object(Recording, "close") as close:
         for number in (0, 1, 0, 2):
