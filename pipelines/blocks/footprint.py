@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ class ForwardMeter:
         self._attention, self._storages = _FusedAttention(), _Storages()
         self._products, self._stack = FlopCounterMode(display=False), ExitStack()
 
-    def __enter__(self) -> ForwardMeter:
+    def __enter__(self) -> Self:
         for mode in (self._attention, self._products, self._storages):
             self._stack.enter_context(mode)
         return self
