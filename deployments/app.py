@@ -28,7 +28,7 @@ HEALTH: dict[str, Any] = {
     "health_check_timeout_s": 2.0,
     "graceful_shutdown_wait_loop_s": 0.1,
 }
-INGRESS_HEALTH: dict[str, Any] = {**HEALTH, "health_check_period_s": 0.5, "health_check_timeout_s": 1.5}
+INGRESS_HEALTH: dict[str, Any] = {**HEALTH, "health_check_period_s": 0.5, "health_check_timeout_s": 1.0}
 """An ingress that hangs blocks each replica whose stream to it has ended: Ray waits in the replica's event loop until
 the last item is acknowledged. It is killed before such a replica misses three health checks."""
 REPLICA_CPUS = 0.1

@@ -30,8 +30,8 @@ pytestmark = pytest.mark.slow
 MAX_CONCURRENT = 3
 NUM_AT_ONCE = 16
 NUM_REPLICAS = {"Accounts": 1, "Ingress": 2}
-LONG = {"num_inference_steps": 100, "size": "128x128"}
-"""Goes on while all others are refused, on busy cores as well: four times as many tokens as usual."""
+LONG = {"num_inference_steps": 100, "size": "256x256"}
+"""Goes on while all others are refused, also by a replica that has just started: 16 times as many tokens as usual."""
 NUM_LOOKS = 8
 """More than enough to hear both replicas."""
 
