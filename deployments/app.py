@@ -28,6 +28,9 @@ HEALTH: dict[str, Any] = {
     "health_check_timeout_s": 2.0,
     "graceful_shutdown_wait_loop_s": 0.1,
 }
+INGRESS_HEALTH: dict[str, Any] = {**HEALTH, "health_check_period_s": 0.5, "health_check_timeout_s": 1.0}
+"""An ingress that hangs blocks each replica whose stream to it has ended: Ray waits in the replica's event loop until
+the last item is acknowledged. It is killed before such a replica misses three health checks."""
 REPLICA_CPUS = 0.1
 REPORTS_IN_A_LOOK_BACK = 3
 
@@ -40,7 +43,7 @@ def build_app(args: AppConfig) -> serve.Application:
         num_replicas=args.api.num_replicas,
         ray_actor_options=_actor("base", pythons, num_cpus=args.api.num_cpus),
         max_ongoing_requests=args.api.max_ongoing_requests,
-        **HEALTH,
+        **INGRESS_HEALTH,
     )(Ingress)
     models = {model.name: _bind_model(model, args.api, pythons) for model in args.models}
     return ingress.bind(args, models, _bind_accounts(args, pythons))

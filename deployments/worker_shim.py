@@ -40,6 +40,12 @@ START_WITHIN_S = 20.0
 ANSWER_WITHIN_S = 45.0
 """Includes imports of libraries. Ray waits a minute for a worker."""
 WATCHED_EVERY_S, STOPPED_FOR_S = 1.0, 8.0
+IDLE_FOR_S, BUSY_FOR_S = 8.0, 20.0
+"""A starting Ray worker hangs if it uses no CPU time for ``IDLE_FOR_S``, or ``BUSY_FOR_S`` altogether: it takes two.
+Ray itself would wait a minute for it, and hold its resources."""
+MAX_REPLACED = 2
+RAY_WORKER, RAY_TITLE = "default_worker.py", b"ray::"
+"""Its script, and how its title begins when it has connected."""
 FOLDER = "/tmp"
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -84,15 +90,21 @@ def level_of(executable: str) -> str | None:
 
 def run(level: str, command: list[str], fallback: list[str]) -> None:
     """Run ``command`` in a fork and exit with its status, or execute ``fallback``. Never return."""
-    directory = zygote_directory()
-    try:
-        connection = connect(directory, level)
-        pid = request_fork(connection, command)
-    except (UnavailableError, OSError) as error:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        say_once(directory, f"a worker is started without a fork ({level}): {error}")
-        os.execv(sys.executable, fallback)
-    end_like(supervise(connection, pid))
+    directory, num_left = zygote_directory(), MAX_REPLACED
+    while True:
+        try:
+            connection = connect(directory, level)
+            pid = request_fork(connection, command)
+        except (UnavailableError, OSError) as error:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            say_once(directory, f"a worker is started without a fork ({level}): {error}")
+            os.execv(sys.executable, fallback)
+        is_watched = num_left > 0 and os.path.basename(command[0]) == RAY_WORKER
+        status = supervise(connection, pid, is_watched)
+        if status is not None:
+            end_like(status)
+        print(f"worker_shim: process {pid} hung at its start and is replaced", file=sys.stderr, flush=True)
+        num_left -= 1
 
 
 def zygote_directory() -> str:
@@ -192,8 +204,11 @@ def request_fork(connection: socket.socket, command: list[str]) -> int:
     return int(answer["pid"])
 
 
-def supervise(connection: socket.socket, pid: int) -> int:
-    """Forward signals to ``pid`` until it ends. Return its exit code, or a signal's number, negative."""
+def supervise(connection: socket.socket, pid: int, is_starting: bool) -> int | None:
+    """Forward signals to ``pid`` until it ends. Return its exit code, or a signal's number, negative.
+
+    None for a worker that hung while ``is_starting``, and was killed.
+    """
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -208,8 +223,10 @@ def supervise(connection: socket.socket, pid: int) -> int:
         for number in FORWARDED:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, forward)
-    wait_for(connection, pid, process)
+    hung = wait_for(connection, pid, process, is_starting)
     answer = read_message(connection)
+    if hung:
+        return None
     if answer is not None:
         return int(answer["status"])
     if process is not None:  # the zygote is dead, and the worker may go on
@@ -217,25 +234,45 @@ def supervise(connection: socket.socket, pid: int) -> int:
     return 1
 
 
-def wait_for(end: socket.socket | int, pid: int, process: int | None) -> None:
-    """Wait until ``end`` can be read. Kill a worker that is stopped for ``STOPPED_FOR_S``.
+def wait_for(end: socket.socket | int, pid: int, process: int | None, is_starting: bool = False) -> bool:
+    """Wait until ``end`` can be read. Kill a worker that is stopped for ``STOPPED_FOR_S``, or hangs at its start.
 
-    Ray and Serve check no worker that is still starting.
+    Ray and Serve check no worker that is still starting. Return whether it was killed before it had connected to Ray.
     """
-    num_stopped = 0
+    num_stopped = num_idle = 0
+    last_s = 0.0
+    is_killed = False
     while not select.select([end], [], [], WATCHED_EVERY_S)[0]:
-        num_stopped = num_stopped + 1 if is_stopped(pid) else 0
-        if process is not None and num_stopped * WATCHED_EVERY_S >= STOPPED_FOR_S:
+        state, used_s = state_of(pid)
+        is_starting = is_starting and not has_title(pid)
+        num_stopped = num_stopped + 1 if state == "T" else 0
+        num_idle = num_idle + 1 if is_starting and used_s == last_s and state != "t" else 0
+        last_s = used_s
+        is_stopped = num_stopped * WATCHED_EVERY_S >= STOPPED_FOR_S
+        hangs = is_starting and (num_idle * WATCHED_EVERY_S >= IDLE_FOR_S or used_s > BUSY_FOR_S)
+        if process is not None and (is_stopped or hangs):
+            is_killed = is_killed or is_starting
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
+    return is_killed
 
 
-def is_stopped(pid: int) -> bool:
-    """Return whether a signal has stopped ``pid``; a traced process does not count."""
+def state_of(pid: int) -> tuple[str, float]:
+    """Return the state of ``pid`` ("T": stopped by a signal, "t": traced) and the CPU seconds that it has used."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "T"
+            fields = file.read().rpartition(")")[2].split()
     except OSError:  # the process has ended
+        return "", 0.0
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def has_title(pid: int) -> bool:
+    """Return whether ``pid`` has the title of a worker that has connected to Ray."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read(len(RAY_TITLE)) == RAY_TITLE
+    except OSError:
         return False
 
 

@@ -40,6 +40,8 @@ from engines.gang.policies.policy import POLICIES
 
 KEYS = ("ann", "bob", "cid")
 
+KILLED = tuple(kind for kind in KINDS if kind != "haproxy")
+
 
 def main() -> None:
     arguments = parse()
@@ -109,7 +111,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=12, help="clients that ask side by side")
     parser.add_argument("--every-s", type=float, default=20.0, help="between two kills, on average")
     parser.add_argument(
-        "--kinds", default=",".join(KINDS), help=f"processes that are killed; by default {','.join(KINDS)}"
+        "--kinds", default=",".join(KILLED), help=f"processes that are killed; by default {','.join(KILLED)}"
     )
     parser.add_argument("--hang-s", type=float, default=300.0, help="a request that takes longer hangs")
     parser.add_argument("--api-replicas", type=int, default=1)

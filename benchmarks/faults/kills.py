@@ -7,11 +7,14 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
+
+from benchmarks.faults.timeline import rank_pids
+from benchmarks.serving.application import Application
 
 KINDS = {
     "rank": "ray::Rank",
@@ -22,10 +25,17 @@ KINDS = {
     "codec": "ray::ServeReplica:troupe:Codec",
     "proxy": "ray::ProxyActor",
     "controller": "ray::ServeController",
+    "haproxy": "haproxy",
 }
-"""Beginnings of process titles by kind. A process has its title already while it starts."""
+"""How their titles begin, without folders, while they start as well."""
 STOPPED_FOR_S = 20.0
-"""A stopped process that was not ended continues after that."""
+"""A stopped process continues after that, unless it was ended."""
+
+SIGNALS = {"SIGSTOP": signal.SIGSTOP, "kill -9": signal.SIGKILL}
+ORDER = ("rank", "denoiser", "codec", "encoder", "decoder", "ingress", "proxy", "haproxy")
+"""Kinds by importance."""
+OF_A_MODEL = ("denoiser", "codec", "encoder", "decoder")
+NUM_IN_A_START, NEW_RANKS_WITHIN_S = 2, 60.0
 
 
 def processes_of(server: psutil.Process) -> dict[str, list[psutil.Process]]:
@@ -33,7 +43,7 @@ def processes_of(server: psutil.Process) -> dict[str, list[psutil.Process]]:
     by_kind: dict[str, list[psutil.Process]] = {kind: [] for kind in KINDS}
     for process in server.children(recursive=True):
         with suppress(psutil.Error):
-            title = (process.cmdline() or [""])[0]
+            title = (process.cmdline() or [""])[0].rpartition("/")[2]
             for kind, beginning in KINDS.items():
                 if title.startswith(beginning) and process.status() != psutil.STATUS_ZOMBIE:
                     by_kind[kind].append(process)
@@ -86,3 +96,91 @@ class Killer:
             self._stopped.remove(entry)
             with suppress(psutil.Error):
                 entry[1].send_signal(signal.SIGCONT)
+
+
+Strike = Callable[[], Sequence[psutil.Process]]
+"""Sends the signals at once and returns the processes."""
+Aim = Callable[[], Strike]
+"""Searches for the processes, which takes time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """A signal to one or two processes."""
+
+    name: str
+    aim: Aim
+
+
+def faults(application: Application, model: str) -> Iterator[Fault]:
+    """Yield the faults of which there are processes, the most important first."""
+    found = processes_of(application.process)
+    kinds = [kind for kind in ORDER if found[kind]]
+    for name, number in SIGNALS.items():
+        for kind in kinds:
+            yield Fault(name=f"{name} {kind}", aim=_aim(application, model, kind, number))
+        yield Fault(
+            name=f"{name} controller, kill -9 rank",
+            aim=_aim_at_both(application, model, number),
+        )
+        yield Fault(name=f"{name} new ranks in a start", aim=_aim_at_a_start(application, model, number))
+
+
+def _aim(application: Application, model: str, kind: str, number: signal.Signals) -> Aim:
+    def aim() -> Strike:
+        victim = find(application, model, kind)
+        return lambda: (send(victim, number),)
+
+    return aim
+
+
+def _aim_at_both(application: Application, model: str, number: signal.Signals) -> Aim:
+    """The controller cannot notice that the gang is lost."""
+
+    def aim() -> Strike:
+        controller, rank = (find(application, model, kind) for kind in ("controller", "rank"))
+        return lambda: (send(controller, number), send(rank, signal.SIGKILL))
+
+    return aim
+
+
+def _aim_at_a_start(application: Application, model: str, number: signal.Signals) -> Aim:
+    """A rank is killed, and the new ranks are struck as soon as they are seen."""
+
+    def aim() -> Strike:
+        rank = find(application, model, "rank")
+        known = {process.pid for process in processes_of(application.process)["rank"]}
+        num_new = min(NUM_IN_A_START, len(rank_pids(application.logs, model)))
+
+        def strike() -> Sequence[psutil.Process]:
+            send(rank, signal.SIGKILL)
+            end_s = time.monotonic() + NEW_RANKS_WITHIN_S
+            struck: dict[int, psutil.Process] = {}
+            while len(struck) < num_new and time.monotonic() < end_s:
+                for process in processes_of(application.process)["rank"]:
+                    if process.pid not in known | struck.keys():
+                        struck[process.pid] = send(process, number)
+            return tuple(struck.values())
+
+        return strike
+
+    return aim
+
+
+def find(application: Application, model: str, kind: str) -> psutil.Process:
+    """Return a process of the kind, of ``model`` where each model has its own. RuntimeError if there is none."""
+    if kind == "rank":
+        return psutil.Process(rank_pids(application.logs, model)[-1])
+    beginning = f"{KINDS[kind]}-{model}" if kind in OF_A_MODEL else KINDS[kind]
+    for process in processes_of(application.process)[kind]:
+        with suppress(psutil.Error):
+            if process.cmdline()[0].rpartition("/")[2].startswith(beginning):
+                return process
+    raise RuntimeError(f"no process of {beginning}")
+
+
+def send(victim: psutil.Process, number: signal.Signals) -> psutil.Process:
+    """Send a signal, unless the process has ended, and return the process."""
+    with suppress(psutil.NoSuchProcess):
+        victim.send_signal(number)
+    return victim

@@ -7,6 +7,10 @@ is free or a second has passed; the application decides about the next request a
 
 HAProxy has no rules for requests that leave a queue. The queue's server is therefore this HAProxy itself: a second
 frontend, on a socket of its own, has the rules.
+
+A client that closes its side of the connection right after its request reads the answer (RFC 9112, section 9.6). One
+that closes it later is gone, and its request is cancelled. TCP does not distinguish the two, so the time does
+(``HALF_CLOSE_MS``).
 """
 
 from __future__ import annotations
@@ -57,6 +61,23 @@ EXPOSED = ("Retry-After", "X-Request-Id")
 """Headers of the door's own answers that pages may read."""
 QUEUES_CLIP = "{ method POST } { path /v1/videos }"
 FORWARDED_HEADERS = ("x-forwarded-host", "x-forwarded-proto")
+HALF_CLOSE_MS = 10
+"""Time after a connection's first request in which its client may close its side and still be answered."""
+HALF_CLOSE = """\
+core.register_action("await_half_close", {"http-req"}, function(txn)
+  for _ = 1, %d do
+    if not txn.req:may_recv() then return end
+    core.msleep(1)
+  end
+end)
+core.register_action("note_half_close", {"http-req"}, function(txn)
+  if not txn.req:may_recv() then txn:set_var("txn.half_closed", true) end
+end)
+"""
+"""Two actions, since HAProxy ends one that waits when the client closes its side."""
+HALF_CLOSED = "{ var(txn.half_closed) -m bool }"
+HAS_LUA = ".if feature(LUA)"
+"""A HAProxy without Lua cancels the requests of half-closed connections."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,12 +98,13 @@ class PictureQueue:
         for name in ("full", "wait", "until"):
             yield f"    set-var proc.{name} int(0)"
 
-    def choice(self, max_waiting_bytes: int, patient: str) -> Iterator[str]:
+    def choice(self, max_waiting_bytes: int, patient: Sequence[str]) -> Iterator[str]:
         """Yield rules of the main frontend. Bodies above ``max_waiting_bytes`` fit no buffer and are not queued.
 
-        Requests under the condition ``patient``, whose client may half-close, are not queued either.
+        Requests under a condition of ``patient``, whose client may half-close, are not queued either.
         """
-        yield f"    use_backend pictures_patient if {PICTURES} {patient}"
+        for condition in patient:
+            yield f"    use_backend pictures_patient if {PICTURES} {condition}"
         yield f"    use_backend pictures if {PICTURES} {{ req.body_size le {max_waiting_bytes} }}"
         yield f"    use_backend pictures_large if {PICTURES}"
 
@@ -197,6 +219,9 @@ def _global(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     # A head above the limit that fits this buffer still gets a 431.
     yield f"    tune.bufsize {2 * settings.max_head_bytes}"
     yield "    tune.http.maxhdr 200"
+    script = wiring.folder / "half_close.lua"
+    script.write_text(HALF_CLOSE % HALF_CLOSE_MS)
+    yield from (HAS_LUA, f"    lua-load-per-thread {script}", ".endif")
     if wiring.queue is not None:
         yield from wiring.queue.variables()
 
@@ -238,10 +263,17 @@ def _frontend(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "    http-request del-header x-serve-router- -m beg"
     yield "    http-request del-header traceparent if { req.hdr(traceparent) -m reg [^\\x20-\\x7e] }"
     yield from _forwarded(wiring.trusted_proxies)
-    is_http_10 = "HTTP_1.0" + (f" !{{ src {' '.join(wiring.trusted_proxies)} }}" if wiring.trusted_proxies else "")
+    is_direct = f" !{{ src {' '.join(wiring.trusted_proxies)} }}" if wiring.trusted_proxies else ""
+    yield HAS_LUA
+    for may_be_long in ("METH_POST !{ path /v1/videos }", "{ path_end /events }"):
+        for action in ("await", "note"):
+            is_first = f"HTTP_1.1 {{ http_first_req }} {may_be_long}{is_direct}"
+            yield f"    http-request lua.{action}_half_close if {is_first}"
+    yield ".endif"
+    may_half_close = (f"HTTP_1.0{is_direct}", HALF_CLOSED)
     if wiring.queue is not None:
-        yield from wiring.queue.choice(settings.max_head_bytes, is_http_10)
-    for patient in (is_http_10, QUEUES_CLIP, "bodiless !{ path_end /events }"):
+        yield from wiring.queue.choice(settings.max_head_bytes, may_half_close)
+    for patient in (*may_half_close, QUEUES_CLIP, "bodiless !{ path_end /events }"):
         yield f"    use_backend application_patient if {patient}"
     yield "    default_backend application"
 
@@ -303,10 +335,10 @@ def _backend(wiring: Wiring, is_draining: bool) -> Iterator[str]:
 
 
 def _patient_backend(wiring: Wiring) -> Iterator[str]:
-    """Yield a backend for clients that half-close after the request: HTTP/1.0, and requests answered at once.
+    """Yield a backend for clients that half-close after the request, and for requests answered at once.
 
-    Elsewhere a half-close cancels the request, as in most servers. TCP does not distinguish the two, and HAProxy hides
-    "Connection: close" from its rules. A proxy that speaks HTTP/1.0 closes when its own client is gone.
+    Elsewhere a half-close cancels the request, as in most servers; HAProxy hides "Connection: close" from its rules. A
+    trusted proxy closes when its own client is gone.
     """
     host, port = wiring.backend
     yield "backend application_patient"

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
@@ -114,11 +114,21 @@ class Readiness:
         self._bare = frozenset(
             model for model, found in known.items() if not all(one is not None and num_running(one) for one in found)
         )
-        replaced = {
-            model: all(one is not None and takes_requests(one, on_demand=True) for one in found)
-            for model, found in known.items()
-        }
-        self._rebuilt = frozenset(model for model in self._were_ready.intersection(self._reasons) if replaced[model])
+        self._rebuilt = frozenset(model for model in self._reasons if self._is_replaced(model, known[model]))
+
+    def _is_replaced(self, model: str, found: Sequence[DeploymentStatusOverview | None]) -> bool:
+        """Return whether each deployment of a model that was ready has a replica, or gets another.
+
+        A new ingress knows by Serve's words alone that it was ready. A new controller says "UPDATING" until the
+        deployment is whole again.
+        """
+        was_ready = model in self._were_ready
+        if not was_ready and not any(one is not None and lost_replica(one) for one in found):
+            return False
+        return all(
+            one is not None and (takes_requests(one, on_demand=True) or (was_ready and one.status == "UPDATING"))
+            for one in found
+        )
 
 
 def find_reasons(
@@ -146,10 +156,15 @@ def takes_requests(deployment: DeploymentStatusOverview, *, on_demand: bool = Fa
     if num_running(deployment) or deployment.status == "UPSCALING":
         return True
     if on_demand and deployment.status == "UNHEALTHY":
-        return deployment.status_trigger == "HEALTH_CHECK_FAILED"
+        return lost_replica(deployment)
     return deployment.status in ("HEALTHY", "DOWNSCALING") and (
         on_demand or not sum(deployment.replica_states.values())
     )
+
+
+def lost_replica(deployment: DeploymentStatusOverview) -> bool:
+    """Return whether a replica that was there is being replaced, and not one that failed to start."""
+    return deployment.status == "UNHEALTHY" and deployment.status_trigger == "HEALTH_CHECK_FAILED"
 
 
 def num_running(deployment: DeploymentStatusOverview) -> int:

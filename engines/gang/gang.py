@@ -8,6 +8,7 @@ import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ray.exceptions import ObjectLostError
@@ -77,17 +78,19 @@ class Gang:
         """
         group, clock = placement_group or current_group(), clock or Clock()
         started_s = clock.now_s()
-        ranks = spawn_ranks(config, group, await rank_environments(config, group, environment, clock), python)
+        environments = await rank_environments(config, group, environment, clock)
+        spawn = partial(spawn_ranks, config, group, environments, python)
+        start = Start(config, spawn, clock, model, is_forked=bool(python))
         try:
-            infos, built = await Start(config, ranks, clock, model, is_forked=bool(python)).run(load)
+            infos, built = await start.run(load)
             start_s = clock.now_s() - started_s
             observe_start(model, start_s)
             pids = [info.pid for info in infos]
             logger.info("gang is ready", extra={"model": model, "start_s": round(start_s, 3), "pids": pids})
             measured = step_times(infos, built.estimates) if step_times is not None else None
-            return cls(config, ranks, infos, built.team_sizes, model, clock, measured, built.estimates)
+            return cls(config, start.ranks, infos, built.team_sizes, model, clock, measured, built.estimates)
         except BaseException:
-            kill_ranks(ranks)
+            kill_ranks(start.ranks)
             raise
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from engines.parallel.nccl_options import DEFAULT_OPTIONS, NcclOptions
 
 FORKED_SILENCE_S, IMPORTS_SILENCE_S = 10.0, 60.0
 """Longest silence of a starting rank. Python answers no ping while it maps a library from a slow disk."""
+FIRST_PROCESS_S = 12.0
+"""For the first processes of a start to answer; usually they do within one to four seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +34,7 @@ class GangConfig:
     start_deadline_s: float = 600.0
     """For a whole start, and for a step of a cold shape."""
     process_deadline_s: float = 180.0
-    """For the ranks' processes to run, and again for imports and opening the devices."""
+    """For the ranks' processes to run, in all attempts, and again for imports and opening the devices."""
     connect_deadline_s: float = 120.0
     load_deadline_s: float | None = None
     """For loading the weights; None: the rest of the start."""
@@ -86,6 +88,17 @@ class GangConfig:
         """Return the ping deadline of a starting rank."""
         usual_s = FORKED_SILENCE_S if is_forked else IMPORTS_SILENCE_S
         return usual_s if self.silence_deadline_s is None else self.silence_deadline_s
+
+    def process_attempts_s(self) -> Iterator[float]:
+        """Yield how long each attempt waits for processes to run: twice as long as the one before.
+
+        A process that hangs is replaced early, and a slow machine still has ``process_deadline_s`` altogether.
+        """
+        limit_s, left_s = FIRST_PROCESS_S, self.process_deadline_s
+        while left_s > 0:
+            yield min(limit_s, left_s)
+            left_s -= limit_s
+            limit_s *= 2
 
     @property
     def ranks_per_node(self) -> int:

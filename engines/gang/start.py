@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -16,40 +17,44 @@ from engines.gang.errors import GangBrokenError
 from engines.gang.gang_config import BuiltRank, Clock, Environment, GangConfig, LoadRank
 from engines.gang.metrics import observe_phase
 from engines.gang.placement import rank_strategy
-from engines.gang.rank import RankInfo
+from engines.gang.rank import RankInfo, kill_ranks
 
 PING_EVERY_S = 1.0
 
+logger = logging.getLogger(__name__)
+
 
 class Start:
-    """Takes newly spawned ``ranks`` through the phases of ``config``. Must be made in the gang's event loop.
+    """Takes ``ranks``, made by ``spawn``, through the phases of ``config``. Must be made in the gang's event loop.
 
     A phase ends when all ranks have done it. An exception of a rank is raised unchanged; ranks that are late or answer
     no ping raise GangBrokenError. Without pings, a stopped process would delay the others until the phase's deadline.
+    Ranks whose processes do not run in time are killed and spawned anew; all others are left to the caller.
     """
 
     def __init__(
         self,
         config: GangConfig,
-        ranks: Sequence[Any],
+        spawn: Callable[[], Sequence[Any]],
         clock: Clock,
         model: str = "unnamed",
         *,
         is_forked: bool = False,
     ) -> None:
-        self._config, self._ranks, self._clock, self._model = config, ranks, clock, model
+        self._config, self._spawn, self._clock, self._model = config, spawn, clock, model
+        self.ranks: Sequence[Any] = ()
         self._silence_s = config.silence_s(is_forked=is_forked)
         self._end_s = clock.now_s() + config.start_deadline_s
         self._pings: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, load: LoadRank) -> tuple[list[RankInfo], BuiltRank]:
         """Return the ranks' infos, and the built parts, which are equal on all ranks."""
-        config, ranks = self._config, self._ranks
+        config = self._config
         try:
             with self._timed("processes"):
-                process_s = config.process_deadline_s
-                await self._phase("start their processes", process_s, lambda rank: rank.ping.remote())
+                await self._start_processes()
                 self._pings = asyncio.ensure_future(self._ping())
+                process_s = config.process_deadline_s
                 await self._phase("open their devices", process_s, lambda rank: rank.open.remote())
             with self._timed("connect"):
                 infos = await self._connect()
@@ -61,8 +66,23 @@ class Start:
         finally:
             self._pings.cancel()
             await asyncio.gather(self._pings, return_exceptions=True)
-        assert len(built) == len(ranks)
+        assert len(built) == len(self.ranks)
         return infos, built[0]
+
+    async def _start_processes(self) -> None:
+        """Spawn ranks until all answer. One that hangs before its first ping, as in an import, is only seen by time."""
+        *first_s, last_s = self._config.process_attempts_s()
+        for limit_s in first_s:
+            with suppress(GangBrokenError):
+                await self._try_processes(limit_s)
+                return
+            logger.warning("processes of ranks hang and are replaced", extra={"model": self._model, "limit_s": limit_s})
+            kill_ranks(self.ranks)
+        await self._try_processes(last_s)
+
+    async def _try_processes(self, limit_s: float) -> None:
+        self.ranks = self._spawn()
+        await self._phase("start their processes", limit_s, lambda rank: rank.ping.remote())
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -75,7 +95,7 @@ class Start:
 
     async def _connect(self) -> list[RankInfo]:
         started_s, deadline_s = self._clock.now_s(), self._config.connect_deadline_s
-        (address,) = await self._phase("connect", deadline_s, lambda rank: rank.open_store.remote(), self._ranks[:1])
+        (address,) = await self._phase("connect", deadline_s, lambda rank: rank.open_store.remote(), self.ranks[:1])
         left_s = deadline_s - (self._clock.now_s() - started_s)
         return await self._phase("connect", left_s, lambda rank: rank.join.remote(address))
 
@@ -87,7 +107,7 @@ class Start:
         ranks: Sequence[Any] | None = None,
     ) -> list[Any]:
         limit_s = max(0.0, min(math.inf if deadline_s is None else deadline_s, self._end_s - self._clock.now_s()))
-        answers = [asyncio.ensure_future(_answer(call(rank))) for rank in ranks or self._ranks]
+        answers = [asyncio.ensure_future(_answer(call(rank))) for rank in ranks or self.ranks]
         together = asyncio.gather(*answers)
         try:
             with suppress(TimeoutError):
@@ -107,7 +127,7 @@ class Start:
         """Ping for ever; raise ``GangBrokenError`` when a rank is silent for longer than allowed."""
         silence_s = self._silence_s
         while True:
-            answers = [asyncio.ensure_future(_answer(rank.ping.remote())) for rank in self._ranks]
+            answers = [asyncio.ensure_future(_answer(rank.ping.remote())) for rank in self.ranks]
             try:
                 with suppress(TimeoutError):
                     async with self._clock.timeout(silence_s):

@@ -64,15 +64,24 @@ class StepRunner:
     def run(self, branch: Branch, team: Team) -> Tensor:
         """Return the whole prediction, equal on all ranks of the team's context and tensor axes."""
         step = self._step(branch, team)
-        tensors = step.prepare(branch)
+        tensors = self._laid_out(step.prepare(branch))
         captures = step.captured is None and self._may_capture(step, branch, tensors, team)
         self.was_warm = step.num_runs > 0 and not captures
         if captures:
             step.captured = self._capture(step, tensors, team)
         step.num_runs += 1
-        if step.captured is None:  # contiguous, as a graph's buffers: GEMMs of other layouts round otherwise
-            return step.function({name: tensor.contiguous() for name, tensor in tensors.items()})
+        if step.captured is None:
+            return step.function(tensors)
         return step.captured(tensors).clone()
+
+    def _laid_out(self, tensors: StepTensors) -> StepTensors:
+        """Return ``tensors`` as graphs read them, so that a step before the capture computes the same bits.
+
+        A GEMM over a transposed view, as some blocks pack latents, rounds differently from one over its copy.
+        """
+        if not self._config.capture:
+            return tensors
+        return {name: x.contiguous() for name, x in tensors.items()}
 
     def release(self) -> None:
         """Release all steps and their graphs, but not weights."""

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ class ForwardMeter:
         self._attention, self._storages = _FusedAttention(), _Storages()
         self._products, self._stack = FlopCounterMode(display=False), ExitStack()
 
-    def __enter__(self) -> ForwardMeter:
+    def __enter__(self) -> Self:
         for mode in (self._attention, self._products, self._storages):
             self._stack.enter_context(mode)
         return self
@@ -184,8 +184,8 @@ def footprint(opened: OpenedPipeline, num_tokens: int, latents: Mapping[str, Any
     ``num_tokens`` is the prompt's length; ``latents`` are the decoder's input (None: unknown).
     """
     sections = opened.sections
-    encoder = {name: _outline(opened, name) for name in opened.parts_of(sections.encode)}
-    decoder = {name: _outline(opened, name) for name in opened.parts_of(sections.decode)}
+    encoder = {name: _outline(opened, name) for name in opened.loaded_parts(sections.encode)}
+    decoder = {name: _outline(opened, name) for name in opened.loaded_parts(sections.decode)}
     readers = [part for name, part in encoder.items() if name.startswith("text_encoder") and part is not None]
     weights = [weight for part in readers for weight in _prompt_weights(part)]
     work, decode_bytes = (None if latents is None else _decode_work(opened, latents)) or (None, None)

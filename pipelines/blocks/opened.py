@@ -153,7 +153,7 @@ class OpenedPipeline:
 
     def load(self, sections: Iterable[str]) -> Any:
         """Return a pipeline for the blocks of ``sections``, with their models loaded and outlines of all others."""
-        wanted = set(self.parts_of(sections))
+        wanted = self.loaded_parts(sections)
         pipeline = self._with_parts(lambda name: self.load_part(name) if name in wanted else self._outline(name))
         self.spec.complete_pipeline(pipeline)
         return pipeline
@@ -239,6 +239,13 @@ class OpenedPipeline:
         specs = (spec for name in sections for spec in self.blocks.sub_blocks[name].expected_components)
         names = dict.fromkeys(spec.name for spec in specs)
         return tuple(name for name in names if self._is_in_folder(name))
+
+    def loaded_parts(self, sections: Iterable[str]) -> tuple[str, ...]:
+        """Return the parts that encoder or decoder loads for these blocks.
+
+        Transformers are the gang's: blocks outside the loop read their configuration or positions only.
+        """
+        return tuple(name for name in self.parts_of(sections) if name not in self._denoisers)
 
     def _is_in_folder(self, name: str) -> bool:
         spec = self.pipeline.get_component_spec(name)

@@ -194,6 +194,54 @@ def test_a_worker_that_is_stopped_for_good_is_killed(is_stopped: bool, monkeypat
     assert worker.returncode == (-signal.SIGKILL if is_stopped else 0)
 
 
+HANG = {
+    "sleeps": "time.sleep(1000)",
+    "spins": "\n    while True: pass",
+    "is stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
+}
+
+
+@pytest.mark.parametrize("how", HANG)
+def test_a_ray_worker_that_hangs_at_its_start_is_replaced(
+    directory: str, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another fork with the same command: Ray waits for the same shim."""
+    first = tmp_path / "first"
+    worker = tmp_path / worker_shim.RAY_WORKER
+    worker.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        f"first = pathlib.Path({str(first)!r})\n"
+        "if not first.exists():\n"
+        "    first.write_text(str(os.getpid()))\n"
+        f"    {HANG[how]}\n"
+        "print('second', sys.argv[1])\n"
+    )
+    shim = tmp_path / "shim.py"
+    limits = "WATCHED_EVERY_S, STOPPED_FOR_S, IDLE_FOR_S, BUSY_FOR_S = 0.1, 0.3, 0.5, 0.3"
+    shim.write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom deployments import worker_shim\n"
+        f"worker_shim.{limits.replace(', ', ', worker_shim.', 3)}\nworker_shim.main()\n"
+    )
+    command = [sys.executable, str(shim), "base", str(worker), "argument"]
+    status, out, err = end_of(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    assert (status, out) == (0, "second argument\n"), err
+    pid = int(first.read_text())
+    assert f"process {pid} hung at its start and is replaced" in err
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_ray_worker_that_has_connected_may_be_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value_s in {"WATCHED_EVERY_S": 0.01, "IDLE_FOR_S": 0.1}.items():
+        monkeypatch.setattr(worker_shim, name, value_s)
+    with subprocess.Popen(["sleep", "0.5"]) as process:
+        descriptor = os.pidfd_open(process.pid)
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_shim, "RAY_TITLE", b"sleep")
+            assert not worker_shim.wait_for(descriptor, process.pid, descriptor, is_starting=True)
+        os.close(descriptor)
+    assert process.returncode == 0
+
+
 def test_what_cannot_be_forked_runs_by_itself_and_says_why_once(directory: str) -> None:
     own: dict[str, Any] = {"env": with_environment(LD_LIBRARY_PATH="/somewhere/else")}
     (status, out, err), again = end_of(begin(TELL, "a", **own)), end_of(begin(TELL, "a", **own))

@@ -48,6 +48,8 @@ from engines.core.torch_private import (
     without_modes,
 )
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
@@ -94,6 +96,7 @@ def test_attention_of_the_cpu() -> None:
 
 
 @pytest.mark.gpu
+@NEEDS_GPU
 def test_attention_of_gpus() -> None:
     assert_attends(cudnn_attention, None, True, device="cuda", dtype=torch.bfloat16)
     assert_attends(flash_attention, device="cuda", dtype=torch.bfloat16)
@@ -133,6 +136,7 @@ def test_a_group_is_found_by_its_name(fake_gang: None) -> None:
 
 
 @pytest.mark.gpu
+@NEEDS_GPU
 def test_a_group_of_nccl_has_options_and_a_communicator() -> None:
     torch.cuda.set_device(0)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -27,7 +27,7 @@ from engines.gang import gang as gang_module
 from engines.gang.errors import GangBrokenError
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang import Gang
-from engines.gang.gang_config import BuildRank, BuiltRank, GangConfig
+from engines.gang.gang_config import FIRST_PROCESS_S, BuildRank, BuiltRank, GangConfig
 from engines.gang.rank import spawn_ranks
 from engines.gang.start import PING_EVERY_S, Start
 from tests.engines.gang.support.fakes import FAKE_ESTIMATES, FakeRequest, fake_job, load_fake, reference_latents
@@ -72,7 +72,7 @@ class HangingRanks:
 
 async def start(ranks: HangingRanks, clock: SetClock, config: GangConfig = DEADLINES) -> asyncio.Task[object]:
     """A start that is where it hangs."""
-    starting = asyncio.create_task(Start(config, ranks.actors, clock).run(load_fake))
+    starting = asyncio.create_task(Start(config, lambda: ranks.actors, clock).run(load_fake))
     while ranks.hangs not in ranks.asked:
         await settled()
     await settled()
@@ -102,6 +102,32 @@ async def test_a_rank_that_hangs_is_found_by_the_deadline_of_its_phase(
         await starting
     assert caught.value.cause == "deadline"
     assert PHASES.index(phase) == max(PHASES.index(name) for name in ranks.asked), "nothing was asked after that"
+
+
+async def test_processes_that_hang_are_replaced_after_twice_as_long_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed = list[Any]()
+    monkeypatch.setattr("engines.gang.start.kill_ranks", killed.append)
+    made, clock = [HangingRanks("ping"), HangingRanks("ping"), HangingRanks("none of them")], SetClock()
+    config, spawned = replace(DEADLINES, process_deadline_s=180.0, start_deadline_s=600.0), iter(made)
+    start = Start(config, lambda: next(spawned).actors, clock)
+    starting = asyncio.create_task(start.run(load_fake))
+    for number, limit_s in enumerate((12.0, 24.0)):
+        while "ping" not in made[number].asked:
+            await settled()
+        await clock.advance(limit_s - 0.1)
+        assert len(killed) == number
+        await clock.advance(0.1)
+    await starting
+    assert killed == [ranks.actors for ranks in made[:2]]
+    assert start.ranks == made[2].actors
+
+
+async def test_attempts_at_processes_take_their_deadline_altogether() -> None:
+    attempts = {deadline_s: GangConfig(process_deadline_s=deadline_s).process_attempts_s() for deadline_s in (180, 30)}
+    assert [*attempts[180]] == [12, 24, 48, 96]
+    assert [*attempts[30]] == [12, 18]
 
 
 async def test_a_phase_without_a_deadline_has_what_is_left_of_the_start() -> None:
@@ -135,7 +161,7 @@ async def test_ranks_that_import_their_libraries_may_be_silent_for_longer() -> N
 async def test_each_phase_leaves_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     ranks = HangingRanks("none of them")
-    await Start(DEADLINES, ranks.actors, SetClock(), "fake").run(load_fake)
+    await Start(DEADLINES, lambda: ranks.actors, SetClock(), "fake").run(load_fake)
     lines = [record.__dict__ for record in caplog.records if record.message == logs.MESSAGE]
     assert [line["phase"] for line in lines] == [f"gang: {name}" for name in ("processes", "connect", "load", "build")]
     assert {line["model"] for line in lines} == {"fake"}
@@ -164,7 +190,8 @@ async def test_ranks_of_whose_times_nothing_can_be_told_do_not_outlive_the_start
 ) -> None:
     ranks, killed = HangingRanks("none of them").actors, list[object]()
 
-    async def ready(_start: Start, _load: object) -> tuple[list[Any], BuiltRank]:
+    async def ready(start: Start, _load: object) -> tuple[list[Any], BuiltRank]:
+        start.ranks = start._spawn()
         return [], BuiltRank(team_sizes=(2,))
 
     def step_times(*_: object) -> StepTimes:
@@ -245,6 +272,41 @@ async def test_processes_that_are_stopped_while_they_import_end_the_start(ray_cl
         with pytest.raises(GangBrokenError, match=r"ranks \[.+\] answered no ping for 5 s"):
             await starting
         await eventually(lambda: not alive(pids))
+
+
+HUNG_ONCE = """
+import os, pathlib, sys, time
+
+class Hanging:
+    @staticmethod
+    def find_spec(name, *_):
+        folder = pathlib.Path(__file__).parent
+        if name == "engines.gang.rank" and len(list(folder.glob("[0-9]*"))) < 2:
+            (folder / str(os.getpid())).touch()
+            time.sleep(1000)
+
+sys.meta_path.insert(0, Hanging)
+"""
+"""Runs before a process's first import: the first two hang when they import the ranks' module, and get no further."""
+
+
+async def test_processes_that_hang_before_they_answer_are_replaced(ray_cluster: None, tmp_path: Path) -> None:
+    """Neither their death nor a missed ping would ever show it."""
+    (tmp_path / "sitecustomize.py").write_text(HUNG_ONCE)
+    clock, hung = SetClock(), partial[dict[str, str]](dict, PYTHONPATH=str(tmp_path))
+    with group_for(CONFIG) as group:
+        starting = asyncio.create_task(
+            Gang.start(CONFIG, load_fake, environment=hung, placement_group=group, clock=clock)
+        )
+        await eventually(lambda: len([*tmp_path.glob("[0-9]*")]) == CONFIG.num_ranks)
+        await clock.advance(FIRST_PROCESS_S - 0.1)
+        assert not starting.done()
+        await clock.advance(0.2)
+        gang = await starting
+        request = FakeRequest(seed=3, num_steps=2)
+        assert (await latents(gang, fake_job("one", request))).equal(reference_latents(request))
+        await gang.close()
+        await eventually(lambda: not alive([int(path.name) for path in tmp_path.glob("[0-9]*")]))
 
 
 def search_path(folder: Path) -> Mapping[str, str]:

@@ -11,10 +11,31 @@ import pytest
 import torch
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.request import InputPicture, InputPictures
+from pipelines.request import NO_PICTURES, InputPicture, InputPictures
 from pipelines.size import Size
-from tests.pipelines.support.checkpoints import tiny_qwen
+from tests.pipelines.support.checkpoints import tiny_ltx, tiny_qwen, tiny_unknown
 from tests.pipelines.support.references.picture_cases import small_pictures
+
+
+@pytest.mark.parametrize(
+    ("make", "transformer"),
+    [(tiny_ltx.ltx2_few_layers, "transformer"), (tiny_unknown.sdxl, "unet"), (tiny_qwen.qwen_edit, "transformer")],
+)
+def test_encoder_and_decoder_read_no_weights_of_the_transformer(
+    make: Callable[[Path], Path], transformer: str, tmp_path: Path
+) -> None:
+    """Blocks of LTX-2 and of SDXL name it among theirs, for its positions and a setting."""
+    folder = make(tmp_path)
+    for file in (folder / transformer).glob("*.safetensors"):
+        file.unlink()
+    checkpoint = Checkpoint(folder)
+    with small_pictures():
+        pictures = InputPictures(pictures=(InputPicture(width=48, height=32, mode="RGB", data=bytes(4608)),))
+        size, num_pictures = Size(width=64, height=64), int(transformer == "transformer")
+        request = checkpoint.defaults.request(size, prompt="a red circle", num_pictures=num_pictures)
+        conditioning = checkpoint.text_encoder().encode(request, pictures if num_pictures else NO_PICTURES)
+    assert conditioning.shapes
+    checkpoint.decoder()
 
 
 @pytest.mark.parametrize("make", [tiny_qwen.qwen_edit, tiny_qwen.qwen_edit_plus])
