@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 DEATH_WITHIN_S = 5.0
 """Wait for the death of killed ranks."""
+TURNS_TO_ANSWER = 5
+"""Turns of the event loop in which answers reach a check whose time is over. Ray blocks the loop while a caller hangs
+to which a stream has ended; then answers and the end of the time come at once."""
 
 
 class Gang:
@@ -163,15 +166,26 @@ class Gang:
         return self.broken is not None and self.broken.cause != "closed"
 
     async def _check_answers(self) -> None:
+        pings = [asyncio.ensure_future(rank.ping.remote()) for rank in self._ranks]
         try:
-            async with self._clock.timeout(self.config.ping_deadline_s):
-                await asyncio.gather(*(rank.ping.remote() for rank in self._ranks))
-        except TimeoutError:
-            if self._driver.is_cold:
-                logger.warning("no answer to a ping during the first step of a new shape")
+            with suppress(TimeoutError):
+                async with self._clock.timeout(self.config.ping_deadline_s):
+                    await asyncio.wait(pings, return_when=asyncio.FIRST_EXCEPTION)
+            for _ in range(TURNS_TO_ANSWER):
+                await asyncio.sleep(0)
+            for ping in pings:
+                if ping.done():
+                    ping.result()
+            if all(ping.done() for ping in pings):
                 return
-            reason = f"a rank did not answer a ping within {self.config.ping_deadline_s:g} s"
-            self._driver.break_gang(GangBrokenError(reason, "deadline"))
+        finally:
+            for ping in pings:
+                ping.cancel()
+        if self._driver.is_cold:
+            logger.warning("no answer to a ping during the first step of a new shape")
+            return
+        reason = f"a rank did not answer a ping within {self.config.ping_deadline_s:g} s"
+        self._driver.break_gang(GangBrokenError(reason, "deadline"))
 
     async def _await_death(self) -> None:
         """Raise the ``RayActorError`` of a broken gang's rank; ``GangBrokenError`` if none comes in time.

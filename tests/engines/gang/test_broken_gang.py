@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import ray
 from ray.exceptions import RayActorError
 
 from engines.gang import driver
@@ -133,6 +134,17 @@ async def test_a_stopped_process_is_found_by_a_ping(clock: SetClock) -> None:
             await check
         assert gang.broken is not None
         await eventually(lambda: not alive(info.pid for info in gang.infos))
+
+
+async def test_answers_that_come_while_the_event_loop_is_blocked_are_in_time(clock: SetClock) -> None:
+    """Ray blocks the loop of a replica whose stream to a hanging caller has ended."""
+    async with gang_of(replace(CONFIG, ping_deadline_s=2.5), clock) as gang:
+        check = asyncio.ensure_future(gang.check_health())
+        await asyncio.sleep(0)
+        ray.get([rank.ping.remote() for rank in gang._ranks])  # they answer one after the other
+        await clock.advance(2.5)
+        await check
+        assert gang.broken is None
 
 
 def kill_later(ranks: Sequence[Any]) -> None:
