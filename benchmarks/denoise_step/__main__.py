@@ -37,7 +37,8 @@ def floor_ms(case: Case) -> float:
 def main() -> None:
     arguments = parse(sys.argv[1:])
     if arguments.list:
-        print("\n".join(case.name for case in CASES if arguments.wants(case)))
+        named = bool(arguments.cases or arguments.only)
+        print("\n".join(case.name for case in CASES if arguments.wants(case) or not named))
         return
     program = StepProgram.begin(arguments.out)
     program.meeting = meeting_of(arguments, program.rank)

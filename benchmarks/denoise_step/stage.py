@@ -26,12 +26,11 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """Runs that start at the same time."""
+    """Runs that start at the same time, and are stopped after ``limit_s``."""
 
     name: str
     runs: tuple[Run, ...]
     limit_s: int
-    """Time after which the runs are stopped."""
     min_gpus: int = 1
     takes_turns: bool = False
     """One run is timed at a time."""

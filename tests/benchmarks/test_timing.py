@@ -1,4 +1,4 @@
-"""What is said of repeated calls."""
+"""Times of repeated calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose turn it is."""
+"""Turns of gangs that meet in a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which clips are asked for is written in one word."""
+"""Shapes of clips are written in one word."""
 
 from __future__ import annotations
 

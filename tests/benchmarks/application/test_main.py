@@ -1,4 +1,4 @@
-"""The parts that were asked for are measured, whatever becomes of one of them, and each is kept at once."""
+"""Requested parts are measured even if one fails, and each result is kept at once."""
 
 from __future__ import annotations
 

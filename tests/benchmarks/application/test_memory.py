@@ -1,4 +1,4 @@
-"""What a GPU holds is looked at all the time, and its highest is kept."""
+"""Memory of a GPU is sampled, and its highest value is kept."""
 
 from __future__ import annotations
 

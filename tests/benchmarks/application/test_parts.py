@@ -1,4 +1,4 @@
-"""What parts make of the answers of a server, and what is measured once for several of them."""
+"""Results of the parts from a server's answers. Values that several parts need are measured once."""
 
 from __future__ import annotations
 

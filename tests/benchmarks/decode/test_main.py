@@ -1,4 +1,4 @@
-"""Decoding is measured from beginning to end, on as many devices as were asked for."""
+"""Decoding is measured on the requested numbers of devices."""
 
 from __future__ import annotations
 

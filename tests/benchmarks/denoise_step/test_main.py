@@ -26,7 +26,7 @@ def case_of(maker: str) -> Case:
 
 
 def test_prepared_steps_are_timed_as_they_were_prepared() -> None:
-    """With gradients off: compiled code depends on it, and would be made again as the clock runs."""
+    """Gradients are off. Otherwise compiled code would be made again while the clock runs."""
     modes: list[bool] = []
     bench: Any = SimpleNamespace(small=True, fitting=lambda case: dataclasses.replace(case, repeats=2))
     denoise_step.time_case(bench, case_of("xdit"), lambda: modes.append(torch.is_grad_enabled()))

@@ -1,4 +1,4 @@
-"""What each stage asks of its host, and that what it names is there to be run."""
+"""Stages fit their hosts, and all that they name can be run."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.deployments.support.live import live
 from tests.support.ports import own_port
 
 EARLY = "28"
-"""With this seed the first kill comes after 1.4 s."""
+"""Seed with which the first kill comes after 1.4 s."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Where a recovery's seconds go, of a log that was made up."""
+"""Timeline of a recovery from a made-up log."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ RIGHT, WRONG = RequestClass(name="a", body={"prompt": "a"}), RequestClass(name="
 
 
 def run_of(url: str, folder: Path, capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    """What ``main`` prints at the end, of two requests of one class."""
+    """Return the document that ``main`` prints, of two requests of one class."""
     Server.seen.clear()
     Server.expected = 1
     (folder / "mix.yaml").write_text("classes: [{name: a, body: {prompt: a}}]")

@@ -1,4 +1,4 @@
-"""Arrivals are those that were asked for, requests do not wait for each other, and the summary is right."""
+"""Arrivals are the requested ones, requests do not wait for each other, and the summary is right."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_the_summary_counts_what_is_not_answered_as_late(tmp_path: Path) -> None
 
 
 def test_gpu_seconds_are_told_by_class_for_a_picture_and_for_a_clip(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of what was answered right. Four pictures of a request share what it took."""
+    """Right answers count. The four pictures of a request share its time."""
     pair = [spent("pictures", gpu_s, num_media=4) for gpu_s in (4.0, 8.0)]
     failed = spent("pictures", 100.0, status=502)
     found = summary([*pair, failed, spent("single", 0.5), spent("clip", 30.0, kind="clip")], LONE, scale=3.0)
@@ -166,7 +166,7 @@ def spent(name: str, gpu_s: float, *, kind: Kind = "picture", num_media: int = 1
 
 
 def test_predictions_are_told_beside_what_was() -> None:
-    """By class and in all, of what the server says that it took; of answers without one nothing is known."""
+    """Errors are relative to the server's own total, by class and in all. Answers without a prediction do not count."""
     told = [outcome("a", eta_s, total_ms=2000.0) for eta_s in (2.0, 1.0, 2.2, None)] + [outcome("b", 3.0, 2000.0)]
     found = summary([*told, outcome("b", 9.0, 1000.0, status=429)], {"a": 1.0, "b": 1.0}, scale=3.0)
     assert found["classes"]["a"]["eta"] == {"told": 3, "median_error": 0.1, "p95_error": 0.5}

@@ -1,4 +1,4 @@
-"""Policies follow each other: what classes take is measured before the first, and what is there is kept at once."""
+"""Policies follow each other. Lone times are measured before the first, and each row is kept at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TRACE = '{"at_s": 0, "class": "small"}\n{"at_s": 1, "class": "usual"}\n'
 
 
 class Served:
-    """What was asked of applications that do not exist. ``cut_off`` is the policy under which the load ends badly."""
+    """Records what is asked of applications that do not exist. Under the policy ``cut_off`` the load is interrupted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cut_off: str = "") -> None:
         self.policies: list[str] = []
@@ -62,7 +62,7 @@ class Served:
         return {kind.name: ALONE_S for kind in kinds}
 
     def _check(self, headers: dict[str, str]) -> None:
-        """A server with keys would refuse what has none; one that makes processes which stand by is slow."""
+        """A server with keys refuses requests without one, and it is slow until it is at rest."""
         assert self.is_at_rest
         sent = headers.get("Authorization", "").removeprefix("Bearer ")
         assert sent in self.keys if self.keys else not headers
@@ -128,7 +128,7 @@ def test_requests_come_with_keys_whose_weights_the_server_knows(
 def test_a_load_is_beside_what_classes_take_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each takes 0.6 s here, so that 300 s at a load of 0.5 are some 250 requests, under every policy the same ones."""
+    """Lone times are 0.6 s, so 300 s at a load of 0.5 are some 250 requests, the same under every policy."""
     served = Served(monkeypatch)
     words = ["--load", "0.5", "1", "--duration-s", "300", "--set", "denoiser.elastic=true"]
     program.main([*words, "--policies", "shortest,arrival"])

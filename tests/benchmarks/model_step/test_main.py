@@ -1,4 +1,4 @@
-"""What is said of a model before anything is timed, and with its times."""
+"""Facts and times of a model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_pictures_in_one_forward_are_as_good_as_diffusers_and_not_alike(folder: 
 
 
 def test_errors_are_those_against_float32_if_asked_for(folder: str) -> None:
-    """In bfloat16 both are wrong by as much, and the module by nothing beside itself."""
+    """Both have the rounding of bfloat16. Compared with itself, the module has none."""
     size, errors = Size.parse("96x96"), {}
     for exact in (True, False):
         model = PublishedModel.made(folder, torch.device("cpu"), torch.bfloat16, size, 20)
@@ -87,7 +87,7 @@ def test_what_takes_pictures_one_by_one_makes_no_batch(tmp_path: Path) -> None:
 
 
 def test_what_diffusers_cannot_divide_is_said(folder: str) -> None:
-    """It takes the accelerators' number for a divisor, and CPUs are none."""
+    """diffusers divides by the number of accelerators, and CPUs are none."""
     model = PublishedModel.made(folder, torch.device("cpu"), torch.float32, Size.parse("96x96"), 20, 1)
     with pytest.raises(ValueError, match="over GPUs alone, not over CPUs: leave it out of --makers"):
         diffusers(model, torch.zeros(1), Arguments(), 2)

@@ -1,4 +1,4 @@
-"""What a step costs beside its forwards: that it is measured, and that it is little."""
+"""Cost of a step beside its forwards: it is measured, and it is small."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.pipelines.support.checkpoints import tiny, tiny_cosmos, tiny_models
 
 MAKERS = {"flux": (tiny.flux, 1), "qwen": (tiny_models.qwen_image, 2), "cosmos 3": (tiny_cosmos.cosmos, 2)}
 PATIENCE = 10
-"""How many times longer it may take here: what runs beside a test slows memory down, and other machines are slower."""
+"""Factor by which it may take longer here, beside other programs and on slower machines."""
 ADDED_MS = 30.0
 
 

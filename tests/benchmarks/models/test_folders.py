@@ -21,7 +21,7 @@ from tests.pipelines.support.checkpoints.tiny_qwen import qwen_vl
 
 
 def tiny_clip() -> Any:
-    """As wide as ``tiny.flux`` takes it, for prompts as long as the published one takes them."""
+    """Return an encoder of the width of ``tiny.flux``, for prompts of the published length."""
     from transformers import CLIPTextConfig, CLIPTextModel
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -36,7 +36,7 @@ def tiny_t5() -> Any:
 
 
 def without_weights(published: Path) -> Path:
-    """As those that lie in the repository: without the text encoders' configurations too."""
+    """Remove weights and text encoders' configurations, which published configurations do not have."""
     for file in (*published.glob("**/*.safetensors"), *published.glob("text_encoder*/config.json")):
         file.unlink()
     return published

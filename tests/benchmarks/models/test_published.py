@@ -1,4 +1,4 @@
-"""What is timed is the model's own arithmetic, all of it, and ours gives the answer of diffusers' module."""
+"""Published models: all arithmetic is counted, and the engine gives the answer of diffusers' module."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_its_step(name: str, tmp_path: Path) -> None:
 
 
 def test_what_its_class_keeps_in_float32_is_not_cast(tmp_path: Path) -> None:
-    """As ``from_pretrained`` of diffusers has it: Wan's embedding of time, norms and modulation."""
+    """Wan's embedding of time, norms and modulation stay in float32, as with diffusers' ``from_pretrained``."""
     from diffusers import WanTransformer3DModel
 
     folder = tiny.wan(tmp_path)

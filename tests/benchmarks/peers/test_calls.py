@@ -1,4 +1,4 @@
-"""What peers are asked for of diffusers' packed sequence of a text, a clip and its sound."""
+"""Inputs of peers from diffusers' packed sequence of a text, a clip and its sound."""
 
 from __future__ import annotations
 

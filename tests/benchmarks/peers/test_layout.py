@@ -1,4 +1,4 @@
-"""Which ranks of a peer share what."""
+"""Division of a peer's step among its ranks."""
 
 from __future__ import annotations
 

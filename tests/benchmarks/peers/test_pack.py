@@ -1,4 +1,4 @@
-"""What goes into the archive of the peers."""
+"""Contents of the peers' archive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which peers and transformers there are, asked before anything of theirs is imported."""
+"""Unknown peers and transformers are refused before anything of theirs is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.peers.published import MAKERS, empty, peer_of
 
 
 class Wan3DModel:
-    """Of no peer."""
+    """A transformer that no peer has."""
 
 
 MODEL: Any = SimpleNamespace(module=Wan3DModel(), own_calls=())

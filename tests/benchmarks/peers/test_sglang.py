@@ -1,4 +1,4 @@
-"""What stands in for SGLang's compiled kernels where PyTorch is another than theirs."""
+"""Replacements of SGLang's compiled kernels, for another PyTorch than theirs."""
 
 from __future__ import annotations
 

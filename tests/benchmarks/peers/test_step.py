@@ -1,4 +1,4 @@
-"""Which peer runs in which precision and mode."""
+"""Precision and mode of each peer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from benchmarks.peers import step as peers
 
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the projects with a precision of their own are asked for; their steps say whether they run in inference
-    mode."""
+    """Arguments of projects that have precisions. Their steps return whether they run in inference mode."""
     asked: list[dict[str, Any]] = []
 
     def make(_module: Any, _inputs: Any, **how: Any) -> Any:

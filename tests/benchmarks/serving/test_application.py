@@ -1,4 +1,4 @@
-"""When an application that has started is at rest."""
+"""An application that has started comes to rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUIET, BUSY = 0.4 * REST_CORES, 2 * REST_CORES
 
 
 def rests(shares: Iterator[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It uses so many cores each time that it is looked at."""
+    """Run ``rest`` with these numbers of cores in use."""
     monkeypatch.setattr(Application, "cpu_share", lambda _self, _over_s: next(shares))
     one = Application(url="", ready_s=1.0, process=psutil.Process(), logs=Path(), data_dir=Path())
     one.rest()

@@ -1,4 +1,4 @@
-"""A benchmark serves what its options say: other values, and the model of a folder alone."""
+"""Options of a benchmark set values of the configuration, and choose the model of a folder."""
 
 from __future__ import annotations
 
