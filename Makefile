@@ -55,10 +55,11 @@ test-unit: $(READY) ## Run the tests that import no torch (tests/unit.txt): a mi
 test-slow: $(READY) ## Run the tests that take minutes on two cores
 	@$(PY) -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
-durations: $(READY) ## Run what make test does, and write tests/durations.json, by which it orders files
+durations: $(READY) ## Run what make test does, write tests/durations.json (its order), and check tests/budget.json (CPU seconds)
 	@$(PY) -m pytest -m "not gpu and not slow" $(TWO) --junitxml=out/durations.xml
 	@$(PY) .ci/durations.py out/durations.xml > tests/durations.json.new
 	@mv tests/durations.json.new tests/durations.json
+	@$(PY) .ci/durations.py out/durations.xml --budget
 
 test-gpu: $(READY) ## Run the tests that need CUDA devices
 	@$(PY) -m pytest -m gpu $(PYTEST_ARGS)

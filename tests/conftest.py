@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ os.environ["RAY_AUTH_MODE"] = "disabled"  # read when Ray is imported
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: other tests would leave them little of the cores
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -104,6 +105,35 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 -durations_s.get(file_of(item), UNKNOWN_DURATION_S),
             )
         )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Add the CPU seconds of each test to a JUnit report, where one is written (``make durations``)."""
+    if call.when == "teardown" and "PYTEST_XDIST_WORKER" in os.environ and item.config.option.xmlpath:
+        item.user_properties.append(("cpu_s", CPU.since_last_s()))
+
+
+class CPUSeconds:
+    """CPU seconds of this process and of all that it started, as far as they are alive or it waited for their end."""
+
+    def __init__(self) -> None:
+        self._process, self._last_s = psutil.Process(), 0.0
+
+    def since_last_s(self) -> float:
+        """Return the seconds since the last call. Those of processes that have just ended elsewhere are lost."""
+        now_s = sum(map(self._of, [self._process, *self._process.children(recursive=True)]))
+        spent_s, self._last_s = max(0.0, now_s - self._last_s), now_s
+        return round(spent_s, 2)
+
+    def _of(self, process: psutil.Process) -> float:
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            return float(times.user + times.system + times.children_user + times.children_system)
+        return 0.0
+
+
+CPU = CPUSeconds()
 
 
 def file_of(item: pytest.Item) -> str:

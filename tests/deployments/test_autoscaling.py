@@ -15,7 +15,7 @@ import pytest
 from deployments.cli.serving import parse_config, reserved_port
 from tests.deployments.support.bare import assert_same_picture, bare_frames
 from tests.deployments.support.commands import short_folder
-from tests.deployments.support.fake_nodes import HOST, ROOT, FakeNodes, fake_nodes, raylet_of
+from tests.deployments.support.fake_nodes import HOST, ROOT, FakeNodes, fake_nodes
 from tests.deployments.support.live import TIMEOUT_S, config_of, picture, pixels_of, wait_until
 
 pytestmark = pytest.mark.ray
@@ -42,7 +42,8 @@ gangs, which then come and go."""
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[FakeNodes]:
+def cluster(ray_cluster: None) -> Iterator[FakeNodes]:
+    """Its nodes fork their workers from the zygote of the session's own cluster."""
     with short_folder() as folder, fake_nodes(folder, idle_timeout_s=IDLE_TIMEOUT_S) as nodes:
         yield nodes
 
@@ -63,6 +64,15 @@ def url(cluster: FakeNodes) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
+def first(cluster: FakeNodes, url: str) -> dict[str, bytes]:
+    """A picture of each model, both asked for at once where there is neither a gang nor a node."""
+    wait_until(lambda: not cluster.workers(), "no node but the head")
+    assert not any(cluster.gangs(f"Denoiser-{model}") for model in MODELS)
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(MODELS, threads.map(lambda model: picture(url, model=model, seed=0), MODELS), strict=True))
+
+
+@pytest.fixture(scope="module")
 def pictures(url: str) -> list[bytes]:
     """Of as many seeds as there are clients. Made once for all tests, since gangs go while one client asks."""
     return [picture(url, seed=seed, **LONG) for seed in range(NUM_CLIENTS)]
@@ -79,17 +89,26 @@ def assert_right(data: bytes, seed: int) -> None:
     assert_same_picture(pixels_of(data), bare_frames(MODELS, seed=seed)[0])
 
 
-def test_with_no_gang_and_no_node_a_request_gets_both_and_its_picture(cluster: FakeNodes, url: str) -> None:
-    wait_until(lambda: not cluster.workers(), "no node but the head")
-    assert not cluster.gangs(GANGS)
+def test_with_no_gang_and_no_node_a_request_gets_both_and_its_picture(
+    cluster: FakeNodes, url: str, first: dict[str, bytes]
+) -> None:
     assert is_healthy(url)
-    data = picture(url, seed=0)
-    with asked_for(url, [data]):
+    with asked_for(url, [first["pictures"]]):
         wait_until(lambda: cluster.gangs(GANGS), "the gang, which nobody had told to stay")
-        (node,) = cluster.workers()
+        (node_id,) = cluster.gangs(GANGS).values()
+        (node,) = [node for node in cluster.workers() if node.node_id == node_id]
         assert node.node_type == "gpu4", "the smallest that holds the gang"
-        assert list(cluster.gangs(GANGS).values()) == [node.node_id]
-    assert_right(data, seed=0)
+    assert_right(first["pictures"], seed=0)
+
+
+def test_a_gang_over_two_nodes_paints_a_picture(cluster: FakeNodes, url: str, first: dict[str, bytes]) -> None:
+    with asked_for(url, [first["wide"]], model="wide"):
+        wait_until(lambda: cluster.gangs("Denoiser-wide"), "the gang, which nobody had told to stay")
+        nodes = cluster.nodes_of_ranks()
+        node_ids = [nodes[pid] for pid in cluster.rank_pids("wide")[-1]]
+        assert len(set(node_ids)) == 2
+        assert set(node_ids) <= {node.node_id for node in cluster.workers()}, "neither is the head"
+    assert_right(first["wide"], seed=0)
 
 
 def test_a_node_that_dies_under_load_costs_no_request(cluster: FakeNodes, url: str, pictures: list[bytes]) -> None:
@@ -113,16 +132,6 @@ def test_nodes_and_gangs_follow_the_load_and_lose_no_request(
         wait_until(lambda: len(cluster.gangs(GANGS)) == 1, "one gang goes, in the midst of work")
     wait_until(lambda: not cluster.gangs(GANGS), "nobody asks, and there is no gang")
     wait_until(lambda: not cluster.workers(), "no node but the head")
-
-
-def test_a_gang_over_two_nodes_paints_a_picture(cluster: FakeNodes, url: str) -> None:
-    data = picture(url, model="wide", seed=0)
-    with asked_for(url, [data], model="wide"):
-        wait_until(lambda: cluster.gangs("Denoiser-wide"), "the gang, which nobody had told to stay")
-        raylets = [raylet_of(pid) for pid in cluster.rank_pids("wide")[-1]]
-        assert len(set(raylets)) == 2
-        assert set(raylets) <= {node.raylet.pid for node in cluster.workers()}, "neither is the head"
-    assert_right(data, seed=0)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,12 @@ from tests.support.ports import own_port
 __all__ = ["models", "official", "url"]
 
 PICTURES, CLIPS, EDITS = "flux-shapes", "wan-shapes", "kontext-shapes"
+NUM_STEPS = 8
+DEFAULTS = {
+    PICTURES: {"num_inference_steps": NUM_STEPS},
+    CLIPS: {"num_inference_steps": NUM_STEPS, "num_frames": 9},
+    EDITS: {"num_inference_steps": NUM_STEPS},
+}
 SMALL_CLIP = {"size": "32x32", "num_frames": 9, "num_inference_steps": 6}
 LONGEST = 100
 """Steps, as many as the models allow."""
@@ -34,21 +41,36 @@ WARM_SIZE = "96x32"
 
 
 @pytest.fixture(scope="session")
-def models() -> dict[str, Path]:
-    return {name: ROOT / "pipelines" / "checkpoints" / name for name in (PICTURES, CLIPS, EDITS)}
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The shipped models, with defaults that make less work of what names neither steps nor frames."""
+    return {
+        name: with_defaults(ROOT / "pipelines" / "checkpoints" / name, tmp_path_factory.mktemp(name), DEFAULTS[name])
+        for name in (PICTURES, CLIPS, EDITS)
+    }
+
+
+def with_defaults(checkpoint: Path, folder: Path, defaults: Mapping[str, int]) -> Path:
+    """``folder``, with links to the parts of ``checkpoint`` and its ``troupe.json`` changed by ``defaults``."""
+    for part in checkpoint.iterdir():
+        (folder / part.name).symlink_to(part)
+    (folder / "troupe.json").unlink()
+    own = json.loads((checkpoint / "troupe.json").read_text())
+    (folder / "troupe.json").write_text(json.dumps(own | defaults))
+    return folder
 
 
 @pytest.fixture(scope="package")
-def url(ray_cluster: None) -> Iterator[str]:
-    with live(config()) as url:
+def url(ray_cluster: None, models: dict[str, Path]) -> Iterator[str]:
+    with live(config(models)) as url:
         yield url
 
 
-def config() -> ServeConfig:
+def config(models: Mapping[str, Path]) -> ServeConfig:
     document = load_config("laptop").with_http(port=0).with_metrics(METRICS_PORT).model_dump(mode="json")
     limits = {"max_running_jobs": NUM_RUNNING, "max_waiting_jobs": NUM_WAITING, "ping_deadline_s": PING_DEADLINE_S}
     args = document["applications"][0]["args"]
     args["api"]["max_body_bytes"] = MAX_BODY_BYTES
     for model in args["models"]:
+        model["path"] = str(models[model["name"]])
         model["denoiser"] |= limits | {"warm_sizes": [WARM_SIZE]}
     return parse_config(document)

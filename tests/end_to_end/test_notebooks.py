@@ -18,6 +18,7 @@ from PIL import Image
 
 from engines.gang.policies.policy import POLICIES
 from tests.deployments.support.live import wait_until
+from tests.end_to_end.conftest import NUM_STEPS
 from tests.engines.gang.support.helpers import alive
 from tests.support.fenced import ROOT
 
@@ -68,7 +69,7 @@ def run(notebook: nbformat.NotebookNode, folder: Path) -> None:
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": folder}}).execute()
 
 
-def assert_all_is_shown(notebook: nbformat.NotebookNode) -> None:
+def assert_all_is_shown(notebook: nbformat.NotebookNode, num_steps: int) -> None:
     """Pictures of the right sizes that are not of one colour, clips, and progress to the end."""
     pictures = [
         np.asarray(Image.open(io.BytesIO(b64decode(data))).convert("RGB")) for data in outputs(notebook, "image/png")
@@ -76,7 +77,8 @@ def assert_all_is_shown(notebook: nbformat.NotebookNode) -> None:
     assert [picture.shape for picture in pictures] == [(128, 128, 3)] * 3 + [(3 * 128, 5 * 128, 3)]
     assert all(np.ptp(picture, axis=(0, 1)).max() > 50 for picture in pictures)
     assert [text.count("<video") for text in outputs(notebook, "text/html")] == [1, 1]
-    assert re.search(r"step 20 of 20, \d\.\d s left", str(outputs(notebook, "text/plain")))
+    progress = rf"step {num_steps} of {num_steps}, \d\.\d s left"
+    assert re.search(progress, str(outputs(notebook, "text/plain")))
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +93,7 @@ def test_first_picture(url: str, tmp_path: Path) -> None:
     start = SHARED_START.format(address=address, url=url)
     notebook.cells.insert(0, nbformat.v4.new_code_cell(start))  # type: ignore[no-untyped-call]
     run(notebook, tmp_path)
-    assert_all_is_shown(notebook)
+    assert_all_is_shown(notebook, NUM_STEPS)
 
 
 @pytest.mark.ray
@@ -101,7 +103,7 @@ def test_first_picture_from_start_to_end(tmp_path: Path, monkeypatch: pytest.Mon
     before = set(psutil.Process().children(recursive=True))
     notebook = read(NOTEBOOK)
     run(notebook, tmp_path)
-    assert_all_is_shown(notebook)
+    assert_all_is_shown(notebook, 20)
     left = set(psutil.Process().children(recursive=True)) - before
     wait_until(lambda: not alive(process.pid for process in left), "what the notebook started is gone")
 

@@ -208,7 +208,7 @@ def test_clips_with_one_seed_are_the_same_bytes(official: openai.OpenAI) -> None
 
 async def test_of_jobs_in_flight_the_shortest_ends_first_and_each_sees_its_own_progress(url: str) -> None:
     """Each comes once a step of the one before it is done, of which many are left."""
-    lengths = [80, 60, 15]
+    lengths = [50, 40, 10]
     assert len(lengths) == NUM_RUNNING
     seen: dict[int, list[int]] = {length: [] for length in lengths}
     ends: list[int] = []

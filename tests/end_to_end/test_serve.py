@@ -15,7 +15,7 @@ import pytest
 
 from tests.deployments.support.commands import Command, command, config_file, short_folder
 from tests.deployments.support.live import IMAGES, PROMPT, config_of, picture, wait_until
-from tests.end_to_end.conftest import CLIPS, PICTURES
+from tests.end_to_end.conftest import CLIPS, LONG_CLIP, PICTURES
 from tests.support.ports import own_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]  # two minutes: an application of its own
@@ -61,7 +61,7 @@ def open_to_others(serve: Command) -> list[str]:
 
 def end_under_way(serve: Command, client: httpx.Client) -> tuple[str, str]:
     """SIGTERM while a picture is painted and somebody watches a clip; what the two streams said from then on."""
-    clip = client.post("/v1/videos", json={"prompt": PROMPT, "num_inference_steps": 100}).json()
+    clip = client.post("/v1/videos", json={"prompt": PROMPT, **LONG_CLIP}).json()
     body = {"prompt": PROMPT, "seed": 3, "num_inference_steps": 60, "stream": True, "stream_progress": True}
     with (
         client.stream("GET", f"/v1/videos/{clip['id']}/events") as watching,

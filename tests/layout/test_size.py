@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import json
 import os
 import re
 from pathlib import Path
+
+import pytest
 
 from tests.layout.support.source import CODE, ROOT, nodes_of, python_files, repository_files
 
@@ -73,3 +77,19 @@ def total_bytes(prefix: str) -> int:
 def test_checkpoints_and_repository_stay_small() -> None:
     assert total_bytes(CHECKPOINTS) <= MAX_CHECKPOINT_BYTES
     assert total_bytes("") < MAX_REPOSITORY_BYTES
+
+
+def test_every_folder_of_tests_has_a_budget_of_cpu_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / ".ci")
+    program, report = importlib.import_module("durations"), tmp_path / "durations.xml"
+    budget_s = json.loads((ROOT / "tests" / "budget.json").read_text())
+    tests = (Path(name) for name in repository_files() if re.match(r"tests/(.*/)?test_\w+\.py$", name))
+    assert set(budget_s) == {"/".join(path.parts[:2]) if len(path.parts) > 2 else "tests" for path in tests}
+
+    case = '<testcase classname="tests.layout.test_size" name="a" time="1"><properties>{}</properties></testcase>'
+    used_s = budget_s["tests/layout"] + 1
+    used = f'<property name="cpu_s" value="{used_s}"/>'
+    report.write_text(f"<testsuite>{case.format(used)}</testsuite>")
+    (told,) = program.over_budget(program.cpu_s(report), budget_s)
+    assert told.startswith(f"tests/layout takes {used_s} CPU seconds")
+    assert program.over_budget({"tests/layout": budget_s["tests/layout"]}, budget_s) == []

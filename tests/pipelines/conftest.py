@@ -12,9 +12,12 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """Compute on one thread: tiny matrices are slower on several, and results do not depend on the machine."""
+    """Compute on one thread: tiny matrices are slower on several, and results do not depend on the machine.
+
+    It holds for a module's fixtures too, where most references are made.
+    """
     torch = sys.modules.get("torch")
     if torch is None:
         yield

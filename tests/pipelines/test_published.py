@@ -1,16 +1,23 @@
-"""Published models go by name, and their configurations are the published ones."""
+"""Published models go by name, their configurations are the published ones, and their plans cover them.
+
+Places of a plan are there, and all that a tensor axis should divide is divided once.
+"""
 
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 
 import diffusers
 import pytest
 import torch
+from torch import nn
 
+from engines.core.shard_plan import named_like
 from engines.core.spec import ParallelSpec
 from engines.parallel.mesh import team_of_one
+from engines.parallel.tensor import split_features
 from engines.tensorrt_engine.export.trace import offline_team
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.checkpoint import Checkpoint
@@ -203,9 +210,15 @@ DIVIDED = {
 """How two ranks divide some of them: those with masks, with places of their own, or with what comes once a job."""
 HAND_ORDERED = {*KINDS, "FLUX.1-Kontext-dev", "Qwen-Image", "Qwen-Image-Edit-2509"}
 """Whose hand-ordered steps are recorded, where they have one: all others are another size of one of these."""
+OTHER_CLASSES = {"ideogram-4", "stable-diffusion-3.5-medium", "stable-diffusion-xl-base-1.0", "Wan2.2-I2V-A14B"}
+"""Not divided, or of two transformers."""
+QUICK = {*HAND_ORDERED, *OTHER_CLASSES, "Qwen-Image-Layered"}
+"""All others have the modules and inputs of one of these in another size."""
 
 
-@pytest.mark.parametrize("name", published_models())
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[] if one in QUICK else [pytest.mark.slow]) for one in published_models()]
+)
 @torch.no_grad()
 def test_a_step_is_what_a_gpu_can_record_and_compile(name: str) -> None:
     """It begins on the device, copies nothing from the host or to it, and reads no values back."""
@@ -300,3 +313,66 @@ def test_auto_encoders_of_pictures_have_the_scale_that_their_transformers_expect
     scale = 2 ** sum(bool(one) for one in enlarged)
     assert scale == SCALES.get(name, 8)
     assert checkpoint.defaults.size_multiple % (2 * scale) == 0
+
+
+WHOLE = ("ideogram-4", "stable-diffusion-3.5-medium", "stable-diffusion-xl-base-1.0")
+"""Not divided."""
+WITHOUT_TENSOR = ("ERNIE-Image", "Krea-2-Raw", "Krea-2-Turbo")
+HEADS = {"Z-Image": (2,), "Z-Image-Turbo": (2,), "stable-diffusion-3.5-large": (2,), "Wan2.1-T2V-1.3B": (2, 4)}
+"""Degrees of a tensor axis; the others have at least eight times some number of heads."""
+MODULATION = re.compile(r"(norm\w*\.linear|_mod\.1|adaLN_modulation\.0|adaln_proj\.linear)$")
+"""Linears of one vector, which every rank computes."""
+
+
+DIVISIBLE = [name for name in published_models() if name not in WHOLE]
+
+
+@pytest.mark.parametrize("name", DIVISIBLE)
+def test_places_exist(name: str) -> None:
+    plan = model_of(name).plan
+    for module in model_of(name).modules.values():
+        assert all(isinstance(module.get_submodule(blocks), nn.ModuleList) for blocks in plan.blocks)
+        for shard in plan.shards:
+            for inner in named_like(module, shard.module):
+                assert shard.where == "output" or shard.key in inspect.signature(inner.forward).parameters, shard
+        for place in (*(gather.module for gather in plan.gathers), *(table.pattern for table in plan.tables)):
+            assert named_like(module, place)
+
+
+@pytest.mark.parametrize("name", DIVISIBLE)
+def test_every_linear_of_the_tokens_is_divided_once(name: str) -> None:
+    plan = model_of(name).plan
+    assert (name in WITHOUT_TENSOR) == (not plan.linears)
+    for module in model_of(name).modules.values() if plan.linears else ():
+        for block in plan.blocks:
+            for linear in linears_of(module, block):
+                rules = [rule for rule in plan.linears if rule.matches(linear)]
+                assert len(rules) == (0 if MODULATION.search(linear) else 1), linear
+        for rule in plan.linears:
+            assert named_like(module, rule.pattern)
+
+
+def linears_of(module: nn.Module, block: str) -> list[str]:
+    named = module.get_submodule(block).named_modules(prefix=block)
+    return [name for name, inner in named if isinstance(inner, nn.Linear)]
+
+
+def test_keys_of_pictures_are_divided_where_a_model_has_them() -> None:
+    (module,) = model_of("Wan2.1-I2V-14B-480P").modules.values()
+    added = [name for name in linears_of(module, "blocks") if "add_" in name]
+    assert len(added) == 2 * 40
+
+
+@pytest.mark.parametrize("name", sorted({*DIVISIBLE} - {*WITHOUT_TENSOR}))
+def test_features_divide_by_the_usual_degrees(name: str) -> None:
+    model = model_of(name)
+    for module in model.modules.values():
+        for degree in HEADS.get(name, (2, 4, 8)):
+            ParallelSpec(tensor=degree).check(num_heads=model.num_heads, features=split_features(module, model.plan))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_others_have_nothing_to_divide(name: str) -> None:
+    assert not model_of(name).plan.shards
+    assert not model_of(name).plan.linears

@@ -75,6 +75,12 @@ def refusal(ask: Callable[[], object]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(("width", "height"), [(50, 32), (32, 50), (0, 32), (32, 0)])
+def test_both_sides_are_positive_multiples(width: int, height: int) -> None:
+    limits = SizeLimits(multiple=8, max_pixels=4096)
+    assert f"size is {width}x{height}: width and height must be" in refusal(lambda: limits.check(width, height))
+
+
 @pytest.mark.torch
 def test_the_directory_the_sampler_and_the_api_refuse_a_size_in_the_same_words(tiny_flux: Path) -> None:
     checkpoint, request = Checkpoint(tiny_flux), picture(width=50)

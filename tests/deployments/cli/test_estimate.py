@@ -242,18 +242,18 @@ def mistake(*args: str) -> str:
     ("args", "message"),
     [
         (["--model", "nonsense"], "or the name of a published model: Cosmos3-Nano"),
-        (["--model", "FLUX.1-dev", "--size", "big"], "size 'big': write it as WIDTHxHEIGHT"),
+        (["--model", "flux-shapes", "--size", "big"], "size 'big': write it as WIDTHxHEIGHT"),
         (["--model", "FLUX.1-dev", "--size", "1000x1024"], "positive multiples of 16"),
-        (["--model", "FLUX.1-dev", "--ranks", "0"], "--ranks is 0; it must be at least 1"),
-        (["--model", "FLUX.1-dev", "--steps", "0"], "num_inference_steps is 0; it must be from 1 to"),
-        (["--model", "FLUX.1-dev", "--memory", "0"], "--memory is 0; it must be above 0, in GiB a GPU"),
+        (["--model", "flux-shapes", "--ranks", "0"], "--ranks is 0; it must be at least 1"),
+        (["--model", "flux-shapes", "--steps", "0"], "num_inference_steps is 0; it must be from 1 to"),
+        (["--model", "flux-shapes", "--memory", "0"], "--memory is 0; it must be above 0, in GiB a GPU"),
         (
             ["--model", "FLUX.1-dev", "--machine", "a100", "--precision", "fp8"],
             "no rate in precision fp8 is known of A100",
         ),
-        (["--model", "FLUX.1-dev", "--precision", "fp3"], "no rate in precision fp3 is known of H200"),
+        (["--model", "flux-shapes", "--precision", "fp3"], "no rate in precision fp3 is known of H200"),
         (
-            ["--model", "FLUX.1-dev", "--machine", "abacus"],
+            ["--model", "flux-shapes", "--machine", "abacus"],
             "abacus is no file, and no known machine; known: h200, b200",
         ),
     ],
@@ -265,4 +265,4 @@ def test_mistakes_are_one_line(args: list[str], message: str) -> None:
 def test_a_file_that_holds_no_figures(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     file.write_text("{}")
-    assert "holds no machine's figures" in estimate("--model", "FLUX.1-dev", "--machine", str(file)).stderr
+    assert "holds no machine's figures" in estimate("--model", "flux-shapes", "--machine", str(file)).stderr

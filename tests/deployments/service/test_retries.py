@@ -7,7 +7,7 @@ import pytest
 from deployments.service import retries as module
 from deployments.service.readiness import Readiness
 from deployments.service.retries import Retries
-from engines.gang.errors import DEADLINE, GangBrokenError, QueueFullError, TooLateError
+from engines.gang.errors import DEADLINE, BreakCause, GangBrokenError, QueueFullError, TooLateError
 from tests.deployments.support.fake_studio import PICTURES
 
 FULL = QueueFullError(4, 1.0)
@@ -32,6 +32,17 @@ def test_who_lost_a_gang_waits_for_the_next_however_many_do(retries: Retries, re
     """All that it had taken come to the new one at one time."""
     retries.after(GangBrokenError("rank 1 died", "death", in_flight=True), num_steps_seen=1)
     retries.after_refusal(refusal)
+
+
+@pytest.mark.parametrize(
+    ("cause", "in_flight", "counts"), [("death", True, True), ("death", False, False), ("closed", True, False)]
+)
+def test_it_runs_alone_after_a_gang_that_may_have_broken_by_it(
+    retries: Retries, cause: BreakCause, in_flight: bool, counts: bool
+) -> None:
+    assert not retries.exclusive
+    retries.after(GangBrokenError("rank 1 died", cause, in_flight=in_flight), num_steps_seen=1)
+    assert retries.exclusive is counts
 
 
 def test_who_lost_a_gang_does_not_wait_beyond_its_own_deadline(retries: Retries) -> None:

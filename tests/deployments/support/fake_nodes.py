@@ -20,10 +20,10 @@ from ray.autoscaler._private.fake_multi_node.node_provider import (
     FAKE_HEAD_NODE_TYPE,
     FakeMultiNodeProvider,
 )
+from ray.util.state import list_actors
 
 from deployments.cli.cluster import SERVE_ENVIRONMENT
 from deployments.config import ServeConfig
-from deployments.worker_shim import DIRECTORY_VARIABLE
 from tests.deployments.support.commands import command, config_file
 from tests.deployments.support.live import TIMEOUT_S, log_lines, log_texts
 from tests.support.ports import own_port
@@ -81,11 +81,16 @@ class FakeNodes:
         """The processes of each gang that was ready once, by rank; the newest gang is last."""
         return [line["pids"] for line in log_lines("gang is ready", self._logs) if line["model"] == model]
 
+    def nodes_of_ranks(self) -> dict[int, str]:
+        """The ids of the nodes on which ranks run, by process id."""
+        ranks = list_actors(address=self.dashboard, filters=[("class_name", "=", "Rank"), ("state", "=", "ALIVE")])
+        return {rank.pid: rank.node_id for rank in ranks if rank.pid and rank.node_id}
+
     def busy_nodes(self) -> set[str]:
-        """The worker nodes that have ranks which have begun a job."""
+        """The nodes that have ranks which have begun a job."""
         names = [name for name, text in log_texts(self._logs).items() if '"job begins"' in text]
-        raylets = {raylet_of(int(name.rsplit("-", 1)[1])) for name in names}
-        return {node.node_id for node in self.workers() if node.raylet.pid in raylets}
+        pids = {int(name.rsplit("-", 1)[1]) for name in names}
+        return {node_id for pid, node_id in self.nodes_of_ranks().items() if pid in pids}
 
     def lost_requests(self) -> list[dict[str, Any]]:
         """The log lines of requests that were run again, or given up, since their gang was lost."""
@@ -108,20 +113,12 @@ class FakeNodes:
         return Node(node_id=environment["RAY_CLOUD_INSTANCE_ID"], node_type=node_type, raylet=process)
 
 
-def raylet_of(pid: int) -> int | None:
-    """Return the node manager of a worker, whose zygote the first worker of a node starts; None if it has ended.
-
-    The zygote's environment is that of the worker which started it.
-    """
-    try:
-        return int(psutil.Process(pid).environ()["RAY_RAYLET_PID"])
-    except psutil.Error:
-        return None
-
-
 @contextmanager
 def fake_nodes(folder: Path, *, idle_timeout_s: float) -> Iterator[FakeNodes]:
     """A cluster with its head alone; nodes go when they were idle for ``idle_timeout_s``. All ends with the block.
+
+    Workers of all nodes are forked from the zygote of this process's environment (``forking_cluster``), if it has one:
+    else each node would import the same libraries.
 
     ``ray.cluster_utils.AutoscalingCluster`` does the like, but Ray's wheels lack a file that it reads, and it stops
     every Ray of the machine when it starts.
@@ -141,7 +138,7 @@ def fake_nodes(folder: Path, *, idle_timeout_s: float) -> Iterator[FakeNodes]:
         "temp-dir": folder,
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
-    environment = {**SERVE_ENVIRONMENT, **ENVIRONMENT, DIRECTORY_VARIABLE: ""}  # each node has a zygote of its own
+    environment = {**SERVE_ENVIRONMENT, **ENVIRONMENT}
     with command("start", "--head", "--block", *flags, folder=folder, env=environment, program=RAY) as head:
         head.wait_for("Ray runtime started")
         yield FakeNodes(folder=folder, dashboard=f"http://{HOST}:{dashboard_port}")

@@ -6,7 +6,7 @@ import gc
 import weakref
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 
@@ -69,6 +69,25 @@ def test_a_job_computes_once_and_another_job_again() -> None:
         assert scheduled.call_count == 1
         cache.step_tensors(at_step(branch, 0, TIMESTEPS_S.clone()), weights, fast)
         assert scheduled.call_count == 2
+
+
+@torch.no_grad()
+def test_jobs_with_other_additions_to_the_weights_compute_again() -> None:
+    """Their inputs may be the same tensors: a prompt is encoded once for all of them."""
+    branch, weights, fast = parts()
+    cache, module, mixes = HoistedCache(), torch.nn.Identity(), [(), (("one", 0.5),), (("one", 1.0),)]
+    jobs = [replace(at_step(branch, 0), additions=mix) for mix in mixes]
+    with (
+        patch.object(weights, "scheduled", wraps=weights.scheduled) as scheduled,
+        patch.object(fast, "hoisted", wraps=fast.hoisted) as hoisted,
+    ):
+        for job in (*jobs, *jobs):
+            cache.step_tensors(job, weights, fast)
+        assert (scheduled.call_count, hoisted.call_count) == (len(mixes), len(mixes))
+    hoist = Mock(return_value={})
+    for job in (*jobs, *jobs):
+        cache.module_inputs(job, module, hoist)
+    assert hoist.call_count == len(mixes)
 
 
 @torch.no_grad()

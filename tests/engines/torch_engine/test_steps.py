@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.core.model import Arguments, Branch, StepTensors
+from engines.core.model import LATENTS, Arguments, Branch, StepTensors
 from engines.core.spec import ParallelSpec
 from engines.parallel.mesh import Team, team_of_one
 from engines.parallel.sharded import ShardedModel
@@ -26,13 +26,13 @@ CAPTURING = TorchChoices(capture=True)
 
 
 class Recording:
-    """Stands for a ``CapturedStep``: replays by running again."""
+    """Stands for a ``CapturedStep``: replays by running again, into the memory of the result before."""
 
     def __init__(self, function: Callable[[StepTensors], Tensor], example: StepTensors, pool: object) -> None:
-        self._function = function
+        self._function, self._result = function, function(example)
 
     def __call__(self, tensors: StepTensors) -> Tensor:
-        return self._function(tensors)
+        return self._result.copy_(self._function(tensors))
 
     def close(self) -> None:
         pass
@@ -103,6 +103,18 @@ def test_steps_before_the_capture_read_inputs_in_the_layout_of_graphs() -> None:
         warm = [found_warm(runner, replace(branch, inputs={**branch.inputs, "hidden_states": packed})) for _ in "123"]
     sharded.close()
     assert (warm, layouts) == ([False, False, True], [True] * 3)
+
+
+@torch.no_grad()
+def test_a_prediction_stays_what_it_was_when_the_graph_is_replayed(runner: StepRunner) -> None:
+    branch = shape(0)
+    other = replace(branch, inputs={**branch.inputs, LATENTS: 2 * branch.inputs[LATENTS]})
+    expected = runner.run(branch, ALONE).clone()
+    runner.run(branch, ALONE)
+    replayed, after = runner.run(branch, ALONE), runner.run(other, ALONE)
+    assert runner.was_warm
+    torch.testing.assert_close(replayed, expected)
+    assert not torch.allclose(after, expected)
 
 
 def test_the_shape_that_came_longest_ago_goes_with_its_graph(runner: StepRunner) -> None:
