@@ -102,7 +102,7 @@ def test_steps_before_the_capture_read_inputs_in_the_layout_of_graphs() -> None:
         runner = StepRunner(model, sharded, config=CAPTURING, device=torch.device("cpu"))
         warm = [found_warm(runner, replace(branch, inputs={**branch.inputs, "hidden_states": packed})) for _ in "123"]
     sharded.close()
-    assert (warm, layouts) == ([False, False, True], [True] * 3)
+    assert (warm, set(layouts)) == ([False, False, True], {True})
 
 
 @torch.no_grad()
