@@ -9,28 +9,16 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from engines.core.host_copy import HostCopy
+from engines.core.resources import MemoryUse
 from engines.core.weight_spans import CpuSpans, CudaSpans, WeightSpans
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryUse:
-    """Memory of one process, in bytes."""
-
-    weights: int = 0
-    """Memory of weights, on the device while awake and on the host while asleep."""
-    beside: int = 0
-    """What the process's allocator holds on the device beside them."""
-    pinned: int = 0
-    """Host memory that is pinned for the copy."""
 
 
 class WeightMemory:
@@ -93,8 +81,13 @@ class WeightMemory:
         if self._spans is None or self._host is None:
             return MemoryUse()
         weights = _num_bytes(self._found if self.is_asleep else self._spans.find())
-        beside = max(0, torch.cuda.memory_reserved(self._device) - weights) if self._device.type == "cuda" else 0
-        return MemoryUse(weights=weights, beside=beside, pinned=self._host.pinned_bytes)
+        pinned = self._host.pinned_bytes
+        if self._device.type != "cuda":
+            return MemoryUse(device="cpu", weights=weights, pinned=pinned)
+        properties = torch.cuda.get_device_properties(self._device)
+        beside = max(0, torch.cuda.memory_reserved(self._device) - weights)
+        device, size = str(properties.uuid), properties.total_memory
+        return MemoryUse(device=device, device_bytes=size, weights=weights, beside=beside, pinned=pinned)
 
     def reserve(self, pinned_bytes: int | None = None) -> None:
         """Begin to allocate host memory for the copy, at most ``pinned_bytes`` of it pinned. Returns at once."""

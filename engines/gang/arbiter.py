@@ -118,9 +118,10 @@ class Arbiter:
         """Add a model or replace what is known of its memory. ValueError if it does not fit its devices alone."""
         for device, size in sharer.awake.items():
             if size > self.capacity[device]:
+                taken, usable = size / 2**30, self.capacity[device] / 2**30
                 raise ValueError(
-                    f"{sharer.name} takes {size / 2**30:.1f} GiB on {device}, of which {self.capacity[device] / 2**30:.1f} "
-                    "GiB are usable: divide its weights, or give it GPUs of its own"
+                    f"{sharer.name} takes {taken:.1f} GiB on {device}, of which {usable:.1f} GiB are usable: divide "
+                    "its weights, or give it GPUs of its own"
                 )
         self.sharers[sharer.name] = sharer
 

@@ -14,6 +14,8 @@ from ray.exceptions import ObjectLostError
 from ray.util.placement_group import PlacementGroup
 
 from engines.core.estimates import StepEstimates
+from engines.core.resources import MemoryUse
+from engines.gang.arbiter import Demand
 from engines.gang.driver import Driver
 from engines.gang.errors import GangBrokenError
 from engines.gang.eta.measured_times import StepTimes
@@ -120,6 +122,40 @@ class Gang:
                     return
         finally:
             self._driver.close(open_job)
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether steps may run."""
+        return self._driver.rest.may_work
+
+    async def sleep(self) -> tuple[MemoryUse, ...]:
+        """Move the weights of all ranks to the host, after the steps in flight. Return each rank's memory use.
+
+        Processes, communicator and captured steps stay. Open jobs continue after ``wake``.
+        """
+        await self._driver.move(asleep=True)
+        return self._driver.rest.uses
+
+    async def wake(self) -> None:
+        """Move the weights back to the same addresses, and continue."""
+        await self._driver.move(asleep=False)
+
+    @property
+    def swap_s(self) -> float:
+        """Duration of the last ``sleep`` or ``wake``."""
+        return self._driver.rest.swap_s
+
+    async def reserve_host_memory(self, pinned_bytes: int | None) -> None:
+        """Let each rank pin host memory for its weights in the background, at most ``pinned_bytes`` (None: all)."""
+        await asyncio.gather(*(rank.reserve_host_memory.remote(pinned_bytes) for rank in self._ranks))
+
+    async def memory_uses(self) -> list[MemoryUse]:
+        """Return each rank's memory use."""
+        return await asyncio.gather(*(rank.memory_use.remote() for rank in self._ranks))
+
+    def demand(self) -> Demand:
+        """Return the open work."""
+        return self._driver.demand()
 
     async def spent_s(self, job_id: str) -> float:
         """See ``JobTable.spent_s``."""

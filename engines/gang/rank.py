@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup
 from engines.core.engine import RankContext
 from engines.core.logs import log_phase, timed
 from engines.core.parcel import Parcel
-from engines.core.resources import open_rank_resources
+from engines.core.resources import MemoryUse, open_rank_resources
 from engines.core.storage import device_name
 from engines.gang.errors import portable
 from engines.gang.gang_config import BuildRank, BuiltRank, GangConfig, LoadRank, StoreAddress
@@ -28,6 +28,7 @@ from engines.gang.jobs.step_plan import JobFailure, StepPlan
 from engines.gang.placement import rank_strategy
 
 if TYPE_CHECKING:
+    from engines.core.weight_memory import WeightMemory
     from engines.gang.jobs.rank_jobs import RankJobs
 
 
@@ -137,6 +138,28 @@ class Rank:
             self._runner.close()
         self._resources.close()
         self._communicator.leave()
+
+    # On the main thread, in order with the steps.
+
+    def sleep(self) -> MemoryUse:
+        """Move the weights to the host. Pings, admissions and drops go on."""
+        self._memory.sleep()
+        return self._memory.use()
+
+    def wake(self) -> None:
+        self._memory.wake()
+
+    def reserve_host_memory(self, pinned_bytes: int | None) -> None:
+        self._memory.reserve(pinned_bytes)
+
+    def memory_use(self) -> MemoryUse:
+        return self._memory.use()
+
+    @property
+    def _memory(self) -> WeightMemory:
+        from engines.core.weight_memory import WeightMemory
+
+        return self._resources.get(WeightMemory)
 
     @ray.method(concurrency_group="admission")
     def admit(self, job: Job) -> JobFailure | None:

@@ -117,7 +117,7 @@ def test_a_starving_model_comes_before_short_work_and_keeps_the_room_for_itself(
 
 
 def test_a_model_too_large_for_its_gpu_is_refused() -> None:
-    with pytest.raises(ValueError, match="a takes 90.0 GiB on gpu, of which 80.0 GiB are usable: divide"):
+    with pytest.raises(ValueError, match=r"a takes 90\.0 GiB on gpu, of which 80\.0 GiB are usable: divide"):
         arbiter(sharer("a", 90))
 
 
