@@ -17,6 +17,7 @@ from deployments.stages.common import (
     SentPicture,
     SentPictures,
     StageSpec,
+    StageWeights,
     Workers,
     load_stage,
 )
@@ -115,23 +116,44 @@ def _num_bytes(encoded: Encoded) -> int:
 class PromptEncoder:
     """Encodes one request at a time, since tokenizers keep state. Cache hits do not wait."""
 
-    def __init__(self, spec: StageSpec) -> None:
+    stage = "text_encoder"
+
+    def __init__(self, spec: StageSpec, *, is_whole: bool = True) -> None:
+        """``is_whole``: this process has no other part of the model."""
         with quick_imports():
             checkpoint = load_stage(spec)
-            self._encoder = checkpoint.text_encoder(compiled=spec.model.text_encoder.compile)
+            self._weights = StageWeights(spec, self.stage)
+            with self._weights.loading() as modules:
+                self._encoder = checkpoint.text_encoder(compiled=spec.model.text_encoder.compile)
+                modules.extend(self._encoder.modules)
         self._encoding = Workers(1, "encoding")
         self._encoding.run(warm_encoder, self._encoder, spec, checkpoint)
         self._cache = ConditioningCache(spec.model.text_encoder.conditionings_mib * MIB)
+        if is_whole:
+            self._weights.loaded()
+
+    def check_health(self) -> None:
+        """Raise an error if the weights do not sleep and wake as ordered."""
+        self._weights.check()
+
+    def __del__(self) -> None:
+        """Leave other models' GPUs. Serve calls it when a replica is stopped."""
+        if (weights := getattr(self, "_weights", None)) is not None:
+            weights.close()
 
     def encode(self, request: MediaRequest, pictures: SentPictures = NO_SENT_PICTURES) -> Encoded:
         start_s = time.perf_counter()
         with request_context(request.request_id):
             keys = self._cache.keys(request, pictures)
-            encoded = self._cache.find(keys) or self._encoding.run(self._encode, request, pictures, keys)
+            encoded = self._cache.find(keys) or self._encode_awake(request, pictures, keys)
             encoded = replace(encoded, encode_s=time.perf_counter() - start_s)
             fields = {"encode_s": round(encoded.encode_s, 4), "was_kept": encoded.was_kept}
             logger.info("text is encoded", extra=fields)
         return encoded
+
+    def _encode_awake(self, request: MediaRequest, pictures: SentPictures, keys: CacheKeys | None) -> Encoded:
+        with self._weights.work():
+            return self._encoding.run(self._encode, request, pictures, keys)
 
     def _encode(self, request: MediaRequest, pictures: SentPictures, keys: CacheKeys | None) -> Encoded:
         """Check the cache again, then encode: an identical request may have been encoded meanwhile."""

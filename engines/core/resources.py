@@ -27,6 +27,8 @@ class MemoryUse:
     """Weights, on the device while awake and on the host while asleep."""
     beside: int = 0
     """What the process's allocator holds on the device beside them."""
+    peak: int = 0
+    """The most of that when weights went to sleep."""
     pinned: int = 0
     """Host memory that is pinned for the copy."""
 

@@ -36,6 +36,7 @@ class WeightMemory:
         self._undo: list[Callable[[], None]] = []
         self._pinned_limit: int | None = None
         self.is_asleep = False
+        self._peak = 0
         self.num_copies = 0
         """Copies to the host so far."""
 
@@ -85,9 +86,12 @@ class WeightMemory:
         if self._device.type != "cuda":
             return MemoryUse(device="cpu", weights=weights, pinned=pinned)
         properties = torch.cuda.get_device_properties(self._device)
-        beside = max(0, torch.cuda.memory_reserved(self._device) - weights)
-        device, size = str(properties.uuid), properties.total_memory
-        return MemoryUse(device=device, device_bytes=size, weights=weights, beside=beside, pinned=pinned)
+        sizes = {"device_bytes": properties.total_memory, "weights": weights, "beside": self._beside(weights)}
+        return MemoryUse(device=str(properties.uuid), **sizes, peak=self._peak, pinned=pinned)
+
+    def _beside(self, weights: int) -> int:
+        """Return what the allocator holds beside ``weights``, which it counts while they are asleep, too."""
+        return max(0, torch.cuda.memory_reserved(self._device) - weights) if self._device.type == "cuda" else 0
 
     def reserve(self, pinned_bytes: int | None = None) -> None:
         """Begin to allocate host memory for the copy, at most ``pinned_bytes`` of it pinned. Returns at once."""
@@ -108,6 +112,7 @@ class WeightMemory:
             self._host.copy(self._found)
             self._is_copied = True
             self.num_copies += 1
+        self._peak = max(self._peak, self._beside(_num_bytes(self._found)))
         self._spans.release(self._found)
         self.is_asleep = True
         return self._took("weights are asleep", begun_s)

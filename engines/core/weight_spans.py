@@ -127,13 +127,15 @@ class CudaSpans:
         return [_view(run, self._device) for one in segments for run in _runs_in_use(one["blocks"])]
 
     def release(self, spans: Sequence[Tensor]) -> None:
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # of activations too: the next model needs the room
-        self._library.tms_pause(None)
+        with torch.cuda.device(self._device):  # on threads that never used the device, too
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # of activations too: the next model needs the room
+            self._library.tms_pause(None)
 
     def restore(self, spans: Sequence[Tensor]) -> None:
-        torch.cuda.empty_cache()
-        self._library.tms_resume(None)
+        with torch.cuda.device(self._device):
+            torch.cuda.empty_cache()
+            self._library.tms_resume(None)
 
     @cached_property
     def _hook(self) -> Any:

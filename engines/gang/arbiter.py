@@ -163,7 +163,7 @@ class Arbiter:
             return None
         awake = [one for one in self.sharers.values() if one.is_awake]
         ends_s = [one.turn_since_s + turn_s for one in awake for turn_s in (one.min_turn_s, one.max_turn_s)]
-        return min(LINGER_S, *(end_s - now_s for end_s in ends_s if end_s > now_s + SHORTEST_S))
+        return min([LINGER_S, *(end_s - now_s for end_s in ends_s if end_s > now_s + SHORTEST_S)])
 
     def fits(self, names: Iterable[str]) -> bool:
         """Return whether these models fit together while all others are asleep."""

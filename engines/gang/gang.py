@@ -50,6 +50,8 @@ class Gang:
         self.infos = tuple(infos)
         self.estimates = estimates
         """Estimated step times, if the ranks have any."""
+        self.on_open: Callable[[], object] = lambda: None
+        """Called after each new job."""
         self._ranks = ranks
         self._clock = clock
         self._driver = Driver(config, ranks, team_sizes, model, clock, step_times)
@@ -65,21 +67,22 @@ class Gang:
         environment: Callable[[], Environment] | None = None,
         python: str = "",
         placement_group: PlacementGroup | None = None,
+        gpus: float | None = None,
         step_times: Callable[[Sequence[RankInfo], StepEstimates | None], StepTimes] | None = None,
         clock: Clock | None = None,
     ) -> Gang:
         """Spawn ranks in the replica's placement group, connect them, run ``load`` on each, then its result.
 
         ``model`` is the name in logs and metrics. ``environment`` is called on each node for the variables of its
-        ranks' processes; ``python`` is their command (``spawn_ranks``). ``step_times`` returns the step times measured
-        on such ranks, given the ranks' estimates.
+        ranks' processes; ``python`` is their command and ``gpus`` their part of a GPU (``spawn_ranks``). ``step_times``
+        returns the step times measured on such ranks, given the ranks' estimates.
 
         On an error, a missed start deadline (``GangBrokenError``) or cancellation, all started ranks are killed.
         Exceptions of ``load`` and of its result are raised here unchanged.
         """
         group, clock = placement_group or current_group(), clock or Clock()
         started_s = clock.now_s()
-        ranks = spawn_ranks(config, group, await rank_environments(config, group, environment, clock), python)
+        ranks = spawn_ranks(config, group, await rank_environments(config, group, environment, clock), python, gpus)
         try:
             infos, built = await Start(config, ranks, clock, model, is_forked=bool(python)).run(load)
             start_s = clock.now_s() - started_s
@@ -98,6 +101,11 @@ class Gang:
         return self._driver.broken
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it takes jobs."""
+        return self.broken is None
+
+    @property
     def is_idle(self) -> bool:
         """Whether no job is open."""
         return self._driver.is_idle
@@ -110,6 +118,7 @@ class Gang:
         if the gang breaks, and the errors of the job's own sampler or conditioning.
         """
         open_job, last_group_s = self._driver.open(job), -math.inf
+        self.on_open()
         try:
             while True:
                 group = await open_job.next_events(until_s=last_group_s + every_s)
@@ -145,13 +154,16 @@ class Gang:
         """Duration of the last ``sleep`` or ``wake``."""
         return self._driver.rest.swap_s
 
-    async def reserve_host_memory(self, pinned_bytes: int | None) -> None:
-        """Let each rank pin host memory for its weights in the background, at most ``pinned_bytes`` (None: all)."""
-        await asyncio.gather(*(rank.reserve_host_memory.remote(pinned_bytes) for rank in self._ranks))
+    async def reserve_host_memory(self, pinned: Sequence[int] | None) -> None:
+        """Let each rank pin host memory in the background, at most its entry of ``pinned`` in bytes (None: all)."""
+        limits = [None] * len(self._ranks) if pinned is None else pinned
+        ranks = zip(self._ranks, limits, strict=True)
+        await asyncio.gather(*(rank.reserve_host_memory.remote(limit) for rank, limit in ranks))
 
     async def memory_uses(self) -> list[MemoryUse]:
         """Return each rank's memory use."""
-        return await asyncio.gather(*(rank.memory_use.remote() for rank in self._ranks))
+        uses: list[MemoryUse] = await asyncio.gather(*(rank.memory_use.remote() for rank in self._ranks))
+        return uses
 
     def demand(self) -> Demand:
         """Return the open work."""

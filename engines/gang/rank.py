@@ -183,12 +183,17 @@ class Rank:
 
 
 def spawn_ranks(
-    config: GangConfig, group: PlacementGroup, environments: Sequence[Mapping[str, str]], python: str = ""
+    config: GangConfig,
+    group: PlacementGroup,
+    environments: Sequence[Mapping[str, str]],
+    python: str = "",
+    gpus: float | None = None,
 ) -> list[Any]:
     """Return one actor handle per rank. The actors end with the process that spawned them, and are never restarted.
 
     ``environments`` are the variables of each rank's process. ``python`` is the command that runs it (Ray's
-    ``py_executable``), by default the caller's.
+    ``py_executable``), by default the caller's. ``gpus`` is the part of a GPU that a rank asks for where gangs share
+    bundles (None: ``gpus_per_rank``).
     """
     executable = {"py_executable": python} if python else {}
     # Ray's types lack concurrency groups.
@@ -196,7 +201,7 @@ def spawn_ranks(
     return [
         actor.options(
             num_cpus=config.cpus_per_rank,
-            num_gpus=config.gpus_per_rank,
+            num_gpus=config.gpus_per_rank if gpus is None else gpus,
             scheduling_strategy=rank_strategy(config, rank, group),
             runtime_env={**executable, **({"env_vars": dict(environment)} if environment else {})},
         ).remote(config, rank)

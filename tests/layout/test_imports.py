@@ -22,6 +22,7 @@ MAY_IMPORT = {
 HTTP_LIBRARIES = {"aiohttp", "fastapi", "flask", "httpx", "openai", "requests", "starlette", "uvicorn"}
 PURE = (
     "engines/gang/arbiter.py",
+    "engines/gang/share_group.py",
     "engines/gang/eta/prediction.py",
     "engines/gang/eta/simulation.py",
     "engines/gang/jobs/job.py",

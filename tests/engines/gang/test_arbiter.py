@@ -17,8 +17,8 @@ SWAP_S = 1.0
 
 
 def sharer(name: str, gib: float, *, device: str = "gpu", left_gib: float = 1.0, swap_s: float = SWAP_S) -> Sharer:
-    sizes = {"awake": {device: int(gib * GIB)}, "asleep": {device: int(left_gib * GIB)}}
-    return Sharer(name=name, swap_s=swap_s, **sizes)
+    awake, asleep = {device: int(gib * GIB)}, {device: int(left_gib * GIB)}
+    return Sharer(name=name, awake=awake, asleep=asleep, swap_s=swap_s)
 
 
 def arbiter(*sharers: Sharer, gib: float = 80.0) -> Arbiter:
@@ -243,3 +243,5 @@ def test_it_is_looked_at_again_when_a_turn_may_be_over() -> None:
     made.hear("b", work(50.0), 0.0)
     assert made.next_s(3.9) == pytest.approx(0.1)
     assert made.next_s(5.0) == LINGER_S
+    made.moved("a", is_awake=False, now_s=6.0)
+    assert made.next_s(99.0) == LINGER_S
