@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 from ray.util import get_placement_group
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from deployments.config import ModelConfig, ShareConfig
 from engines.gang.placement import shared_bundles
@@ -84,13 +84,15 @@ class ShareActor:
         return group
 
     def _bundles(self) -> PlacementGroup:
-        """Return the group of an actor before this one if there is one."""
+        """Return the group of an actor before this one if there is one. It is detached: gangs outlive this process."""
         name = self._spec.actor_name
         try:
             found: PlacementGroup = get_placement_group(name)
             return found
         except ValueError:
-            made: PlacementGroup = placement_group(self._spec.bundles, strategy="STRICT_PACK", name=name)
+            made: PlacementGroup = placement_group(
+                self._spec.bundles, strategy="STRICT_PACK", name=name, lifetime="detached"
+            )
             return made
 
     async def exchange(self, report: ShareReport) -> ShareOrder:
@@ -136,6 +138,8 @@ class ShareActor:
             if self._num_waiting or not self._group.is_empty:
                 self._used_s = time.monotonic()
         logger.info("no model uses the share group any more", extra={"share": self._spec.name})
+        with suppress(ValueError):  # there is none
+            remove_placement_group(get_placement_group(self._spec.actor_name))
         ray.kill(ray.get_runtime_context().current_actor)
 
 

@@ -86,6 +86,21 @@ def _decoded(files_B: Sequence[NDArray[np.uint8]], thumbnail: bytes, decode_s: f
     return Decoded(data=data, thumbnail=thumbnail, decode_s=decode_s, further=tuple(further))
 
 
+class WeightStage:
+    """A deployment with weights that sleep if its model shares GPUs."""
+
+    _weights: StageWeights
+
+    def check_health(self) -> None:
+        """Raise an error if the weights do not sleep and wake as ordered."""
+        self._weights.check()
+
+    def __del__(self) -> None:
+        """Leave other models' GPUs. Serve calls it when a replica is stopped."""
+        if (weights := getattr(self, "_weights", None)) is not None:
+            weights.close()
+
+
 LOW_PRIORITY = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
 """Below the priority of ranks, 0. CUDA reads it at a process's first use of a GPU, under MPS only. Stream priorities
 hold within one process; without MPS, processes time-slice a GPU.

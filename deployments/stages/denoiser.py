@@ -73,13 +73,16 @@ def idle_steps(request: MediaRequest, num_steps: int) -> frozenset[int]:
 class Denoiser:
     """A replica with one gang. A broken gang fails ``check_health``, and Serve replaces the replica."""
 
+    _member: ShareMember | None = None
+    """Its part in a group of models that share GPUs."""
+    _uses: Sequence[MemoryUse] = ()
+
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, model: ModelConfig, share: ShareSpec | None = None
     ) -> None:
         prepare_replica()
         log_phase("replica: process", time.time() - psutil.Process().create_time(), model=model.name)
         self._checkpoint = Checkpoint.open(model.source, weights=False)
-        self._member: ShareMember | None = None
         shared: dict[str, Any] = {}
         if share is not None:
             self._member = ShareMember(share, model.name, "denoiser", move=self._move, demand=self._demand)
@@ -96,7 +99,7 @@ class Denoiser:
         )
         if self._member is not None:
             self._gang.on_open = self._member.look
-            self._uses: Sequence[MemoryUse] = await self._gang.memory_uses()
+            self._uses = await self._gang.memory_uses()
             await self._gang.reserve_host_memory(await self._member.loaded(self._uses))
         self._had_check = False
         self._check: asyncio.Future[None] | None = None

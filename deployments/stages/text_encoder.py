@@ -18,6 +18,7 @@ from deployments.stages.common import (
     SentPictures,
     StageSpec,
     StageWeights,
+    WeightStage,
     Workers,
     load_stage,
 )
@@ -113,16 +114,14 @@ def _num_bytes(encoded: Encoded) -> int:
     return encoded.message.nbytes + len(encoded.skeleton) + OVERHEAD_BYTES
 
 
-class PromptEncoder:
+class PromptEncoder(WeightStage):
     """Encodes one request at a time, since tokenizers keep state. Cache hits do not wait."""
-
-    stage = "text_encoder"
 
     def __init__(self, spec: StageSpec, *, is_whole: bool = True) -> None:
         """``is_whole``: this process has no other part of the model."""
         with quick_imports():
             checkpoint = load_stage(spec)
-            self._weights = StageWeights(spec, self.stage)
+            self._weights = StageWeights(spec, "text_encoder")
             with self._weights.loading() as modules:
                 self._encoder = checkpoint.text_encoder(compiled=spec.model.text_encoder.compile)
                 modules.extend(self._encoder.modules)
@@ -131,15 +130,6 @@ class PromptEncoder:
         self._cache = ConditioningCache(spec.model.text_encoder.conditionings_mib * MIB)
         if is_whole:
             self._weights.loaded()
-
-    def check_health(self) -> None:
-        """Raise an error if the weights do not sleep and wake as ordered."""
-        self._weights.check()
-
-    def __del__(self) -> None:
-        """Leave other models' GPUs. Serve calls it when a replica is stopped."""
-        if (weights := getattr(self, "_weights", None)) is not None:
-            weights.close()
 
     def encode(self, request: MediaRequest, pictures: SentPictures = NO_SENT_PICTURES) -> Encoded:
         start_s = time.perf_counter()

@@ -15,7 +15,7 @@ from deployments.config import ProvenanceConfig
 from deployments.names import own_version
 from deployments.observability.logs import request_context
 from deployments.service.interface import Output
-from deployments.stages.common import Decoded, StageSpec, StageWeights, Workers, load_stage
+from deployments.stages.common import Decoded, StageSpec, StageWeights, WeightStage, Workers, load_stage
 from deployments.stages.devices import stage_devices
 from deployments.stages.measured_times import decode_key, decode_times_of
 from deployments.stages.text_encoder import PromptEncoder
@@ -75,10 +75,8 @@ class ClipFinisher:
         return first_HWC, sound
 
 
-class VaeDecoder:
+class VaeDecoder(WeightStage):
     """Decodes finished jobs and previews one at a time, since a clip's VAE keeps earlier frames in the module."""
-
-    stage = "decoder"
 
     def __init__(self, spec: StageSpec, weights: StageWeights | None = None) -> None:
         """``weights`` are those of another part of the model in this process, which are loaded."""
@@ -87,7 +85,7 @@ class VaeDecoder:
             options = spec.model.decoder
             devices = stage_devices(spec.stage)
             _, *others = devices
-            self._weights = weights or StageWeights(spec, self.stage)
+            self._weights = weights or StageWeights(spec, "decoder")
             with self._weights.loading() as modules:
                 self._decoder = checkpoint.decoder(
                     compiled=options.compile, memory_bytes=options.memory_bytes, others=others
@@ -103,15 +101,6 @@ class VaeDecoder:
         for request, output in outputs(checkpoint.defaults):
             self._writing.run(self._write, frames_FHWC, request, output)
         self._weights.loaded()
-
-    def check_health(self) -> None:
-        """Raise an error if the weights do not sleep and wake as ordered."""
-        self._weights.check()
-
-    def __del__(self) -> None:
-        """Leave other models' GPUs. Serve calls it when a replica is stopped."""
-        if (weights := getattr(self, "_weights", None)) is not None:
-            weights.close()
 
     def expected_s(self, request: MediaRequest, output: Output) -> float | None:
         """Return the predicted decode time, None before a similar decode on this hardware. Never waits.
@@ -177,8 +166,6 @@ def _manifest_writer(provenance: ProvenanceConfig | None) -> ManifestWriter | No
 
 class Codec(PromptEncoder, VaeDecoder):
     """Text encoder and decoder in one process, for small models: a process costs more than their weights."""
-
-    stage = "codec"
 
     def __init__(self, spec: StageSpec) -> None:
         PromptEncoder.__init__(self, spec, is_whole=False)

@@ -52,6 +52,11 @@ class WeightMemory:
         self._spans = CudaSpans(device) if device.type == "cuda" else CpuSpans()
         self._host, self._device = HostCopy(device, folder), device
 
+    @property
+    def is_open(self) -> bool:
+        """Whether weights can sleep."""
+        return self._spans is not None
+
     @contextmanager
     def region(self) -> Iterator[None]:
         """Allocate weights inside the block, on this thread. Other tensors cost memory for as long as they live."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from itertools import groupby
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -45,14 +46,15 @@ class CpuSpans:
     """Storages of the held modules' tensors. They keep their identity, so all views come back with them."""
 
     def __init__(self) -> None:
-        self._modules: list[nn.Module] = []
+        self._modules: list[ref[nn.Module]] = []
+        """Modules of engines that are closed may be gone."""
 
     @contextmanager
     def region(self) -> Iterator[None]:
         yield
 
     def hold(self, module: nn.Module) -> None:
-        self._modules.append(module)
+        self._modules.append(ref(module))
         _make_resizable(module)
 
     def find(self) -> list[Tensor]:
@@ -69,8 +71,9 @@ class CpuSpans:
             span_B.untyped_storage().resize_(size)
 
     def _tensors(self) -> Iterator[Tensor]:
-        for module in self._modules:
-            yield from _tensors_of(module)
+        for one in self._modules:
+            if (module := one()) is not None:
+                yield from _tensors_of(module)
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
