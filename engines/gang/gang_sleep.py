@@ -68,6 +68,7 @@ class GangSleep:
             self.uses = tuple(answers) if sleeps else self.uses
             self._is_asleep, self._has_slept = sleeps, self._has_slept or sleeps
             self.swap_s = self._clock.now_s() - begun_s
+            self._ledger.interrupt()
             self._metrics.swapped(is_asleep=sleeps, swap_s=self.swap_s)
             log_phase("gang: sleep" if sleeps else "gang: wake", self.swap_s, model=self._metrics.model)
             self._notify()
