@@ -10,10 +10,11 @@ from typing import Any
 from ray import serve
 from ray.serve.config import DEFAULT_METRICS_INTERVAL_S
 
-from deployments.config import ApiConfig, AppConfig, ModelConfig
+from deployments.config import ApiConfig, AppConfig, ModelConfig, ShareConfig
 from deployments.forked_workers import Level, Pythons, worker_pythons
 from deployments.ingress import Ingress
 from deployments.names import ACCOUNTS, CODEC, INGRESS, deployment_name
+from deployments.sharing.share_actor import ShareSpec
 from deployments.stages.common import StageSpec
 from deployments.stages.denoiser import Denoiser
 from deployments.stages.devices import ALL_GPUS
@@ -45,8 +46,13 @@ def build_app(args: AppConfig) -> serve.Application:
         max_ongoing_requests=args.api.max_ongoing_requests,
         **INGRESS_HEALTH,
     )(Ingress)
-    models = {model.name: _bind_model(model, args.api, pythons) for model in args.models}
+    groups = {name: _share_spec(name, args) for model in args.models if (name := model.share)}
+    models = {model.name: _bind_model(model, args.api, pythons, groups.get(model.share)) for model in args.models}
     return ingress.bind(args, models, _bind_accounts(args, pythons))
+
+
+def _share_spec(name: str, args: AppConfig) -> ShareSpec:
+    return ShareSpec(name=name, config=args.shares.get(name, ShareConfig()), models=args.sharing(name))
 
 
 def _actor(level: Level, pythons: Pythons, **options: Any) -> dict[str, Any]:
@@ -68,11 +74,13 @@ def _bind_accounts(args: AppConfig, pythons: Pythons) -> serve.Application | Non
     return deployment.bind(args.api.key_limits)
 
 
-def _bind_model(model: ModelConfig, api: ApiConfig, pythons: Pythons) -> dict[str, serve.Application]:
+def _bind_model(
+    model: ModelConfig, api: ApiConfig, pythons: Pythons, share: ShareSpec | None
+) -> dict[str, serve.Application]:
     provenance = api.provenance.absolute() if api.provenance else None
 
     def bind(name: str, stage_class: Callable[..., Any], config: StageConfig) -> serve.Application:
-        spec = StageSpec(model=model, stage=config, metadata=api.metadata, provenance=provenance)
+        spec = StageSpec(model=model, stage=config, metadata=api.metadata, provenance=provenance, share=share)
         return _bind_stage(name, stage_class, spec, pythons)
 
     if model.stages == "together":
@@ -80,7 +88,7 @@ def _bind_model(model: ModelConfig, api: ApiConfig, pythons: Pythons) -> dict[st
     else:
         encoder = bind(deployment_name("text_encoder", model.name), PromptEncoder, model.text_encoder)
         decoder = bind(deployment_name("decoder", model.name), VaeDecoder, model.decoder)
-    return {"text_encoder": encoder, "denoiser": _bind_denoiser(model, pythons), "decoder": decoder}
+    return {"text_encoder": encoder, "denoiser": _bind_denoiser(model, pythons, share), "decoder": decoder}
 
 
 def _bind_stage(name: str, stage_class: Callable[..., Any], spec: StageSpec, pythons: Pythons) -> serve.Application:
@@ -96,21 +104,27 @@ def _bind_stage(name: str, stage_class: Callable[..., Any], spec: StageSpec, pyt
     return deployment.bind(spec)
 
 
-def _bind_denoiser(model: ModelConfig, pythons: Pythons) -> serve.Application:
-    """Bind the gang to its placement group: bundle 0 is the replica's, each other one a rank's."""
+def _bind_denoiser(model: ModelConfig, pythons: Pythons, share: ShareSpec | None) -> serve.Application:
+    """Bind the gang to its placement group: bundle 0 is the replica's, each other one a rank's.
+
+    Gangs that share GPUs are in the placement group of their share group.
+    """
     config = model.denoiser
+    bundles: dict[str, Any] = {
+        "placement_group_bundles": gang_bundles(config, replica_cpus=REPLICA_CPUS),
+        "placement_group_strategy": gang_strategy(config),
+    }
     deployment = serve.deployment(
         name=deployment_name("denoiser", model.name),
         ray_actor_options=_actor("base", pythons, num_cpus=REPLICA_CPUS),
-        placement_group_bundles=gang_bundles(config, replica_cpus=REPLICA_CPUS),
-        placement_group_strategy=gang_strategy(config),
         # Far above the gang's limit: the gang refuses with a reason, Serve would only queue.
         max_ongoing_requests=4 * (config.max_running_jobs + config.max_waiting_jobs),
         graceful_shutdown_timeout_s=30.0,
+        **({} if share is not None else bundles),
         **_scale(config.num_replicas, config.autoscaling),
         **HEALTH,
     )(Denoiser)
-    return deployment.bind(model)
+    return deployment.bind(model, share)
 
 
 def _scale(num_replicas: int, autoscaling: AutoscalingConfig | None) -> dict[str, Any]:

@@ -37,6 +37,25 @@ class _Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ShareConfig:
+    """Limits of models that share GPUs."""
+
+    memory_gib: PositiveFloat | None = None
+    """Memory of each device for them; None: nearly all of a GPU's, without limit on a CPU."""
+    host_memory_gib: float | None = Field(default=None, ge=0)
+    """Host memory that their sleeping weights may pin together. The rest lies in files, which the page cache serves.
+    None: no limit."""
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return None if self.memory_gib is None else int(self.memory_gib * 2**30)
+
+    @property
+    def host_memory_bytes(self) -> int | None:
+        return None if self.host_memory_gib is None else int(self.host_memory_gib * 2**30)
+
+
 class ModelConfig(_Config):
     """One served model."""
 
@@ -50,6 +69,9 @@ class ModelConfig(_Config):
     dtype: DataType = "auto"
     loras: tuple[LoraSource, ...] = ()
     """Adapters: merged without a name, else for the requests that name them."""
+    share: str = ""
+    """Name of a group of models whose gangs are on the same GPUs. Those that fit are awake, the others sleep in host
+    memory. Empty: GPUs of its own."""
     stages: Literal["apart", "together"] = "apart"
     """Text encoder and decoder as two deployments, or one with the section ``text_encoder``."""
     text_encoder: EncoderConfig = EncoderConfig()
@@ -136,6 +158,8 @@ class AppConfig(_Config):
     """The ``args`` of the application in a Serve config file, for ``build_app``."""
 
     models: tuple[ModelConfig, ...] = Field(min_length=1)
+    shares: dict[str, ShareConfig] = {}
+    """Limits of the groups that models ``share``, by name."""
     fork_workers: bool = True
     """Fork workers, where possible, from one process per node that has imported their libraries."""
     api: ApiConfig = ApiConfig()
@@ -153,6 +177,37 @@ class AppConfig(_Config):
         if len(set(names)) != len(names):
             raise ValueError(f"model names and aliases must differ, given: {', '.join(names)}")
         return self
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> Self:
+        named = {model.share for model in self.models if model.share}
+        if unknown := self.shares.keys() - named:
+            raise ValueError(f"shares has {', '.join(sorted(unknown))}, which no model shares: say share: in models")
+        for name in named:
+            check_share(name, self.sharing(name))
+        return self
+
+    def sharing(self, name: str) -> tuple[ModelConfig, ...]:
+        """Return the models of a share group."""
+        return tuple(model for model in self.models if model.share == name)
+
+
+def check_share(name: str, models: tuple[ModelConfig, ...]) -> None:
+    """Raise ValueError if ``models`` cannot share GPUs."""
+    if len(models) == 1:
+        raise ValueError(f"share: {name} is said by {models[0].name} alone: give it to another model too, or remove it")
+    for model in models:
+        stages = {"denoiser": model.denoiser, "text_encoder": model.text_encoder, "decoder": model.decoder}
+        for stage, config in stages.items():
+            if config.autoscaling is not None or config.num_replicas != 1:
+                raise ValueError(f"{model.name}: {stage} has one replica without autoscaling where models share GPUs")
+        if model.denoiser.engine != "torch":
+            raise ValueError(f"{model.name}: models that share GPUs need engine: torch, whose weights can sleep")
+        if model.denoiser.num_nodes != 1:
+            raise ValueError(f"{model.name}: models that share GPUs are on one node: remove num_nodes")
+    if len({model.denoiser.gpus_per_rank for model in models}) > 1:
+        given = ", ".join(f"{model.name} {model.denoiser.gpus_per_rank:g}" for model in models)
+        raise ValueError(f"models that share GPUs need the same gpus_per_rank; share: {name} has {given}")
 
 
 class ServeConfig(_Config):

@@ -176,10 +176,14 @@ class WeightSwitch:
             if share.mix != ():
                 share.write(())
 
-    def clear(self) -> None:
-        """Restore the loaded weights in all modules, and forget them."""
+    def reset_all(self) -> None:
+        """Restore the loaded weights in all modules."""
         for name in self._shares:
             self.reset(name)
+
+    def clear(self) -> None:
+        """Restore the loaded weights in all modules, and forget them."""
+        self.reset_all()
         self._shares.clear()
 
     def _low_ranks(self, name: str, own: str, slices: Mapping[str, Any]) -> dict[str, LowRank]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
@@ -15,8 +17,11 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from deployments.cli.fit import GIB
 from deployments.cli.preflight import install_hint
 from deployments.cli.progress import console
+from deployments.config import ModelConfig, ServeConfig, ShareConfig
+from engines.gang.share_group import USABLE
 
 if TYPE_CHECKING:
     from engines.core.model import DenoiserModel
@@ -186,9 +191,59 @@ def _configuration(name: str) -> list[Finding]:
     config = load_config(name)
     found = list(problems(config))
     slow = [Finding(subject=f"config {name}", detail=f"warning: {warning}") for warning in warnings(config)]
+    slow += _sharing(config)
     if found:
         return [*(Finding(subject=f"config {name}", detail=problem, ok=False) for problem in found), *slow]
     return [Finding(subject=f"config {name}", detail="can run here", ok=True), *slow]
+
+
+def _sharing(config: ServeConfig) -> list[Finding]:
+    """Return, for each group of models that share GPUs, which of them fit together and the host memory of all."""
+    groups = dict.fromkeys(model.share for model in config.app.models if model.share)
+    return [
+        Finding(subject=f"share {name}", detail=share_report(config.app.sharing(name), _limits(config, name)))
+        for name in groups
+    ]
+
+
+def _limits(config: ServeConfig, name: str) -> ShareConfig:
+    """Return the limits of a share group; its memory is a GPU's if the configuration names none."""
+    import torch
+
+    limits = config.app.shares.get(name, ShareConfig())
+    if limits.memory_gib is not None or not torch.cuda.is_available():
+        return limits
+    usable = USABLE * torch.cuda.get_device_properties(0).total_memory
+    return replace(limits, memory_gib=usable / GIB)
+
+
+def share_report(models: Sequence[ModelConfig], limits: ShareConfig) -> str:
+    """Return which of ``models`` fit together, and where their sleeping weights lie."""
+    sizes = {model.name: _shared_memory(model) for model in models}
+    total = limits.memory_bytes
+    awake = {name: size for name, (size, _) in sizes.items()}
+    sets = list(itertools.chain(*(itertools.combinations(awake, num) for num in range(len(awake), 0, -1))))
+    fitting = [one for one in sets if total is None or len(one) == 1 or sum(awake[name] for name in one) <= total]
+    largest = [one for i, one in enumerate(fitting) if not any(set(one) <= set(other) for other in fitting[:i])]
+    host = sum(size for _, size in sizes.values())
+    text = f"awake together: {'; or '.join(' + '.join(one) for one in largest)}"
+    text += f"; asleep, their weights take up to {host / GIB:.1f} GiB of host memory"
+    if (pinned := limits.host_memory_bytes) is not None and pinned < host:
+        text += f", of which {limits.host_memory_gib:g} are pinned and the rest is read through the page cache, slower"
+    return text
+
+
+def _shared_memory(model: ModelConfig) -> tuple[int, int]:
+    """Return the bytes of a model on its fullest GPU, and those of all its weights, estimated."""
+    from deployments.cli.estimate import PAPER_MACHINE, EstimateOptions, WeightsAlone, make_estimate
+
+    num_ranks = model.denoiser.num_ranks
+    dtype = model.dtype if model.dtype != "auto" or model.denoiser.gpus_per_rank else "float32"
+    options = EstimateOptions(model=model.source, num_ranks=num_ranks, dtype=dtype, machine=PAPER_MACHINE)
+    found = make_estimate(options)
+    if isinstance(found, WeightsAlone):
+        return found.total_bytes, found.total_bytes
+    return found.fit.total_bytes, found.fit.host_bytes
 
 
 def _privacy() -> list[Finding]:

@@ -19,6 +19,8 @@ PROCESS_BYTES = GIB // 2
 """GPU memory of a process beside its tensors: CUDA context, kernels and libraries. Assumed, not measured."""
 DECODE_LIMIT_GIB = 2
 """The proposed ``decoder.memory_gib``."""
+WAKE_BANDWIDTH = 47e9
+"""Bytes per second from pinned host memory: 38 GiB took 0.86 s on an H100 (PCIe 5)."""
 SHARED, APART, ON_CPU = "shared", "apart", "on_cpu"
 """Encoder and decoder on the first rank's GPU; on a GPU of their own; the encoder on CPU cores, the decoder shared."""
 MAX_RANKS = 8
@@ -95,6 +97,16 @@ class Fit:
     @property
     def fits(self) -> bool:
         return self.total_bytes <= self.usable_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory of all weights while the model is asleep (``share``)."""
+        return self.num_ranks * self.step.chosen.weight_bytes + self.parts.encoder + self.parts.decoder
+
+    @property
+    def wake_s(self) -> float:
+        """Seconds of a wake-up, the fullest GPU's."""
+        return (self.step.chosen.weight_bytes + self.parts.encoder + self.parts.decoder) / WAKE_BANDWIDTH
 
     def changes(self) -> list[Change]:
         """Return changes with which all parts fit, one for each number of GPUs, fewest first."""
@@ -173,7 +185,8 @@ class Fit:
 
     def lines(self, found: Footprint) -> list[str]:
         shown = (f"{name} {'?' if size is None else f'{size:.1f}'}" for name, size in self.gib(found).items())
-        return [f"GiB on the first GPU: {', '.join(shown)}", self.sentence()]
+        asleep = f"asleep (share): {self.host_bytes / GIB:.1f} GiB of pinned host memory, awake in {self.wake_s:.2f} s"
+        return [f"GiB on the first GPU: {', '.join(shown)}", self.sentence(), asleep]
 
     def document(self, found: Footprint) -> dict[str, Any]:
         return {
@@ -182,6 +195,7 @@ class Fit:
             "total_gib": self.total_bytes / GIB,
             "usable_gib": self.usable_bytes / GIB,
             "not_counted": list(self.unknown),
+            "asleep": {"host_gib": self.host_bytes / GIB, "wake_s": self.wake_s},
             "sentence": self.sentence(),
             "changes": [
                 {"words": list(one.words), "num_gpus": one.num_gpus, "gib": one.num_bytes / GIB}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from deployments.door.door import listen
 from deployments.observability.metrics_settings import DEFAULT_PORT
 from deployments.places import file_refusal, is_open_to_others, refusal
 from deployments.settings import Settings, process_environment
-from deployments.stages.stage_config import ScaledConfig, StageConfig, must_slice
+from deployments.stages.stage_config import DenoiserConfig, ScaledConfig, StageConfig, must_slice
 from pipelines.checkpoint import Checkpoint
 from pipelines.preconditions import adapter_problems, decoder_problems, weight_problems
 from pipelines.single_file import split_source
@@ -31,6 +32,7 @@ DATA_FOLDERS = ("videos", "files", "answers", "servers")
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "export": ("onnx", "onnx_ir", "onnxscript", "onnxruntime", "filelock", "sympy"),
     "gpu": ("tensorrt",),
+    "sleep": ("torch_memory_saver",),
     "rtx": ("tensorrt_rtx_bindings",),
     "postgres": ("asyncpg",),
     "provenance": ("c2pa", "cryptography"),
@@ -54,6 +56,7 @@ def problems(config: ServeConfig) -> Iterator[str]:
     for model in config.app.models:
         yield from _model(model)
     yield from _provenance(config)
+    yield from _sleep(config)
     yield from _gpus(config)
     yield from _ports(config)
 
@@ -160,20 +163,32 @@ def with_metrics_port(config: ServeConfig) -> ServeConfig:
 
 
 def num_gpus_needed(config: ServeConfig) -> int:
-    """Return the GPUs of the application at its start: ranks never share one, encoders and decoders may.
+    """Return the GPUs of the application at its start: ranks of different share groups never share one.
 
-    Replicas that autoscaling adds later do not count. A decoder may compute on GPUs without a share of them.
+    Encoders and decoders may. Replicas that autoscaling adds later do not count. A decoder may compute on GPUs without
+    a share of them.
     """
     num_ranks, shares, num_seen = 0, 0.0, 0
-    for model in config.app.models:
-        gang = model.denoiser
+    for gang in _gangs_apart(config):
         if gang.gpus_per_rank:
             num_ranks += _num_at_start(gang) * gang.num_ranks
         shares += _num_at_start(gang) * gang.num_ranks * gang.gpus_per_rank
+    for model in config.app.models:
         shares += sum(_num_at_start(stage) * stage.num_gpus for stage in (model.text_encoder, model.decoder))
         if model.decoder.sees_all_gpus:
             num_seen = max(num_seen, model.decoder.num_devices)
     return max(num_ranks, math.ceil(shares), num_seen)
+
+
+def _gangs_apart(config: ServeConfig) -> Iterator[DenoiserConfig]:
+    """Yield the gangs that need GPUs of their own: of each share group the largest."""
+    largest: dict[str, DenoiserConfig] = {}
+    for model in config.app.models:
+        if not model.share:
+            yield model.denoiser
+        elif model.share not in largest or model.denoiser.num_ranks > largest[model.share].num_ranks:
+            largest[model.share] = model.denoiser
+    yield from largest.values()
 
 
 def _num_at_start(scaled: ScaledConfig) -> int:
@@ -268,6 +283,13 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
     )
     eager_only = checkpoint.eager_only(is_split=model.denoiser.splits_tokens)
     model.denoiser.check_engine(model.dtype, eager_only=eager_only)
+
+
+def _sleep(config: ServeConfig) -> Iterator[str]:
+    """Yield what weights on GPUs lack to sleep."""
+    sharing = [model.name for model in config.app.models if model.share and model.denoiser.gpus_per_rank]
+    if sharing and find_spec("torch_memory_saver") is None:
+        yield f"{', '.join(sharing)} share GPUs, which needs torch-memory-saver: {install_hint('sleep')}"
 
 
 def _gpus(config: ServeConfig) -> Iterator[str]:

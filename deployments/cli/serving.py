@@ -186,8 +186,12 @@ def outside_loops(work: Callable[[], None]) -> None:
 
 
 def ready_deadline_s(config: ServeConfig) -> float:
-    slowest_s = max(model.denoiser.start_deadline_s for model in config.app.models)
-    return max(READY_DEADLINE_S, slowest_s + START_MARGIN_S)
+    """Return how long all models may take to start; those that share GPUs load one after the other."""
+    starts_s: dict[str, float] = {}
+    for model in config.app.models:
+        group = model.share or f"{model.name} alone"
+        starts_s[group] = starts_s.get(group, 0.0) + model.denoiser.start_deadline_s
+    return max(READY_DEADLINE_S, max(starts_s.values()) + START_MARGIN_S)
 
 
 def _deploy(config: ServeConfig, entrance: Entrance) -> None:

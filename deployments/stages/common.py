@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deployments.config import ModelConfig, ProvenanceConfig
 from deployments.settings import set_defaults
-from deployments.stages.devices import stage_devices
+from deployments.sharing.share_actor import ShareSpec
+from deployments.sharing.share_member import AwakeGate, ThreadMember
+from deployments.stages.devices import asleep_folder, stage_devices
 from deployments.stages.stage_config import StageConfig
 from engines.core.parcel import Parcel, Shapes
 from engines.gang.errors import QueueFullError
 from engines.gang.jobs.job import JobEvent
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import InputPicture, InputPictures, MetadataLevel, Mode
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +36,8 @@ class StageSpec:
     stage: StageConfig
     metadata: MetadataLevel = "full"
     provenance: ProvenanceConfig | None = None
+    share: ShareSpec | None = None
+    """The models that it shares GPUs with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +86,21 @@ def _decoded(files_B: Sequence[NDArray[np.uint8]], thumbnail: bytes, decode_s: f
     return Decoded(data=data, thumbnail=thumbnail, decode_s=decode_s, further=tuple(further))
 
 
+class WeightStage:
+    """A deployment with weights that sleep if its model shares GPUs."""
+
+    _weights: StageWeights
+
+    def check_health(self) -> None:
+        """Raise an error if the weights do not sleep and wake as ordered."""
+        self._weights.check()
+
+    def __del__(self) -> None:
+        """Leave other models' GPUs. Serve calls it when a replica is stopped."""
+        if (weights := getattr(self, "_weights", None)) is not None:
+            weights.close()
+
+
 LOW_PRIORITY = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
 """Below the priority of ranks, 0. CUDA reads it at a process's first use of a GPU, under MPS only. Stream priorities
 hold within one process; without MPS, processes time-slice a GPU.
@@ -95,6 +118,51 @@ def load_stage(spec: StageSpec) -> Checkpoint:
         set_defaults(LOW_PRIORITY)
     torch.set_num_threads(spec.stage.num_threads)
     return Checkpoint.open(spec.model.source, stage_devices(spec.stage)[0], spec.model.dtype)
+
+
+class StageWeights:
+    """The weights of one encoder or decoder, or of both in one process, which sleep if the model shares GPUs."""
+
+    def __init__(self, spec: StageSpec, stage: str) -> None:
+        from engines.core.resources import rank_resources
+        from engines.core.weight_memory import WeightMemory
+
+        self.memory = memory = rank_resources().get(WeightMemory)
+        self._gate: AwakeGate | None = None
+        self._member: ThreadMember | None = None
+        if spec.share is not None:
+            self._gate = AwakeGate(memory.sleep, memory.wake)
+            self._member = ThreadMember(spec.share, spec.model.name, stage, self._gate, memory.use, memory.reserve)
+            self._member.may_load()
+            memory.open(stage_devices(spec.stage)[0], asleep_folder())
+
+    @contextmanager
+    def loading(self) -> Iterator[list[nn.Module]]:
+        """Load weights inside the block, and add their modules to the list."""
+        modules: list[nn.Module] = []
+        with self.memory.region():
+            yield modules
+        for module in modules:
+            self.memory.hold(module)
+
+    def loaded(self) -> None:
+        """Say that all weights are there and warmed up; from now on they may sleep."""
+        if self._member is not None:
+            self._member.loaded()
+
+    def work(self) -> AbstractContextManager[None]:
+        """Return a context for work that needs the weights: entering it waits until they are awake."""
+        return nullcontext() if self._gate is None else self._gate.work()
+
+    def close(self) -> None:
+        """Leave the models that share the GPUs: this process ends."""
+        if self._member is not None:
+            self._member.close()
+
+    def check(self) -> None:
+        """Raise an error if they do not follow orders any more."""
+        if self._member is not None:
+            self._member.check()
 
 
 P = ParamSpec("P")

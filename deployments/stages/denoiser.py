@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Hashable, Mapping
+from collections.abc import AsyncGenerator, Hashable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from typing import Any
 
 import psutil
 import ray
@@ -17,11 +18,15 @@ from deployments.forked_workers import python_like_own
 from deployments.observability.exposition import ReplicaMetrics, replica_metrics
 from deployments.replicas import is_on_loopback, prepare_replica
 from deployments.settings import process_environment
+from deployments.sharing.share_actor import ShareSpec
+from deployments.sharing.share_member import ShareMember
 from deployments.stages.common import Encoded, EncodingDone, StageEvent
 from deployments.stages.measured_times import estimates_s_of, step_times_of
 from deployments.stages.rank import LoadRankParts
 from engines.core.logs import log_phase
 from engines.core.parcel import Shapes
+from engines.core.resources import MemoryUse
+from engines.gang.arbiter import Demand
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job
@@ -68,10 +73,21 @@ def idle_steps(request: MediaRequest, num_steps: int) -> frozenset[int]:
 class Denoiser:
     """A replica with one gang. A broken gang fails ``check_health``, and Serve replaces the replica."""
 
-    async def __init__(self, model: ModelConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+    _member: ShareMember | None = None
+    """Its part in a group of models that share GPUs."""
+    _uses: Sequence[MemoryUse] = ()
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, model: ModelConfig, share: ShareSpec | None = None
+    ) -> None:
         prepare_replica()
         log_phase("replica: process", time.time() - psutil.Process().create_time(), model=model.name)
         self._checkpoint = Checkpoint.open(model.source, weights=False)
+        shared: dict[str, Any] = {}
+        if share is not None:
+            self._member = ShareMember(share, model.name, "denoiser", move=self._move, demand=self._demand)
+            shared = {"placement_group": await self._member.bundles(), "gpus": share.rank_gpus(model)}
+            await self._member.may_load()
         self._gang = await Gang.start(
             model.denoiser,
             LoadRankParts(model=model),
@@ -79,7 +95,12 @@ class Denoiser:
             environment=partial(node_environment, model.denoiser.engine),
             python=python_like_own("model"),
             step_times=partial(step_times_of, model, self._checkpoint.path),
+            **shared,
         )
+        if self._member is not None:
+            self._gang.on_open = self._member.look
+            self._uses = await self._gang.memory_uses()
+            await self._gang.reserve_host_memory(await self._member.loaded(self._uses))
         self._had_check = False
         self._check: asyncio.Future[None] | None = None
 
@@ -131,6 +152,17 @@ class Denoiser:
             except QueueFullError as refusal:
                 yield (refusal,)
 
+    async def _move(self, asleep: bool) -> Sequence[MemoryUse]:
+        """Bring the gang's weights to the host, or back."""
+        if asleep:
+            self._uses = await self._gang.sleep()
+        else:
+            await self._gang.wake()
+        return self._uses
+
+    def _demand(self) -> Demand:
+        return self._gang.demand()
+
     async def spent_s(self, job_id: str) -> float:
         """Return the GPU seconds of a cancelled or failed job, once reported; 0 if unknown or the gang broke."""
         return await self._gang.spent_s(job_id)
@@ -145,6 +177,8 @@ class Denoiser:
         A call ends within two seconds, so that only a hanging replica exceeds Serve's timeout. Calls after the first
         last almost until the next one: Serve polls running checks ten times a second, and learns of a broken gang fast.
         """
+        if self._member is not None and self._gang.is_whole:
+            self._member.check()
         if self._check is None:
             self._check = asyncio.ensure_future(self._gang.check_health())
         await asyncio.wait({self._check}, timeout=CHECK_S)
@@ -157,6 +191,8 @@ class Denoiser:
 
     async def __del__(self) -> None:
         """Release engines, then communicators, then end ranks. Serve awaits it when a replica is stopped."""
-        gang = getattr(self, "_gang", None)
+        member, gang = getattr(self, "_member", None), getattr(self, "_gang", None)
+        if member is not None:
+            await member.close()
         if gang is not None:
             await gang.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import ray
 
@@ -22,6 +23,11 @@ TURNS = "turns"
 def host_lock(num_gpus: float) -> HostLock | None:
     """Return the lock of this host's GPUs; None for a process without any."""
     return HostLock(Settings().data_dir / TURNS) if num_gpus else None
+
+
+def asleep_folder() -> Path:
+    """Return the folder for sleeping weights beyond the host memory that may be pinned."""
+    return Settings().data_dir / "asleep"
 
 
 def stage_devices(stage: StageConfig) -> tuple[str, ...]:

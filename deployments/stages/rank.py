@@ -9,12 +9,13 @@ from importlib import import_module
 
 from deployments.config import ModelConfig
 from deployments.settings import Settings
-from deployments.stages.devices import host_lock
+from deployments.stages.devices import asleep_folder, host_lock
 from deployments.stages.measured_times import model_facts, software_facts
 from deployments.stages.stage_config import DenoiserConfig, must_slice
 from engines.core.engine import Choosing, RankContext
 from engines.core.logs import log_phase, timed
 from engines.core.model import DenoiserModel
+from engines.core.resources import rank_resources
 from engines.gang.gang_config import BuildRank, RankParts
 from pipelines.checkpoint import Checkpoint
 from pipelines.libraries import quick_imports
@@ -45,8 +46,21 @@ class LoadRankParts:
             checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, loras=self.model.loras)
             eager_only = checkpoint.eager_only(is_split=config.splits_tokens)
             config.check_engine(self.model.dtype, eager_only=eager_only)  # before weights are read
-            denoiser = checkpoint.denoiser(sliced=is_sliced(config, checkpoint), typical=checkpoint.defaults.request())
+            denoiser = self._denoiser(checkpoint, context)
         return partial(_build, self.model, context, checkpoint, denoiser)
+
+    def _denoiser(self, checkpoint: Checkpoint, context: RankContext) -> DenoiserModel:
+        """Return the transformers, with weights that can sleep if the model shares its GPUs."""
+        from engines.core.weight_memory import WeightMemory
+
+        memory, is_split = rank_resources().get(WeightMemory), is_sliced(self.model.denoiser, checkpoint)
+        if self.model.share:
+            memory.open(context.device, asleep_folder())
+        with memory.region():
+            denoiser = checkpoint.denoiser(sliced=is_split, typical=checkpoint.defaults.request())
+        for module in denoiser.modules.values():
+            memory.hold(module)
+        return denoiser
 
 
 def _build(model: ModelConfig, context: RankContext, checkpoint: Checkpoint, denoiser: DenoiserModel) -> RankParts:

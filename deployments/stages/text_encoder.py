@@ -17,6 +17,8 @@ from deployments.stages.common import (
     SentPicture,
     SentPictures,
     StageSpec,
+    StageWeights,
+    WeightStage,
     Workers,
     load_stage,
 )
@@ -112,26 +114,36 @@ def _num_bytes(encoded: Encoded) -> int:
     return encoded.message.nbytes + len(encoded.skeleton) + OVERHEAD_BYTES
 
 
-class PromptEncoder:
+class PromptEncoder(WeightStage):
     """Encodes one request at a time, since tokenizers keep state. Cache hits do not wait."""
 
-    def __init__(self, spec: StageSpec) -> None:
+    def __init__(self, spec: StageSpec, *, is_whole: bool = True) -> None:
+        """``is_whole``: this process has no other part of the model."""
         with quick_imports():
             checkpoint = load_stage(spec)
-            self._encoder = checkpoint.text_encoder(compiled=spec.model.text_encoder.compile)
+            self._weights = StageWeights(spec, "text_encoder")
+            with self._weights.loading() as modules:
+                self._encoder = checkpoint.text_encoder(compiled=spec.model.text_encoder.compile)
+                modules.extend(self._encoder.modules)
         self._encoding = Workers(1, "encoding")
         self._encoding.run(warm_encoder, self._encoder, spec, checkpoint)
         self._cache = ConditioningCache(spec.model.text_encoder.conditionings_mib * MIB)
+        if is_whole:
+            self._weights.loaded()
 
     def encode(self, request: MediaRequest, pictures: SentPictures = NO_SENT_PICTURES) -> Encoded:
         start_s = time.perf_counter()
         with request_context(request.request_id):
             keys = self._cache.keys(request, pictures)
-            encoded = self._cache.find(keys) or self._encoding.run(self._encode, request, pictures, keys)
+            encoded = self._cache.find(keys) or self._encode_awake(request, pictures, keys)
             encoded = replace(encoded, encode_s=time.perf_counter() - start_s)
             fields = {"encode_s": round(encoded.encode_s, 4), "was_kept": encoded.was_kept}
             logger.info("text is encoded", extra=fields)
         return encoded
+
+    def _encode_awake(self, request: MediaRequest, pictures: SentPictures, keys: CacheKeys | None) -> Encoded:
+        with self._weights.work():
+            return self._encoding.run(self._encode, request, pictures, keys)
 
     def _encode(self, request: MediaRequest, pictures: SentPictures, keys: CacheKeys | None) -> Encoded:
         """Check the cache again, then encode: an identical request may have been encoded meanwhile."""

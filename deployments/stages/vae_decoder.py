@@ -15,7 +15,7 @@ from deployments.config import ProvenanceConfig
 from deployments.names import own_version
 from deployments.observability.logs import request_context
 from deployments.service.interface import Output
-from deployments.stages.common import Decoded, StageSpec, Workers, load_stage
+from deployments.stages.common import Decoded, StageSpec, StageWeights, WeightStage, Workers, load_stage
 from deployments.stages.devices import stage_devices
 from deployments.stages.measured_times import decode_key, decode_times_of
 from deployments.stages.text_encoder import PromptEncoder
@@ -75,18 +75,22 @@ class ClipFinisher:
         return first_HWC, sound
 
 
-class VaeDecoder:
+class VaeDecoder(WeightStage):
     """Decodes finished jobs and previews one at a time, since a clip's VAE keeps earlier frames in the module."""
 
-    def __init__(self, spec: StageSpec) -> None:
+    def __init__(self, spec: StageSpec, weights: StageWeights | None = None) -> None:
+        """``weights`` are those of another part of the model in this process, which are loaded."""
         with quick_imports():
             checkpoint = load_stage(spec)
             options = spec.model.decoder
             devices = stage_devices(spec.stage)
             _, *others = devices
-            self._decoder = checkpoint.decoder(
-                compiled=options.compile, memory_bytes=options.memory_bytes, others=others
-            )
+            self._weights = weights or StageWeights(spec, "decoder")
+            with self._weights.loading() as modules:
+                self._decoder = checkpoint.decoder(
+                    compiled=options.compile, memory_bytes=options.memory_bytes, others=others
+                )
+                modules.extend(self._decoder.modules)
         self._decoding, self._writing = Workers(1, "decoding"), Workers(NUM_ENCODINGS, "encoding")
         self._times, self._saving = decode_times_of(spec.model, checkpoint.path, devices), Workers(1, "saving")
         sampler = part_class(checkpoint.path, SCHEDULER) or ""
@@ -96,6 +100,7 @@ class VaeDecoder:
         frames_FHWC = self._decoding.run(warm_decoder, self._decoder, spec, checkpoint)
         for request, output in outputs(checkpoint.defaults):
             self._writing.run(self._write, frames_FHWC, request, output)
+        self._weights.loaded()
 
     def expected_s(self, request: MediaRequest, output: Output) -> float | None:
         """Return the predicted decode time, None before a similar decode on this hardware. Never waits.
@@ -108,7 +113,7 @@ class VaeDecoder:
     def decode(self, latents: Parcel, request: MediaRequest, output: Output) -> Decoded:
         """Return the finished bytes."""
         start_s = time.perf_counter()
-        with request_context(request.request_id):
+        with request_context(request.request_id), self._weights.work():
             files, thumbnail = self._finish(latents, request, output)
             decode_s = time.perf_counter() - start_s
             num_bytes = sum(map(len, files))
@@ -119,7 +124,7 @@ class VaeDecoder:
 
     def preview(self, latents: Parcel, request: MediaRequest) -> bytes:
         """Return PNG bytes of the first frame of unfinished ``latents``."""
-        with request_context(request.request_id):
+        with request_context(request.request_id), self._weights.work():
             frames = self._decoding.run(lambda: self._decoder.preview(latents.open(), request))
             return self._writing.run(encode_frames, frames[:1], "png")
 
@@ -163,5 +168,5 @@ class Codec(PromptEncoder, VaeDecoder):
     """Text encoder and decoder in one process, for small models: a process costs more than their weights."""
 
     def __init__(self, spec: StageSpec) -> None:
-        PromptEncoder.__init__(self, spec)
-        VaeDecoder.__init__(self, spec)
+        PromptEncoder.__init__(self, spec, is_whole=False)
+        VaeDecoder.__init__(self, spec, self._weights)

@@ -9,9 +9,28 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryUse:
+    """Memory of a process whose weights can sleep, in bytes."""
+
+    device: str = ""
+    """Id of the device, the same in all processes that share it."""
+    device_bytes: int = 0
+    """Its whole memory; 0 on a CPU, whose processes share what the configuration says."""
+    weights: int = 0
+    """Weights, on the device while awake and on the host while asleep."""
+    beside: int = 0
+    """What the process's allocator holds on the device beside them."""
+    peak: int = 0
+    """The most of that when weights went to sleep."""
+    pinned: int = 0
+    """Host memory that is pinned for the copy."""
 
 
 class RankResources:

@@ -10,10 +10,12 @@ from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
+from engines.gang.arbiter import Demand
 from engines.gang.errors import GangBrokenError
 from engines.gang.eta.admission import JobAdmission
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang_config import Clock, GangConfig
+from engines.gang.gang_sleep import GangSleep
 from engines.gang.jobs.job import Job, JobQueued
 from engines.gang.jobs.job_table import JobTable, OpenJob
 from engines.gang.jobs.scheduler import Scheduler
@@ -62,6 +64,7 @@ class Driver:
         same_bytes = not (config.elastic and len(team_sizes) > 1)
         self._ledger = Ledger(config, self._table, self._metrics, self._step_times, clock, same_bytes=same_bytes)
         self._admission = JobAdmission(self._scheduler, self._table, self._ledger, clock, config.max_wait_s)
+        self.rest = GangSleep(config, ranks, self._ledger, clock, self._metrics)
         self._submitted: deque[OpenJob] = deque()
         self._wake_schedule = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -95,6 +98,18 @@ class Driver:
         self._submitted.append(open_job)
         self._wake_schedule.set()
         return open_job
+
+    async def move(self, *, asleep: bool) -> None:
+        """Bring the weights of all ranks to the host, or back. ``GangBrokenError`` if the gang breaks meanwhile."""
+        self.rest.want(asleep=asleep)
+        self._wake_schedule.set()
+        await self.rest.reached(asleep=asleep, ended=self.ended)
+        if self.broken is not None:
+            raise GangBrokenError(self.broken.reason, self.broken.cause)
+
+    def demand(self) -> Demand:
+        """Return the open work, for the arbiter of models that share GPUs."""
+        return self._admission.demand()
 
     async def spent_s(self, job_id: str) -> float:
         return await self._table.spent_s(job_id)
@@ -130,8 +145,9 @@ class Driver:
     async def _schedule(self) -> None:
         while True:
             self._admit_submitted()
+            await self.rest.settle()
             now_s, ahead = self._clock.now_s(), self._config.plans_ahead
-            free = self._ledger.free_ranks(ahead, now_s)
+            free = self._ledger.free_ranks(ahead, now_s) if self.rest.may_work else set()  # drops need no weights
             plan = self._scheduler.next_plan(free=free, is_idle=not self._ledger.job_ids, now_s=now_s)
             if plan is not None:
                 self._send(plan)

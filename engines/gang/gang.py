@@ -15,6 +15,8 @@ from ray.exceptions import ObjectLostError
 from ray.util.placement_group import PlacementGroup
 
 from engines.core.estimates import StepEstimates
+from engines.core.resources import MemoryUse
+from engines.gang.arbiter import Demand
 from engines.gang.driver import Driver
 from engines.gang.errors import GangBrokenError
 from engines.gang.eta.measured_times import StepTimes
@@ -52,6 +54,8 @@ class Gang:
         self.infos = tuple(infos)
         self.estimates = estimates
         """Estimated step times, if the ranks have any."""
+        self.on_open: Callable[[], object] = lambda: None
+        """Called after each new job."""
         self._ranks = ranks
         self._clock = clock
         self._driver = Driver(config, ranks, team_sizes, model, clock, step_times)
@@ -67,14 +71,15 @@ class Gang:
         environment: Callable[[], Environment] | None = None,
         python: str = "",
         placement_group: PlacementGroup | None = None,
+        gpus: float | None = None,
         step_times: Callable[[Sequence[RankInfo], StepEstimates | None], StepTimes] | None = None,
         clock: Clock | None = None,
     ) -> Gang:
         """Spawn ranks in the replica's placement group, connect them, run ``load`` on each, then its result.
 
         ``model`` is the name in logs and metrics. ``environment`` is called on each node for the variables of its
-        ranks' processes; ``python`` is their command (``spawn_ranks``). ``step_times`` returns the step times measured
-        on such ranks, given the ranks' estimates.
+        ranks' processes; ``python`` is their command and ``gpus`` their part of a GPU (``spawn_ranks``). ``step_times``
+        returns the step times measured on such ranks, given the ranks' estimates.
 
         On an error, a missed start deadline (``GangBrokenError``) or cancellation, all started ranks are killed.
         Exceptions of ``load`` and of its result are raised here unchanged.
@@ -82,7 +87,7 @@ class Gang:
         group, clock = placement_group or current_group(), clock or Clock()
         started_s = clock.now_s()
         environments = await rank_environments(config, group, environment, clock)
-        spawn = partial(spawn_ranks, config, group, environments, python)
+        spawn = partial(spawn_ranks, config, group, environments, python, gpus)
         start = Start(config, spawn, clock, model, is_forked=bool(python))
         try:
             infos, built = await start.run(load)
@@ -102,6 +107,11 @@ class Gang:
         return self._driver.broken
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it takes jobs."""
+        return self.broken is None
+
+    @property
     def is_idle(self) -> bool:
         """Whether no job is open."""
         return self._driver.is_idle
@@ -114,6 +124,7 @@ class Gang:
         if the gang breaks, and the errors of the job's own sampler or conditioning.
         """
         open_job, last_group_s = self._driver.open(job), -math.inf
+        self.on_open()
         try:
             while True:
                 group = await open_job.next_events(until_s=last_group_s + every_s)
@@ -126,6 +137,43 @@ class Gang:
                     return
         finally:
             self._driver.close(open_job)
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether steps may run."""
+        return self._driver.rest.may_work
+
+    async def sleep(self) -> tuple[MemoryUse, ...]:
+        """Move the weights of all ranks to the host, after the steps in flight. Return each rank's memory use.
+
+        Processes, communicator and captured steps stay. Open jobs continue after ``wake``.
+        """
+        await self._driver.move(asleep=True)
+        return self._driver.rest.uses
+
+    async def wake(self) -> None:
+        """Move the weights back to the same addresses, and continue."""
+        await self._driver.move(asleep=False)
+
+    @property
+    def swap_s(self) -> float:
+        """Duration of the last ``sleep`` or ``wake``."""
+        return self._driver.rest.swap_s
+
+    async def reserve_host_memory(self, pinned: Sequence[int] | None) -> None:
+        """Let each rank pin host memory in the background, at most its entry of ``pinned`` in bytes (None: all)."""
+        limits = [None] * len(self._ranks) if pinned is None else pinned
+        ranks = zip(self._ranks, limits, strict=True)
+        await asyncio.gather(*(rank.reserve_host_memory.remote(limit) for rank, limit in ranks))
+
+    async def memory_uses(self) -> list[MemoryUse]:
+        """Return each rank's memory use."""
+        uses: list[MemoryUse] = await asyncio.gather(*(rank.memory_use.remote() for rank in self._ranks))
+        return uses
+
+    def demand(self) -> Demand:
+        """Return the open work."""
+        return self._driver.demand()
 
     async def spent_s(self, job_id: str) -> float:
         """See ``JobTable.spent_s``."""

@@ -138,6 +138,10 @@ class Ledger:
             return 0.0
         return max(0.0, step.reported_s + step.predicted_s - now_s)
 
+    def interrupt(self) -> None:
+        """Record that no step follows its predecessor without a gap: the gang was asleep between them."""
+        self._reported.clear()
+
     # Reports.
 
     def end(self, step: InFlightStep) -> None:

@@ -14,6 +14,13 @@ START_BUCKETS_S = (1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 STEPS = Histogram(
     "troupe_step_seconds", "Seconds of one denoising step", ("model", "num_ranks"), buckets=STEP_BUCKETS_S
 )
+SWAPS = Histogram(
+    "troupe_swap_seconds",
+    "Seconds in which a gang's weights went to the host (sleep) or came back (wake)",
+    ("model", "direction"),
+    buckets=STEP_BUCKETS_S,
+)
+AWAKE = Gauge("troupe_gangs_awake", "Gangs whose weights are on their devices", ("model",))
 STARTS = Histogram(
     "troupe_gang_start_seconds",
     "Seconds from the start of a gang's ranks until it takes jobs",
@@ -48,7 +55,8 @@ class GangMetrics:
     """The series of one gang."""
 
     def __init__(self, model: str) -> None:
-        self._model = model
+        self.model = self._model = model
+        self._is_awake = False
         self._running, self._waiting = RUNNING.labels(model), WAITING.labels(model)
         self.open_jobs(0, 0)
 
@@ -57,9 +65,19 @@ class GangMetrics:
 
     def takes_jobs(self) -> None:
         GANGS.labels(self._model).inc()
+        self._awake(True)
 
     def takes_none(self) -> None:
         GANGS.labels(self._model).dec()
+        self._awake(False)
+
+    def swapped(self, *, is_asleep: bool, swap_s: float) -> None:
+        SWAPS.labels(self._model, "sleep" if is_asleep else "wake").observe(swap_s)
+        self._awake(not is_asleep)
+
+    def _awake(self, is_awake: bool) -> None:
+        AWAKE.labels(self._model).inc(is_awake - self._is_awake)
+        self._is_awake = is_awake
 
     def gang_broke(self, cause: BreakCause) -> None:
         FAILURES.labels(self._model, cause).inc()

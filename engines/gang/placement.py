@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from ray.util.placement_group import PlacementGroup, get_current_placement_group
@@ -10,6 +11,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from engines.gang.gang_config import GangConfig
 
 Bundle = dict[str, float]
+LEAST_CPUS = 0.001
+"""Of a bundle that nothing runs in; Ray has no empty ones."""
 
 
 def gang_bundles(config: GangConfig, *, replica_cpus: float) -> list[Bundle]:
@@ -22,6 +25,18 @@ def gang_bundles(config: GangConfig, *, replica_cpus: float) -> list[Bundle]:
     bundles = [_rank_bundle(config, config.ranks_per_node) for _ in range(config.num_nodes)]
     bundles[0]["CPU"] = bundles[0].get("CPU", 0.0) + replica_cpus
     return bundles
+
+
+def shared_bundles(configs: Sequence[GangConfig]) -> list[Bundle]:
+    """Return the bundles of gangs on the same GPUs, of one node each: bundle 0 for nothing else, 1…N for a GPU each.
+
+    A bundle has the GPU share of one rank, above one half, so no two bundles are on one GPU. Ranks of one number in
+    different gangs divide their bundle.
+    """
+    ranks = range(max(config.num_ranks for config in configs))
+    here = [[config for config in configs if rank < config.num_ranks] for rank in ranks]
+    sizes = [{"CPU": sum(one.cpus_per_rank for one in ones), "GPU": ones[0].gpus_per_rank} for ones in here]
+    return [{"CPU": LEAST_CPUS}, *({name: amount for name, amount in size.items() if amount} for size in sizes)]
 
 
 def gang_strategy(config: GangConfig) -> Literal["STRICT_PACK", "STRICT_SPREAD"]:

@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup
 from engines.core.engine import RankContext
 from engines.core.logs import log_phase, timed
 from engines.core.parcel import Parcel
-from engines.core.resources import open_rank_resources
+from engines.core.resources import MemoryUse, open_rank_resources
 from engines.core.storage import device_name
 from engines.gang.errors import portable
 from engines.gang.gang_config import BuildRank, BuiltRank, GangConfig, LoadRank, StoreAddress
@@ -28,6 +28,7 @@ from engines.gang.jobs.step_plan import JobFailure, StepPlan
 from engines.gang.placement import rank_strategy
 
 if TYPE_CHECKING:
+    from engines.core.weight_memory import WeightMemory
     from engines.gang.jobs.rank_jobs import RankJobs
 
 
@@ -138,6 +139,28 @@ class Rank:
         self._resources.close()
         self._communicator.leave()
 
+    # On the main thread, in order with the steps.
+
+    def sleep(self) -> MemoryUse:
+        """Move the weights to the host. Pings, admissions and drops go on."""
+        self._memory.sleep()
+        return self._memory.use()
+
+    def wake(self) -> None:
+        self._memory.wake()
+
+    def reserve_host_memory(self, pinned_bytes: int | None) -> None:
+        self._memory.reserve(pinned_bytes)
+
+    def memory_use(self) -> MemoryUse:
+        return self._memory.use()
+
+    @property
+    def _memory(self) -> WeightMemory:
+        from engines.core.weight_memory import WeightMemory
+
+        return self._resources.get(WeightMemory)
+
     @ray.method(concurrency_group="admission")
     def admit(self, job: Job) -> JobFailure | None:
         """Resolve the conditioning, however long that takes, and hold the job, beside the steps of other jobs."""
@@ -160,12 +183,17 @@ class Rank:
 
 
 def spawn_ranks(
-    config: GangConfig, group: PlacementGroup, environments: Sequence[Mapping[str, str]], python: str = ""
+    config: GangConfig,
+    group: PlacementGroup,
+    environments: Sequence[Mapping[str, str]],
+    python: str = "",
+    gpus: float | None = None,
 ) -> list[Any]:
     """Return one actor handle per rank. The actors end with the process that spawned them, and are never restarted.
 
     ``environments`` are the variables of each rank's process. ``python`` is the command that runs it (Ray's
-    ``py_executable``), by default the caller's.
+    ``py_executable``), by default the caller's. ``gpus`` is the part of a GPU that a rank asks for where gangs share
+    bundles (None: ``gpus_per_rank``).
     """
     executable = {"py_executable": python} if python else {}
     # Ray's types lack concurrency groups.
@@ -173,7 +201,7 @@ def spawn_ranks(
     return [
         actor.options(
             num_cpus=config.cpus_per_rank,
-            num_gpus=config.gpus_per_rank,
+            num_gpus=config.gpus_per_rank if gpus is None else gpus,
             scheduling_strategy=rank_strategy(config, rank, group),
             runtime_env={**executable, **({"env_vars": dict(environment)} if environment else {})},
         ).remote(config, rank)

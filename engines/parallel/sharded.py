@@ -15,6 +15,7 @@ from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel, FastWeights, dtype_of
 from engines.core.resources import rank_resources
 from engines.core.shard_plan import ShardPlan
+from engines.core.weight_memory import WeightMemory
 from engines.parallel.collectives import Axis
 from engines.parallel.copies import weight_sharing_copy
 from engines.parallel.local_attention import local_kernel
@@ -65,6 +66,8 @@ class ShardedModel:
         self._weights = {name: block_weights(module, model.plan) for name, module in model.modules.items()}
         self._shares: dict[_Key, _Share] = {}
         self._switch = WeightSwitch(model.additions)
+        self._memory = rank_resources().get(WeightMemory)
+        self._memory.before_sleep(self._switch.reset_all)
         self._fast_modules: set[str] = set()
         self._on_new_module = on_new_module
         self._make_kernel = make_kernel
@@ -77,6 +80,7 @@ class ShardedModel:
     def close(self) -> None:
         """Restore the model: no hooks, the local kernel."""
         self._switch.clear()
+        self._memory.forget(self._switch.reset_all)
         kernels, local = rank_resources().get(KernelsInModules), self._local_kernel()
         for name, module in self._model.modules.items():
             self._hooks[name].remove()
@@ -122,7 +126,8 @@ class ShardedModel:
     def _share(self, name: str, team: Team) -> _Share:
         key = _key(name, team)
         if key not in self._shares:
-            self._shares[key] = self._make_share(name, team)
+            with self._memory.region():
+                self._shares[key] = self._make_share(name, team)
         return self._shares[key]
 
     def _make_share(self, name: str, team: Team) -> _Share:
@@ -141,6 +146,7 @@ class ShardedModel:
         loaded = dict(module.named_parameters())
         if self._on_new_module is not None:
             self._on_new_module(name, module, plan)
+        self._memory.hold(module)  # before its tensors have aliases
         if self._model.additions:
             self._switch.hold(name, _key(name, team), module, slices, loaded=loaded)
         return _Share(module, Stage(module, plan, team, self._weights[name]) if team.pipeline.size > 1 else None)
@@ -148,7 +154,9 @@ class ShardedModel:
     def _hold_fast(self, name: str, fast: FastWeights) -> None:
         self._switch.reset(name)
         module = self._model.modules[name]
-        self._switch.hold(name, FAST, module, {}, loaded=dict(module.named_parameters()), writers=fast.writers())
+        loaded = dict(module.named_parameters())
+        with self._memory.region():
+            self._switch.hold(name, FAST, module, {}, loaded=loaded, writers=fast.writers())
         self._fast_modules.add(name)
 
     def _set_kernel(self, module: nn.Module, team: Team, layout: TokenLayout) -> None:

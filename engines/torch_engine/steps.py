@@ -11,7 +11,8 @@ from torch import Tensor
 
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel, FastWeights, Precision, StepTensors
-from engines.core.resources import LRUCache
+from engines.core.resources import LRUCache, rank_resources
+from engines.core.weight_memory import WeightMemory
 from engines.fast.graph import CapturedStep, GraphPool
 from engines.parallel.division import shape_of
 from engines.parallel.mesh import Team
@@ -169,7 +170,8 @@ class StepRunner:
         if module not in self._weights:
             assert self._model.fast is not None
             precision: Precision = "fp8" if self._config.precision == "fp8" else "native"
-            self._weights[module] = self._model.fast(self._model.modules[module], precision)
+            with rank_resources().get(WeightMemory).region():
+                self._weights[module] = self._model.fast(self._model.modules[module], precision)
         return self._weights[module]
 
     def _may_capture(self, step: _Step, branch: Branch, tensors: StepTensors, team: Team) -> bool:

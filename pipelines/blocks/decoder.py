@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipelines.blocks import tree
 from pipelines.blocks.compilation import compile_calls, compile_decoder
 from pipelines.blocks.encoder import on_device
-from pipelines.blocks.opened import OpenedPipeline
+from pipelines.blocks.opened import OpenedPipeline, modules_of
 from pipelines.blocks.sampler import check_finite, finite_flags
 from pipelines.media.picture import laid_over_white
 from pipelines.media.sound import Sound
@@ -77,6 +77,11 @@ class BlocksDecoder:
 
     def _is_ready(self, latents_BCHW: Tensor) -> bool:
         return any(part.is_ready(latents_BCHW) for part in self._compiled)
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The models with weights, of any part."""
+        return modules_of(self._pipeline)
 
     def compile_calls(self) -> AbstractContextManager[None]:
         """Compile the decoder for the sizes that are decoded inside the block."""

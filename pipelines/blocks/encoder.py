@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
-from torch import Tensor
+from torch import Tensor, nn
 
 from engines.core.parcel import Shapes
 from pipelines.blocks import arguments, tree
 from pipelines.blocks.compilation import compile_calls, compile_encoders
 from pipelines.blocks.denoiser import guiders_of, set_scale
-from pipelines.blocks.opened import TOKENIZERS, OpenedPipeline
+from pipelines.blocks.opened import TOKENIZERS, OpenedPipeline, modules_of
 from pipelines.blocks.state import NoiseState
 from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
 
@@ -67,6 +67,11 @@ class BlocksEncoder:
         self._compiled = compile_encoders(self._pipeline) if compiled else ()
         self._later_inputs = opened.input_names((opened.sections.denoise, *opened.sections.decode))
         self.max_tokens = opened.max_tokens(max_tokens)
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The models with weights, of any part."""
+        return modules_of(self._pipeline)
 
     def compile_calls(self) -> AbstractContextManager[None]:
         """Compile the encoders for the prompt lengths that are encoded inside the block."""

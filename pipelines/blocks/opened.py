@@ -275,6 +275,12 @@ class OpenedPipeline:
         return StandIn(name, self.part_class(name), config, self.models_device, self.dtype, blank, parts)
 
 
+def modules_of(pipeline: Any) -> tuple[nn.Module, ...]:
+    """Return the models of ``pipeline`` that have weights; outlines are on "meta"."""
+    modules = (one for one in vars(pipeline).values() if isinstance(one, nn.Module))
+    return tuple(one for one in modules if not any(weight.is_meta for weight in one.parameters()))
+
+
 def _load_small_part(spec: Any) -> Any:
     """Load a small part. ValueError if torchvision is missing, which transformers' errors do not mention."""
     try:

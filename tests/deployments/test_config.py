@@ -23,7 +23,7 @@ from deployments.cli.serving import (
     parse_config,
     ready_deadline_s,
 )
-from deployments.config import AppConfig
+from deployments.config import AppConfig, ServeConfig
 from deployments.stages.stage_config import DenoiserConfig, StageConfig
 from engines.core.spec import PRECISIONS, is_static
 from engines.gang.gang_config import GangConfig
@@ -200,6 +200,37 @@ def test_a_section_of_another_engine_is_refused(engine: str, other: str) -> None
         parse_config(changed(("models", 0, "denoiser"), {**chosen, other: {}}))
 
 
+def sharing(**second: Any) -> ServeConfig:
+    document = laptop()
+    models = document["applications"][0]["args"]["models"]
+    models[0]["share"] = models[1]["share"] = "cores"
+    for section, keys in second.items():
+        models[1] |= {section: models[1].get(section, {}) | keys if isinstance(keys, dict) else keys}
+    return parse_config(document)
+
+
+@pytest.mark.parametrize(
+    ("second", "told"),
+    [
+        ({"share": "other"}, "share: (cores|other) is said by [a-z-]+ alone: give it to another model too"),
+        ({"denoiser": {"num_replicas": 2}}, "denoiser has one replica without autoscaling where models share GPUs"),
+        ({"text_encoder": {"autoscaling": {}}}, "text_encoder has one replica without autoscaling"),
+        ({"denoiser": {"gpus_per_rank": 1}}, "need the same gpus_per_rank; share: cores has [a-z-]+ 0, [a-z-]+ 1"),
+        ({"denoiser": {"num_nodes": 2}}, "are on one node: remove num_nodes"),
+        ({"denoiser": {"engine": "tensorrt", "gpus_per_rank": 1}}, "need engine: torch, whose weights can sleep"),
+    ],
+)
+def test_models_that_cannot_share_gpus_are_told(second: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        sharing(**second)
+
+
+def test_limits_of_a_group_need_its_models() -> None:
+    assert [model.name for model in sharing().app.sharing("cores")] == ["flux-shapes", "wan-shapes"]
+    with pytest.raises(ValueError, match="shares has cores, which no model shares"):
+        parse_config(changed(("shares",), {"cores": {"memory_gib": 1}}))
+
+
 def test_every_engine_has_a_section_of_its_own_options() -> None:
     for name, row in ENGINES.items():
         given = parse_config(changed(("models", 0, "denoiser"), {"engine": name, "gpus_per_rank": 1, name: {}}))
@@ -228,6 +259,7 @@ def test_a_server_is_waited_for_as_long_as_its_gangs_may_take() -> None:
     assert ready_deadline_s(parse_config(laptop())) == READY_DEADLINE_S
     slow = parse_config(changed(("models", 1, "denoiser"), {"start_deadline_s": 5000}))
     assert ready_deadline_s(slow) > 5000
+    assert ready_deadline_s(sharing(denoiser={"start_deadline_s": 5000})) > 5000 + 600, "one after the other"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ ROWS = dict(
 SECTIONS: dict[str, Any] = {
     "http_options.": config.HttpOptions,
     "loras.": LoraSource,
+    "shares.": config.ShareConfig,
     "key_limits.": KeyLimits,
     "text_encoder.": stages.EncoderConfig,
     "decoder.": stages.DecoderConfig,

@@ -21,6 +21,8 @@ MAY_IMPORT = {
 }
 HTTP_LIBRARIES = {"aiohttp", "fastapi", "flask", "httpx", "openai", "requests", "starlette", "uvicorn"}
 PURE = (
+    "engines/gang/arbiter.py",
+    "engines/gang/share_group.py",
     "engines/gang/eta/prediction.py",
     "engines/gang/eta/simulation.py",
     "engines/gang/jobs/job.py",
@@ -43,6 +45,7 @@ START_PROCESSES = {
 }
 """Files of the process that workers are forked from: they hand whole environments on, and settings are not read yet."""
 SET_VARIABLES_OF_LIBRARIES = {
+    "engines/core/weight_spans.py",
     "deployments/cli/serving.py",
     "engines/tensorrt_engine/run/doctor.py",
     "engines/torch_engine/exchange/peer_memory.py",

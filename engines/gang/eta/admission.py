@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engines.gang.arbiter import Demand
 from engines.gang.errors import DEADLINE, TooLateError
 from engines.gang.eta.prediction import StepPrediction
 from engines.gang.gang_config import Clock
@@ -11,6 +12,8 @@ from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.jobs.step_plan import Work
 from engines.gang.ledger import Ledger
 
+LEAST_BACKLOG_S = 0.01
+"""Backlog of a gang with open jobs, however short."""
 RENEW_EVERY_S = 0.1
 RENEW_PER_JOB_S = 0.01
 """Maximum age of predictions for running jobs, and what each open job adds. Simulating 36 jobs takes milliseconds,
@@ -76,6 +79,19 @@ class JobAdmission:
         if not self._all_predictable():
             return None
         return next((end_s for _, end_s in self._scheduler.ends_s(self._clock.now_s())), None)
+
+    def demand(self) -> Demand:
+        """Return all open work, predicted or guessed."""
+        now_s, in_flight_s = self._clock.now_s(), self._in_flight_s()
+        ends_s = self._scheduler.finish_times_s(now_s, beside=self._table.unscheduled)
+        backlog_s = max((*ends_s.values(), 0.0)) + in_flight_s
+        running_s = [ends_s[job_id] + in_flight_s for job_id in self._scheduler.begun if job_id in ends_s]
+        slacks_s = [due_s - now_s - ends_s[job_id] for job_id, due_s in self._scheduler.due_s if job_id in ends_s]
+        return Demand(
+            backlog_s=max(backlog_s, LEAST_BACKLOG_S) if self._table.num_open else 0.0,
+            ending_s=min(running_s, default=in_flight_s or None),
+            slack_s=min(slacks_s, default=None),
+        )
 
     def _renew(self, now_s: float) -> None:
         self._renewed_s, self._renewed_by, self._times_s = now_s, self._scheduler.prediction, None

@@ -121,6 +121,16 @@ class Scheduler:
     def prediction(self) -> StepPrediction:
         return self._prediction
 
+    @property
+    def begun(self) -> list[str]:
+        """Jobs with steps planned and steps left."""
+        return [job_id for job_id, entry in self._entries.items() if entry.num_planned]
+
+    @property
+    def due_s(self) -> list[tuple[str, float]]:
+        """Jobs with deadlines, and the time by which their steps must be done."""
+        return [(job_id, entry.due_s) for job_id, entry in self._entries.items() if entry.due_s is not None]
+
     def lone_s(self, job: Job) -> float:
         """Return the predicted time of all steps of ``job`` without other jobs."""
         *_, whole_s = self._predicted_s(job)

@@ -163,6 +163,24 @@ def test_gpus_that_a_start_needs(name: str, expected: int) -> None:
     assert num_gpus_needed(load_config(name)) == expected
 
 
+def test_models_that_share_gpus_need_them_once_and_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = load_config("gpu2").model_dump(mode="json")
+    args = document["applications"][0]["args"]
+    first = args["models"][0] | {"share": "main"}
+    args["models"] = [first, first | {"name": "other", "denoiser": first["denoiser"] | {"num_ranks": 1}}]
+    assert num_gpus_needed(parse_config(document)) == 2
+    args["models"] = [one | {"share": ""} for one in args["models"]]
+    assert num_gpus_needed(parse_config(document)) == 3
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    shared = ("flux-shapes", "wan-shapes")
+    config = config_of({name: Path("pipelines/checkpoints") / name for name in shared}, gpus_per_rank=0.8)
+    document = config.model_dump(mode="json")
+    for model in document["applications"][0]["args"]["models"]:
+        model["share"] = "main"
+    told = [one for one in problems(parse_config(document)) if "torch-memory-saver" in one]
+    assert told == ["flux-shapes, wan-shapes share GPUs, which needs torch-memory-saver: pip install '.[sleep]'"]
+
+
 def problems_of(folder: Path) -> str:
     return "; ".join(problems(config_of({"pictures": folder})))
 

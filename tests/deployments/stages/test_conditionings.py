@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from deployments.stages.common import NO_SENT_PICTURES, Encoded, SentPictures, Workers
+from deployments.stages.common import NO_SENT_PICTURES, Encoded, SentPictures, StageWeights, Workers
 from deployments.stages.text_encoder import OVERHEAD_BYTES, CacheKeys, ConditioningCache, PromptEncoder
 from pipelines.blocks.encoder import Conditioning
 from pipelines.blocks.state import NoiseState
@@ -154,6 +154,7 @@ class Drawing:
 class DrawingEncoder(PromptEncoder):
     def __init__(self, encoder: Drawing, max_bytes: int) -> None:
         self._encoder: Any = encoder
+        self._weights = StageWeights(spec_of(resolve_path("flux-shapes")), "text_encoder")
         self._encoding, self._cache = Workers(1, "encoding"), ConditioningCache(max_bytes)
 
 

@@ -14,7 +14,8 @@ from ray import serve
 from ray.serve.config import ProxyLocation
 from ray.serve.handle import DeploymentHandle
 
-from deployments.stages.common import SentPictures, Workers
+from deployments.config import ModelConfig
+from deployments.stages.common import SentPictures, StageSpec, StageWeights, Workers
 from deployments.stages.text_encoder import ConditioningCache, PromptEncoder
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest
@@ -66,6 +67,8 @@ class LookingEncoder(PromptEncoder):
     def __init__(self) -> None:
         looker: Any = Looker()
         self._encoder, self._encoding, self._cache = looker, Workers(1, "encoding"), ConditioningCache(0)
+        model = ModelConfig(name="flux-shapes")
+        self._weights = StageWeights(StageSpec(model=model, stage=model.text_encoder), "text_encoder")
 
 
 @pytest.fixture

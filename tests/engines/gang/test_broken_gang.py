@@ -71,6 +71,20 @@ async def pass_until_broken(gang: Gang, clock: SetClock) -> None:
         await asyncio.sleep(0.05)
 
 
+async def test_kill_9_of_a_sleeping_rank_is_known_to_all() -> None:
+    async with gang_of(CONFIG) as gang:
+        await gang.sleep()
+        waiting = asyncio.ensure_future(run(gang, fake_job("waiting", FakeRequest(seed=1, num_steps=2))))
+        await settled()
+        os.kill(gang.infos[1].pid, signal.SIGKILL)
+        with pytest.raises(GangBrokenError, match="rank 1 died"):
+            await waiting
+        with pytest.raises(RayActorError):
+            await gang.check_health()
+        with pytest.raises(GangBrokenError, match="rank 1 died"):
+            await gang.wake()
+
+
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 async def test_kill_9_of_a_rank_is_known_to_all_jobs_before_any_deadline(victim: int) -> None:
     async with gang_of(CONFIG) as gang:

@@ -213,6 +213,47 @@ async def test_health_is_checked_while_a_step_runs(gang: Gang, tmp_path: Path) -
     await following
 
 
+async def test_a_job_goes_on_where_its_gang_fell_asleep(gang: Gang, tmp_path: Path) -> None:
+    """Of two jobs one has begun, and one comes while the gang is asleep; a third is cancelled meanwhile."""
+    gate, request, late = tmp_path / "gate", FakeRequest(seed=1, num_steps=6), FakeRequest(seed=2, num_steps=3)
+    trace, labels = tmp_path / "trace", {"model": "fake", "direction": "wake"}
+    num_wakes = metric("troupe_swap_seconds_count", **labels)
+    begun = asyncio.ensure_future(latents(gang, fake_job("begun", replace(request, gate=str(gate)))))
+    await eventually(awaited(gate).exists)
+    falling_asleep = asyncio.ensure_future(gang.sleep())
+    await asyncio.sleep(0)
+    gate.touch()
+    uses = await falling_asleep
+    assert [(use.device, use.weights) for use in uses] == [("cpu", 4)] * 2
+    assert not gang.is_awake
+    assert metric("troupe_gangs_awake", model="fake") == 0
+    dropped = asyncio.ensure_future(run(gang, fake_job("dropped", replace(late, trace=str(trace)))))
+    later = asyncio.ensure_future(latents(gang, fake_job("late", replace(late, trace=str(trace)))))
+    await eventually(lambda: num_steps_left(gang._driver._scheduler).keys() == {"begun", "late", "dropped"})
+    assert gang.demand().backlog_s > 0
+    await gang.check_health()
+    dropped.cancel()
+    async with asyncio.timeout(60):
+        assert await gang.spent_s("dropped") == 0, "the ranks have forgotten it in their sleep"
+    assert not trace.exists(), "no step was done"
+    assert not begun.done()
+    await gang.sleep()  # it is
+    await gang.wake()
+    assert gang.is_awake
+    assert_equal(await begun, reference_latents(request))
+    assert_equal(await later, reference_latents(late))
+    assert metric("troupe_swap_seconds_count", **labels) == num_wakes + 1
+    assert (gang.demand().backlog_s, metric("troupe_gangs_awake", model="fake")) == (0, 1)
+
+
+async def test_who_wants_it_awake_again_need_not_wait_for_its_sleep(gang: Gang) -> None:
+    falling_asleep = asyncio.ensure_future(gang.sleep())
+    await asyncio.sleep(0)
+    await gang.wake()
+    await falling_asleep
+    await assert_unharmed(gang, "after a nap")
+
+
 async def test_steps_jobs_and_starts_are_counted_in_seconds(gang: Gang) -> None:
     model = {"model": "fake"}
     ends = ("done", "failed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engines.gang.gang_config import GangConfig
-from engines.gang.placement import gang_bundles, gang_strategy, rank_bundle_index
+from engines.gang.placement import gang_bundles, gang_strategy, rank_bundle_index, shared_bundles
 
 
 def test_a_gang_on_one_node_has_a_bundle_per_rank_behind_the_replica() -> None:
@@ -13,6 +13,16 @@ def test_a_gang_on_one_node_has_a_bundle_per_rank_behind_the_replica() -> None:
     assert gang_bundles(config, replica_cpus=1) == [{"CPU": 1}] + [{"CPU": 2, "GPU": 1}] * 3
     assert gang_strategy(config) == "STRICT_PACK"
     assert [rank_bundle_index(config, rank) for rank in range(3)] == [1, 2, 3]
+
+
+def test_gangs_that_share_gpus_have_a_bundle_for_each_that_a_rank_of_each_fits() -> None:
+    wide = GangConfig(num_ranks=2, cpus_per_rank=2, gpus_per_rank=0.8)
+    narrow = GangConfig(num_ranks=1, cpus_per_rank=1, gpus_per_rank=0.8)
+    first, *bundles = shared_bundles([narrow, wide])
+    assert bundles == [{"CPU": 3, "GPU": 0.8}, {"CPU": 2, "GPU": 0.8}], "no two bundles fit one GPU"
+    assert first.keys() == {"CPU"}
+    without = GangConfig(num_ranks=1, cpus_per_rank=1)
+    assert shared_bundles([without, without])[1:] == [{"CPU": 2}]
 
 
 def test_a_gang_without_gpus_asks_for_none() -> None:

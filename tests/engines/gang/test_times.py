@@ -250,3 +250,27 @@ async def test_the_next_of_long_steps_is_sent_shortly_before_its_turn(
             else:
                 await ranks.finish_step(4.0)
         await running
+
+
+async def test_the_time_asleep_is_that_of_no_step(
+    gang: Gang, clock: SetClock, ranks: SetRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of 0.1 s, some of them before the gang sleeps for an hour."""
+    heard_s: list[float] = []
+    monkeypatch.setattr(gang._driver._step_times, "hear_step", lambda job, size, step_s: heard_s.append(step_s))
+    running = asyncio.ensure_future(run(gang, shaped_job("napping", num_steps=8)))
+    await settled()
+    await ranks.finish_step(0.1)
+    falling_asleep = asyncio.ensure_future(gang.sleep())
+    while ranks.num_sent:
+        await ranks.finish_step(0.1)
+    await falling_asleep
+    await clock.advance(3600)
+    assert ranks.num_sent == 0
+    assert gang.demand().backlog_s > 0
+    await gang.wake()
+    await settled()
+    while not running.done():
+        await ranks.finish_step(0.1)
+    assert len(heard_s) > 2
+    assert heard_s == pytest.approx([0.1] * len(heard_s))

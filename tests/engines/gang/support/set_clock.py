@@ -98,6 +98,8 @@ def actor(send: Callable[[StepPlan, int], Any], answer: Callable[[], Any]) -> Si
         admit=beside,
         close=beside,
         ping=beside,
+        sleep=beside,
+        wake=beside,
         watch=remote(lambda: asyncio.get_running_loop().create_future()),
         execute=SimpleNamespace(options=execute),
     )

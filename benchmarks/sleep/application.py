@@ -1,0 +1,139 @@
+"""The application with models that share GPUs: what a request for a sleeping model waits, and mixed traffic."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import httpx
+
+from benchmarks.serving.application import serving
+from benchmarks.serving.settings import with_values, write_model
+from deployments.cli.local import http_client
+from deployments.cli.serving import load_config, parse_config
+from deployments.config import ServeConfig
+from pipelines.checkpoint import Checkpoint
+
+PROMPT = "a red circle"
+POLL_S = 0.02
+TIMEOUT_S = 600.0
+
+
+def cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the times to a request for a model awake and asleep, then those of mixed traffic."""
+    config = shared_config(arguments)
+    kinds = {model.name: Checkpoint.open(model.source, weights=False).defaults.kind for model in config.app.models}
+    with serving(config) as application, client_of(application.url) as client:
+        yield {"case": "start", "ready_s": application.ready_s}
+        requests = Requests(client, kinds, arguments)
+        files = {name: requests.made(name)[0] for name in kinds for _ in range(2)}
+        yield from swaps(requests, files, arguments.rounds)
+        yield mixed(requests, files, arguments.seconds)
+
+
+def client_of(url: str) -> httpx.Client:
+    return http_client(url, base_url=url, timeout=TIMEOUT_S)
+
+
+def shared_config(arguments: argparse.Namespace) -> ServeConfig:
+    """Return ``--config`` with its models in one share group, or with those of ``--published`` like its first one.
+
+    Published models are written to ``--folders`` with random weights if they are not there.
+    """
+    document = with_values(load_config(arguments.config), arguments.set).model_dump(mode="json")
+    args = document["applications"][0]["args"]
+    if arguments.published:
+        first = args["models"][0]
+        folders: dict[str, Path] = {name: arguments.folders / name for name in arguments.published}
+        for name, folder in folders.items():
+            if not folder.exists():
+                write_model(name, folder)
+        args["models"] = [first | {"name": name, "path": str(folder.resolve())} for name, folder in folders.items()]
+    for model in args["models"]:
+        model["share"] = "bench"
+    limits = {"memory_gib": arguments.memory_gib, "host_memory_gib": arguments.pinned_gib}
+    args["shares"] = {"bench": {name: value for name, value in limits.items() if value is not None}}
+    return parse_config(document)
+
+
+class Requests:
+    """Requests with the models' defaults, and one seed."""
+
+    def __init__(self, client: httpx.Client, kinds: Mapping[str, str], arguments: argparse.Namespace) -> None:
+        self._client, self._kinds = client, kinds
+        self._body = {"prompt": PROMPT, "seed": 1}
+        if arguments.steps is not None:
+            self._body["num_inference_steps"] = arguments.steps
+
+    def made(self, model: str) -> tuple[bytes, float]:
+        """Return the file, and the seconds that it took."""
+        begun_s = time.perf_counter()
+        data = self._clip(model) if self._kinds[model] == "video" else self._picture(model)
+        return data, time.perf_counter() - begun_s
+
+    def _picture(self, model: str) -> bytes:
+        answer = self._client.post("/v1/images/generations", json={"model": model, **self._body})
+        answer.raise_for_status()
+        return bytes(answer.json()["data"][0]["b64_json"], "ascii")
+
+    def _clip(self, model: str) -> bytes:
+        clip = self._client.post("/v1/videos", json={"model": model, **self._body}).raise_for_status().json()
+        while (state := self._client.get(f"/v1/videos/{clip['id']}").json())["status"] not in ("completed", "failed"):
+            time.sleep(POLL_S)
+        if state["status"] == "failed":
+            raise RuntimeError(f"{model}: {state}")
+        return self._client.get(f"/v1/videos/{clip['id']}/content").raise_for_status().content
+
+
+def swaps(requests: Requests, files: Mapping[str, bytes], rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield seconds of a request after one for the same model, and after one for each of the others."""
+    for name in files:
+        same, awake_s, asleep_s = True, [], []
+        for _ in range(rounds):
+            for other in [one for one in files if one != name]:
+                requests.made(other)
+                data, took_s = requests.made(name)
+                asleep_s.append(took_s)
+                same = same and data == files[name]
+            data, took_s = requests.made(name)
+            awake_s.append(took_s)
+        yield {
+            "case": "swap",
+            "model": name,
+            "awake_s": median(awake_s),
+            "asleep_s": median(asleep_s),
+            "later_s": median(asleep_s) - median(awake_s),
+            "latest_s": max(asleep_s) - median(awake_s),
+            "same_bytes": same,
+        }
+
+
+def mixed(requests: Requests, files: Mapping[str, bytes], seconds: float) -> dict[str, Any]:
+    """Send requests to all models, one after the other for each, with pauses up to twice a request's time."""
+    end_s = time.monotonic() + seconds
+
+    def follow(name: str) -> tuple[list[float], bool]:
+        pauses, times_s, same = random.Random(name), [], True
+        while time.monotonic() < end_s:
+            data, took_s = requests.made(name)
+            times_s.append(took_s)
+            same = same and data == files[name]
+            time.sleep(pauses.uniform(0, 2 * took_s))
+        return times_s, same
+
+    with ThreadPoolExecutor(len(files)) as pool:
+        found = dict(zip(files, pool.map(follow, files), strict=True))
+    return {
+        "case": "mixed",
+        "seconds": seconds,
+        "mean_s": {name: fmean(times_s) for name, (times_s, _) in found.items()},
+        "longest_s": {name: max(times_s) for name, (times_s, _) in found.items()},
+        "num_requests": {name: len(times_s) for name, (times_s, _) in found.items()},
+        "same_bytes": all(same for _, same in found.values()),
+    }

@@ -1,0 +1,1 @@
+"""Models that take turns on the same GPUs: the arbiter's actor, and its members."""

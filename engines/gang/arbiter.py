@@ -1,0 +1,251 @@
+"""Which of the models that share GPUs are awake. Pure: no clock, no tasks, no ranks.
+
+A model that is awake and has work keeps its turn until the work is done, or the turn is over and another model waits.
+Swaps are never free, so a turn lasts a multiple of a swap's measured time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+DeviceBytes = Mapping[str, int]
+"""Bytes by device id."""
+
+LINGER_S = 0.25
+"""An idle model is still at work for this long: a job's latents are on their way to the decoder."""
+TURN_SWAPS = 4.0
+"""A turn lasts this many swaps at least while another model waits, so swaps take a fifth of the time at most."""
+MIN_TURN_S = 0.5
+MAX_TURN_S = 10.0
+"""A turn is over after this time, or after ``TURN_SWAPS`` swaps if those take longer."""
+AGEING = 1.0
+"""Seconds of work that a waiting model is ordered below its own, per second of waiting."""
+STARVING_S = 20.0
+"""Models that wait for longer come first, in order of arrival."""
+USUAL_BANDWIDTH = 20e9
+"""Bytes per second of a swap that was not measured yet."""
+SHORTEST_S = 0.01
+"""Shortest time until a decision is looked at again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """Open work of a model, or of one of its processes."""
+
+    backlog_s: float = 0.0
+    """Predicted seconds of all open work, above 0 if there is any."""
+    ending_s: float | None = None
+    """Predicted seconds until the first running job is done; None if none runs."""
+    slack_s: float | None = None
+    """Seconds by which work may still be delayed without a missed deadline; None without deadlines."""
+
+    @classmethod
+    def total(cls, demands: Iterable[Demand]) -> Demand:
+        """Return the demand of several processes of one model, which work one after the other."""
+        every = [*demands]
+        endings = [one.ending_s for one in every if one.ending_s is not None]
+        slacks = [one.slack_s for one in every if one.slack_s is not None]
+        return cls(
+            backlog_s=sum(one.backlog_s for one in every),
+            ending_s=min(endings, default=None),
+            slack_s=min(slacks, default=None),
+        )
+
+
+IDLE = Demand()
+
+
+@dataclass(kw_only=True, slots=True)
+class Sharer:
+    """A model that shares GPUs. Times are those of the caller's clock."""
+
+    name: str
+    awake: DeviceBytes
+    """Memory of all its processes while it is awake, by device."""
+    asleep: DeviceBytes = field(default_factory=dict)
+    """What remains of that while it is asleep."""
+    swap_s: float | None = None
+    """Measured seconds of going to sleep and waking up again; None before the first."""
+    demand: Demand = IDLE
+    is_awake: bool = False
+    """It holds its memory, at least in part."""
+    waits_since_s: float | None = None
+    """Since when it is asleep and has work."""
+    turn_since_s: float = -math.inf
+    """Begin of the turn; while nobody waits, turns do not count."""
+    busy_s: float = -math.inf
+    """When it had work for the last time."""
+
+    @property
+    def weights(self) -> Mapping[str, int]:
+        """Bytes that a wake-up takes, by device."""
+        return {device: size - self.asleep.get(device, 0) for device, size in self.awake.items()}
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds of a swap, estimated by its bytes before it was measured."""
+        estimate_s = 2 * max(self.weights.values(), default=0) / USUAL_BANDWIDTH
+        return estimate_s if self.swap_s is None else self.swap_s
+
+    @property
+    def min_turn_s(self) -> float:
+        return max(MIN_TURN_S, TURN_SWAPS * self.cost_s)
+
+    @property
+    def grace_s(self) -> float:
+        """A job that ends within this time is not interrupted."""
+        return max(MIN_TURN_S, self.cost_s)
+
+    @property
+    def max_turn_s(self) -> float:
+        return max(MAX_TURN_S, self.min_turn_s)
+
+
+class Arbiter:
+    """Decides for the models that share some GPUs. ``capacity`` is the usable memory of each device, in bytes.
+
+    The caller reports demands and states, then follows ``decide``: models that it omits go to sleep, and others wake
+    up once there is room.
+    """
+
+    def __init__(self, capacity: DeviceBytes) -> None:
+        self.capacity = dict(capacity)
+        self.sharers: dict[str, Sharer] = {}
+
+    def add(self, sharer: Sharer) -> None:
+        """Add a model or replace what is known of its memory. ValueError if it does not fit its devices alone."""
+        for device, size in sharer.awake.items():
+            if size > self.capacity[device]:
+                taken, usable = size / 2**30, self.capacity[device] / 2**30
+                raise ValueError(
+                    f"{sharer.name} takes {taken:.1f} GiB on {device}, of which {usable:.1f} GiB are usable: divide "
+                    "its weights, or give it GPUs of its own"
+                )
+        self.sharers[sharer.name] = sharer
+
+    def remove(self, name: str) -> None:
+        self.sharers.pop(name, None)
+
+    def hear(self, name: str, demand: Demand, now_s: float) -> None:
+        """Take note of the open work of a model."""
+        sharer = self.sharers[name]
+        if demand.backlog_s or sharer.demand.backlog_s:
+            sharer.busy_s = now_s
+        sharer.demand = demand
+        self._note_wait(sharer, now_s)
+
+    def moved(self, name: str, *, is_awake: bool, now_s: float, swap_s: float | None = None) -> None:
+        """Take note that a model is awake (or begins to wake up), or asleep."""
+        sharer = self.sharers[name]
+        if is_awake and not sharer.is_awake:
+            sharer.turn_since_s = sharer.busy_s = now_s
+        sharer.is_awake = is_awake
+        sharer.swap_s = sharer.swap_s if swap_s is None else swap_s
+        self._note_wait(sharer, now_s)
+
+    def decide(self, now_s: float) -> frozenset[str]:
+        """Return the models that are to be awake."""
+        wanted = {sharer.name for sharer in self.sharers.values() if sharer.is_awake}
+        waiting = [one for one in self.sharers.values() if one.waits_since_s is not None]
+        for sharer in sorted(waiting, key=lambda one: self._order(one, now_s)):
+            victims = self._victims(sharer, wanted, now_s)
+            if victims is None:
+                break  # room that comes free is for this one
+            wanted -= victims
+            wanted.add(sharer.name)
+        return frozenset(wanted)
+
+    def next_s(self, now_s: float) -> float | None:
+        """Return the seconds until a decision may change by time alone; None if no model waits."""
+        if not any(one.waits_since_s is not None for one in self.sharers.values()):
+            return None
+        awake = [one for one in self.sharers.values() if one.is_awake]
+        ends_s = [one.turn_since_s + turn_s for one in awake for turn_s in (one.min_turn_s, one.max_turn_s)]
+        return min([LINGER_S, *(end_s - now_s for end_s in ends_s if end_s > now_s + SHORTEST_S)])
+
+    def fits(self, names: Iterable[str]) -> bool:
+        """Return whether these models fit together while all others are asleep."""
+        return not self._lacking(set(names))
+
+    def _note_wait(self, sharer: Sharer, now_s: float) -> None:
+        if sharer.is_awake or not sharer.demand.backlog_s:
+            sharer.waits_since_s = None
+        elif sharer.waits_since_s is None:
+            sharer.waits_since_s = now_s
+
+    def _order(self, sharer: Sharer, now_s: float) -> tuple[float, ...]:
+        """Sort key: starving models by arrival, then deadlines in danger, then the shortest work, aged."""
+        assert sharer.waits_since_s is not None
+        waited_s = now_s - sharer.waits_since_s
+        if waited_s >= STARVING_S:
+            return (0.0, sharer.waits_since_s)
+        slack_s = self._slack_s(sharer)
+        if slack_s <= sharer.cost_s + self._longest_turn_s():
+            return (1.0, slack_s)
+        return (2.0, sharer.demand.backlog_s - AGEING * waited_s)
+
+    def _slack_s(self, sharer: Sharer) -> float:
+        return math.inf if sharer.demand.slack_s is None else sharer.demand.slack_s
+
+    def _longest_turn_s(self) -> float:
+        return max((one.max_turn_s for one in self.sharers.values() if one.is_awake), default=0.0)
+
+    def _victims(self, sharer: Sharer, wanted: set[str], now_s: float) -> set[str] | None:
+        """Return models to put to sleep for ``sharer``; None if it does not fit without one that may not."""
+        victims: set[str] = set()
+        awake = [self.sharers[name] for name in wanted if self.sharers[name].is_awake]
+        free = [one for one in awake if self._may_sleep(one, sharer, now_s)]
+        for candidate in sorted(free, key=lambda one: (one.demand.backlog_s > 0, one.busy_s, one.name)):
+            lacking = self._lacking((wanted - victims) | {sharer.name})
+            if not lacking:
+                break
+            if lacking & candidate.weights.keys():
+                victims.add(candidate.name)
+        return None if self._lacking((wanted - victims) | {sharer.name}) else self._needed(sharer, wanted, victims)
+
+    def _needed(self, sharer: Sharer, wanted: set[str], victims: set[str]) -> set[str]:
+        """Drop victims that turned out not to be needed, those with work first."""
+        for name in sorted(victims, key=lambda one: -self.sharers[one].busy_s):
+            if not self._lacking((wanted - (victims - {name})) | {sharer.name}):
+                victims = victims - {name}
+        return victims
+
+    def _lacking(self, awake: set[str]) -> set[str]:
+        """Return the devices whose memory does not suffice for these models awake and the others asleep.
+
+        One model alone is always allowed: ``add`` has checked it, and what others leave is only estimated.
+        """
+        on_device = {device: [one for one in self._on(device) if one.name in awake] for device in self.capacity}
+        return {
+            device
+            for device, size in self.capacity.items()
+            if len(on_device[device]) > 1
+            and sum(_bytes(one, device, one.name in awake) for one in self.sharers.values()) > size
+        }
+
+    def _on(self, device: str) -> list[Sharer]:
+        """Return the models whose weights need memory of ``device``."""
+        return [one for one in self.sharers.values() if one.weights.get(device)]
+
+    def _may_sleep(self, sharer: Sharer, waiting: Sharer, now_s: float) -> bool:
+        if not sharer.demand.backlog_s:
+            return now_s >= sharer.busy_s + LINGER_S
+        swaps_s = sharer.cost_s + waiting.cost_s
+        is_short = waiting.demand.backlog_s + swaps_s < 0.5 * sharer.demand.backlog_s
+        is_urgent = is_short or self._order(waiting, now_s)[0] < 2
+        return now_s >= self._free_from_s(sharer, waiting, sharer.min_turn_s if is_urgent else sharer.max_turn_s)
+
+    def _free_from_s(self, sharer: Sharer, waiting: Sharer, turn_s: float) -> float:
+        """Return when a model with work may go to sleep for ``waiting``.
+
+        A job that ends sooner than a swap takes may end. The time for that is given once, from the end of the turn.
+        """
+        assert waiting.waits_since_s is not None
+        end_s, ending_s = max(sharer.turn_since_s + turn_s, waiting.waits_since_s), sharer.demand.ending_s
+        return end_s + sharer.grace_s if ending_s is not None and ending_s <= sharer.grace_s else end_s
+
+
+def _bytes(sharer: Sharer, device: str, is_awake: bool) -> int:
+    return (sharer.awake if is_awake else sharer.asleep).get(device, 0)

@@ -1,0 +1,97 @@
+"""Sleep and wake-up of a gang: all ranks, between two steps, called by its scheduler task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from engines.core.logs import log_phase
+from engines.core.resources import MemoryUse
+from engines.gang.errors import GangBrokenError
+from engines.gang.gang_config import Clock, GangConfig
+from engines.gang.ledger import Ledger
+from engines.gang.metrics import GangMetrics
+from engines.gang.watchdog import answer_of
+
+
+class GangSleep:
+    """Whether the weights of a gang are on its devices, and whether they should be.
+
+    Jobs are admitted and dropped while it is asleep, and their states stay on the ranks. Steps wait.
+    """
+
+    def __init__(
+        self, config: GangConfig, ranks: Sequence[Any], ledger: Ledger, clock: Clock, metrics: GangMetrics
+    ) -> None:
+        self._config, self._ranks, self._ledger, self._clock, self._metrics = config, ranks, ledger, clock, metrics
+        self._is_asleep = self._wants_sleep = False
+        self._has_slept = False
+        self._moved = asyncio.Event()
+        self.swap_s = 0.0
+        """Duration of the last change."""
+        self.uses: tuple[MemoryUse, ...] = ()
+        """Memory of each rank after the last sleep."""
+
+    @property
+    def may_work(self) -> bool:
+        """Whether steps may be sent."""
+        return not (self._is_asleep or self._wants_sleep)
+
+    def want(self, *, asleep: bool) -> None:
+        """Let the next ``settle`` change the state."""
+        self._wants_sleep = asleep
+        self._notify()
+
+    async def reached(self, *, asleep: bool, ended: asyncio.Event) -> None:
+        """Wait until the state is reached, or another one is wanted, or the gang has ``ended``."""
+        while self._is_asleep != asleep and self._wants_sleep == asleep and not ended.is_set():
+            waits = [asyncio.ensure_future(event.wait()) for event in (self._moved, ended)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+
+    async def settle(self) -> None:
+        """Change the state if another one is wanted, after all steps in flight. The caller sends none meanwhile.
+
+        ``GangBrokenError`` if a rank fails, dies, or is late.
+        """
+        while self._is_asleep != self._wants_sleep:
+            sleeps = self._wants_sleep
+            for end in self._ledger.ends(range(self._config.num_ranks)):
+                await end.wait()
+            begun_s = self._clock.now_s()
+            answers: list[MemoryUse] = await self._call("sleep" if sleeps else "wake")
+            self.uses = tuple(answers) if sleeps else self.uses
+            self._is_asleep, self._has_slept = sleeps, self._has_slept or sleeps
+            self.swap_s = self._clock.now_s() - begun_s
+            self._ledger.interrupt()
+            self._metrics.swapped(is_asleep=sleeps, swap_s=self.swap_s)
+            log_phase("gang: sleep" if sleeps else "gang: wake", self.swap_s, model=self._metrics.model)
+            self._notify()
+
+    def _notify(self) -> None:
+        """Let ``reached`` look again."""
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    async def _call(self, method: str) -> list[Any]:
+        """Return the ranks' answers. The first sleep may wait for host memory that is being pinned."""
+        is_slow = method == "sleep" and not self._has_slept
+        limit_s = self._config.start_deadline_s if is_slow else self._config.step_deadline_s
+        answers = [
+            asyncio.ensure_future(answer_of(i, getattr(rank, method).remote())) for i, rank in enumerate(self._ranks)
+        ]
+        together = asyncio.gather(*answers)
+        try:
+            with suppress(TimeoutError):
+                async with self._clock.timeout(limit_s):
+                    return list(await asyncio.shield(together))
+            late = [rank for rank, answer in enumerate(answers) if not answer.done()]
+            raise GangBrokenError(f"ranks {late} did not {method} within {limit_s:g} s", "deadline")
+        finally:
+            together.cancel()
+            await asyncio.gather(together, return_exceptions=True)

@@ -1,0 +1,266 @@
+"""Models that share GPUs: the states of their processes, whose turn it is to load, and who is to be awake. Pure.
+
+Everything it knows comes with the next report of each process, so a new one continues where an old one ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engines.core.resources import MemoryUse
+from engines.gang.arbiter import IDLE, Arbiter, Demand, Sharer
+
+State = Literal["waiting", "loading", "awake", "asleep"]
+"""A process waits for its turn to load, loads, and is then awake or asleep."""
+PROCESS_BYTES = 2**29
+"""Memory of a process on its GPU beside PyTorch's: CUDA context, kernels, libraries."""
+USABLE = 0.95
+"""Share of a GPU's memory that is distributed; the rest is a reserve against fragmentation."""
+SILENT_S = 15.0
+"""A process that reports nothing for this long is gone."""
+LOAD_PAUSE_S = 10.0
+"""Models with work are left alone for this long between two loads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShareReport:
+    """The state of one deployment of a model: a gang, an encoder or a decoder."""
+
+    model: str
+    stage: str
+    token: str
+    """Distinguishes a new process from the one that it replaces."""
+    state: State
+    uses: tuple[MemoryUse, ...] = ()
+    """Memory of each process, ranks in order; empty until loaded."""
+    demand: Demand = IDLE
+    swap_s: float | None = None
+    """Measured seconds of its last sleep and its last wake-up together."""
+    pinned: tuple[int, ...] | None = None
+    """Host memory that it was allowed to pin; None until then."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShareOrder:
+    """The state to reach."""
+
+    state: State
+    pinned: tuple[int, ...] | None = None
+    """Host memory that each process may pin; None until it has loaded, or without a limit."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Member:
+    report: ShareReport
+    heard_s: float
+    asked_s: float
+    """When it asked for its turn to load."""
+    beside: dict[str, int] = field(default_factory=dict)
+    """Most memory beside weights, by device."""
+    left: dict[str, int] | None = None
+    """Memory beside weights while asleep, by device; None before the first sleep."""
+
+    def hear(self, report: ShareReport, now_s: float) -> None:
+        self.report, self.heard_s = report, now_s
+        beside = _sums(report.uses, "beside")
+        peak = _sums(report.uses, "peak")
+        self.beside = {device: max(size, peak[device], self.beside.get(device, 0)) for device, size in beside.items()}
+        if report.state == "asleep":
+            self.left = beside
+
+
+class ShareGroup:
+    """The processes of models that share GPUs. ``memory_bytes`` is the usable memory of each device (None: measured).
+
+    ``host_bytes`` is the host memory that all processes may pin together (None: unlimited).
+    """
+
+    def __init__(self, *, memory_bytes: int | None = None, host_bytes: int | None = None) -> None:
+        self._memory_bytes, self._host_bytes = memory_bytes, host_bytes
+        self._members: dict[tuple[str, str], _Member] = {}
+        self._arbiter = Arbiter({})
+        self._pinned: dict[str, tuple[int, ...]] = {}
+        """Granted host memory by token."""
+        self._loading: str | None = None
+        self._load_from_s = -math.inf
+        self._target: frozenset[str] = frozenset()
+
+    def hear(self, report: ShareReport, now_s: float) -> ShareOrder:
+        """Take note of a report and return the current order for its sender.
+
+        ValueError if the model cannot share these devices.
+        """
+        key = (report.model, report.stage)
+        known = self._members.get(key)
+        if known is None or known.report.token != report.token:
+            known = self._members[key] = _Member(report=report, heard_s=now_s, asked_s=now_s)
+            if report.state == "awake":  # an arbiter before this one let it
+                self._target |= {report.model}
+            self._pinned = {token: sizes for token, sizes in self._pinned.items() if token in self._tokens()}
+        known.hear(report, now_s)
+        if report.uses:
+            self._check_devices(report)
+            self._grant(report)
+        self._update(report.model, now_s)
+        self.settle(now_s)
+        return self.order(report)
+
+    def forget(self, token: str, now_s: float) -> None:
+        """Drop a process that ends."""
+        for key in [key for key, one in self._members.items() if one.report.token == token]:
+            del self._members[key]
+            self._update(key[0], now_s)
+        self._pinned.pop(token, None)
+        self.settle(now_s)
+
+    def settle(self, now_s: float) -> None:
+        """Drop silent processes, then decide anew unless a swap is under way."""
+        for key, member in [*self._members.items()]:
+            if now_s - member.heard_s > SILENT_S:
+                del self._members[key]
+                self._pinned.pop(member.report.token, None)
+                self._update(key[0], now_s)
+        self._choose_loading(now_s)
+        if self._loading is None and self._is_settled():
+            self._target = self._arbiter.decide(now_s)
+
+    def order(self, report: ShareReport) -> ShareOrder:
+        """Return the state that the sender of ``report`` is to reach."""
+        return ShareOrder(state=self._state(report), pinned=self._pinned.get(report.token))
+
+    def next_s(self, now_s: float) -> float | None:
+        """Return the seconds until orders may change by time alone; None if they do not."""
+        if any(member.report.state == "waiting" for member in self._members.values()):
+            return 0.5
+        return self._arbiter.next_s(now_s)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._members
+
+    @property
+    def awake(self) -> tuple[str, ...]:
+        """Models whose weights are on the devices."""
+        return tuple(sorted({one.report.model for one in self._members.values() if one.report.state == "awake"}))
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Host memory that was granted."""
+        return sum(map(sum, self._pinned.values()))
+
+    def _state(self, report: ShareReport) -> State:
+        model = report.model
+        if report.state in ("waiting", "loading"):
+            may_load = self._loading == model and self._all_asleep(self._others(model))
+            return "loading" if may_load or report.state == "loading" else "waiting"
+        if self._loading is not None:
+            return "awake" if self._loading == model else "asleep"
+        if model not in self._target:
+            return "asleep"
+        return "awake" if report.state == "awake" or self._all_asleep(self._leaving()) else "asleep"
+
+    # Loads: one model at a time, alone on its devices, since its memory is not known before.
+
+    def _choose_loading(self, now_s: float) -> None:
+        waiting = [one for one in self._members.values() if one.report.state == "waiting"]
+        if self._loading is not None and not any(
+            one.report.state in ("waiting", "loading") for one in self._of(self._loading)
+        ):
+            self._loading, self._load_from_s = None, now_s + LOAD_PAUSE_S
+            self._target = self._awake_now()
+        if self._loading is None and waiting and self._may_load(now_s):
+            self._loading = min(waiting, key=lambda one: one.asked_s).report.model
+
+    def _may_load(self, now_s: float) -> bool:
+        have_work = any(one.report.demand.backlog_s for one in self._members.values())
+        return now_s >= self._load_from_s or not have_work
+
+    # Memory.
+
+    def _update(self, model: str, now_s: float) -> None:
+        """Pass what the processes of ``model`` reported to the arbiter."""
+        ready = [one for one in self._of(model) if one.report.uses]
+        if not ready:
+            self._arbiter.remove(model)
+            return
+        awake: dict[str, int] = {}
+        asleep: dict[str, int] = {}
+        for one in ready:
+            weights = _sums(one.report.uses, "weights")
+            for device, beside in one.beside.items():
+                left = beside if one.left is None else one.left.get(device, 0)
+                process = 0 if device == "cpu" else PROCESS_BYTES * sum(use.device == device for use in one.report.uses)
+                awake[device] = awake.get(device, 0) + weights[device] + beside + process
+                asleep[device] = asleep.get(device, 0) + left + process
+        known = self._arbiter.sharers.get(model)
+        if known is None:
+            self._arbiter.add(Sharer(name=model, awake=awake, asleep=asleep))
+        else:
+            known.awake, known.asleep = awake, asleep
+        swaps_s = [one.report.swap_s for one in ready if one.report.swap_s is not None]
+        is_awake = any(one.report.state == "awake" for one in ready)
+        self._arbiter.moved(model, is_awake=is_awake, now_s=now_s, swap_s=max(swaps_s, default=None))
+        self._arbiter.hear(model, Demand.total(one.report.demand for one in ready), now_s)
+
+    def _check_devices(self, report: ShareReport) -> None:
+        """Note the devices' memory; ValueError if ranks of two models are not on the same devices."""
+        for use in report.uses:
+            own = int(USABLE * use.device_bytes) if use.device_bytes else None
+            limits = [size for size in (own, self._memory_bytes) if size is not None]
+            self._arbiter.capacity[use.device] = min(limits, default=2**62)
+        devices = [use.device for use in report.uses]
+        for other in self._members.values():
+            theirs = [use.device for use in other.report.uses]
+            num = min(len(devices), len(theirs))
+            if other.report.stage == report.stage == "denoiser" and devices[:num] != theirs[:num]:
+                raise ValueError(
+                    f"the ranks of {report.model} are on {', '.join(devices)} and those of {other.report.model} on "
+                    f"{', '.join(theirs)}: models that share GPUs must be on the same ones"
+                )
+
+    def _grant(self, report: ShareReport) -> None:
+        """Grant host memory, once per process."""
+        if report.pinned is not None:
+            self._pinned[report.token] = report.pinned
+        elif self._host_bytes is not None and report.token not in self._pinned:
+            left, sizes = max(0, self._host_bytes - self.pinned_bytes), [use.weights for use in report.uses]
+            share = min(1.0, left / max(1, sum(sizes)))
+            self._pinned[report.token] = tuple(int(share * size) for size in sizes)
+
+    # Members.
+
+    def _is_settled(self) -> bool:
+        return self._awake_now() == self._target & self._arbiter.sharers.keys() and self._all_asleep(self._leaving())
+
+    def _awake_now(self) -> frozenset[str]:
+        """Return the models all of whose loaded processes are awake."""
+        models = {model for model, _ in self._members}
+        loaded = {model: [one for one in self._of(model) if one.report.uses] for model in models}
+        return frozenset(
+            model for model, ones in loaded.items() if ones and all(one.report.state == "awake" for one in ones)
+        )
+
+    def _leaving(self) -> list[_Member]:
+        return [one for one in self._members.values() if one.report.model not in self._target]
+
+    def _others(self, model: str) -> list[_Member]:
+        return [one for one in self._members.values() if one.report.model != model]
+
+    def _of(self, model: str) -> Iterator[_Member]:
+        return (one for one in self._members.values() if one.report.model == model)
+
+    def _tokens(self) -> set[str]:
+        return {one.report.token for one in self._members.values()}
+
+    def _all_asleep(self, members: Sequence[_Member]) -> bool:
+        """Return whether none of ``members`` holds memory of a device."""
+        return all(one.report.state in ("asleep", "waiting") for one in members)
+
+
+def _sums(uses: Sequence[MemoryUse], name: Literal["weights", "beside", "peak"]) -> dict[str, int]:
+    """Return the sum of a field by device."""
+    devices = dict.fromkeys(use.device for use in uses)
+    return {device: sum(getattr(use, name) for use in uses if use.device == device) for device in devices}

@@ -1,0 +1,178 @@
+"""Weights that go to the host and come back: the same bytes, the same tensors, and no copy twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from engines.core import host_copy
+from engines.core.host_copy import HostCopy
+from engines.core.weight_memory import WeightMemory
+from engines.core.weight_spans import _runs_in_use
+
+CPU = torch.device("cpu")
+
+
+class Parts(nn.Module):
+    def __init__(self, num: int, columns: int, rows: int, *, bias: bool) -> None:
+        super().__init__()
+        self.layers = [nn.Linear(columns, rows, bias=bias).requires_grad_(False) for _ in range(num)]
+        for i, layer in enumerate(self.layers):
+            self.add_module(str(i), layer)
+
+    def __getitem__(self, index: int) -> nn.Linear:
+        return self.layers[index]
+
+
+def parts(num: int = 3) -> Parts:
+    torch.manual_seed(0)
+    return Parts(num, 40, 30, bias=True)
+
+
+def opened(folder: Path, module: nn.Module) -> WeightMemory:
+    memory = WeightMemory()
+    memory.open(CPU, folder)
+    memory.hold(module)
+    return memory
+
+
+def values(module: nn.Module) -> list[Tensor]:
+    return [x.clone() for x in module.state_dict().values()]
+
+
+def assert_same(module: nn.Module, before: list[Tensor]) -> None:
+    assert all(x.equal(y) for x, y in zip(module.state_dict().values(), before, strict=True))
+
+
+def test_weights_leave_and_come_back_in_the_same_tensors(tmp_path: Path) -> None:
+    module = parts()
+    before, rows = values(module), module[0].weight[3:5]
+    memory = opened(tmp_path, module)
+    for _ in range(2):
+        memory.sleep()
+        assert {x.untyped_storage().nbytes() for x in module.parameters()} == {0}
+        memory.sleep()  # without effect
+        memory.wake()
+        assert_same(module, before)
+        assert rows.equal(before[0][3:5]), "a view has its values too"
+    assert memory.num_copies == 1, "nobody changed the weights"
+
+
+def test_new_weights_are_copied_again(tmp_path: Path) -> None:
+    module, other = parts(), parts(1)
+    memory = opened(tmp_path, module)
+    memory.sleep()
+    memory.wake()
+    module[0].weight.zero_()
+    memory.hold(other)
+    before = values(module)
+    memory.sleep()
+    assert other[0].weight.untyped_storage().nbytes() == 0
+    memory.wake()
+    assert_same(module, before)
+    assert memory.num_copies == 2
+
+
+def test_changes_are_undone_before_sleep_and_an_undo_can_be_taken_back(tmp_path: Path) -> None:
+    module = parts()
+    before = values(module)
+    memory = opened(tmp_path, module)
+
+    def undo() -> None:
+        module[0].weight.copy_(before[0])
+
+    memory.before_sleep(undo)
+    for copies in (1, 1):
+        module[0].weight.zero_()
+        memory.sleep()
+        memory.wake()
+        assert_same(module, before)
+        assert memory.num_copies == copies
+    memory.forget(undo)
+    module[0].weight.zero_()
+    memory.sleep()
+    assert not memory._undo
+
+
+def test_mapped_files_and_shared_storages(tmp_path: Path) -> None:
+    save_file({"weight": torch.arange(12.0).view(3, 4)}, tmp_path / "w.safetensors")
+    module = Parts(2, 4, 3, bias=False)
+    mapped = torch.from_file(str(tmp_path / "w.safetensors"), size=24)
+    assert not mapped.untyped_storage().resizable()
+    module[0].weight.data, module[1].weight.data = mapped[:12].view(3, 4), mapped[12:].view(3, 4)
+    before = values(module)
+    memory = opened(tmp_path, module)
+    assert memory.use().weights == 24 * 4, "one storage, counted once"
+    memory.sleep()
+    memory.wake()
+    assert_same(module, before)
+    assert module[0].weight.untyped_storage().data_ptr() == module[1].weight.untyped_storage().data_ptr()
+    assert load_file(tmp_path / "w.safetensors")["weight"].equal(torch.arange(12.0).view(3, 4))
+
+
+@pytest.fixture
+def small_pieces() -> Iterator[None]:
+    with patch.object(host_copy, "PIECE_BYTES", 1000):
+        yield
+
+
+@pytest.mark.parametrize(("limit", "pinned"), [(None, 14760), (0, 0), (2500, 2500)])
+def test_host_memory_is_pinned_up_to_its_limit(
+    tmp_path: Path, small_pieces: None, limit: int | None, pinned: int
+) -> None:
+    """Pieces are smaller than spans, and the last pinned one is smaller than others."""
+    module = parts()
+    before = values(module)
+    memory = opened(tmp_path / "new", module)
+    memory.reserve(limit)
+    memory.sleep()
+    memory.wake()
+    assert_same(module, before)
+    assert (memory.use().weights, memory.use().pinned) == (14760, pinned)
+    assert not list((tmp_path / "new").iterdir() if limit is not None else []), "files have no names"
+
+
+def test_a_full_disk_is_an_error_before_weights_are_gone(tmp_path: Path) -> None:
+    module = parts()
+    before = values(module)
+    memory = opened(tmp_path, module)
+    memory.reserve(0)
+    with patch("os.posix_fallocate", side_effect=OSError(28, "No space left on device")):
+        other = opened(tmp_path, module)
+        other.reserve(0)
+        with pytest.raises(OSError, match="No space"):
+            other.sleep()
+    assert_same(module, before)
+
+
+def test_copies_that_grow_keep_their_limit(tmp_path: Path) -> None:
+    host = HostCopy(CPU, tmp_path)
+    host.reserve(100, pinned_bytes=150)
+    host.reserve(300, pinned_bytes=150)
+    assert (host.num_bytes, host.pinned_bytes) == (300, 150)
+
+
+def test_it_has_no_effect_until_it_is_opened() -> None:
+    memory, module = WeightMemory(), parts()
+    before = values(module)
+    with memory.region():
+        memory.hold(module)
+    memory.reserve()
+    assert (memory.sleep(), memory.wake(), memory.is_asleep, memory.use().weights) == (0.0, 0.0, False, 0)
+    assert_same(module, before)
+
+
+def test_adjacent_blocks_in_use_are_one_run() -> None:
+    def block(address: int, size: int, state: str) -> dict[str, Any]:
+        return {"address": address, "size": size, "state": state}
+
+    blocks = [block(0, 512, "active_allocated"), block(512, 512, "active_pending_free"), block(1024, 2048, "inactive")]
+    blocks.append(block(3072, 1024, "active_allocated"))
+    assert [*_runs_in_use(blocks)] == [(0, 1024), (3072, 1024)]

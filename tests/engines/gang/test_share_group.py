@@ -1,0 +1,192 @@
+"""A share group: whose turn it is to load, orders until everybody follows them, host memory, and who is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from engines.core.resources import MemoryUse
+from engines.gang.arbiter import IDLE, Demand
+from engines.gang.share_group import LOAD_PAUSE_S, PROCESS_BYTES, SILENT_S, ShareGroup, ShareReport, State
+
+GIB = 2**30
+WORK = Demand(backlog_s=2.0)
+
+
+@dataclass(kw_only=True)
+class Member:
+    """A deployment of a model that does what it is told when a test lets it."""
+
+    group: ShareGroup
+    model: str
+    stage: str = "denoiser"
+    token: str = ""
+    gib: Sequence[float] = (40.0,)
+    devices: Sequence[str] = ("gpu-0",)
+    report: ShareReport = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.report = ShareReport(
+            model=self.model, stage=self.stage, token=self.token or f"{self.model} {self.stage}", state="waiting"
+        )
+
+    def say(self, now_s: float, **changes: object) -> State:
+        """Report; return the order."""
+        self.report = replace(self.report, **changes)  # type: ignore[arg-type]
+        return self.group.hear(self.report, now_s).state
+
+    def loads(self, now_s: float) -> None:
+        assert self.say(now_s) == "loading"
+        self.say(now_s, state="loading")
+        uses = tuple(
+            MemoryUse(device=device, device_bytes=80 * GIB, weights=int(gib * GIB), beside=GIB)
+            for device, gib in zip(self.devices, self.gib, strict=True)
+        )
+        self.say(now_s, state="awake", uses=uses)
+
+    def follows(self, now_s: float) -> State:
+        """Reach the ordered state at once."""
+        state = self.say(now_s)
+        return state if state == self.report.state else self.say(now_s, state=state)
+
+
+def loaded(group: ShareGroup, *members: Member, now_s: float = 0.0) -> None:
+    """Let all load one after the other, with those before them asleep."""
+    for i, member in enumerate(members):
+        for other in members[:i]:
+            member.say(now_s)
+            other.follows(now_s)
+        member.loads(now_s)
+
+
+def test_models_load_one_at_a_time_while_all_others_are_asleep() -> None:
+    group = ShareGroup()
+    a, a_encoder, b = (
+        Member(group=group, model="a"),
+        Member(group=group, model="a", stage="x"),
+        Member(group=group, model="b"),
+    )
+    assert [one.say(0.0) for one in (a, b, a_encoder)] == ["loading", "waiting", "loading"]
+    a.loads(1.0)
+    assert b.say(1.0) == "waiting", "a's encoder loads"
+    a_encoder.loads(2.0)
+    assert b.say(2.0) == "waiting"
+    assert [a.say(2.0), a_encoder.say(2.0)] == ["asleep", "asleep"]
+    a.say(3.0, state="asleep")
+    assert b.say(3.0) == "waiting", "one of two is still there"
+    a_encoder.say(4.0, state="asleep")
+    assert b.say(4.0) == "loading"
+    b.say(5.0, state="loading")
+    assert a.say(5.0, demand=WORK) == "asleep", "nobody wakes up beside a model of unknown size"
+
+
+def test_a_model_with_work_wakes_up_once_the_other_is_wholly_asleep() -> None:
+    group = ShareGroup()
+    a, b, decoder = (
+        Member(group=group, model=model, stage=stage) for model, stage in (("a", "1"), ("b", "1"), ("b", "2"))
+    )
+    decoder.gib = (1.0,)
+    loaded(group, a)
+    for other in (b, decoder):
+        other.say(0.0)
+    a.follows(0.0)
+    for other in (b, decoder):
+        other.loads(0.0)
+    assert (a.report.state, b.report.state) == ("asleep", "awake")
+    assert a.say(1.0, demand=WORK) == "asleep", "b may still have work for its decoder"
+    assert [b.say(1.3), decoder.say(1.3)] == ["asleep", "asleep"]
+    b.say(1.4, state="asleep")
+    assert a.say(1.4) == "asleep"
+    decoder.say(1.5, state="asleep")
+    assert a.say(1.5) == "awake"
+    assert a.say(2.0, state="awake") == "awake"
+    assert group.awake == ("a",)
+
+
+def test_those_that_fit_are_awake_together() -> None:
+    group = ShareGroup()
+    a, b = Member(group=group, model="a", gib=(30.0,)), Member(group=group, model="b", gib=(30.0,))
+    loaded(group, a, b)
+    assert a.say(1.0, demand=WORK) == "awake"
+    a.follows(1.0)
+    assert b.say(1.0) == "awake"
+
+
+def test_memory_beside_weights_counts_awake_and_asleep() -> None:
+    """76 GiB are usable: weights of twice 36, twice 1 beside them, and two processes."""
+    for gib, state in ((36.0, "awake"), (37.6, "asleep")):
+        group = ShareGroup()
+        a, b = (Member(group=group, model=model, gib=(gib,)) for model in "ab")
+        loaded(group, a, b)
+        assert a.say(1.0, demand=WORK) == state
+    assert PROCESS_BYTES == GIB / 2
+
+
+def test_a_process_that_is_replaced_loads_again_when_work_allows_it() -> None:
+    group = ShareGroup()
+    a, b = (Member(group=group, model=model) for model in "ab")
+    loaded(group, a, b)
+    assert b.say(1.0, demand=WORK) == "awake"
+    new = Member(group=group, model="a", token="new")
+    assert new.say(1.0) == "waiting"
+    assert b.say(1.0) == "awake", "another load had just been"
+    later_s = LOAD_PAUSE_S + 0.1
+    assert new.say(later_s) == "waiting"
+    assert b.follows(later_s) == "asleep"
+    assert new.say(later_s) == "loading"
+
+
+def test_one_that_is_silent_is_gone() -> None:
+    group = ShareGroup()
+    a, b = (Member(group=group, model=model) for model in "ab")
+    loaded(group, a, b)
+    assert a.say(1.0, demand=WORK) == "asleep"
+    for now_s in (8.0, 16.0, SILENT_S + 0.1):
+        order = a.say(now_s)
+    assert order == "awake", "b was awake, and its memory is free now"
+
+
+def test_a_new_arbiter_knows_all_from_the_next_reports() -> None:
+    group = ShareGroup(host_bytes=50 * GIB)
+    a, b = (Member(group=group, model=model) for model in "ab")
+    loaded(group, a, b)
+    for one in (a, b):
+        one.report = replace(one.report, pinned=group.order(one.report).pinned)
+    a.group = b.group = new = ShareGroup(host_bytes=50 * GIB)
+    assert b.say(1.0, demand=WORK) == "awake"
+    assert a.say(1.0) == "asleep"
+    assert b.say(1.1) == "awake"
+    assert new.pinned_bytes == group.pinned_bytes == 50 * GIB
+
+
+def test_host_memory_is_granted_up_to_its_limit() -> None:
+    group = ShareGroup(host_bytes=50 * GIB)
+    a, b = Member(group=group, model="a", gib=(20.0, 20.0), devices=("gpu-0", "gpu-1")), Member(group=group, model="b")
+    loaded(group, a, b)
+    assert group.order(a.report).pinned == (20 * GIB, 20 * GIB)
+    assert group.order(b.report).pinned == (10 * GIB,)
+    new = Member(group=group, model="a", token="new")
+    new.say(0.1)
+    assert group.pinned_bytes == 10 * GIB, "of processes that are gone nothing is pinned"
+    assert ShareGroup().order(a.report).pinned is None
+
+
+def test_ranks_on_other_devices_are_an_error() -> None:
+    group = ShareGroup()
+    a = Member(group=group, model="a", gib=(20.0, 20.0), devices=("gpu-0", "gpu-1"))
+    loaded(group, a)
+    b = Member(group=group, model="b", gib=(20.0,), devices=("gpu-1",))
+    b.say(0.0)
+    a.follows(0.0)
+    with pytest.raises(ValueError, match="ranks of b are on gpu-1 and those of a on gpu-0, gpu-1"):
+        b.loads(0.0)
+
+
+def test_limits_of_the_configuration_hold_on_a_cpu() -> None:
+    group = ShareGroup(memory_bytes=50 * GIB)
+    a, b = (Member(group=group, model=model, gib=(30.0,), devices=("cpu",)) for model in "ab")
+    loaded(group, a, b)
+    assert a.say(1.0, demand=WORK) == "asleep"
+    assert b.say(1.0, demand=IDLE) == "asleep"
