@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.models import flux
-from benchmarks.models.flux_denoiser import as_denoiser
 from engines.core.model import Addition, Branch, DenoiserModel, LowRank
 from engines.core.resources import rank_resources
 from engines.core.weight_memory import WeightMemory
 from engines.torch_engine.engine import TorchEngine
+from pipelines.blocks.denoiser import as_denoiser
+from pipelines.models.flux.spec import SPEC
 
 GIB = 2**30
 NUM_STEPS = 4
@@ -102,7 +103,8 @@ def make(
     with memory.region():
         module = flux.build(device, dtype, small=arguments.small)
     memory.hold(module)
-    model: DenoiserModel = replace(as_denoiser(module), additions={ADDITION: addition(module)})
+    plain = as_denoiser({"transformer": module}, SPEC, module.config, probe=tuple)
+    model: DenoiserModel = replace(plain, additions={ADDITION: addition(module)})
     engine = TorchEngine(model, strategy=arguments.strategy, precision=precision)
     return engine, (Branch(inputs=flux.inputs(module, arguments.side)),)
 
