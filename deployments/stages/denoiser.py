@@ -181,9 +181,11 @@ class Denoiser:
             self._member.check()
         if self._check is None:
             self._check = asyncio.ensure_future(self._gang.check_health())
-        await asyncio.wait({self._check}, timeout=CHECK_S)
-        if self._check.done():
-            check, self._check = self._check, None
+        check = self._check
+        await asyncio.wait({check}, timeout=CHECK_S)
+        if check.done():
+            if self._check is check:  # a call that Serve has given up on may still be here
+                self._check = None
             check.result()
         if self._had_check and await self._gang.breaks_within(CHECK_S):
             await self._gang.check_health()

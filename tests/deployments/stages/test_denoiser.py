@@ -121,6 +121,29 @@ async def test_a_health_check_under_way_fails_as_soon_as_the_gang_breaks() -> No
         await denoiser.check_health()
 
 
+class Slow:
+    """A gang whose check takes as long as the test says."""
+
+    def __init__(self) -> None:
+        self.is_checked = asyncio.Event()
+
+    async def check_health(self) -> None:
+        await self.is_checked.wait()
+
+    async def breaks_within(self, seconds: float) -> bool:
+        return False
+
+
+async def test_health_checks_that_overlap_share_their_result() -> None:
+    """As after a blocked event loop: Serve gives a check up and sends the next one."""
+    gang = Slow()
+    denoiser = Unstarted(_gang=gang, _had_check=False, _check=None)
+    checks = [asyncio.ensure_future(denoiser.check_health()) for _ in range(2)]
+    await asyncio.sleep(0)
+    gang.is_checked.set()
+    await asyncio.gather(*checks)
+
+
 def test_ranks_start_with_the_variables_of_their_engine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "is_on_loopback", lambda: False)
     assert node_environment("torch") == {}
