@@ -21,11 +21,13 @@ MAY_IMPORT = {
 }
 HTTP_LIBRARIES = {"aiohttp", "fastapi", "flask", "httpx", "openai", "requests", "starlette", "uvicorn"}
 PURE = (
+    "engines/gang/autoscaling.py",
     "engines/gang/eta/prediction.py",
     "engines/gang/eta/simulation.py",
     "engines/gang/jobs/job.py",
     "engines/gang/jobs/scheduler.py",
     "engines/gang/jobs/step_plan.py",
+    "engines/gang/load.py",
     "engines/gang/policies/",
 )
 """What a gang's decisions are made of."""
