@@ -23,7 +23,7 @@ from benchmarks.policies.simulation import Arrival as SimulatedArrival
 from benchmarks.policies.simulation import SimulatedGang, Simulation, Span
 from deployments.config import ServeConfig
 from deployments.requests.rules import TIERS
-from deployments.stages.denoiser import PRIORITIES
+from deployments.stages.common import PRIORITIES
 from engines.core.spec import tiling_sizes
 from engines.gang.gang_config import GangConfig
 from engines.gang.policies.policy import make_policy

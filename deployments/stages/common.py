@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from engines.core.parcel import Parcel, Shapes
 from engines.gang.errors import QueueFullError
 from engines.gang.jobs.job import JobEvent
 from pipelines.checkpoint import Checkpoint
-from pipelines.request import InputPicture, InputPictures, MetadataLevel, Mode
+from pipelines.request import InputPicture, InputPictures, MetadataLevel, Mode, ServiceTier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +78,8 @@ def _decoded(files_B: Sequence[NDArray[np.uint8]], thumbnail: bytes, decode_s: f
     return Decoded(data=data, thumbnail=thumbnail, decode_s=decode_s, further=tuple(further))
 
 
+PRIORITIES: Mapping[ServiceTier, float] = {"flex": 0.25, "default": 1.0, "priority": 4.0}
+"""Divisors of a job's predicted duration in the queue order."""
 LOW_PRIORITY = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
 """Below the priority of ranks, 0. CUDA reads it at a process's first use of a GPU, under MPS only. Stream priorities
 hold within one process; without MPS, processes time-slice a GPU.

@@ -237,12 +237,13 @@ class GangScaler:
         self._reported_start_s = max(starts_s, default=self._reported_start_s)
         if self._arrivals.hear(seen) or seen.has_work:
             self._busy_s = seen.now_s
-        least, enough = (self._within_limits(num, seen.now_s) for num in self._need(seen))
-        target = self._within_limits(seen.target, -math.inf)
+        is_warm = self._busy_s is not None and seen.now_s - self._busy_s < self._rules.idle_s
+        least, enough = map(self._within_limits, self._need(seen) if is_warm or seen.has_work else (0, 0))
         if self._is_new:  # nothing is known of the past: no gang goes before ``hold_s``
             self._is_new = False
-            self._enough.push(seen.now_s, target, self.hold_s)
+            self._enough.push(seen.now_s, self._within_limits(seen.target), self.hold_s)
         held = self._enough.push(seen.now_s, enough, self.hold_s)
+        target = self._within_limits(seen.target)
         if target < least:
             return enough
         return 0 if held <= 1 and not enough else min(target, held)
@@ -261,13 +262,14 @@ class GangScaler:
         self._starts.order(seen.now_s, target)
         return target
 
-    def _within_limits(self, num: int, now_s: float) -> int:
-        """Return ``num`` within the limits; 1 instead of 0 if the last work is too recent for the last gang to end."""
-        is_warm = self._busy_s is not None and now_s - self._busy_s < self._rules.idle_s
-        return min(self._rules.max_gangs, max(self._rules.min_gangs, num, is_warm))
+    def _within_limits(self, num: int) -> int:
+        return min(self._rules.max_gangs, max(self._rules.min_gangs, num))
 
     def _need(self, seen: Observation) -> tuple[int, int]:
-        """Return the gangs without which requests would wait too long, and those with which they will not."""
+        """Return the gangs without which requests would wait too long, and those with which they will not.
+
+        At least 1: there is work, or the last work is too recent for the last gang to end.
+        """
         lead_s, now_s, num = self.lead_s, seen.now_s, len(seen.gangs)
         window_s = max(MIN_WINDOW_S, WINDOW_STARTS * lead_s)
         num_arrived, work_s, work_s2 = self._arrivals.between(now_s - window_s, now_s)
@@ -280,7 +282,7 @@ class GangScaler:
         left_s = max(0.0, backlog_s + (load - num) * lead_s)
         horizon_s = max(wait_s, lead_s)
         clearing = (load + left_s / horizon_s) / (1 + wait_s / 2 / horizon_s)
-        need = max(math.ceil(clearing - 1e-9) if left_s > num * wait_s / 2 else 0, seen.has_work)
+        need = max(math.ceil(clearing - 1e-9) if left_s > num * wait_s / 2 else 0, 1)
         if not job_s:
             return need, need
         least, enough = gangs_needed(load, job_s, cv2, wait_s, at_most=self._rules.max_gangs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -107,3 +107,53 @@ def rank_gangs(
         backlog_s = load.backlog_s + sum(one.left_s for one in beside)
         ranked.append((round(finish_s, 2), round(backlog_s, 2), number, Choice(name, finish_s, own_s)))
     return [choice for *_, choice in sorted(ranked)]
+
+
+SENT_MEMORY_S = 1.0
+"""A report that comes so long after a job was sent has the job, if it is not done yet."""
+
+
+class LoadBoard:
+    """Newest reports of a model's gangs, and the jobs that were sent to them since."""
+
+    def __init__(self) -> None:
+        self._loads: dict[str, GangLoad] = {}
+        self._heard_s: dict[str, float] = {}
+        self._stats: dict[str, Mapping[str, Any]] = {}
+        self._sent: dict[str, dict[str, tuple[float, OpenWork]]] = {}
+
+    def hear(self, stats: Mapping[str, Mapping[str, Any]], now_s: float) -> None:
+        """Take the newest reports (``GangLoad.to_stats``) of all gangs; an empty one is not known yet."""
+        for name in [name for name in self._loads if not stats.get(name)]:
+            del self._loads[name], self._heard_s[name], self._stats[name]
+            self._sent.pop(name, None)
+        for name, newest in stats.items():
+            if newest and newest != self._stats.get(name):
+                self._loads[name], self._heard_s[name], self._stats[name] = GangLoad.of_stats(newest), now_s, newest
+                sent = self._sent.get(name, {})
+                self._sent[name] = {job_id: one for job_id, one in sent.items() if now_s - one[0] < SENT_MEMORY_S}
+
+    def choose(self, names: Sequence[str], job_id: str, new: NewWork, now_s: float) -> list[str]:
+        """Return ``names`` by predicted finish of ``new``, and assume that the first one gets it; [] if unknown."""
+        if any(name not in self._loads for name in names):
+            return []
+        sent = {name: self._unreported(name, now_s) for name in names}
+        loads = {name: self._loads[name] for name in names}
+        ranked = rank_gangs(loads, new, lambda name: now_s - self._heard_s[name], sent)
+        if ranked:
+            work = OpenWork(ranked[0].own_s, ranked[0].own_s / new.priority)
+            self._sent.setdefault(ranked[0].name, {})[job_id] = (now_s, work)
+        return [choice.name for choice in ranked]
+
+    def _unreported(self, name: str, now_s: float) -> list[OpenWork]:
+        """Return the jobs that were sent to a gang and that neither its report has nor time has ended."""
+        sent, reported = self._sent.get(name, {}), self._loads[name].jobs
+        for job_id in [job_id for job_id, (at_s, one) in sent.items() if now_s - at_s > SENT_MEMORY_S + one.left_s]:
+            del sent[job_id]
+        return [one for job_id, (_, one) in sent.items() if job_id not in reported]
+
+    def confirm(self, name: str, job_id: str) -> None:
+        """Record which gang has got a job."""
+        for other, jobs in list(self._sent.items()):
+            if other != name and job_id in jobs:
+                self._sent.setdefault(name, {})[job_id] = jobs.pop(job_id)

@@ -8,7 +8,7 @@ from itertools import permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.gang.load import GangLoad, NewWork, OpenWork, rank_gangs
+from engines.gang.load import GangLoad, LoadBoard, NewWork, OpenWork, rank_gangs
 from tests.support.unhurried import UNHURRIED
 
 SMALL, LARGE = "small", "large"
@@ -88,3 +88,37 @@ def test_the_order_is_by_finish_and_a_report_survives_json(loads: dict[str, Gang
         sent = GangLoad.of_stats(json.loads(json.dumps(one.to_stats())))
         assert abs(sent.backlog_s - one.backlog_s) <= 0.011
         assert sent.to_stats() == one.to_stats()
+
+
+def test_a_sent_job_counts_until_a_report_has_it() -> None:
+    board, new = LoadBoard(), NewWork(LARGE, 10)
+    stats = {"a": load().to_stats(), "b": load().to_stats()}
+    board.hear(stats, 0.0)
+    assert board.choose("ab", "1", new, 0.0)[0] == "a"
+    assert board.choose("ab", "2", new, 0.1)[0] == "b"
+    jobs = {"1": OpenWork(19.0, 19.0)}
+    board.hear(stats | {"a": GangLoad(jobs=jobs, step_s=STEP_S).to_stats()}, 0.5)
+    assert board.choose("ab", "3", new, 0.5)[0] == "a", "19 s, counted once, before the 20 s of the other"
+    board.hear(stats, 10.0)
+    assert board.choose("ab", "4", new, 10.0)[0] == "a", "the other has been at work for ten seconds"
+    board.hear(stats, 60.0)
+    assert board.choose("ba", "5", new, 60.0)[0] == "b", "the same report is a new one if all should be done"
+
+
+def test_a_gang_without_a_report_leaves_the_choice_to_others() -> None:
+    board = LoadBoard()
+    board.hear({"a": load().to_stats(), "b": {}}, 0.0)
+    assert board.choose("ab", "1", NewWork(LARGE, 10), 0.0) == []
+    board.hear({"a": load().to_stats(), "b": load().to_stats()}, 1.0)
+    assert board.choose("ab", "1", NewWork(LARGE, 10), 1.0)[0] == "a"
+    board.hear({"b": load().to_stats()}, 2.0)
+    assert board.choose("b", "2", NewWork(LARGE, 10), 2.0) == ["b"]
+    assert board.choose("ab", "3", NewWork(LARGE, 10), 2.0) == []
+
+
+def test_a_job_that_another_gang_took_counts_there() -> None:
+    board, new = LoadBoard(), NewWork(LARGE, 10)
+    board.hear({name: load().to_stats() for name in "ab"}, 0.0)
+    assert board.choose("ab", "1", new, 0.0)[0] == "a"
+    board.confirm("b", "1")
+    assert board.choose("ab", "2", new, 0.0)[0] == "a"
