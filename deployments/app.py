@@ -10,7 +10,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import DEFAULT_METRICS_INTERVAL_S
 
-from deployments.autoscaling import DECIDE_EVERY_S
+from deployments.autoscaling import DECIDE_EVERY_S, LOOK_BACK_S
 from deployments.config import AppConfig, ModelConfig
 from deployments.forked_workers import Level, Pythons, worker_pythons
 from deployments.ingress import Ingress
@@ -161,7 +161,7 @@ def work_scaling(config: DenoiserConfig, max_ranks: int | None) -> dict[str, Any
     by_serve = {
         "min_replicas": scaling.min_replicas,
         "max_replicas": scaling.max_replicas,
-        "look_back_period_s": scaling.look_back_period_s,
+        "look_back_period_s": LOOK_BACK_S,
         "upscale_delay_s": 0.0,
         "downscale_delay_s": 0.0,
         "metrics_interval_s": DECIDE_EVERY_S,

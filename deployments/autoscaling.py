@@ -14,6 +14,8 @@ from engines.gang.autoscaling import Demand, GangReport, GangScaler, Observation
 
 DECIDE_EVERY_S = 1.0
 """Replicas report this often."""
+LOOK_BACK_S = 5.0
+"""Serve counts open requests as their mean over this period, for models without a gang."""
 REPORT_MAX_AGE_S = 10.0
 """A gang with an older report, or none, counts as busy, and a model with an older demand as gone."""
 
@@ -49,6 +51,8 @@ class ScaleByWork:
             seen = observe(ctx)
             want = self._scaler.want(seen)
             self._target = self._scaler.settle(seen, want, self._granted(ctx.deployment_name, want, now_s))
+        if not self._target and ctx.total_num_requests > 0:
+            return 1, {}  # Serve would start a gang again while it counts requests, as it does for ``LOOK_BACK_S``
         return self._target, {}
 
     def _granted(self, name: str, want: int, now_s: float) -> int:

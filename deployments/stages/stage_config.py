@@ -57,7 +57,7 @@ class AutoscalingConfig(BaseModel):
         return self
 
 
-BY_REQUESTS = ("target_ongoing_requests", "upscale_delay_s", "downscale_delay_s")
+BY_REQUESTS = ("target_ongoing_requests", "look_back_period_s", "upscale_delay_s", "downscale_delay_s")
 BY_WORK = ("idle_s", "priority")
 
 

@@ -92,6 +92,7 @@ def test_requests_without_a_gang_bring_one_and_idle_time_ends_it() -> None:
     targets = {now_s: policy(context(now_s, {A: idle}, target=1))[0] for now_s in range(5, 70)}
     assert targets[60] == 1
     assert targets[69] == 0
+    assert policy(context(71.0, {A: idle}, target=1, num_requests=0.2))[0] == 1, "Serve would start it again"
 
 
 def test_a_backlog_of_few_long_jobs_brings_a_gang_which_many_short_ones_do_not() -> None:
@@ -114,9 +115,10 @@ def test_a_gang_that_does_not_report_is_taken_for_busy() -> None:
 
 def test_decisions_are_a_second_apart_however_often_serve_asks() -> None:
     policy = ScaleByWork(**RULES)
-    policy(context(0.0, {}))
-    assert policy(context(0.5, {}, num_requests=1.0))[0] == 0
-    assert policy(context(1.0, {}, num_requests=1.0))[0] == 1
+    assert policy(context(100.0, {A: busy(100)}, target=1))[0] == 1
+    late = busy(100, backlog_s=500.0)
+    assert policy(context(100.5, {A: late}, target=1))[0] == 1
+    assert policy(context(101.0, {A: late}, target=1))[0] > 1
 
 
 def test_models_of_one_application_share_ranks_by_priority() -> None:

@@ -42,8 +42,8 @@ SECTIONS: dict[str, Any] = {
     "door.": DoorSettings,
 }
 UNNAMED = (config.ServeConfig, config.ApplicationConfig, config.AppConfig, config.ModelConfig)
-SAID_ELSEWHERE = {"applications", "models", "api", "door", "metrics", "args", "import_path", "route_prefix", "text_encoder", "denoiser", "decoder"}
-SAID_ELSEWHERE |= {"http_options", "autoscaling", "torch", "tensorrt", "nccl"}
+SAID_ELSEWHERE = {"applications", "args", "import_path", "route_prefix", "text_encoder", "denoiser", "decoder"}
+SAID_ELSEWHERE |= {"models", "api", "door", "metrics", "http_options", "autoscaling", "torch", "tensorrt", "nccl"}
 """Sections, which have keys of their own, and what is the same in every file."""
 OF_OTHERS = {
     "decoder.": {field.name for field in dataclasses.fields(stages.StageConfig)},
