@@ -24,11 +24,11 @@ MIN_WINDOW_S, WINDOW_STARTS = 120.0, 2.0
 """Arrivals are averaged over this many starts of a gang, and at least over so long."""
 MIN_SPAN_S = 10.0
 """Arrivals of a shorter time are averaged over this."""
-MIN_HOLD_S, HOLD_STARTS = 10.0, 3.0
-"""A gang that is not needed stays for this many starts, and at least so long.
+MIN_HOLD_S, HOLD_STARTS = 10.0, 1.0
+"""A gang that is not needed stays for as many times the longest recent start, and at least so long.
 
-Gandhi et al. 2012, "AutoScale: Dynamic, Robust Capacity Management for Multi-Tier Data Centers", delay the end of
-servers likewise, by what a start costs.
+An idle gang that is kept for as long as a start takes costs at most twice the optimum (ski rental). Gandhi et al. 2012,
+"AutoScale: Dynamic, Robust Capacity Management for Multi-Tier Data Centers", delay the end of servers likewise.
 """
 MAX_CV2 = 3.0
 """Limit of the squared coefficient of variation of job times, which few jobs estimate badly."""
@@ -179,6 +179,10 @@ class StartTimes:
             return median(self._took_s)
         return USUAL_START_S if reported_s is None else reported_s
 
+    def longest_s(self, reported_s: float | None) -> float:
+        """Return the longest of the newest starts: that of a gang that needed a node, if nodes come and go."""
+        return max(self._took_s) if self._took_s else self.lead_s(reported_s)
+
 
 class RecentMaximum:
     """The largest of the values of the last seconds, in amortized constant time."""
@@ -223,7 +227,7 @@ class GangScaler:
     @property
     def hold_s(self) -> float:
         """Seconds for which a gang that is not needed stays."""
-        return max(MIN_HOLD_S, HOLD_STARTS * self.lead_s)
+        return max(MIN_HOLD_S, HOLD_STARTS * self._starts.longest_s(self._reported_start_s))
 
     def decide(self, seen: Observation, granted: int | None = None) -> int:
         """Return the new target. ``granted``: gangs that ``share_ranks`` allows (None: no limit)."""
