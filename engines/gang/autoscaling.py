@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-LATE_SHARE, ALERT_SHARE = 0.01, 0.03
+LATE_SHARE, ALERT_SHARE = 0.02, 0.05
 """Shares of requests that may wait longer than the target in steady traffic: with as many gangs as are wanted, and
 before more are wanted. Between the two the number stays."""
 USUAL_START_S = 60.0

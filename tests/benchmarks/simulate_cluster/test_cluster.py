@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from benchmarks.simulate_cluster import __main__ as program
-from benchmarks.simulate_cluster.cluster import Cluster, ClusterSpec, Picture, PictureJob, SimulatedReplica
+from benchmarks.simulate_cluster.cluster import Cluster, ClusterSpec, Picture, PictureJob, SimulatedReplica, Strategy
 from benchmarks.simulate_cluster.day import MIX, DayTraffic
 from benchmarks.simulate_cluster.strategies import ByRequests, ByWork, FixedSize
 from engines.gang.autoscaling import ScalingRules
@@ -96,11 +96,12 @@ def test_by_work_fewer_gpu_hours_give_no_more_late_pictures() -> None:
     """Beside Serve's defaults and the whole cluster, through a morning."""
     spec = replace(SPEC, num_gpus=32, failures_per_gpu_hour=1 / 50_000)
     day = replace(HOURS, peak_load=9.6, from_hour=5.0)
-    strategies = {"work": ByWork(replace(RULES, max_gangs=16, min_gangs=1)), "requests": ByRequests(1, 16)}
-    rows = {
-        name: program.simulate(spec, day, strategy, 10.0)
-        for name, strategy in {**strategies, "fixed": FixedSize(16)}.items()
+    strategies: dict[str, Strategy] = {
+        "work": ByWork(replace(RULES, max_gangs=16, min_gangs=1)),
+        "requests": ByRequests(1, 16),
+        "fixed": FixedSize(16),
     }
+    rows = {name: program.simulate(spec, day, strategy, 10.0) for name, strategy in strategies.items()}
     assert rows["work"]["gpu_hours"] < 0.9 * rows["requests"]["gpu_hours"]
     assert rows["work"]["gpu_hours"] < 0.6 * rows["fixed"]["gpu_hours"]
     assert rows["work"]["in_time"] >= rows["requests"]["in_time"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def url(ray_cluster: None, pictures: Path) -> Iterator[str]:
-    gangs = {"num_replicas": 2, "num_ranks": 1, "strategy": "auto", "policy": "arrival"}
+    gangs: dict[str, Any] = {"num_replicas": 2, "num_ranks": 1, "strategy": "auto", "policy": "arrival"}
     with live(config_of({"pictures": pictures}, **gangs)) as url:
         yield url
 

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engines.gang.autoscaling import (
+    ALERT_SHARE,
+    LATE_SHARE,
     Demand,
     GangReport,
     GangScaler,
@@ -240,7 +242,7 @@ def test_gangs_needed_is_erlangs_formula(cv2: float) -> None:
     for load in (0.3, 2.0, 7.5):
         for wait_s in (0.0, 4.0):
             least, enough = gangs_needed(load, JOB_S, cv2, wait_s, at_most=99)
-            for num, share in ((least, 0.03), (enough, 0.01)):
+            for num, share in ((least, ALERT_SHARE), (enough, LATE_SHARE)):
                 assert late(num, load, wait_s) <= share
                 assert num - 1 <= load or late(num - 1, load, wait_s) > share
     assert gangs_needed(7.5, JOB_S, cv2, 4.0, at_most=5) == (5, 5)
