@@ -118,7 +118,8 @@ def lone(name: str, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]
     command = [sys.executable, *launch, "-m", LONE, name, *Asked.of(arguments).words(), *lock]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LONE_S)
     if ended.returncode:
-        raise RuntimeError(f"{LONE} ended with {ended.returncode}: {ended.stderr[-MOST_SAID:]}")
+        last = ended.stderr.strip().rpartition("\n")[2]
+        raise RuntimeError(f"{LONE} ended with {ended.returncode}: {last}")
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found
 
