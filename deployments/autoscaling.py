@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-from engines.gang.autoscaling import Demand, GangReport, GangScaler, Observation, ScalingRules, share_ranks
+from engines.gang.autoscaling import GangReport, GangScaler, Observation, RankDemand, ScalingRules, share_ranks
 
 DECIDE_EVERY_S = 1.0
 """Replicas report this often."""
@@ -19,7 +19,7 @@ LOOK_BACK_S = 5.0
 REPORT_MAX_AGE_S = 10.0
 """A gang with an older report, or none, counts as busy, and a model with an older demand as gone."""
 
-DEMANDS: dict[str, tuple[float, Demand]] = {}
+DEMANDS: dict[str, tuple[float, RankDemand]] = {}
 """Newest demand of each model that shares ranks, and its time."""
 
 
@@ -63,7 +63,7 @@ class ScaleByWork:
         from deployments.autoscaling import DEMANDS
 
         rules = self._scaler.rules
-        own = Demand(want=want, min_gangs=rules.min_gangs, num_ranks=self._num_ranks, priority=self._priority)
+        own = RankDemand(want=want, min_gangs=rules.min_gangs, num_ranks=self._num_ranks, priority=self._priority)
         DEMANDS[name] = now_s, own
         for gone in [other for other, (said_s, _) in DEMANDS.items() if now_s - said_s > REPORT_MAX_AGE_S]:
             del DEMANDS[gone]

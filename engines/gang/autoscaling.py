@@ -340,7 +340,7 @@ def gangs_needed(load: float, job_s: float, cv2: float, wait_s: float, *, at_mos
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Demand:
+class RankDemand:
     """What a model asks of ranks that it shares with others."""
 
     want: int
@@ -351,7 +351,7 @@ class Demand:
     priority: float = 1.0
 
 
-def share_ranks(demands: Mapping[str, Demand], num_ranks: int) -> dict[str, int]:
+def share_ranks(demands: Mapping[str, RankDemand], num_ranks: int) -> dict[str, int]:
     """Return the gangs that each model may have of ``num_ranks`` ranks.
 
     All models get their minimum first, then those of the highest priority what they want. Models of one priority share
@@ -365,7 +365,9 @@ def share_ranks(demands: Mapping[str, Demand], num_ranks: int) -> dict[str, int]
     return granted
 
 
-def _share_equally(names: Sequence[str], demands: Mapping[str, Demand], granted: dict[str, int], num_ranks: int) -> int:
+def _share_equally(
+    names: Sequence[str], demands: Mapping[str, RankDemand], granted: dict[str, int], num_ranks: int
+) -> int:
     """Raise ``granted`` of models of one priority within ``num_ranks``. Return the ranks given."""
     missing = {name: demands[name].want - granted[name] for name in names}
     wanted = sum(missing[name] * demands[name].num_ranks for name in names)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from engines.gang.autoscaling import (
     ALERT_SHARE,
     LATE_SHARE,
-    Demand,
     GangReport,
     GangScaler,
     Observation,
+    RankDemand,
     ScalingRules,
     StartTimes,
     gangs_needed,
@@ -279,7 +279,7 @@ def test_whatever_comes_limits_hold_and_no_gang_with_work_goes(
     demands=st.dictionaries(
         st.sampled_from("abcdef"),
         st.builds(
-            Demand,
+            RankDemand,
             want=st.integers(0, 30),
             min_gangs=st.integers(0, 2),
             num_ranks=st.sampled_from([1, 2, 4]),
@@ -289,7 +289,7 @@ def test_whatever_comes_limits_hold_and_no_gang_with_work_goes(
     ),
     num_ranks=st.integers(0, 64),
 )
-def test_shares_fit_the_ranks_and_waste_none(demands: dict[str, Demand], num_ranks: int) -> None:
+def test_shares_fit_the_ranks_and_waste_none(demands: dict[str, RankDemand], num_ranks: int) -> None:
     granted = share_ranks(demands, num_ranks)
     used = sum(granted[name] * demand.num_ranks for name, demand in demands.items())
     least = sum(min(demand.want, demand.min_gangs) * demand.num_ranks for demand in demands.values())
