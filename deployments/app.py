@@ -10,15 +10,17 @@ from typing import Any
 from ray import serve
 from ray.serve.config import DEFAULT_METRICS_INTERVAL_S
 
-from deployments.config import ApiConfig, AppConfig, ModelConfig, ShareConfig
+from deployments.autoscaling import DECIDE_EVERY_S, LOOK_BACK_S
+from deployments.config import AppConfig, ModelConfig, ShareConfig
 from deployments.forked_workers import Level, Pythons, worker_pythons
 from deployments.ingress import Ingress
 from deployments.names import ACCOUNTS, CODEC, INGRESS, deployment_name
+from deployments.request_router import REPLICAS_PER_REPORT_S, REPORT_EVERY_S
 from deployments.sharing.share_actor import ShareSpec
 from deployments.stages.common import StageSpec
 from deployments.stages.denoiser import Denoiser
 from deployments.stages.devices import ALL_GPUS
-from deployments.stages.stage_config import AutoscalingConfig, StageConfig
+from deployments.stages.stage_config import AutoscalingConfig, DenoiserConfig, StageConfig
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import Codec, VaeDecoder
 from deployments.usage.deployed_keeper import AccountsReplica
@@ -34,6 +36,10 @@ INGRESS_HEALTH: dict[str, Any] = {**HEALTH, "health_check_period_s": 0.5, "healt
 the last item is acknowledged. It is killed before such a replica misses three health checks."""
 REPLICA_CPUS = 0.1
 REPORTS_IN_A_LOOK_BACK = 3
+POLICY = "deployments.autoscaling:ScaleByWork"
+ROUTER = "deployments.request_router:FinishTimeRouter"
+DRAIN_S = 600.0
+"""Time that a gang has to finish its jobs, once it gets no more. Serve chooses which replica ends."""
 
 
 def build_app(args: AppConfig) -> serve.Application:
@@ -47,7 +53,7 @@ def build_app(args: AppConfig) -> serve.Application:
         **INGRESS_HEALTH,
     )(Ingress)
     groups = {name: _share_spec(name, args) for model in args.models if (name := model.share)}
-    models = {model.name: _bind_model(model, args.api, pythons, groups.get(model.share)) for model in args.models}
+    models = {model.name: _bind_model(model, args, pythons, groups.get(model.share)) for model in args.models}
     return ingress.bind(args, models, _bind_accounts(args, pythons))
 
 
@@ -75,8 +81,9 @@ def _bind_accounts(args: AppConfig, pythons: Pythons) -> serve.Application | Non
 
 
 def _bind_model(
-    model: ModelConfig, api: ApiConfig, pythons: Pythons, share: ShareSpec | None
+    model: ModelConfig, args: AppConfig, pythons: Pythons, share: ShareSpec | None
 ) -> dict[str, serve.Application]:
+    api = args.api
     provenance = api.provenance.absolute() if api.provenance else None
 
     def bind(name: str, stage_class: Callable[..., Any], config: StageConfig) -> serve.Application:
@@ -88,7 +95,8 @@ def _bind_model(
     else:
         encoder = bind(deployment_name("text_encoder", model.name), PromptEncoder, model.text_encoder)
         decoder = bind(deployment_name("decoder", model.name), VaeDecoder, model.decoder)
-    return {"text_encoder": encoder, "denoiser": _bind_denoiser(model, pythons, share), "decoder": decoder}
+    denoiser = _bind_denoiser(model, pythons, args.max_ranks, share)
+    return {"text_encoder": encoder, "denoiser": denoiser, "decoder": decoder}
 
 
 def _bind_stage(name: str, stage_class: Callable[..., Any], spec: StageSpec, pythons: Pythons) -> serve.Application:
@@ -104,12 +112,16 @@ def _bind_stage(name: str, stage_class: Callable[..., Any], spec: StageSpec, pyt
     return deployment.bind(spec)
 
 
-def _bind_denoiser(model: ModelConfig, pythons: Pythons, share: ShareSpec | None) -> serve.Application:
+def _bind_denoiser(
+    model: ModelConfig, pythons: Pythons, max_ranks: int | None, share: ShareSpec | None
+) -> serve.Application:
     """Bind the gang to its placement group: bundle 0 is the replica's, each other one a rank's.
 
     Gangs that share GPUs are in the placement group of their share group.
     """
     config = model.denoiser
+    scaling = config.autoscaling
+    by_work = scaling is not None and scaling.target_wait_s is not None
     bundles: dict[str, Any] = {
         "placement_group_bundles": gang_bundles(config, replica_cpus=REPLICA_CPUS),
         "placement_group_strategy": gang_strategy(config),
@@ -119,12 +131,21 @@ def _bind_denoiser(model: ModelConfig, pythons: Pythons, share: ShareSpec | None
         ray_actor_options=_actor("base", pythons, num_cpus=REPLICA_CPUS),
         # Far above the gang's limit: the gang refuses with a reason, Serve would only queue.
         max_ongoing_requests=4 * (config.max_running_jobs + config.max_waiting_jobs),
-        graceful_shutdown_timeout_s=30.0,
+        graceful_shutdown_timeout_s=DRAIN_S if by_work else 30.0,
         **({} if share is not None else bundles),
-        **_scale(config.num_replicas, config.autoscaling),
+        **_routing(config),
+        **(work_scaling(config, max_ranks) if by_work else _scale(config.num_replicas, scaling)),
         **HEALTH,
     )(Denoiser)
     return deployment.bind(model, share)
+
+
+def _routing(config: DenoiserConfig) -> dict[str, Any]:
+    """Return the options by which requests find the best of several gangs."""
+    if config.max_num_replicas == 1:
+        return {}
+    period_s = max(REPORT_EVERY_S, config.max_num_replicas / REPLICAS_PER_REPORT_S)
+    return {"request_router_config": {"request_router_class": ROUTER, "request_routing_stats_period_s": period_s}}
 
 
 def _scale(num_replicas: int, autoscaling: AutoscalingConfig | None) -> dict[str, Any]:
@@ -134,10 +155,35 @@ def _scale(num_replicas: int, autoscaling: AutoscalingConfig | None) -> dict[str
 
 
 def serve_autoscaling(config: AutoscalingConfig) -> dict[str, Any]:
-    """Return Serve's ``autoscaling_config``.
+    """Return Serve's ``autoscaling_config`` for scaling by open requests.
 
     Replicas report open requests several times per look-back period; Serve's default of ten seconds may exceed it. Ray
     2.60 has environment variables in place of ``metrics_interval_s``, but never reads them.
     """
     interval_s = min(DEFAULT_METRICS_INTERVAL_S, config.look_back_period_s / REPORTS_IN_A_LOOK_BACK)
-    return {**config.model_dump(), "metrics_interval_s": interval_s}
+    return {**config.model_dump(include={*AutoscalingConfig.model_fields}), "metrics_interval_s": interval_s}
+
+
+def work_scaling(config: DenoiserConfig, max_ranks: int | None) -> dict[str, Any]:
+    """Return the options of a deployment that scales by predicted work. The policy itself delays its decisions."""
+    scaling = config.autoscaling
+    assert scaling is not None
+    kwargs = {
+        "target_wait_s": scaling.target_wait_s,
+        "min_gangs": scaling.min_replicas,
+        "max_gangs": scaling.max_replicas,
+        "idle_s": scaling.idle_s,
+        "priority": scaling.priority,
+        "num_ranks": config.num_ranks,
+        "max_ranks": max_ranks,
+    }
+    by_serve = {
+        "min_replicas": scaling.min_replicas,
+        "max_replicas": scaling.max_replicas,
+        "look_back_period_s": LOOK_BACK_S,
+        "upscale_delay_s": 0.0,
+        "downscale_delay_s": 0.0,
+        "metrics_interval_s": DECIDE_EVERY_S,
+        "policy": {"policy_function": POLICY, "policy_kwargs": kwargs},
+    }
+    return {"num_replicas": "auto", "autoscaling_config": by_serve}

@@ -162,6 +162,8 @@ class AppConfig(_Config):
     """Limits of the groups that models ``share``, by name."""
     fork_workers: bool = True
     """Fork workers, where possible, from one process per node that has imported their libraries."""
+    max_ranks: PositiveInt | None = None
+    """Ranks of all gangs together that follow predicted work (``target_wait_s``); None: no limit."""
     api: ApiConfig = ApiConfig()
     door: DoorSettings = DoorSettings()
     metrics: MetricsSettings = MetricsSettings()
@@ -170,6 +172,17 @@ class AppConfig(_Config):
     def max_open_pictures(self) -> dict[str, int]:
         """Limit of concurrent pictures by model, for one replica of the API."""
         return {model.name: self.api.max_open_pictures or model.max_open_pictures for model in self.models}
+
+    @model_validator(mode="after")
+    def _minimum_fits(self) -> Self:
+        scaled = [(model.denoiser, model.denoiser.autoscaling) for model in self.models]
+        least = sum(gang.num_ranks * by.min_replicas for gang, by in scaled if by and by.target_wait_s is not None)
+        if self.max_ranks is not None and least > self.max_ranks:
+            raise ValueError(
+                f"max_ranks is {self.max_ranks}, and the min_replicas of all models need {least} ranks: raise the one "
+                "or lower the others"
+            )
+        return self
 
     @model_validator(mode="after")
     def _unique_names(self) -> Self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
@@ -22,7 +22,7 @@ from engines.core.parcel import Parcel, Shapes
 from engines.gang.errors import QueueFullError
 from engines.gang.jobs.job import JobEvent
 from pipelines.checkpoint import Checkpoint
-from pipelines.request import InputPicture, InputPictures, MetadataLevel, Mode
+from pipelines.request import InputPicture, InputPictures, MetadataLevel, Mode, ServiceTier
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,6 +84,10 @@ class Decoded:
 def _decoded(files_B: Sequence[NDArray[np.uint8]], thumbnail: bytes, decode_s: float) -> Decoded:
     data, *further = (file_B.tobytes() for file_B in files_B)
     return Decoded(data=data, thumbnail=thumbnail, decode_s=decode_s, further=tuple(further))
+
+
+PRIORITIES: Mapping[ServiceTier, float] = {"flex": 0.25, "default": 1.0, "priority": 4.0}
+"""Divisors of a job's predicted duration in the queue order."""
 
 
 class WeightStage:

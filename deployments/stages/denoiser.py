@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Hashable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,27 +21,26 @@ from deployments.replicas import is_on_loopback, prepare_replica
 from deployments.settings import process_environment
 from deployments.sharing.share_actor import ShareSpec
 from deployments.sharing.share_member import ShareMember
-from deployments.stages.common import Encoded, EncodingDone, StageEvent
+from deployments.stages.common import PRIORITIES, Encoded, EncodingDone, StageEvent
 from deployments.stages.measured_times import estimates_s_of, step_times_of
 from deployments.stages.rank import LoadRankParts
+from deployments.stages.replica_load import ReplicaLoad
 from engines.core.logs import log_phase
 from engines.core.parcel import Shapes
 from engines.core.resources import MemoryUse
 from engines.gang.arbiter import Demand
 from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
-from engines.gang.jobs.job import Job
+from engines.gang.jobs.job import Job, JobDone
 from engines.registry import rank_environment
 from pipelines.caching import computed_steps
 from pipelines.checkpoint import Checkpoint
-from pipelines.request import MediaRequest, ServiceTier
+from pipelines.request import MediaRequest
 
 logger = logging.getLogger(__name__)
 
 EVENTS_EVERY_S = 0.1
 """Interval of progress events, as fast as people can follow."""
-PRIORITIES: Mapping[ServiceTier, float] = {"flex": 0.25, "default": 1.0, "priority": 4.0}
-"""Divisors of a job's predicted duration in the queue order."""
 CHECK_S = 0.8
 """Duration of a health check, below its period of 1 s."""
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}
@@ -97,6 +97,7 @@ class Denoiser:
             step_times=partial(step_times_of, model, self._checkpoint.path),
             **shared,
         )
+        self._load = ReplicaLoad(self._gang, start_s=time.time() - psutil.Process().create_time())
         if self._member is not None:
             self._gang.on_open = self._member.look
             self._uses = await self._gang.memory_uses()
@@ -120,26 +121,15 @@ class Denoiser:
         other jobs, after a gang broke under the request. ``decode_s``: predicted decode time, part of the deadline.
         ``accepted``: see ``Job``.
         """
-        start_s, encoding = time.monotonic(), await encoded[0]
-        waited_s = time.monotonic() - start_s
-        num_steps = self._checkpoint.num_steps(request)
-        job = Job(
-            job_id=job_id,
-            request=request,
+        start_s = time.monotonic()
+        with self._load.coming(job_id, request):
+            encoding = await encoded[0]
+        job = replace(
+            self._job(job_id, request, encoding),
             conditioning=encoded[0],
-            num_steps=num_steps,
-            idle_steps=idle_steps(request, num_steps),
-            preview_steps=frozenset(request.preview_steps),
-            shape=shape_of(request, encoding.shapes),
-            estimates_s=estimates_s_of(request, encoding.shapes, self._gang.estimates),
             exclusive=exclusive,
-            request_id=request.request_id,
-            priority=PRIORITIES[request.service_tier],
-            deadline_s=request.deadline_s,
-            waited_s=request.waited_s + waited_s,
+            waited_s=request.waited_s + time.monotonic() - start_s,
             decode_s=decode_s,
-            key=request.key,
-            weight=request.weight,
             accepted=accepted,
         )
         first: tuple[StageEvent, ...] = (EncodingDone(encode_s=encoding.encode_s, was_kept=encoding.was_kept),)
@@ -147,6 +137,8 @@ class Denoiser:
         async with aclosing(self._gang.submit_grouped(job, every_s=EVENTS_EVERY_S)) as groups:
             try:
                 async for group in groups:
+                    if isinstance(group[-1], JobDone):
+                        self._load.hear(job, group[-1])
                     yield (*first, *group)
                     first = ()
             except QueueFullError as refusal:
@@ -163,6 +155,25 @@ class Denoiser:
     def _demand(self) -> Demand:
         return self._gang.demand()
 
+    def _job(self, job_id: str, request: MediaRequest, encoding: Encoded) -> Job:
+        """Return the job of a request, without what only this run of it has."""
+        num_steps = self._checkpoint.num_steps(request)
+        return Job(
+            job_id=job_id,
+            request=request,
+            conditioning=None,
+            num_steps=num_steps,
+            idle_steps=idle_steps(request, num_steps),
+            preview_steps=frozenset(request.preview_steps),
+            shape=shape_of(request, encoding.shapes),
+            estimates_s=estimates_s_of(request, encoding.shapes, self._gang.estimates),
+            request_id=request.request_id,
+            priority=PRIORITIES[request.service_tier],
+            deadline_s=request.deadline_s,
+            key=request.key,
+            weight=request.weight,
+        )
+
     async def spent_s(self, job_id: str) -> float:
         """Return the GPU seconds of a cancelled or failed job, once reported; 0 if unknown or the gang broke."""
         return await self._gang.spent_s(job_id)
@@ -170,6 +181,14 @@ class Denoiser:
     async def metrics(self) -> ReplicaMetrics:
         """Return this replica's name and its metrics."""
         return replica_metrics()
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Return the open jobs and what the gang is warm for. Serve passes it to the routers."""
+        return self._load.routing_stats()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return the predicted work. Serve passes it to the autoscaling policy."""
+        return self._load.autoscaling_stats()
 
     async def check_health(self) -> None:
         """Raise if the gang is broken. One ``Gang.check_health`` may span several calls.

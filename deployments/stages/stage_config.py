@@ -57,6 +57,35 @@ class AutoscalingConfig(BaseModel):
         return self
 
 
+BY_REQUESTS = ("target_ongoing_requests", "look_back_period_s", "upscale_delay_s", "downscale_delay_s")
+BY_WORK = ("idle_s", "priority")
+
+
+class GangScalingConfig(AutoscalingConfig):
+    """Number of gangs, by predicted seconds of work if ``target_wait_s`` is given, else by open requests."""
+
+    target_wait_s: PositiveFloat | None = None
+    """Time that a request may wait for others."""
+    idle_s: NonNegativeFloat = 300.0
+    """Time without work before the last gang ends, if ``min_replicas`` is 0."""
+    priority: PositiveFloat = 1.0
+    """Models of higher priority get gangs first, within the application's ``max_ranks``."""
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> Self:
+        names = BY_WORK if self.target_wait_s is None else BY_REQUESTS
+        fields = type(self).model_fields
+        for name in names:
+            if getattr(self, name) == fields[name].default:
+                continue
+            if self.target_wait_s is None:
+                raise ValueError(f"{name} has no effect without target_wait_s: give it as well, or leave {name} out")
+            raise ValueError(
+                f"{name} has no effect beside target_wait_s, which scales by predicted work: leave one of them out"
+            )
+        return self
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ScaledConfig:
     """A deployment with a number of replicas."""
@@ -155,6 +184,8 @@ def _tensorrt(section: object) -> object:
 class DenoiserConfig(ScaledConfig, GangConfig):
     """The gangs of a model, and the engine on their ranks. ``torch`` and ``tensorrt`` are sections of one engine."""
 
+    autoscaling: GangScalingConfig | None = None
+    """Replaces ``num_replicas``."""
     engine: Annotated[str, AfterValidator(_engine)] = "torch"
     strategy: str = "auto"
     """See ``EngineChoice``, as for ``precision``."""

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any
 
 from engines.gang.arbiter import Demand
+from engines.gang.autoscaling import GangReport
 from engines.gang.errors import GangBrokenError
 from engines.gang.eta.admission import JobAdmission
 from engines.gang.eta.measured_times import StepTimes
@@ -21,6 +22,7 @@ from engines.gang.jobs.job_table import JobTable, OpenJob
 from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.jobs.step_plan import JobFailure, StepPlan
 from engines.gang.ledger import InFlightStep, Ledger
+from engines.gang.load import OpenWork
 from engines.gang.metrics import GangMetrics
 from engines.gang.policies.policy import make_policy
 from engines.gang.rank import kill_ranks
@@ -87,6 +89,18 @@ class Driver:
     def is_idle(self) -> bool:
         """Whether no job is open."""
         return self._table.num_open == 0
+
+    def report(self) -> GangReport:
+        """Return the gang's work, for the number of gangs."""
+        return self._admission.report()
+
+    def open_work(self) -> dict[str, OpenWork]:
+        """Return the open jobs' predicted seconds, for the choice of a gang."""
+        return self._admission.open_work()
+
+    def work_s(self, job: Job) -> float | None:
+        """Return the predicted seconds of a job on the whole gang; None if that would be a guess."""
+        return self._admission.work_s(job)
 
     def open(self, job: Job) -> OpenJob:
         if self.broken is not None:

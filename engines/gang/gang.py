@@ -17,11 +17,13 @@ from ray.util.placement_group import PlacementGroup
 from engines.core.estimates import StepEstimates
 from engines.core.resources import MemoryUse
 from engines.gang.arbiter import Demand
+from engines.gang.autoscaling import GangReport
 from engines.gang.driver import Driver
 from engines.gang.errors import GangBrokenError
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang_config import Clock, Environment, GangConfig, LoadRank
 from engines.gang.jobs.job import Job, JobDone, JobEvent, JobQueued, Progress
+from engines.gang.load import OpenWork
 from engines.gang.metrics import observe_start
 from engines.gang.placement import current_group
 from engines.gang.rank import RankInfo, kill_ranks, spawn_ranks
@@ -115,6 +117,18 @@ class Gang:
     def is_idle(self) -> bool:
         """Whether no job is open."""
         return self._driver.is_idle
+
+    def report(self) -> GangReport:
+        """Return the gang's work, for the number of gangs."""
+        return self._driver.report()
+
+    def open_work(self) -> dict[str, OpenWork]:
+        """Return the open jobs' predicted seconds, for the choice of a gang."""
+        return self._driver.open_work()
+
+    def work_s(self, job: Job) -> float | None:
+        """Return the predicted seconds of a job on the whole gang; None if that would be a guess."""
+        return self._driver.work_s(job)
 
     async def submit_grouped(self, job: Job, *, every_s: float) -> AsyncGenerator[tuple[JobEvent, ...], None]:
         """Yield the events of a job in groups: ``JobQueued`` first, ``JobDone`` last.

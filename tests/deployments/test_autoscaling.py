@@ -33,6 +33,7 @@ SCALING = {
     "upscale_delay_s": 0.5,
     "downscale_delay_s": 2,
 }
+BY_WORK = {"min_replicas": 0, "max_replicas": 2, "target_wait_s": 1.0, "idle_s": 3.0}
 IDLE_TIMEOUT_S = 3.0
 NUM_CLIENTS = 4
 """Enough for two gangs, as one is for one."""
@@ -53,7 +54,7 @@ def url(cluster: FakeNodes) -> Iterator[str]:
     document = config_of(MODELS, autoscaling=SCALING).model_dump(mode="json")
     pictures, wide = document["applications"][0]["args"]["models"]
     pictures["denoiser"] |= ON_ONE_NODE
-    wide["denoiser"] |= ON_TWO_NODES
+    wide["denoiser"] |= {**ON_TWO_NODES, "autoscaling": BY_WORK}
     for model in (pictures, wide):
         model["stages"] = "together"
     with reserved_port(HOST) as port:
@@ -109,6 +110,7 @@ def test_a_gang_over_two_nodes_paints_a_picture(cluster: FakeNodes, url: str, fi
         assert len(set(node_ids)) == 2
         assert set(node_ids) <= {node.node_id for node in cluster.workers()}, "neither is the head"
     assert_right(first["wide"], seed=0)
+    wait_until(lambda: not cluster.gangs("Denoiser-wide"), "no work, and no gang")
 
 
 def test_a_node_that_dies_under_load_costs_no_request(cluster: FakeNodes, url: str, pictures: list[bytes]) -> None:

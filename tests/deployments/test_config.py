@@ -121,6 +121,44 @@ def test_autoscaling_bounds_are_ordered() -> None:
         AppConfig.model_validate({"models": [{"name": "m", "denoiser": {"autoscaling": bounds}}]})
 
 
+@pytest.mark.parametrize(
+    ("scaling", "reason"),
+    [
+        ({"idle_s": 60}, "idle_s has no effect without target_wait_s"),
+        ({"priority": 2}, "priority has no effect without target_wait_s"),
+        (
+            {"target_wait_s": 5, "target_ongoing_requests": 3},
+            "target_ongoing_requests has no effect beside target_wait_s",
+        ),
+        ({"target_wait_s": 5, "downscale_delay_s": 3}, "downscale_delay_s has no effect beside target_wait_s"),
+        ({"target_wait_s": 0}, "greater than 0"),
+        ({"target_wait_s": 5, "priority": 0}, "greater than 0"),
+    ],
+)
+def test_gangs_scale_by_work_or_by_requests(scaling: dict[str, float], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        AppConfig.model_validate({"models": [{"name": "m", "denoiser": {"autoscaling": scaling}}]})
+
+
+def test_encoders_do_not_scale_by_predicted_work() -> None:
+    with pytest.raises(ValidationError, match="target_wait_s"):
+        AppConfig.model_validate({"models": [{"name": "m", "text_encoder": {"autoscaling": {"target_wait_s": 5}}}]})
+
+
+def test_scaling_by_work_survives_a_copy_of_the_document() -> None:
+    more = {"autoscaling": {"target_wait_s": 5, "min_replicas": 0, "max_replicas": 3}}
+    config = parse_config(changed(("models", 0, "denoiser"), more))
+    assert config.with_http(port=0).app.models[0].denoiser.autoscaling == config.app.models[0].denoiser.autoscaling
+
+
+def test_ranks_of_all_models_cover_their_minimum() -> None:
+    gang = {"num_ranks": 2, "autoscaling": {"target_wait_s": 5, "min_replicas": 2, "max_replicas": 3}}
+    models = [{"name": name, "denoiser": gang} for name in "ab"]
+    AppConfig.model_validate({"models": models, "max_ranks": 8})
+    with pytest.raises(ValidationError, match="max_ranks is 7, and the min_replicas of all models need 8 ranks"):
+        AppConfig.model_validate({"models": models, "max_ranks": 7})
+
+
 def test_an_unknown_config_lists_the_shipped_ones() -> None:
     with pytest.raises(ValueError, match=r"gpu1, gpu2, gpu4, gpu8, laptop"):
         load_config("desktop")

@@ -33,6 +33,7 @@ SECTIONS: dict[str, Any] = {
     "decoder.": stages.DecoderConfig,
     "autoscaling.": stages.AutoscalingConfig,
     "denoiser.": stages.DenoiserConfig,
+    "denoiser.autoscaling.": stages.GangScalingConfig,
     "denoiser.torch.": TorchOptions,
     "denoiser.tensorrt.": TensorRTOptions,
     "denoiser.nccl.": NcclOptions,
@@ -41,12 +42,15 @@ SECTIONS: dict[str, Any] = {
     "metrics.": MetricsSettings,
     "door.": DoorSettings,
 }
-UNNAMED = (config.ServeConfig, config.ApplicationConfig, config.ModelConfig)
+UNNAMED = (config.ServeConfig, config.ApplicationConfig, config.AppConfig, config.ModelConfig)
 SAID_ELSEWHERE = {"applications", "args", "import_path", "route_prefix", "text_encoder", "denoiser", "decoder"}
-SAID_ELSEWHERE |= {"http_options", "autoscaling", "torch", "tensorrt", "nccl"}
+SAID_ELSEWHERE |= {"models", "api", "door", "metrics", "http_options", "autoscaling", "torch", "tensorrt", "nccl"}
 """Sections, which have keys of their own, and what is the same in every file."""
-OF_BOTH = {field.name for field in dataclasses.fields(stages.StageConfig)}
-"""The rows of a text encoder say them of a decoder, too."""
+OF_OTHERS = {
+    "decoder.": {field.name for field in dataclasses.fields(stages.StageConfig)},
+    "denoiser.autoscaling.": set(stages.AutoscalingConfig.model_fields),
+}
+"""Keys whose rows stand with the text encoder, or with all that scales."""
 
 
 def keys() -> dict[str, Any]:
@@ -56,7 +60,7 @@ def keys() -> dict[str, Any]:
         f"{prefix}{name}": default
         for prefix, section in sections
         for name, default in defaults_of(section).items()
-        if name not in SAID_ELSEWHERE and not (prefix == "decoder." and name in OF_BOTH)
+        if name not in SAID_ELSEWHERE and name not in OF_OTHERS.get(prefix, ())
     }
 
 

@@ -23,11 +23,13 @@ HTTP_LIBRARIES = {"aiohttp", "fastapi", "flask", "httpx", "openai", "requests", 
 PURE = (
     "engines/gang/arbiter.py",
     "engines/gang/share_group.py",
+    "engines/gang/autoscaling.py",
     "engines/gang/eta/prediction.py",
     "engines/gang/eta/simulation.py",
     "engines/gang/jobs/job.py",
     "engines/gang/jobs/scheduler.py",
     "engines/gang/jobs/step_plan.py",
+    "engines/gang/load.py",
     "engines/gang/policies/",
 )
 """What a gang's decisions are made of."""

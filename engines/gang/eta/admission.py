@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
+
 from engines.gang.arbiter import Demand
+from engines.gang.autoscaling import GangReport
 from engines.gang.errors import DEADLINE, TooLateError
 from engines.gang.eta.prediction import StepPrediction
 from engines.gang.gang_config import Clock
@@ -11,6 +15,7 @@ from engines.gang.jobs.job_table import JobTable, OpenJob
 from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.jobs.step_plan import Work
 from engines.gang.ledger import Ledger
+from engines.gang.load import OpenWork
 
 LEAST_BACKLOG_S = 0.01
 """Backlog of a gang with open jobs, however short."""
@@ -18,6 +23,9 @@ RENEW_EVERY_S = 0.1
 RENEW_PER_JOB_S = 0.01
 """Maximum age of predictions for running jobs, and what each open job adds. Simulating 36 jobs takes milliseconds,
 hundreds of jobs tens of milliseconds."""
+
+SPARE_MEMORY_S = 120.0
+"""Deadlines of jobs that came within this time count for the number of gangs."""
 
 
 class JobAdmission:
@@ -32,6 +40,7 @@ class JobAdmission:
         self._times_s: dict[str, float] | None = {}
         self._renewed_s = -RENEW_EVERY_S
         self._renewed_by: StepPrediction | None = None
+        self._arrivals = Arrivals()
 
     def admit(self, job: Job) -> float | None:
         """Return the predicted seconds until ``job`` is done; None if that would be a guess.
@@ -40,6 +49,7 @@ class JobAdmission:
         meet even alone.
         """
         is_predictable = self._scheduler.prediction.knows(job)
+        self._arrivals.add(job, self.work_s(job), self._clock.now_s())
         lone_s = self._scheduler.lone_s(job) if is_predictable else 0.0
         _check_alone(job, lone_s)
         self._check_deadline(job, lone_s)
@@ -93,6 +103,38 @@ class JobAdmission:
             slack_s=min(slacks_s, default=None),
         )
 
+    def report(self) -> GangReport:
+        """Return the work of the gang, and of all arrivals so far."""
+        jobs = self.open_work()
+        arrivals = self._arrivals
+        return GangReport(
+            backlog_s=sum(one.left_s for one in jobs.values()),
+            num_jobs=len(jobs),
+            num_arrived=arrivals.num,
+            arrived_s=arrivals.work_s,
+            arrived_s2=arrivals.work_s2,
+            spare_s=arrivals.spare_s(self._clock.now_s()),
+        )
+
+    def open_work(self) -> dict[str, OpenWork]:
+        """Return the open jobs' predicted gang-seconds, by id. Jobs in flight share the time of the sent steps."""
+        in_flight, in_flight_s = frozenset(self._ledger.job_ids), self._in_flight_s()
+        unscheduled = {job.job_id for job in self._table.unscheduled}
+        planned_s, works = self._scheduler.left_s(), {}
+        for job in self._table.open_jobs:
+            left_s = self._work_s(job) if job.job_id in unscheduled else planned_s.get(job.job_id, 0.0)
+            left_s += in_flight_s / len(in_flight) if job.job_id in in_flight else 0.0
+            works[job.job_id] = OpenWork(left_s, left_s / job.priority)
+        return works
+
+    def work_s(self, job: Job) -> float | None:
+        """Return the predicted gang-seconds of a job; None if that would be a guess."""
+        return self._scheduler.work_s(job) if self._scheduler.prediction.knows(job) else None
+
+    def _work_s(self, job: Job) -> float:
+        work_s = self.work_s(job)
+        return self._arrivals.mean_s if work_s is None else work_s
+
     def _renew(self, now_s: float) -> None:
         self._renewed_s, self._renewed_by, self._times_s = now_s, self._scheduler.prediction, None
         if self._all_predictable():
@@ -124,6 +166,34 @@ class JobAdmission:
         """Return the jobs whose step in ``work`` makes forwards."""
         steps = [(self._table.get(step.job_id).job, step.step) for step in work.job_steps]
         return [job for job, step in steps if step not in job.idle_steps]
+
+
+class Arrivals:
+    """Sums over all jobs that came, and the least time to spare of recent ones."""
+
+    def __init__(self) -> None:
+        self.num, self.work_s, self.work_s2 = 0, 0.0, 0.0
+        self._spare_s: deque[tuple[float, float]] = deque()
+
+    @property
+    def mean_s(self) -> float:
+        """Mean predicted seconds of a job; 0 before the first known one."""
+        return self.work_s / self.num if self.num else 0.0
+
+    def add(self, job: Job, work_s: float | None, now_s: float) -> None:
+        """Count a job of ``work_s`` gang-seconds; None, if that would be a guess, counts as the mean."""
+        mean_s2 = self.work_s2 / self.num if self.num else 0.0
+        self.work_s += self.mean_s if work_s is None else work_s
+        self.work_s2 += mean_s2 if work_s is None else work_s**2
+        self.num += 1
+        if job.left_s is not None and work_s is not None:
+            self._spare_s.append((now_s, max(0.0, job.left_s - work_s)))
+
+    def spare_s(self, now_s: float) -> float:
+        """Return the least time to spare of the last jobs with a deadline; infinity without any."""
+        while self._spare_s and now_s - self._spare_s[0][0] > SPARE_MEMORY_S:
+            self._spare_s.popleft()
+        return min((spare_s for _, spare_s in self._spare_s), default=math.inf)
 
 
 def _check_alone(job: Job, lone_s: float) -> None:

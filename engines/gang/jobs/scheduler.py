@@ -136,6 +136,25 @@ class Scheduler:
         *_, whole_s = self._predicted_s(job)
         return whole_s
 
+    def work_s(self, job: Job) -> float:
+        """Return the predicted gang-seconds of all steps of ``job``.
+
+        A gang under load divides itself, if it is elastic, into the teams on which steps take the fewest gang-seconds.
+        """
+        step_s, *_ = self._predicted_s(job)
+        return job.num_forwards_after(0) * self._gang_s(step_s)
+
+    def left_s(self) -> dict[str, float]:
+        """Return the same of the steps that are not planned yet, by job."""
+        entries = self._entries.items()
+        return {
+            job_id: entry.job.num_forwards_after(entry.num_planned) * self._gang_s(entry.step_s)
+            for job_id, entry in entries
+        }
+
+    def _gang_s(self, step_s: Mapping[int, float]) -> float:
+        return min(one_s * size for size, one_s in step_s.items()) / self._gang.num_ranks
+
     def finish_times_s(self, now_s: float = 0.0, *, beside: Sequence[Job] = ()) -> dict[str, float]:
         """Return the predicted seconds from now until each job's last step, without further arrivals.
 

@@ -15,6 +15,7 @@ from deployments.app import HEALTH
 from deployments.stages import denoiser as stage
 from deployments.stages.common import Encoded, EncodingDone
 from deployments.stages.denoiser import Denoiser, node_environment
+from deployments.stages.replica_load import ReplicaLoad
 from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.jobs.job import Job, Progress
 from pipelines.request import MediaRequest
@@ -51,8 +52,10 @@ async def submitted(
             yield (act,)
 
     num_steps = replace(PICTURES, max_pictures=1, takes_strength=True, strength=0.6).num_steps_of
+    gang: Any = SimpleNamespace(submit_grouped=submit_grouped, estimates=None)
     denoiser = Unstarted(
-        _gang=SimpleNamespace(submit_grouped=submit_grouped, estimates=None),
+        _gang=gang,
+        _load=ReplicaLoad(gang, start_s=1.0),
         _checkpoint=SimpleNamespace(num_steps=num_steps),
     )
     encoded: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()

@@ -74,6 +74,10 @@ class Door:
     async def advance(self, by_s: float) -> None:
         await self._clock.advance(by_s)
 
+    @property
+    def admission(self) -> JobAdmission:
+        return self._admission
+
 
 def job_of(name: str, shape: str) -> Job:
     return fake_job(name, FakeRequest(seed=1, num_steps=NUM_STEPS), shape=shape)
@@ -133,6 +137,36 @@ def test_jobs_that_come_at_one_time_wait_for_each_other() -> None:
     door = Door(max_wait_s=0.5)
     door.open("a", SMALL, is_scheduled=False)
     assert refused(door, "b", SMALL).retry_after_s == pytest.approx(SMALL_S - 0.5)
+
+
+async def test_the_gang_reports_the_seconds_of_its_open_jobs() -> None:
+    door = Door(max_wait_s=None)
+    door.open("a", SMALL)
+    door.open("b", LARGE, is_scheduled=False, priority=4.0)
+    door.open("new", NEW, is_scheduled=False)
+    works = door.admission.open_work()
+    assert works["a"].left_s == pytest.approx(SMALL_S)
+    assert works["b"] == pytest.approx((LARGE_S, LARGE_S / 4))
+    assert works["new"].left_s == pytest.approx((SMALL_S + LARGE_S) / 2), "the mean of what is known"
+    report = door.admission.report()
+    assert (report.num_jobs, report.num_arrived) == (3, 3)
+    assert report.backlog_s == pytest.approx(1.5 * (SMALL_S + LARGE_S))
+    assert report.arrived_s2 == pytest.approx(1.5 * (SMALL_S**2 + LARGE_S**2))
+    door.begin_step()
+    await door.advance(STEPS_S[SMALL] / 2)
+    assert door.admission.open_work()["a"].left_s == pytest.approx(SMALL_S - STEPS_S[SMALL] / 2)
+
+
+async def test_refused_jobs_count_as_arrivals_and_deadlines_leave_time_to_spare() -> None:
+    door = Door(max_wait_s=0.5)
+    door.open("a", LARGE)
+    refused(door, "b", LARGE)
+    assert door.admission.report().arrived_s == pytest.approx(2 * LARGE_S)
+    assert door.admission.report().spare_s == math.inf
+    door.open("c", SMALL, accepted=True, deadline_s=60.0, waited_s=2.0, decode_s=1.0)
+    assert door.admission.report().spare_s == pytest.approx(60.0 - 3.0 - SMALL_S)
+    await door.advance(121.0)
+    assert door.admission.report().spare_s == math.inf, "nobody has been in a hurry for two minutes"
 
 
 async def test_what_is_left_of_the_step_under_way_is_waited_for_whoever_is_next() -> None:

@@ -1,0 +1,1 @@
+"""A cluster that grows and shrinks, by discrete events."""

@@ -1,0 +1,132 @@
+"""GPU-hours, attainment and waits of a cluster under a day's traffic, by discrete events.
+
+    python -m benchmarks.simulate_cluster [--gpus 8 64] [--hours 24] [--target-wait-s 10] [--node-start-s 240]
+
+Compares scaling by predicted work (the objects that Ray Serve calls) with Ray Serve's counting of requests and with
+clusters of a fixed size, on the same trace. A picture is in time if it waits for others no longer than the target.
+Nodes cost from their order to their end. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks.simulate_cluster.cluster import Cluster, ClusterSpec, Strategy
+from benchmarks.simulate_cluster.day import DayTraffic
+from benchmarks.simulate_cluster.strategies import ByRequests, ByWork, FixedSize
+from engines.gang.autoscaling import ScalingRules
+
+WARM_SHARE = 1.3
+"""Gangs that run at the beginning, as a multiple of the load then."""
+
+
+def main() -> None:
+    arguments = parse()
+    rows = []
+    for num_gpus in arguments.gpus:
+        spec, day = cluster_of(arguments, num_gpus), day_of(arguments, num_gpus)
+        print(f"{num_gpus} GPUs: at least {floor_gpu_hours(day):.3f} GPU-h/1000", file=sys.stderr, flush=True)
+        for name, strategy in strategies(spec, arguments):
+            row = {"gpus": num_gpus, "strategy": name, **simulate(spec, day, strategy, arguments.target_wait_s)}
+            print(line(row), file=sys.stderr, flush=True)
+            rows.append(row)
+    print(json.dumps({**vars(arguments), "rows": rows}))
+
+
+def cluster_of(arguments: argparse.Namespace, num_gpus: int) -> ClusterSpec:
+    return ClusterSpec(
+        num_gpus=num_gpus,
+        gpus_per_node=min(arguments.gpus_per_node, num_gpus),
+        num_ranks=arguments.num_ranks,
+        node_start_s=arguments.node_start_s,
+        gang_start_s=arguments.gang_start_s,
+        min_gangs=arguments.min_gangs,
+    )
+
+
+def day_of(arguments: argparse.Namespace, num_gpus: int) -> DayTraffic:
+    return DayTraffic(
+        peak_load=arguments.load * num_gpus / arguments.num_ranks,
+        num_ranks=arguments.num_ranks,
+        from_hour=arguments.from_hour,
+        hours=arguments.hours,
+        seed=arguments.seed,
+    )
+
+
+def floor_gpu_hours(day: DayTraffic) -> float:
+    """Return the GPU-hours of 1000 pictures on gangs that are never idle."""
+    return day.mean_s * day.num_ranks / 3.6
+
+
+def strategies(spec: ClusterSpec, arguments: argparse.Namespace) -> Iterator[tuple[str, Strategy]]:
+    """Yield what is compared, by name."""
+    rules = ScalingRules(target_wait_s=arguments.target_wait_s, min_gangs=spec.min_gangs, max_gangs=spec.max_gangs)
+    yield "work", ByWork(rules)
+    for target in arguments.ongoing:
+        yield f"requests, {target:g} each", ByRequests(spec.min_gangs, spec.max_gangs, target)
+    for share in arguments.fixed:
+        yield f"fixed, {share:.0%}", FixedSize(max(1, round(share * spec.max_gangs)))
+
+
+def simulate(spec: ClusterSpec, day: DayTraffic, strategy: Strategy, target_wait_s: float) -> dict[str, Any]:
+    """Return the figures of one run."""
+    cluster, begin_s = Cluster(spec, strategy), time.perf_counter()
+    warm = min(spec.max_gangs, max(spec.min_gangs, 1 + round(WARM_SHARE * day.load_at(0))))
+    cluster.run(day.arrivals(), strategy.num_gangs if isinstance(strategy, FixedSize) else warm)
+    waits_s = sorted(cluster.waits_s)
+    row: dict[str, Any] = {
+        "num": len(waits_s),
+        "gpu_hours": cluster.gpu_s / 3600,
+        "gpu_hours_per_1000": cluster.gpu_s / 3.6 / len(waits_s),
+        "in_time": sum(wait_s <= target_wait_s for wait_s in waits_s) / len(waits_s),
+        "mean_wait_s": fmean(waits_s),
+        "median_wait_s": median(waits_s),
+        "p99_wait_s": waits_s[int(0.99 * len(waits_s))],
+        "num_changes": cluster.num_changes,
+        "num_failures": cluster.num_failures,
+        "took_s": time.perf_counter() - begin_s,
+    }
+    if isinstance(strategy, ByWork):
+        decisions_ms = sorted(strategy.decisions_ms)
+        row["decision_ms"] = {"median": median(decisions_ms), "p99": decisions_ms[int(0.99 * len(decisions_ms))]}
+    return row
+
+
+def line(row: dict[str, Any]) -> str:
+    decision = (
+        "{median:.3f} ms (p99 {p99:.3f}) a decision, ".format(**row["decision_ms"]) if "decision_ms" in row else ""
+    )
+    return (
+        f"{row['gpus']:5} GPUs {row['strategy']:20} {row['gpu_hours_per_1000']:7.3f} GPU-h/1000, "
+        f"{row['in_time']:7.2%} in time, wait mean {row['mean_wait_s']:6.2f} p99 {row['p99_wait_s']:7.2f} s, "
+        f"{row['num_changes']} changes, {decision}{row['num']} pictures in {row['took_s']:.0f} s"
+    )
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="benchmarks.simulate_cluster", description=__doc__)
+    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--num-ranks", type=int, default=2, choices=[1, 2, 4], help="GPUs of a gang")
+    parser.add_argument("--gpus-per-node", type=int, default=4)
+    parser.add_argument("--load", type=float, default=0.6, help="of all GPUs, at the day's peak, bursts aside")
+    parser.add_argument("--target-wait-s", type=float, default=10.0)
+    parser.add_argument("--node-start-s", type=float, default=240.0)
+    parser.add_argument("--gang-start-s", type=float, default=28.0)
+    parser.add_argument("--min-gangs", type=int, default=1)
+    parser.add_argument("--from-hour", type=float, default=0.0)
+    parser.add_argument("--hours", type=float, default=24.0)
+    parser.add_argument("--ongoing", type=float, nargs="*", default=[1.0, 2.0], help="target_ongoing_requests of Serve")
+    parser.add_argument("--fixed", type=float, nargs="*", default=[1.0, 0.8], help="shares of all GPUs")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What is compared: scaling by predicted work, Ray Serve's request counting, and a fixed number of gangs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from benchmarks.policies.h200 import NUM_STEPS
+from benchmarks.simulate_cluster.cluster import Cluster, PictureJob, SimulatedReplica
+from engines.gang.autoscaling import GangScaler, Observation, ScalingRules
+from engines.gang.load import NewWork, rank_gangs
+
+
+@dataclass(slots=True)
+class ByWork:
+    """Troupe's own: ``GangScaler`` for gangs, ``rank_gangs`` for requests."""
+
+    rules: ScalingRules
+    every_s: float = 2.0
+    decisions_ms: list[float] = field(default_factory=list)
+    """CPU time of each decision."""
+    _scaler: GangScaler | None = None
+
+    def target(self, now_s: float, cluster: Cluster) -> int:
+        """See ``Strategy.target``."""
+        self._scaler = self._scaler or GangScaler(self.rules)
+        start_s = cluster.spec.gang_start_s
+        gangs = {gang.name: gang.report(now_s, start_s) for gang in cluster.running}
+        seen = Observation(
+            now_s=now_s, target=cluster.target, gangs=gangs, num_unassigned=float(len(cluster.unassigned))
+        )
+        begin_s = time.thread_time()
+        target = self._scaler.decide(seen)
+        self.decisions_ms.append(1e3 * (time.thread_time() - begin_s))
+        if not cluster.running and cluster.num_open:  # Serve starts one at first
+            return max(1, cluster.target)
+        return target
+
+    def choose(self, now_s: float, running: Sequence[SimulatedReplica], job: PictureJob) -> SimulatedReplica:
+        """See ``Strategy.choose``."""
+        for gang in running:  # none is earlier than the first idle one
+            if not gang.jobs:
+                return gang
+        by_name = {gang.name: gang for gang in running}
+        loads = {gang.name: gang.load() for gang in running}
+        new = NewWork(job.size, NUM_STEPS)
+        (first, *_) = rank_gangs(loads, new, lambda name: now_s - by_name[name].now_s)
+        return by_name[first.name]
+
+
+@dataclass(slots=True)
+class ByRequests:
+    """Ray Serve 2.60's default: open requests per replica, and the less loaded of two random replicas."""
+
+    min_gangs: int
+    max_gangs: int
+    target_ongoing_requests: float = 2.0
+    look_back_s: float = 30.0
+    upscale_delay_s: float = 30.0
+    downscale_delay_s: float = 600.0
+    every_s: float = 2.0
+    _random: Random = field(default_factory=lambda: Random(1))
+    _samples: deque[tuple[float, int]] = field(default_factory=deque)
+    _wish: int = 0
+    _since_s: float = 0.0
+
+    def target(self, now_s: float, cluster: Cluster) -> int:
+        """See ``Strategy.target``."""
+        self._samples.append((now_s, cluster.num_open))
+        while now_s - self._samples[0][0] > self.look_back_s:
+            self._samples.popleft()
+        mean = sum(num for _, num in self._samples) / len(self._samples)
+        if not cluster.running:
+            return max(1, cluster.target) if mean else cluster.target
+        desired = math.ceil(mean / self.target_ongoing_requests)
+        return self._delayed(now_s, min(self.max_gangs, max(self.min_gangs, desired)), cluster.target)
+
+    def _delayed(self, now_s: float, desired: int, target: int) -> int:
+        wish = (desired > target) - (desired < target)
+        if wish != self._wish:
+            self._wish, self._since_s = wish, now_s
+        if not wish or now_s - self._since_s < (self.upscale_delay_s if wish > 0 else self.downscale_delay_s):
+            return target
+        self._wish = 0
+        return desired if wish > 0 or target == 1 else max(1, desired)
+
+    def choose(self, now_s: float, running: Sequence[SimulatedReplica], job: PictureJob) -> SimulatedReplica:
+        """See ``Strategy.choose``."""
+        return _less_loaded(running, self._random)
+
+
+@dataclass(slots=True)
+class FixedSize:
+    """So many gangs all day, and Ray Serve's choice of a replica."""
+
+    num_gangs: int
+    every_s: float = 60.0
+    _random: Random = field(default_factory=lambda: Random(1))
+
+    def target(self, now_s: float, cluster: Cluster) -> int:
+        """See ``Strategy.target``."""
+        return self.num_gangs
+
+    def choose(self, now_s: float, running: Sequence[SimulatedReplica], job: PictureJob) -> SimulatedReplica:
+        """See ``Strategy.choose``."""
+        return _less_loaded(running, self._random)
+
+
+def _less_loaded(running: Sequence[SimulatedReplica], random: Random) -> SimulatedReplica:
+    """Return the one of two random gangs that has fewer requests, as Ray Serve's router does."""
+    two = random.sample(running, min(2, len(running)))
+    return min(two, key=lambda gang: len(gang.jobs))

@@ -1,0 +1,95 @@
+"""What a denoiser's replica reports of its gang to Serve: for the choice of a replica, and for their number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from deployments.stages.common import PRIORITIES
+from engines.gang.jobs.job import Job, JobDone
+from engines.gang.load import GangLoad, NewWork, OpenWork
+from pipelines.request import MediaRequest
+
+if TYPE_CHECKING:
+    from engines.gang.gang import Gang
+
+MAX_KINDS = 64
+"""Kinds of jobs that are reported, the last used ones."""
+
+
+def kind_of(request: MediaRequest) -> str:
+    """Return the name of requests whose steps take equally long, as far as the router can tell: size and adapters."""
+    num_frames = request.num_layers or request.num_frames
+    branches = "x2" if request.true_cfg_scale > 1 else ""
+    silence = " silent" if request.sound is False else ""
+    adapters = "".join(f" {name}" for name in sorted(lora.name for lora in request.loras))
+    return f"{request.width}x{request.height}x{num_frames}{branches}{silence}{adapters}"
+
+
+def new_work(request: MediaRequest) -> NewWork:
+    """Return what a router knows of a request."""
+    return NewWork(kind_of(request), request.num_inference_steps, PRIORITIES[request.service_tier])
+
+
+class ReplicaLoad:
+    """Load of one gang, requests on their way included. ``start_s`` is how long its start took."""
+
+    def __init__(self, gang: Gang, start_s: float) -> None:
+        self._gang, self._start_s = gang, start_s
+        self._coming: dict[str, NewWork] = {}
+        self._step_s: dict[str, float] = {}
+        self._cold_s: float | None = None
+
+    @contextmanager
+    def coming(self, job_id: str, request: MediaRequest) -> Iterator[None]:
+        """Count a request whose conditioning is still being made."""
+        self._coming[job_id] = new_work(request)
+        try:
+            yield
+        finally:
+            del self._coming[job_id]
+
+    def hear(self, job: Job, done: JobDone) -> None:
+        """Learn from a finished job: the gang is warm for its kind."""
+        work_s, kind = self._gang.work_s(job), kind_of(job.request)
+        num_steps = job.num_forwards_after(0)
+        if work_s is None or not num_steps:
+            return
+        if not done.was_warm:  # others may have run between: the least of all counts
+            cold_s = max(0.0, done.denoise_s - work_s)
+            self._cold_s = cold_s if self._cold_s is None else min(self._cold_s, cold_s)
+        self._step_s.pop(kind, None)
+        self._step_s[kind] = work_s / num_steps
+        for oldest in [*self._step_s][:-MAX_KINDS]:
+            del self._step_s[oldest]
+
+    def routing_stats(self) -> dict[str, Any]:
+        """Return the statistics for ``RequestRouter``."""
+        by_urgency = self._gang.config.policy == "shortest"
+        coming = {job_id: self._open_work(new) for job_id, new in self._coming.items()}
+        load = GangLoad(
+            jobs={**coming, **self._gang.open_work()},
+            step_s=self._step_s,
+            cold_s=self._cold_s or 0.0,
+            by_urgency=by_urgency,
+        )
+        return load.to_stats()
+
+    def autoscaling_stats(self) -> dict[str, float]:
+        """Return the metrics for the autoscaling policy: the fields of a ``GangReport``."""
+        report = self._gang.report()
+        coming_s = sum(self._open_work(new).left_s for new in self._coming.values())
+        return {
+            "backlog_s": report.backlog_s + coming_s,
+            "num_jobs": report.num_jobs + len(self._coming),
+            "num_arrived": report.num_arrived,
+            "arrived_s": report.arrived_s,
+            "arrived_s2": report.arrived_s2,
+            "spare_s": report.spare_s,
+            "start_s": self._start_s,
+        }
+
+    def _open_work(self, new: NewWork) -> OpenWork:
+        left_s = new.num_steps * self._step_s.get(new.kind, 0.0)
+        return OpenWork(left_s, left_s / new.priority)

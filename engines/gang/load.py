@@ -1,0 +1,159 @@
+"""Open jobs of a gang in predicted seconds, and when a further one would be done. Pure: no Ray, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class OpenWork(NamedTuple):
+    """A job of a gang."""
+
+    left_s: float
+    """Predicted seconds that it still takes on the whole gang."""
+    urgency_s: float
+    """The same by priority, as ``Shortest`` orders jobs."""
+
+
+class NewWork(NamedTuple):
+    """A request that looks for a gang."""
+
+    kind: str
+    """Jobs of one kind have steps of one time: size, branches, adapters."""
+    num_steps: int
+    priority: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GangLoad:
+    """What a router knows of a gang."""
+
+    jobs: Mapping[str, OpenWork] = field(default_factory=dict)
+    """Open jobs by id."""
+    step_s: Mapping[str, float] = field(default_factory=dict)
+    """Predicted step time by kind of job, for kinds that the gang has run: it is warm for these."""
+    cold_s: float = 0.0
+    """Time that the first job of a kind took longer than its steps; 0 until measured."""
+    by_urgency: bool = True
+    """Whether shorter jobs overtake longer ones; False: jobs run in order of arrival."""
+
+    def own_s(self, new: NewWork, usual_step_s: float) -> float:
+        """Return the seconds of ``new`` alone. A kind that this gang has not run takes ``usual_step_s`` a step.
+
+        It costs ``cold_s`` more.
+        """
+        step_s = self.step_s.get(new.kind)
+        return new.num_steps * usual_step_s + self.cold_s if step_s is None else new.num_steps * step_s
+
+    def finish_s(self, new: NewWork, own_s: float, age_s: float = 0.0, beside: Collection[OpenWork] = ()) -> float:
+        """Return the predicted seconds until ``new``, which takes ``own_s``, is done.
+
+        ``age_s``: age of this report, in which the gang has worked. ``beside``: jobs that were sent since.
+        """
+        urgency_s = own_s / new.priority
+        works = (*self.jobs.values(), *beside)
+        before_s = sum(one.left_s for one in works if not self.by_urgency or one.urgency_s <= urgency_s)
+        return max(0.0, before_s - age_s) + own_s
+
+    @property
+    def backlog_s(self) -> float:
+        """Predicted seconds until all open jobs are done."""
+        return sum(one.left_s for one in self.jobs.values())
+
+    def to_stats(self) -> dict[str, Any]:
+        """Return the fields as JSON values, rounded so that equal states are equal."""
+        return {
+            "jobs": {job_id: [round(one.left_s, 2), round(one.urgency_s, 2)] for job_id, one in self.jobs.items()},
+            "step_s": {kind: round(step_s, 5) for kind, step_s in self.step_s.items()},
+            "cold_s": round(self.cold_s, 2),
+            "by_urgency": self.by_urgency,
+        }
+
+    @classmethod
+    def of_stats(cls, stats: Mapping[str, Any]) -> GangLoad:
+        """Return the load of ``to_stats``."""
+        jobs = {job_id: OpenWork(*work) for job_id, work in stats["jobs"].items()}
+        return cls(jobs=jobs, step_s=stats["step_s"], cold_s=stats["cold_s"], by_urgency=stats["by_urgency"])
+
+
+class Choice(NamedTuple):
+    """A gang for a request."""
+
+    name: str
+    finish_s: float
+    own_s: float
+
+
+def rank_gangs(
+    loads: Mapping[str, GangLoad],
+    new: NewWork,
+    age_s: Callable[[str], float] = lambda name: 0.0,
+    sent: Mapping[str, Collection[OpenWork]] | None = None,
+) -> list[Choice]:
+    """Return the gangs by predicted finish of ``new``, the first one first; [] if nothing is known of its kind.
+
+    Ties go to the gang with less work, then to the earlier of ``loads``: the last one becomes idle, and may end.
+    ``age_s``: age of a gang's report; ``sent``: jobs that were sent to a gang since.
+    """
+    known_s = (load.step_s[new.kind] for load in loads.values() if new.kind in load.step_s)
+    if (usual_step_s := next(known_s, None)) is None:
+        return []
+    ranked: list[tuple[float, float, int, Choice]] = []
+    for number, (name, load) in enumerate(loads.items()):
+        own_s = load.own_s(new, usual_step_s)
+        beside = sent.get(name, ()) if sent else ()
+        finish_s = load.finish_s(new, own_s, age_s(name), beside)
+        backlog_s = load.backlog_s + sum(one.left_s for one in beside)
+        ranked.append((round(finish_s, 2), round(backlog_s, 2), number, Choice(name, finish_s, own_s)))
+    return [choice for *_, choice in sorted(ranked)]
+
+
+SENT_MEMORY_S = 1.0
+"""A report that comes so long after a job was sent has the job, if it is not done yet."""
+
+
+class LoadBoard:
+    """Newest reports of a model's gangs, and the jobs that were sent to them since."""
+
+    def __init__(self) -> None:
+        self._loads: dict[str, GangLoad] = {}
+        self._heard_s: dict[str, float] = {}
+        self._stats: dict[str, Mapping[str, Any]] = {}
+        self._sent: dict[str, dict[str, tuple[float, OpenWork]]] = {}
+
+    def hear(self, stats: Mapping[str, Mapping[str, Any]], now_s: float) -> None:
+        """Take the newest reports (``GangLoad.to_stats``) of all gangs; an empty one is not known yet."""
+        for name in [name for name in self._loads if not stats.get(name)]:
+            del self._loads[name], self._heard_s[name], self._stats[name]
+            self._sent.pop(name, None)
+        for name, newest in stats.items():
+            if newest and newest != self._stats.get(name):
+                self._loads[name], self._heard_s[name], self._stats[name] = GangLoad.of_stats(newest), now_s, newest
+                sent = self._sent.get(name, {})
+                self._sent[name] = {job_id: one for job_id, one in sent.items() if now_s - one[0] < SENT_MEMORY_S}
+
+    def choose(self, names: Sequence[str], job_id: str, new: NewWork, now_s: float) -> list[str]:
+        """Return ``names`` by predicted finish of ``new``, and assume that the first one gets it; [] if unknown."""
+        if any(name not in self._loads for name in names):
+            return []
+        sent = {name: self._unreported(name, now_s) for name in names}
+        loads = {name: self._loads[name] for name in names}
+        ranked = rank_gangs(loads, new, lambda name: now_s - self._heard_s[name], sent)
+        if ranked:
+            work = OpenWork(ranked[0].own_s, ranked[0].own_s / new.priority)
+            self._sent.setdefault(ranked[0].name, {})[job_id] = (now_s, work)
+        return [choice.name for choice in ranked]
+
+    def _unreported(self, name: str, now_s: float) -> list[OpenWork]:
+        """Return the jobs that were sent to a gang and that neither its report has nor time has ended."""
+        sent, reported = self._sent.get(name, {}), self._loads[name].jobs
+        for job_id in [job_id for job_id, (at_s, one) in sent.items() if now_s - at_s > SENT_MEMORY_S + one.left_s]:
+            del sent[job_id]
+        return [one for job_id, (_, one) in sent.items() if job_id not in reported]
+
+    def confirm(self, name: str, job_id: str) -> None:
+        """Record which gang has got a job."""
+        for other, jobs in list(self._sent.items()):
+            if other != name and job_id in jobs:
+                self._sent.setdefault(name, {})[job_id] = jobs.pop(job_id)

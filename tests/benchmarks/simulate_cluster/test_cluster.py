@@ -1,0 +1,124 @@
+"""The simulated cluster against what can be gone through by hand, and what the strategies do in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from benchmarks.simulate_cluster import __main__ as program
+from benchmarks.simulate_cluster.cluster import Cluster, ClusterSpec, Picture, PictureJob, SimulatedReplica, Strategy
+from benchmarks.simulate_cluster.day import MIX, DayTraffic
+from benchmarks.simulate_cluster.strategies import ByRequests, ByWork, FixedSize
+from engines.gang.autoscaling import ScalingRules
+
+SPEC = ClusterSpec(
+    num_gpus=8,
+    gpus_per_node=4,
+    num_ranks=2,
+    node_start_s=100.0,
+    gang_start_s=20.0,
+    node_idle_s=50.0,
+    failures_per_gpu_hour=0.0,
+)
+RULES = ScalingRules(target_wait_s=10.0, min_gangs=0, max_gangs=4, idle_s=60.0)
+HOURS = DayTraffic(peak_load=4.8, num_ranks=2, from_hour=8.0, hours=3.0)
+
+
+def pictures(*at_and_lone_s: tuple[float, float]) -> list[Picture]:
+    return [Picture(at_s, "1024x1024", lone_s) for at_s, lone_s in at_and_lone_s]
+
+
+def test_one_gang_serves_the_shortest_first_and_no_picture_is_lost() -> None:
+    """10 s begin; 2 and 1 s come: the shorter ones run at once, and the long one ends after all."""
+    cluster = Cluster(SPEC, FixedSize(1))
+    cluster.run(pictures((0.0, 10.0), (1.0, 2.0), (2.0, 0.5)), warm_gangs=1)
+    assert sorted(cluster.waits_s) == pytest.approx([0.0, 0.5, 2.5])
+
+
+def test_nodes_cost_from_their_order_to_their_end() -> None:
+    cluster = Cluster(SPEC, FixedSize(1))
+    cluster.run(pictures((0.0, 10.0), (30.0, 20.0)), warm_gangs=1)
+    assert cluster.gpu_s == pytest.approx(4 * 60.0), "a node of four GPUs up to the decision after the last picture"
+
+
+def test_without_a_gang_a_request_waits_for_node_and_gang_which_end_when_nobody_asks() -> None:
+    cluster = Cluster(SPEC, ByWork(RULES))
+    cluster.run(pictures((10.0, 5.0), (1000.0, 5.0)), warm_gangs=0)
+    assert cluster.waits_s == pytest.approx([120.0, 120.0], abs=2.0)
+    assert cluster.gpu_s < 4 * 2 * (120 + 5 + RULES.idle_s + 30 + SPEC.node_idle_s + 10)
+    assert cluster.num_changes >= 3
+
+
+@dataclass
+class Alternating:
+    """One gang more and less, whatever happens."""
+
+    every_s: float = 3.0
+    num: int = 2
+
+    def target(self, now_s: float, cluster: Cluster) -> int:
+        self.num = 3 - self.num
+        return self.num
+
+    def choose(self, now_s: float, running: Sequence[SimulatedReplica], job: PictureJob) -> SimulatedReplica:
+        return running[-1]
+
+
+def test_a_gang_that_ends_finishes_its_jobs() -> None:
+    cluster = Cluster(replace(SPEC, gang_start_s=0.0), Alternating())
+    cluster.run(pictures(*((float(at_s), 4.0) for at_s in range(0, 60, 2))), warm_gangs=2)
+    assert len(cluster.waits_s) == 30
+    assert min(cluster.waits_s) >= -1e-9
+
+
+def test_jobs_of_a_failed_gang_run_again() -> None:
+    cluster = Cluster(replace(SPEC, failures_per_gpu_hour=20.0), FixedSize(4))
+    arrivals = list(replace(HOURS, peak_load=1.5, hours=1.0).arrivals())
+    cluster.run(arrivals, warm_gangs=4)
+    assert len(cluster.waits_s) == len(arrivals)
+    assert cluster.num_failures > 50
+
+
+def test_a_day_has_its_shares_and_is_the_same_again() -> None:
+    arrivals = list(HOURS.arrivals())
+    assert arrivals == list(HOURS.arrivals())
+    assert [one.at_s for one in arrivals] == sorted(one.at_s for one in arrivals)
+    for size, share in MIX.items():
+        assert sum(one.size == size for one in arrivals) / len(arrivals) == pytest.approx(share, abs=0.02)
+    assert HOURS.load_at(2.5 * 3600) == pytest.approx(4.8 * (0.08 + 0.92 * 0.85)), "the peak of the morning"
+    assert replace(HOURS, from_hour=4.0).load_at(0) < 0.2 * 4.8
+
+
+def test_by_work_fewer_gpu_hours_give_no_more_late_pictures() -> None:
+    """Beside Serve's defaults and the whole cluster, through a morning."""
+    spec = replace(SPEC, num_gpus=32, failures_per_gpu_hour=1 / 50_000)
+    day = replace(HOURS, peak_load=9.6, from_hour=5.0)
+    strategies: dict[str, Strategy] = {
+        "work": ByWork(replace(RULES, max_gangs=16, min_gangs=1)),
+        "requests": ByRequests(1, 16),
+        "fixed": FixedSize(16),
+    }
+    rows = {name: program.simulate(spec, day, strategy, 10.0) for name, strategy in strategies.items()}
+    assert rows["work"]["gpu_hours"] < 0.9 * rows["requests"]["gpu_hours"]
+    assert rows["work"]["gpu_hours"] < 0.6 * rows["fixed"]["gpu_hours"]
+    assert rows["work"]["in_time"] >= rows["requests"]["in_time"]
+
+
+def test_serves_own_policy_waits_before_it_changes_the_number() -> None:
+    spec = replace(SPEC, node_start_s=0.0, gang_start_s=0.0)
+    cluster = Cluster(spec, ByRequests(1, 4, upscale_delay_s=30.0, downscale_delay_s=600.0))
+    cluster.run(pictures(*((0.0, 300.0) for _ in range(8)), *((2000.0, 2.0),)), warm_gangs=1)
+    assert cluster.num_changes == 2, "up to four, and down when all are done"
+
+
+def test_the_last_line_is_one_document(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["simulate_cluster", "--gpus", "8", "--hours", "0.2", "--from-hour", "9", "--ongoing", "2", "--fixed", "1"]
+    monkeypatch.setattr("sys.argv", argv)
+    program.main()
+    printed = capsys.readouterr()
+    document = json.loads(printed.out.splitlines()[-1])
+    assert [row["strategy"] for row in document["rows"]] == ["work", "requests, 2 each", "fixed, 100%"]
+    assert "8 GPUs: at least" in printed.err

@@ -1,0 +1,124 @@
+"""Which of several gangs a request would be done by first."""
+
+from __future__ import annotations
+
+import json
+from itertools import permutations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engines.gang.load import GangLoad, LoadBoard, NewWork, OpenWork, rank_gangs
+from tests.support.unhurried import UNHURRIED
+
+SMALL, LARGE = "small", "large"
+STEP_S = {SMALL: 0.1, LARGE: 2.0}
+
+
+def load(*left_s: float, by_urgency: bool = True, cold_s: float = 0.0, kinds: str = "small large") -> GangLoad:
+    jobs = {f"job{i}": OpenWork(one, one) for i, one in enumerate(left_s)}
+    step_s = {kind: STEP_S[kind] for kind in kinds.split()}
+    return GangLoad(jobs=jobs, step_s=step_s, by_urgency=by_urgency, cold_s=cold_s)
+
+
+def order(loads: dict[str, GangLoad], new: NewWork) -> list[str]:
+    return [choice.name for choice in rank_gangs(loads, new)]
+
+
+def test_the_gang_with_less_work_is_first_whatever_the_number_of_jobs() -> None:
+    loads = {"one large": load(20.0), "three small": load(1.0, 1.0, 1.0)}
+    assert order(loads, NewWork(LARGE, 10)) == ["three small", "one large"]
+
+
+def test_a_short_request_overtakes_a_long_one_where_the_policy_lets_it() -> None:
+    loads = {"long": load(50.0), "short": load(0.5, 0.5)}
+    assert [round(one.finish_s, 2) for one in rank_gangs(loads, NewWork(SMALL, 10))] == [1.0, 2.0]
+    in_turn = {"long": load(50.0, by_urgency=False), "short": load(0.5, 0.5, by_urgency=False)}
+    assert order(in_turn, NewWork(SMALL, 10)) == ["short", "long"]
+
+
+def test_a_request_of_low_priority_overtakes_less() -> None:
+    loads = {"a": load(2.0), "b": load(1.5)}
+    assert [one.finish_s for one in rank_gangs(loads, NewWork(SMALL, 10))] == [1.0, 1.0]
+    assert [one.finish_s for one in rank_gangs(loads, NewWork(SMALL, 10, priority=0.25))] == [2.5, 3.0]
+    waiting = {"a": GangLoad(jobs={"x": OpenWork(2.0, 8.0)}, step_s=STEP_S)}
+    assert rank_gangs(waiting, NewWork(LARGE, 2))[0].finish_s == 4.0
+
+
+def test_a_warm_gang_is_first_until_its_wait_is_longer_than_a_cold_start() -> None:
+    cold = load(cold_s=5.0, kinds=SMALL)
+    assert order({"cold": cold, "warm": load(4.0)}, NewWork(LARGE, 10)) == ["warm", "cold"]
+    assert order({"cold": cold, "warm": load(6.0)}, NewWork(LARGE, 10)) == ["cold", "warm"]
+
+
+def test_nothing_known_of_a_kind_gives_no_order() -> None:
+    assert rank_gangs({"a": load(kinds=SMALL), "b": load(kinds=SMALL)}, NewWork(LARGE, 10)) == []
+    assert rank_gangs({}, NewWork(LARGE, 10)) == []
+
+
+def test_what_was_sent_since_a_report_counts_and_what_was_worked_off_does_not() -> None:
+    loads = {"a": load(3.0), "b": load(4.0)}
+    new = NewWork(LARGE, 10)
+    sent = {"a": [OpenWork(2.0, 2.0)]}
+    assert rank_gangs(loads, new, sent=sent)[0].name == "b"
+    assert rank_gangs(loads, new, lambda name: {"a": 2.5, "b": 0.0}[name], sent)[0].name == "a"
+    assert rank_gangs(loads, new, lambda name: 100.0)[0].finish_s == 20.0, "no gang is done before it begins"
+
+
+def test_of_idle_gangs_the_oldest_is_first_so_that_the_newest_may_end() -> None:
+    for names in permutations("abc"):
+        assert order({name: load() for name in names}, NewWork(SMALL, 5)) == list(names)
+
+
+@settings(max_examples=50, **UNHURRIED)
+@given(
+    st.dictionaries(
+        st.sampled_from("abcd"),
+        st.builds(load, st.floats(0, 50), st.floats(0, 50), by_urgency=st.booleans(), cold_s=st.floats(0, 9)),
+        min_size=1,
+    ),
+    st.builds(NewWork, st.sampled_from([SMALL, LARGE]), st.integers(1, 50), st.sampled_from([0.25, 1.0, 4.0])),
+)
+def test_the_order_is_by_finish_and_a_report_survives_json(loads: dict[str, GangLoad], new: NewWork) -> None:
+    ranked = rank_gangs(loads, new)
+    assert sorted(one.name for one in ranked) == sorted(loads)
+    finishes = [round(one.finish_s, 2) for one in ranked]
+    assert finishes == sorted(finishes)
+    for one in loads.values():
+        sent = GangLoad.of_stats(json.loads(json.dumps(one.to_stats())))
+        assert abs(sent.backlog_s - one.backlog_s) <= 0.011
+        assert sent.to_stats() == one.to_stats()
+
+
+def test_a_sent_job_counts_until_a_report_has_it() -> None:
+    board, new = LoadBoard(), NewWork(LARGE, 10)
+    stats = {"a": load().to_stats(), "b": load().to_stats()}
+    board.hear(stats, 0.0)
+    assert board.choose("ab", "1", new, 0.0)[0] == "a"
+    assert board.choose("ab", "2", new, 0.1)[0] == "b"
+    jobs = {"1": OpenWork(19.0, 19.0)}
+    board.hear(stats | {"a": GangLoad(jobs=jobs, step_s=STEP_S).to_stats()}, 0.5)
+    assert board.choose("ab", "3", new, 0.5)[0] == "a", "19 s, counted once, before the 20 s of the other"
+    board.hear(stats, 10.0)
+    assert board.choose("ab", "4", new, 10.0)[0] == "a", "the other has been at work for ten seconds"
+    board.hear(stats, 60.0)
+    assert board.choose("ba", "5", new, 60.0)[0] == "b", "the same report is a new one if all should be done"
+
+
+def test_a_gang_without_a_report_leaves_the_choice_to_others() -> None:
+    board = LoadBoard()
+    board.hear({"a": load().to_stats(), "b": {}}, 0.0)
+    assert board.choose("ab", "1", NewWork(LARGE, 10), 0.0) == []
+    board.hear({"a": load().to_stats(), "b": load().to_stats()}, 1.0)
+    assert board.choose("ab", "1", NewWork(LARGE, 10), 1.0)[0] == "a"
+    board.hear({"b": load().to_stats()}, 2.0)
+    assert board.choose("b", "2", NewWork(LARGE, 10), 2.0) == ["b"]
+    assert board.choose("ab", "3", NewWork(LARGE, 10), 2.0) == []
+
+
+def test_a_job_that_another_gang_took_counts_there() -> None:
+    board, new = LoadBoard(), NewWork(LARGE, 10)
+    board.hear({name: load().to_stats() for name in "ab"}, 0.0)
+    assert board.choose("ab", "1", new, 0.0)[0] == "a"
+    board.confirm("b", "1")
+    assert board.choose("ab", "2", new, 0.0)[0] == "a"
