@@ -107,6 +107,9 @@ class ApiConfig(ApiLimits, ClipLimits):
 
     data_dir: Path | None = None
     """None: the environment's data directory."""
+    database: str = ""
+    """URL of a PostgreSQL or SQLite database, unless the environment has one; by default SQLite in the data directory.
+    """
     metadata: MetadataLevel = "full"
     """Request settings in pictures and clips."""
     provenance: ProvenanceConfig | None = None
@@ -121,6 +124,10 @@ class ApiConfig(ApiLimits, ClipLimits):
     def __post_init__(self) -> None:
         ApiLimits.__post_init__(self)
         ClipLimits.__post_init__(self)
+        if self.database:
+            from deployments.database.database import database_url  # SQLAlchemy, for those that name a database
+
+            database_url(self.database)
         if self.max_ongoing_requests <= self.max_open_requests:
             raise ValueError(
                 f"max_ongoing_requests is {self.max_ongoing_requests}; it must be above max_open_requests, which is "
@@ -168,9 +175,9 @@ class ServeConfig(_Config):
         return self.applications[0].args
 
     def with_data_dir(self, data_dir: Path) -> Self:
-        """Return a copy that stores jobs and files in ``data_dir``."""
+        """Return a copy that stores jobs and files in ``data_dir``, and nothing elsewhere."""
         document = self.model_dump()
-        document["applications"][0]["args"]["api"]["data_dir"] = data_dir
+        document["applications"][0]["args"]["api"] |= {"data_dir": data_dir, "database": ""}
         return self.model_validate(document)
 
     def with_metrics(self, port: int | None) -> Self:

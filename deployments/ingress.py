@@ -172,7 +172,7 @@ class Ingress:
     def _clip_settings(self) -> ClipSettings:
         return ClipSettings(
             data_dir=self._data_dir,
-            database_url=self._settings.database_url,
+            database_url=self._settings.database_url or self._config.api.database,
             num_gangs={model.name: model.denoiser.max_num_replicas for model in self._config.models},
             **self._config.api.part(ClipLimits),
         )

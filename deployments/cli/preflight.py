@@ -70,7 +70,7 @@ def environment_problems(config: ServeConfig) -> Iterator[str]:
     except (OSError, ValueError) as error:
         yield f"the API keys cannot be read: {error}"
     folder, given_by = data_directory(config, settings)
-    if reason := _refusal(folder, has_database=not settings.database_url):
+    if reason := _refusal(folder, has_database=not (settings.database_url or config.app.api.database)):
         yield f"{reason}; clips and pictures are kept there: let this user write, or set {given_by} to another folder"
     if reason := refusal(DOOR_FOLDER):
         yield f"{reason}; HAProxy's files are written there: let this user write"

@@ -10,11 +10,9 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from sqlalchemy.ext.asyncio import AsyncEngine
-
 from deployments.asyncio_tools import OneThread, cancel, to_the_end
 from deployments.clips.attempt import Attempt
-from deployments.clips.database import FILE_GONE, ClipError, ClipRecord, open_database
+from deployments.clips.database import FILE_GONE, ClipError, ClipRecord
 from deployments.clips.eta import clip_times, learn_clip, nums_before, predicted_ends_s
 from deployments.clips.runner import ClipRunner
 from deployments.clips.settings import ClipSettings
@@ -28,6 +26,7 @@ from deployments.clips.storage import (
     storage_problem,
 )
 from deployments.clips.store import Claim, Claims, ClipStore, new_clip_id
+from deployments.database.database import Database
 from deployments.places import PRIVATE_FILE, close_to_others, make_folder, make_private
 from deployments.service.interface import Studio
 from engines.gang.errors import QueueFullError
@@ -51,7 +50,7 @@ class Clips:
         self._studio = studio
         self._settings = settings
         self._folders = ClipFolders(root=settings.data_dir / "videos")
-        self._engine: AsyncEngine | None = None
+        self.database = Database(settings.url)
         self._times = clip_times()
         self._tasks: list[asyncio.Task[None]] = []
         self._submitting = asyncio.Lock()
@@ -60,8 +59,8 @@ class Clips:
     async def start(self) -> None:
         """Open the database and resume unfinished clips. ValueError for a bad database URL."""
         await asyncio.to_thread(self._make_folders)
-        self._engine = await open_database(self._settings.url)
-        self._store = ClipStore(engine=self._engine)
+        await self.database.open()
+        self._store = ClipStore(engine=self.database.engine)
         self._claims = Claims(store=self._store, lease_s=self._settings.lease_s)
         await self._learn()
 
@@ -88,8 +87,7 @@ class Clips:
         await cancel(*self._tasks)
         if self._tasks:
             await self._runner.stop_all()  # also clips that began after an earlier stop
-        if self._engine is not None:
-            await self._engine.dispose()
+        await self.database.close()
 
     async def submit(
         self, request: MediaRequest, seconds: str, key_hash: str = "", pictures: InputPictures = NO_PICTURES

@@ -32,7 +32,7 @@ class ClipSettings(ClipLimits):
 
     data_dir: Path
     database_url: str = ""
-    """Async SQLAlchemy URL; by default SQLite in ``data_dir``."""
+    """URL of a database (``Database``); by default SQLite in ``data_dir``."""
     lease_s: float = 10.0
     """Duration of a claim; then another runner takes the clip over. Clocks of machines must differ by less."""
     poll_s: float = 1.0
@@ -53,7 +53,7 @@ class ClipSettings(ClipLimits):
 
     @property
     def url(self) -> str:
-        return self.database_url or f"sqlite+aiosqlite:///{self.database_file}"
+        return self.database_url or f"sqlite:///{self.database_file}"
 
     @property
     def database_file(self) -> Path:

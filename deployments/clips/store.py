@@ -12,8 +12,9 @@ from typing import Any
 from sqlalchemy import ColumnElement, Update, and_, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
-from deployments.clips.database import OPEN, ClipError, ClipRecord, ClipRow, record_of, to_json
+from deployments.clips.database import OPEN, ClipError, ClipRecord, record_of, to_json
 from deployments.clips.eta import OpenClip, duration_key
+from deployments.database.tables import ClipRow
 from deployments.observability.metrics import observe_clip_wait
 from deployments.service.interface import StageTimes
 from pipelines.request import MediaRequest
@@ -147,21 +148,20 @@ class Claims:
 
     async def take(self, models: Collection[str]) -> Claim | None:
         """Claim the oldest clip of ``models`` that is queued or whose claim has expired."""
-        now_s = time.time()
-        oldest = select(ClipRow).where(_free(now_s), ClipRow.model.in_(models)).order_by(ClipRow.number).limit(4)
-        async with self.store.session() as session:
-            rows = list(await session.scalars(oldest))
-        for row in rows:
-            owner = secrets.token_hex(16)
-            # Several runners may have read the row as free; the first UPDATE wins.
-            take = update(ClipRow).where(ClipRow.id == row.id, ClipRow.attempts == row.attempts, _free(now_s))
-            values = {"attempts": row.attempts + 1, "progress": 0, "num_previews": 0, "eta_at_s": None}
-            if await self._write(take, **self._claim(owner), **values):
-                if row.attempts == 0:
-                    observe_clip_wait(row.model, now_s - row.created_at_s)
-                clip = await self.store.get(row.id)
-                return None if clip is None else Claim(clip=clip, owner=owner)
-        return None
+        now_s, owner = time.time(), secrets.token_hex(16)
+        free = select(ClipRow.number).where(_free(now_s), ClipRow.model.in_(models)).order_by(ClipRow.number).limit(1)
+        # SQLite has one writer at a time; PostgreSQL hands each of several takers another row, and none waits.
+        oldest = free.with_for_update(skip_locked=True).scalar_subquery()
+        values = {"attempts": ClipRow.attempts + 1, "progress": 0, "num_previews": 0, "eta_at_s": None}
+        take = update(ClipRow).where(ClipRow.number == oldest).values(**self._claim(owner), **values).returning(ClipRow)
+        async with self.store.session() as session, session.begin():
+            row = await session.scalar(take)
+        if row is None:
+            return None
+        clip = record_of(row)
+        if clip.attempts == 1:
+            observe_clip_wait(row.model, now_s - row.created_at_s)
+        return Claim(clip=clip, owner=owner)
 
     async def begin(self, request: MediaRequest, seconds: str, key_hash: str, clip_id: str) -> Claim:
         """Create a clip and return the claim to it, with no moment in which another runner could claim it."""

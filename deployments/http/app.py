@@ -34,6 +34,7 @@ from deployments.http.streams import ClientGoneError
 from deployments.names import own_version
 from deployments.service.interface import Studio
 from deployments.usage.accounts import Accounts, KeyLimitGuard
+from deployments.usage.ledger import UsageLedger
 from pipelines.request import MediaKind
 
 NUM_UNPACKINGS = 2
@@ -69,15 +70,17 @@ def create_api(
         unpacking=ThreadPoolExecutor(NUM_UNPACKINGS, "unpacking"),
         accounts=accounts,
         key_limits=KeyLimitGuard(accounts, clips),
-        known=KnownRequests(settings.data_dir / "answers"),
+        known=KnownRequests(clips.database),
     )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await clips.start()
+        accounts.ledger = UsageLedger(clips.database)
         try:
             yield
         finally:
+            await accounts.ledger.flush()
             await clips.stop()
             context.unpacking.shutdown(wait=False)
 
