@@ -30,6 +30,7 @@ def _model_name(name: str) -> str:
     return name
 
 
+STORAGE = re.compile(r"(?!file:)[a-z][a-z0-9+]*://[^/\s]+(/\S*)?")
 ModelName = Annotated[str, AfterValidator(_model_name)]
 
 
@@ -110,6 +111,10 @@ class ApiConfig(ApiLimits, ClipLimits):
     database: str = ""
     """URL of a PostgreSQL or SQLite database, unless the environment has one; by default SQLite in the data directory.
     """
+    storage: str = ""
+    """URL of object storage for clips and pictures, such as s3://bucket/prefix; by default the data directory."""
+    signed_urls: bool = False
+    """Hand out URLs of the object storage, signed for a while, in place of what it holds."""
     metadata: MetadataLevel = "full"
     """Request settings in pictures and clips."""
     provenance: ProvenanceConfig | None = None
@@ -124,6 +129,11 @@ class ApiConfig(ApiLimits, ClipLimits):
     def __post_init__(self) -> None:
         ApiLimits.__post_init__(self)
         ClipLimits.__post_init__(self)
+        if self.storage and not STORAGE.fullmatch(self.storage):
+            allowed = "a URL such as s3://bucket/prefix or gs://bucket; for a folder, set data_dir"
+            raise ValueError(f"storage is {self.storage!r}; it must be {allowed}")
+        if self.signed_urls and not self.storage:
+            raise ValueError("signed_urls is true, and there is no storage to sign for; set storage, or leave it out")
         if self.database:
             from deployments.database.database import database_url  # SQLAlchemy, for those that name a database
 
@@ -177,7 +187,12 @@ class ServeConfig(_Config):
     def with_data_dir(self, data_dir: Path) -> Self:
         """Return a copy that stores jobs and files in ``data_dir``, and nothing elsewhere."""
         document = self.model_dump()
-        document["applications"][0]["args"]["api"] |= {"data_dir": data_dir, "database": ""}
+        document["applications"][0]["args"]["api"] |= {
+            "data_dir": data_dir,
+            "database": "",
+            "storage": "",
+            "signed_urls": False,
+        }
         return self.model_validate(document)
 
     def with_metrics(self, port: int | None) -> Self:

@@ -14,6 +14,7 @@ from deployments.asyncio_tools import OneThread, cancel, to_the_end
 from deployments.clips.attempt import Attempt
 from deployments.clips.database import FILE_GONE, ClipError, ClipRecord
 from deployments.clips.eta import clip_times, learn_clip, nums_before, predicted_ends_s
+from deployments.clips.objects import Bucket, ClipObjects, ObjectOrphans, StoredObject
 from deployments.clips.runner import ClipRunner
 from deployments.clips.settings import ClipSettings
 from deployments.clips.storage import (
@@ -49,12 +50,15 @@ class Clips:
     def __init__(self, studio: Studio, settings: ClipSettings) -> None:
         self._studio = studio
         self._settings = settings
-        self._folders = ClipFolders(root=settings.data_dir / "videos")
+        self.bucket = Bucket(settings.storage) if settings.storage else None
+        """Where files are kept, unless they are in the data directory."""
+        folders = ClipFolders(root=settings.data_dir / "videos")
+        self._folders = folders if self.bucket is None else ClipObjects(bucket=self.bucket)
         self.database = Database(settings.url)
         self._times = clip_times()
         self._tasks: list[asyncio.Task[None]] = []
         self._submitting = asyncio.Lock()
-        self._disk = OneThread(lambda: storage_problem(settings.data_dir, self._folders.root))
+        self._disk = OneThread(self._look_for_problems)
 
     async def start(self) -> None:
         """Open the database and resume unfinished clips. ValueError for a bad database URL."""
@@ -77,7 +81,8 @@ class Clips:
 
     def _make_folders(self) -> None:
         make_folder(self._settings.data_dir)
-        make_private(self._folders.root)
+        if isinstance(self._folders, ClipFolders):
+            make_private(self._folders.root)
         if not self._settings.database_url:
             for ending in ("", "-wal", "-shm"):
                 close_to_others(Path(f"{self._settings.database_file}{ending}"), PRIVATE_FILE)
@@ -152,10 +157,9 @@ class Clips:
         await asyncio.to_thread(self._folders.remove, clip_id)
         return was_there
 
-    async def file(self, clip_id: str, variant: Variant) -> Path | None:
-        """Return the path of a clip's file, None without one. StorageLostError if the whole folder is gone."""
-        has_it = await asyncio.to_thread(self._folders.has, clip_id, variant)
-        return self._folders.path(clip_id, variant) if has_it else None
+    async def file(self, clip_id: str, variant: Variant) -> Path | StoredObject | None:
+        """Return a clip's file, None without one. StorageLostError if all files are out of reach."""
+        return await asyncio.to_thread(self._folders.find, clip_id, variant)
 
     async def note_lost(self, clip_id: str) -> ClipRecord | None:
         """Mark a completed clip whose file is gone as failed. Return its current record, None if it was deleted."""
@@ -169,7 +173,14 @@ class Clips:
         try:
             return await self._disk.answer(DISK_CHECK_TIMEOUT_S)
         except TimeoutError:
-            return StorageLostError(f"the disk of {self._settings.data_dir} does not answer")
+            return StorageLostError(
+                f"{self._settings.storage or f'the disk of {self._settings.data_dir}'} does not answer"
+            )
+
+    def _look_for_problems(self) -> StorageFullError | StorageLostError | None:
+        if isinstance(self._folders, ClipFolders):
+            return storage_problem(self._settings.data_dir, self._folders.root)
+        return storage_problem(self._settings.data_dir) or self._folders.problem()
 
     def _attempt(self, claim: Claim) -> Attempt:
         return Attempt(
@@ -224,9 +235,15 @@ class Clips:
             for clip in clips
         ]
 
+    def _orphans(self) -> Orphans | ObjectOrphans:
+        patience_s = self._settings.orphan_s
+        if isinstance(self._folders, ClipFolders):
+            return Orphans(root=self._folders.root, patience_s=patience_s)
+        return ObjectOrphans(bucket=self._folders.bucket, patience_s=patience_s)
+
     async def _sweep(self) -> None:
         keep_s = self._settings.keep_videos_s
-        orphans = Orphans(root=self._folders.root, patience_s=self._settings.orphan_s)
+        orphans = self._orphans()
         while True:
             try:
                 if keep_s is not None:

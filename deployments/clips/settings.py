@@ -33,6 +33,8 @@ class ClipSettings(ClipLimits):
     data_dir: Path
     database_url: str = ""
     """URL of a database (``Database``); by default SQLite in ``data_dir``."""
+    storage: str = ""
+    """URL of object storage for files; by default they are in ``data_dir``."""
     lease_s: float = 10.0
     """Duration of a claim; then another runner takes the clip over. Clocks of machines must differ by less."""
     poll_s: float = 1.0

@@ -11,12 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.clips.clips import Clips
+from deployments.clips.objects import Bucket
 from deployments.http.admission import Admission, OpenRequests
 from deployments.http.body_limit import BodyLimit
 from deployments.http.context import ApiContext
 from deployments.http.drain import Drain, Draining
 from deployments.http.errors import add_error_handlers
-from deployments.http.files import FileShelf
+from deployments.http.files import FileShelf, ObjectShelf
 from deployments.http.hosts import HostCheck
 from deployments.http.idempotency import KnownRequests
 from deployments.http.lookout import Lookout
@@ -63,7 +64,7 @@ def create_api(
     context = ApiContext(
         studio=studio,
         settings=settings,
-        files=file_shelf(settings),
+        files=file_shelf(settings, clips.bucket),
         clips=clips,
         admission=Admission(settings),
         lookout=Lookout(clips, settings.video_poll_s),
@@ -128,9 +129,11 @@ def uploads(studio: Studio) -> list[str]:
     return [path for kind in {one.kind for one in made if one.max_pictures} for path in UPLOADS[kind]]
 
 
-def file_shelf(settings: ApiSettings) -> FileShelf:
-    folder = settings.data_dir / "files"
-    return FileShelf(folder=folder, lifetime_s=settings.file_lifetime_s, max_bytes=settings.max_files_bytes)
+def file_shelf(settings: ApiSettings, bucket: Bucket | None) -> FileShelf | ObjectShelf:
+    lifetime_s, max_bytes = settings.file_lifetime_s, settings.max_files_bytes
+    if bucket is None:
+        return FileShelf(folder=settings.data_dir / "files", lifetime_s=lifetime_s, max_bytes=max_bytes)
+    return ObjectShelf(bucket=bucket, lifetime_s=lifetime_s, max_bytes=max_bytes, signs=settings.signed_urls)
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:

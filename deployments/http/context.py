@@ -14,7 +14,7 @@ from starlette.requests import Request
 from deployments.clips.clips import Clips
 from deployments.http.admission import Admission
 from deployments.http.errors import ApiError, retry_after
-from deployments.http.files import FileShelf
+from deployments.http.files import FileShelf, ObjectShelf
 from deployments.http.idempotency import KnownRequests
 from deployments.http.lookout import Lookout
 from deployments.http.middleware import REQUESTER
@@ -37,7 +37,7 @@ Credentials = Annotated[HTTPAuthorizationCredentials | None, Security(BEARER)]
 class ApiContext:
     studio: Studio
     settings: ApiSettings
-    files: FileShelf
+    files: FileShelf | ObjectShelf
     clips: Clips
     admission: Admission
     lookout: Lookout

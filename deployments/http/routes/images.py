@@ -21,7 +21,7 @@ from deployments.http.openapi_text import (
     file_answers,
     image_answers,
 )
-from deployments.http.partial import RangedFile
+from deployments.http.partial import ranged
 from deployments.http.routes.drawing import draw
 from deployments.http.uploads import read_upload
 from deployments.requests.bodies import EditBody, ImageBody
@@ -72,6 +72,7 @@ def image_routes(context: ApiContext) -> APIRouter:
         path = await asyncio.to_thread(context.files.find, name, context.viewer(requester) or None)
         if path is None:
             raise ApiError(404, f"There is no file {shown(name)}; files are kept for a limited time", param="name")
-        return RangedFile(path, media_type=f"image/{path.suffix[1:]}", headers={"X-Content-Type-Options": "nosniff"})
+        media_type, headers = f"image/{path.suffix[1:]}", {"X-Content-Type-Options": "nosniff"}
+        return ranged(path, media_type=media_type, headers=headers)
 
     return router

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, RedirectResponse
 from fastapi.sse import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,6 +17,7 @@ from starlette.responses import Response
 from deployments.asyncio_tools import to_the_end
 from deployments.clips.clips import Clips
 from deployments.clips.database import FILE_GONE, ClipRecord
+from deployments.clips.objects import StoredObject
 from deployments.clips.storage import CONTENT_TYPES, Variant
 from deployments.http.answers import Video, VideoDeleted, VideoPage
 from deployments.http.body import FORMS, JSON
@@ -32,7 +33,7 @@ from deployments.http.openapi_text import (
     sync_answers,
     video_answers,
 )
-from deployments.http.partial import RangedFile, is_head
+from deployments.http.partial import RangedFile, is_head, ranged
 from deployments.http.routes.clip_events import video_events
 from deployments.http.streams import STREAM_HEADERS, ClientGoneError, start_stream, until_disconnect
 from deployments.http.uploads import read_upload
@@ -136,6 +137,10 @@ def video_routes(context: ApiContext) -> APIRouter:
         path = await context.clips.file(video_id, variant) if may_be_there else None
         if path is None:
             raise await not_there(context.clips, clip, variant)
+        if context.settings.signed_urls and isinstance(path, StoredObject):
+            lifetime_s, content_type = context.settings.file_lifetime_s, CONTENT_TYPES[variant]
+            url = await asyncio.to_thread(path.bucket.sign, path.name, lifetime_s, content_type)
+            return RedirectResponse(url, 307, {"Cache-Control": "no-store", **gpu_header(clip.gpu_s)})
         return clip_file(path, video_id, variant, gpu_header(clip.gpu_s))
 
     @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404, 429, 503))
@@ -219,11 +224,11 @@ async def wait_for_end(context: ApiContext, requester: Requester, video_id: str)
     return clip
 
 
-def clip_file(path: Path, video_id: str, variant: Variant, headers: Mapping[str, str]) -> RangedFile:
-    return RangedFile(
-        path,
+def clip_file(file: Path | StoredObject, video_id: str, variant: Variant, headers: Mapping[str, str]) -> RangedFile:
+    return ranged(
+        file,
         media_type=CONTENT_TYPES[variant],
-        filename=f"{video_id}{path.suffix}",
+        filename=f"{video_id}{file.suffix}",
         content_disposition_type="inline",
         headers={"Cache-Control": "private, no-cache", **headers},
     )
