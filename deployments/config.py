@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from deployments.clips.settings import ClipLimits
+from deployments.clips.webhooks import WebhookSettings
 from deployments.door.door_settings import DoorSettings
 from deployments.http.settings import ApiLimits
 from deployments.observability.metrics_settings import MetricsSettings
@@ -115,6 +116,8 @@ class ApiConfig(ApiLimits, ClipLimits):
     """URL of object storage for clips and pictures, such as s3://bucket/prefix; by default the data directory."""
     signed_urls: bool = False
     """Hand out URLs of the object storage, signed for a while, in place of what it holds."""
+    webhooks: WebhookSettings | None = None
+    """Where messages about clips may go; None: nowhere."""
     metadata: MetadataLevel = "full"
     """Request settings in pictures and clips."""
     provenance: ProvenanceConfig | None = None
@@ -192,6 +195,7 @@ class ServeConfig(_Config):
             "database": "",
             "storage": "",
             "signed_urls": False,
+            "webhooks": None,
         }
         return self.model_validate(document)
 

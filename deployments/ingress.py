@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipLimits, ClipSettings
+from deployments.clips.webhooks import WebhookSettings
 from deployments.config import AppConfig
 from deployments.http.app import create_api
 from deployments.http.drain import Drain
@@ -174,6 +175,7 @@ class Ingress:
         return ClipSettings(
             data_dir=self._data_dir,
             storage=self._config.api.storage,
+            webhooks=self._config.api.webhooks or WebhookSettings(),
             database_url=self._settings.database_url or self._config.api.database,
             num_gangs={model.name: model.denoiser.max_num_replicas for model in self._config.models},
             **self._config.api.part(ClipLimits),

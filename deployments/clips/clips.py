@@ -13,6 +13,7 @@ from pathlib import Path
 from deployments.asyncio_tools import OneThread, cancel, to_the_end
 from deployments.clips.attempt import Attempt
 from deployments.clips.database import FILE_GONE, ClipError, ClipRecord
+from deployments.clips.deliveries import WebhookSender
 from deployments.clips.eta import clip_times, learn_clip, nums_before, predicted_ends_s
 from deployments.clips.objects import Bucket, ClipObjects, ObjectOrphans, StoredObject
 from deployments.clips.runner import ClipRunner
@@ -27,6 +28,7 @@ from deployments.clips.storage import (
     storage_problem,
 )
 from deployments.clips.store import Claim, Claims, ClipStore, new_clip_id
+from deployments.clips.webhooks import Webhook
 from deployments.database.database import Database
 from deployments.places import PRIVATE_FILE, close_to_others, make_folder, make_private
 from deployments.service.interface import Studio
@@ -77,7 +79,9 @@ class Clips:
             max_running=limits.max_concurrent_videos,
             poll_s=limits.poll_s,
         )
-        self._tasks = [asyncio.create_task(self._runner.run()), asyncio.create_task(self._sweep())]
+        self._sender = WebhookSender(self.database, limits.webhooks, limits.poll_s)
+        work = (self._runner.run(), self._sender.run(), self._sweep())
+        self._tasks = [asyncio.create_task(one) for one in work]
 
     def _make_folders(self) -> None:
         make_folder(self._settings.data_dir)
@@ -95,9 +99,14 @@ class Clips:
         await self.database.close()
 
     async def submit(
-        self, request: MediaRequest, seconds: str, key_hash: str = "", pictures: InputPictures = NO_PICTURES
+        self,
+        request: MediaRequest,
+        seconds: str,
+        key_hash: str = "",
+        pictures: InputPictures = NO_PICTURES,
+        webhook: Webhook | None = None,
     ) -> ClipRecord:
-        """Queue a clip made from ``pictures`` for the key ``key_hash``.
+        """Queue a clip made from ``pictures`` for the key ``key_hash``. ``webhook`` hears of its end.
 
         QueueFullError if ``max_waiting_videos`` are queued; StorageFullError, StorageLostError.
         """
@@ -107,12 +116,17 @@ class Clips:
             if num_waiting >= self._settings.max_waiting_videos:
                 raise QueueFullError(num_waiting, retry_after_s=self._settings.lease_s)
             async with self._new_clip(pictures) as clip_id:
-                clip = await self._store.create(request, seconds, key_hash, clip_id)
+                clip = await self._store.create(request, seconds, key_hash, clip_id, webhook=webhook)
         self._runner.wake()
         return await self._with_prediction(clip)
 
     async def begin(
-        self, request: MediaRequest, seconds: str, key_hash: str = "", pictures: InputPictures = NO_PICTURES
+        self,
+        request: MediaRequest,
+        seconds: str,
+        key_hash: str = "",
+        pictures: InputPictures = NO_PICTURES,
+        webhook: Webhook | None = None,
     ) -> tuple[str, asyncio.Future[None]]:
         """Start a clip made from ``pictures`` at once, ahead of the queue. StorageFullError, StorageLostError.
 
@@ -121,8 +135,14 @@ class Clips:
         """
         await self._check_storage()
         async with self._new_clip(pictures) as clip_id:
-            claim = await self._claims.begin(request, seconds, key_hash, clip_id)
+            claim = await self._claims.begin(request, seconds, key_hash, clip_id, webhook)
         return clip_id, self._runner.begin(claim)
+
+    def webhook_for(self, webhook: Webhook | None, key_hash: str) -> Webhook | None:
+        """Return the webhook of a request, or else that of its key. ValueError if no message may go there."""
+        if webhook is not None:
+            self._settings.webhooks.check(webhook)
+        return webhook or self._settings.webhooks.of_key(key_hash)
 
     async def get(self, clip_id: str) -> ClipRecord | None:
         clip = await self._store.get(clip_id)
@@ -249,6 +269,7 @@ class Clips:
                 if keep_s is not None:
                     for clip_id in await self._store.finished_before(time.time() - keep_s):
                         await self.delete(clip_id)
+                await self._sender.sweep()
                 clip_ids = await asyncio.to_thread(orphans.folders)
                 await asyncio.to_thread(orphans.sweep, await self._store.unknown(clip_ids) if clip_ids else set())
             except Exception:

@@ -7,6 +7,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from deployments.clips.webhooks import Webhook, webhook_from_json
 from deployments.database.tables import ClipRow
 from deployments.service.interface import StageTimes
 from pipelines.request import Lora, MediaRequest
@@ -47,6 +48,8 @@ class ClipRecord:
     error: ClipError | None
     timings: StageTimes | None
     key_hash: str = ""
+    webhook: Webhook | None = None
+    """Who hears of its end."""
     eta_at_s: float | None = None
     """Predicted end."""
     num_before: int | None = None
@@ -89,6 +92,7 @@ def record_of(row: ClipRow) -> ClipRecord:
         error=None if row.error_json is None else ClipError(**json.loads(row.error_json)),
         timings=None if row.timings_json is None else StageTimes(**json.loads(row.timings_json)),
         key_hash=row.key_hash,
+        webhook=webhook_from_json(row.webhook_json),
         eta_at_s=row.eta_at_s,
     )
 

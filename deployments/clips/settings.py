@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deployments.checks import check_positive
+from deployments.clips.webhooks import WebhookSettings
 
 DATABASE = "jobs.sqlite3"
 
@@ -46,6 +47,7 @@ class ClipSettings(ClipLimits):
     """Time before a failed clip is retried."""
     orphan_s: float = 3600.0
     """Age at which folders without a record and partial files are deleted."""
+    webhooks: WebhookSettings = field(default_factory=WebhookSettings)
     num_gangs: Mapping[str, int] = field(default_factory=dict)
     """Gangs by model; 1 for others."""
 

@@ -37,6 +37,8 @@ class ClipRow(Base):
     eta_at_s: Mapped[float | None] = mapped_column(Float(53))
     alike: Mapped[str] = mapped_column(String(128), default="", server_default="")
     """``eta.duration_key``."""
+    webhook_json: Mapped[str | None] = mapped_column(Text)
+    """Who hears of its end."""
 
 
 class UsageRow(Base):
@@ -66,3 +68,19 @@ class AnswerRow(Base):
     created_at_s: Mapped[float] = mapped_column(Float(53), index=True)
     num_bytes: Mapped[int] = mapped_column(Integer, default=0)
     answer: Mapped[bytes | None] = mapped_column(LargeBinary)
+
+
+class DeliveryRow(Base):
+    """A message to a webhook. Its id is made of what it tells, so there is one of each end of a clip."""
+
+    __tablename__ = "troupe_deliveries"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    url: Mapped[str] = mapped_column(Text)
+    secret: Mapped[str] = mapped_column(Text)
+    body: Mapped[str] = mapped_column(Text)
+    attempts: Mapped[int] = mapped_column(Integer, default=0)
+    not_before_s: Mapped[float] = mapped_column(Float(53), index=True)
+    """No replica sends it before: until then another one does, or it waits after a failure."""
+    ended_at_s: Mapped[float | None] = mapped_column(Float(53))
+    """When it was received or given up."""

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from sqlalchemy import func, select
 
+from deployments.asyncio_tools import cancel, to_the_end
 from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError
 from deployments.database.database import Database, insert_into
 from deployments.database.tables import UsageRow
@@ -42,6 +43,7 @@ class UsageLedger:
         self._database, self._replica = database, uuid4().hex
         self._unwritten: dict[str, Account] = {}
         self._writing: asyncio.Task[None] | None = None
+        self._is_ending = False
 
     def note(self, key: str, account: Account) -> None:
         """Write the account of ``key`` soon. Changes that come meanwhile are one write."""
@@ -53,8 +55,8 @@ class UsageLedger:
     async def flush(self) -> None:
         """Return once all is written. What cannot be written now is given up, and logged."""
         if self._writing is not None:
-            self._writing.cancel()
-            await asyncio.wait([self._writing])
+            self._is_ending = True
+            await cancel(self._writing)
         try:
             await self._write(self._unwritten)
         except (*DATABASE_FAILURES, StorageFullError, StorageLostError) as error:
@@ -72,11 +74,11 @@ class UsageLedger:
         while accounts := dict(self._unwritten):
             self._unwritten.clear()
             try:
-                await self._write(accounts)
-            except BaseException as error:
+                await to_the_end(self._write(accounts))
+            except (*DATABASE_FAILURES, StorageFullError, StorageLostError) as error:
                 self._unwritten = accounts | self._unwritten
-                if not isinstance(error, (*DATABASE_FAILURES, StorageFullError, StorageLostError)):
-                    raise
+                if self._is_ending:
+                    return
                 logger.warning("what keys have used cannot be written: %s", error)
                 await asyncio.sleep(RETRY_S)
 

@@ -19,6 +19,7 @@ from deployments.clips.clips import Clips
 from deployments.clips.database import FILE_GONE, ClipRecord
 from deployments.clips.objects import StoredObject
 from deployments.clips.storage import CONTENT_TYPES, Variant
+from deployments.clips.webhooks import Webhook
 from deployments.http.answers import Video, VideoDeleted, VideoPage
 from deployments.http.body import FORMS, JSON
 from deployments.http.context import ApiContext
@@ -38,7 +39,7 @@ from deployments.http.routes.clip_events import video_events
 from deployments.http.streams import STREAM_HEADERS, ClientGoneError, start_stream, until_disconnect
 from deployments.http.uploads import read_upload
 from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
-from deployments.requests.request_errors import shown
+from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.rules import Requester, RequestRules, clip_seconds
 from pipelines.request import InputPictures, MediaRequest
 
@@ -171,28 +172,49 @@ async def submit_clip(
             rules, num_previews = RequestRules(resolved.card), context.settings.num_clip_previews
             asked = rules.check(resolved.body, resolved.pictures, requester, num_previews)
             await context.check_ready(asked.model)
+            webhook = webhook_of(context, resolved.body, requester)
             make = begin_clip if is_awaited or asked.deadline_s is not None else queue_clip
-            clip = await make(context, request, requester, asked, resolved.pictures)
+            clip = await make(context, request, requester, asked, resolved.pictures, webhook)
             await context.known.keep(turn, clip.id.encode())
         return clip
 
 
+def webhook_of(context: ApiContext, body: VideoBody, requester: Requester) -> Webhook | None:
+    """Return who hears of the clip's end. RequestError if no message may go there."""
+    own = None if body.webhook is None else Webhook(url=body.webhook.url, secret=body.webhook.secret)
+    try:
+        return context.clips.webhook_for(own, requester.key)
+    except ValueError as error:
+        raise RequestError(f"webhook cannot be used: {error}", "webhook") from None
+
+
 async def queue_clip(
-    context: ApiContext, request: Request, requester: Requester, asked: MediaRequest, pictures: InputPictures
+    context: ApiContext,
+    request: Request,
+    requester: Requester,
+    asked: MediaRequest,
+    pictures: InputPictures,
+    webhook: Webhook | None,
 ) -> ClipRecord:
     """Return the record of a new clip, queued."""
     async with context.key_limits.clip(asked.key):
-        return await context.clips.submit(asked, clip_seconds(asked), asked.key, pictures)
+        return await context.clips.submit(asked, clip_seconds(asked), asked.key, pictures, webhook)
 
 
 async def begin_clip(
-    context: ApiContext, request: Request, requester: Requester, asked: MediaRequest, pictures: InputPictures
+    context: ApiContext,
+    request: Request,
+    requester: Requester,
+    asked: MediaRequest,
+    pictures: InputPictures,
+    webhook: Webhook | None,
 ) -> ClipRecord:
     """Return the record of a clip that a gang has taken. If none does, or the client leaves, there is no clip."""
     clip_id = ""
     try:
         async with context.key_limits.clip(asked.key):
-            clip_id, admission = await context.clips.begin(asked, clip_seconds(asked), asked.key, pictures)
+            arguments = (asked, clip_seconds(asked), asked.key, pictures, webhook)
+            clip_id, admission = await context.clips.begin(*arguments)
         await until_disconnect(request.receive, asyncio.wait_for(admission, None))
         return await find_clip(context, requester, clip_id)
     except BaseException as failure:
