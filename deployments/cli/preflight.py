@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipelines.media.provenance import Credentials
 
 
-DATA_FOLDERS = ("videos", "files", "answers", "servers")
+DATA_FOLDERS = ("videos", "files", "batches", "answers", "servers")
 """Folders in the data directory, which must be writable and private."""
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "export": ("onnx", "onnx_ir", "onnxscript", "onnxruntime", "filelock", "sympy"),

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from sqlalchemy import delete, select, update
 
-from deployments.asyncio_tools import cancel, to_the_end
+from deployments.asyncio_tools import cancel, is_cancelled, to_the_end
 from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError
 from deployments.clips.webhooks import WebhookSettings, signature
 from deployments.database.database import Database
@@ -58,8 +58,8 @@ class WebhookSender:
 
     async def _take_whole(self) -> DeliveryRow | None:
         """Take a message; if this call is cancelled meanwhile, give it back and raise."""
-        row, task = await to_the_end(self._take()), asyncio.current_task()
-        if task is not None and task.cancelling():
+        row = await to_the_end(self._take())
+        if is_cancelled():
             if row is not None:
                 await to_the_end(self._give_back(row))
             raise asyncio.CancelledError

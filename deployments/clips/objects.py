@@ -7,7 +7,7 @@ import os
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -108,6 +108,20 @@ class Bucket:
                 self.files.pipe_file(self.path(name), data)
             except FileNotFoundError as error:
                 raise StorageLostError(f"the storage {self._url} does not exist: {error}") from error
+
+    def join(self, name: str, parts: Iterable[str]) -> int:
+        """Write an object of all ``parts``, which are names of objects, one after the other. Return its size."""
+        with self.available():
+            file = self.files.open(self.path(name), "wb")
+            try:
+                for part in parts:
+                    file.write(self.files.cat_file(self.path(part)))
+                num_bytes: int = file.tell()
+            except BaseException:
+                file.discard()
+                raise
+            file.close()
+            return num_bytes
 
     def read(self, name: str) -> bytes:
         """Return the content of an object. FileNotFoundError if it is not there."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Float, Integer, LargeBinary, String, Text
+from sqlalchemy import BigInteger, Float, Integer, LargeBinary, String, Text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
@@ -84,3 +84,33 @@ class DeliveryRow(Base):
     """No replica sends it before: until then another one does, or it waits after a failure."""
     ended_at_s: Mapped[float | None] = mapped_column(Float(53))
     """When it was received or given up."""
+
+
+class FileRow(Base):
+    """A file of a batch."""
+
+    __tablename__ = "troupe_files"
+
+    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    key_hash: Mapped[str] = mapped_column(String(64))
+    filename: Mapped[str] = mapped_column(Text)
+    purpose: Mapped[str] = mapped_column(String(32))
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    created_at_s: Mapped[float] = mapped_column(Float(53))
+
+
+class BatchRow(Base):
+    """Many requests in one file."""
+
+    __tablename__ = "troupe_batches"
+
+    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    key_hash: Mapped[str] = mapped_column(String(64))
+    status: Mapped[str] = mapped_column(String(16), index=True)
+    record_json: Mapped[str] = mapped_column(Text)
+    """What clients see of it, but for the status."""
+    owner: Mapped[str] = mapped_column(String(64), default="")
+    """The replica that works on it until ``lease_until_s``."""
+    lease_until_s: Mapped[float] = mapped_column(Float(53), default=0.0)
