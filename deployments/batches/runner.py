@@ -32,7 +32,7 @@ logger = logging.getLogger("troupe.batches")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class BatchLine:
     """One request of a batch."""
 
     index: int
@@ -130,7 +130,7 @@ class BatchRunner:
                 group.create_task(work())
         await self._finish(claim, "completed")
 
-    async def _answer(self, claim: BatchClaim, line: Line) -> None:
+    async def _answer(self, claim: BatchClaim, line: BatchLine) -> None:
         """Make one request and write its answer. Wait while there is no room for it."""
         batch = claim.batch
         body = {**line.body, "service_tier": "flex"}
@@ -172,9 +172,9 @@ def problem(message: str, line: int | None) -> dict[str, Any]:
     return {"code": "invalid_value", "message": message, "param": None, "line": line}
 
 
-def parse(data: bytes, batch: BatchRecord) -> tuple[list[Line], list[dict[str, Any]]]:
+def parse(data: bytes, batch: BatchRecord) -> tuple[list[BatchLine], list[dict[str, Any]]]:
     """Return the requests in a file of JSON lines, and what is wrong with them."""
-    lines, errors, seen = list[Line](), list[dict[str, Any]](), set[str]()
+    lines, errors, seen = list[BatchLine](), list[dict[str, Any]](), set[str]()
     for number, text in enumerate(data.splitlines(), 1):
         if not text.strip():
             continue
@@ -192,7 +192,7 @@ def parse(data: bytes, batch: BatchRecord) -> tuple[list[Line], list[dict[str, A
             errors.append(problem("stream has no effect in a batch; leave it out", number))
         else:
             seen.add(written["custom_id"])
-            lines.append(Line(index=len(lines), custom_id=written["custom_id"], body=written["body"]))
+            lines.append(BatchLine(index=len(lines), custom_id=written["custom_id"], body=written["body"]))
     if not lines and not errors:
         errors.append(problem("the input file holds no request", None))
     if len(lines) > MAX_LINES:

@@ -1,4 +1,4 @@
-"""The time that claims go by."""
+"""The time that claims go by, and the databases that clips are in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import time
 from types import SimpleNamespace
 
 import pytest
+
+from tests.deployments.clips.support.runs import QUICK
 
 
 @pytest.fixture
@@ -15,3 +17,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     for module in ("store", "clips"):
         monkeypatch.setattr(f"deployments.clips.{module}.time", SimpleNamespace(time=lambda: clock.now_s))
     return clock
+
+
+@pytest.fixture
+def each_database(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets clips of the test be in a database of each kind."""
+    monkeypatch.setitem(QUICK, "database_url", database_url)

@@ -22,6 +22,8 @@ from tests.deployments.clips.support.runs import REQUEST, Looking, data_of, ende
 from tests.deployments.support.fake_studio import FailingStudio, FakeStudio, clip
 from tests.support.patience import PATIENCE_S
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 
 async def test_stop_and_start_again(tmp_path: Path, database_url: str) -> None:
     studio = FakeStudio(step_s=1000)

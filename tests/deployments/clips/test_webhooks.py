@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 from standardwebhooks import Webhook as Verifier
 
 from deployments.clips import deliveries
 from deployments.clips.deliveries import WebhookSender
 from deployments.clips.webhooks import KeyWebhook, Webhook, WebhookSettings
+from deployments.database.tables import DeliveryRow
 from engines.gang.errors import GangBrokenError
 from tests.deployments.clips.support.runs import REQUEST, ended, running
 from tests.deployments.support.fake_studio import FailingStudio, FakeStudio
@@ -114,7 +117,7 @@ async def test_what_another_replica_was_sending_when_it_died_is_sent(
     tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver = Receiver(200)
-    monkeypatch.setattr(deliveries, "LEASE_S", 0.1)
+    monkeypatch.setattr(deliveries, "LEASE_S", 3600.0)
     async with (
         listening(receiver) as webhook,
         running(FakeStudio(), tmp_path, database_url=database_url, webhooks=LOCAL) as clips,
@@ -129,6 +132,8 @@ async def test_what_another_replica_was_sending_when_it_died_is_sent(
         await ended(clips, record.id)
         assert await sends(dead) is not None
         assert await sends(dead) is None, "it is being sent"
+        async with clips.database.engine.begin() as connection:
+            await connection.execute(update(DeliveryRow).values(not_before_s=time.time() - 1))  # an hour later
         monkeypatch.setattr(WebhookSender, "_take", sends)
         await receiver.has_heard(1)
     assert receiver.events[0]["data"]["id"] == record.id
