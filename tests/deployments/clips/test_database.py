@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,7 @@ async def test_a_database_of_the_first_version_is_migrated_and_its_clips_are_kep
         assert await connection.scalar(text("SELECT version_num FROM alembic_version")) == HEAD
     store = ClipStore(engine=engines[0])
     after = await store.create(REQUEST, "1", "hash")
-    assert await store.get(before.id) == before
+    assert await store.get(before.id) == replace(before, number=1)
     assert [clip.key_hash for clip in await store.page(after=None, limit=9, ascending=True)] == ["", "hash"]
     assert await store.page(after=None, limit=9, ascending=True, key_hash="hash") == [after]
     await copy_row(engines[0], f"troupe_jobs WHERE id = '{before.id}'", "other")  # a replica that still runs
