@@ -59,6 +59,12 @@ async def cancel(*tasks: asyncio.Future[Any]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def is_cancelled() -> bool:
+    """Return whether the current task was cancelled: what ran ``to_the_end`` has not raised it."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     """Return the result of ``work``, even if this call is cancelled, once or repeatedly: for clean-up."""
     working = asyncio.ensure_future(work)

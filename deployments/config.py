@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat
 from pydantic.dataclasses import dataclass
 
 from deployments.clips.settings import ClipLimits
+from deployments.clips.webhooks import WebhookSettings
 from deployments.door.door_settings import DoorSettings
 from deployments.http.settings import ApiLimits
 from deployments.observability.metrics_settings import MetricsSettings
@@ -30,6 +31,7 @@ def _model_name(name: str) -> str:
     return name
 
 
+STORAGE = re.compile(r"(?!file:)[a-z][a-z0-9+]*://[^/\s]+(/\S*)?")
 ModelName = Annotated[str, AfterValidator(_model_name)]
 
 
@@ -129,6 +131,15 @@ class ApiConfig(ApiLimits, ClipLimits):
 
     data_dir: Path | None = None
     """None: the environment's data directory."""
+    database: str = ""
+    """URL of a PostgreSQL or SQLite database, unless the environment has one; by default SQLite in the data directory.
+    """
+    storage: str = ""
+    """URL of object storage for clips and pictures, such as s3://bucket/prefix; by default the data directory."""
+    signed_urls: bool = False
+    """Hand out URLs of the object storage, signed for a while, in place of what it holds."""
+    webhooks: WebhookSettings | None = None
+    """Where messages about clips may go; None: nowhere."""
     metadata: MetadataLevel = "full"
     """Request settings in pictures and clips."""
     provenance: ProvenanceConfig | None = None
@@ -143,6 +154,15 @@ class ApiConfig(ApiLimits, ClipLimits):
     def __post_init__(self) -> None:
         ApiLimits.__post_init__(self)
         ClipLimits.__post_init__(self)
+        if self.storage and not STORAGE.fullmatch(self.storage):
+            allowed = "a URL such as s3://bucket/prefix or gs://bucket; for a folder, set data_dir"
+            raise ValueError(f"storage is {self.storage!r}; it must be {allowed}")
+        if self.signed_urls and not self.storage:
+            raise ValueError("signed_urls is true, and there is no storage to sign for; set storage, or leave it out")
+        if self.database:
+            from deployments.database.database import database_url  # SQLAlchemy, for those that name a database
+
+            database_url(self.database)
         if self.max_ongoing_requests <= self.max_open_requests:
             raise ValueError(
                 f"max_ongoing_requests is {self.max_ongoing_requests}; it must be above max_open_requests, which is "
@@ -236,9 +256,15 @@ class ServeConfig(_Config):
         return self.applications[0].args
 
     def with_data_dir(self, data_dir: Path) -> Self:
-        """Return a copy that stores jobs and files in ``data_dir``."""
+        """Return a copy that stores jobs and files in ``data_dir``, and nothing elsewhere."""
         document = self.model_dump()
-        document["applications"][0]["args"]["api"]["data_dir"] = data_dir
+        document["applications"][0]["args"]["api"] |= {
+            "data_dir": data_dir,
+            "database": "",
+            "storage": "",
+            "signed_urls": False,
+            "webhooks": None,
+        }
         return self.model_validate(document)
 
     def with_metrics(self, port: int | None) -> Self:

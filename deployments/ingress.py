@@ -18,6 +18,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipLimits, ClipSettings
+from deployments.clips.webhooks import WebhookSettings
 from deployments.config import AppConfig
 from deployments.http.app import create_api
 from deployments.http.drain import Drain
@@ -165,6 +166,7 @@ class Ingress:
                 for model, limit in self._config.max_open_pictures.items()
                 if "image" in self._studio.cards()[model].defaults.kinds
             },
+            signed_urls=self._config.api.signed_urls,
             is_only_replica=self._config.api.num_replicas == 1,
             **self._config.api.part(ApiLimits),
         )
@@ -172,7 +174,9 @@ class Ingress:
     def _clip_settings(self) -> ClipSettings:
         return ClipSettings(
             data_dir=self._data_dir,
-            database_url=self._settings.database_url,
+            storage=self._config.api.storage,
+            webhooks=self._config.api.webhooks or WebhookSettings(),
+            database_url=self._settings.database_url or self._config.api.database,
             num_gangs={model.name: model.denoiser.max_num_replicas for model in self._config.models},
             **self._config.api.part(ClipLimits),
         )

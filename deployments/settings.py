@@ -28,7 +28,8 @@ class Settings(BaseSettings):
     """The key that the command line sends."""
     data_dir: Path = Field(default_factory=lambda: _home() / ".local" / "share" / "troupe")
     database_url: str = ""
-    """Async SQLAlchemy URL; by default SQLite in the data directory."""
+    """URL of a PostgreSQL or SQLite database; by default ``api.database`` of the configuration, or SQLite in the data
+    directory."""
 
     def key_ring(self) -> KeyRing:
         """Return the accepted keys. ValueError if a setting is present but holds no key."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pipelines.media.provenance import Credentials
 
 
-DATA_FOLDERS = ("videos", "files", "answers", "servers")
+DATA_FOLDERS = ("videos", "files", "batches", "answers", "servers")
 """Folders in the data directory, which must be writable and private."""
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "export": ("onnx", "onnx_ir", "onnxscript", "onnxruntime", "filelock", "sympy"),
@@ -73,7 +73,7 @@ def environment_problems(config: ServeConfig) -> Iterator[str]:
     except (OSError, ValueError) as error:
         yield f"the API keys cannot be read: {error}"
     folder, given_by = data_directory(config, settings)
-    if reason := _refusal(folder, has_database=not settings.database_url):
+    if reason := _refusal(folder, has_database=not (settings.database_url or config.app.api.database)):
         yield f"{reason}; clips and pictures are kept there: let this user write, or set {given_by} to another folder"
     if reason := refusal(DOOR_FOLDER):
         yield f"{reason}; HAProxy's files are written there: let this user write"

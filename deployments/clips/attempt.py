@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from deployments.asyncio_tools import EndedError, unless
 from deployments.clips.database import ClipError
 from deployments.clips.eta import learn_clip
+from deployments.clips.objects import ClipObjects
 from deployments.clips.settings import ClipSettings
 from deployments.clips.storage import DATABASE_FAILURES, ClipFolders, StorageFullError, is_full, is_lost
 from deployments.clips.store import Claim, Claims
@@ -31,7 +32,7 @@ class Attempt:
 
     studio: Studio
     claims: Claims
-    folders: ClipFolders
+    folders: ClipFolders | ClipObjects
     settings: ClipSettings
     times: MeasuredTimes
     claim: Claim

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from sqlalchemy.ext.asyncio import AsyncEngine
-
 from deployments.asyncio_tools import OneThread, cancel, to_the_end
 from deployments.clips.attempt import Attempt
-from deployments.clips.database import FILE_GONE, ClipError, ClipRecord, open_database
+from deployments.clips.database import FILE_GONE, ClipError, ClipRecord
+from deployments.clips.deliveries import WebhookSender
 from deployments.clips.eta import clip_times, learn_clip, nums_before, predicted_ends_s
+from deployments.clips.objects import Bucket, ClipObjects, ObjectOrphans, StoredObject
 from deployments.clips.runner import ClipRunner
 from deployments.clips.settings import ClipSettings
 from deployments.clips.storage import (
@@ -28,6 +28,8 @@ from deployments.clips.storage import (
     storage_problem,
 )
 from deployments.clips.store import Claim, Claims, ClipStore, new_clip_id
+from deployments.clips.webhooks import Webhook
+from deployments.database.database import Database
 from deployments.places import PRIVATE_FILE, close_to_others, make_folder, make_private
 from deployments.service.interface import Studio
 from engines.gang.errors import QueueFullError
@@ -50,18 +52,21 @@ class Clips:
     def __init__(self, studio: Studio, settings: ClipSettings) -> None:
         self._studio = studio
         self._settings = settings
-        self._folders = ClipFolders(root=settings.data_dir / "videos")
-        self._engine: AsyncEngine | None = None
+        self.bucket = Bucket(settings.storage) if settings.storage else None
+        """Where files are kept, unless they are in the data directory."""
+        folders = ClipFolders(root=settings.data_dir / "videos")
+        self._folders = folders if self.bucket is None else ClipObjects(bucket=self.bucket)
+        self.database = Database(settings.url)
         self._times = clip_times()
         self._tasks: list[asyncio.Task[None]] = []
         self._submitting = asyncio.Lock()
-        self._disk = OneThread(lambda: storage_problem(settings.data_dir, self._folders.root))
+        self._disk = OneThread(self._look_for_problems)
 
     async def start(self) -> None:
         """Open the database and resume unfinished clips. ValueError for a bad database URL."""
         await asyncio.to_thread(self._make_folders)
-        self._engine = await open_database(self._settings.url)
-        self._store = ClipStore(engine=self._engine)
+        await self.database.open()
+        self._store = ClipStore(engine=self.database.engine)
         self._claims = Claims(store=self._store, lease_s=self._settings.lease_s)
         await self._learn()
 
@@ -74,11 +79,14 @@ class Clips:
             max_running=limits.max_concurrent_videos,
             poll_s=limits.poll_s,
         )
-        self._tasks = [asyncio.create_task(self._runner.run()), asyncio.create_task(self._sweep())]
+        self._sender = WebhookSender(self.database, limits.webhooks, limits.poll_s)
+        work = (self._runner.run(), self._sender.run(), self._sweep())
+        self._tasks = [asyncio.create_task(one) for one in work]
 
     def _make_folders(self) -> None:
         make_folder(self._settings.data_dir)
-        make_private(self._folders.root)
+        if isinstance(self._folders, ClipFolders):
+            make_private(self._folders.root)
         if not self._settings.database_url:
             for ending in ("", "-wal", "-shm"):
                 close_to_others(Path(f"{self._settings.database_file}{ending}"), PRIVATE_FILE)
@@ -88,13 +96,17 @@ class Clips:
         await cancel(*self._tasks)
         if self._tasks:
             await self._runner.stop_all()  # also clips that began after an earlier stop
-        if self._engine is not None:
-            await self._engine.dispose()
+        await self.database.close()
 
     async def submit(
-        self, request: MediaRequest, seconds: str, key_hash: str = "", pictures: InputPictures = NO_PICTURES
+        self,
+        request: MediaRequest,
+        seconds: str,
+        key_hash: str = "",
+        pictures: InputPictures = NO_PICTURES,
+        webhook: Webhook | None = None,
     ) -> ClipRecord:
-        """Queue a clip made from ``pictures`` for the key ``key_hash``.
+        """Queue a clip made from ``pictures`` for the key ``key_hash``. ``webhook`` hears of its end.
 
         QueueFullError if ``max_waiting_videos`` are queued; StorageFullError, StorageLostError.
         """
@@ -104,12 +116,17 @@ class Clips:
             if num_waiting >= self._settings.max_waiting_videos:
                 raise QueueFullError(num_waiting, retry_after_s=self._settings.lease_s)
             async with self._new_clip(pictures) as clip_id:
-                clip = await self._store.create(request, seconds, key_hash, clip_id)
+                clip = await self._store.create(request, seconds, key_hash, clip_id, webhook=webhook)
         self._runner.wake()
         return await self._with_prediction(clip)
 
     async def begin(
-        self, request: MediaRequest, seconds: str, key_hash: str = "", pictures: InputPictures = NO_PICTURES
+        self,
+        request: MediaRequest,
+        seconds: str,
+        key_hash: str = "",
+        pictures: InputPictures = NO_PICTURES,
+        webhook: Webhook | None = None,
     ) -> tuple[str, asyncio.Future[None]]:
         """Start a clip made from ``pictures`` at once, ahead of the queue. StorageFullError, StorageLostError.
 
@@ -118,8 +135,14 @@ class Clips:
         """
         await self._check_storage()
         async with self._new_clip(pictures) as clip_id:
-            claim = await self._claims.begin(request, seconds, key_hash, clip_id)
+            claim = await self._claims.begin(request, seconds, key_hash, clip_id, webhook)
         return clip_id, self._runner.begin(claim)
+
+    def webhook_for(self, webhook: Webhook | None, key_hash: str) -> Webhook | None:
+        """Return the webhook of a request, or else that of its key. ValueError if no message may go there."""
+        if webhook is not None:
+            self._settings.webhooks.check(webhook)
+        return webhook or self._settings.webhooks.of_key(key_hash)
 
     async def get(self, clip_id: str) -> ClipRecord | None:
         clip = await self._store.get(clip_id)
@@ -154,10 +177,9 @@ class Clips:
         await asyncio.to_thread(self._folders.remove, clip_id)
         return was_there
 
-    async def file(self, clip_id: str, variant: Variant) -> Path | None:
-        """Return the path of a clip's file, None without one. StorageLostError if the whole folder is gone."""
-        has_it = await asyncio.to_thread(self._folders.has, clip_id, variant)
-        return self._folders.path(clip_id, variant) if has_it else None
+    async def file(self, clip_id: str, variant: Variant) -> Path | StoredObject | None:
+        """Return a clip's file, None without one. StorageLostError if all files are out of reach."""
+        return await asyncio.to_thread(self._folders.find, clip_id, variant)
 
     async def note_lost(self, clip_id: str) -> ClipRecord | None:
         """Mark a completed clip whose file is gone as failed. Return its current record, None if it was deleted."""
@@ -171,7 +193,14 @@ class Clips:
         try:
             return await self._disk.answer(DISK_CHECK_TIMEOUT_S)
         except TimeoutError:
-            return StorageLostError(f"the disk of {self._settings.data_dir} does not answer")
+            return StorageLostError(
+                f"{self._settings.storage or f'the disk of {self._settings.data_dir}'} does not answer"
+            )
+
+    def _look_for_problems(self) -> StorageFullError | StorageLostError | None:
+        if isinstance(self._folders, ClipFolders):
+            return storage_problem(self._settings.data_dir, self._folders.root)
+        return storage_problem(self._settings.data_dir) or self._folders.problem()
 
     def _attempt(self, claim: Claim) -> Attempt:
         return Attempt(
@@ -226,14 +255,21 @@ class Clips:
             for clip in clips
         ]
 
+    def _orphans(self) -> Orphans | ObjectOrphans:
+        patience_s = self._settings.orphan_s
+        if isinstance(self._folders, ClipFolders):
+            return Orphans(root=self._folders.root, patience_s=patience_s)
+        return ObjectOrphans(bucket=self._folders.bucket, patience_s=patience_s)
+
     async def _sweep(self) -> None:
         keep_s = self._settings.keep_videos_s
-        orphans = Orphans(root=self._folders.root, patience_s=self._settings.orphan_s)
+        orphans = self._orphans()
         while True:
             try:
                 if keep_s is not None:
                     for clip_id in await self._store.finished_before(time.time() - keep_s):
                         await self.delete(clip_id)
+                await self._sender.sweep()
                 clip_ids = await asyncio.to_thread(orphans.folders)
                 await asyncio.to_thread(orphans.sweep, await self._store.unknown(clip_ids) if clip_ids else set())
             except Exception:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deployments.checks import check_positive
+from deployments.clips.webhooks import WebhookSettings
 
 DATABASE = "jobs.sqlite3"
 
@@ -32,7 +33,9 @@ class ClipSettings(ClipLimits):
 
     data_dir: Path
     database_url: str = ""
-    """Async SQLAlchemy URL; by default SQLite in ``data_dir``."""
+    """URL of a database (``Database``); by default SQLite in ``data_dir``."""
+    storage: str = ""
+    """URL of object storage for files; by default they are in ``data_dir``."""
     lease_s: float = 10.0
     """Duration of a claim; then another runner takes the clip over. Clocks of machines must differ by less."""
     poll_s: float = 1.0
@@ -44,6 +47,7 @@ class ClipSettings(ClipLimits):
     """Time before a failed clip is retried."""
     orphan_s: float = 3600.0
     """Age at which folders without a record and partial files are deleted."""
+    webhooks: WebhookSettings = field(default_factory=WebhookSettings)
     num_gangs: Mapping[str, int] = field(default_factory=dict)
     """Gangs by model; 1 for others."""
 
@@ -53,7 +57,7 @@ class ClipSettings(ClipLimits):
 
     @property
     def url(self) -> str:
-        return self.database_url or f"sqlite+aiosqlite:///{self.database_file}"
+        return self.database_url or f"sqlite:///{self.database_file}"
 
     @property
     def database_file(self) -> Path:

@@ -142,14 +142,15 @@ class ClipFolders:
         with data_folder(self.root):
             write_privately(self.root, self.path(clip_id, variant), data)
 
-    def has(self, clip_id: str, variant: Variant) -> bool:
-        """Return whether the file exists. StorageLostError if ``root`` is gone: it may come back."""
+    def find(self, clip_id: str, variant: Variant) -> Path | None:
+        """Return the path of a file, if it exists. StorageLostError if ``root`` is gone: it may come back."""
+        path = self.path(clip_id, variant)
         with data_folder(self.root):
-            if self.path(clip_id, variant).is_file():
-                return True
+            if path.is_file():
+                return path
         if not self.root.is_dir():
             raise _lost_folder(self.root)
-        return False
+        return None
 
     def write_inputs(self, clip_id: str, inputs: InputPictures) -> None:
         """Write the input pictures of a clip, lossless."""
@@ -190,10 +191,10 @@ def png(picture: InputPicture) -> bytes:
     return file.getvalue()
 
 
-def read_png(path: Path) -> InputPicture:
+def read_png(file: Path | io.BytesIO) -> InputPicture:
     from PIL import Image
 
-    with Image.open(path, formats=("PNG",)) as image:
+    with Image.open(file, formats=("PNG",)) as image:
         return InputPicture.of(image)
 
 

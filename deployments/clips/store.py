@@ -12,8 +12,11 @@ from typing import Any
 from sqlalchemy import ColumnElement, Update, and_, delete, func, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
-from deployments.clips.database import OPEN, ClipError, ClipRecord, ClipRow, record_of, to_json
+from deployments.clips.database import OPEN, ClipError, ClipRecord, ClipStatus, record_of, to_json
 from deployments.clips.eta import OpenClip, duration_key
+from deployments.clips.webhooks import Webhook, delivery, webhook_json
+from deployments.database.database import insert_into
+from deployments.database.tables import ClipRow, DeliveryRow
 from deployments.observability.metrics import observe_clip_wait
 from deployments.service.interface import StageTimes
 from pipelines.request import MediaRequest
@@ -39,6 +42,7 @@ class ClipStore:
         key_hash: str = "",
         clip_id: str | None = None,
         claim: Mapping[str, Any] = UNCLAIMED,
+        webhook: Webhook | None = None,
     ) -> ClipRecord:
         """Insert and return a clip, queued unless ``claim`` has its columns, with a new id unless one is given."""
         row = ClipRow(
@@ -49,6 +53,7 @@ class ClipStore:
             created_at_s=time.time(),
             key_hash=key_hash,
             alike=duration_key(request),
+            webhook_json=webhook_json(webhook),
             **claim,
         )
         async with self.session() as session, session.begin():
@@ -147,27 +152,28 @@ class Claims:
 
     async def take(self, models: Collection[str]) -> Claim | None:
         """Claim the oldest clip of ``models`` that is queued or whose claim has expired."""
-        now_s = time.time()
-        oldest = select(ClipRow).where(_free(now_s), ClipRow.model.in_(models)).order_by(ClipRow.number).limit(4)
-        async with self.store.session() as session:
-            rows = list(await session.scalars(oldest))
-        for row in rows:
-            owner = secrets.token_hex(16)
-            # Several runners may have read the row as free; the first UPDATE wins.
-            take = update(ClipRow).where(ClipRow.id == row.id, ClipRow.attempts == row.attempts, _free(now_s))
-            values = {"attempts": row.attempts + 1, "progress": 0, "num_previews": 0, "eta_at_s": None}
-            if await self._write(take, **self._claim(owner), **values):
-                if row.attempts == 0:
-                    observe_clip_wait(row.model, now_s - row.created_at_s)
-                clip = await self.store.get(row.id)
-                return None if clip is None else Claim(clip=clip, owner=owner)
-        return None
+        now_s, owner = time.time(), secrets.token_hex(16)
+        free = select(ClipRow.number).where(_free(now_s), ClipRow.model.in_(models)).order_by(ClipRow.number).limit(1)
+        # SQLite has one writer at a time; PostgreSQL hands each of several takers another row, and none waits.
+        oldest = free.with_for_update(skip_locked=True).scalar_subquery()
+        values = {"attempts": ClipRow.attempts + 1, "progress": 0, "num_previews": 0, "eta_at_s": None}
+        take = update(ClipRow).where(ClipRow.number == oldest).values(**self._claim(owner), **values).returning(ClipRow)
+        async with self.store.session() as session, session.begin():
+            row = await session.scalar(take)
+        if row is None:
+            return None
+        clip = record_of(row)
+        if clip.attempts == 1:
+            observe_clip_wait(row.model, now_s - row.created_at_s)
+        return Claim(clip=clip, owner=owner)
 
-    async def begin(self, request: MediaRequest, seconds: str, key_hash: str, clip_id: str) -> Claim:
+    async def begin(
+        self, request: MediaRequest, seconds: str, key_hash: str, clip_id: str, webhook: Webhook | None = None
+    ) -> Claim:
         """Create a clip and return the claim to it, with no moment in which another runner could claim it."""
         owner = secrets.token_hex(16)
         values = {"attempts": 1, **self._claim(owner)}
-        clip = await self.store.create(request, seconds, key_hash, clip_id, values)
+        clip = await self.store.create(request, seconds, key_hash, clip_id, values, webhook)
         observe_clip_wait(request.model, 0.0)
         return Claim(clip=clip, owner=owner)
 
@@ -177,18 +183,35 @@ class Claims:
         return await self._write(_held(claim), **self._lease(), **values)
 
     async def complete(self, claim: Claim, timings: StageTimes) -> bool:
-        values = {"status": "completed", "progress": 100, "timings_json": to_json(timings)}
-        return await self._write(_held(claim), **values, completed_at_s=time.time(), owner="")
+        return await self._end(claim, "completed", progress=100, timings_json=to_json(timings))
 
     async def fail(self, claim: Claim, error: ClipError) -> bool:
-        values = {"status": "failed", "error_json": to_json(error)}
-        return await self._write(_held(claim), **values, completed_at_s=time.time(), owner="")
+        return await self._end(claim, "failed", error, error_json=to_json(error))
 
     async def give_back(self, claim: Claim, *, wait_s: float, counts: bool) -> bool:
         """Requeue the clip, not to be claimed for ``wait_s``. ``counts``: whether this was an attempt."""
         attempts = claim.clip.attempts if counts else claim.clip.attempts - 1
         values = {"status": "queued", "progress": 0, "attempts": attempts, "not_before_s": time.time() + wait_s}
         return await self._write(_held(claim), **values, owner="", eta_at_s=None)
+
+    async def _end(self, claim: Claim, status: ClipStatus, error: ClipError | None = None, **values: Any) -> bool:
+        """Write the end of a clip, together with the message about it."""
+        clip = claim.clip
+        ended = _held(claim).values(status=status, completed_at_s=time.time(), owner="", **values)
+        async with self.store.engine.begin() as connection:
+            is_held = bool((await connection.execute(ended)).rowcount)
+            if is_held and clip.webhook is not None:
+                reason = None if error is None else {"code": error.code, "message": error.message}
+                data = {
+                    "id": clip.id,
+                    "object": "video",
+                    "model": clip.request.model,
+                    "status": status,
+                    "error": reason,
+                }
+                message = delivery(clip.webhook, f"video.{status}", data)
+                await connection.execute(insert_into(DeliveryRow, self.store.engine).values(**message))
+            return is_held
 
     def _claim(self, owner: str) -> dict[str, Any]:
         return {"status": "in_progress", "owner": owner, **self._lease()}

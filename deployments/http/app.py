@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -10,21 +11,27 @@ from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 
+from deployments.asyncio_tools import cancel
+from deployments.batches.contents import Contents
+from deployments.batches.records import BatchStore
+from deployments.batches.runner import BatchRunner
 from deployments.clips.clips import Clips
+from deployments.clips.objects import Bucket
 from deployments.http.admission import Admission, OpenRequests
 from deployments.http.body_limit import BodyLimit
 from deployments.http.context import ApiContext
 from deployments.http.drain import Drain, Draining
 from deployments.http.errors import add_error_handlers
-from deployments.http.files import FileShelf
+from deployments.http.files import FileShelf, ObjectShelf
 from deployments.http.hosts import HostCheck
-from deployments.http.idempotency import KnownRequests
+from deployments.http.idempotency import LEASE_S, KnownRequests
 from deployments.http.lookout import Lookout
 from deployments.http.measures import usage_routes
 from deployments.http.middleware import CLIENT_GONE, RequestLog
 from deployments.http.openapi_text import add_document
 from deployments.http.origins import Cors, OriginCheck
 from deployments.http.partial import HeadAsGet, WholeForOld
+from deployments.http.routes.batches import InnerRequests, batch_routes
 from deployments.http.routes.health import Liveness, health_routes, model_routes
 from deployments.http.routes.images import image_routes
 from deployments.http.routes.page import page_routes
@@ -34,6 +41,7 @@ from deployments.http.streams import ClientGoneError
 from deployments.names import own_version
 from deployments.service.interface import Studio
 from deployments.usage.accounts import Accounts, KeyLimitGuard
+from deployments.usage.ledger import UsageLedger
 from pipelines.request import MediaKind
 
 NUM_UNPACKINGS = 2
@@ -42,7 +50,7 @@ UPLOADS: dict[MediaKind, tuple[str, ...]] = {
     "image": ("/v1/images/edits",),
     "video": ("/v1/videos", "/v1/videos/sync"),
 }
-ROUTES = (health_routes, model_routes, usage_routes, image_routes, video_routes, page_routes)
+ROUTES = (health_routes, model_routes, usage_routes, batch_routes, image_routes, video_routes, page_routes)
 DESCRIPTION = (
     "Text to image and text to video. Works with OpenAI's clients; what goes beyond them is marked so. HEAD is there "
     "wherever GET is. The door before the server refuses what is no request (`bad_request`), and heads that are too "
@@ -62,22 +70,30 @@ def create_api(
     context = ApiContext(
         studio=studio,
         settings=settings,
-        files=file_shelf(settings),
+        files=file_shelf(settings, clips.bucket),
         clips=clips,
         admission=Admission(settings),
         lookout=Lookout(clips, settings.video_poll_s),
         unpacking=ThreadPoolExecutor(NUM_UNPACKINGS, "unpacking"),
         accounts=accounts,
         key_limits=KeyLimitGuard(accounts, clips),
-        known=KnownRequests(settings.data_dir / "answers"),
+        known=KnownRequests(clips.database),
+        batches=BatchStore(database=clips.database, lease_s=LEASE_S),
+        contents=Contents(root=settings.data_dir / "batches", bucket=clips.bucket),
     )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await clips.start()
+        accounts.ledger = UsageLedger(clips.database)
+        inner = InnerRequests(app, settings.video_poll_s)
+        runner = BatchRunner(context.batches, context.contents, inner.send, settings.video_poll_s)
+        making = asyncio.create_task(runner.run())
         try:
             yield
         finally:
+            await cancel(making)
+            await accounts.ledger.flush()
             await clips.stop()
             context.unpacking.shutdown(wait=False)
 
@@ -109,7 +125,7 @@ def add_guards(app: FastAPI, settings: ApiSettings, studio: Studio, drain: Drain
         BodyLimit,
         max_bytes=settings.max_body_bytes,
         deadline_s=settings.body_deadline_s,
-        uploads=dict.fromkeys(uploads(studio), settings.max_upload_bytes),
+        uploads=dict.fromkeys(["/v1/files", *uploads(studio)], settings.max_upload_bytes),
     )
     app.add_middleware(Draining, drain=drain)
     if settings.allowed_origins:
@@ -125,9 +141,11 @@ def uploads(studio: Studio) -> list[str]:
     return [path for kind in {one.kind for one in made if one.max_pictures} for path in UPLOADS[kind]]
 
 
-def file_shelf(settings: ApiSettings) -> FileShelf:
-    folder = settings.data_dir / "files"
-    return FileShelf(folder=folder, lifetime_s=settings.file_lifetime_s, max_bytes=settings.max_files_bytes)
+def file_shelf(settings: ApiSettings, bucket: Bucket | None) -> FileShelf | ObjectShelf:
+    lifetime_s, max_bytes = settings.file_lifetime_s, settings.max_files_bytes
+    if bucket is None:
+        return FileShelf(folder=settings.data_dir / "files", lifetime_s=lifetime_s, max_bytes=max_bytes)
+    return ObjectShelf(bucket=bucket, lifetime_s=lifetime_s, max_bytes=max_bytes, signs=settings.signed_urls)
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:

@@ -11,10 +11,12 @@ from fastapi import Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import Request
 
+from deployments.batches.contents import Contents
+from deployments.batches.records import BatchStore
 from deployments.clips.clips import Clips
 from deployments.http.admission import Admission
 from deployments.http.errors import ApiError, retry_after
-from deployments.http.files import FileShelf
+from deployments.http.files import FileShelf, ObjectShelf
 from deployments.http.idempotency import KnownRequests
 from deployments.http.lookout import Lookout
 from deployments.http.middleware import REQUESTER
@@ -28,6 +30,8 @@ from deployments.service.interface import ModelCard, Studio
 from deployments.usage.accounts import Accounts, KeyLimitGuard
 from pipelines.request import NO_PICTURES, InputPictures, MediaKind
 
+BATCH_KEY = "troupe.batch_key"
+"""Key in the ASGI scope of the hash of the API key of a batch, in the requests that are made for it."""
 BEARER = HTTPBearer(auto_error=False, description="Needed only if the server was started with API keys.")
 B = TypeVar("B", bound=MediaBody)
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Security(BEARER)]
@@ -37,7 +41,7 @@ Credentials = Annotated[HTTPAuthorizationCredentials | None, Security(BEARER)]
 class ApiContext:
     studio: Studio
     settings: ApiSettings
-    files: FileShelf
+    files: FileShelf | ObjectShelf
     clips: Clips
     admission: Admission
     lookout: Lookout
@@ -45,10 +49,12 @@ class ApiContext:
     accounts: Accounts
     key_limits: KeyLimitGuard
     known: KnownRequests
+    batches: BatchStore
+    contents: Contents
 
     async def authorize(self, request: Request, credentials: Credentials) -> Requester:
         """Return who sent the request: a dependency of every route behind a key. ApiError 401 without a known one."""
-        if self.settings.keys and credentials is None:
+        if self.settings.keys and credentials is None and BATCH_KEY not in request.scope:
             raise _refusal("An API key is needed: send it as Authorization: Bearer KEY", "missing_api_key")
         requester = await self.recognize(request, credentials)
         if self.settings.keys and not requester.key:
@@ -64,6 +70,7 @@ class ApiContext:
         if credentials is not None:  # headers arrive as Latin-1, whatever was sent; keys are UTF-8
             sent = credentials.credentials.encode("latin-1").decode(errors="replace")
             key = self.settings.keys.find(sent) or ""
+        key = request.scope.get(BATCH_KEY, key)
         requester: Requester = request.scope[REQUESTER]
         return replace(requester, key=key, weight=self.accounts.limits_of(key).weight)
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
 import re
 import secrets
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from deployments.clips.objects import Bucket, StoredObject
 from deployments.clips.storage import data_folder
 from deployments.places import make_private, write_privately
 
 NAME = re.compile(r"[0-9a-f]{32}\.(png|jpeg|webp)")
+SWEEP_EVERY_S = 60.0
+"""Interval of sweeps of object storage, each of which lists all files."""
 OWN = re.compile(rf"{NAME.pattern}|\.{NAME.pattern}\.[0-9a-f]{{8}}")
 """With the names under which ``write_atomically`` begins a file."""
 
@@ -52,10 +57,65 @@ class FileShelf:
                     return path
         return None
 
+    def url(self, name: str, files_url: str) -> str:
+        """Return the URL of ``name``, below that of the server's files."""
+        return f"{files_url}/{name}"
+
     def sweep(self, num_new_bytes: int = 0) -> None:
         """Delete expired and half-written files, then the oldest, until ``num_new_bytes`` more fit."""
         own = [path for path in self.folder.rglob("*") if OWN.fullmatch(path.name)]
         sweep(own, self.lifetime_s, self.max_bytes, num_new_bytes)
+
+
+@dataclass(kw_only=True, slots=True)
+class ObjectShelf:
+    """``FileShelf`` in object storage. A name holds 96 random bits, and 32 by which the key that it is of is known.
+
+    ``signs``: its URLs are signed ones of the storage.
+    """
+
+    bucket: Bucket
+    lifetime_s: float
+    max_bytes: int
+    signs: bool = False
+    _swept_s: float = field(default=-math.inf, init=False)
+
+    def put(self, data: bytes, suffix: str, key_hash: str = "") -> str:
+        """Store ``data`` for a key's holder and return its name."""
+        name = f"{secrets.token_hex(12)}{_tag(key_hash)}.{suffix}"
+        self.bucket.write(f"files/{name}", data)
+        if time.monotonic() - self._swept_s > SWEEP_EVERY_S:
+            self._swept_s = time.monotonic()
+            self.sweep()
+        return name
+
+    def find(self, name: str, key_hash: str | None = None) -> StoredObject | None:
+        """Return the object ``name``; None if it is unknown, expired, or of another key than the given one."""
+        if not NAME.fullmatch(name) or (key_hash is not None and name[24:32] != _tag(key_hash)):
+            return None
+        found = self.bucket.find(f"files/{name}")
+        return found if found is not None and time.time() - found.modified_s < self.lifetime_s else None
+
+    def url(self, name: str, files_url: str) -> str:
+        """Return the URL of ``name``: signed, or below that of the server's files."""
+        content_type = f"image/{name.rpartition('.')[2]}"
+        signed = self.signs and self.bucket.sign(f"files/{name}", self.lifetime_s, content_type)
+        return signed or f"{files_url}/{name}"
+
+    def sweep(self) -> None:
+        """Delete expired objects, then the oldest, until ``max_bytes`` remain."""
+        found = [one for one in self.bucket.list("files") if NAME.fullmatch(one.name.rpartition("/")[2])]
+        num_bytes, old = sum(one.num_bytes for one in found), []
+        for one in sorted(found, key=lambda one: one.modified_s):
+            if time.time() - one.modified_s < self.lifetime_s and num_bytes <= self.max_bytes:
+                break
+            old.append(one.name)
+            num_bytes -= one.num_bytes
+        self.bucket.remove(*old)
+
+
+def _tag(key_hash: str) -> str:
+    return hashlib.sha256(key_hash.encode()).hexdigest()[:8]
 
 
 def sweep(paths: Iterable[Path], lifetime_s: float, max_bytes: int, num_new_bytes: int) -> None:

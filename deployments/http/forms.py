@@ -48,7 +48,7 @@ class _MemoryParser(MultiPartParser):
 async def read_form(request: Request, body_type: type[MediaBody]) -> Form:
     """Return the fields of a form. RequestError if it is no form, or has a file in the place of text."""
     form = Form()
-    for name, value in (await _parse(request)).multi_items():
+    for name, value in (await parse_form(request)).multi_items():
         known = BRACKETS.sub("", name)
         if known in body_type.picture_fields:
             if (picture := await _picture(value)) is not None:
@@ -70,7 +70,8 @@ async def _picture(value: UploadFile | str) -> bytes | str | None:
     return data if data or value.filename else None
 
 
-async def _parse(request: Request) -> FormData:
+async def parse_form(request: Request) -> FormData:
+    """Return the fields of a form, with files in memory. RequestError if it cannot be read."""
     content_type = request.headers["content-type"]
     _check_charset(content_type)
     if not content_type.lower().startswith("multipart/"):

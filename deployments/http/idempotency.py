@@ -8,28 +8,33 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import re
+import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Annotated
 from weakref import WeakValueDictionary
 
 from fastapi import Header
 from pydantic import BaseModel
+from sqlalchemy import and_, delete, func, or_, select, update
 
+from deployments.asyncio_tools import cancel, to_the_end
+from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError
+from deployments.database.database import Database, insert_into
+from deployments.database.tables import AnswerRow
 from deployments.http.errors import ApiError
-from deployments.http.files import sweep
-from deployments.places import make_private, write_privately
 from deployments.requests.request_errors import shown
 from deployments.requests.rules import Requester
 
 DAY_S = 86400.0
 MAX_BYTES = 1 << 30
 REPLAYED: Mapping[str, str] = {"Idempotent-Replayed": "true"}
-OWN = re.compile(r"\.?[0-9a-f]{64}(\.[0-9a-f]{8})?")
+LEASE_S = 30.0
+"""Clocks of machines must differ by less."""
+LOOK_EVERY_S = 0.2
+"""Interval of looks whether another replica has an answer."""
 
 IdempotencyKey = Annotated[
     str | None,
@@ -43,25 +48,29 @@ IdempotencyKey = Annotated[
 logger = logging.getLogger("troupe.api")
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
     """What is known of one request: ``answer`` is that of the same one before, None if there was none."""
 
-    file: Path | None = None
+    name: str = ""
     fingerprint: str = ""
     answer: bytes | None = None
+    owner: str = ""
+    """Who holds the turn, if this call works on the request."""
 
 
 class KnownRequests:
-    """Answers in ``folder``, by the keys of their requests, for ``lifetime_s`` each and ``max_bytes`` in all.
+    """Answers in the database, by the keys of their requests, for ``lifetime_s`` each and ``max_bytes`` in all.
 
-    Only the server's user can read them: they are prompts and pictures.
-    Of requests with one key that come to this replica at once the second waits for the first. An error is no answer:
-    the same request may be sent again.
+    Of requests with one key that come at once, to whichever replica, the second waits for the first. An error is no
+    answer: the same request may be sent again. If a replica dies over a request, the next one may begin after
+    ``lease_s``.
     """
 
-    def __init__(self, folder: Path, lifetime_s: float = DAY_S, max_bytes: int = MAX_BYTES) -> None:
-        self._folder, self._lifetime_s, self._max_bytes = folder, lifetime_s, max_bytes
+    def __init__(
+        self, database: Database, lifetime_s: float = DAY_S, max_bytes: int = MAX_BYTES, lease_s: float = LEASE_S
+    ) -> None:
+        self._database, self._lifetime_s, self._max_bytes, self._lease_s = database, lifetime_s, max_bytes, lease_s
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @asynccontextmanager
@@ -73,36 +82,102 @@ class KnownRequests:
         if not key:
             yield Turn()
             return
-        scope = f"{requester.key}\0{path}\0{key}"
-        name = hashlib.sha256(scope.encode(errors="surrogatepass")).hexdigest()
-        async with self._turns.setdefault(name, asyncio.Lock()):
+        name = name_of(path, requester, key)
+        async with self._turns.setdefault(name, asyncio.Lock()):  # here the next one need not look again and again
             fingerprint = await asyncio.to_thread(fingerprint_of, body)
-            file = self._folder / name
-            known, _, answer = (await asyncio.to_thread(self._read, file)).partition(b"\n")
-            if known and known != fingerprint.encode():
+            turn = await self._taken(Turn(name=name, fingerprint=fingerprint))
+            if turn.fingerprint != fingerprint:
                 message = f"Idempotency-Key {shown(key)} came with another body before; give each request its own"
                 raise ApiError(409, message, param="Idempotency-Key", code="idempotency_key_reused")
-            yield Turn(file=file, fingerprint=fingerprint, answer=answer if known else None)
+            if turn.owner:
+                async with self._held(turn):
+                    yield turn
+            else:
+                yield turn
 
     async def keep(self, turn: Turn, answer: bytes) -> None:
-        """Store the answer. If the disk refuses it, an equal request is run again."""
-        if turn.file is not None:
-            try:
-                await asyncio.to_thread(self._write, turn.file, turn.fingerprint.encode() + b"\n" + answer)
-            except OSError as error:
-                logger.warning("an answer cannot be kept for its Idempotency-Key: %s", error)
-
-    def _read(self, file: Path) -> bytes:
+        """Store the answer. If the database refuses it, an equal request is run again."""
+        if not turn.name:
+            return
+        values = {"answer": answer, "num_bytes": len(answer), "owner": "", "created_at_s": time.time()}
+        kept = update(AnswerRow).where(AnswerRow.name == turn.name)
+        if turn.owner:  # else the answer before names a clip that is gone
+            kept = kept.where(AnswerRow.owner == turn.owner)
         try:
-            return file.read_bytes() if time.time() - file.stat().st_mtime < self._lifetime_s else b""
-        except FileNotFoundError:
-            return b""
+            await self._make_room(len(answer))
+            async with self._database.engine.begin() as connection:
+                await connection.execute(kept.values(**values))
+        except (*DATABASE_FAILURES, StorageFullError, StorageLostError) as error:
+            logger.warning("an answer cannot be kept for its Idempotency-Key: %s", error)
 
-    def _write(self, file: Path, data: bytes) -> None:
-        make_private(self._folder)
-        own = [path for path in self._folder.glob("*") if OWN.fullmatch(path.name)]
-        sweep(own, self._lifetime_s, self._max_bytes, len(data))
-        write_privately(self._folder, file, data)
+    async def _taken(self, turn: Turn) -> Turn:
+        """Return the turn with the answer, or with this call as its owner, once no other works on the request."""
+        while True:
+            mine = replace(turn, owner=secrets.token_hex(16))
+            if await self._take(mine):
+                return mine
+            query = select(AnswerRow.fingerprint, AnswerRow.answer).where(AnswerRow.name == turn.name)
+            async with self._database.engine.connect() as connection:
+                row = (await connection.execute(query)).one_or_none()
+            if row is not None and row.answer is not None:
+                return replace(turn, fingerprint=row.fingerprint, answer=row.answer)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _take(self, turn: Turn) -> bool:
+        """Return whether the turn is this call's: nothing is known of the request, or it was long ago."""
+        now_s, engine = time.time(), self._database.engine
+        values = {"fingerprint": turn.fingerprint, "owner": turn.owner, "lease_until_s": now_s + self._lease_s}
+        values |= {"created_at_s": now_s, "num_bytes": 0, "answer": None}
+        is_old = AnswerRow.created_at_s <= now_s - self._lifetime_s
+        is_free = or_(is_old, and_(AnswerRow.answer.is_(None), AnswerRow.lease_until_s < now_s))
+        insert = insert_into(AnswerRow, engine).values(name=turn.name, **values)
+        take = insert.on_conflict_do_update(index_elements=["name"], set_=values, where=is_free)
+        async with engine.begin() as connection:
+            return (await connection.execute(take.returning(AnswerRow.name))).one_or_none() is not None
+
+    @asynccontextmanager
+    async def _held(self, turn: Turn) -> AsyncIterator[None]:
+        """Renew the lease inside the block. Forget the request at its end, unless its answer was kept."""
+        renewing = asyncio.create_task(self._renew(turn))
+        try:
+            yield
+        finally:
+            await cancel(renewing)
+            await to_the_end(self._forget(turn))
+
+    async def _renew(self, turn: Turn) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            renewed = update(AnswerRow).where(AnswerRow.name == turn.name, AnswerRow.owner == turn.owner)
+            with suppress(*DATABASE_FAILURES, StorageFullError, StorageLostError):
+                async with self._database.engine.begin() as connection:
+                    await connection.execute(renewed.values(lease_until_s=time.time() + self._lease_s))
+
+    async def _forget(self, turn: Turn) -> None:
+        """Delete the row if it still has an owner. Without the database, its lease ends by itself."""
+        with suppress(*DATABASE_FAILURES, StorageFullError, StorageLostError):
+            async with self._database.engine.begin() as connection:
+                mine = (AnswerRow.name == turn.name, AnswerRow.owner == turn.owner)
+                await connection.execute(delete(AnswerRow).where(*mine))
+
+    async def _make_room(self, num_new_bytes: int) -> None:
+        """Delete answers that are too old, then the oldest, until ``num_new_bytes`` more fit."""
+        size = func.sum(AnswerRow.num_bytes)
+        # The newest first: how many bytes there are up to each answer.
+        up_to = size.over(order_by=AnswerRow.created_at_s.desc()).label("up_to")
+        sums = select(AnswerRow.name, up_to).where(AnswerRow.answer.is_not(None)).subquery()
+        excess = select(sums.c.name).where(sums.c.up_to > self._max_bytes - num_new_bytes)
+        async with self._database.engine.begin() as connection:
+            old = AnswerRow.created_at_s <= time.time() - self._lifetime_s
+            await connection.execute(delete(AnswerRow).where(old))
+            if (await connection.scalar(select(size)) or 0) + num_new_bytes > self._max_bytes:
+                await connection.execute(delete(AnswerRow).where(AnswerRow.name.in_(excess)))
+
+
+def name_of(path: str, requester: Requester, key: str) -> str:
+    """Return the name of a request: a key is unique for one API key and path."""
+    scope = f"{requester.key}\0{path}\0{key}"
+    return hashlib.sha256(scope.encode(errors="surrogatepass")).hexdigest()
 
 
 def fingerprint_of(body: BaseModel) -> str:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import anyio
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import FileResponse, MalformedRangeHeader, RangeNotSatisfiable
 from starlette.staticfiles import NotModifiedResponse, StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from deployments.clips.objects import StoredObject
 from deployments.http.errors import ApiError
 from deployments.requests.request_errors import shown
 
@@ -131,3 +136,31 @@ class RangedFile(FileResponse):
             headers = {"Content-Range": f"bytes */{file_size}"}
             raise ApiError(416, message, code="range_not_satisfiable", headers=headers) from None
         return ranges if len(ranges) == 1 else []
+
+
+class RangedObject(RangedFile):
+    """A ``RangedFile`` in object storage, of which only what is asked for is read."""
+
+    def __init__(self, stored: StoredObject, **options: Any) -> None:
+        super().__init__(stored.name, **options)
+        self._stored = stored
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.stat_result = self._stored.stat_result
+        self.set_stat_headers(self.stat_result)
+        extensions = {**(scope.get("extensions") or {})}
+        extensions.pop("http.response.pathsend", None)  # it has no path here
+        await self._answer({**scope, "extensions": extensions}, receive, send)
+
+    @asynccontextmanager
+    async def _open_file(self) -> AsyncIterator[anyio.AsyncFile[bytes]]:
+        file = await asyncio.to_thread(self._stored.open)
+        try:
+            yield anyio.wrap_file(file)
+        finally:
+            await asyncio.to_thread(file.close)
+
+
+def ranged(file: Path | StoredObject, **options: Any) -> RangedFile:
+    """Return the answer with ``file``. ``options`` are those of ``FileResponse``."""
+    return RangedFile(file, **options) if isinstance(file, Path) else RangedObject(file, **options)

@@ -85,6 +85,7 @@ class ApiSettings(ApiLimits):
     ``num_clip_previews`` are decoded on the way of each clip. A stream sends a comment every ``keepalive_s`` when
     nothing happens, and answers after ``first_event_wait_s`` even if the job still waits; until then an error still has
     its own HTTP status.
+    ``signed_urls``: URLs of object storage are handed out in place of what it holds.
     ``sends_request_id`` is False where a proxy adds ``X-Request-Id`` to every answer already, as Ray Serve's does.
     """
 
@@ -93,6 +94,7 @@ class ApiSettings(ApiLimits):
     keys: KeyRing = field(default_factory=KeyRing, repr=False)
     max_open_pictures: Mapping[str, int] = field(default_factory=dict)
     is_only_replica: bool = True
+    signed_urls: bool = False
     num_clip_previews: int = 3
     file_lifetime_s: float = 3600.0
     max_files_bytes: int = 1 << 30

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -312,6 +314,27 @@ class EditBody(ImageBody):
         return Sources(param="image", pictures=(self.image or ()) + (self.images or ()), mask=self.mask)
 
 
+def _webhook(written: object) -> object:
+    """In a form it is the text of its JSON."""
+    if isinstance(written, str):
+        with suppress(ValueError):
+            written = from_json(written, allow_inf_nan=False)
+    if not isinstance(written, Mapping) or set(written) != {"url", "secret"}:
+        raise PydanticCustomError("webhook", 'it must be {"url": "https://…", "secret": "whsec_…"}')
+    return written
+
+
+class WebhookBody(BaseModel):
+    """Who is to hear of the end of a clip."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    url: Annotated[Text, StringConstraints(max_length=2048)] = Field(description="At a host that the server allows.")
+    secret: Annotated[Text, StringConstraints(max_length=128)] = Field(
+        description="whsec_ and the base64 of 24 to 64 random bytes, by which messages are signed."
+    )
+
+
 class VideoBody(MediaBody):
     """Body of POST /v1/videos."""
 
@@ -325,6 +348,10 @@ class VideoBody(MediaBody):
     generate_sound: bool | None = Field(
         None,
         description="Whether the clip has a sound; by default as its model does, whose make_sound says it.",
+    )
+    webhook: Annotated[WebhookBody, BeforeValidator(_webhook)] | None = Field(
+        None,
+        description="Who hears of its end by a signed request (Standard Webhooks). In a form: the text of the JSON.",
     )
     n: Annotated[Count, NoEffect(1)] | None = Field(None, description="Only 1: a request makes one clip.")
     num_outputs_per_prompt: Annotated[Count, NoEffect(1)] | None = Field(None, description="The same as n.")

@@ -36,6 +36,8 @@ def handle_request(
     rules, fields["model"] = RequestRules(card), fields.get("model") or card.name
     if card.defaults.kind == "video":
         video = validated(VideoBody, fields)
+        if video.webhook is not None:
+            raise RequestError("webhook has no effect here: a handle hears of the end itself; leave it out", "webhook")
         pictures = unpack(rules.check_sources(video), limits)
         return rules.check(video, pictures, requester, NUM_PREVIEWS), Output(format="mp4"), pictures
     body = validated(EditBody, {**fields, "stream": True})

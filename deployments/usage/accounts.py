@@ -10,12 +10,14 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from contextvars import Context
+from dataclasses import replace
 from weakref import WeakValueDictionary
 
 from deployments.clips.clips import Clips
 from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError
 from deployments.observability.metrics import KeyNames
 from deployments.usage.keeper import AccountKeeper, AccountsUnavailableError, Keeper
+from deployments.usage.ledger import UsageLedger
 from deployments.usage.quotas import Account, Balance, KeyLimits, find_limits, recent
 
 RENEW_S = 5.0
@@ -33,6 +35,9 @@ class Accounts:
     Keys without limits are counted here alone. For the others ``keeper`` (by default one in this process) counts all
     replicas: it is called before a request begins, and hears of its end afterwards. ``clock`` gives seconds.
     """
+
+    ledger: UsageLedger | None = None
+    """Where use is written, if it outlives this process."""
 
     def __init__(
         self,
@@ -83,16 +88,28 @@ class Accounts:
     def charge(self, key: str, model: str, gpu_s: float, *, is_finished: bool = True) -> None:
         """Count a finished picture or clip, or what one has used that ended before by its client's doing."""
         self._accounts[key].charge(gpu_s, self._clock(), is_finished=is_finished)
+        if self.ledger is not None:
+            self.ledger.note(key, self._accounts[key])
         self._names.observe_gpu_seconds(model, key, gpu_s)
         if self.limits_of(key).is_limited:
             self._report_soon(key)
 
     async def used(self, key: str) -> Balance:
-        """Return what ``key`` has used."""
+        """Return what ``key`` has used: with a ledger through all replicas, since the database is there."""
         account = self._accounts[key]
         if self.limits_of(key).is_limited:
-            return (await self._keeper.report(self._replica, {key: account.statement(self._clock())}))[key]
-        return Balance.of([account], self._clock())
+            balance = (await self._keeper.report(self._replica, {key: account.statement(self._clock())}))[key]
+        else:
+            balance = Balance.of([account], self._clock())
+        others = None if self.ledger is None else await self.ledger.others(key)
+        if others is None:
+            return balance
+        return replace(
+            balance,
+            since=min(others.since, account.since),
+            num_requests=others.num_requests + account.num_requests,
+            gpu_s=others.gpu_s + account.gpu_s,
+        )
 
     def _report_soon(self, *keys: str) -> None:
         """Report the accounts of ``keys``, and all that count for as long as there are any."""

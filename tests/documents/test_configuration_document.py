@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from deployments import config
+from deployments.clips.webhooks import KeyWebhook, WebhookSettings
 from deployments.door.door_settings import DoorSettings
 from deployments.observability.metrics_settings import MetricsSettings
 from deployments.stages import stage_config as stages
@@ -39,6 +40,8 @@ SECTIONS: dict[str, Any] = {
     "denoiser.nccl.": NcclOptions,
     "api.": config.ApiConfig,
     "provenance.": config.ProvenanceConfig,
+    "webhooks.": WebhookSettings,
+    "webhooks.keys.": KeyWebhook,
     "metrics.": MetricsSettings,
     "door.": DoorSettings,
 }

@@ -187,7 +187,7 @@ def _hand_over(context: ApiContext, pictures: ImageRequest, media: list[Media], 
         return [Image(b64_json=b64encode_as_string(data), seed=one.seed, layer=layer) for data, layer, one in files]
     names = [context.files.put(data, one.format, pictures.first.key) for data, _, one in files]
     url, named = files_url(context, request), zip(names, files, strict=True)
-    return [Image(url=f"{url}/{name}", seed=one.seed, layer=layer) for name, (_, layer, one) in named]
+    return [Image(url=context.files.url(name, url), seed=one.seed, layer=layer) for name, (_, layer, one) in named]
 
 
 def _layers(pictures: ImageRequest, media: Media) -> list[tuple[int | None, bytes]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from fastapi import APIRouter, Depends
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, JSONResponse
 from starlette.requests import Request
 from starlette.responses import Response
 
 from deployments.http.body import FORMS, JSON, read_json
-from deployments.http.context import ApiContext
+from deployments.http.context import BEARER, ApiContext
 from deployments.http.errors import ApiError
 from deployments.http.idempotency import IdempotencyKey
 from deployments.http.openapi_text import (
@@ -21,7 +21,8 @@ from deployments.http.openapi_text import (
     file_answers,
     image_answers,
 )
-from deployments.http.partial import RangedFile
+from deployments.http.partial import ranged
+from deployments.http.routes.batches import FILE_ID, FileObject, find_file
 from deployments.http.routes.drawing import draw
 from deployments.http.uploads import read_upload
 from deployments.requests.bodies import EditBody, ImageBody
@@ -65,13 +66,17 @@ def image_routes(context: ApiContext) -> APIRouter:
     @router.get(
         "/v1/files/{name}",
         response_class=FileResponse,
-        responses=file_answers("image/png", "image/jpeg", "image/webp") | error_documents(404, 416),
+        responses=file_answers("image/png", "image/jpeg", "image/webp") | error_documents(401, 404, 416, 503),
     )
-    async def read_file(name: str, requester: Requester = recognized) -> Response:
-        """Return a picture made with ``response_format=url``. Its name is the secret; it expires."""
+    async def read_file(name: str, request: Request, requester: Requester = recognized) -> Response:
+        """Return a picture made with ``response_format=url``, whose name is the secret; or a file of a batch."""
+        if FILE_ID.fullmatch(name):
+            requester = await context.authorize(request, await BEARER(request))
+            return JSONResponse(FileObject.of(await find_file(context, requester, name)).model_dump())
         path = await asyncio.to_thread(context.files.find, name, context.viewer(requester) or None)
         if path is None:
             raise ApiError(404, f"There is no file {shown(name)}; files are kept for a limited time", param="name")
-        return RangedFile(path, media_type=f"image/{path.suffix[1:]}", headers={"X-Content-Type-Options": "nosniff"})
+        media_type, headers = f"image/{path.suffix[1:]}", {"X-Content-Type-Options": "nosniff"}
+        return ranged(path, media_type=media_type, headers=headers)
 
     return router

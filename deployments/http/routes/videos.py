@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, RedirectResponse
 from fastapi.sse import EventSourceResponse
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,7 +17,9 @@ from starlette.responses import Response
 from deployments.asyncio_tools import to_the_end
 from deployments.clips.clips import Clips
 from deployments.clips.database import FILE_GONE, ClipRecord
+from deployments.clips.objects import StoredObject
 from deployments.clips.storage import CONTENT_TYPES, Variant
+from deployments.clips.webhooks import Webhook
 from deployments.http.answers import Video, VideoDeleted, VideoPage
 from deployments.http.body import FORMS, JSON
 from deployments.http.context import ApiContext
@@ -32,12 +34,12 @@ from deployments.http.openapi_text import (
     sync_answers,
     video_answers,
 )
-from deployments.http.partial import RangedFile, is_head
+from deployments.http.partial import RangedFile, is_head, ranged
 from deployments.http.routes.clip_events import video_events
 from deployments.http.streams import STREAM_HEADERS, ClientGoneError, start_stream, until_disconnect
 from deployments.http.uploads import read_upload
 from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
-from deployments.requests.request_errors import shown
+from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.rules import Requester, RequestRules, clip_seconds
 from pipelines.request import InputPictures, MediaRequest
 
@@ -136,6 +138,10 @@ def video_routes(context: ApiContext) -> APIRouter:
         path = await context.clips.file(video_id, variant) if may_be_there else None
         if path is None:
             raise await not_there(context.clips, clip, variant)
+        if context.settings.signed_urls and isinstance(path, StoredObject):
+            lifetime_s, content_type = context.settings.file_lifetime_s, CONTENT_TYPES[variant]
+            url = await asyncio.to_thread(path.bucket.sign, path.name, lifetime_s, content_type)
+            return RedirectResponse(url, 307, {"Cache-Control": "no-store", **gpu_header(clip.gpu_s)})
         return clip_file(path, video_id, variant, gpu_header(clip.gpu_s))
 
     @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404, 429, 503))
@@ -166,28 +172,49 @@ async def submit_clip(
             rules, num_previews = RequestRules(resolved.card), context.settings.num_clip_previews
             asked = rules.check(resolved.body, resolved.pictures, requester, num_previews)
             await context.check_ready(asked.model)
+            webhook = webhook_of(context, resolved.body, requester)
             make = begin_clip if is_awaited or asked.deadline_s is not None else queue_clip
-            clip = await make(context, request, requester, asked, resolved.pictures)
+            clip = await make(context, request, requester, asked, resolved.pictures, webhook)
             await context.known.keep(turn, clip.id.encode())
         return clip
 
 
+def webhook_of(context: ApiContext, body: VideoBody, requester: Requester) -> Webhook | None:
+    """Return who hears of the clip's end. RequestError if no message may go there."""
+    own = None if body.webhook is None else Webhook(url=body.webhook.url, secret=body.webhook.secret)
+    try:
+        return context.clips.webhook_for(own, requester.key)
+    except ValueError as error:
+        raise RequestError(f"webhook cannot be used: {error}", "webhook") from None
+
+
 async def queue_clip(
-    context: ApiContext, request: Request, requester: Requester, asked: MediaRequest, pictures: InputPictures
+    context: ApiContext,
+    request: Request,
+    requester: Requester,
+    asked: MediaRequest,
+    pictures: InputPictures,
+    webhook: Webhook | None,
 ) -> ClipRecord:
     """Return the record of a new clip, queued."""
     async with context.key_limits.clip(asked.key):
-        return await context.clips.submit(asked, clip_seconds(asked), asked.key, pictures)
+        return await context.clips.submit(asked, clip_seconds(asked), asked.key, pictures, webhook)
 
 
 async def begin_clip(
-    context: ApiContext, request: Request, requester: Requester, asked: MediaRequest, pictures: InputPictures
+    context: ApiContext,
+    request: Request,
+    requester: Requester,
+    asked: MediaRequest,
+    pictures: InputPictures,
+    webhook: Webhook | None,
 ) -> ClipRecord:
     """Return the record of a clip that a gang has taken. If none does, or the client leaves, there is no clip."""
     clip_id = ""
     try:
         async with context.key_limits.clip(asked.key):
-            clip_id, admission = await context.clips.begin(asked, clip_seconds(asked), asked.key, pictures)
+            arguments = (asked, clip_seconds(asked), asked.key, pictures, webhook)
+            clip_id, admission = await context.clips.begin(*arguments)
         await until_disconnect(request.receive, asyncio.wait_for(admission, None))
         return await find_clip(context, requester, clip_id)
     except BaseException as failure:
@@ -219,11 +246,11 @@ async def wait_for_end(context: ApiContext, requester: Requester, video_id: str)
     return clip
 
 
-def clip_file(path: Path, video_id: str, variant: Variant, headers: Mapping[str, str]) -> RangedFile:
-    return RangedFile(
-        path,
+def clip_file(file: Path | StoredObject, video_id: str, variant: Variant, headers: Mapping[str, str]) -> RangedFile:
+    return ranged(
+        file,
         media_type=CONTENT_TYPES[variant],
-        filename=f"{video_id}{path.suffix}",
+        filename=f"{video_id}{file.suffix}",
         content_disposition_type="inline",
         headers={"Cache-Control": "private, no-cache", **headers},
     )

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from deployments.clips.database import ClipError, open_database
+from deployments.clips.database import ClipError
 from deployments.clips.store import Claim, Claims, ClipStore
+from deployments.database.database import open_database
 from deployments.service.interface import StageTimes
 from pipelines.request import MediaRequest
 

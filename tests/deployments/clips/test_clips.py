@@ -22,6 +22,8 @@ from tests.deployments.clips.support.runs import REQUEST, Looking, data_of, ende
 from tests.deployments.support.fake_studio import FailingStudio, FakeStudio, clip
 from tests.support.patience import PATIENCE_S
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 
 async def test_stop_and_start_again(tmp_path: Path, database_url: str) -> None:
     studio = FakeStudio(step_s=1000)
@@ -73,7 +75,8 @@ KILLED = """
             os.kill(os.getpid(), 9)
 
     async def main():
-        async with running(FakeStudio(at_step=die), pathlib.Path({folder!r}), lease_s=3600) as clips:
+        place = {{"database_url": {url!r}, "lease_s": 3600}}
+        async with running(FakeStudio(at_step=die), pathlib.Path({folder!r}), **place) as clips:
             await clips.submit(REQUEST, "1")
             await asyncio.Event().wait()
 
@@ -81,19 +84,21 @@ KILLED = """
 """
 
 
-async def test_kill_9_in_the_middle_of_a_clip(tmp_path: Path, clock: SimpleNamespace) -> None:
+async def test_kill_9_in_the_middle_of_a_clip(tmp_path: Path, clock: SimpleNamespace, database_url: str) -> None:
     root = str(Path(__file__).parents[3])
-    code = textwrap.dedent(KILLED.format(root=root, folder=str(tmp_path)))
+    code = textwrap.dedent(KILLED.format(root=root, folder=str(tmp_path), url=database_url))
     process = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], timeout=PATIENCE_S)
     assert process.returncode == -9
-    studio = FakeStudio()
-    async with running(studio, tmp_path) as clips:
+    first, second = FakeStudio(), FakeStudio()
+    place = {"database_url": database_url}
+    async with running(first, tmp_path, **place) as clips, running(second, tmp_path, **place):
         (record,), _ = await clips.page(after=None, limit=10, ascending=True)
         assert (record.status, record.attempts) == ("in_progress", 1)
         clock.now_s = time.time() + 3601  # its claim has run out
         record = await ended(clips, record.id)
         assert (record.status, record.attempts) == ("completed", 2)
         assert await data_of(clips, record.id) == clip(REQUEST)
+    assert len(first.performed + second.performed) == 1, "by one of the two replicas that are left"
 
 
 async def outcome(studio: FakeStudio, folder: Path) -> ClipRecord:

@@ -3,36 +3,85 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sqlalchemy import event, text
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, event, text
+from sqlalchemy.ext.asyncio import AsyncEngine
 
-from deployments.clips.database import ClipError, open_database
+from deployments.clips.database import ClipError
 from deployments.clips.storage import StorageLostError
 from deployments.clips.store import ClipStore
+from deployments.database.database import Database, database_url, open_database
+from deployments.database.schema import HEAD, MIGRATIONS
+from deployments.database.tables import Base
 from tests.deployments.clips.test_claims import REQUEST
+from tests.deployments.support import postgresql as postgres
+
+FIRST = """
+    CREATE TABLE troupe_jobs (
+        number {serial}, id VARCHAR(64) NOT NULL, model VARCHAR(512) NOT NULL, request_json TEXT NOT NULL,
+        seconds VARCHAR(16) NOT NULL, status VARCHAR(16) NOT NULL, progress INTEGER NOT NULL,
+        num_previews INTEGER NOT NULL, attempts INTEGER NOT NULL, created_at_s {real} NOT NULL,
+        completed_at_s {real}, owner VARCHAR(64) NOT NULL, lease_until_s {real} NOT NULL,
+        not_before_s {real} NOT NULL, error_json TEXT, timings_json TEXT,
+        UNIQUE (id))
+"""
+"""The table of the first version."""
+TYPES = {
+    "sqlite": {"serial": "INTEGER PRIMARY KEY NOT NULL", "real": "FLOAT"},
+    "postgresql": {"serial": "SERIAL PRIMARY KEY", "real": "DOUBLE PRECISION"},
+}
+COLUMNS = "model, request_json, seconds, status, progress, num_previews, attempts, created_at_s, owner"
+COLUMNS += ", lease_until_s, not_before_s"
 
 
-async def test_clips_from_before_there_were_keys_are_kept(database_url: str) -> None:
+async def copy_row(engine: AsyncEngine, source: str, clip_id: str) -> None:
+    """As a replica of the first version would write it."""
+    insert = f"INSERT INTO troupe_jobs (id, {COLUMNS}) SELECT '{clip_id}', {COLUMNS} FROM {source}"
+    async with engine.begin() as connection:
+        await connection.execute(text(insert))
+
+
+async def as_the_first_version(engine: AsyncEngine) -> None:
+    """Turn the database, which holds one clip, into one of the first version."""
+    async with engine.begin() as connection:
+        await connection.execute(text("CREATE TABLE before AS SELECT * FROM troupe_jobs"))
+        for name in ("alembic_version", *(table.name for table in Base.metadata.sorted_tables)):
+            await connection.execute(text(f"DROP TABLE {name}"))
+        await connection.execute(text(FIRST.format(**TYPES[engine.dialect.name])))
+        await connection.execute(text("CREATE INDEX ix_troupe_jobs_status ON troupe_jobs (status)"))
+
+
+def differences(connection: Connection) -> list[object]:
+    """What sets the database apart from one that is made anew."""
+    found: list[object] = compare_metadata(MigrationContext.configure(connection), Base.metadata)
+    return found
+
+
+async def test_a_database_of_the_first_version_is_migrated_and_its_clips_are_kept(database_url: str) -> None:
     engine = await open_database(database_url)
     before = await ClipStore(engine=engine).create(REQUEST, "1")
+    await as_the_first_version(engine)
+    await copy_row(engine, "before", before.id)
     async with engine.begin() as connection:
-        await connection.execute(text("ALTER TABLE troupe_jobs DROP COLUMN key_hash"))
+        await connection.execute(text("DROP TABLE before"))
     await engine.dispose()
     engines = await asyncio.gather(*(open_database(database_url) for _ in range(3)))  # replicas that start at once
+    async with engines[0].begin() as connection:
+        assert await connection.run_sync(differences) == []
+        assert await connection.scalar(text("SELECT version_num FROM alembic_version")) == HEAD
     store = ClipStore(engine=engines[0])
     after = await store.create(REQUEST, "1", "hash")
-    assert await store.get(before.id) == before
+    assert await store.get(before.id) == replace(before, number=1)
     assert [clip.key_hash for clip in await store.page(after=None, limit=9, ascending=True)] == ["", "hash"]
     assert await store.page(after=None, limit=9, ascending=True, key_hash="hash") == [after]
-    async with engines[0].begin() as connection:  # a replica of the earlier version, still running
-        columns = "id, model, request_json, seconds, status, progress, num_previews, attempts, created_at_s, owner"
-        columns += ", lease_until_s, not_before_s"
-        await connection.execute(
-            text(f"INSERT INTO troupe_jobs ({columns}) SELECT 'other', {columns[4:]} FROM troupe_jobs WHERE id = :id"),
-            {"id": before.id},
-        )
+    await copy_row(engines[0], f"troupe_jobs WHERE id = '{before.id}'", "other")  # a replica that still runs
     other = await store.get("other")
     assert other is not None
     assert other.key_hash == ""
@@ -40,12 +89,57 @@ async def test_clips_from_before_there_were_keys_are_kept(database_url: str) -> 
         await engine.dispose()
 
 
+async def test_a_database_of_a_later_version_is_refused(database_url: str) -> None:
+    engine = await open_database(database_url)
+    async with engine.begin() as connection:
+        await connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    await engine.dispose()
+    with pytest.raises(ValueError, match="the database has the schema 9999, which is later than"):
+        await open_database(database_url)
+
+
+def test_the_newest_revision_is_that_of_new_databases() -> None:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    assert ScriptDirectory.from_config(config).get_heads() == [HEAD]
+
+
+def test_urls_may_leave_the_driver_out() -> None:
+    for given, driver in (("postgresql://h/n", "postgresql+asyncpg"), ("sqlite:////f", "sqlite+aiosqlite")):
+        assert database_url(given).drivername == driver
+    with pytest.raises(ValueError, match="of the kind 'mysql'; it must be such as postgresql"):
+        database_url("mysql://h/n")
+    with pytest.raises(ValueError, match="it must be such as postgresql://user@host/name"):
+        database_url("/data/jobs.sqlite3")
+
+
+async def test_a_server_that_is_away_is_unavailable() -> None:
+    with pytest.raises(StorageLostError, match="not open yet"):
+        _ = Database("sqlite://").engine
+    for place in ("/name?host=/nowhere", "127.0.0.1:9/name"):
+        with pytest.raises(StorageLostError, match="does not answer"):
+            await open_database(f"postgresql://troupe@{place}")
+
+
+async def test_connections_that_the_server_ended_are_replaced(postgresql: str) -> None:
+    await postgres.empty(postgresql)
+    engine, other = await open_database(postgresql), await open_database(postgresql)
+    store = ClipStore(engine=engine)
+    made = await store.create(REQUEST, "1")
+    others = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND backend_type"
+    async with other.begin() as connection:
+        await connection.execute(text(f"{others} = 'client backend'"))
+    assert await store.get(made.id) == made
+    for one in (engine, other):
+        await one.dispose()
+
+
 FAILED = ClipError(code="any", message="any")
 
 
 async def test_a_lost_database_ends_no_connection(tmp_path: Path) -> None:
     """What is cancelled while SQLAlchemy ends an aiosqlite connection may never be over."""
-    engine = await open_database(f"sqlite+aiosqlite:///{tmp_path / 'jobs.sqlite3'}")
+    engine = await open_database(f"sqlite:///{tmp_path / 'jobs.sqlite3'}")
     store, num_ended = ClipStore(engine=engine), 0
 
     def count(*_: object) -> None:

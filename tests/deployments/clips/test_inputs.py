@@ -17,6 +17,8 @@ from tests.deployments.support.fake_studio import FakeStudio
 from tests.deployments.support.files import noise
 from tests.support.patience import PATIENCE_S
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 REQUEST = replace(WORDS, num_pictures=2, has_mask=True, strength=0.5)
 INPUTS = InputPictures(
     pictures=(InputPicture.of(noise(48, 32)), InputPicture.of(noise(7, 5, "RGBA"))),
@@ -108,7 +110,7 @@ async def test_a_clip_whose_picture_is_gone_says_so(tmp_path: Path) -> None:
 async def test_a_clip_that_cannot_be_kept_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running(FakeStudio(), tmp_path) as clips:
 
-        async def create(*_: object) -> None:
+        async def create(*_: object, **__: object) -> None:
             raise OSError("away")
 
         monkeypatch.setattr("deployments.clips.store.ClipStore.create", create)

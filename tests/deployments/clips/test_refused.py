@@ -8,13 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from sqlalchemy import event, exc
+from sqlalchemy import Connection, event, exc
 
 from deployments.clips.storage import ClipFolders, StorageLostError
 from deployments.http.errors import from_failure
 from tests.deployments.clips.support.runs import QUICK, REQUEST, ended, running, started, the
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 
 @contextmanager
@@ -51,17 +53,21 @@ async def test_a_folder_that_refuses_files_costs_no_attempt(tmp_path: Path) -> N
 
 
 async def test_a_read_only_database_costs_no_attempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """SQLite itself refuses to write, as on a read-only file system."""
+    """It refuses to write: SQLite as on a read-only file system, PostgreSQL as a stand-by server."""
     studio, queries_only = FakeStudio(permits=asyncio.Semaphore(0)), [False]
     async with running(studio, tmp_path) as clips:
         engine = clips._store.engine.sync_engine
-        event.listen(
-            engine, "begin", lambda connection: connection.exec_driver_sql(f"PRAGMA query_only = {queries_only[0]:d}")
-        )
+
+        def begin(connection: Connection) -> None:
+            kind = "ONLY" if queries_only[0] else "WRITE"
+            postgres, sqlite = f"SET TRANSACTION READ {kind}", f"PRAGMA query_only = {queries_only[0]:d}"
+            connection.exec_driver_sql(sqlite if connection.dialect.name == "sqlite" else postgres)
+
+        event.listen(engine, "begin", begin)
         record = await clips.submit(REQUEST, "1")
         await started(studio)
         queries_only[0] = True
-        with pytest.raises(exc.OperationalError, match="readonly database") as raised:
+        with pytest.raises(exc.DBAPIError, match=r"readonly database|read-only transaction") as raised:
             await clips.submit(REQUEST, "1")
         answer = from_failure(raised.value)
         assert answer is not None

@@ -7,9 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+
 from tests.deployments.clips.support.runs import REQUEST, Looking, ended, running, started, the
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 
 async def test_two_runners_share_the_work_and_no_clip(tmp_path: Path, database_url: str) -> None:

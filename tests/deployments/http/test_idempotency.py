@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from deployments.database.database import Database
+from deployments.http import idempotency
+from deployments.http.idempotency import KnownRequests, Turn, fingerprint_of, name_of
+from deployments.requests.bodies import ImageBody
+from deployments.requests.rules import Requester
 from tests.deployments.http.conftest import build, client_of, serving
 from tests.deployments.http.test_disconnect import until
 from tests.deployments.http.test_errors import error_of
@@ -90,12 +96,74 @@ async def test_keys_are_those_of_an_api_key_and_a_path(studio: FakeStudio, tmp_p
 
 
 async def test_a_day_later_and_after_an_error_it_is_made_anew(
-    client: httpx.AsyncClient, studio: FakeStudio, tmp_path: Path
+    client: httpx.AsyncClient, studio: FakeStudio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (await client.post(IMAGES, json={"prompt": "a", "seed": -5}, headers=KEY)).status_code == 400
     assert (await client.post(IMAGES, json={"prompt": "a"}, headers=KEY)).status_code == 200
-    (kept,) = (tmp_path / "answers").iterdir()
-    os.utime(kept, (kept.stat().st_mtime - 86401,) * 2)
+    later_s = time.time() + 86401
+    monkeypatch.setattr(idempotency, "time", SimpleNamespace(time=lambda: later_s))
     assert (await client.post(IMAGES, json={"prompt": "b"}, headers=KEY)).status_code == 200
     assert len(studio.performed) == 2
     assert (await client.post(IMAGES, json={"prompt": "b"}, headers={"Idempotency-Key": "a" * 256})).status_code == 400
+
+
+async def test_of_two_replicas_one_draws_and_the_other_waits(
+    studio: FakeStudio, tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idempotency, "LOOK_EVERY_S", 0.01)
+    studio.permits = asyncio.Semaphore(0)
+    place = {"clips": {"database_url": database_url}}
+    async with client_of(build(studio, tmp_path, **place)) as one, client_of(build(studio, tmp_path, **place)) as two:
+        both = [asyncio.create_task(client.post(IMAGES, json={"prompt": "a"}, headers=KEY)) for client in (one, two)]
+        await until(lambda: len(studio.performed) == 1)
+        await asyncio.sleep(0.05)  # the other has looked
+        for _ in range(8):
+            studio.permits.release()
+        first, second = await asyncio.gather(*both)
+        assert (first.status_code, second.status_code, first.content) == (200, 200, second.content)
+        assert len(studio.performed) == 1
+        assert error_of(await two.post(IMAGES, json={"prompt": "b"}, headers=KEY), 409)
+
+
+async def test_after_a_replica_that_died_over_a_request_another_makes_it(database_url: str) -> None:
+    database, body, requester = Database(database_url), ImageBody(prompt="a"), Requester(request_id="r")
+    await database.open()
+    died, known = KnownRequests(database, lease_s=-1.0), KnownRequests(database)
+    turn = await died._taken(Turn(name=name_of("/x", requester, "k"), fingerprint=fingerprint_of(body)))
+    async with known.turn("/x", requester, "k", body) as next_turn:
+        assert next_turn.answer is None
+        await died.keep(turn, b"of the dead")  # it was only slow: what counts is the one that has the turn
+        await known.keep(next_turn, b"answer")
+    async with known.turn("/x", requester, "k", body) as last:
+        assert last.answer == b"answer"
+    await database.close()
+
+
+async def test_the_oldest_answers_make_room(database_url: str) -> None:
+    database, body, requester = Database(database_url), ImageBody(prompt="a"), Requester(request_id="r")
+    await database.open()
+    known = KnownRequests(database, max_bytes=100)
+
+    async def answers() -> list[bytes | None]:
+        found = []
+        for key in "abc":
+            async with known.turn("/x", requester, key, body) as turn:
+                found.append(turn.answer)
+        return found
+
+    for key in "abc":
+        async with known.turn("/x", requester, key, body) as turn:
+            await known.keep(turn, key.encode() * 40)
+    assert await answers() == [None, b"b" * 40, b"c" * 40]
+    await database.close()
+
+
+async def test_without_the_database_only_requests_without_a_key_are_made(
+    client: httpx.AsyncClient, studio: FakeStudio, tmp_path: Path
+) -> None:
+    for file in tmp_path.glob("jobs.sqlite3*"):
+        file.unlink()
+    error = error_of(await client.post(IMAGES, json={"prompt": "a"}, headers=KEY), 503)
+    assert error["code"] == "storage_unavailable"
+    assert studio.performed == []
+    assert (await client.post(IMAGES, json={"prompt": "a"})).status_code == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import pytest
 from deployments.requests.rules import clip_length
 from engines.gang.errors import GangBrokenError
 from pipelines.request import MediaRequest
+from tests.deployments.clips.test_webhooks import LOCAL, SECRET, Receiver, listening
 from tests.deployments.http.conftest import Watch, build, client_of
 from tests.deployments.http.support.events import sse
 from tests.deployments.http.test_disconnect import until
+from tests.deployments.http.test_errors import error_of
 from tests.deployments.support.fake_studio import CLIPS, FakeStudio
 
 
@@ -238,3 +241,35 @@ async def test_a_database_that_is_gone(client: httpx.AsyncClient, tmp_path: Path
         answer = await client.request(method, path, json={"prompt": "a"} if method == "POST" else None)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_unavailable")
         assert "restart it" in answer.json()["error"]["message"]
+
+
+async def test_a_webhook_hears_of_the_end(tmp_path: Path) -> None:
+    receiver = Receiver(200)
+    async with (
+        listening(receiver) as webhook,
+        client_of(build(FakeStudio(), tmp_path, clips={"webhooks": LOCAL})) as client,
+    ):
+        asked = {"url": webhook.url, "secret": webhook.secret}
+        by_json = await client.post("/v1/videos", json={"prompt": "a", "webhook": asked})
+        by_form = await client.post("/v1/videos", data={"prompt": "a", "webhook": json.dumps(asked)})
+        await receiver.has_heard(2)
+    assert {event["data"]["id"] for event in receiver.events} == {by_json.json()["id"], by_form.json()["id"]}
+    assert webhook.secret not in by_json.text
+
+
+@pytest.mark.parametrize(
+    ("webhook", "message"),
+    [
+        ({"url": "https://example.com/x", "secret": SECRET}, "webhook cannot be used: url is 'https://example.com/x'"),
+        ({"url": "http://localhost/x", "secret": "word"}, "webhook cannot be used: secret must be whsec_"),
+        ({"url": "http://localhost/x"}, "secret"),
+        ("http://localhost/x", "webhook"),
+    ],
+)
+async def test_webhooks_that_are_refused(tmp_path: Path, webhook: object, message: str) -> None:
+    studio = FakeStudio()
+    async with client_of(build(studio, tmp_path, clips={"webhooks": LOCAL})) as client:
+        error = error_of(await client.post("/v1/videos", json={"prompt": "a", "webhook": webhook}), 400)
+    assert message in error["message"]
+    assert error["param"].startswith("webhook")
+    assert studio.performed == []

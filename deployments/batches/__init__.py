@@ -1,0 +1,1 @@
+"""Batches: many requests in one file, made when there is room."""

@@ -1,0 +1,193 @@
+"""Records of batches and of their files, in the database."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from sqlalchemy import delete, or_, select, update
+
+from deployments.database.database import Database
+from deployments.database.tables import BatchRow, FileRow
+
+BatchStatus = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]
+OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+
+
+@dataclass(kw_only=True, slots=True)
+class BatchRecord:
+    """What clients see of a batch. Times are Unix seconds."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    created_at: int
+    expires_at: int
+    status: BatchStatus = "validating"
+    metadata: dict[str, str] | None = None
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    num_total: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    times: dict[str, int] = field(default_factory=dict)
+    """When each status began, by the name of the status."""
+
+    @property
+    def is_open(self) -> bool:
+        return self.status in OPEN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """A file that a client has handed in, or gets back."""
+
+    id: str
+    number: int
+    filename: str
+    purpose: str
+    num_bytes: int
+    created_at: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchClaim:
+    """A lease on a batch."""
+
+    batch: BatchRecord
+    key_hash: str
+    owner: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchStore:
+    """Batches and files by the key that they are of; with ``key_hash`` None, of all keys."""
+
+    database: Database
+    lease_s: float
+
+    async def add_file(self, key_hash: str, filename: str, purpose: str, num_bytes: int, file_id: str) -> FileRecord:
+        row = FileRow(id=file_id, key_hash=key_hash, filename=filename, purpose=purpose, num_bytes=num_bytes)
+        row.created_at_s = time.time()
+        values = {column.name: getattr(row, column.name) for column in FileRow.__table__.c if column.name != "number"}
+        async with self.database.engine.begin() as connection:
+            await connection.execute(FileRow.__table__.insert().values(**values))  # type: ignore[attr-defined]
+        found = await self.file(file_id, None)
+        assert found is not None
+        return found
+
+    async def file(self, file_id: str, key_hash: str | None) -> FileRecord | None:
+        files = await self._files(FileRow.id == file_id, key_hash)
+        return files[0] if files else None
+
+    async def files(self, key_hash: str | None, after: int, limit: int) -> list[FileRecord]:
+        """Return the newest files before the number ``after``."""
+        return await self._files(FileRow.number < after, key_hash, limit)
+
+    async def _files(self, condition: Any, key_hash: str | None, limit: int = 1) -> list[FileRecord]:
+        query = select(*FileRow.__table__.c).where(condition).order_by(FileRow.number.desc()).limit(limit)
+        if key_hash is not None:
+            query = query.where(FileRow.key_hash == key_hash)
+        async with self.database.engine.connect() as connection:
+            rows = (await connection.execute(query)).all()
+        return [
+            FileRecord(
+                id=row.id,
+                number=row.number,
+                filename=row.filename,
+                purpose=row.purpose,
+                num_bytes=row.num_bytes,
+                created_at=int(row.created_at_s),
+            )
+            for row in rows
+        ]
+
+    async def remove_file(self, file_id: str) -> None:
+        async with self.database.engine.begin() as connection:
+            await connection.execute(delete(FileRow).where(FileRow.id == file_id))
+
+    async def add(self, batch: BatchRecord, key_hash: str) -> None:
+        values = {"id": batch.id, "key_hash": key_hash, "status": batch.status, "record_json": to_json(batch)}
+        async with self.database.engine.begin() as connection:
+            insert = BatchRow.__table__.insert()  # type: ignore[attr-defined]
+            await connection.execute(insert.values(**values, owner="", lease_until_s=0.0))
+
+    async def get(self, batch_id: str, key_hash: str | None) -> BatchRecord | None:
+        found = await self._batches(BatchRow.id == batch_id, key_hash, 1)
+        return found[0] if found else None
+
+    async def page(self, key_hash: str | None, after: str | None, limit: int) -> list[BatchRecord]:
+        """Return the newest batches, or those older than ``after``."""
+        number = select(BatchRow.number).where(BatchRow.id == after).scalar_subquery()
+        return await self._batches(BatchRow.number > 0 if after is None else BatchRow.number < number, key_hash, limit)
+
+    async def _batches(self, condition: Any, key_hash: str | None, limit: int) -> list[BatchRecord]:
+        query = select(BatchRow.status, BatchRow.record_json).where(condition)
+        if key_hash is not None:
+            query = query.where(BatchRow.key_hash == key_hash)
+        async with self.database.engine.connect() as connection:
+            rows = await connection.execute(query.order_by(BatchRow.number.desc()).limit(limit))
+            return [from_json(row.record_json, row.status) for row in rows]
+
+    async def cancel(self, batch_id: str) -> None:
+        """Let the replica that works on the batch end it."""
+        is_running = BatchRow.status.in_(("validating", "in_progress"))
+        async with self.database.engine.begin() as connection:
+            cancelled = update(BatchRow).where(BatchRow.id == batch_id, is_running)
+            await connection.execute(cancelled.values(status="cancelling"))
+
+    async def take(self) -> BatchClaim | None:
+        """Claim the oldest batch that is open and that no other replica works on."""
+        now_s, owner = time.time(), secrets.token_hex(16)
+        is_free = (BatchRow.status.in_(OPEN), or_(BatchRow.owner == "", BatchRow.lease_until_s < now_s))
+        free = select(BatchRow.number).where(*is_free).order_by(BatchRow.number).limit(1)
+        oldest = free.with_for_update(skip_locked=True).scalar_subquery()
+        take = update(BatchRow).where(BatchRow.number == oldest).values(owner=owner, lease_until_s=now_s + self.lease_s)
+        columns = (BatchRow.status, BatchRow.record_json, BatchRow.key_hash)
+        async with self.database.engine.begin() as connection:
+            row = (await connection.execute(take.returning(*columns))).one_or_none()
+        if row is None:
+            return None
+        return BatchClaim(batch=from_json(row.record_json, row.status), key_hash=row.key_hash, owner=owner)
+
+    async def renew(self, claim: BatchClaim) -> str | None:
+        """Write the record, and renew the lease. Return the status in the database; None if the lease is lost."""
+        values = {"record_json": to_json(claim.batch), "lease_until_s": time.time() + self.lease_s}
+        return await self._write(claim, **values)
+
+    async def set_status(self, claim: BatchClaim, status: BatchStatus, unless: Collection[str] = ()) -> bool:
+        """Write the record with a new status. Return False if its status is one of ``unless``, or the lease is lost."""
+        claim.batch.times.setdefault(status, int(time.time()))
+        before, claim.batch.status = claim.batch.status, status
+        values: dict[str, Any] = {"record_json": to_json(claim.batch), "status": status}
+        if not claim.batch.is_open:
+            values["owner"] = ""
+        if await self._write(claim, *unless, **values) is not None:
+            return True
+        claim.batch.status = before
+        return False
+
+    async def give_back(self, claim: BatchClaim) -> None:
+        await self._write(claim, owner="")
+
+    async def _write(self, claim: BatchClaim, *unless: str, **values: Any) -> str | None:
+        mine = (BatchRow.id == claim.batch.id, BatchRow.owner == claim.owner, BatchRow.status.not_in(unless))
+        async with self.database.engine.begin() as connection:
+            written = update(BatchRow).where(*mine).values(**values).returning(BatchRow.status)
+            status: str | None = (await connection.execute(written)).scalar_one_or_none()
+            return status
+
+
+def to_json(batch: BatchRecord) -> str:
+    return json.dumps(asdict(batch))
+
+
+def from_json(text: str, status: str) -> BatchRecord:
+    return BatchRecord(**json.loads(text) | {"status": status})

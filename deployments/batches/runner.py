@@ -1,0 +1,200 @@
+"""Make the requests of batches, one batch at a time and several of its requests side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from deployments.asyncio_tools import cancel, is_cancelled, to_the_end
+from deployments.batches.contents import Contents
+from deployments.batches.records import BatchClaim, BatchRecord, BatchStore
+
+MAX_LINES = 10_000
+NUM_RUNNING = 8
+"""Requests of a batch that are made side by side."""
+MAX_WAIT_S = 30.0
+"""Longest time between two attempts at a request that was refused for lack of room."""
+REFUSED = (429, 503)
+"""Statuses after which a request is sent again."""
+LINE_KEYS = {"custom_id", "method", "url", "body"}
+
+Send = Callable[[str, str, Mapping[str, Any], str], Awaitable[tuple[int, Mapping[str, str], Any]]]
+"""Make a request: path, hash of its key, body and ``Idempotency-Key`` to status, headers and body of the answer."""
+
+logger = logging.getLogger("troupe.batches")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchLine:
+    """One request of a batch."""
+
+    index: int
+    custom_id: str
+    body: Mapping[str, Any]
+
+
+class BatchRunner:
+    """Works on the batches in ``store``. A replica that dies over one loses its lease, and another goes on.
+
+    Each answer is a file as soon as it is there, so that what was made is not made again.
+    """
+
+    def __init__(self, store: BatchStore, contents: Contents, send: Send, poll_s: float) -> None:
+        self._store, self._contents, self._send, self._poll_s = store, contents, send, poll_s
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        while True:
+            try:
+                while claim := await self._take():
+                    await self._work(claim)
+            except Exception:  # the database or the storage may be away for a while
+                logger.exception("no batch could be worked on")
+            await asyncio.sleep(self._poll_s)
+
+    async def _take(self) -> BatchClaim | None:
+        """Claim a batch; if this call is cancelled meanwhile, give it back and raise."""
+        claim = await to_the_end(self._store.take())
+        if is_cancelled():
+            if claim is not None:
+                await to_the_end(self._store.give_back(claim))
+            raise asyncio.CancelledError
+        return claim
+
+    async def _work(self, claim: BatchClaim) -> None:
+        logger.info("a batch is worked on", extra={"batch_id": claim.batch.id, "status": claim.batch.status})
+        try:
+            working = asyncio.create_task(self._make(claim))
+            watching = asyncio.create_task(self._watch(claim))
+            try:
+                await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+                if working.done():
+                    working.result()
+                    return
+            finally:
+                await cancel(working, watching)
+            reason = watching.result()
+            if reason is not None:
+                await self._finish(claim, reason)
+        except asyncio.CancelledError:
+            await to_the_end(self._store.give_back(claim))
+            raise
+
+    async def _watch(self, claim: BatchClaim) -> str | None:
+        """Renew the lease. Return how the batch ends before its work is done; None if the lease is lost."""
+        while True:
+            if time.time() > claim.batch.expires_at:
+                return "expired"
+            try:
+                status = await to_the_end(self._store.renew(claim))
+            except Exception:
+                logger.warning("a batch's record could not be written", exc_info=True)
+            else:
+                if status is None or status == "cancelling":
+                    return None if status is None else "cancelled"
+            if is_cancelled():
+                raise asyncio.CancelledError
+            await asyncio.sleep(min(self._poll_s, self._store.lease_s / 3))
+
+    async def _make(self, claim: BatchClaim) -> None:
+        batch = claim.batch
+        if batch.status == "cancelling":
+            await self._finish(claim, "cancelled")
+            return
+        data = await asyncio.to_thread(self._contents.read, batch.input_file_id)
+        lines, batch.errors = ([], [problem("there is no input file", None)]) if data is None else parse(data, batch)
+        if batch.errors:
+            await self._store.set_status(claim, "failed")
+            return
+        batch.num_total = len(lines)
+        if not await self._store.set_status(claim, "in_progress", unless=("cancelling",)):
+            return
+        done = await asyncio.to_thread(self._contents.names, batch.id)
+        batch.num_completed = sum(name.endswith(".out") for name in done)
+        batch.num_failed = len(done) - batch.num_completed
+        left = iter([line for line in lines if not {f"{line.index:05}.out", f"{line.index:05}.err"} & done])
+
+        async def work() -> None:
+            for line in left:
+                await self._answer(claim, line)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(NUM_RUNNING):
+                group.create_task(work())
+        await self._finish(claim, "completed")
+
+    async def _answer(self, claim: BatchClaim, line: BatchLine) -> None:
+        """Make one request and write its answer. Wait while there is no room for it."""
+        batch = claim.batch
+        body = {**line.body, "service_tier": "flex"}
+        while True:
+            status, headers, answer = await self._send(batch.endpoint, claim.key_hash, body, f"{batch.id}:{line.index}")
+            if status not in REFUSED:
+                break
+            await asyncio.sleep(min(MAX_WAIT_S, float(headers.get("retry-after", 1))))
+        response = {"status_code": status, "request_id": headers.get("x-request-id", ""), "body": answer}
+        is_good = status < 300 and not (isinstance(answer, dict) and answer.get("status") == "failed")
+        result = {"id": f"batch_req_{uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": None}
+        name = f"{batch.id}/{line.index:05}.{'out' if is_good else 'err'}"
+        await asyncio.to_thread(self._contents.write, name, json.dumps(result).encode() + b"\n")
+        if is_good:
+            batch.num_completed += 1
+        else:
+            batch.num_failed += 1
+
+    async def _finish(self, claim: BatchClaim, status: Any) -> None:
+        """Make files of all answers, and end the batch with ``status``."""
+        batch = claim.batch
+        if status == "completed" and not await self._store.set_status(claim, "finalizing", unless=("cancelling",)):
+            status = "cancelled"
+        names = sorted(await asyncio.to_thread(self._contents.names, batch.id))
+        for ending, attribute in (("out", "output_file_id"), ("err", "error_file_id")):
+            parts = [f"{batch.id}/{name}" for name in names if name.endswith(ending)]
+            if parts and getattr(batch, attribute) is None:
+                file_id = f"file-{uuid4().hex}"
+                num_bytes = await asyncio.to_thread(self._contents.join, file_id, parts)
+                name = f"{batch.id}_{'output' if ending == 'out' else 'error'}.jsonl"
+                await self._store.add_file(claim.key_hash, name, "batch_output", num_bytes, file_id)
+                setattr(batch, attribute, file_id)
+        if await self._store.set_status(claim, status):
+            with suppress(Exception):  # room alone
+                await asyncio.to_thread(self._contents.remove, batch.id)
+
+
+def problem(message: str, line: int | None) -> dict[str, Any]:
+    return {"code": "invalid_value", "message": message, "param": None, "line": line}
+
+
+def parse(data: bytes, batch: BatchRecord) -> tuple[list[BatchLine], list[dict[str, Any]]]:
+    """Return the requests in a file of JSON lines, and what is wrong with them."""
+    lines, errors, seen = list[BatchLine](), list[dict[str, Any]](), set[str]()
+    for number, text in enumerate(data.splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            written = json.loads(text)
+        except ValueError:
+            written = None
+        if not isinstance(written, dict) or set(written) != LINE_KEYS or not isinstance(written["body"], dict):
+            errors.append(problem(f"a line must be an object with {', '.join(sorted(LINE_KEYS))}", number))
+        elif (written["method"], written["url"]) != ("POST", batch.endpoint):
+            errors.append(problem(f"method and url must be POST and {batch.endpoint}, the batch's endpoint", number))
+        elif not isinstance(written["custom_id"], str) or written["custom_id"] in seen:
+            errors.append(problem("custom_id must be a text that no other line has", number))
+        elif written["body"].get("stream"):
+            errors.append(problem("stream has no effect in a batch; leave it out", number))
+        else:
+            seen.add(written["custom_id"])
+            lines.append(BatchLine(index=len(lines), custom_id=written["custom_id"], body=written["body"]))
+    if not lines and not errors:
+        errors.append(problem("the input file holds no request", None))
+    if len(lines) > MAX_LINES:
+        errors.append(problem(f"the input file holds {len(lines)} requests; at most {MAX_LINES} may be", None))
+    return lines, errors[:100]

@@ -1,0 +1,129 @@
+"""Messages to webhooks: sent until they are received, over restarts, by one replica at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+
+from sqlalchemy import delete, select, update
+
+from deployments.asyncio_tools import cancel, is_cancelled, to_the_end
+from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError
+from deployments.clips.webhooks import WebhookSettings, signature
+from deployments.database.database import Database
+from deployments.database.tables import DeliveryRow
+
+DELAYS_S = (5, 300, 1800, 7200, 18000, 36000, 50400, 72000, 86400)
+"""Time after each failed attempt, as the specification proposes; after the last one it is given up."""
+ANSWER_WITHIN_S = 15.0
+LEASE_S = 60.0
+"""Time after which another replica sends what one had begun to send. Clocks of machines must differ by less."""
+MAX_RUNNING = 16
+KEEP_S = 7 * 86400.0
+"""Time for which deliveries that ended are remembered."""
+GONE = 410
+"""Status by which a receiver says that it wants no more."""
+
+logger = logging.getLogger("troupe.clips")
+
+
+class WebhookSender:
+    """Sends the messages in the database, each by one replica at a time, until it is received or given up."""
+
+    def __init__(self, database: Database, settings: WebhookSettings, poll_s: float) -> None:
+        self._database, self._settings, self._poll_s = database, settings, poll_s
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Send until cancelled."""
+        try:
+            while True:
+                try:
+                    while len(self._sending) < MAX_RUNNING and (row := await self._take_whole()):
+                        task = asyncio.create_task(self._deliver(row))
+                        self._sending.add(task)
+                        task.add_done_callback(self._sending.discard)
+                except (*DATABASE_FAILURES, StorageFullError, StorageLostError) as error:
+                    logger.warning("webhooks wait for the database: %s", error)
+                await asyncio.sleep(self._poll_s)
+        finally:
+            await cancel(*self._sending)
+
+    async def sweep(self) -> None:
+        """Forget deliveries that ended long ago."""
+        async with self._database.engine.begin() as connection:
+            await connection.execute(delete(DeliveryRow).where(DeliveryRow.ended_at_s < time.time() - KEEP_S))
+
+    async def _take_whole(self) -> DeliveryRow | None:
+        """Take a message; if this call is cancelled meanwhile, give it back and raise."""
+        row = await to_the_end(self._take())
+        if is_cancelled():
+            if row is not None:
+                await to_the_end(self._give_back(row))
+            raise asyncio.CancelledError
+        return row
+
+    async def _give_back(self, row: DeliveryRow) -> None:
+        """Let others send it now: this server ends."""
+        await self._write(row, {"not_before_s": time.time(), "attempts": row.attempts - 1})
+
+    async def _take(self) -> DeliveryRow | None:
+        now_s = time.time()
+        is_due = (DeliveryRow.ended_at_s.is_(None), DeliveryRow.not_before_s <= now_s)
+        due = select(DeliveryRow.id).where(*is_due).order_by(DeliveryRow.not_before_s).limit(1)
+        oldest = due.with_for_update(skip_locked=True).scalar_subquery()
+        values = {"attempts": DeliveryRow.attempts + 1, "not_before_s": now_s + LEASE_S}
+        take = update(DeliveryRow).where(DeliveryRow.id == oldest).values(**values).returning(*DeliveryRow.__table__.c)
+        async with self._database.engine.begin() as connection:
+            row = (await connection.execute(take)).one_or_none()
+        return None if row is None else DeliveryRow(**row._asdict())
+
+    async def _deliver(self, row: DeliveryRow) -> None:
+        try:
+            problem = await self._problem(row)
+        except asyncio.CancelledError:
+            await to_the_end(self._give_back(row))
+            raise
+        fields = {"delivery_id": row.id, "attempt": row.attempts}
+        values = {"ended_at_s": time.time()}
+        if problem == "":
+            logger.info("a webhook was received", extra=fields)
+        elif row.attempts > len(DELAYS_S) or problem == str(GONE):
+            logger.error("a webhook is given up: %s", problem, extra=fields)
+        else:
+            logger.warning("a webhook was not received: %s", problem, extra=fields)
+            values = {"not_before_s": time.time() + DELAYS_S[row.attempts - 1]}
+        await to_the_end(self._write(row, values))
+
+    async def _write(self, row: DeliveryRow, values: dict[str, float]) -> None:
+        with suppress(*DATABASE_FAILURES, StorageFullError, StorageLostError):  # then it is sent once more
+            async with self._database.engine.begin() as connection:
+                await connection.execute(update(DeliveryRow).where(DeliveryRow.id == row.id).values(**values))
+
+    async def _problem(self, row: DeliveryRow) -> str:
+        """Send the message. Return why it was not received; "" if it was."""
+        import httpx
+
+        try:
+            parts, address = await self._settings.resolve(row.url)
+            url = httpx.URL(row.url).copy_with(host=address)  # the address that was checked: names may change
+            now = int(time.time())
+            headers = {
+                "Host": parts.netloc,
+                "Content-Type": "application/json",
+                "webhook-id": row.id,
+                "webhook-timestamp": str(now),
+                "webhook-signature": signature(row.secret, row.id, now, row.body),
+            }
+            async with (
+                asyncio.timeout(ANSWER_WITHIN_S),
+                httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=ANSWER_WITHIN_S) as client,
+                client.stream(
+                    "POST", url, content=row.body, headers=headers, extensions={"sni_hostname": parts.hostname}
+                ) as answer,  # its body is not read
+            ):
+                return "" if answer.is_success else str(answer.status_code)
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"

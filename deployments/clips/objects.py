@@ -1,0 +1,253 @@
+"""Files in object storage, through fsspec: ``s3://``, ``gs://`` and others."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import Any
+
+from deployments.clips.storage import (
+    FILE_NAMES,
+    MASK_NAME,
+    StorageLostError,
+    Variant,
+    input_name,
+    png,
+    read_png,
+)
+from pipelines.request import InputPicture, InputPictures
+
+CHECK_EVERY_S = 10.0
+"""Time for which a check that found nothing counts: each writes an object."""
+BLOCK_BYTES = 1 << 20
+"""What is read at a time."""
+CHECK_NAME = ".check"
+TIMEOUTS: dict[str, Any] = {"connect_timeout": 5, "read_timeout": 20, "retries": {"max_attempts": 2}}
+OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": TIMEOUTS}}
+"""Options of fsspec by the scheme of the URL. All others are in the environment, as each provider has them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredObject:
+    """An object of ``bucket`` as it was when it was looked up."""
+
+    bucket: Bucket
+    name: str
+    num_bytes: int
+    modified_s: float
+    """Unix time."""
+
+    @property
+    def suffix(self) -> str:
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def stat_result(self) -> os.stat_result:
+        """Size and time of change, as those of a regular file."""
+        times = (self.modified_s,) * 3
+        return os.stat_result((stat.S_IFREG | 0o600, 0, 0, 1, 0, 0, self.num_bytes, *times))
+
+    def read_bytes(self) -> bytes:
+        return self.bucket.read(self.name)
+
+    def open(self) -> Any:
+        """Return it as an open file, which reads the ranges that it is asked for."""
+        with self.bucket.available():
+            options = {"block_size": BLOCK_BYTES, "cache_type": "readahead"}
+            return self.bucket.files.open(self.bucket.path(self.name), "rb", **options)
+
+
+class Bucket:
+    """All objects below ``url``. Each is written whole or not at all. Blocks: not for an event loop.
+
+    StorageLostError if the storage cannot be used now.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._checked_s: float | None = None
+
+    @cached_property
+    def files(self) -> Any:
+        """The file system of fsspec. ValueError if its package is not installed."""
+        import fsspec  # seconds, with a provider's client
+
+        scheme = self._url.partition("://")[0]
+        try:
+            return fsspec.filesystem(scheme, use_listings_cache=False, **OPTIONS.get(scheme, {}))
+        except (ImportError, ValueError) as error:
+            raise ValueError(f"storage is {self._url!r}, which cannot be used: {error}") from None
+
+    def path(self, name: str) -> str:
+        return f"{self.files._strip_protocol(self._url)}/{name}"
+
+    @contextmanager
+    def available(self) -> Iterator[None]:
+        """Raise StorageLostError for what fails inside the block, but FileNotFoundError for an object that is gone."""
+        try:
+            yield
+        except (FileNotFoundError, StorageLostError):
+            raise
+        except Exception as error:  # each provider's client has errors of its own
+            raise StorageLostError(
+                f"the storage {self._url} cannot be used: {error or type(error).__name__}"
+            ) from error
+
+    def write(self, name: str, data: bytes) -> None:
+        with self.available():
+            try:
+                self.files.pipe_file(self.path(name), data)
+            except FileNotFoundError as error:
+                raise StorageLostError(f"the storage {self._url} does not exist: {error}") from error
+
+    def join(self, name: str, parts: Iterable[str]) -> int:
+        """Write an object of all ``parts``, which are names of objects, one after the other. Return its size."""
+        with self.available():
+            file = self.files.open(self.path(name), "wb")
+            try:
+                for part in parts:
+                    file.write(self.files.cat_file(self.path(part)))
+                num_bytes: int = file.tell()
+            except BaseException:
+                file.discard()
+                raise
+            file.close()
+            return num_bytes
+
+    def read(self, name: str) -> bytes:
+        """Return the content of an object. FileNotFoundError if it is not there."""
+        with self.available():
+            data: bytes = self.files.cat_file(self.path(name))
+            return data
+
+    def find(self, name: str) -> StoredObject | None:
+        """Return an object; None if it is not there."""
+        with self.available():
+            try:
+                found = self.files.info(self.path(name))
+            except FileNotFoundError:
+                return None
+        return self._object(found) if found["type"] == "file" else None
+
+    def list(self, prefix: str = "") -> list[StoredObject]:
+        """Return all objects below ``prefix``."""
+        with self.available():
+            found = self.files.find(self.path(prefix).rstrip("/"), detail=True)
+        return [self._object(one) for one in found.values() if one["type"] == "file"]
+
+    def remove(self, *names: str) -> None:
+        """Delete objects; those that are gone are no error."""
+        with self.available():
+            for name in names:
+                try:
+                    self.files.rm_file(self.path(name))
+                except FileNotFoundError:
+                    continue
+
+    def sign(self, name: str, lifetime_s: float, content_type: str) -> str:
+        """Return a URL of an object at its provider, which needs no key for ``lifetime_s``."""
+        with self.available():
+            options = {"ResponseContentType": content_type} if "s3" in self.files.protocol else {}
+            url: str = self.files.sign(self.path(name), expiration=int(lifetime_s), **options)
+            return url
+
+    def problem(self) -> StorageLostError | None:
+        """Return why nothing can be written now; None if it can."""
+        if self._checked_s is not None and time.monotonic() - self._checked_s < CHECK_EVERY_S:
+            return None
+        try:
+            self.write(CHECK_NAME, b"")
+        except StorageLostError as problem:
+            return problem
+        self._checked_s = time.monotonic()
+        return None
+
+    def _object(self, info: dict[str, Any]) -> StoredObject:
+        modified = next((info[key] for key in ("LastModified", "mtime", "updated", "created") if info.get(key)), 0.0)
+        if isinstance(modified, str):
+            modified = datetime.fromisoformat(modified)
+        modified_s = modified.timestamp() if isinstance(modified, datetime) else float(modified)
+        name = str(info["name"]).removeprefix(self.path(""))
+        return StoredObject(bucket=self, name=name, num_bytes=int(info["size"]), modified_s=modified_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipObjects:
+    """``ClipFolders`` in object storage: a prefix for each clip. Raises StorageLostError."""
+
+    bucket: Bucket
+
+    def write(self, clip_id: str, variant: Variant, data: bytes) -> None:
+        self.bucket.write(_name(clip_id, FILE_NAMES[variant]), data)
+
+    def find(self, clip_id: str, variant: Variant) -> StoredObject | None:
+        return self.bucket.find(_name(clip_id, FILE_NAMES[variant]))
+
+    def write_inputs(self, clip_id: str, inputs: InputPictures) -> None:
+        """Write the input pictures of a clip, lossless."""
+        for index, picture in enumerate(inputs.pictures):
+            self.bucket.write(_name(clip_id, input_name(index)), png(picture))
+        if inputs.mask is not None:
+            self.bucket.write(_name(clip_id, MASK_NAME), png(inputs.mask))
+
+    def read_inputs(self, clip_id: str, num_pictures: int, has_mask: bool) -> InputPictures:
+        """Return what ``write_inputs`` wrote. FileNotFoundError if missing."""
+        pictures = tuple(self._picture(clip_id, input_name(index)) for index in range(num_pictures))
+        return InputPictures(pictures=pictures, mask=self._picture(clip_id, MASK_NAME) if has_mask else None)
+
+    def remove_inputs(self, clip_id: str) -> None:
+        with suppress(StorageLostError):  # at the latest, they are deleted with the clip
+            self._remove(clip_id, "input-")
+
+    def remove(self, clip_id: str) -> None:
+        """Delete all files of the clip, if there are any."""
+        self._remove(clip_id)
+
+    def problem(self) -> StorageLostError | None:
+        return self.bucket.problem()
+
+    def _remove(self, clip_id: str, beginning: str = "") -> None:
+        prefix = _name(clip_id, beginning)
+        self.bucket.remove(*(one.name for one in self.bucket.list(_name(clip_id)) if one.name.startswith(prefix)))
+
+    def _picture(self, clip_id: str, name: str) -> InputPicture:
+        return read_png(io.BytesIO(self.bucket.read(_name(clip_id, name))))
+
+
+def _name(clip_id: str, name: str = "") -> str:
+    return f"videos/{clip_id}/{name}"
+
+
+@dataclass(kw_only=True, slots=True)
+class ObjectOrphans:
+    """Objects of clips without a record, once they are ``patience_s`` old. Listing them all is done as rarely."""
+
+    bucket: Bucket
+    patience_s: float
+    _listed_s: float | None = field(default=None, init=False)
+
+    def folders(self) -> list[str]:
+        """Return the ids that have old objects alone; none before it is time to look again."""
+        now_s = time.monotonic()
+        if self._listed_s is not None and now_s - self._listed_s < self.patience_s:
+            return []
+        self._listed_s = now_s
+        newest_s: defaultdict[str, float] = defaultdict(float)
+        for one in self.bucket.list("videos"):
+            clip_id = one.name.split("/")[1]
+            newest_s[clip_id] = max(newest_s[clip_id], one.modified_s)
+        return [clip_id for clip_id, modified_s in newest_s.items() if modified_s < time.time() - self.patience_s]
+
+    def sweep(self, unknown_ids: set[str]) -> None:
+        """Delete the objects of ``unknown_ids``."""
+        for clip_id in unknown_ids:
+            ClipObjects(bucket=self.bucket).remove(clip_id)

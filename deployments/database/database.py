@@ -1,0 +1,146 @@
+"""The database as one object: its URL, its engine, and what its failures are called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Connection, Dialect, event
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import ExceptionContext, make_url
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from deployments.clips.storage import StorageFullError, StorageLostError, is_full
+from deployments.database.schema import prepare
+from deployments.database.tables import Base
+from deployments.places import make_private_file
+
+SQLITE_PRAGMAS = ("journal_mode = WAL", "busy_timeout = 30000", "synchronous = FULL")
+"""Readers do not wait for the writer, writers wait for each other, and commits survive a power cut."""
+DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
+"""Asynchronous drivers by the scheme of a URL that names none."""
+CONNECT_TIMEOUT_S = 5.0
+COMMAND_TIMEOUT_S = 30.0
+"""As long as writers of SQLite wait for each other."""
+POSTGRES_OPTIONS = {"timeout": CONNECT_TIMEOUT_S, "command_timeout": COMMAND_TIMEOUT_S}
+
+
+class Database:
+    """The database at ``url``, between ``open`` and ``close``."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._engine: AsyncEngine | None = None
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The engine. StorageLostError before ``open``."""
+        if self._engine is None:
+            raise StorageLostError("the database is not open yet")
+        return self._engine
+
+    async def open(self) -> None:
+        """Open it. ValueError for a URL that cannot be used."""
+        self._engine = await open_database(self._url)
+
+    async def close(self) -> None:
+        """Close all connections. What is called later opens new ones."""
+        if self._engine is not None:
+            await self._engine.dispose()
+
+
+def database_url(text: str) -> URL:
+    """Return ``text`` with an asynchronous driver. ValueError if it is no URL of a database."""
+    allowed = "it must be such as postgresql://user@host/name or sqlite:////folder/jobs.sqlite3"
+    try:
+        url = make_url(text)
+    except (ArgumentError, ValueError):
+        raise ValueError(f"the database is no URL; {allowed}") from None
+    url = url.set(drivername=DRIVERS.get(url.drivername, url.drivername))
+    if url.get_backend_name() not in DRIVERS:
+        raise ValueError(f"the database is of the kind {url.drivername!r}; {allowed}")
+    return url
+
+
+def insert_into(table: type[Base], engine: AsyncEngine) -> sqlite.Insert | postgresql.Insert:
+    """Return an INSERT that can update the row that is there (``on_conflict_do_update``)."""
+    return postgresql.insert(table) if engine.dialect.name == "postgresql" else sqlite.insert(table)
+
+
+async def open_database(text: str) -> AsyncEngine:
+    """Return an engine whose tables are those of this version. ValueError for a URL that cannot be used.
+
+    The engine raises StorageFullError on a full disk, and StorageLostError if its server does not answer, or once its
+    file was deleted or replaced: SQLite would go on writing to the unlinked file.
+    """
+    url = database_url(text)
+    if url.get_backend_name() == "sqlite" and url.database:
+        Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+        make_private_file(Path(url.database))  # SQLite gives its other files the permissions of this one
+    engine = _create_engine(url)
+    event.listen(engine.sync_engine, "do_connect", _connect)
+    if engine.dialect.name == "sqlite":
+        event.listen(engine.sync_engine, "connect", _set_pragmas)
+    async with engine.begin() as connection:
+        await connection.run_sync(prepare)
+    event.listen(engine.sync_engine, "handle_error", _name_full_disk)
+    if engine.dialect.name == "sqlite" and url.database:
+        # At "checkout" a failure would end the connection, and a cancellation meanwhile might never finish.
+        event.listen(engine.sync_engine, "begin", _DatabaseFile(Path(url.database)).check)
+    return engine
+
+
+def _create_engine(url: URL) -> AsyncEngine:
+    options = POSTGRES_OPTIONS if url.drivername == DRIVERS["postgresql"] else {}
+    try:
+        return create_async_engine(url, pool_pre_ping=True, connect_args=options)
+    except ModuleNotFoundError as error:
+        extra = "pip install 'troupe-serve[postgres]'" if error.name == "asyncpg" else f"install {error.name}"
+        raise ValueError(f"the database is {url.get_backend_name()}, whose driver is not installed: {extra}") from None
+
+
+def _connect(dialect: Dialect, _record: Any, arguments: list[Any], options: dict[str, Any]) -> Any:
+    """Connect. StorageLostError if the server cannot be reached: drivers raise OSError, which may mean anything."""
+    try:
+        return dialect.connect(*arguments, **options)
+    except OSError as error:
+        place = f"{options.get('host', 'its socket')}:{options.get('port', '')}".rstrip(":")
+        raise StorageLostError(f"the database at {place} does not answer ({type(error).__name__})") from error
+    except Exception as error:  # asyncpg's own: SQLAlchemy gives a kind only to those that come later
+        if type(error).__module__.startswith("asyncpg"):
+            raise StorageLostError(f"the database refuses connections: {error}") from error
+        raise
+
+
+def _set_pragmas(connection: Any, record: Any) -> None:
+    cursor = connection.cursor()
+    for pragma in SQLITE_PRAGMAS:
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _name_full_disk(context: ExceptionContext) -> None:
+    failure = context.original_exception
+    if "disk is full" in str(failure) or is_full(failure):
+        raise StorageFullError(f"the database has no room: {failure}") from failure
+
+
+class _DatabaseFile:
+    """The file at ``path``. Once lost it stays lost: its inode may be reused."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._place, self._is_lost = path, _place(path), False
+
+    def check(self, _connection: Connection) -> None:
+        self._is_lost = self._is_lost or _place(self._path) != self._place
+        if self._is_lost:
+            raise StorageLostError(f"the database {self._path} was deleted or replaced under the server: restart it")
+
+
+def _place(path: Path) -> tuple[int, int] | None:
+    try:
+        stat = path.stat()
+    except FileNotFoundError:  # a database in memory
+        return None
+    return stat.st_dev, stat.st_ino

@@ -1,0 +1,339 @@
+"""Files of batches, and /v1/batches, in OpenAI's form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+from uuid import uuid4
+
+from fastapi import APIRouter, Depends, FastAPI, Query
+from fastapi.responses import FileResponse
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from starlette.datastructures import UploadFile
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from deployments.batches.records import BatchRecord, BatchStatus, FileRecord
+from deployments.http.body import JSON, check_content_type
+from deployments.http.context import BATCH_KEY, ApiContext
+from deployments.http.errors import ApiError
+from deployments.http.forms import parse_form
+from deployments.http.openapi_text import error_documents, file_answers
+from deployments.http.partial import ranged
+from deployments.requests.request_errors import RequestError, shown
+from deployments.requests.rules import Requester
+from deployments.requests.validation import field_error
+
+ENDPOINTS = ("/v1/images/generations", "/v1/images/edits", "/v1/videos")
+FILE_ID = re.compile(r"file-[0-9a-f]{32}")
+WINDOW_S = 86400
+JSON_LINES = "application/jsonl"
+FORM = "multipart/form-data"
+NUMBERLESS = 2**31 - 1
+"""Above the number of any file."""
+Label = Annotated[str, StringConstraints(max_length=64)]
+Short = Annotated[str, StringConstraints(max_length=512)]
+
+
+class FileObject(BaseModel):
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"] = "processed"
+
+    @classmethod
+    def of(cls, file: FileRecord) -> FileObject:
+        return cls(
+            id=file.id,
+            bytes=file.num_bytes,
+            created_at=file.created_at,
+            filename=file.filename,
+            purpose=file.purpose,
+        )
+
+
+class FileList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(BaseModel):
+    id: str
+    object: Literal["file"] = "file"
+    deleted: Literal[True] = True
+
+
+class BatchErrors(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+
+
+class RequestCounts(BaseModel):
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchObject(BaseModel):
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: Literal["24h"] = "24h"
+    status: BatchStatus
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+
+    @classmethod
+    def of(cls, batch: BatchRecord) -> BatchObject:
+        ends = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+        counts = RequestCounts(total=batch.num_total, completed=batch.num_completed, failed=batch.num_failed)
+        return cls(
+            id=batch.id,
+            endpoint=batch.endpoint,
+            errors=BatchErrors(data=batch.errors) if batch.errors else None,
+            input_file_id=batch.input_file_id,
+            status=batch.status,
+            output_file_id=batch.output_file_id,
+            error_file_id=batch.error_file_id,
+            created_at=batch.created_at,
+            expires_at=batch.expires_at,
+            request_counts=counts,
+            metadata=batch.metadata,
+            **{f"{name}_at": batch.times.get(name) for name in ends},
+        )
+
+
+class BatchList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[BatchObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class BatchBody(BaseModel):
+    """Body of POST /v1/batches."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    input_file_id: Short
+    endpoint: Literal["/v1/images/generations", "/v1/images/edits", "/v1/videos"]
+    completion_window: Literal["24h"] = "24h"
+    metadata: Annotated[dict[Label, Short], Field(max_length=16)] | None = None
+
+
+class ListQuery(BaseModel):
+    """Query of GET /v1/batches and GET /v1/files."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    after: str | None = Field(None, description="The last id of the page before.")
+    limit: int = Field(20, ge=1, le=100)
+
+
+def batch_routes(context: ApiContext) -> APIRouter:
+    authorized = Depends(context.authorize)
+    router = APIRouter(tags=["batches"], dependencies=[authorized])
+    _add_file_routes(router, context)
+    store = context.batches
+
+    @router.post("/v1/batches", responses=error_documents(400, 401, 403, 404, 408, 413, 415, 503), openapi_extra=ORDER)
+    async def create_batch(request: Request, requester: Requester = authorized) -> BatchObject:
+        """Make all requests of a file when there is room for them, within a day."""
+        check_content_type(request, JSON)
+        body = read_batch(await request.body())
+        if await store.file(body.input_file_id, context.viewer(requester)) is None:
+            raise no_file(body.input_file_id, "input_file_id")
+        now = int(time.time())
+        batch = BatchRecord(
+            id=f"batch_{uuid4().hex}",
+            endpoint=body.endpoint,
+            input_file_id=body.input_file_id,
+            created_at=now,
+            expires_at=now + WINDOW_S,
+            metadata=body.metadata,
+        )
+        await store.add(batch, requester.key)
+        return BatchObject.of(batch)
+
+    @router.get("/v1/batches", responses=error_documents(400, 401, 404, 503))
+    async def list_batches(query: Annotated[ListQuery, Query()], requester: Requester = authorized) -> BatchList:
+        """Batches, the newest first."""
+        if query.after is not None:
+            await find_batch(context, requester, query.after, "after")
+        found = await store.page(context.viewer(requester), query.after, query.limit + 1)
+        data = [BatchObject.of(batch) for batch in found[: query.limit]]
+        return BatchList(data=data, **ends_of(data, len(found) > query.limit))
+
+    @router.get("/v1/batches/{batch_id}", responses=error_documents(401, 404, 503))
+    async def read_batch_record(batch_id: str, requester: Requester = authorized) -> BatchObject:
+        """One batch: how many of its requests are made, and the files of their answers."""
+        return BatchObject.of(await find_batch(context, requester, batch_id))
+
+    @router.post("/v1/batches/{batch_id}/cancel", responses=error_documents(401, 403, 404, 503))
+    async def cancel_batch(batch_id: str, requester: Requester = authorized) -> BatchObject:
+        """End a batch. What is made by then is in its files."""
+        await find_batch(context, requester, batch_id)
+        await store.cancel(batch_id)
+        return BatchObject.of(await find_batch(context, requester, batch_id))
+
+    return router
+
+
+def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
+    authorized, store = Depends(context.authorize), context.batches
+
+    @router.post("/v1/files", responses=error_documents(400, 401, 403, 408, 413, 415, 503, 507), openapi_extra=UPLOAD)
+    async def create_file(request: Request, requester: Requester = authorized) -> FileObject:
+        """Hand in a file of JSON lines for a batch."""
+        filename, data = await read_file_form(request)
+        file_id = f"file-{uuid4().hex}"
+        await asyncio.to_thread(context.contents.write, file_id, data)
+        return FileObject.of(await store.add_file(requester.key, filename, "batch", len(data), file_id))
+
+    @router.get("/v1/files", responses=error_documents(400, 401, 404, 503))
+    async def list_files(query: Annotated[ListQuery, Query()], requester: Requester = authorized) -> FileList:
+        """Files of batches, the newest first."""
+        viewer, number = context.viewer(requester), NUMBERLESS
+        if query.after is not None:
+            number = (await find_file(context, requester, query.after, "after")).number
+        found = await store.files(viewer, number, query.limit + 1)
+        data = [FileObject.of(file) for file in found[: query.limit]]
+        return FileList(data=data, **ends_of(data, len(found) > query.limit))
+
+    @router.get(
+        "/v1/files/{file_id}/content",
+        response_class=FileResponse,
+        responses=file_answers(JSON_LINES) | error_documents(401, 404, 416, 503),
+    )
+    async def read_file_content(file_id: str, requester: Requester = authorized) -> Response:
+        """Return the content of a file of a batch."""
+        record = await find_file(context, requester, file_id)
+        file = await asyncio.to_thread(context.contents.find, record.id)
+        if file is None:
+            raise no_file(file_id, "file_id")
+        return ranged(file, media_type=JSON_LINES, filename=record.filename)
+
+    @router.delete("/v1/files/{file_id}", responses=error_documents(401, 403, 404, 503))
+    async def delete_file(file_id: str, requester: Requester = authorized) -> FileDeleted:
+        """Delete a file of a batch."""
+        record = await find_file(context, requester, file_id)
+        await asyncio.to_thread(context.contents.remove, record.id)
+        await store.remove_file(record.id)
+        return FileDeleted(id=record.id)
+
+
+FILE_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "format": "binary", "description": "JSON lines."},
+        "purpose": {"type": "string", "const": "batch"},
+    },
+    "required": ["file", "purpose"],
+}
+UPLOAD: dict[str, Any] = {"requestBody": {"required": True, "content": {FORM: {"schema": FILE_SCHEMA}}}}
+
+
+ORDER: dict[str, Any] = {
+    "requestBody": {"required": True, "content": {JSON: {"schema": BatchBody.model_json_schema()}}}
+}
+
+
+def ends_of(data: list[Any], has_more: bool) -> dict[str, Any]:
+    ids = [one.id for one in data]
+    return {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None, "has_more": has_more}
+
+
+def read_batch(raw: bytes) -> BatchBody:
+    """Return the body. RequestError names a wrong field."""
+    try:
+        return BatchBody.model_validate_json(raw)
+    except ValidationError as error:
+        raise field_error(error.errors(), {}) from None
+
+
+async def read_file_form(request: Request) -> tuple[str, bytes]:
+    """Return name and content of the file in a form. RequestError if it is another form."""
+    check_content_type(request, FORM)
+    fields = dict((await parse_form(request)).multi_items())
+    file, purpose = fields.pop("file", None), fields.pop("purpose", None)
+    if not isinstance(file, UploadFile):
+        raise RequestError("file is required: a file of JSON lines", "file", code="missing_field")
+    if purpose != "batch":
+        raise RequestError(f"purpose is {shown(str(purpose))}; it must be batch", "purpose")
+    if fields:
+        name = next(iter(fields))
+        raise RequestError(f"{shown(name)} is unknown; the form has file and purpose", name, code="unknown_field")
+    return (file.filename or "batch.jsonl").replace("\0", "")[:255], await file.read()
+
+
+async def find_file(context: ApiContext, requester: Requester, file_id: str, param: str = "file_id") -> FileRecord:
+    """Return a file. ApiError 404 if there is none that the client may see."""
+    file = await context.batches.file(file_id, context.viewer(requester)) if FILE_ID.fullmatch(file_id) else None
+    if file is None:
+        raise no_file(file_id, param)
+    return file
+
+
+async def find_batch(context: ApiContext, requester: Requester, batch_id: str, param: str = "batch_id") -> BatchRecord:
+    """Return a batch. ApiError 404 if there is none that the client may see."""
+    is_id = re.fullmatch(r"batch_[0-9a-f]{32}", batch_id)
+    batch = await context.batches.get(batch_id, context.viewer(requester)) if is_id else None
+    if batch is None:
+        raise ApiError(404, f"There is no batch {shown(batch_id)}", param=param)
+    return batch
+
+
+def no_file(file_id: str, param: str) -> ApiError:
+    return ApiError(404, f"There is no file {shown(file_id)}", param=param)
+
+
+class InnerRequests:
+    """Requests of batches, made by the application itself: with all its rules, and without a connection."""
+
+    def __init__(self, app: FastAPI, poll_s: float) -> None:
+        self._app, self._poll_s = app, poll_s
+
+    async def send(
+        self, path: str, key_hash: str, body: Mapping[str, Any], idempotency_key: str
+    ) -> tuple[int, Mapping[str, str], Any]:
+        """Make one request; of a clip return what has become of it in the end."""
+        import httpx  # for those that use it
+
+        async def as_key(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._app({**scope, BATCH_KEY: key_hash}, receive, send)
+
+        transport = httpx.ASGITransport(as_key, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as client:
+            headers = {"Idempotency-Key": idempotency_key}
+            answer = await client.post(path, json=body, headers=headers)
+            if path == "/v1/videos" and answer.is_success:
+                clip = f"{path}/{answer.json()['id']}"
+                while answer.is_success and answer.json()["status"] in ("queued", "in_progress"):
+                    await asyncio.sleep(self._poll_s)
+                    answer = await client.get(clip)
+            return answer.status_code, answer.headers, json.loads(answer.content)

@@ -1,0 +1,212 @@
+"""Batches as the official client asks for them: pictures and clips in one file, over restarts, once each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from deployments.batches import runner
+from deployments.batches.records import BatchRecord, BatchStore
+from deployments.batches.runner import parse
+from deployments.database.database import Database
+from deployments.usage.api_keys import hash_of
+from tests.deployments.http.conftest import build, client_of, serving
+from tests.deployments.http.test_disconnect import until
+from tests.deployments.http.test_errors import error_of
+from tests.deployments.support.fake_studio import FakeStudio
+from tests.support.patience import PATIENCE_S
+
+IMAGES, VIDEOS = "/v1/images/generations", "/v1/videos"
+
+
+def lines(url: str, *bodies: dict[str, Any]) -> bytes:
+    requests = ({"custom_id": f"r{i}", "method": "POST", "url": url, "body": body} for i, body in enumerate(bodies))
+    return b"".join(json.dumps(one).encode() + b"\n" for one in requests)
+
+
+def ended(client: openai.OpenAI, batch_id: str) -> openai.types.Batch:
+    give_up_s = time.monotonic() + PATIENCE_S
+    while (batch := client.batches.retrieve(batch_id)).completed_at is None and time.monotonic() < give_up_s:
+        assert batch.status in ("validating", "in_progress", "finalizing"), batch
+        time.sleep(0.02)
+    return batch
+
+
+def results(client: openai.OpenAI, file_id: str | None) -> dict[str, dict[str, Any]]:
+    assert file_id is not None
+    found = [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+    return {one["custom_id"]: one["response"] for one in found}
+
+
+def test_pictures_and_clips_of_the_official_client(studio: FakeStudio, tmp_path: Path) -> None:
+    with (
+        serving(build(studio, tmp_path, api_keys=("alpha",))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="alpha", max_retries=0, timeout=PATIENCE_S) as client,
+    ):
+        alone = client.images.generate(prompt="a", extra_body={"seed": 1})
+        pictures = lines(IMAGES, {"prompt": "a", "seed": 1}, {"prompt": "b", "seed": -5}, {"prompt": "c", "n": 2})
+        asked = {IMAGES: pictures, VIDEOS: lines(VIDEOS, {"prompt": "a"}, {"prompt": "b", "seconds": "2"})}
+        batches = {}
+        for endpoint, content in asked.items():
+            file = client.files.create(file=("in.jsonl", content), purpose="batch")
+            assert (file.bytes, client.files.retrieve(file.id).filename) == (len(content), "in.jsonl")
+            batch = client.batches.create(
+                input_file_id=file.id,
+                endpoint=endpoint,  # type: ignore[arg-type]
+                completion_window="24h",
+                metadata={"of": "me"},
+            )
+            batches[endpoint] = ended(client, batch.id)
+        batch = batches[IMAGES]
+        assert (batch.status, batch.metadata, batch.request_counts) == ("completed", {"of": "me"}, batch.request_counts)
+        assert batch.request_counts is not None
+        assert batch.request_counts.model_dump() == {"total": 3, "completed": 2, "failed": 1}
+        good, bad = results(client, batch.output_file_id), results(client, batch.error_file_id)
+        assert alone.data is not None
+        assert good["r0"]["body"]["data"][0]["b64_json"] == alone.data[0].b64_json, "the bytes of one alone"
+        assert (set(good), len(good["r2"]["body"]["data"])) == ({"r0", "r2"}, 2)
+        assert (bad["r1"]["status_code"], bad["r1"]["body"]["error"]["param"]) == (400, "seed")
+        clips = results(client, batches[VIDEOS].output_file_id)
+        assert {one["body"]["status"] for one in clips.values()} == {"completed"}
+        assert client.videos.download_content(clips["r1"]["body"]["id"]).read()[4:8] == b"ftyp"
+        assert [one.id for one in client.batches.list()] == [batches[VIDEOS].id, batches[IMAGES].id]
+        assert len([*client.files.list(limit=2)]) == 5, "two went in, three came out"
+        assert client.files.delete(batch.input_file_id).deleted
+        with pytest.raises(openai.NotFoundError):
+            client.files.content(batch.input_file_id)
+    tiers = Counter((one.kind, one.service_tier, one.key == hash_of("alpha")) for one in studio.performed)
+    assert tiers == {("image", "default", True): 1, ("image", "flex", True): 3, ("video", "flex", True): 2}
+
+
+async def start(client: httpx.AsyncClient, content: bytes, endpoint: str = IMAGES) -> dict[str, Any]:
+    file = await client.post("/v1/files", files={"file": ("a.jsonl", content)}, data={"purpose": "batch"})
+    assert file.status_code == 200, file.text
+    answer = await client.post("/v1/batches", json={"input_file_id": file.json()["id"], "endpoint": endpoint})
+    assert answer.status_code == 200, answer.text
+    batch: dict[str, Any] = answer.json()
+    return batch
+
+
+async def end(client: httpx.AsyncClient, batch_id: str) -> dict[str, Any]:
+    async with asyncio.timeout(PATIENCE_S):
+        while (batch := (await client.get(f"/v1/batches/{batch_id}")).json())["status"] in (
+            "validating",
+            "in_progress",
+            "finalizing",
+            "cancelling",
+        ):
+            await asyncio.sleep(0.02)
+    found: dict[str, Any] = batch
+    return found
+
+
+async def test_a_batch_goes_on_after_a_restart_and_makes_nothing_twice(
+    tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place: dict[str, Any] = {"clips": {"database_url": database_url}}
+    monkeypatch.setattr(runner, "NUM_RUNNING", 1)
+    first = FakeStudio(permits=asyncio.Semaphore(4))  # enough for one of them
+    async with client_of(build(first, tmp_path, **place)) as client:
+        batch = await start(client, lines(IMAGES, *({"prompt": "a", "seed": seed} for seed in range(3))))
+        await until(lambda: len(first.finished) == 1)
+        await until(lambda: len(list((tmp_path / "batches" / batch["id"]).glob("*.out"))) == 1)
+    made = next(one.seed for one in first.performed if one.request_id in first.finished)
+    one, two = FakeStudio(), FakeStudio()
+    async with client_of(build(one, tmp_path, **place)) as client, client_of(build(two, tmp_path, **place)):
+        batch = await end(client, batch["id"])
+        answer = await client.get(f"/v1/files/{batch['output_file_id']}/content")
+    assert batch["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
+    assert [json.loads(line)["custom_id"] for line in answer.text.splitlines()] == ["r0", "r1", "r2"]
+    assert sorted(request.seed for request in one.performed + two.performed) == sorted({0, 1, 2} - {made})
+    assert not (tmp_path / "batches" / batch["id"]).exists()
+
+
+async def test_a_cancelled_batch_keeps_what_is_made(
+    client: httpx.AsyncClient, studio: FakeStudio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "NUM_RUNNING", 1)
+    studio.permits = asyncio.Semaphore(4)
+    batch = await start(client, lines(IMAGES, *({"prompt": "a", "seed": seed} for seed in range(3))))
+    await until(lambda: len(studio.finished) == 1)
+    while (await client.get(f"/v1/batches/{batch['id']}")).json()["request_counts"]["completed"] < 1:
+        await asyncio.sleep(0.02)
+    assert (await client.post(f"/v1/batches/{batch['id']}/cancel")).json()["status"] in ("cancelling", "cancelled")
+    batch = await end(client, batch["id"])
+    assert (batch["status"], batch["request_counts"]["completed"]) == ("cancelled", 1)
+    assert len((await client.get(f"/v1/files/{batch['output_file_id']}/content")).text.splitlines()) == 1
+    await until(lambda: len(studio.closed) == 1)
+
+
+async def test_requests_without_room_are_made_later(studio: FakeStudio, tmp_path: Path) -> None:
+    studio.reasons["fake-pictures"] = "loading"
+    async with client_of(build(studio, tmp_path)) as client:
+        batch = await start(client, lines(IMAGES, {"prompt": "a"}))
+        while (await client.get(f"/v1/batches/{batch['id']}")).json()["status"] != "in_progress":
+            await asyncio.sleep(0.02)
+        studio.reasons.clear()
+        assert (await end(client, batch["id"]))["request_counts"]["completed"] == 1
+
+
+async def test_a_batch_that_is_late_expires(database_url: str) -> None:
+    database = Database(database_url)
+    await database.open()
+    store = BatchStore(database=database, lease_s=0.0)
+    batch = BatchRecord(id="batch_1", endpoint=IMAGES, input_file_id="file-1", created_at=0, expires_at=1)
+    await store.add(batch, "")
+    first = await store.take()
+    await asyncio.sleep(0.01)
+    second = await store.take()
+    assert first is not None
+    assert second is not None
+    assert await store.renew(first) is None, "its lease is another's"
+    assert await store.set_status(second, "expired")
+    found = await store.get("batch_1", None)
+    assert found is not None
+    assert (found.status, found.is_open, await store.take()) == ("expired", False, None)
+    await database.close()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no request"),
+        (b"{}", "a line must be an object with body, custom_id, method, url"),
+        (b"no json", "a line must be an object"),
+        (lines(VIDEOS, {}), "method and url must be POST and /v1/images/generations"),
+        (lines(IMAGES, {}) * 2, "custom_id must be a text that no other line has"),
+        (lines(IMAGES, {"stream": True}), "stream has no effect in a batch"),
+    ],
+)
+def test_files_that_hold_no_batch(content: bytes, message: str) -> None:
+    batch = BatchRecord(id="batch_1", endpoint=IMAGES, input_file_id="file-1", created_at=0, expires_at=1)
+    _, errors = parse(content, batch)
+    assert message in errors[0]["message"]
+
+
+async def test_what_is_refused(studio: FakeStudio, tmp_path: Path) -> None:
+    async with client_of(build(studio, tmp_path, api_keys=("alpha", "beta"))) as client:
+        alpha, beta = ({"Authorization": f"Bearer {key}"} for key in ("alpha", "beta"))
+        client.headers.update(alpha)
+        batch = await start(client, b"{}")
+        failed = await end(client, batch["id"])
+        assert (failed["status"], failed["errors"]["data"][0]["line"]) == ("failed", 1)
+        for path in (f"/v1/batches/{batch['id']}", f"/v1/files/{batch['input_file_id']}"):
+            assert (await client.get(path)).status_code == 200
+            error_of(await client.get(path, headers=beta), 404)
+            error_of(await client.get(path, headers={"Authorization": "Bearer other"}), 401)
+        body = {"input_file_id": batch["input_file_id"], "endpoint": IMAGES}
+        error_of(await client.post("/v1/batches", json=body, headers=beta), 404)
+        for wrong in ({"endpoint": "/v1/chat"}, {"completion_window": "1h"}, {"nonsense": 1}, {"metadata": {"a": 1}}):
+            error_of(await client.post("/v1/batches", json=body | wrong), 400)
+        for form in ({"purpose": "vision"}, {"purpose": "batch", "nonsense": "1"}):
+            error_of(await client.post("/v1/files", files={"file": ("a", b"{}")}, data=form), 400)
+        error_of(await client.post("/v1/files", data={"purpose": "batch"}, files={"x": b""}), 400)
+    assert studio.performed == []

@@ -1,0 +1,239 @@
+"""Clips and pictures in a real S3 server: whole, in ranges, signed, and 503 while it is away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import httpx
+import pytest
+from s3fs import S3FileSystem
+
+from deployments.clips import objects
+from deployments.clips.objects import Bucket, ClipObjects
+from deployments.clips.storage import StorageLostError
+from deployments.config import ApiConfig
+from deployments.http import files
+from deployments.http.files import ObjectShelf
+from tests.deployments.clips.support.runs import REQUEST, ended, running, started
+from tests.deployments.clips.test_inputs import INPUTS
+from tests.deployments.http.conftest import build, client_of
+from tests.deployments.http.routes.test_videos import finished, make
+from tests.deployments.http.test_errors import error_of
+from tests.deployments.support import s3
+from tests.deployments.support.fake_studio import FakeStudio, clip
+from tests.support.patience import PATIENCE_S
+
+IMAGES = "/v1/images/generations"
+AS_URL = {"prompt": "a", "response_format": "url"}
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    with s3.server() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def storage(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    return new_bucket(endpoint, monkeypatch)
+
+
+def new_bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a prefix in a new bucket, which the environment leads to."""
+    for name, value in s3.environment(endpoint).items():
+        monkeypatch.setenv(name, value)
+    bucket = f"b{uuid4().hex}"
+    s3.make_bucket(endpoint, bucket)
+    return f"s3://{bucket}/troupe/"
+
+
+def names_in(storage: str) -> list[str]:
+    return sorted(one.name for one in Bucket(storage).list())
+
+
+def api_on(storage: str, folder: Path, **settings: Any) -> Any:
+    return build(FakeStudio(), folder, clips={"storage": storage}, **settings)
+
+
+@pytest.fixture
+async def client(storage: str, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(api_on(storage, tmp_path)) as client:
+        yield client
+
+
+async def test_a_clip_is_served_whole_and_in_ranges_and_leaves_nothing(
+    client: httpx.AsyncClient, storage: str, tmp_path: Path
+) -> None:
+    video = await make(client)
+    await finished(client, video["id"])
+    url = f"/v1/videos/{video['id']}/content"
+    whole = await client.get(url)
+    assert (whole.status_code, whole.headers["content-type"]) == (200, "video/mp4")
+    assert len(whole.content) == int(whole.headers["content-length"]) > 100
+    part = await client.get(url, headers={"Range": "bytes=10-19", "If-Range": whole.headers["etag"]})
+    assert (part.status_code, part.content) == (206, whole.content[10:20])
+    assert part.headers["content-range"] == f"bytes 10-19/{len(whole.content)}"
+    assert (await client.get(url, headers={"Range": "bytes=-5"})).content == whole.content[-5:]
+    assert (await client.get(url, headers={"If-None-Match": whole.headers["etag"]})).status_code == 304
+    error = error_of(await client.get(url, headers={"Range": "bytes=999999999-"}), 416)
+    assert error["code"] == "range_not_satisfiable"
+    head = await client.head(url)
+    assert (head.content, head.headers["content-length"]) == (b"", str(len(whole.content)))
+    for variant, kind in (("thumbnail", "image/webp"), ("preview", "image/png")):
+        answer = await client.get(url, params={"variant": variant})
+        assert (answer.status_code, answer.headers["content-type"]) == (200, kind)
+    assert not (tmp_path / "videos").exists()
+    assert (await client.delete(f"/v1/videos/{video['id']}")).status_code == 200
+    assert names_in(storage) == [".check"]
+
+
+async def test_a_clip_whose_object_is_gone_has_failed(client: httpx.AsyncClient, storage: str) -> None:
+    video = await make(client)
+    await finished(client, video["id"])
+    Bucket(storage).remove(f"videos/{video['id']}/clip.mp4")
+    assert error_of(await client.get(f"/v1/videos/{video['id']}/content"), 410)["code"] == "video_gone"
+
+
+async def test_pictures_by_url_are_of_their_key(storage: str, tmp_path: Path) -> None:
+    async with client_of(api_on(storage, tmp_path, api_keys=("alpha", "beta"))) as client:
+        alpha, beta = ({"Authorization": f"Bearer {key}"} for key in ("alpha", "beta"))
+        answer = await client.post(IMAGES, json=AS_URL, headers=alpha)
+        url = answer.json()["data"][0]["url"]
+        read = {
+            name: await client.get(url, headers=headers) for name, headers in (("a", alpha), ("b", beta), ("-", {}))
+        }
+        assert {name: one.status_code for name, one in read.items()} == {"a": 200, "b": 404, "-": 200}
+        assert read["a"].content == read["-"].content
+        assert (read["a"].headers["content-type"], read["a"].content[:4]) == ("image/png", b"\x89PNG")
+
+
+async def test_signed_urls_lead_to_the_storage(storage: str, endpoint: str, tmp_path: Path) -> None:
+    async with client_of(api_on(storage, tmp_path, signed_urls=True)) as client, httpx.AsyncClient() as anybody:
+        url = (await client.post(IMAGES, json=AS_URL)).json()["data"][0]["url"]
+        assert url.startswith(f"{endpoint}/")
+        picture = await anybody.get(url)
+        assert (picture.status_code, picture.headers["content-type"]) == (200, "image/png")
+        video = await make(client)
+        await finished(client, video["id"])
+        answer = await client.get(f"/v1/videos/{video['id']}/content")
+        assert (answer.status_code, answer.headers["cache-control"]) == (307, "no-store")
+        assert answer.headers["location"].startswith(f"{endpoint}/")
+        served = await anybody.get(answer.headers["location"])
+        assert (served.status_code, served.headers["content-type"]) == (200, "video/mp4")
+        assert served.content == Bucket(storage).read(f"videos/{video['id']}/clip.mp4")
+
+
+async def test_old_pictures_go_and_the_oldest_make_room(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "SWEEP_EVERY_S", -1.0)
+    shelf = ObjectShelf(bucket=Bucket(storage), lifetime_s=1000, max_bytes=25)
+    first, second, third = [shelf.put(bytes(10), "png") for _ in range(3)]
+    assert [shelf.find(name) is not None for name in (first, second, third)] != [True] * 3
+    assert sum(shelf.find(name) is not None for name in (first, second, third)) == 2
+    assert shelf.find("../secret") is None
+    late = ObjectShelf(bucket=Bucket(storage), lifetime_s=-1, max_bytes=1000)
+    assert late.find(third) is None
+    late.sweep()
+    assert names_in(storage) == []
+
+
+async def test_inputs_outlive_the_application_and_end_with_the_clip(storage: str, tmp_path: Path) -> None:
+    asked = replace(REQUEST, num_pictures=2, has_mask=True)
+    studio = FakeStudio(step_s=1000)
+    async with running(studio, tmp_path, storage=storage) as clips:
+        record = await clips.submit(asked, "1", pictures=INPUTS)
+        await started(studio)
+    second = FakeStudio()
+    async with running(second, tmp_path, storage=storage) as clips:
+        assert (await ended(clips, record.id)).status == "completed"
+        async with asyncio.timeout(PATIENCE_S):
+            while any("input-" in name for name in names_in(storage)):
+                await asyncio.sleep(0.01)
+    assert second.inputs == [INPUTS]
+    assert Bucket(storage).read(f"videos/{record.id}/clip.mp4") == clip(asked)
+
+
+async def test_objects_without_a_record_are_swept(storage: str, tmp_path: Path) -> None:
+    ClipObjects(bucket=Bucket(storage)).write("video_of_nobody", "video", b"left by a crash")
+    async with running(FakeStudio(), tmp_path, storage=storage, orphan_s=0.05), asyncio.timeout(PATIENCE_S):
+        while names_in(storage) != [".check"] and names_in(storage):
+            await asyncio.sleep(0.05)
+
+
+async def test_while_the_storage_is_away_it_is_503_and_afterwards_as_before(
+    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.clips.objects.CHECK_EVERY_S", 0.0)
+    monkeypatch.setitem(objects.TIMEOUTS, "retries", {"max_attempts": 0})
+    line = s3.Line(endpoint)
+    url, storage = await line.mend(), new_bucket(endpoint, monkeypatch)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    S3FileSystem.clear_instance_cache()  # it would go on with the endpoint of tests before
+    async with client_of(api_on(storage, tmp_path)) as client:
+        video = await make(client)
+        await finished(client, video["id"])
+        content = f"/v1/videos/{video['id']}/content"
+        line.cut()
+        for answer in (
+            await client.get(content),
+            await client.post("/v1/videos", json={"prompt": "a"}),
+            await client.post(IMAGES, json=AS_URL),
+        ):
+            error = error_of(answer, 503)
+            assert (error["code"], "retry-after" in answer.headers) == ("storage_unavailable", True)
+            assert storage.rstrip("/") in error["message"]
+        assert "cannot be used" in (await client.get("/health")).json()["storage"]
+        assert (await client.post(IMAGES, json={"prompt": "a"})).status_code == 200, "needs no storage"
+        await line.mend()
+        assert (await client.get(content)).status_code == 200
+        assert (await client.get("/health")).json()["storage"] == "ok"
+    line.cut()
+    S3FileSystem.clear_instance_cache()
+
+
+def test_a_file_whose_upload_is_cut_is_not_there(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large ones go up in parts, and are there once all of them are."""
+    bucket, parts = Bucket(storage), list[str]()
+    call = bucket.files._call_s3
+
+    async def cut(method: str, *args: Any, **options: Any) -> Any:
+        parts.append(method)
+        if parts.count("upload_part") == 2:
+            raise ConnectionError("cut")
+        return await call(method, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket.files, "_call_s3", cut)
+        with pytest.raises(StorageLostError, match="cut"):
+            bucket.write("videos/v/clip.mp4", bytes(101 << 20))
+    assert parts[-1] == "abort_multipart_upload"
+    assert bucket.find("videos/v/clip.mp4") is None
+
+
+def test_a_bucket_that_does_not_exist_is_unavailable(storage: str) -> None:
+    bucket = Bucket("s3://b-of-nobody/x")
+    with pytest.raises(StorageLostError, match="s3://b-of-nobody/x"):
+        bucket.write("a", b"")
+    assert isinstance(bucket.problem(), StorageLostError)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"storage": "/folder"}, "for a folder, set data_dir"),
+        ({"storage": "file:///folder"}, "for a folder, set data_dir"),
+        ({"signed_urls": True}, "no storage to sign for"),
+    ],
+)
+def test_what_cannot_be_configured(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ApiConfig(**fields)
+
+
+def test_a_storage_without_its_package() -> None:
+    with pytest.raises(ValueError, match="storage is 'nosuch://x', which cannot be used"):
+        _ = Bucket("nosuch://x").files
