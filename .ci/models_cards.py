@@ -108,11 +108,15 @@ def seen_on(model: str, hardware: str) -> set[int]:
 
 
 def held() -> Iterator[tuple[str, ...]]:
-    """Rows of what the first GPU held at most in a sweep, beside the estimate for the same machine."""
+    """Rows of what a GPU held at most in a sweep, of pictures, beside the estimate for the same machine.
+
+    Clips are shorter in a sweep than what is estimated. Of models that run on one rank only, weights alone are known.
+    """
     for one in swept():
-        if one.get("through") == "application" and "gpu_gib" in one and one["ranks"] == 1:
-            estimate = estimated(one["model"])
-            assert isinstance(estimate, Estimate)
+        is_picture = one.get("through") == "application" and one["size"].count("x") == 1
+        if not is_picture or one["ranks"] > 1:
+            continue
+        if isinstance(estimate := estimated(one["model"]), Estimate):
             gib, most = estimate.fit.total_bytes / GIB, one["gpu_gib"]["highest"]
             yield one["model"], one["hardware"], f"{gib:.1f}", f"{most:.1f}", f"{most / gib:.2f}"
 

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 DEATH_WITHIN_S = 5.0
 """Wait for the death of killed ranks."""
-TURNS_TO_ANSWER = 5
-"""Turns of the event loop in which answers reach a check whose time is over. Ray blocks the loop while a caller hangs
+ANSWERS_WITHIN_S = 0.1
+"""Time in which answers that have come reach a check whose time is over. Ray blocks the event loop while a caller hangs
 to which a stream has ended; then answers and the end of the time come at once."""
 
 
@@ -233,8 +233,7 @@ class Gang:
             with suppress(TimeoutError):
                 async with self._clock.timeout(self.config.ping_deadline_s):
                     await asyncio.wait(pings, return_when=asyncio.FIRST_EXCEPTION)
-            for _ in range(TURNS_TO_ANSWER):
-                await asyncio.sleep(0)
+            await asyncio.wait(pings, timeout=ANSWERS_WITHIN_S)
             for ping in pings:
                 if ping.done():
                     ping.result()

@@ -22,10 +22,11 @@ PROMPT = "make the circle blue"
 
 def test_a_picture_is_changed_by_words(official: openai.OpenAI, models: dict[str, Path]) -> None:
     file = file_of(circle_and_square())
-    answer: Any = official.images.edit(model=EDITS, image=file, prompt=PROMPT, extra_body={"seed": 5})
+    fields = {"num_inference_steps": 20, "seed": 5}
+    answer: Any = official.images.edit(model=EDITS, image=file, prompt=PROMPT, extra_body=fields)
     edited = pixels_of(base64.b64decode(answer.data[0].b64_json))
-    fields = {"size": f"{SIDE}x{SIDE}", "num_inference_steps": 20, "seed": 5}
-    assert_same_picture(edited, bare_frames(models, model=EDITS, prompt=PROMPT, image=file, **fields)[0])
+    size = f"{SIDE}x{SIDE}"
+    assert_same_picture(edited, bare_frames(models, model=EDITS, prompt=PROMPT, image=file, size=size, **fields)[0])
     before = np.asarray(circle_and_square())
     assert shares_of_colours(before[None])["red"] > 0.02
     assert shares_of_colours(edited[None])["red"] < 0.005

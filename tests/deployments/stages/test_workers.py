@@ -46,7 +46,7 @@ def test_many_callers_share_few_threads(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(vae_decoder, "encode_thumbnail", encode)
     monkeypatch.setattr(clip, "encode_group", partial(counted, groups, clip.encode_group))
     (tmp_path / "model_index.json").write_text("{}")
-    decoder = SimpleNamespace(decode_chunks=decode_chunks, decode=decode, preview=decode)
+    decoder = SimpleNamespace(decode_chunks=decode_chunks, decode=decode, preview=decode, modules=())
     checkpoint = SimpleNamespace(decoder=lambda **_: decoder, defaults=CLIPS, path=tmp_path)
     monkeypatch.setattr(vae_decoder, "load_stage", lambda spec: checkpoint)
     monkeypatch.setattr(vae_decoder, "warm_decoder", lambda *_: decode())

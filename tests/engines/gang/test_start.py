@@ -7,6 +7,7 @@ import ctypes
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -296,8 +297,8 @@ async def test_processes_that_hang_before_they_answer_are_replaced(ray_cluster: 
     clock, hung = SetClock(), partial[dict[str, str]](dict, PYTHONPATH=str(tmp_path))
     with group_for(CONFIG) as group:
         starting = asyncio.create_task(
-            Gang.start(CONFIG, load_fake, environment=hung, placement_group=group, clock=clock)
-        )
+            Gang.start(CONFIG, load_fake, environment=hung, python=sys.executable, placement_group=group, clock=clock)
+        )  # not forked from a zygote, which has its imports
         await eventually(lambda: len([*tmp_path.glob("[0-9]*")]) == CONFIG.num_ranks)
         await clock.advance(FIRST_PROCESS_S - 0.1)
         assert not starting.done()
