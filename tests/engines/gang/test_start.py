@@ -7,7 +7,6 @@ import ctypes
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -294,11 +293,12 @@ sys.meta_path.insert(0, Hanging)
 async def test_processes_that_hang_before_they_answer_are_replaced(ray_cluster: None, tmp_path: Path) -> None:
     """Neither their death nor a missed ping would ever show it."""
     (tmp_path / "sitecustomize.py").write_text(HUNG_ONCE)
-    clock, hung = SetClock(), partial[dict[str, str]](dict, PYTHONPATH=str(tmp_path))
+    own = {"PYTHONPATH": str(tmp_path), "PYTHONNODEBUGRANGES": "1"}  # the latter cannot be had by a fork
+    clock, hung = SetClock(), partial[dict[str, str]](dict, own)
     with group_for(CONFIG) as group:
         starting = asyncio.create_task(
-            Gang.start(CONFIG, load_fake, environment=hung, python=sys.executable, placement_group=group, clock=clock)
-        )  # not forked from a zygote, which has its imports
+            Gang.start(CONFIG, load_fake, environment=hung, placement_group=group, clock=clock)
+        )
         await eventually(lambda: len([*tmp_path.glob("[0-9]*")]) == CONFIG.num_ranks)
         await clock.advance(FIRST_PROCESS_S - 0.1)
         assert not starting.done()
