@@ -86,6 +86,7 @@ def test_who_closes_its_side_after_its_body_is_answered(
         socket.create_connection(address_of(client)) as connection,
     ):
         connection.settimeout(PATIENCE_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)  # the close comes with the request
         connection.sendall(posted(path, f"{version}\r\nConnection: close"))
         connection.shutdown(socket.SHUT_WR)
         answer = b"".join(iter(lambda: connection.recv(1000), b""))

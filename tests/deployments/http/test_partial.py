@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -28,14 +29,20 @@ async def paths_of(client: httpx.AsyncClient) -> list[str]:
     """One path for each GET that the document knows."""
     video = await finished(client, (await make(client))["id"])
     picture = (await client.post(IMAGES, json={"prompt": "a", "response_format": "url"})).json()["data"][0]["url"]
+    line = {"custom_id": "a", "method": "POST", "url": IMAGES, "body": {"prompt": "a"}}
+    lines = {"file": ("lines.jsonl", json.dumps(line).encode())}
+    file = (await client.post("/v1/files", data={"purpose": "batch"}, files=lines)).json()
+    wanted = {"input_file_id": file["id"], "endpoint": IMAGES, "completion_window": "24h"}
+    batch = (await client.post("/v1/batches", json=wanted)).json()
     names = {"video_id": video["id"], "model": "fake-clips", "name": picture.rsplit("/", 1)[1]}
+    names |= {"file_id": file["id"], "batch_id": batch["id"]}
     documented = (await client.get("/openapi.json")).json()["paths"].items()
     return [path.replace(":path", "").format(**names) for path, methods in documented if "get" in methods]
 
 
 async def test_head_has_the_headers_of_get(client: httpx.AsyncClient) -> None:
     paths = await paths_of(client)
-    assert len(paths) == 9
+    assert len(paths) == 13
     for path in (*paths, "/", "/docs", "/openapi.json", "/v1/videos/video_none", "/nothing"):
         head, got = await client.head(path), await client.get(path)
         assert (head.status_code, head.content) == (got.status_code, b""), path
@@ -125,9 +132,9 @@ async def test_head_of_events_does_not_wait_for_the_clip(client: httpx.AsyncClie
     assert (await client.head("/v1/videos/video_none/events")).status_code == 404
 
 
-@pytest.mark.parametrize("kind", ["file", "content"])
+@pytest.mark.parametrize("kind", [r"/v1/files/[^/]+\.png", "/v1/videos/.*/content"])
 async def test_who_has_the_file_gets_it_no_more(client: httpx.AsyncClient, kind: str) -> None:
-    path = next(path for path in await paths_of(client) if f"/{kind}" in path)
+    path = next(path for path in await paths_of(client) if re.fullmatch(kind, path))
     whole = await client.get(path)
     etag, modified = whole.headers["etag"], whole.headers["last-modified"]
     same = ({"If-None-Match": etag}, {"If-None-Match": f'"x", W/{etag}'}, {"If-None-Match": "*"})
