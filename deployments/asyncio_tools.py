@@ -75,6 +75,16 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     return working.result()
 
 
+async def taken(take: Coroutine[Any, Any, T | None], give_back: Callable[[T], Coroutine[Any, Any, None]]) -> T | None:
+    """Return the result of ``take``. If this call is cancelled meanwhile, hand it to ``give_back`` and raise."""
+    found = await to_the_end(take)
+    if is_cancelled():
+        if found is not None:
+            await to_the_end(give_back(found))
+        raise asyncio.CancelledError
+    return found
+
+
 async def produced(produce: Callable[[Callable[[T], None]], Coroutine[Any, Any, None]]) -> AsyncGenerator[T]:
     """Yield what ``produce`` hands to its argument. It runs in a task, which does not wait for the consumer.
 

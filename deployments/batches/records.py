@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from sqlalchemy import delete, or_, select, update
 
-from deployments.database.database import Database
+from deployments.database.database import Database, first_free, insert_into
 from deployments.database.tables import BatchRow, FileRow
 
 BatchStatus = Literal[
@@ -22,7 +22,7 @@ OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 
 @dataclass(kw_only=True, slots=True)
 class BatchRecord:
-    """What clients see of a batch. Times are Unix seconds."""
+    """A batch as clients see it. Times are Unix seconds."""
 
     id: str
     endpoint: str
@@ -74,14 +74,10 @@ class BatchStore:
     lease_s: float
 
     async def add_file(self, key_hash: str, filename: str, purpose: str, num_bytes: int, file_id: str) -> FileRecord:
-        row = FileRow(id=file_id, key_hash=key_hash, filename=filename, purpose=purpose, num_bytes=num_bytes)
-        row.created_at_s = time.time()
-        values = {column.name: getattr(row, column.name) for column in FileRow.__table__.c if column.name != "number"}
+        values = {"id": file_id, "key_hash": key_hash, "filename": filename, "purpose": purpose, "num_bytes": num_bytes}
+        insert = insert_into(FileRow, self.database.engine).values(**values, created_at_s=time.time())
         async with self.database.engine.begin() as connection:
-            await connection.execute(FileRow.__table__.insert().values(**values))  # type: ignore[attr-defined]
-        found = await self.file(file_id, None)
-        assert found is not None
-        return found
+            return _file_record((await connection.execute(insert.returning(*FileRow.__table__.c))).one())
 
     async def file(self, file_id: str, key_hash: str | None) -> FileRecord | None:
         files = await self._files(FileRow.id == file_id, key_hash)
@@ -96,18 +92,7 @@ class BatchStore:
         if key_hash is not None:
             query = query.where(FileRow.key_hash == key_hash)
         async with self.database.engine.connect() as connection:
-            rows = (await connection.execute(query)).all()
-        return [
-            FileRecord(
-                id=row.id,
-                number=row.number,
-                filename=row.filename,
-                purpose=row.purpose,
-                num_bytes=row.num_bytes,
-                created_at=int(row.created_at_s),
-            )
-            for row in rows
-        ]
+            return [_file_record(row) for row in await connection.execute(query)]
 
     async def remove_file(self, file_id: str) -> None:
         async with self.database.engine.begin() as connection:
@@ -116,7 +101,7 @@ class BatchStore:
     async def add(self, batch: BatchRecord, key_hash: str) -> None:
         values = {"id": batch.id, "key_hash": key_hash, "status": batch.status, "record_json": to_json(batch)}
         async with self.database.engine.begin() as connection:
-            insert = BatchRow.__table__.insert()  # type: ignore[attr-defined]
+            insert = insert_into(BatchRow, self.database.engine)
             await connection.execute(insert.values(**values, owner="", lease_until_s=0.0))
 
     async def get(self, batch_id: str, key_hash: str | None) -> BatchRecord | None:
@@ -147,9 +132,8 @@ class BatchStore:
         """Claim the oldest batch that is open and that no other replica works on."""
         now_s, owner = time.time(), secrets.token_hex(16)
         is_free = (BatchRow.status.in_(OPEN), or_(BatchRow.owner == "", BatchRow.lease_until_s < now_s))
-        free = select(BatchRow.number).where(*is_free).order_by(BatchRow.number).limit(1)
-        oldest = free.with_for_update(skip_locked=True).scalar_subquery()
-        take = update(BatchRow).where(BatchRow.number == oldest).values(owner=owner, lease_until_s=now_s + self.lease_s)
+        take = update(BatchRow).where(BatchRow.number == first_free(BatchRow.number, *is_free))
+        take = take.values(owner=owner, lease_until_s=now_s + self.lease_s)
         columns = (BatchRow.status, BatchRow.record_json, BatchRow.key_hash)
         async with self.database.engine.begin() as connection:
             row = (await connection.execute(take.returning(*columns))).one_or_none()
@@ -183,6 +167,17 @@ class BatchStore:
             written = update(BatchRow).where(*mine).values(**values).returning(BatchRow.status)
             status: str | None = (await connection.execute(written)).scalar_one_or_none()
             return status
+
+
+def _file_record(row: Any) -> FileRecord:
+    return FileRecord(
+        id=row.id,
+        number=row.number,
+        filename=row.filename,
+        purpose=row.purpose,
+        num_bytes=row.num_bytes,
+        created_at=int(row.created_at_s),
+    )
 
 
 def to_json(batch: BatchRecord) -> str:

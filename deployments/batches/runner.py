@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from deployments.asyncio_tools import cancel, is_cancelled, to_the_end
+from deployments.asyncio_tools import cancel, is_cancelled, taken, to_the_end
 from deployments.batches.contents import Contents
 from deployments.batches.records import BatchClaim, BatchRecord, BatchStore
 
@@ -53,20 +53,11 @@ class BatchRunner:
         """Work until cancelled."""
         while True:
             try:
-                while claim := await self._take():
+                while claim := await taken(self._store.take(), self._store.give_back):
                     await self._work(claim)
             except Exception:  # the database or the storage may be away for a while
                 logger.exception("no batch could be worked on")
             await asyncio.sleep(self._poll_s)
-
-    async def _take(self) -> BatchClaim | None:
-        """Claim a batch; if this call is cancelled meanwhile, give it back and raise."""
-        claim = await to_the_end(self._store.take())
-        if is_cancelled():
-            if claim is not None:
-                await to_the_end(self._store.give_back(claim))
-            raise asyncio.CancelledError
-        return claim
 
     async def _work(self, claim: BatchClaim) -> None:
         logger.info("a batch is worked on", extra={"batch_id": claim.batch.id, "status": claim.batch.status})

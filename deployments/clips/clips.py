@@ -15,13 +15,12 @@ from deployments.clips.attempt import Attempt
 from deployments.clips.database import FILE_GONE, ClipError, ClipRecord
 from deployments.clips.deliveries import WebhookSender
 from deployments.clips.eta import clip_times, learn_clip, nums_before, predicted_ends_s
-from deployments.clips.objects import Bucket, ClipObjects, ObjectOrphans, StoredObject
+from deployments.clips.objects import Bucket, ClipObjects, StoredObject
 from deployments.clips.runner import ClipRunner
 from deployments.clips.settings import ClipSettings
 from deployments.clips.storage import (
-    DATABASE_FAILURES,
+    UNAVAILABLE,
     ClipFolders,
-    Orphans,
     StorageFullError,
     StorageLostError,
     Variant,
@@ -30,7 +29,7 @@ from deployments.clips.storage import (
 from deployments.clips.store import Claim, Claims, ClipStore, new_clip_id
 from deployments.clips.webhooks import Webhook
 from deployments.database.database import Database
-from deployments.places import PRIVATE_FILE, close_to_others, make_folder, make_private
+from deployments.places import PRIVATE_FILE, close_to_others, make_folder
 from deployments.service.interface import Studio
 from engines.gang.errors import QueueFullError
 from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
@@ -85,8 +84,7 @@ class Clips:
 
     def _make_folders(self) -> None:
         make_folder(self._settings.data_dir)
-        if isinstance(self._folders, ClipFolders):
-            make_private(self._folders.root)
+        self._folders.prepare()
         if not self._settings.database_url:
             for ending in ("", "-wal", "-shm"):
                 close_to_others(Path(f"{self._settings.database_file}{ending}"), PRIVATE_FILE)
@@ -198,8 +196,6 @@ class Clips:
             )
 
     def _look_for_problems(self) -> StorageFullError | StorageLostError | None:
-        if isinstance(self._folders, ClipFolders):
-            return storage_problem(self._settings.data_dir, self._folders.root)
         return storage_problem(self._settings.data_dir) or self._folders.problem()
 
     def _attempt(self, claim: Claim) -> Attempt:
@@ -225,7 +221,7 @@ class Clips:
                 await asyncio.to_thread(self._folders.write_inputs, clip_id, pictures)
             yield clip_id
         except BaseException:  # also if the client disconnects: it never got the id
-            with suppress(*DATABASE_FAILURES, StorageFullError, StorageLostError):
+            with suppress(*UNAVAILABLE):
                 await to_the_end(self._undo(clip_id))
             raise
 
@@ -255,15 +251,9 @@ class Clips:
             for clip in clips
         ]
 
-    def _orphans(self) -> Orphans | ObjectOrphans:
-        patience_s = self._settings.orphan_s
-        if isinstance(self._folders, ClipFolders):
-            return Orphans(root=self._folders.root, patience_s=patience_s)
-        return ObjectOrphans(bucket=self._folders.bucket, patience_s=patience_s)
-
     async def _sweep(self) -> None:
         keep_s = self._settings.keep_videos_s
-        orphans = self._orphans()
+        orphans = self._folders.orphans(self._settings.orphan_s)
         while True:
             try:
                 if keep_s is not None:

@@ -49,7 +49,7 @@ class ClipRecord:
     timings: StageTimes | None
     key_hash: str = ""
     webhook: Webhook | None = None
-    """Who hears of its end."""
+    """Receiver of the message about its end."""
     eta_at_s: float | None = None
     """Predicted end."""
     num_before: int | None = None

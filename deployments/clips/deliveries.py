@@ -7,12 +7,12 @@ import logging
 import time
 from contextlib import suppress
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import delete, update
 
-from deployments.asyncio_tools import cancel, is_cancelled, to_the_end
-from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError
+from deployments.asyncio_tools import cancel, taken, to_the_end
+from deployments.clips.storage import UNAVAILABLE
 from deployments.clips.webhooks import WebhookSettings, signature
-from deployments.database.database import Database
+from deployments.database.database import Database, first_free
 from deployments.database.tables import DeliveryRow
 
 DELAYS_S = (5, 300, 1800, 7200, 18000, 36000, 50400, 72000, 86400)
@@ -41,11 +41,11 @@ class WebhookSender:
         try:
             while True:
                 try:
-                    while len(self._sending) < MAX_RUNNING and (row := await self._take_whole()):
+                    while len(self._sending) < MAX_RUNNING and (row := await taken(self._take(), self._give_back)):
                         task = asyncio.create_task(self._deliver(row))
                         self._sending.add(task)
                         task.add_done_callback(self._sending.discard)
-                except (*DATABASE_FAILURES, StorageFullError, StorageLostError) as error:
+                except UNAVAILABLE as error:
                     logger.warning("webhooks wait for the database: %s", error)
                 await asyncio.sleep(self._poll_s)
         finally:
@@ -56,15 +56,6 @@ class WebhookSender:
         async with self._database.engine.begin() as connection:
             await connection.execute(delete(DeliveryRow).where(DeliveryRow.ended_at_s < time.time() - KEEP_S))
 
-    async def _take_whole(self) -> DeliveryRow | None:
-        """Take a message; if this call is cancelled meanwhile, give it back and raise."""
-        row = await to_the_end(self._take())
-        if is_cancelled():
-            if row is not None:
-                await to_the_end(self._give_back(row))
-            raise asyncio.CancelledError
-        return row
-
     async def _give_back(self, row: DeliveryRow) -> None:
         """Let others send it now: this server ends."""
         await self._write(row, {"not_before_s": time.time(), "attempts": row.attempts - 1})
@@ -72,8 +63,7 @@ class WebhookSender:
     async def _take(self) -> DeliveryRow | None:
         now_s = time.time()
         is_due = (DeliveryRow.ended_at_s.is_(None), DeliveryRow.not_before_s <= now_s)
-        due = select(DeliveryRow.id).where(*is_due).order_by(DeliveryRow.not_before_s).limit(1)
-        oldest = due.with_for_update(skip_locked=True).scalar_subquery()
+        oldest = first_free(DeliveryRow.id, *is_due, by=DeliveryRow.not_before_s)
         values = {"attempts": DeliveryRow.attempts + 1, "not_before_s": now_s + LEASE_S}
         take = update(DeliveryRow).where(DeliveryRow.id == oldest).values(**values).returning(*DeliveryRow.__table__.c)
         async with self._database.engine.begin() as connection:
@@ -98,7 +88,7 @@ class WebhookSender:
         await to_the_end(self._write(row, values))
 
     async def _write(self, row: DeliveryRow, values: dict[str, float]) -> None:
-        with suppress(*DATABASE_FAILURES, StorageFullError, StorageLostError):  # then it is sent once more
+        with suppress(*UNAVAILABLE):  # then it is sent once more
             async with self._database.engine.begin() as connection:
                 await connection.execute(update(DeliveryRow).where(DeliveryRow.id == row.id).values(**values))
 

@@ -20,6 +20,7 @@ from deployments.clips.storage import (
     MASK_NAME,
     StorageLostError,
     Variant,
+    input_files,
     input_name,
     png,
     read_png,
@@ -29,7 +30,7 @@ from pipelines.request import InputPicture, InputPictures
 CHECK_EVERY_S = 10.0
 """Time for which a check that found nothing counts: each writes an object."""
 BLOCK_BYTES = 1 << 20
-"""What is read at a time."""
+"""Size of one read."""
 CHECK_NAME = ".check"
 TIMEOUTS: dict[str, Any] = {"connect_timeout": 5, "read_timeout": 20, "retries": {"max_attempts": 2}}
 OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": TIMEOUTS}}
@@ -194,10 +195,8 @@ class ClipObjects:
 
     def write_inputs(self, clip_id: str, inputs: InputPictures) -> None:
         """Write the input pictures of a clip, lossless."""
-        for index, picture in enumerate(inputs.pictures):
-            self.bucket.write(_name(clip_id, input_name(index)), png(picture))
-        if inputs.mask is not None:
-            self.bucket.write(_name(clip_id, MASK_NAME), png(inputs.mask))
+        for name, picture in input_files(inputs).items():
+            self.bucket.write(_name(clip_id, name), png(picture))
 
     def read_inputs(self, clip_id: str, num_pictures: int, has_mask: bool) -> InputPictures:
         """Return what ``write_inputs`` wrote. FileNotFoundError if missing."""
@@ -212,8 +211,14 @@ class ClipObjects:
         """Delete all files of the clip, if there are any."""
         self._remove(clip_id)
 
+    def prepare(self) -> None:
+        """Do nothing: a prefix needs no making."""
+
     def problem(self) -> StorageLostError | None:
         return self.bucket.problem()
+
+    def orphans(self, patience_s: float) -> ObjectOrphans:
+        return ObjectOrphans(bucket=self.bucket, patience_s=patience_s)
 
     def _remove(self, clip_id: str, beginning: str = "") -> None:
         prefix = _name(clip_id, beginning)

@@ -16,7 +16,7 @@ from typing import Literal
 
 from sqlalchemy import exc
 
-from deployments.places import write_privately
+from deployments.places import make_private, write_privately
 from pipelines.request import InputPicture, InputPictures
 
 MIN_FREE_BYTES = 32 << 20
@@ -40,6 +40,10 @@ class StorageFullError(Exception):
 
 class StorageLostError(Exception):
     """Records or files of clips are unreachable: their database or folder is gone."""
+
+
+UNAVAILABLE = (*DATABASE_FAILURES, StorageFullError, StorageLostError)
+"""Errors of records or files that cannot be used now."""
 
 
 def is_full(failure: BaseException) -> bool:
@@ -152,12 +156,19 @@ class ClipFolders:
             raise _lost_folder(self.root)
         return None
 
+    def prepare(self) -> None:
+        make_private(self.root)
+
+    def problem(self) -> StorageFullError | StorageLostError | None:
+        """Return why nothing can be written now; None if it can."""
+        return storage_problem(self.root)
+
+    def orphans(self, patience_s: float) -> Orphans:
+        return Orphans(root=self.root, patience_s=patience_s)
+
     def write_inputs(self, clip_id: str, inputs: InputPictures) -> None:
         """Write the input pictures of a clip, lossless."""
-        files = {input_name(index): picture for index, picture in enumerate(inputs.pictures)}
-        if inputs.mask is not None:
-            files[MASK_NAME] = inputs.mask
-        for name, picture in files.items():
+        for name, picture in input_files(inputs).items():
             data = png(picture)
             with data_folder(self.root):
                 write_privately(self.root, self.root / clip_id / name, data)
@@ -179,6 +190,12 @@ class ClipFolders:
     def remove(self, clip_id: str) -> None:
         """Delete all files of the clip, if there are any."""
         shutil.rmtree(self.root / clip_id, ignore_errors=True)
+
+
+def input_files(inputs: InputPictures) -> dict[str, InputPicture]:
+    """Return the input pictures of a clip by their file names."""
+    files = {input_name(index): picture for index, picture in enumerate(inputs.pictures)}
+    return files if inputs.mask is None else {**files, MASK_NAME: inputs.mask}
 
 
 def input_name(index: int) -> str:

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from deployments.clips.database import OPEN, ClipError, ClipRecord, ClipStatus, record_of, to_json
 from deployments.clips.eta import OpenClip, duration_key
 from deployments.clips.webhooks import Webhook, delivery, webhook_json
-from deployments.database.database import insert_into
+from deployments.database.database import first_free, insert_into
 from deployments.database.tables import ClipRow, DeliveryRow
 from deployments.observability.metrics import observe_clip_wait
 from deployments.service.interface import StageTimes
@@ -153,9 +153,7 @@ class Claims:
     async def take(self, models: Collection[str]) -> Claim | None:
         """Claim the oldest clip of ``models`` that is queued or whose claim has expired."""
         now_s, owner = time.time(), secrets.token_hex(16)
-        free = select(ClipRow.number).where(_free(now_s), ClipRow.model.in_(models)).order_by(ClipRow.number).limit(1)
-        # SQLite has one writer at a time; PostgreSQL hands each of several takers another row, and none waits.
-        oldest = free.with_for_update(skip_locked=True).scalar_subquery()
+        oldest = first_free(ClipRow.number, _free(now_s), ClipRow.model.in_(models))
         values = {"attempts": ClipRow.attempts + 1, "progress": 0, "num_previews": 0, "eta_at_s": None}
         take = update(ClipRow).where(ClipRow.number == oldest).values(**self._claim(owner), **values).returning(ClipRow)
         async with self.store.session() as session, session.begin():

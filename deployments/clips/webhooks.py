@@ -25,7 +25,7 @@ HOST = re.compile(r"\*|(\*\.)?[\w.:-]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Webhook:
-    """Who hears of the end of a clip, and the secret that signs it."""
+    """Receiver of messages about the end of a clip, and the secret that signs them."""
 
     url: str
     secret: str = field(repr=False)

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from sqlalchemy import URL, Connection, Dialect, event
+from sqlalchemy import URL, ColumnElement, Connection, Dialect, ScalarSelect, event, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.orm import InstrumentedAttribute
 
 from deployments.clips.storage import StorageFullError, StorageLostError, is_full
 from deployments.database.schema import prepare
 from deployments.database.tables import Base
 from deployments.places import make_private_file
 
+T = TypeVar("T")
 SQLITE_PRAGMAS = ("journal_mode = WAL", "busy_timeout = 30000", "synchronous = FULL")
 """Readers do not wait for the writer, writers wait for each other, and commits survive a power cut."""
 DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
 """Asynchronous drivers by the scheme of a URL that names none."""
 CONNECT_TIMEOUT_S = 5.0
 COMMAND_TIMEOUT_S = 30.0
-"""As long as writers of SQLite wait for each other."""
+"""The same time as ``busy_timeout`` of SQLite."""
 POSTGRES_OPTIONS = {"timeout": CONNECT_TIMEOUT_S, "command_timeout": COMMAND_TIMEOUT_S}
 
 
@@ -66,6 +68,16 @@ def database_url(text: str) -> URL:
 def insert_into(table: type[Base], engine: AsyncEngine) -> sqlite.Insert | postgresql.Insert:
     """Return an INSERT that can update the row that is there (``on_conflict_do_update``)."""
     return postgresql.insert(table) if engine.dialect.name == "postgresql" else sqlite.insert(table)
+
+
+def first_free(key: InstrumentedAttribute[T], *conditions: ColumnElement[bool], by: Any = None) -> ScalarSelect[T]:
+    """Return the ``key`` of the first row that fulfils ``conditions``, in the order ``by`` (None: of ``key``).
+
+    It is for an UPDATE that takes this row. SQLite has one writer at a time; PostgreSQL hands each of several takers
+    another row, and none waits.
+    """
+    first = select(key).where(*conditions).order_by(key if by is None else by).limit(1)
+    return first.with_for_update(skip_locked=True).scalar_subquery()
 
 
 async def open_database(text: str) -> AsyncEngine:

@@ -38,11 +38,11 @@ class ClipRow(Base):
     alike: Mapped[str] = mapped_column(String(128), default="", server_default="")
     """``eta.duration_key``."""
     webhook_json: Mapped[str | None] = mapped_column(Text)
-    """Who hears of its end."""
+    """Receiver of the message about its end."""
 
 
 class UsageRow(Base):
-    """What one key has used through one replica of the API, since that started."""
+    """Use of one key through one replica of the API, since that started."""
 
     __tablename__ = "troupe_usage"
 
@@ -110,7 +110,7 @@ class BatchRow(Base):
     key_hash: Mapped[str] = mapped_column(String(64))
     status: Mapped[str] = mapped_column(String(16), index=True)
     record_json: Mapped[str] = mapped_column(Text)
-    """What clients see of it, but for the status."""
+    """The record that clients see, without its status."""
     owner: Mapped[str] = mapped_column(String(64), default="")
     """The replica that works on it until ``lease_until_s``."""
     lease_until_s: Mapped[float] = mapped_column(Float(53), default=0.0)

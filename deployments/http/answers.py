@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -237,6 +237,11 @@ class Video(BaseModel):
         )
 
 
+def page_ends(data: Sequence[Any]) -> dict[str, str | None]:
+    """Return the fields ``first_id`` and ``last_id`` of a page, None without entries."""
+    return {"first_id": data[0].id if data else None, "last_id": data[-1].id if data else None}
+
+
 class VideoPage(BaseModel):
     object: Literal["list"] = "list"
     data: list[Video]
@@ -247,8 +252,7 @@ class VideoPage(BaseModel):
     @classmethod
     def of(cls, clips: list[ClipRecord], has_more: bool) -> VideoPage:
         data = [Video.of(clip) for clip in clips]
-        ends = (data[0].id, data[-1].id) if data else (None, None)
-        return cls(data=data, first_id=ends[0], last_id=ends[1], has_more=has_more)
+        return cls(data=data, **page_ends(data), has_more=has_more)
 
 
 class VideoDeleted(BaseModel):

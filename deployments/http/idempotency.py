@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from sqlalchemy import and_, delete, func, or_, select, update
 
 from deployments.asyncio_tools import cancel, to_the_end
-from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError
+from deployments.clips.storage import UNAVAILABLE
 from deployments.database.database import Database, insert_into
 from deployments.database.tables import AnswerRow
 from deployments.http.errors import ApiError
@@ -56,7 +56,7 @@ class Turn:
     fingerprint: str = ""
     answer: bytes | None = None
     owner: str = ""
-    """Who holds the turn, if this call works on the request."""
+    """Holder of the turn, if this call works on the request."""
 
 
 class KnownRequests:
@@ -107,7 +107,7 @@ class KnownRequests:
             await self._make_room(len(answer))
             async with self._database.engine.begin() as connection:
                 await connection.execute(kept.values(**values))
-        except (*DATABASE_FAILURES, StorageFullError, StorageLostError) as error:
+        except UNAVAILABLE as error:
             logger.warning("an answer cannot be kept for its Idempotency-Key: %s", error)
 
     async def _taken(self, turn: Turn) -> Turn:
@@ -149,13 +149,13 @@ class KnownRequests:
         while True:
             await asyncio.sleep(self._lease_s / 3)
             renewed = update(AnswerRow).where(AnswerRow.name == turn.name, AnswerRow.owner == turn.owner)
-            with suppress(*DATABASE_FAILURES, StorageFullError, StorageLostError):
+            with suppress(*UNAVAILABLE):
                 async with self._database.engine.begin() as connection:
                     await connection.execute(renewed.values(lease_until_s=time.time() + self._lease_s))
 
     async def _forget(self, turn: Turn) -> None:
         """Delete the row if it still has an owner. Without the database, its lease ends by itself."""
-        with suppress(*DATABASE_FAILURES, StorageFullError, StorageLostError):
+        with suppress(*UNAVAILABLE):
             async with self._database.engine.begin() as connection:
                 mine = (AnswerRow.name == turn.name, AnswerRow.owner == turn.owner)
                 await connection.execute(delete(AnswerRow).where(*mine))

@@ -325,7 +325,7 @@ def _webhook(written: object) -> object:
 
 
 class WebhookBody(BaseModel):
-    """Who is to hear of the end of a clip."""
+    """Receiver of the message about the end of a clip."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

@@ -1,4 +1,4 @@
-"""What a denoiser's replica reports of its gang to Serve: for the choice of a replica, and for their number."""
+"""Reports of a denoiser's replica to Serve: for the choice of a replica, and for their number."""
 
 from __future__ import annotations
 

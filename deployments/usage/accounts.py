@@ -14,7 +14,7 @@ from dataclasses import replace
 from weakref import WeakValueDictionary
 
 from deployments.clips.clips import Clips
-from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError
+from deployments.clips.storage import UNAVAILABLE
 from deployments.observability.metrics import KeyNames
 from deployments.usage.keeper import AccountKeeper, AccountsUnavailableError, Keeper
 from deployments.usage.ledger import UsageLedger
@@ -187,6 +187,6 @@ class KeyLimitGuard:
             return 0
         try:
             return await self._clips.num_open(key)
-        except (*DATABASE_FAILURES, StorageFullError, StorageLostError) as error:
+        except UNAVAILABLE as error:
             logger.warning("clips cannot be counted, and do not count: %s", error)
             return 0

@@ -1,4 +1,4 @@
-"""What keys have used, in the database: over restarts, and through all replicas."""
+"""Use of keys, in the database: over restarts, and through all replicas."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from uuid import uuid4
 from sqlalchemy import func, select
 
 from deployments.asyncio_tools import cancel, to_the_end
-from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError
+from deployments.clips.storage import UNAVAILABLE
 from deployments.database.database import Database, insert_into
 from deployments.database.tables import UsageRow
 from deployments.usage.quotas import Account
@@ -25,7 +25,7 @@ logger = logging.getLogger("troupe.accounts")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Totals:
-    """What one key has used."""
+    """Use of one key."""
 
     since: int
     """Unix time since when is counted."""
@@ -59,7 +59,7 @@ class UsageLedger:
             await cancel(self._writing)
         try:
             await self._write(self._unwritten)
-        except (*DATABASE_FAILURES, StorageFullError, StorageLostError) as error:
+        except UNAVAILABLE as error:
             logger.error("what keys have used since the last write is lost: %s", error)
 
     async def others(self, key: str) -> Totals | None:
@@ -75,7 +75,7 @@ class UsageLedger:
             self._unwritten.clear()
             try:
                 await to_the_end(self._write(accounts))
-            except (*DATABASE_FAILURES, StorageFullError, StorageLostError) as error:
+            except UNAVAILABLE as error:
                 self._unwritten = accounts | self._unwritten
                 if self._is_ending:
                     return
@@ -94,6 +94,4 @@ class UsageLedger:
         insert = insert_into(UsageRow, engine)
         new = {"num_requests": insert.excluded.num_requests, "gpu_s": insert.excluded.gpu_s}
         async with engine.begin() as connection:
-            await connection.execute(
-                insert.on_conflict_do_update(index_elements=["key_hash", "replica"], set_=new), rows
-            )
+            await connection.execute(insert.on_conflict_do_update(index_elements=KEY, set_=new), rows)

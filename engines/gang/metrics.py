@@ -55,38 +55,38 @@ class GangMetrics:
     """The series of one gang."""
 
     def __init__(self, model: str) -> None:
-        self.model = self._model = model
+        self.model = model
         self._is_awake = False
         self._running, self._waiting = RUNNING.labels(model), WAITING.labels(model)
         self.open_jobs(0, 0)
 
     def step_done(self, step_s: float, num_ranks: int) -> None:
-        STEPS.labels(self._model, num_ranks).observe(step_s)
+        STEPS.labels(self.model, num_ranks).observe(step_s)
 
     def takes_jobs(self) -> None:
-        GANGS.labels(self._model).inc()
+        GANGS.labels(self.model).inc()
         self._awake(True)
 
     def takes_none(self) -> None:
-        GANGS.labels(self._model).dec()
+        GANGS.labels(self.model).dec()
         self._awake(False)
 
     def swapped(self, *, is_asleep: bool, swap_s: float) -> None:
-        SWAPS.labels(self._model, "sleep" if is_asleep else "wake").observe(swap_s)
+        SWAPS.labels(self.model, "sleep" if is_asleep else "wake").observe(swap_s)
         self._awake(not is_asleep)
 
     def _awake(self, is_awake: bool) -> None:
-        AWAKE.labels(self._model).inc(is_awake - self._is_awake)
+        AWAKE.labels(self.model).inc(is_awake - self._is_awake)
         self._is_awake = is_awake
 
     def gang_broke(self, cause: BreakCause) -> None:
-        FAILURES.labels(self._model, cause).inc()
+        FAILURES.labels(self.model, cause).inc()
 
     def job_ended(self, outcome: Outcome) -> None:
-        JOBS.labels(self._model, outcome).inc()
+        JOBS.labels(self.model, outcome).inc()
 
     def job_was_cold(self) -> None:
-        COLD_JOBS.labels(self._model).inc()
+        COLD_JOBS.labels(self.model).inc()
 
     def open_jobs(self, num_running: int, num_waiting: int) -> None:
         self._running.set(num_running)

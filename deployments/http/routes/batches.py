@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deployments.batches.records import BatchRecord, BatchStatus, FileRecord
+from deployments.http.answers import page_ends
 from deployments.http.body import JSON, check_content_type
 from deployments.http.context import BATCH_KEY, ApiContext
 from deployments.http.errors import ApiError
@@ -187,7 +188,7 @@ def batch_routes(context: ApiContext) -> APIRouter:
             await find_batch(context, requester, query.after, "after")
         found = await store.page(context.viewer(requester), query.after, query.limit + 1)
         data = [BatchObject.of(batch) for batch in found[: query.limit]]
-        return BatchList(data=data, **ends_of(data, len(found) > query.limit))
+        return BatchList(data=data, **page_ends(data), has_more=len(found) > query.limit)
 
     @router.get("/v1/batches/{batch_id}", responses=error_documents(401, 404, 503))
     async def read_batch_record(batch_id: str, requester: Requester = authorized) -> BatchObject:
@@ -223,7 +224,7 @@ def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
             number = (await find_file(context, requester, query.after, "after")).number
         found = await store.files(viewer, number, query.limit + 1)
         data = [FileObject.of(file) for file in found[: query.limit]]
-        return FileList(data=data, **ends_of(data, len(found) > query.limit))
+        return FileList(data=data, **page_ends(data), has_more=len(found) > query.limit)
 
     @router.get(
         "/v1/files/{file_id}/content",
@@ -261,11 +262,6 @@ UPLOAD: dict[str, Any] = {"requestBody": {"required": True, "content": {FORM: {"
 ORDER: dict[str, Any] = {
     "requestBody": {"required": True, "content": {JSON: {"schema": BatchBody.model_json_schema()}}}
 }
-
-
-def ends_of(data: list[Any], has_more: bool) -> dict[str, Any]:
-    ids = [one.id for one in data]
-    return {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None, "has_more": has_more}
 
 
 def read_batch(raw: bytes) -> BatchBody:
