@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -100,3 +101,14 @@ def stages_ms(header: str) -> dict[str, float]:
 def medians(timings: Sequence[Timing]) -> dict[str, Any]:
     """Return median and spread of each stage and of the whole."""
     return {stage: Spread.of([one[stage] for one in timings]).rounded(1) for stage in STAGES}
+
+
+def last_event(response: httpx.Response, at_step: Callable[[int], None]) -> dict[str, Any]:
+    """Read a stream of events, and call ``at_step`` with each step. Return the last event; {} without any."""
+    event: dict[str, Any] = {}
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            event = json.loads(line.removeprefix("data: "))
+            if event["type"] == "troupe.progress":
+                at_step(event["step"])
+    return event

@@ -13,17 +13,17 @@ from typing import Any
 
 import httpx
 
+from benchmarks.application.client import IMAGES, last_event
 from deployments.cli.local import http_client
 
 PROMPT = "a red circle"
 PAUSE_S, HEALTH_EVERY_S = 0.5, 0.2
-IMAGES = "/v1/images/generations"
 MAX_CHARS = 300
 
 
 @dataclass(kw_only=True, slots=True)
 class Answer:
-    """What a client saw: the failures before its picture, and when it had it (None: never)."""
+    """Answers to one client: the failures before its picture, and when it had it (None: never)."""
 
     refusals: list[str] = field(default_factory=list)
     said: dict[str, str] = field(default_factory=dict)
@@ -86,17 +86,12 @@ def _ask(
         response = client.post(IMAGES, json=body, timeout=timeout_s)
         _raise_if_refused(response)
         return base64.b64decode(response.json()["data"][0]["b64_json"])
-    event: dict[str, Any] = {}
     wanted = {**body, "stream": True, "stream_progress": True}
     with client.stream("POST", IMAGES, json=wanted, timeout=timeout_s) as response:
         if response.status_code != httpx.codes.OK:
             response.read()
         _raise_if_refused(response)
-        for line in response.iter_lines():
-            if line.startswith("data: "):
-                event = json.loads(line.removeprefix("data: "))
-                if event["type"] == "troupe.progress":
-                    at_step(event["step"])
+        event = last_event(response, at_step)
     if event.get("type") != "image_generation.completed":
         raise RefusedError(f"stream ends after {event.get('type')}", json.dumps(event)[:MAX_CHARS])
     return base64.b64decode(event["b64_json"])
@@ -104,7 +99,7 @@ def _ask(
 
 @dataclass(kw_only=True, slots=True)
 class Health:
-    """What ``GET /health`` answers, by when."""
+    """Answers of ``GET /health`` over time."""
 
     url: str
     looks: list[tuple[float, int]] = field(default_factory=list)

@@ -24,6 +24,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.application.client import last_event
 from benchmarks.faults.kills import processes_of
 from benchmarks.faults.timeline import Span, inside, rank_pids, records_of, spans
 from benchmarks.serving.application import Application, serving
@@ -145,16 +146,16 @@ def faults(application: Application, model: str) -> dict[str, Callable[[], None]
 def ask(url: str, model: str, num_steps: int, at_step: Callable[[int], None] = lambda step: None) -> Answer:
     """Return a streamed picture, and call ``at_step`` with each step. RuntimeError if there is no picture."""
     body = {"model": model, "prompt": "a red circle", "seed": 1, "num_inference_steps": num_steps}
-    answer, event = Answer(began_s=time.time()), {}
+    answer = Answer(began_s=time.time())
+
+    def note(step: int) -> None:
+        answer.steps.append((step, time.time()))
+        at_step(step)
+
     wanted = {**body, "stream": True, "stream_progress": True}
     through_proxies = uses_proxies(url)
     with httpx.stream("POST", f"{url}{IMAGES}", json=wanted, timeout=TIMEOUT_S, trust_env=through_proxies) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: "):
-                event = json.loads(line.removeprefix("data: "))
-                if event["type"] == "troupe.progress":
-                    answer.steps.append((event["step"], time.time()))
-                    at_step(event["step"])
+        event = last_event(response, note)
     if event.get("type") != "image_generation.completed":
         raise RuntimeError(f"no picture, but {event}")
     answer.ended_s, answer.data = time.time(), base64.b64decode(event["b64_json"])

@@ -173,7 +173,7 @@ class SimulatedReplica:
 
 
 class Strategy(Protocol):
-    """What decides about gangs and requests."""
+    """Decisions about gangs and requests."""
 
     every_s: float
     """Interval of decisions."""

@@ -1,4 +1,4 @@
-"""What is compared: scaling by predicted work, Ray Serve's request counting, and a fixed number of gangs."""
+"""The compared strategies: scaling by predicted work, Ray Serve's request counting, and a fixed number of gangs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ByRequests:
 
 @dataclass(slots=True)
 class FixedSize:
-    """So many gangs all day, and Ray Serve's choice of a replica."""
+    """A fixed number of gangs all day, and Ray Serve's choice of a replica."""
 
     num_gangs: int
     every_s: float = 60.0

@@ -1,4 +1,4 @@
-"""What it takes to put weights to sleep and to wake them up.
+"""Time and memory of putting weights to sleep and waking them up.
 
     python -m benchmarks.sleep engine [--precisions native fp8] [--side 1024] [--rounds 3]
     torchrun --nproc_per_node 2 -m benchmarks.sleep engine --strategy ulysses

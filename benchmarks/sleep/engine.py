@@ -172,7 +172,7 @@ def used_gib(device: torch.device) -> float | None:
 
 
 def machine() -> dict[str, Any]:
-    """What the host says about its GPUs and its memory."""
+    """Return the GPUs of the host and the version of torch."""
     query = ["nvidia-smi", "--query-gpu=name,pcie.link.gen.current,pcie.link.width.current", "--format=csv,noheader"]
     try:
         gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")

@@ -19,7 +19,7 @@ FEW_STEPS = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What every model is asked for: its own size, or ``size``; ``num_steps`` of those that it makes by default."""
+    """The request to every model: its own size, or ``size``; at most ``num_steps`` of its default steps."""
 
     size: Size | None = None
     num_steps: int = FEW_STEPS
@@ -30,7 +30,7 @@ class Asked:
         return max(defaults.min_steps, min(self.num_steps, defaults.num_inference_steps))
 
     def size_of(self, defaults: Defaults) -> Size:
-        """What requests are made with; of a picture one frame."""
+        """Return the size of requests; a picture has no number of frames."""
         size = self.size or Size(width=defaults.width, height=defaults.height)
         if defaults.kind != "video":
             return Size(width=size.width, height=size.height)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import httpx
@@ -16,6 +15,7 @@ import torch
 from PIL import Image
 
 from benchmarks.application.client import CLIPS, EDITS, IMAGES, PROMPT, TIMEOUT_S, data_of, timing
+from benchmarks.application.memory import samples_of
 from benchmarks.faults.timeline import records_of
 from benchmarks.serving.application import Application, serving
 from benchmarks.sweep.asked import Asked
@@ -58,23 +58,18 @@ def measured(folder: Path, ranks: int, asked: Asked, turn: AbstractContextManage
 def memory_of(application: Application) -> Iterator[dict[str, float]]:
     """Yield the "highest" number of GiB that ``application`` holds on one GPU during the block; nothing without GPUs.
 
-    What other programs hold there does not count.
+    Memory of other programs does not count. The number is there after the block.
     """
-    peak, is_over = dict[str, float](), Event()
+    peak: dict[str, float] = {}
 
-    def watch() -> None:
-        while not is_over.wait(EVERY_S):
-            held_mib = held_mib_by_gpu({process.pid for process in application.processes()}, MEMORY_QUERY)
-            if held_mib:
-                peak["highest"] = max(peak.get("highest", 0.0), round(max(held_mib.values()) / 1024, 2))
+    def look() -> int:
+        held_mib = held_mib_by_gpu({process.pid for process in application.processes()}, MEMORY_QUERY)
+        return max(held_mib.values(), default=0)
 
-    watcher = Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
+    with samples_of(look, EVERY_S) as seen_mib:
         yield peak
-    finally:
-        is_over.set()
-        watcher.join()
+    if most_mib := max(seen_mib):
+        peak["highest"] = round(most_mib / 1024, 2)
 
 
 def held_mib_by_gpu(pids: Set[int], query: Sequence[str]) -> dict[str, int]:
