@@ -84,7 +84,7 @@ OTHERS = {
 }
 """Titles of pipelines without a family. A key is the beginning of their names."""
 NOT_TRIED = "not tried: no model of it is here"
-"""What a pipeline serves of which no model is here."""
+"""Cell of a pipeline without a model here."""
 
 
 def document(written: str) -> str:

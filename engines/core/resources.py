@@ -26,7 +26,7 @@ class MemoryUse:
     weights: int = 0
     """Weights, on the device while awake and on the host while asleep."""
     beside: int = 0
-    """What the process's allocator holds on the device beside them."""
+    """Other memory that the process's allocator holds on the device."""
     peak: int = 0
     """The most of that when weights went to sleep."""
     pinned: int = 0

@@ -65,7 +65,7 @@ class Sharer:
     awake: DeviceBytes
     """Memory of all its processes while it is awake, by device."""
     asleep: DeviceBytes = field(default_factory=dict)
-    """What remains of that while it is asleep."""
+    """The part of it that remains while it is asleep."""
     swap_s: float | None = None
     """Measured seconds of going to sleep and waking up again; None before the first."""
     demand: Demand = IDLE

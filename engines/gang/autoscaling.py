@@ -62,7 +62,7 @@ class ScalingRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GangReport:
-    """What a running gang reports. Sums count from its start."""
+    """Report of a running gang. Sums count from its start."""
 
     backlog_s: float = 0.0
     """Predicted seconds until its open jobs are done."""
@@ -341,7 +341,7 @@ def gangs_needed(load: float, job_s: float, cv2: float, wait_s: float, *, at_mos
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDemand:
-    """What a model asks of ranks that it shares with others."""
+    """Demand of a model for ranks that it shares with others."""
 
     want: int
     """Gangs."""

@@ -27,7 +27,7 @@ class NewWork(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GangLoad:
-    """What a router knows of a gang."""
+    """Knowledge of a router about a gang."""
 
     jobs: Mapping[str, OpenWork] = field(default_factory=dict)
     """Open jobs by id."""

@@ -12,7 +12,7 @@ from engines.gang.gang_config import GangConfig
 
 Bundle = dict[str, float]
 LEAST_CPUS = 0.001
-"""Of a bundle that nothing runs in; Ray has no empty ones."""
+"""CPUs of a bundle that nothing runs in; Ray has no empty ones."""
 
 
 def gang_bundles(config: GangConfig, *, replica_cpus: float) -> list[Bundle]:
