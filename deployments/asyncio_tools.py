@@ -75,6 +75,16 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     return working.result()
 
 
+async def finish(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of ``work``, which is not cut short: if this call is cancelled meanwhile, raise afterwards."""
+    task = asyncio.current_task()
+    num_before = 0 if task is None else task.cancelling()
+    result = await to_the_end(work)
+    if task is not None and task.cancelling() > num_before:
+        raise asyncio.CancelledError
+    return result
+
+
 async def taken(take: Coroutine[Any, Any, T | None], give_back: Callable[[T], Coroutine[Any, Any, None]]) -> T | None:
     """Return the result of ``take``. If this call is cancelled meanwhile, hand it to ``give_back`` and raise."""
     found = await to_the_end(take)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from sqlalchemy import delete, or_, select, update
 
-from deployments.database.database import Database, first_free, insert_into
+from deployments.database.database import Database, first_free, insert_into, row_of
 from deployments.database.tables import BatchRow, FileRow
 
 BatchStatus = Literal[
@@ -76,8 +76,7 @@ class BatchStore:
     async def add_file(self, key_hash: str, filename: str, purpose: str, num_bytes: int, file_id: str) -> FileRecord:
         values = {"id": file_id, "key_hash": key_hash, "filename": filename, "purpose": purpose, "num_bytes": num_bytes}
         insert = insert_into(FileRow, self.database.engine).values(**values, created_at_s=time.time())
-        async with self.database.engine.begin() as connection:
-            return _file_record((await connection.execute(insert.returning(*FileRow.__table__.c))).one())
+        return _file_record(await row_of(self.database.engine, insert.returning(*FileRow.__table__.c)))
 
     async def file(self, file_id: str, key_hash: str | None) -> FileRecord | None:
         files = await self._files(FileRow.id == file_id, key_hash)
@@ -135,8 +134,7 @@ class BatchStore:
         take = update(BatchRow).where(BatchRow.number == first_free(BatchRow.number, *is_free))
         take = take.values(owner=owner, lease_until_s=now_s + self.lease_s)
         columns = (BatchRow.status, BatchRow.record_json, BatchRow.key_hash)
-        async with self.database.engine.begin() as connection:
-            row = (await connection.execute(take.returning(*columns))).one_or_none()
+        row = await row_of(self.database.engine, take.returning(*columns))
         if row is None:
             return None
         return BatchClaim(batch=from_json(row.record_json, row.status), key_hash=row.key_hash, owner=owner)
@@ -163,10 +161,9 @@ class BatchStore:
 
     async def _write(self, claim: BatchClaim, *unless: str, **values: Any) -> str | None:
         mine = (BatchRow.id == claim.batch.id, BatchRow.owner == claim.owner, BatchRow.status.not_in(unless))
-        async with self.database.engine.begin() as connection:
-            written = update(BatchRow).where(*mine).values(**values).returning(BatchRow.status)
-            status: str | None = (await connection.execute(written)).scalar_one_or_none()
-            return status
+        written = update(BatchRow).where(*mine).values(**values).returning(BatchRow.status)
+        row = await row_of(self.database.engine, written)
+        return None if row is None else row.status
 
 
 def _file_record(row: Any) -> FileRecord:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from deployments.asyncio_tools import cancel, is_cancelled, taken, to_the_end
+from deployments.asyncio_tools import cancel, taken, to_the_end
 from deployments.batches.contents import Contents
 from deployments.batches.records import BatchClaim, BatchRecord, BatchStore
 
@@ -84,14 +84,12 @@ class BatchRunner:
             if time.time() > claim.batch.expires_at:
                 return "expired"
             try:
-                status = await to_the_end(self._store.renew(claim))
+                status = await self._store.renew(claim)
             except Exception:
                 logger.warning("a batch's record could not be written", exc_info=True)
             else:
                 if status is None or status == "cancelling":
                     return None if status is None else "cancelled"
-            if is_cancelled():
-                raise asyncio.CancelledError
             await asyncio.sleep(min(self._poll_s, self._store.lease_s / 3))
 
     async def _make(self, claim: BatchClaim) -> None:

@@ -12,7 +12,7 @@ from sqlalchemy import delete, update
 from deployments.asyncio_tools import cancel, taken, to_the_end
 from deployments.clips.storage import UNAVAILABLE
 from deployments.clips.webhooks import WebhookSettings, signature
-from deployments.database.database import Database, first_free
+from deployments.database.database import Database, first_free, row_of
 from deployments.database.tables import DeliveryRow
 
 DELAYS_S = (5, 300, 1800, 7200, 18000, 36000, 50400, 72000, 86400)
@@ -66,8 +66,7 @@ class WebhookSender:
         oldest = first_free(DeliveryRow.id, *is_due, by=DeliveryRow.not_before_s)
         values = {"attempts": DeliveryRow.attempts + 1, "not_before_s": now_s + LEASE_S}
         take = update(DeliveryRow).where(DeliveryRow.id == oldest).values(**values).returning(*DeliveryRow.__table__.c)
-        async with self._database.engine.begin() as connection:
-            row = (await connection.execute(take)).one_or_none()
+        row = await row_of(self._database.engine, take)
         return None if row is None else DeliveryRow(**row._asdict())
 
     async def _deliver(self, row: DeliveryRow) -> None:

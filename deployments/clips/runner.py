@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from deployments.asyncio_tools import cancel
+from deployments.asyncio_tools import cancel, taken
 from deployments.clips.attempt import Attempt
 from deployments.clips.store import Claim, Claims
 from deployments.observability.logs import request_context
@@ -67,13 +67,17 @@ class ClipRunner:
                 if await self._storage_problem():
                     return
                 not_ready = await self._studio.not_ready()
-                claim = await self._claims.take([name for name in self._studio.cards() if name not in not_ready])
+                ready = [name for name in self._studio.cards() if name not in not_ready]
+                claim = await taken(self._claims.take(ready), self._give_back)
                 if claim is None:
                     return
                 await self.stop_clip(claim.clip.id)  # its claim expired while this process slept: the new one counts
                 self._start(self._attempt(claim))
         except Exception:  # the database or a deployment may be unavailable for a while
             logger.exception("no clip could be claimed")
+
+    async def _give_back(self, claim: Claim) -> None:
+        await self._claims.give_back(claim, wait_s=0, counts=False)
 
     def begin(self, claim: Claim) -> asyncio.Future[None]:
         """Start a new clip in addition. Return a future: done once a gang accepts it, or raising the reason."""

@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from deployments.clips.database import OPEN, ClipError, ClipRecord, ClipStatus, record_of, to_json
 from deployments.clips.eta import OpenClip, duration_key
 from deployments.clips.webhooks import Webhook, delivery, webhook_json
-from deployments.database.database import first_free, insert_into
+from deployments.database.database import first_free, insert_into, row_of
 from deployments.database.tables import ClipRow, DeliveryRow
 from deployments.observability.metrics import observe_clip_wait
 from deployments.service.interface import StageTimes
@@ -155,12 +155,11 @@ class Claims:
         now_s, owner = time.time(), secrets.token_hex(16)
         oldest = first_free(ClipRow.number, _free(now_s), ClipRow.model.in_(models))
         values = {"attempts": ClipRow.attempts + 1, "progress": 0, "num_previews": 0, "eta_at_s": None}
-        take = update(ClipRow).where(ClipRow.number == oldest).values(**self._claim(owner), **values).returning(ClipRow)
-        async with self.store.session() as session, session.begin():
-            row = await session.scalar(take)
+        take = update(ClipRow).where(ClipRow.number == oldest).values(**self._claim(owner), **values)
+        row = await row_of(self.store.engine, take.returning(*ClipRow.__table__.c))
         if row is None:
             return None
-        clip = record_of(row)
+        clip = record_of(ClipRow(**row._asdict()))
         if clip.attempts == 1:
             observe_clip_wait(row.model, now_s - row.created_at_s)
         return Claim(clip=clip, owner=owner)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import URL, ColumnElement, Connection, Dialect, ScalarSelect, event, select
+from sqlalchemy import URL, ColumnElement, Connection, Dialect, Executable, Row, ScalarSelect, event, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.orm import InstrumentedAttribute
 
+from deployments.asyncio_tools import finish
 from deployments.clips.storage import StorageFullError, StorageLostError, is_full
 from deployments.database.schema import prepare
 from deployments.database.tables import Base
@@ -78,6 +79,20 @@ def first_free(key: InstrumentedAttribute[T], *conditions: ColumnElement[bool], 
     """
     first = select(key).where(*conditions).order_by(key if by is None else by).limit(1)
     return first.with_for_update(skip_locked=True).scalar_subquery()
+
+
+async def row_of(engine: AsyncEngine, statement: Executable) -> Row[Any] | None:
+    """Execute a statement with RETURNING, and return its row; None if it has none.
+
+    It is not cut short: a connection that is cancelled while it reads such a row keeps SQLite's lock.
+    """
+
+    async def execute() -> Row[Any] | None:
+        async with engine.begin() as connection:
+            row: Row[Any] | None = (await connection.execute(statement)).one_or_none()
+            return row
+
+    return await finish(execute())
 
 
 async def open_database(text: str) -> AsyncEngine:

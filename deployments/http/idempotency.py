@@ -20,9 +20,9 @@ from fastapi import Header
 from pydantic import BaseModel
 from sqlalchemy import and_, delete, func, or_, select, update
 
-from deployments.asyncio_tools import cancel, to_the_end
+from deployments.asyncio_tools import cancel, taken, to_the_end
 from deployments.clips.storage import UNAVAILABLE
-from deployments.database.database import Database, insert_into
+from deployments.database.database import Database, insert_into, row_of
 from deployments.database.tables import AnswerRow
 from deployments.http.errors import ApiError
 from deployments.requests.request_errors import shown
@@ -113,8 +113,7 @@ class KnownRequests:
     async def _taken(self, turn: Turn) -> Turn:
         """Return the turn with the answer, or with this call as its owner, once no other works on the request."""
         while True:
-            mine = replace(turn, owner=secrets.token_hex(16))
-            if await self._take(mine):
+            if mine := await taken(self._take(replace(turn, owner=secrets.token_hex(16))), self._forget):
                 return mine
             query = select(AnswerRow.fingerprint, AnswerRow.answer).where(AnswerRow.name == turn.name)
             async with self._database.engine.connect() as connection:
@@ -123,8 +122,8 @@ class KnownRequests:
                 return replace(turn, fingerprint=row.fingerprint, answer=row.answer)
             await asyncio.sleep(LOOK_EVERY_S)
 
-    async def _take(self, turn: Turn) -> bool:
-        """Return whether the turn is this call's: nothing is known of the request, or it was long ago."""
+    async def _take(self, turn: Turn) -> Turn | None:
+        """Return the turn if it is this call's: nothing is known of the request, or it was long ago."""
         now_s, engine = time.time(), self._database.engine
         values = {"fingerprint": turn.fingerprint, "owner": turn.owner, "lease_until_s": now_s + self._lease_s}
         values |= {"created_at_s": now_s, "num_bytes": 0, "answer": None}
@@ -132,8 +131,7 @@ class KnownRequests:
         is_free = or_(is_old, and_(AnswerRow.answer.is_(None), AnswerRow.lease_until_s < now_s))
         insert = insert_into(AnswerRow, engine).values(name=turn.name, **values)
         take = insert.on_conflict_do_update(index_elements=["name"], set_=values, where=is_free)
-        async with engine.begin() as connection:
-            return (await connection.execute(take.returning(AnswerRow.name))).one_or_none() is not None
+        return None if await row_of(engine, take.returning(AnswerRow.name)) is None else turn
 
     @asynccontextmanager
     async def _held(self, turn: Turn) -> AsyncIterator[None]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import aiosqlite
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
@@ -16,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from deployments.clips.database import ClipError
 from deployments.clips.storage import StorageLostError
-from deployments.clips.store import ClipStore
+from deployments.clips.store import Claims, ClipStore
 from deployments.database.database import Database, database_url, open_database
 from deployments.database.schema import HEAD, MIGRATIONS
 from deployments.database.tables import Base
@@ -156,3 +160,29 @@ async def test_a_lost_database_ends_no_connection(tmp_path: Path) -> None:
     assert num_ended == 0
     await engine.dispose()
     assert num_ended == 1, "one connection is what they all had"
+
+
+async def test_a_cancelled_claim_keeps_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, fetching, fetch = tmp_path / "jobs.sqlite3", asyncio.Event(), aiosqlite.Cursor.fetchall
+
+    async def slowly(cursor: aiosqlite.Cursor) -> Any:
+        fetching.set()
+        await asyncio.sleep(0.05)
+        return await fetch(cursor)
+
+    engine = await open_database(f"sqlite:///{file}")
+    store = ClipStore(engine=engine)
+    clip = await store.create(REQUEST, "1")
+    with monkeypatch.context() as patched:
+        patched.setattr(aiosqlite.Cursor, "fetchall", slowly)
+        taking = asyncio.create_task(Claims(store=store, lease_s=60).take([REQUEST.model]))
+        await fetching.wait()
+        taking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+    with closing(sqlite3.connect(file, timeout=0)) as other:
+        other.execute("BEGIN IMMEDIATE")
+    found = await store.get(clip.id)
+    assert found is not None
+    assert found.attempts == 1, "the claim was written, whole"
+    await engine.dispose()
