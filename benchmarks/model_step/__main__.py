@@ -16,7 +16,8 @@ installed. On several GPUs they are divided as these projects do it (benchmarks/
 
 Pictures have 1024 x 1024 pixels, clips their models' usual sizes; on a CPU both are small. diffusers is timed eagerly
 and with its blocks compiled, with cuDNN's attention. On several GPUs it uses its Ulysses, where it has a plan; a
-process can then time nothing else. "ours" is the engine as a gang calls it, after what is made once a job is made.
+process can then time nothing else. "diffusers undivided" is what one GPU takes, for transformers that it does not
+divide. "ours" is the engine as a gang calls it, after what is made once a job is made.
 ``--exact`` compares with the module in float32. A strategy is right if its error is at most 1.2 x that of "eager".
 The last line is one JSON document. The status is 1 if nothing was measured of one of the models.
 """
@@ -49,7 +50,7 @@ from pipelines.size import Size
 
 MODELS = ("Z-Image-Turbo", "Qwen-Image", "FLUX.2-klein-4B", "FLUX.2-dev")
 CLIPS = ("Wan2.1-T2V-14B", "Wan2.2-I2V-A14B", "HunyuanVideo-1.5-480p_t2v", "LTX-2", "Cosmos3-Nano")
-MAKERS = ("eager", "diffusers", *PEERS, "ours compiled", "ours", "ours filled")
+MAKERS = ("eager", "diffusers", "diffusers undivided", *PEERS, "ours compiled", "ours", "ours filled")
 MAX_ERROR, MAX_FP8_ERROR = 0.05, 0.2
 """In bf16, sums in another order differ."""
 CUDNN = "_native_cudnn"
@@ -116,6 +117,7 @@ def results_of(model: PublishedModel, facts: Result, arguments: Arguments, world
     runs: dict[str, tuple[str, Callable[[], Result]]] = {
         "eager": ("diffusers eager", lambda: eager(model, reference, arguments)),
         "diffusers": ("diffusers compiled", lambda: diffusers(model, reference, arguments, world)),
+        "diffusers undivided": ("diffusers compiled, undivided", lambda: diffusers(model, reference, arguments, 1)),
         **{peer: (peer, partial(peer_times, model, reference, arguments, peer)) for peer in PEERS},
     }
     chosen = [run for name, run in runs.items() if name in arguments.makers]

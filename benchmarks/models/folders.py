@@ -84,7 +84,11 @@ def _is_tokenizer(published: Path, part: str) -> bool:
 def _diffusers_model(published: Path, part: str) -> Any:
     library, class_name = read_index(published)[part]
     module = "diffusers" if library == "diffusers" else f"diffusers.pipelines.{library}"
-    return getattr(import_module(module), class_name).from_config(dict(read_config(published, part)))
+    model = getattr(import_module(module), class_name).from_config(dict(read_config(published, part)))
+    if "latents_mean" in model.config and model.config.latents_mean is None:  # a checkpoint has its own
+        num = model.config.latent_channels
+        model.register_to_config(latents_mean=[0.0] * num, latents_std=[1.0] * num)
+    return model
 
 
 def _save(model: Any, folder: Path) -> None:

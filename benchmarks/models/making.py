@@ -24,11 +24,13 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def draw_vectors(module: nn.Module) -> None:
-    """Draw norms, biases and other vectors away from 1 and 0, which hide faults."""
+    """Draw norms, biases, other vectors, and matrices of zeros away from 1 and 0, which hide faults."""
     for name, parameter in module.named_parameters():
         if parameter.ndim == 1:
             noise = torch.randn_like(parameter)
             parameter.data.copy_(1 + 0.2 * noise if "norm" in name and "weight" in name else 0.05 * noise)
+        elif not parameter.any():  # a block whose gate is zero computes nothing that is seen
+            parameter.data.normal_(std=0.02)
 
 
 def without_init(package: str, *subpackages: str) -> None:

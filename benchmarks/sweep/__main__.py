@@ -113,7 +113,7 @@ def check_room(name: str, scratch: Path) -> None:
 
 def lone(name: str, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """In processes of their own, whose memory is free afterwards. RuntimeError says what they said."""
-    launch = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
     lock = ["--lock", str(arguments.lock)] if arguments.lock else []
     command = [sys.executable, *launch, "-m", LONE, name, *Asked.of(arguments).words(), *lock]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LONE_S)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import random
 import subprocess
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from PIL import Image
 
 from benchmarks.application.client import CLIPS, EDITS, IMAGES, PROMPT, TIMEOUT_S, data_of, timing
 from benchmarks.application.memory import samples_of
-from benchmarks.faults.timeline import records_of
+from benchmarks.faults.timeline import Record, records_of
 from benchmarks.serving.application import Application, serving
 from benchmarks.sweep.asked import Asked
 from deployments.cli.local import http_client
 from deployments.cli.serving import parse_config
 from deployments.config import ServeConfig
+from engines.core import logs
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
 from pipelines.size import Size
@@ -43,15 +45,23 @@ def measured(folder: Path, ranks: int, asked: Asked, turn: AbstractContextManage
     with serving(config_of(folder, ranks)) as application, memory_of(application) as peak:
         with turn, http_client(application.url, base_url=application.url, timeout=TIMEOUT_S) as client:
             found = answers_of(client, defaults, asked)
-        messages = {str(record["message"]) for record in records_of(application.logs)}
+        records = records_of(application.logs)
         ready_s = round(application.ready_s, 1)
+    messages = {str(record["message"]) for record in records}
     return {
         "through": "application",
         "ready_s": ready_s,
+        "phases_s": phases_of(records),
         **found,
         "captured": CAPTURED in messages,
         "gpu_gib": peak,
     }
+
+
+def phases_of(records: Iterable[Record]) -> dict[str, float]:
+    """Return the seconds of each phase of the start, in the process where it took longest."""
+    phases = sorted((record["took_s"], record["phase"]) for record in records if record["message"] == logs.MESSAGE)
+    return {phase: took_s for took_s, phase in phases}
 
 
 @contextmanager
@@ -124,8 +134,10 @@ def made(client: httpx.Client, defaults: Defaults, steps: int, size: Size, num_p
 
 
 def noise(size: Size) -> bytes:
+    """Return a PNG file, the same at each call."""
     file = io.BytesIO()
-    Image.effect_noise((size.width, size.height), 60).convert("RGB").save(file, "PNG")
+    pixels = random.Random(1).randbytes(3 * size.width * size.height)
+    Image.frombytes("RGB", (size.width, size.height), pixels).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
