@@ -109,7 +109,7 @@ class ShareActor:
             next_s = self._group.next_s(now_s)
             await self._wait(min(end_s - now_s, POLL_S if next_s is None else max(0.01, next_s)))
             self._group.settle(time.monotonic())
-            order = self._group.order(report)
+            order = self._group.order(report, time.monotonic())
         return order
 
     async def leave(self, token: str) -> None:

@@ -261,6 +261,7 @@ def replica_load(work_s: float | None = 1.0, **open_s: float) -> ReplicaLoad:
         report=lambda: report,
         open_work=lambda: works,
         work_s=lambda job: work_s,
+        wake_s=2.5,
     )
     return ReplicaLoad(cast("Any", stub), start_s=12.0)
 
@@ -283,6 +284,7 @@ def test_a_replica_reports_kinds_that_it_has_run_and_what_the_first_of_a_kind_co
     assert reported.step_s == {kind_of(REQUEST): pytest.approx(0.1)}
     assert reported.cold_s == 6.0, "beside it others may have run"
     assert reported.jobs == {"a": OpenWork(3.0, 3.0)}
+    assert reported.wake_s == 2.5
 
 
 def test_what_cannot_be_predicted_is_not_reported() -> None:
