@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.simulate_cluster import __main__ as program
 from benchmarks.simulate_cluster.cluster import Cluster, ClusterSpec, Picture, PictureJob, SimulatedReplica, Strategy
-from benchmarks.simulate_cluster.day import MIX, DayTraffic
+from benchmarks.simulate_cluster.day import MIX, PARTS_PER_HOUR, DayTraffic, public_heights
 from benchmarks.simulate_cluster.strategies import ByRequests, ByWork, FixedSize
 from engines.gang.autoscaling import ScalingRules
 
@@ -90,6 +90,22 @@ def test_a_day_has_its_shares_and_is_the_same_again() -> None:
         assert sum(one.size == size for one in arrivals) / len(arrivals) == pytest.approx(share, abs=0.02)
     assert HOURS.load_at(2.5 * 3600) == pytest.approx(4.8 * (0.08 + 0.92 * 0.85)), "the peak of the morning"
     assert replace(HOURS, from_hour=4.0).load_at(0) < 0.2 * 4.8
+
+
+def test_the_public_trace_is_followed_in_parts_of_an_hour() -> None:
+    """Its four days have 9,621 requests; the busiest hour keeps ``peak_load`` gangs busy."""
+    heights = public_heights()
+    assert len(heights) == 4 * 24 * PARTS_PER_HOUR
+    hours = [sum(heights[i : i + PARTS_PER_HOUR]) / PARTS_PER_HOUR for i in range(0, len(heights), PARTS_PER_HOUR)]
+    assert max(hours) == pytest.approx(1.0)
+    assert sum(hours) == pytest.approx(9621 / 400)
+    day = replace(HOURS, shape="gentd26", from_hour=0.0, hours=96.0)
+    busiest_s = 3600.0 * hours.index(max(hours))
+    busy = [day.load_at(busiest_s + 600 * i) for i in range(PARTS_PER_HOUR)]
+    assert sum(busy) / PARTS_PER_HOUR == pytest.approx(HOURS.peak_load)
+    assert day.load_at(96 * 3600.0) == day.load_at(0.0), "it repeats"
+    arrivals = list(replace(day, from_hour=busiest_s / 3600, hours=1.0).arrivals())
+    assert len(arrivals) == pytest.approx(3600 * HOURS.peak_load / HOURS.mean_s, rel=0.1)
 
 
 def test_by_work_fewer_gpu_hours_give_no_more_late_pictures() -> None:
