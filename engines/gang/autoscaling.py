@@ -120,10 +120,11 @@ class ArrivalHistory:
             before = self._last.get(name, report if is_first else GangReport())
             if report.num_arrived < before.num_arrived:  # the gang was rebuilt under the same name
                 before = GangReport()
+            # The difference first: no rounding may make a sum fall.
             sums = (
-                sums[0] + report.num_arrived - before.num_arrived,
-                sums[1] + report.arrived_s - before.arrived_s,
-                sums[2] + report.arrived_s2 - before.arrived_s2,
+                sums[0] + max(0.0, report.num_arrived - before.num_arrived),
+                sums[1] + max(0.0, report.arrived_s - before.arrived_s),
+                sums[2] + max(0.0, report.arrived_s2 - before.arrived_s2),
             )
         self._last = dict(seen.gangs)
         grew = not is_first and sums[0] > self._sums[-1][0]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from engines.gang.autoscaling import (
     ALERT_SHARE,
     LATE_SHARE,
+    ArrivalHistory,
     GangReport,
     GangScaler,
     Observation,
@@ -218,6 +220,20 @@ def test_a_restarted_controller_ends_no_gang_at_once() -> None:
     assert scaler.decide(Observation(now_s=0.0, target=3, gangs=gangs)) == 3
     assert scaler.decide(Observation(now_s=scaler.hold_s - 1, target=3, gangs=gangs)) == 3
     assert scaler.decide(Observation(now_s=scaler.hold_s + 1, target=3, gangs=gangs)) == 1
+
+
+def test_no_rounding_makes_arrivals_fall() -> None:
+    """Sums of many gangs whose reports have large and small fractions, over a time in which nothing comes."""
+    history, random = ArrivalHistory(), Random(1)
+    sums = [[0.0, 0.0, 0.0] for _ in range(9)]
+    for tick in range(400):
+        if tick % 20 < 10:
+            for each in sums:
+                job_s = random.choice((0.6, 1.9, 11.1))
+                each[:] = each[0] + 1, each[1] + job_s, each[2] + job_s**2
+        gangs = {str(i): GangReport(num_arrived=a, arrived_s=b, arrived_s2=c) for i, (a, b, c) in enumerate(sums)}
+        history.hear(Observation(now_s=2.0 * tick, target=9, gangs=gangs))
+        assert min(history.between(2.0 * tick - 8.0, 2.0 * tick)) >= 0.0
 
 
 def test_a_rebuilt_gang_counts_from_zero() -> None:
