@@ -172,15 +172,16 @@ class Arbiter:
         ends_s = [one.turn_since_s + turn_s for one in awake for turn_s in (one.min_turn_s, one.max_turn_s)]
         return min([LINGER_S, *(end_s - now_s for end_s in ends_s if end_s > now_s + SHORTEST_S)])
 
-    def wake_s(self, name: str, now_s: float) -> float:
+    def wake_s(self, name: str, now_s: float, wanted: frozenset[str]) -> float:
         """Return the predicted seconds until a model is awake, if it has work from now on; 0 if it is awake.
 
-        ``decide`` says who wakes up next, as if no further work came. Models that are awake share the devices' time.
-        At most ``FORESEEN_S``, and the swaps of the model's own wake-up.
+        ``wanted`` are the models that are to be awake now. ``decide`` says who wakes up next, as if no further work
+        came. Models that are awake share the devices' time. At most ``FORESEEN_S``, and the model's own wake-up.
         """
-        if self.sharers[name].is_awake:
+        if self.sharers[name].is_awake and name in wanted:
             return 0.0
-        future, at_s = self._copy(), now_s
+        future = self._copy()
+        at_s = now_s + future._swap(wanted, now_s)
         sharer = future.sharers[name]
         if not sharer.demand.backlog_s:
             future.hear(name, Demand(backlog_s=sharer.usual_backlog_s), at_s)

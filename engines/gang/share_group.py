@@ -132,7 +132,7 @@ class ShareGroup:
     def order(self, report: ShareReport, now_s: float) -> ShareOrder:
         """Return the state that the sender of ``report`` is to reach."""
         sharer = self._arbiter.sharers.get(report.model)
-        wake_s = 0.0 if sharer is None else self._arbiter.wake_s(report.model, now_s)
+        wake_s = 0.0 if sharer is None else self._arbiter.wake_s(report.model, now_s, self._target)
         return ShareOrder(state=self._state(report), pinned=self._pinned.get(report.token), wake_s=wake_s)
 
     def next_s(self, now_s: float) -> float | None:
@@ -140,6 +140,10 @@ class ShareGroup:
         if any(member.report.state == "waiting" for member in self._members.values()):
             return 0.5
         return self._arbiter.next_s(now_s)
+
+    @property
+    def has_work(self) -> bool:
+        return any(member.report.demand.backlog_s for member in self._members.values())
 
     @property
     def is_empty(self) -> bool:
@@ -179,8 +183,7 @@ class ShareGroup:
             self._loading = min(waiting, key=lambda one: one.asked_s).report.model
 
     def _may_load(self, now_s: float) -> bool:
-        have_work = any(one.report.demand.backlog_s for one in self._members.values())
-        return now_s >= self._load_from_s or not have_work
+        return now_s >= self._load_from_s or not self.has_work
 
     # Memory.
 
