@@ -19,6 +19,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
@@ -91,6 +92,8 @@ def strategies(spec: ClusterSpec, arguments: argparse.Namespace) -> Iterator[tup
     """Yield what is compared, by name."""
     rules = ScalingRules(target_wait_s=arguments.target_wait_s, min_gangs=spec.min_gangs, max_gangs=spec.max_gangs)
     yield "work", ByWork(rules)
+    if spec.gangs_per_node > 1:
+        yield "work, whole nodes", ByWork(replace(rules, gangs_per_node=spec.gangs_per_node))
     for target in arguments.ongoing:
         yield f"requests, {target:g} each", ByRequests(spec.min_gangs, spec.max_gangs, target)
     for share in arguments.fixed:

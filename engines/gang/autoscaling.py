@@ -52,12 +52,16 @@ class ScalingRules:
     max_gangs: int = 1
     idle_s: float = 300.0
     """Time without work before the last gang ends, if ``min_gangs`` is 0."""
+    gangs_per_node: int = 1
+    """Gangs for which a node has room. A node costs the same with fewer, so whole nodes are filled."""
 
     def __post_init__(self) -> None:
         if not self.target_wait_s > 0:
             raise ValueError(f"target_wait_s is {self.target_wait_s:g}: give a positive number of seconds")
         if not 0 <= self.min_gangs <= self.max_gangs or not self.max_gangs:
             raise ValueError(f"min {self.min_gangs} and max {self.max_gangs} gangs: 0 <= min <= max, and max >= 1")
+        if self.gangs_per_node < 1:
+            raise ValueError(f"gangs_per_node is {self.gangs_per_node}: give a whole number, at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,8 +254,8 @@ class GangScaler:
         held = self._enough.push(seen.now_s, enough, self.hold_s)
         target = self._within_limits(seen.target)
         if target < least:
-            return enough
-        return 0 if held <= 1 and not enough else min(target, held)
+            return self._whole_nodes(enough)
+        return 0 if held <= 1 and not enough else self._whole_nodes(min(target, held))
 
     def settle(self, seen: Observation, want: int, granted: int) -> int:
         """Return the new target for ``want`` gangs, of which ``granted`` have room. No gang with a job is ended.
@@ -266,6 +270,11 @@ class GangScaler:
             target = max(target, keep)
         self._starts.order(seen.now_s, target)
         return target
+
+    def _whole_nodes(self, num: int) -> int:
+        """Return ``num`` gangs and those for which their nodes have room too."""
+        per_node = self._rules.gangs_per_node
+        return min(self._rules.max_gangs, -(-num // per_node) * per_node)
 
     def _within_limits(self, num: int) -> int:
         return min(self._rules.max_gangs, max(self._rules.min_gangs, num))

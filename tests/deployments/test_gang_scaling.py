@@ -141,13 +141,15 @@ def test_models_of_one_application_share_ranks_by_priority() -> None:
 
 
 def test_serve_takes_the_policy_and_its_own_delays_do_not_add_to_it() -> None:
-    scaling = GangScalingConfig(target_wait_s=8.0, min_replicas=0, max_replicas=3, idle_s=90.0, priority=2.0)
+    scaling = GangScalingConfig(
+        target_wait_s=8.0, min_replicas=0, max_replicas=3, idle_s=90.0, priority=2.0, gangs_per_node=2
+    )
     options = work_scaling(DenoiserConfig(autoscaling=scaling, num_ranks=2), max_ranks=6)
     with pytest.warns(DeprecationWarning, match="metrics_interval_s"):
         known = ServeAutoscaling(**options["autoscaling_config"])
     assert (known.upscale_delay_s, known.downscale_delay_s, known.max_replicas) == (0.0, 0.0, 3)
     policy = known.policy.get_policy()(**known.policy.policy_kwargs)
-    assert policy(context(0.0, {}, num_requests=1.0))[0] == 1
+    assert policy(context(0.0, {}, num_requests=1.0))[0] == 2, "a gang, and the other of its node"
     assert autoscaling.DEMANDS["Denoiser-m"][1].priority == 2.0, "pickled by value, it shares the module's demands"
 
 

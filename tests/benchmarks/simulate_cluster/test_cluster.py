@@ -136,5 +136,10 @@ def test_the_last_line_is_one_document(monkeypatch: pytest.MonkeyPatch, capsys: 
     program.main()
     printed = capsys.readouterr()
     document = json.loads(printed.out.splitlines()[-1])
-    assert [row["strategy"] for row in document["rows"]] == ["work", "requests, 2 each", "fixed, 100%"]
+    assert [row["strategy"] for row in document["rows"]] == [
+        "work",
+        "work, whole nodes",
+        "requests, 2 each",
+        "fixed, 100%",
+    ]
     assert "8 GPUs: at least" in printed.err
