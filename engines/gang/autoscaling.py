@@ -30,6 +30,9 @@ MIN_HOLD_S, HOLD_STARTS = 10.0, 1.0
 An idle gang that is kept for as long as a start takes costs at most twice the optimum (ski rental). Gandhi et al. 2012,
 "AutoScale: Dynamic, Robust Capacity Management for Multi-Tier Data Centers", delay the end of servers likewise.
 """
+CLEAR_STARTS = 2.0
+"""A backlog is cleared within this many starts of a gang. Its requests are late by then, so haste costs more than it
+gives: on a day of sudden rises 1 start took 2.7 % more GPU-hours than 2, for 0.2 points fewer late requests."""
 MAX_CV2 = 3.0
 """Limit of the squared coefficient of variation of job times, which few jobs estimate badly."""
 NEWEST_PARTS, SIGNIFICANCE = (1 / 2, 1 / 4, 1 / 8), 4.0
@@ -294,7 +297,7 @@ class GangScaler:
         backlog_s = sum(report.backlog_s for report in seen.gangs.values()) + seen.num_unassigned * job_s
         # Work left when gangs that are ordered now run. Above half the target wait, it is cleared within the horizon.
         left_s = max(0.0, backlog_s + (load - num) * lead_s)
-        horizon_s = max(wait_s, lead_s)
+        horizon_s = max(wait_s, CLEAR_STARTS * lead_s)
         clearing = (load + left_s / horizon_s) / (1 + wait_s / 2 / horizon_s)
         need = max(math.ceil(clearing - 1e-9) if left_s > num * wait_s / 2 else 0, 1)
         if not job_s:
