@@ -51,7 +51,7 @@ class ShareOrder:
     pinned: tuple[int, ...] | None = None
     """Host memory that each process may pin; None until it has loaded, or without a limit."""
     wake_s: float = 0.0
-    """Predicted seconds until the model is awake, if it has work from now on; 0 if it is awake."""
+    """Predicted seconds until the model is awake, if it has work from now on; 0 if it is awake. For denoisers."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -131,8 +131,8 @@ class ShareGroup:
 
     def order(self, report: ShareReport, now_s: float) -> ShareOrder:
         """Return the state that the sender of ``report`` is to reach."""
-        sharer = self._arbiter.sharers.get(report.model)
-        wake_s = 0.0 if sharer is None else self._arbiter.wake_s(report.model, now_s, self._target)
+        foresees = report.stage == "denoiser" and report.model in self._arbiter.sharers
+        wake_s = self._arbiter.wake_s(report.model, now_s, self._target) if foresees else 0.0
         return ShareOrder(state=self._state(report), pinned=self._pinned.get(report.token), wake_s=wake_s)
 
     def next_s(self, now_s: float) -> float | None:
