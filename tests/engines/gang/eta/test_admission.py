@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from engines.gang.eta.measured_times import StepTimes
 from engines.gang.eta.prediction import StepPrediction, shape_name
 from engines.gang.gang import Gang
 from engines.gang.gang_config import GangConfig
-from engines.gang.jobs.job import Job, JobDone
+from engines.gang.jobs.job import Job, JobDone, JobQueued
 from engines.gang.jobs.job_table import JobTable
 from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.ledger import InFlightStep, Ledger
@@ -140,8 +141,11 @@ def test_the_first_job_of_a_gang_that_sleeps_is_refused_for_the_swap_alone() -> 
 async def test_a_gang_that_sleeps_expects_its_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the arbiter foresees, less what has passed since, and no less than a wake-up took."""
     monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
-    clock = SetClock()
-    parts: Any = {"infos": (), "team_sizes": (NUM_RANKS,), "model": MODEL, "clock": clock}
+    clock, known = SetClock(), StepTimes()
+    for _ in range(2):
+        known.hear_step(job_of("a", SMALL), NUM_RANKS, STEPS_S[SMALL])
+    assert known.changed()
+    parts: Any = {"infos": (), "team_sizes": (NUM_RANKS,), "model": MODEL, "clock": clock, "step_times": known}
     gang = Gang(GangConfig(num_ranks=NUM_RANKS), SetRanks(NUM_RANKS, clock).actors, **parts)
     gang.expect_wake(7.0)
     assert gang.wake_s == 0.0, "it is awake"
@@ -149,6 +153,10 @@ async def test_a_gang_that_sleeps_expects_its_wake_up(monkeypatch: pytest.Monkey
     assert gang.wake_s == pytest.approx(7.0)
     await clock.advance(3.0)
     assert gang.wake_s == pytest.approx(4.0)
+    async with aclosing(gang.submit_grouped(job_of("a", SMALL), every_s=0.1)) as groups:
+        (queued,) = await anext(groups)
+        assert isinstance(queued, JobQueued)
+        assert queued.eta_s == pytest.approx(SMALL_S + 4.0)
     await clock.advance(30.0)
     assert gang.wake_s == 0.0
     gang.expect_wake(2.0)
