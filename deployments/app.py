@@ -174,6 +174,7 @@ def work_scaling(config: DenoiserConfig, max_ranks: int | None) -> dict[str, Any
         "max_gangs": scaling.max_replicas,
         "idle_s": scaling.idle_s,
         "priority": scaling.priority,
+        "gangs_per_node": scaling.gangs_per_node,
         "num_ranks": config.num_ranks,
         "max_ranks": max_ranks,
     }

@@ -34,10 +34,17 @@ class ScaleByWork:
         max_gangs: int,
         idle_s: float,
         priority: float = 1.0,
+        gangs_per_node: int = 1,
         num_ranks: int = 1,
         max_ranks: int | None = None,
     ) -> None:
-        rules = ScalingRules(target_wait_s=target_wait_s, min_gangs=min_gangs, max_gangs=max_gangs, idle_s=idle_s)
+        rules = ScalingRules(
+            target_wait_s=target_wait_s,
+            min_gangs=min_gangs,
+            max_gangs=max_gangs,
+            idle_s=idle_s,
+            gangs_per_node=gangs_per_node,
+        )
         self._scaler = GangScaler(rules)
         self._priority, self._num_ranks, self._max_ranks = priority, num_ranks, max_ranks
         self._decided_s: float | None = None

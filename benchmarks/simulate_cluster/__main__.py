@@ -1,10 +1,15 @@
 """GPU-hours, attainment and waits of a cluster under a day's traffic, by discrete events.
 
-    python -m benchmarks.simulate_cluster [--gpus 8 64] [--hours 24] [--target-wait-s 10] [--node-start-s 240]
+    python -m benchmarks.simulate_cluster [--gpus 8 64] [--hours 24] [--target-wait-s 10] [--shape gentd26]
+    python -m benchmarks.simulate_cluster --share 1 2 4 [--own 1 2] [--load 0.3]
 
 Compares scaling by predicted work (the objects that Ray Serve calls) with Ray Serve's counting of requests and with
 clusters of a fixed size, on the same trace. A picture is in time if it waits for others no longer than the target.
 Nodes cost from their order to their end. The last line is one JSON document.
+
+``--share`` compares four models that take turns on the same GPUs (the arbiter that a share group asks) with a gang for
+each model on GPUs of its own (``--own``), on the same trace. A picture is in time if it takes no longer than alone on
+one GPU, and the target wait.
 """
 
 from __future__ import annotations
@@ -14,11 +19,22 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from statistics import fmean, median
 from typing import Any
 
 from benchmarks.simulate_cluster.cluster import Cluster, ClusterSpec, Strategy
-from benchmarks.simulate_cluster.day import DayTraffic
+from benchmarks.simulate_cluster.day import SHAPES, DayTraffic
+from benchmarks.simulate_cluster.shared_gpus import (
+    MODELS,
+    AllAwake,
+    ByArbiter,
+    ByArrival,
+    ModelRequest,
+    SharedGpus,
+    Turns,
+    with_models,
+)
 from benchmarks.simulate_cluster.strategies import ByRequests, ByWork, FixedSize
 from engines.gang.autoscaling import ScalingRules
 
@@ -28,6 +44,12 @@ WARM_SHARE = 1.3
 
 def main() -> None:
     arguments = parse()
+    rows = sharing_rows(arguments) if arguments.share else scaling_rows(arguments)
+    print(json.dumps({**vars(arguments), "rows": rows}))
+
+
+def scaling_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the figures of each strategy for one model on each number of GPUs."""
     rows = []
     for num_gpus in arguments.gpus:
         spec, day = cluster_of(arguments, num_gpus), day_of(arguments, num_gpus)
@@ -36,7 +58,7 @@ def main() -> None:
             row = {"gpus": num_gpus, "strategy": name, **simulate(spec, day, strategy, arguments.target_wait_s)}
             print(line(row), file=sys.stderr, flush=True)
             rows.append(row)
-    print(json.dumps({**vars(arguments), "rows": rows}))
+    return rows
 
 
 def cluster_of(arguments: argparse.Namespace, num_gpus: int) -> ClusterSpec:
@@ -57,6 +79,7 @@ def day_of(arguments: argparse.Namespace, num_gpus: int) -> DayTraffic:
         from_hour=arguments.from_hour,
         hours=arguments.hours,
         seed=arguments.seed,
+        shape=arguments.shape,
     )
 
 
@@ -69,6 +92,8 @@ def strategies(spec: ClusterSpec, arguments: argparse.Namespace) -> Iterator[tup
     """Yield what is compared, by name."""
     rules = ScalingRules(target_wait_s=arguments.target_wait_s, min_gangs=spec.min_gangs, max_gangs=spec.max_gangs)
     yield "work", ByWork(rules)
+    if spec.gangs_per_node > 1:
+        yield "work, whole nodes", ByWork(replace(rules, gangs_per_node=spec.gangs_per_node))
     for target in arguments.ongoing:
         yield f"requests, {target:g} each", ByRequests(spec.min_gangs, spec.max_gangs, target)
     for share in arguments.fixed:
@@ -99,6 +124,65 @@ def simulate(spec: ClusterSpec, day: DayTraffic, strategy: Strategy, target_wait
     return row
 
 
+def sharing_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the figures of models that share GPUs, and of models with GPUs of their own."""
+    day = DayTraffic(
+        peak_load=arguments.load * len(MODELS),
+        num_ranks=1,
+        from_hour=arguments.from_hour,
+        hours=arguments.hours,
+        seed=arguments.seed,
+        shape=arguments.shape,
+    )
+    requests, rows = with_models(day.arrivals()), []
+    for name, num_gpus, groups in layouts(arguments):
+        figures = share(groups, requests, day, arguments.target_wait_s)
+        row = {"layout": name, "gpus": num_gpus, "gpu_hours_per_1000": 1e3 * num_gpus * day.hours / len(requests)}
+        rows.append(row | figures)
+        print(sharing_line(rows[-1]), file=sys.stderr, flush=True)
+    return rows
+
+
+def layouts(arguments: argparse.Namespace) -> Iterator[tuple[str, int, list[SharedGpus]]]:
+    """Yield what is compared: name, number of GPUs, and the groups of models."""
+    for num_ranks in arguments.own:
+        groups = [SharedGpus([model], num_ranks, AllAwake()) for model in MODELS]
+        yield f"{num_ranks} for each model", num_ranks * len(MODELS), groups
+    turns: tuple[tuple[str, Turns], ...]
+    for num_ranks in arguments.share:
+        turns = (("the arbiter", ByArbiter(MODELS)), ("arrival", ByArrival()))
+        for name, one in turns:
+            yield f"{num_ranks} shared, by {name}", num_ranks, [SharedGpus(MODELS, num_ranks, one)]
+
+
+def share(
+    groups: Sequence[SharedGpus], requests: Sequence[ModelRequest], day: DayTraffic, target_wait_s: float
+) -> dict[str, Any]:
+    """Return the figures of one layout."""
+    for group in groups:
+        names = {model.name for model in group.models}
+        group.run(request for request in requests if request.model in names)
+    latencies = [one for group in groups for one in group.latencies_s]
+    latencies_s = sorted(latency_s for _, latency_s in latencies)
+    return {
+        "num": len(latencies),
+        "in_time": sum(latency_s <= day.lone_s[size] + target_wait_s for size, latency_s in latencies) / len(latencies),
+        "mean_s": fmean(latencies_s),
+        "median_s": median(latencies_s),
+        "p99_s": latencies_s[int(0.99 * len(latencies_s))],
+        "num_swaps": sum(group.num_swaps for group in groups),
+        "swap_share": sum(group.swap_s for group in groups) / (3600 * day.hours),
+    }
+
+
+def sharing_line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['gpus']:3} GPUs, {row['layout']:24} {row['gpu_hours_per_1000']:7.3f} GPU-h/1000, "
+        f"{row['in_time']:7.2%} in time, latency mean {row['mean_s']:7.2f} median {row['median_s']:6.2f} "
+        f"p99 {row['p99_s']:8.2f} s, {row['num_swaps']} swaps ({row['swap_share']:.1%} of the time)"
+    )
+
+
 def line(row: dict[str, Any]) -> str:
     decision = (
         "{median:.3f} ms (p99 {p99:.3f}) a decision, ".format(**row["decision_ms"]) if "decision_ms" in row else ""
@@ -120,10 +204,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--node-start-s", type=float, default=240.0)
     parser.add_argument("--gang-start-s", type=float, default=28.0)
     parser.add_argument("--min-gangs", type=int, default=1)
+    parser.add_argument("--shape", default="peaks", choices=SHAPES, help="of the load: two peaks, or a public trace")
     parser.add_argument("--from-hour", type=float, default=0.0)
     parser.add_argument("--hours", type=float, default=24.0)
     parser.add_argument("--ongoing", type=float, nargs="*", default=[1.0, 2.0], help="target_ongoing_requests of Serve")
     parser.add_argument("--fixed", type=float, nargs="*", default=[1.0, 0.8], help="shares of all GPUs")
+    parser.add_argument("--share", type=int, nargs="*", default=[], help="GPUs that four models share: 1, 2 or 4")
+    parser.add_argument("--own", type=int, nargs="*", default=[1], help="GPUs of each model: 1, 2 or 4")
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args(argv)
 

@@ -23,8 +23,11 @@ from engines.gang.placement import shared_bundles
 from engines.gang.share_group import ShareGroup, ShareOrder, ShareReport
 
 NAMESPACE = "troupe"
-POLL_S = 2.0
-"""Longest time until a report is answered."""
+POLL_S, FORESEE_EVERY_S = 2.0, 0.5
+"""Longest time until a report is answered: in general, and that of a sleeping gang while a model works.
+
+A gang predicts with the wake-up that the last answer foresees.
+"""
 UNUSED_S = 3.0
 """Without members for this long, the actor ends and frees the GPUs."""
 
@@ -101,16 +104,19 @@ class ShareActor:
         begun_s, self._newest[report.token] = time.monotonic(), report
         order = self._group.hear(report, begun_s)
         self._notify()
-        end_s = begun_s + POLL_S
         while order.state == report.state and self._newest.get(report.token) is report:
-            now_s = time.monotonic()
+            now_s, end_s = time.monotonic(), begun_s + self._poll_s(report)
             if now_s >= end_s:
                 break
             next_s = self._group.next_s(now_s)
             await self._wait(min(end_s - now_s, POLL_S if next_s is None else max(0.01, next_s)))
             self._group.settle(time.monotonic())
-            order = self._group.order(report)
+            order = self._group.order(report, time.monotonic())
         return order
+
+    def _poll_s(self, report: ShareReport) -> float:
+        foresees = report.stage == "denoiser" and report.state == "asleep" and self._group.has_work
+        return FORESEE_EVERY_S if foresees else POLL_S
 
     async def leave(self, token: str) -> None:
         """Forget a process that ends."""

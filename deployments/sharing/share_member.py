@@ -43,6 +43,8 @@ class ShareMember:
         """Duration of the last wake-up and the last sleep."""
         self._task: asyncio.Task[None] | None = None
         self._has_news = asyncio.Event()
+        self.on_wake_s: Callable[[float], object] = lambda wake_s: None
+        """Called with the predicted seconds until the model is awake, after each answer of the arbiter."""
 
     def look(self) -> None:
         """Look at the work now. Call it in the event loop when new work comes."""
@@ -125,6 +127,7 @@ class ShareMember:
         while True:
             try:
                 order: ShareOrder = await self._actor.exchange.remote(replace(self._report))
+                self.on_wake_s(order.wake_s)
                 return order
             except RayActorError as error:
                 logger.warning("the arbiter of shared GPUs does not answer: %s", error)

@@ -99,7 +99,7 @@ class Denoiser:
         )
         self._load = ReplicaLoad(self._gang, start_s=time.time() - psutil.Process().create_time())
         if self._member is not None:
-            self._gang.on_open = self._member.look
+            self._gang.on_open, self._member.on_wake_s = self._member.look, self._gang.expect_wake
             self._uses = await self._gang.memory_uses()
             await self._gang.reserve_host_memory(await self._member.loaded(self._uses))
         self._had_check = False

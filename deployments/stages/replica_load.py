@@ -73,6 +73,7 @@ class ReplicaLoad:
             step_s=self._step_s,
             cold_s=self._cold_s or 0.0,
             by_urgency=by_urgency,
+            wake_s=self._gang.wake_s,
         )
         return load.to_stats()
 

@@ -58,7 +58,7 @@ class AutoscalingConfig(BaseModel):
 
 
 BY_REQUESTS = ("target_ongoing_requests", "look_back_period_s", "upscale_delay_s", "downscale_delay_s")
-BY_WORK = ("idle_s", "priority")
+BY_WORK = ("idle_s", "priority", "gangs_per_node")
 
 
 class GangScalingConfig(AutoscalingConfig):
@@ -70,6 +70,8 @@ class GangScalingConfig(AutoscalingConfig):
     """Time without work before the last gang ends, if ``min_replicas`` is 0."""
     priority: PositiveFloat = 1.0
     """Models of higher priority get gangs first, within the application's ``max_ranks``."""
+    gangs_per_node: PositiveInt = 1
+    """Gangs for which a node has room: whole nodes are filled, since they cost the same with fewer."""
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> Self:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 DeviceBytes = Mapping[str, int]
 """Bytes by device id."""
@@ -28,6 +28,9 @@ USUAL_BANDWIDTH = 20e9
 """Bytes per second of a swap that was not measured yet."""
 SHORTEST_S = 0.01
 """Shortest time until a decision is looked at again."""
+FORESEEN_S = 120.0
+COARSE_SHARE = 1 / 32
+"""A wake-up is predicted so far ahead, with decisions further apart by this share of the time ahead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +80,8 @@ class Sharer:
     """Begin of the turn; while nobody waits, turns do not count."""
     busy_s: float = -math.inf
     """When it had work for the last time."""
+    usual_backlog_s: float = SHORTEST_S
+    """Backlog with which its last work began."""
 
     @property
     def weights(self) -> Mapping[str, int]:
@@ -133,6 +138,8 @@ class Arbiter:
         sharer = self.sharers[name]
         if demand.backlog_s or sharer.demand.backlog_s:
             sharer.busy_s = now_s
+        if demand.backlog_s and not sharer.demand.backlog_s:
+            sharer.usual_backlog_s = demand.backlog_s
         sharer.demand = demand
         self._note_wait(sharer, now_s)
 
@@ -165,9 +172,55 @@ class Arbiter:
         ends_s = [one.turn_since_s + turn_s for one in awake for turn_s in (one.min_turn_s, one.max_turn_s)]
         return min([LINGER_S, *(end_s - now_s for end_s in ends_s if end_s > now_s + SHORTEST_S)])
 
+    def wake_s(self, name: str, now_s: float, wanted: frozenset[str]) -> float:
+        """Return the predicted seconds until a model is awake, if it has work from now on; 0 if it is awake.
+
+        ``wanted`` are the models that are to be awake now. ``decide`` says who wakes up next, as if no further work
+        came. Models that are awake share the devices' time. At most ``FORESEEN_S``, and the model's own wake-up.
+        """
+        if self.sharers[name].is_awake and name in wanted:
+            return 0.0
+        future = self._copy()
+        at_s = now_s + future._swap(wanted, now_s)
+        sharer = future.sharers[name]
+        if not sharer.demand.backlog_s:
+            future.hear(name, Demand(backlog_s=sharer.usual_backlog_s), at_s)
+        while not sharer.is_awake:
+            wanted = future.decide(at_s) if at_s - now_s < FORESEEN_S else frozenset({name})
+            at_s += future._swap(wanted, at_s)
+            if not sharer.is_awake:
+                step_s = max(future.next_s(at_s) or LINGER_S, COARSE_SHARE * (at_s - now_s))
+                at_s += step_s
+                future._work(step_s, at_s)
+        return at_s - now_s
+
     def fits(self, names: Iterable[str]) -> bool:
         """Return whether these models fit together while all others are asleep."""
         return not self._lacking(set(names))
+
+    def _copy(self) -> Arbiter:
+        copied = Arbiter(self.capacity)
+        copied.sharers = {name: replace(sharer) for name, sharer in self.sharers.items()}
+        return copied
+
+    def _swap(self, wanted: frozenset[str], now_s: float) -> float:
+        """Bring exactly ``wanted`` onto the devices. Return the seconds that it takes: half a swap each way."""
+        moving = [sharer for sharer in self.sharers.values() if sharer.is_awake != (sharer.name in wanted)]
+        leaving_s = max((one.cost_s / 2 for one in moving if one.is_awake), default=0.0)
+        coming_s = max((one.cost_s / 2 for one in moving if not one.is_awake), default=0.0)
+        for one in moving:
+            self.moved(one.name, is_awake=not one.is_awake, now_s=now_s + leaving_s + coming_s)
+        return leaving_s + coming_s
+
+    def _work(self, by_s: float, now_s: float) -> None:
+        """Let the models that are awake work for ``by_s``, up to ``now_s``."""
+        busy = [sharer for sharer in self.sharers.values() if sharer.is_awake and sharer.demand.backlog_s]
+        for one in busy:
+            ending_s = None if one.demand.ending_s is None else one.demand.ending_s - by_s / len(busy)
+            left_s = one.demand.backlog_s - by_s / len(busy)
+            is_open = ending_s is None or ending_s > 0
+            left = replace(one.demand, backlog_s=left_s, ending_s=ending_s if is_open else None)
+            self.hear(one.name, left if left_s > 0 else IDLE, now_s)
 
     def _note_wait(self, sharer: Sharer, now_s: float) -> None:
         if sharer.is_awake or not sharer.demand.backlog_s:

@@ -30,6 +30,9 @@ MIN_HOLD_S, HOLD_STARTS = 10.0, 1.0
 An idle gang that is kept for as long as a start takes costs at most twice the optimum (ski rental). Gandhi et al. 2012,
 "AutoScale: Dynamic, Robust Capacity Management for Multi-Tier Data Centers", delay the end of servers likewise.
 """
+CLEAR_STARTS = 2.0
+"""A backlog is cleared within this many starts of a gang. Its requests are late by then, so haste costs more than it
+gives: on a day of sudden rises 1 start took 2.7 % more GPU-hours than 2, for 0.2 points fewer late requests."""
 MAX_CV2 = 3.0
 """Limit of the squared coefficient of variation of job times, which few jobs estimate badly."""
 NEWEST_PARTS, SIGNIFICANCE = (1 / 2, 1 / 4, 1 / 8), 4.0
@@ -52,12 +55,16 @@ class ScalingRules:
     max_gangs: int = 1
     idle_s: float = 300.0
     """Time without work before the last gang ends, if ``min_gangs`` is 0."""
+    gangs_per_node: int = 1
+    """Gangs for which a node has room. A node costs the same with fewer, so whole nodes are filled."""
 
     def __post_init__(self) -> None:
         if not self.target_wait_s > 0:
             raise ValueError(f"target_wait_s is {self.target_wait_s:g}: give a positive number of seconds")
         if not 0 <= self.min_gangs <= self.max_gangs or not self.max_gangs:
             raise ValueError(f"min {self.min_gangs} and max {self.max_gangs} gangs: 0 <= min <= max, and max >= 1")
+        if self.gangs_per_node < 1:
+            raise ValueError(f"gangs_per_node is {self.gangs_per_node}: give a whole number, at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,10 +127,11 @@ class ArrivalHistory:
             before = self._last.get(name, report if is_first else GangReport())
             if report.num_arrived < before.num_arrived:  # the gang was rebuilt under the same name
                 before = GangReport()
+            # The difference first: no rounding may make a sum fall.
             sums = (
-                sums[0] + report.num_arrived - before.num_arrived,
-                sums[1] + report.arrived_s - before.arrived_s,
-                sums[2] + report.arrived_s2 - before.arrived_s2,
+                sums[0] + max(0.0, report.num_arrived - before.num_arrived),
+                sums[1] + max(0.0, report.arrived_s - before.arrived_s),
+                sums[2] + max(0.0, report.arrived_s2 - before.arrived_s2),
             )
         self._last = dict(seen.gangs)
         grew = not is_first and sums[0] > self._sums[-1][0]
@@ -249,8 +257,8 @@ class GangScaler:
         held = self._enough.push(seen.now_s, enough, self.hold_s)
         target = self._within_limits(seen.target)
         if target < least:
-            return enough
-        return 0 if held <= 1 and not enough else min(target, held)
+            return self._whole_nodes(enough)
+        return 0 if held <= 1 and not enough else self._whole_nodes(min(target, held))
 
     def settle(self, seen: Observation, want: int, granted: int) -> int:
         """Return the new target for ``want`` gangs, of which ``granted`` have room. No gang with a job is ended.
@@ -265,6 +273,11 @@ class GangScaler:
             target = max(target, keep)
         self._starts.order(seen.now_s, target)
         return target
+
+    def _whole_nodes(self, num: int) -> int:
+        """Return ``num`` gangs and those for which their nodes have room too."""
+        per_node = self._rules.gangs_per_node
+        return min(self._rules.max_gangs, -(-num // per_node) * per_node)
 
     def _within_limits(self, num: int) -> int:
         return min(self._rules.max_gangs, max(self._rules.min_gangs, num))
@@ -284,7 +297,7 @@ class GangScaler:
         backlog_s = sum(report.backlog_s for report in seen.gangs.values()) + seen.num_unassigned * job_s
         # Work left when gangs that are ordered now run. Above half the target wait, it is cleared within the horizon.
         left_s = max(0.0, backlog_s + (load - num) * lead_s)
-        horizon_s = max(wait_s, lead_s)
+        horizon_s = max(wait_s, CLEAR_STARTS * lead_s)
         clearing = (load + left_s / horizon_s) / (1 + wait_s / 2 / horizon_s)
         need = max(math.ceil(clearing - 1e-9) if left_s > num * wait_s / 2 else 0, 1)
         if not job_s:

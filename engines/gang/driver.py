@@ -65,8 +65,10 @@ class Driver:
         )
         same_bytes = not (config.elastic and len(team_sizes) > 1)
         self._ledger = Ledger(config, self._table, self._metrics, self._step_times, clock, same_bytes=same_bytes)
-        self._admission = JobAdmission(self._scheduler, self._table, self._ledger, clock, config.max_wait_s)
         self.rest = GangSleep(config, ranks, self._ledger, clock, self._metrics)
+        self._admission = JobAdmission(
+            self._scheduler, self._table, self._ledger, clock, config.max_wait_s, wake_up=lambda: self.rest.wake_up
+        )
         self._submitted: deque[OpenJob] = deque()
         self._wake_schedule = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -169,6 +169,15 @@ class Gang:
         """Move the weights back to the same addresses, and continue."""
         await self._driver.move(asleep=False)
 
+    def expect_wake(self, wake_s: float) -> None:
+        """Take the predicted seconds until ``wake`` ends, for predictions while the weights are on the host."""
+        self._driver.rest.expect(wake_s)
+
+    @property
+    def wake_s(self) -> float:
+        """Predicted seconds until steps may run; 0 while they may."""
+        return self._driver.rest.wake_up.total_s
+
     @property
     def swap_s(self) -> float:
         """Duration of the last ``sleep`` or ``wake``."""

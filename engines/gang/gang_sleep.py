@@ -10,6 +10,7 @@ from typing import Any
 from engines.core.logs import log_phase
 from engines.core.resources import MemoryUse
 from engines.gang.errors import GangBrokenError
+from engines.gang.eta.admission import AWAKE, WakeUp
 from engines.gang.gang_config import Clock, GangConfig
 from engines.gang.ledger import Ledger
 from engines.gang.metrics import GangMetrics
@@ -29,8 +30,10 @@ class GangSleep:
         self._is_asleep = self._wants_sleep = False
         self._has_slept = False
         self._moved = asyncio.Event()
-        self.swap_s = 0.0
-        """Duration of the last change."""
+        self.swap_s = self._wake_s = 0.0
+        """Duration of the last change, and of the last wake-up (until one was measured: of the last sleep)."""
+        self._awake_at_s = 0.0
+        """When it is expected to be awake, while it is not."""
         self.uses: tuple[MemoryUse, ...] = ()
         """Memory of each rank after the last sleep."""
 
@@ -38,6 +41,17 @@ class GangSleep:
     def may_work(self) -> bool:
         """Whether steps may be sent."""
         return not (self._is_asleep or self._wants_sleep)
+
+    @property
+    def wake_up(self) -> WakeUp:
+        """The time until steps may be sent. It is no shorter than a wake-up was, until the gang is awake."""
+        if self.may_work:
+            return AWAKE
+        return WakeUp(total_s=max(self._wake_s, self._awake_at_s - self._clock.now_s()), swap_s=self._wake_s)
+
+    def expect(self, wake_s: float) -> None:
+        """Take the predicted seconds until the gang is awake."""
+        self._awake_at_s = self._clock.now_s() + wake_s
 
     def want(self, *, asleep: bool) -> None:
         """Let the next ``settle`` change the state."""
@@ -66,8 +80,9 @@ class GangSleep:
             begun_s = self._clock.now_s()
             answers: list[MemoryUse] = await self._call("sleep" if sleeps else "wake")
             self.uses = tuple(answers) if sleeps else self.uses
-            self._is_asleep, self._has_slept = sleeps, self._has_slept or sleeps
             self.swap_s = self._clock.now_s() - begun_s
+            self._wake_s = self._wake_s if sleeps and self._has_slept else self.swap_s
+            self._is_asleep, self._has_slept = sleeps, self._has_slept or sleeps
             self._ledger.interrupt()
             self._metrics.swapped(is_asleep=sleeps, swap_s=self.swap_s)
             log_phase("gang: sleep" if sleeps else "gang: wake", self.swap_s, model=self._metrics.model)

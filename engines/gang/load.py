@@ -37,6 +37,8 @@ class GangLoad:
     """Time that the first job of a kind took longer than its steps; 0 until measured."""
     by_urgency: bool = True
     """Whether shorter jobs overtake longer ones; False: jobs run in order of arrival."""
+    wake_s: float = 0.0
+    """Predicted seconds until the weights are on the devices; 0 if they are."""
 
     def own_s(self, new: NewWork, usual_step_s: float) -> float:
         """Return the seconds of ``new`` alone. A kind that this gang has not run takes ``usual_step_s`` a step.
@@ -54,7 +56,7 @@ class GangLoad:
         urgency_s = own_s / new.priority
         works = (*self.jobs.values(), *beside)
         before_s = sum(one.left_s for one in works if not self.by_urgency or one.urgency_s <= urgency_s)
-        return max(0.0, before_s - age_s) + own_s
+        return max(0.0, self.wake_s + before_s - age_s) + own_s
 
     @property
     def backlog_s(self) -> float:
@@ -68,13 +70,20 @@ class GangLoad:
             "step_s": {kind: round(step_s, 5) for kind, step_s in self.step_s.items()},
             "cold_s": round(self.cold_s, 2),
             "by_urgency": self.by_urgency,
+            "wake_s": round(self.wake_s, 1),
         }
 
     @classmethod
     def of_stats(cls, stats: Mapping[str, Any]) -> GangLoad:
         """Return the load of ``to_stats``."""
         jobs = {job_id: OpenWork(*work) for job_id, work in stats["jobs"].items()}
-        return cls(jobs=jobs, step_s=stats["step_s"], cold_s=stats["cold_s"], by_urgency=stats["by_urgency"])
+        return cls(
+            jobs=jobs,
+            step_s=stats["step_s"],
+            cold_s=stats["cold_s"],
+            by_urgency=stats["by_urgency"],
+            wake_s=stats.get("wake_s", 0.0),  # missing in reports of an earlier version
+        )
 
 
 class Choice(NamedTuple):

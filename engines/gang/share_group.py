@@ -50,6 +50,8 @@ class ShareOrder:
     state: State
     pinned: tuple[int, ...] | None = None
     """Host memory that each process may pin; None until it has loaded, or without a limit."""
+    wake_s: float = 0.0
+    """Predicted seconds until the model is awake, if it has work from now on; 0 if it is awake. For denoisers."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,7 +108,7 @@ class ShareGroup:
             self._grant(report)
         self._update(report.model, now_s)
         self.settle(now_s)
-        return self.order(report)
+        return self.order(report, now_s)
 
     def forget(self, token: str, now_s: float) -> None:
         """Drop a process that ends."""
@@ -127,15 +129,21 @@ class ShareGroup:
         if self._loading is None and self._is_settled():
             self._target = self._arbiter.decide(now_s)
 
-    def order(self, report: ShareReport) -> ShareOrder:
+    def order(self, report: ShareReport, now_s: float) -> ShareOrder:
         """Return the state that the sender of ``report`` is to reach."""
-        return ShareOrder(state=self._state(report), pinned=self._pinned.get(report.token))
+        foresees = report.stage == "denoiser" and report.model in self._arbiter.sharers
+        wake_s = self._arbiter.wake_s(report.model, now_s, self._target) if foresees else 0.0
+        return ShareOrder(state=self._state(report), pinned=self._pinned.get(report.token), wake_s=wake_s)
 
     def next_s(self, now_s: float) -> float | None:
         """Return the seconds until orders may change by time alone; None if they do not."""
         if any(member.report.state == "waiting" for member in self._members.values()):
             return 0.5
         return self._arbiter.next_s(now_s)
+
+    @property
+    def has_work(self) -> bool:
+        return any(member.report.demand.backlog_s for member in self._members.values())
 
     @property
     def is_empty(self) -> bool:
@@ -175,8 +183,7 @@ class ShareGroup:
             self._loading = min(waiting, key=lambda one: one.asked_s).report.model
 
     def _may_load(self, now_s: float) -> bool:
-        have_work = any(one.report.demand.backlog_s for one in self._members.values())
-        return now_s >= self._load_from_s or not have_work
+        return now_s >= self._load_from_s or not self.has_work
 
     # Memory.
 

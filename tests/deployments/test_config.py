@@ -126,6 +126,7 @@ def test_autoscaling_bounds_are_ordered() -> None:
     [
         ({"idle_s": 60}, "idle_s has no effect without target_wait_s"),
         ({"priority": 2}, "priority has no effect without target_wait_s"),
+        ({"gangs_per_node": 2}, "gangs_per_node has no effect without target_wait_s"),
         (
             {"target_wait_s": 5, "target_ongoing_requests": 3},
             "target_ongoing_requests has no effect beside target_wait_s",

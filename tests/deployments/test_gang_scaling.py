@@ -141,13 +141,15 @@ def test_models_of_one_application_share_ranks_by_priority() -> None:
 
 
 def test_serve_takes_the_policy_and_its_own_delays_do_not_add_to_it() -> None:
-    scaling = GangScalingConfig(target_wait_s=8.0, min_replicas=0, max_replicas=3, idle_s=90.0, priority=2.0)
+    scaling = GangScalingConfig(
+        target_wait_s=8.0, min_replicas=0, max_replicas=3, idle_s=90.0, priority=2.0, gangs_per_node=2
+    )
     options = work_scaling(DenoiserConfig(autoscaling=scaling, num_ranks=2), max_ranks=6)
     with pytest.warns(DeprecationWarning, match="metrics_interval_s"):
         known = ServeAutoscaling(**options["autoscaling_config"])
     assert (known.upscale_delay_s, known.downscale_delay_s, known.max_replicas) == (0.0, 0.0, 3)
     policy = known.policy.get_policy()(**known.policy.policy_kwargs)
-    assert policy(context(0.0, {}, num_requests=1.0))[0] == 1
+    assert policy(context(0.0, {}, num_requests=1.0))[0] == 2, "a gang, and the other of its node"
     assert autoscaling.DEMANDS["Denoiser-m"][1].priority == 2.0, "pickled by value, it shares the module's demands"
 
 
@@ -261,6 +263,7 @@ def replica_load(work_s: float | None = 1.0, **open_s: float) -> ReplicaLoad:
         report=lambda: report,
         open_work=lambda: works,
         work_s=lambda job: work_s,
+        wake_s=2.5,
     )
     return ReplicaLoad(cast("Any", stub), start_s=12.0)
 
@@ -283,6 +286,7 @@ def test_a_replica_reports_kinds_that_it_has_run_and_what_the_first_of_a_kind_co
     assert reported.step_s == {kind_of(REQUEST): pytest.approx(0.1)}
     assert reported.cold_s == 6.0, "beside it others may have run"
     assert reported.jobs == {"a": OpenWork(3.0, 3.0)}
+    assert reported.wake_s == 2.5
 
 
 def test_what_cannot_be_predicted_is_not_reported() -> None:

@@ -55,6 +55,7 @@ def outputs(notebook: nbformat.NotebookNode, kind: str) -> list[str]:
 NOTEBOOK = ROOT / "notebooks" / "01_first_picture.ipynb"
 YOUR_OWN = ROOT / "notebooks" / "02_your_own_model.ipynb"
 UNDER_LOAD = ROOT / "notebooks" / "03_under_load.ipynb"
+CLUSTER = ROOT / "notebooks" / "06_cluster.ipynb"
 
 
 SHARED_START = """
@@ -134,3 +135,21 @@ def test_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for plot in outputs(notebook, "image/png"):
         assert np.ptp(np.asarray(Image.open(io.BytesIO(b64decode(plot))).convert("RGB"))) > 100
     assert len(outputs(notebook, "image/png")) == 2
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By work fewer GPU-hours are for fewer late pictures, turns are faster than parts, and two models take turns."""
+    monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path))
+    notebook = read(CLUSTER)
+    run(notebook, tmp_path)
+    printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    days = re.findall(r"^by .*: \d+ pictures, ([\d.]+) GPU-hours per 1000, ([\d.]+)% waited", printed, re.M)
+    (work_hours, work_share), (request_hours, request_share) = [(float(one), float(two)) for one, two in days]
+    assert work_hours < request_hours
+    assert work_share > request_share
+    in_turns_s, apart_s = map(float, re.findall(r"^on .*: mean latency ([\d.]+) s", printed, re.M))
+    assert in_turns_s < apart_s
+    assert "8 requests in turns" in printed
+    assert len(outputs(notebook, "image/png")) == 3

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from engines.gang.arbiter import Demand
 from engines.gang.autoscaling import GangReport
@@ -28,15 +30,34 @@ SPARE_MEMORY_S = 120.0
 """Deadlines of jobs that came within this time count for the number of gangs."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WakeUp:
+    """Predicted time until a gang may send steps."""
+
+    total_s: float = 0.0
+    """Until the weights are on the devices: the turns of other models, and the swap."""
+    swap_s: float = 0.0
+    """The part of it that moves the gang's own weights."""
+
+
+AWAKE = WakeUp()
+
+
 class JobAdmission:
     """Predicts from the scheduler and the steps in flight. If a prediction would be a guess, no job is refused."""
 
     def __init__(
-        self, scheduler: Scheduler, table: JobTable, ledger: Ledger, clock: Clock, max_wait_s: float | None
+        self,
+        scheduler: Scheduler,
+        table: JobTable,
+        ledger: Ledger,
+        clock: Clock,
+        max_wait_s: float | None,
+        wake_up: Callable[[], WakeUp] = lambda: AWAKE,
     ) -> None:
-        """``max_wait_s`` is the longest time that a job may wait for others."""
+        """``max_wait_s`` is the longest time that a job may wait for others. ``wake_up``: how long the gang sleeps."""
         self._scheduler, self._table, self._ledger, self._clock = scheduler, table, ledger, clock
-        self._max_wait_s = max_wait_s
+        self._max_wait_s, self._wake_up = max_wait_s, wake_up
         self._times_s: dict[str, float] | None = {}
         self._renewed_s = -RENEW_EVERY_S
         self._renewed_by: StepPrediction | None = None
@@ -57,12 +78,18 @@ class JobAdmission:
             return None
         beside, now_s = [*self._table.unscheduled, job], self._clock.now_s()
         ends_s = self._scheduler.ends_s(now_s, beside=beside)
-        predicted_s = next(end_s for job_id, end_s in ends_s if job_id == job.job_id) + self._in_flight_s()
-        self._check_deadline(job, predicted_s)
-        if self._max_wait_s is not None and not job.accepted:
-            late_s = predicted_s - lone_s - self._max_wait_s
-            self._check(predicted_s, "the longest wait, max_wait_s,", self._max_wait_s, late_s)
-        return predicted_s
+        awake_s = next(end_s for job_id, end_s in ends_s if job_id == job.job_id) + self._in_flight_s()
+        self._check_wait(job, lone_s, awake_s + self._surely_asleep_s())
+        return awake_s + self._wake_up().total_s
+
+    def _surely_asleep_s(self) -> float:
+        """Return the seconds of the gang's sleep for which a job may be refused.
+
+        Without open jobs only the swap counts: a job must be accepted for the gang to get a turn, and its deadline may
+        bring the turn forward.
+        """
+        wake_up = self._wake_up()
+        return wake_up.total_s if self._table.num_open else wake_up.swap_s
 
     def eta_s(self, open_job: OpenJob, step: int) -> float | None:
         """Return the predicted seconds until an open job is done, after its ``step``; None if that would be a guess.
@@ -88,7 +115,9 @@ class JobAdmission:
         """Return the seconds until the first job is done; None without jobs, or if that would be a guess."""
         if not self._all_predictable():
             return None
-        return next((end_s for _, end_s in self._scheduler.ends_s(self._clock.now_s())), None)
+        ends_s = (end_s for _, end_s in self._scheduler.ends_s(self._clock.now_s()))
+        first_s = next(ends_s, None)
+        return None if first_s is None else first_s + self._wake_up().total_s
 
     def demand(self) -> Demand:
         """Return all open work, predicted or guessed."""
@@ -138,13 +167,19 @@ class JobAdmission:
     def _renew(self, now_s: float) -> None:
         self._renewed_s, self._renewed_by, self._times_s = now_s, self._scheduler.prediction, None
         if self._all_predictable():
-            in_flight_s = self._in_flight_s()
+            in_flight_s = self._in_flight_s() + self._wake_up().total_s
             times_s = self._scheduler.finish_times_s(now_s, beside=self._table.unscheduled)
             self._times_s = {job_id: time_s + in_flight_s for job_id, time_s in times_s.items()}
 
     def _all_predictable(self) -> bool:
         """Return whether all open jobs are predictable: any of them may delay any other."""
         return all(map(self._scheduler.prediction.knows, self._table.open_jobs))
+
+    def _check_wait(self, job: Job, lone_s: float, predicted_s: float) -> None:
+        self._check_deadline(job, predicted_s)
+        if self._max_wait_s is not None and not job.accepted:
+            late_s = predicted_s - lone_s - self._max_wait_s
+            self._check(predicted_s, "the longest wait, max_wait_s,", self._max_wait_s, late_s)
 
     def _check_deadline(self, job: Job, at_least_s: float) -> None:
         """Refuse a job that would be late if its steps took ``at_least_s``, including decoding and the wait so far."""

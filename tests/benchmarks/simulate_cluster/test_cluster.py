@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import pytest
 
+from benchmarks.policies.h200 import NUM_STEPS, STEPS
+from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation
 from benchmarks.simulate_cluster import __main__ as program
 from benchmarks.simulate_cluster.cluster import Cluster, ClusterSpec, Picture, PictureJob, SimulatedReplica, Strategy
-from benchmarks.simulate_cluster.day import MIX, DayTraffic
+from benchmarks.simulate_cluster.day import MIX, PARTS_PER_HOUR, DayTraffic, public_heights
 from benchmarks.simulate_cluster.strategies import ByRequests, ByWork, FixedSize
 from engines.gang.autoscaling import ScalingRules
+from engines.gang.policies.policy import make_policy
 
 SPEC = ClusterSpec(
     num_gpus=8,
@@ -36,6 +40,21 @@ def test_one_gang_serves_the_shortest_first_and_no_picture_is_lost() -> None:
     cluster = Cluster(SPEC, FixedSize(1))
     cluster.run(pictures((0.0, 10.0), (1.0, 2.0), (2.0, 0.5)), warm_gangs=1)
     assert sorted(cluster.waits_s) == pytest.approx([0.0, 0.5, 2.5])
+
+
+def test_waits_agree_with_those_of_the_scheduler_step_by_step() -> None:
+    """A gang works job by job here. The scheduler of a real one sends steps ahead, which nothing can overtake."""
+    arrivals = list(DayTraffic(peak_load=0.8, num_ranks=2, from_hour=20.0, hours=0.3, seed=2).arrivals())
+    cluster = Cluster(SPEC, FixedSize(1))
+    cluster.run(arrivals, warm_gangs=1)
+    simulation = Simulation(SimulatedGang(steps=STEPS, num_ranks=2, team_sizes=(2,)), make_policy("shortest"))
+    latencies_s = simulation.run([Arrival(at_s=one.at_s, shape=one.size, num_steps=NUM_STEPS) for one in arrivals])
+    waits_s = [latencies_s[number] - one.lone_s for number, one in enumerate(arrivals)]
+    assert len(waits_s) == len(cluster.waits_s) > 200
+    assert fmean(cluster.waits_s) == pytest.approx(fmean(waits_s), rel=0.15)
+    late = [sum(wait_s > RULES.target_wait_s for wait_s in ones) for ones in (cluster.waits_s, waits_s)]
+    assert late[0] == pytest.approx(late[1], rel=0.15)
+    assert late[1] > 10
 
 
 def test_nodes_cost_from_their_order_to_their_end() -> None:
@@ -92,6 +111,22 @@ def test_a_day_has_its_shares_and_is_the_same_again() -> None:
     assert replace(HOURS, from_hour=4.0).load_at(0) < 0.2 * 4.8
 
 
+def test_the_public_trace_is_followed_in_parts_of_an_hour() -> None:
+    """Its four days have 9,621 requests; the busiest hour keeps ``peak_load`` gangs busy."""
+    heights = public_heights()
+    assert len(heights) == 4 * 24 * PARTS_PER_HOUR
+    hours = [sum(heights[i : i + PARTS_PER_HOUR]) / PARTS_PER_HOUR for i in range(0, len(heights), PARTS_PER_HOUR)]
+    assert max(hours) == pytest.approx(1.0)
+    assert sum(hours) == pytest.approx(9621 / 400)
+    day = replace(HOURS, shape="gentd26", from_hour=0.0, hours=96.0)
+    busiest_s = 3600.0 * hours.index(max(hours))
+    busy = [day.load_at(busiest_s + 600 * i) for i in range(PARTS_PER_HOUR)]
+    assert sum(busy) / PARTS_PER_HOUR == pytest.approx(HOURS.peak_load)
+    assert day.load_at(96 * 3600.0) == day.load_at(0.0), "it repeats"
+    arrivals = list(replace(day, from_hour=busiest_s / 3600, hours=1.0).arrivals())
+    assert len(arrivals) == pytest.approx(3600 * HOURS.peak_load / HOURS.mean_s, rel=0.1)
+
+
 def test_by_work_fewer_gpu_hours_give_no_more_late_pictures() -> None:
     """Beside Serve's defaults and the whole cluster, through a morning."""
     spec = replace(SPEC, num_gpus=32, failures_per_gpu_hour=1 / 50_000)
@@ -120,5 +155,10 @@ def test_the_last_line_is_one_document(monkeypatch: pytest.MonkeyPatch, capsys: 
     program.main()
     printed = capsys.readouterr()
     document = json.loads(printed.out.splitlines()[-1])
-    assert [row["strategy"] for row in document["rows"]] == ["work", "requests, 2 each", "fixed, 100%"]
+    assert [row["strategy"] for row in document["rows"]] == [
+        "work",
+        "work, whole nodes",
+        "requests, 2 each",
+        "fixed, 100%",
+    ]
     assert "8 GPUs: at least" in printed.err

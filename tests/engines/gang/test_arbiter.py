@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engines.gang.arbiter import IDLE, LINGER_S, MAX_TURN_S, STARVING_S, Arbiter, Demand, Sharer
+from engines.gang.arbiter import FORESEEN_S, IDLE, LINGER_S, MAX_TURN_S, STARVING_S, Arbiter, Demand, Sharer
 
 GIB = 2**30
 SWAP_S = 1.0
@@ -32,6 +32,10 @@ def awake(made: Arbiter, *names: str, now_s: float = 0.0) -> Arbiter:
     for name in names:
         made.moved(name, is_awake=True, now_s=now_s)
     return made
+
+
+def foreseen_s(made: Arbiter, name: str, now_s: float) -> float:
+    return made.wake_s(name, now_s, frozenset(one.name for one in made.sharers.values() if one.is_awake))
 
 
 def work(backlog_s: float, ending_s: float | None = None, slack_s: float | None = None) -> Demand:
@@ -132,6 +136,45 @@ def test_a_swap_that_was_not_measured_is_estimated_by_its_bytes() -> None:
     assert one.cost_s == pytest.approx(2 * 20 * GIB / 20e9)
 
 
+def test_a_wake_up_is_foreseen_with_the_turn_of_the_other_and_the_swap() -> None:
+    made = awake(arbiter(sharer("a", 60), sharer("b", 60), sharer("small", 5)), "a")
+    assert foreseen_s(made, "a", 50.0) == 0.0
+    assert foreseen_s(made, "small", 50.0) == SWAP_S / 2, "there is room"
+    assert foreseen_s(made, "b", 50.0) == SWAP_S, "the other is idle"
+    made.hear("a", work(3.0), 50.0)
+    assert foreseen_s(made, "b", 50.0) == SWAP_S, "the turn was long enough"
+    made.moved("a", is_awake=False, now_s=50.0)
+    awake(made, "a", now_s=50.0)
+    assert foreseen_s(made, "b", 50.0) == pytest.approx(3.0 + LINGER_S + SWAP_S, abs=2 * LINGER_S)
+    made.hear("b", work(400.0), 51.0)
+    made.hear("a", work(400.0), 51.0)
+    assert foreseen_s(made, "b", 51.0) == pytest.approx(MAX_TURN_S - 1.0 + SWAP_S, abs=1.5), "the turn is over then"
+    assert made.wake_s("a", 51.0, frozenset("b")) == pytest.approx(SWAP_S + MAX_TURN_S + SWAP_S, abs=1.5), "it leaves"
+    assert made.wake_s("b", 51.0, frozenset("b")) == SWAP_S, "it comes"
+    assert made.sharers["b"].demand == work(400.0), "nothing has happened"
+    assert not made.sharers["b"].is_awake
+
+
+def test_a_model_without_work_is_foreseen_with_as_much_as_it_had_last_time() -> None:
+    """Little work ends a long turn earlier."""
+    made = awake(arbiter(sharer("a", 60), sharer("b", 60)), "a")
+    predicted_s = []
+    for backlog_s in (1.0, 400.0):
+        for demand in (work(backlog_s), IDLE):
+            made.hear("b", demand, -99.0)
+        made.hear("a", work(400.0), 0.0)
+        predicted_s.append(foreseen_s(made, "b", 0.5))
+    assert predicted_s[0] + 4.0 < predicted_s[1]
+
+
+def test_a_wake_up_behind_other_models_is_foreseen_only_so_far() -> None:
+    made = awake(arbiter(*(sharer(f"m{i}", 60, swap_s=20.0) for i in range(9))), "m0")
+    for i in range(8):
+        made.hear(f"m{i}", work(500.0), 0.0)
+    made.hear("m8", work(9000.0), 0.1)
+    assert FORESEEN_S < foreseen_s(made, "m8", 0.1) < 2 * FORESEEN_S
+
+
 # Whole loads.
 
 
@@ -149,6 +192,10 @@ class Simulation:
     sizes_gib: Sequence[float]
     jobs: Sequence[Job]
     tick_s: float = 0.05
+    first: str | None = None
+    """The model that is awake at the begin."""
+    first_waits_s: dict[str, float] = field(default_factory=dict)
+    """When each other model woke up first."""
     waits_s: list[float] = field(default_factory=list)
     """How long models with work have waited for a turn."""
     num_swaps: int = 0
@@ -161,6 +208,8 @@ class Simulation:
         queues: dict[str, list[float]] = {name: [] for name in names}
         coming, now_s, busy_until_s = sorted(self.jobs, key=lambda job: job.at_s), 0.0, 0.0
         target: frozenset[str] | None = None
+        if self.first is not None:
+            awake(made, self.first)
         while coming or any(queues.values()):
             while coming and coming[0].at_s <= now_s:
                 job = coming.pop(0)
@@ -191,6 +240,8 @@ class Simulation:
                 self.num_swaps += name in target
                 if name in target and one.waits_since_s is not None:
                     self.waits_s.append(now_s - one.waits_since_s)
+                    if name != self.first:
+                        self.first_waits_s.setdefault(name, now_s)
                 made.moved(name, is_awake=name in target, now_s=now_s)
 
     def _check_leaving(self, leaving: Sharer, now_s: float) -> None:
@@ -226,6 +277,20 @@ def test_every_model_with_work_is_awake_within_a_bound(
     turn_s = 4 * SWAP_S + SWAP_S  # the shortest turn, and the grace for a job that ends
     bound_s = STARVING_S + MAX_TURN_S + num * (turn_s + 2 * SWAP_S + 0.2)
     assert max(simulation.waits_s, default=0.0) <= bound_s
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_foreseen_wake_ups_come_true(seed: int) -> None:
+    """Of models that have all their work at once, none of which fit together."""
+    random = Random(seed)
+    jobs = [Job(at_s=0.0, model=model, work_s=random.uniform(0.5, 20.0)) for model in range(4)]
+    made = awake(arbiter(*(sharer(f"m{i}", 60) for i in range(4))), "m0")
+    for job in jobs:
+        made.hear(f"m{job.model}", work(job.work_s), 0.0)
+    predicted_s = sorted(foreseen_s(made, f"m{i}", 0.0) for i in range(4))
+    simulation = Simulation(sizes_gib=(60,) * 4, jobs=jobs, first="m0").run()
+    waited_s = sorted(simulation.first_waits_s.values())
+    assert predicted_s == pytest.approx([0.0, *waited_s], rel=0.25, abs=0.5)
 
 
 def test_swaps_take_a_small_share_of_a_full_load() -> None:

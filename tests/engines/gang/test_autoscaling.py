@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from engines.gang.autoscaling import (
     ALERT_SHARE,
     LATE_SHARE,
+    ArrivalHistory,
     GangReport,
     GangScaler,
     Observation,
@@ -123,6 +125,21 @@ def test_a_step_of_load_brings_gangs_for_it_and_its_end_takes_them() -> None:
     assert trace.target == 1
 
 
+def test_nodes_are_filled_and_an_idle_model_still_goes_to_zero() -> None:
+    rules = ScalingRules(target_wait_s=10.0, min_gangs=0, max_gangs=10, idle_s=60.0)
+    alone, filled = fluid(rules), fluid(replace(rules, gangs_per_node=4))
+    for trace in (alone, filled):
+        trace.run(900, lambda _: 4.5)
+    assert 4 < alone.target <= 8
+    assert filled.target == 8
+    for trace in (alone, filled):
+        trace.run(900, lambda _: 0.0)
+    assert alone.target == filled.target == 0
+    full = fluid(replace(rules, gangs_per_node=4))
+    full.run(900, lambda _: 9.0)
+    assert full.target == 10, "the limit counts"
+
+
 def test_a_step_is_answered_before_the_target_wait_is_over() -> None:
     """A gang that starts in no time comes before anybody waits for long."""
     trace = fluid(start_s=0.0)
@@ -220,6 +237,20 @@ def test_a_restarted_controller_ends_no_gang_at_once() -> None:
     assert scaler.decide(Observation(now_s=scaler.hold_s + 1, target=3, gangs=gangs)) == 1
 
 
+def test_no_rounding_makes_arrivals_fall() -> None:
+    """Sums of many gangs whose reports have large and small fractions, over a time in which nothing comes."""
+    history, random = ArrivalHistory(), Random(1)
+    sums = [[0.0, 0.0, 0.0] for _ in range(9)]
+    for tick in range(400):
+        if tick % 20 < 10:
+            for each in sums:
+                job_s = random.choice((0.6, 1.9, 11.1))
+                each[:] = each[0] + 1, each[1] + job_s, each[2] + job_s**2
+        gangs = {str(i): GangReport(num_arrived=a, arrived_s=b, arrived_s2=c) for i, (a, b, c) in enumerate(sums)}
+        history.hear(Observation(now_s=2.0 * tick, target=9, gangs=gangs))
+        assert min(history.between(2.0 * tick - 8.0, 2.0 * tick)) >= 0.0
+
+
 def test_a_rebuilt_gang_counts_from_zero() -> None:
     trace = fluid()
     trace.run(600, lambda _: 3.0)
@@ -252,11 +283,23 @@ TICKS = st.lists(st.tuples(st.floats(0, 30), st.sampled_from([math.inf, 5.0, 0.1
 
 
 @settings(max_examples=60, **UNHURRIED)
-@given(ticks=TICKS, min_gangs=st.integers(0, 3), more=st.integers(0, 8), start_s=st.sampled_from([0.0, 6.0, 60.0]))
+@given(
+    ticks=TICKS,
+    min_gangs=st.integers(0, 3),
+    more=st.integers(0, 8),
+    start_s=st.sampled_from([0.0, 6.0, 60.0]),
+    per_node=st.sampled_from([1, 3]),
+)
 def test_whatever_comes_limits_hold_and_no_gang_with_work_goes(
-    ticks: list[tuple[float, float]], min_gangs: int, more: int, start_s: float
+    ticks: list[tuple[float, float]], min_gangs: int, more: int, start_s: float, per_node: int
 ) -> None:
-    rules = ScalingRules(target_wait_s=8.0, min_gangs=min_gangs, max_gangs=max(1, min_gangs + more), idle_s=20.0)
+    rules = ScalingRules(
+        target_wait_s=8.0,
+        min_gangs=min_gangs,
+        max_gangs=max(1, min_gangs + more),
+        idle_s=20.0,
+        gangs_per_node=per_node,
+    )
     trace = fluid(rules, start_s)
     raised: list[tuple[float, int]] = []
     trace.follow(min_gangs)
@@ -325,6 +368,7 @@ def test_a_model_of_higher_priority_gets_ranks_that_another_works_on() -> None:
         ({"target_wait_s": 0.0}, "target_wait_s is 0: give a positive number"),
         ({"target_wait_s": 1.0, "min_gangs": 3, "max_gangs": 2}, "min 3 and max 2 gangs"),
         ({"target_wait_s": 1.0, "min_gangs": 0, "max_gangs": 0}, "min 0 and max 0 gangs"),
+        ({"target_wait_s": 1.0, "gangs_per_node": 0}, "gangs_per_node is 0: give a whole number, at least 1"),
     ],
 )
 def test_rules_that_contradict_each_other_are_refused(fields: dict[str, float], message: str) -> None:

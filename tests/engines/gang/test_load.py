@@ -15,10 +15,12 @@ SMALL, LARGE = "small", "large"
 STEP_S = {SMALL: 0.1, LARGE: 2.0}
 
 
-def load(*left_s: float, by_urgency: bool = True, cold_s: float = 0.0, kinds: str = "small large") -> GangLoad:
+def load(
+    *left_s: float, by_urgency: bool = True, cold_s: float = 0.0, kinds: str = "small large", wake_s: float = 0.0
+) -> GangLoad:
     jobs = {f"job{i}": OpenWork(one, one) for i, one in enumerate(left_s)}
     step_s = {kind: STEP_S[kind] for kind in kinds.split()}
-    return GangLoad(jobs=jobs, step_s=step_s, by_urgency=by_urgency, cold_s=cold_s)
+    return GangLoad(jobs=jobs, step_s=step_s, by_urgency=by_urgency, cold_s=cold_s, wake_s=wake_s)
 
 
 def order(loads: dict[str, GangLoad], new: NewWork) -> list[str]:
@@ -51,6 +53,13 @@ def test_a_warm_gang_is_first_until_its_wait_is_longer_than_a_cold_start() -> No
     assert order({"cold": cold, "warm": load(6.0)}, NewWork(LARGE, 10)) == ["cold", "warm"]
 
 
+def test_a_gang_that_sleeps_is_first_once_the_others_are_busy_for_longer() -> None:
+    asleep = GangLoad(step_s=STEP_S, wake_s=4.0)
+    assert order({"asleep": asleep, "awake": load(3.0)}, NewWork(LARGE, 10)) == ["awake", "asleep"]
+    assert order({"asleep": asleep, "awake": load(5.0)}, NewWork(LARGE, 10)) == ["asleep", "awake"]
+    assert asleep.finish_s(NewWork(LARGE, 10), 20.0, age_s=1.0) == 23.0, "its sleep has become shorter"
+
+
 def test_nothing_known_of_a_kind_gives_no_order() -> None:
     assert rank_gangs({"a": load(kinds=SMALL), "b": load(kinds=SMALL)}, NewWork(LARGE, 10)) == []
     assert rank_gangs({}, NewWork(LARGE, 10)) == []
@@ -74,7 +83,14 @@ def test_of_idle_gangs_the_oldest_is_first_so_that_the_newest_may_end() -> None:
 @given(
     st.dictionaries(
         st.sampled_from("abcd"),
-        st.builds(load, st.floats(0, 50), st.floats(0, 50), by_urgency=st.booleans(), cold_s=st.floats(0, 9)),
+        st.builds(
+            load,
+            st.floats(0, 50),
+            st.floats(0, 50),
+            by_urgency=st.booleans(),
+            cold_s=st.floats(0, 9),
+            wake_s=st.floats(0, 9),
+        ),
         min_size=1,
     ),
     st.builds(NewWork, st.sampled_from([SMALL, LARGE]), st.integers(1, 50), st.sampled_from([0.25, 1.0, 4.0])),

@@ -105,6 +105,18 @@ def test_a_model_with_work_wakes_up_once_the_other_is_wholly_asleep() -> None:
     assert group.awake == ("a",)
 
 
+def test_an_order_says_how_long_a_model_will_sleep() -> None:
+    group = ShareGroup()
+    a, b = (Member(group=group, model=model) for model in "ab")
+    loaded(group, a, b)
+    later_s = LOAD_PAUSE_S + 1
+    b.say(later_s, demand=Demand(backlog_s=5.0), swap_s=2.0)
+    a.say(later_s, swap_s=2.0)
+    assert group.order(a.report, later_s).wake_s == 2.0, "b's turn has been long enough"
+    assert group.order(b.report, later_s).wake_s == 0.0
+    assert group.order(Member(group=group, model="new").report, later_s).wake_s == 0.0
+
+
 def test_those_that_fit_are_awake_together() -> None:
     group = ShareGroup()
     a, b = Member(group=group, model="a", gib=(30.0,)), Member(group=group, model="b", gib=(30.0,))
@@ -153,7 +165,7 @@ def test_a_new_arbiter_knows_all_from_the_next_reports() -> None:
     a, b = (Member(group=group, model=model) for model in "ab")
     loaded(group, a, b)
     for one in (a, b):
-        one.report = replace(one.report, pinned=group.order(one.report).pinned)
+        one.report = replace(one.report, pinned=group.order(one.report, 9.0).pinned)
     a.group = b.group = new = ShareGroup(host_bytes=50 * GIB)
     assert b.say(1.0, demand=WORK) == "awake"
     assert a.say(1.0) == "asleep"
@@ -165,12 +177,12 @@ def test_host_memory_is_granted_up_to_its_limit() -> None:
     group = ShareGroup(host_bytes=50 * GIB)
     a, b = Member(group=group, model="a", gib=(20.0, 20.0), devices=("gpu-0", "gpu-1")), Member(group=group, model="b")
     loaded(group, a, b)
-    assert group.order(a.report).pinned == (20 * GIB, 20 * GIB)
-    assert group.order(b.report).pinned == (10 * GIB,)
+    assert group.order(a.report, 9.0).pinned == (20 * GIB, 20 * GIB)
+    assert group.order(b.report, 9.0).pinned == (10 * GIB,)
     new = Member(group=group, model="a", token="new")
     new.say(0.1)
     assert group.pinned_bytes == 10 * GIB, "of processes that are gone nothing is pinned"
-    assert ShareGroup().order(a.report).pinned is None
+    assert ShareGroup().order(a.report, 9.0).pinned is None
 
 
 def test_ranks_on_other_devices_are_an_error() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +13,12 @@ import pytest
 
 from engines.gang import gang as gang_module
 from engines.gang.errors import TooLateError
-from engines.gang.eta.admission import JobAdmission
+from engines.gang.eta.admission import AWAKE, JobAdmission, WakeUp
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.eta.prediction import StepPrediction, shape_name
 from engines.gang.gang import Gang
 from engines.gang.gang_config import GangConfig
-from engines.gang.jobs.job import Job, JobDone
+from engines.gang.jobs.job import Job, JobDone, JobQueued
 from engines.gang.jobs.job_table import JobTable
 from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.ledger import InFlightStep, Ledger
@@ -52,7 +53,10 @@ class Door:
             prediction=StepPrediction(measured=measured),
         )
         self._ledger = Ledger(config, self.table, metrics, StepTimes(), self._clock)
-        self._admission = JobAdmission(self._scheduler, self.table, self._ledger, self._clock, max_wait_s)
+        self.wake_up = AWAKE
+        self._admission = JobAdmission(
+            self._scheduler, self.table, self._ledger, self._clock, max_wait_s, lambda: self.wake_up
+        )
 
     def open(self, name: str, shape: str, *, is_scheduled: bool = True, **fields: Any) -> float | None:
         """Returns in how many seconds it will be done. TooLateError if it is refused."""
@@ -111,6 +115,55 @@ def test_the_wait_is_for_others_alone() -> None:
     door = Door(max_wait_s=0.5)
     assert door.open("long", LARGE) == pytest.approx(LARGE_S)
     assert refused(door, "behind it", SMALL).retry_after_s == pytest.approx(LARGE_S - 0.5)
+
+
+def test_a_job_of_a_gang_that_sleeps_waits_for_the_devices_too() -> None:
+    door = Door(max_wait_s=6.0)
+    door.wake_up = WakeUp(total_s=5.0, swap_s=0.5)
+    assert door.open("a", SMALL) == pytest.approx(SMALL_S + 5.0)
+    assert door.admission.next_end_s() == pytest.approx(SMALL_S + 5.0)
+    assert door.admission.eta_s(door.table.get("a"), 0) == pytest.approx(SMALL_S + 5.0)
+    assert door.admission.demand().backlog_s == pytest.approx(SMALL_S), "the arbiter asks for work alone"
+    assert door.open("b", SMALL) == pytest.approx(2 * SMALL_S + 5.0)
+    assert refused(door, "c", SMALL).retry_after_s == pytest.approx(2 * SMALL_S + 5.0 - 6.0)
+    assert refused(door, "d", SMALL, deadline_s=7.0).predicted_s == pytest.approx(3 * SMALL_S + 5.0)
+
+
+def test_the_first_job_of_a_gang_that_sleeps_is_refused_for_the_swap_alone() -> None:
+    """A gang without jobs gets no turn, however long its wait is thought to be."""
+    door = Door(max_wait_s=1.0)
+    door.wake_up = WakeUp(total_s=50.0, swap_s=0.5)
+    assert refused(door, "a", SMALL, deadline_s=1.2).predicted_s == pytest.approx(SMALL_S + 0.5)
+    assert door.open("b", SMALL, deadline_s=1.6) == pytest.approx(SMALL_S + 50.0)
+    assert refused(door, "c", SMALL).predicted_s == pytest.approx(2 * SMALL_S + 50.0)
+
+
+async def test_a_gang_that_sleeps_expects_its_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the arbiter foresees, less what has passed since, and no less than a wake-up took."""
+    monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
+    clock, known = SetClock(), StepTimes()
+    for _ in range(2):
+        known.hear_step(job_of("a", SMALL), NUM_RANKS, STEPS_S[SMALL])
+    assert known.changed()
+    parts: Any = {"infos": (), "team_sizes": (NUM_RANKS,), "model": MODEL, "clock": clock, "step_times": known}
+    gang = Gang(GangConfig(num_ranks=NUM_RANKS), SetRanks(NUM_RANKS, clock).actors, **parts)
+    gang.expect_wake(7.0)
+    assert gang.wake_s == 0.0, "it is awake"
+    await gang.sleep()
+    assert gang.wake_s == pytest.approx(7.0)
+    await clock.advance(3.0)
+    assert gang.wake_s == pytest.approx(4.0)
+    async with aclosing(gang.submit_grouped(job_of("a", SMALL), every_s=0.1)) as groups:
+        (queued,) = await anext(groups)
+        assert isinstance(queued, JobQueued)
+        assert queued.eta_s == pytest.approx(SMALL_S + 4.0)
+    await clock.advance(30.0)
+    assert gang.wake_s == 0.0
+    gang.expect_wake(2.0)
+    assert gang.wake_s == pytest.approx(2.0)
+    await gang.wake()
+    assert gang.wake_s == 0.0
+    await gang.close()
 
 
 def test_who_goes_before_the_others_does_not_wait_for_them() -> None:

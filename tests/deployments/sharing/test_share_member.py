@@ -1,0 +1,49 @@
+"""A member of a share group, with an arbiter that answers at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from deployments.sharing import share_member
+from deployments.sharing.share_member import ShareMember
+from engines.core.resources import MemoryUse
+from engines.gang.arbiter import IDLE
+from engines.gang.share_group import ShareOrder, ShareReport
+
+
+async def test_each_answer_says_how_long_the_model_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = [ShareOrder(state="awake"), ShareOrder(state="asleep", wake_s=7.0), ShareOrder(state="awake", wake_s=0.5)]
+    moves: list[tuple[bool, float]] = []
+    foreseen_s: list[float] = []
+    is_over = asyncio.Event()
+
+    def exchange(report: ShareReport) -> asyncio.Future[ShareOrder]:
+        answer: asyncio.Future[ShareOrder] = asyncio.get_running_loop().create_future()
+        if orders:
+            answer.set_result(orders.pop(0))
+        else:
+            is_over.set()
+        return answer
+
+    async def move(asleep: bool) -> Sequence[MemoryUse]:
+        moves.append((asleep, foreseen_s[-1]))
+        return ()
+
+    actor = SimpleNamespace(exchange=SimpleNamespace(remote=exchange), leave=SimpleNamespace(remote=forget))
+    monkeypatch.setattr(share_member, "share_actor", lambda spec: actor)
+    member = ShareMember(cast("Any", None), "m", "denoiser", move=move, demand=lambda: IDLE)
+    member.on_wake_s = foreseen_s.append
+    await member.loaded(())
+    await asyncio.wait_for(is_over.wait(), 60)
+    await member.close()
+    assert foreseen_s == [7.0, 0.5]
+    assert moves == [(True, 7.0), (False, 0.5)], "it is known before the weights move"
+
+
+async def forget(token: str) -> None:
+    """Let a member go."""
