@@ -152,7 +152,7 @@ def test_other_users_of_the_machine_see_nothing(server: Command) -> None:
 def started_by(server: Command) -> list[psutil.Process]:
     """All processes that the server has started, those without files in its folder too."""
     (root,) = (process for process in server.processes() if process.ppid() == os.getpid())
-    return root.children(recursive=True)
+    return list(root.children(recursive=True))
 
 
 def test_it_listens_where_the_table_says(server: Command, url: str) -> None:
