@@ -142,13 +142,13 @@ def test_kustomize_puts_the_parts_together(variant: str) -> None:
     (ray,) = (one for one in objects if one["apiVersion"] == "ray.io/v1")
     assert ray["spec"] == {"cluster": part("RayCluster"), "service": service()}[variant]["spec"]
     assert all(one["metadata"].get("namespace", "troupe") == "troupe" for one in objects)
-    assert len(objects) == len(parts()) + (1 if variant == "cluster" else 0)  # the configuration's ConfigMap
+    assert len(objects) == len(parts()) + 1, "the configuration's ConfigMap"
     (door,) = (one for one in objects if one["kind"] == "Deployment")
-    names = {one["metadata"]["name"] for one in objects if one["kind"] == "ConfigMap"}
     (volume,) = door["spec"]["template"]["spec"]["volumes"]
-    assert volume["configMap"]["name"] in names
-    services = {one["metadata"]["name"] for one in objects if one["kind"] == "Service"} | {"troupe-serve-svc"}
-    assert door["spec"]["template"]["spec"]["containers"][0]["args"][2].partition(":")[0] in services
+    assert volume["configMap"]["name"] in {one["metadata"]["name"] for one in objects if one["kind"] == "ConfigMap"}
+    (proxy,) = (one for one in objects if one["metadata"]["name"] == "troupe-proxy")
+    served = {"ray.io/serve": "true"}, {"ray.io/cluster": "troupe", "ray.io/node-type": "head"}
+    assert proxy["spec"]["selector"] == served[variant == "cluster"]
 
 
 def test_the_application_is_valid_and_its_gangs_find_room(config: ServeConfig) -> None:
