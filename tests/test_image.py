@@ -23,7 +23,8 @@ from tests.layout.support.source import ROOT, repository_files
 from tests.support.images import CPU, image
 from tests.support.ports import own_port
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]  # minutes: torch and Ray are installed
+# Minutes: torch and Ray are installed.
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 OF_ROOT = ("apt-get", "useradd")
 """What commands call that change the system."""
