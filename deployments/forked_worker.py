@@ -8,6 +8,7 @@ import random
 import resource
 import runpy
 import signal
+import site
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -147,9 +148,15 @@ class ForkedWorker:
 
 
 def _base_path() -> tuple[str, ...]:
-    """Return ``sys.path`` without the entries of PYTHONPATH."""
+    """Return ``sys.path`` as it is without PYTHONPATH.
+
+    Folders of installed packages stay, last as usual: an installed project is in one of them, and the zygote has it in
+    PYTHONPATH.
+    """
     added = {os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
-    return tuple(entry for entry in sys.path if entry and os.path.abspath(entry) not in added)
+    base = [entry for entry in sys.path if entry and os.path.abspath(entry) not in added]
+    packages = (site.getusersitepackages(), *site.getsitepackages())
+    return (*base, *(entry for entry in packages if entry in sys.path and os.path.abspath(entry) in added))
 
 
 def _editable_root() -> Path | None:

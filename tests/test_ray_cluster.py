@@ -20,6 +20,8 @@ from deployments.config import ModelConfig, ServeConfig
 ROOT = Path(__file__).parents[1]
 CLUSTER = ROOT / "ray_cluster.yaml"
 START_COMMANDS = ("head_start_ray_commands", "worker_start_ray_commands")
+INSTALLED = {"pyproject.toml", "README.md", "LICENSE", "constraints.txt", "engines", "pipelines", "deployments"}
+"""What an install from the repository needs."""
 REPLICA_CPUS = 1
 """More than any of our replicas asks for beside its ranks."""
 
@@ -84,15 +86,7 @@ def test_nothing_but_ssh_is_open_to_the_world(prepared: dict[str, Any]) -> None:
 def test_what_is_copied_is_there_and_is_all_that_an_install_needs(prepared: dict[str, Any]) -> None:
     mounts = {local for remote, local in prepared["file_mounts"].items() if remote.startswith("~/troupe/")}
     assert [local for local in sorted(mounts) if not (ROOT / local).exists()] == []
-    assert {
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-        "constraints.txt",
-        "engines",
-        "pipelines",
-        "deployments",
-    } == mounts
+    assert mounts == INSTALLED
 
 
 def test_commands_are_shell(prepared: dict[str, Any]) -> None:

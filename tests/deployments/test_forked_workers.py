@@ -7,8 +7,10 @@ import os
 import resource
 import shutil
 import signal
+import site
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from deployments import worker_shim
+from deployments import forked_worker, worker_shim
 from deployments.forked_worker import ROOT
 from deployments.forked_workers import SHIM, forking_cluster
 from deployments.settings import process_environment
@@ -261,6 +263,15 @@ def test_another_copy_of_the_project_is_not_served(directory: str, tmp_path: Pat
     _, out, err = end_of(begin(TELL, env=with_environment(PYTHONPATH=str(tmp_path))))
     assert json.loads(out)["libraries"] == []
     assert str(tmp_path) in err
+
+
+def test_libraries_beside_an_installed_project_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The zygote's PYTHONPATH begins with the project's folder, which of an installed one has all libraries."""
+    (packages, *_), standard = site.getsitepackages(), sysconfig.get_path("stdlib")
+    for root, expected in ((packages, [standard, packages]), ("/of/a/clone", [standard])):
+        monkeypatch.setenv("PYTHONPATH", f"{root}:/own")
+        monkeypatch.setattr(sys, "path", [root, "/own", standard])
+        assert list(forked_worker._base_path()) == expected
 
 
 def test_levels_are_known_by_the_shim_s_own_command() -> None:

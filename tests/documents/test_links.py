@@ -18,7 +18,7 @@ import yaml
 from tests.support.fenced import FENCE, ROOT
 
 DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", *DOCS)
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", *DOCS)
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 MKDOCS = shutil.which("mkdocs", path=f"{os.environ['PATH']}:{ROOT}/.venv/site/bin")
 

@@ -3,6 +3,7 @@ started again it finishes the clip."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -24,6 +25,7 @@ from tests.deployments.support.commands import (
     troupe,
 )
 from tests.deployments.support.live import PROMPT, TIMEOUT_S, config_of, wait_until
+from tests.support.listening import ONE_MACHINE, differences, listening, rows
 from tests.support.ports import own_port
 
 pytestmark = pytest.mark.ray
@@ -147,8 +149,23 @@ def test_other_users_of_the_machine_see_nothing(server: Command) -> None:
     assert {path.stat().st_mode & 0o077 for path in kept} == {0}
 
 
-def test_it_listens_on_this_machine_alone(url: str) -> None:
+def started_by(server: Command) -> list[psutil.Process]:
+    """All processes that the server has started, those without files in its folder too."""
+    (root,) = (process for process in server.processes() if process.ppid() == os.getpid())
+    return list(root.children(recursive=True))
+
+
+def test_it_listens_where_the_table_says(server: Command, url: str) -> None:
     assert httpx.get(f"{url}/health", timeout=TIMEOUT_S).status_code == 200
-    port = httpx.URL(url).port
-    listening = [one.laddr for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-    assert {address.ip for address in listening if address.port == port} == {"127.0.0.1"}
+    started = started_by(server)
+    assert list(differences(listening(started), rows(ONE_MACHINE))) == []
+    (door,) = (process for process in started if process.name() == "haproxy")
+    at_the_door = {one.laddr for one in door.net_connections("tcp") if one.status == psutil.CONN_LISTEN}
+    assert at_the_door == {("127.0.0.1", httpx.URL(url).port)}
+
+
+def test_other_users_reach_no_socket_in_the_file_system(server: Command) -> None:
+    unix = {one.laddr for process in started_by(server) for one in process.net_connections("unix") if one.laddr}
+    folders = [Path(address).parents for address in unix if address.startswith("/")]
+    assert len(folders) > 1
+    assert [str(each[0]) for each in folders if not any(folder.stat().st_mode & 0o077 == 0 for folder in each)] == []
