@@ -23,10 +23,11 @@ from torch import Tensor
 from benchmarks.models.flux import architecture
 from benchmarks.models.making import default_dtype, without_init
 from benchmarks.peers.sglang_calls import call_in_parts, rotary_in_parts
+from benchmarks.peers.sglang_graphs import GraphedTransformer, weak_reference
 from engines.core.model import Precision
 from engines.core.spec import ParallelSpec
 
-Compiled = Literal["", "whole", "blocks"]
+Compiled = Literal["", "whole", "blocks", "graphs"]
 ROTARY_IN_CUTE = "sglang.kernels.ops.diffusion.rope.rmsnorm_interleaved_rope_cutedsl"
 TRAINED_STEPS = 1000
 """Factor of timesteps and guidance, as its pipeline passes them."""
@@ -37,7 +38,8 @@ def sglang_step(
 ) -> Callable[[], Tensor]:
     """Return a step. Its own functions divide text and picture among the ranks and gather the prediction.
 
-    ``compiled``: "whole" is its ``--enable-torch-compile``, "blocks" also its ``--regional-compile``, "" its default.
+    ``compiled``: "whole" is its ``--enable-torch-compile``, "blocks" also its ``--regional-compile``, "graphs" its
+    ``--enable-breakable-cuda-graph``, "" its default.
     ``precision`` "fp8" is its ``--quantization fp8``.
     """
     transformer = _transformer(module, compiled, precision)
@@ -50,6 +52,8 @@ def sglang_step(
 @cache
 def _transformer(module: Any, compiled: Compiled, precision: Precision) -> Any:
     """Return its transformer with the parameters of ``module``, by the same names. Quantised ones are copies."""
+    if compiled == "graphs":
+        return GraphedTransformer(_transformer(module, "", precision))
     begin(ParallelSpec(ulysses=dist.get_world_size()))
     from sglang.multimodal_gen.configs.models.dits.flux import FluxArchConfig, FluxConfig
     from sglang.multimodal_gen.runtime.models.dits.flux import FluxTransformer2DModel
@@ -79,6 +83,8 @@ def loaded(
     transformer.eval().requires_grad_(False)
     for fusion in (FUSED_LINEAR_GELU, FUSED_LN_MODULATE):
         fusion.mount(transformer)  # what its default quality, "lossless", allows of those that this model has
+    if compiled == "graphs":
+        return GraphedTransformer(transformer)
     if compiled:
         _compile(transformer, compiled, config.torch_compile_inductor_config)
     return transformer
@@ -181,7 +187,7 @@ def _make_kernels_importable() -> None:
         kernels: Any = sys.modules["sgl_kernel"]
         kernels.__getattr__ = _refuse
         kernels.fp8_scaled_mm, kernels.rmsnorm = _scaled_product, _rms_norm
-        kernels.fused_add_rmsnorm = _add_and_rms_norm
+        kernels.fused_add_rmsnorm, kernels.weak_ref_tensor = _add_and_rms_norm, weak_reference
         attention: Any = ModuleType("sgl_kernel.flash_attn")
         attention.flash_attn_varlen_func = _attention_of(importlib.import_module("fa3_fwd_interface"))
         attention.flash_attn_with_kvcache = _refuse("flash_attn_with_kvcache")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.peers import sglang_models, vllm_omni_models
+from benchmarks.peers import published, sglang_models, vllm_omni_models
 from benchmarks.peers.published import MAKERS, empty, peer_of
 
 
@@ -46,3 +48,26 @@ def test_a_peers_memory_is_free_whoever_holds_it_and_what_it_shares_is_whole() -
     assert {tensor.numel() for tensor in (*peer.parameters(), *peer.buffers(), bias)} == {0}
     assert module.weight is weight
     assert weight.tolist() == [1, 1, 1]
+
+
+def test_a_captured_step_shares_the_peer_of_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another maker closes it first. One that could not be opened is opened again."""
+    seen: list[str] = []
+
+    @contextmanager
+    def opened(_model: Any, maker: str) -> Iterator[Any]:
+        seen.append(f"open {maker}")
+        if maker == "broken":
+            raise RuntimeError("no memory")
+        yield lambda: maker
+        seen.append(f"close {maker}")
+
+    monkeypatch.setattr(published, "peer_of", opened)
+    model: Any = SimpleNamespace(module=torch.nn.Linear(1, 1))
+    with published.OpenPeer(model) as peer:
+        assert peer.step("sglang") is peer.step("sglang")
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no memory"):
+                peer.step("broken")
+        assert peer.step("vllm-omni")() == "vllm-omni"
+    assert seen == ["open sglang", "close sglang", "open broken", "open broken", "open vllm-omni", "close vllm-omni"]
