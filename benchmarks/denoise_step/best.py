@@ -22,7 +22,7 @@ from benchmarks.denoise_step.stage import (
     case_name,
 )  # fmt: skip
 
-KLEIN, Z_IMAGE, QWEN = "FLUX.2-klein-4B", "Z-Image-Turbo", "Qwen-Image"
+KLEIN, Z_IMAGE, QWEN, FLUX3 = "FLUX.2-klein-4B", "Z-Image-Turbo", "Qwen-Image", "flux-3-image-klein"
 OURS, EAGER, CAPTURED = DEFAULT, "uncaptured", ""
 """Options of cases."""
 HEAT_S = "2"
@@ -86,6 +86,7 @@ BEST = (
     ),
 )
 BEST_REST = (
+    stage(models("quad_flux3", FOUR, FLUX3, makers=("ours", *OF_SGLANG)), likely_s=55, limit_s=110),
     stage(flux("quad_fp8", FOUR, *beside_sglang(BOTH_SIDES, FOUR, FP8)), likely_s=95, limit_s=160),
     stage(flux("quad_vllm_omni", FOUR, *both("vllm-omni", BOTH_SIDES, FOUR)), likely_s=80, limit_s=140),
     stage(
@@ -101,12 +102,18 @@ BEST_REST = (
         limit_s=130,
     ),
     stage(
+        models("pair_flux3", FIRST, FLUX3, makers=("ours", *OF_SGLANG)),
+        models("pair_models_vllm_omni", LAST, KLEIN, Z_IMAGE, makers=OF_VLLM_OMNI),
+        likely_s=80,
+        limit_s=130,
+    ),
+    stage(
         models("quad_models_vllm_omni", FOUR, KLEIN, Z_IMAGE, makers=OF_VLLM_OMNI),
         likely_s=75,
         limit_s=130,
     ),
     stage(
-        models("one_flux3", (0,), "flux-3-image-klein", makers=(*OF_DIFFUSERS, "ours")),
+        models("one_flux3", (0,), FLUX3, makers=(*OF_DIFFUSERS, "ours", *OF_SGLANG)),
         flux("one_reduced", (1,), case_name("diffusers-reduce-overhead", 1024, (1,), EAGER)),
         flux("one_vllm_omni", (2,), *both("vllm-omni", BOTH_SIDES, (2,))),
         flux("one_vllm_omni_fp8", (3,), *both("vllm-omni", BOTH_SIDES, (3,), FP8)),

@@ -1,6 +1,6 @@
 """SGLang's and vLLM-Omni's transformers of FLUX.2, Z-Image, Qwen-Image, Wan and Cosmos 3, on one GPU or several.
 
-Several GPUs divide a step as the projects do it themselves.
+SGLang's of FLUX.3 too, which vLLM-Omni has not. Several GPUs divide a step as the projects do it themselves.
 """
 
 from __future__ import annotations
