@@ -60,12 +60,12 @@ def captured(step: Callable[[], Tensor]) -> CapturedPeer:
 
 
 def _recorded(step: Callable[[], Tensor]) -> tuple[Any, Tensor]:
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
+    before, stream = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(before)
     with torch.cuda.stream(stream):
         for _ in range(NUM_WARM_UP_STEPS):
             step()
-    torch.cuda.current_stream().wait_stream(stream)
+    before.wait_stream(stream)
     rank_synchronize()
     graph, causes = torch.cuda.CUDAGraph(), []
     try:
@@ -77,8 +77,21 @@ def _recorded(step: Callable[[], Tensor]) -> tuple[Any, Tensor]:
                 causes.append(error)  # the end of a broken capture has an error of its own
                 raise
     except Exception as error:
-        raise RuntimeError(f"the step cannot be captured: {reason_of((*causes, error)[0])}") from None
+        reason = reason_of((*causes, error)[0])
+        forget_capture(before)
+        raise RuntimeError(f"the step cannot be captured: {reason}") from None
     return graph, answer
+
+
+def forget_capture(stream: torch.cuda.Stream) -> None:
+    """End what a broken capture leaves: its stream is the current one, and random numbers are refused outside it.
+
+    ``stream`` is what was current before. The generator begins anew with its seed.
+    """
+    torch.cuda.set_stream(stream)
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    fresh = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 def reason_of(error: BaseException) -> str:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.peers.capture import forget_capture, reason_of
+
 
 class GraphedTransformer:
     """One of its transformers behind its graphs, called as its stage of denoising does (``_bcg_run``).
@@ -53,8 +55,12 @@ def _runner_class() -> Any:
             return True
 
         def capture(self, **arguments: Any) -> bool:
-            key = self._signature(arguments)
-            self.entries[key] = self._capture(arguments, key)
+            key, stream = self._signature(arguments), torch.cuda.current_stream()
+            try:
+                self.entries[key] = self._capture(arguments, key)
+            except Exception as error:
+                forget_capture(stream)
+                raise RuntimeError(f"SGLang cannot capture its graphs: {reason_of(error)}") from error
             return True
 
     return Runner

@@ -59,5 +59,8 @@ def test_a_graph_reads_its_inputs_where_they_are_and_what_synchronizes_has_none(
     x.fill_(3)
     assert step().tolist() == [6] * 4
     step.close()
+    before = torch.cuda.current_stream()
     with pytest.raises(RuntimeError, match=r"cannot be captured: .* at peers/test_capture.py"):
         capture.captured(lambda: x * x.sum().item())
+    assert torch.cuda.current_stream() == before
+    assert torch.randn(4, device="cuda").shape == (4,)

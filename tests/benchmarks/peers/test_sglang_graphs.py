@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.peers import sglang_graphs
 from benchmarks.peers.sglang_graphs import GraphedTransformer, weak_reference
 
 RUNTIME = "sglang.multimodal_gen.runtime"
@@ -60,6 +61,7 @@ def padders(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "stream")
     return registered
 
 
@@ -76,9 +78,12 @@ def test_the_first_call_captures_and_the_prompt_is_filled(padders: list[Any]) ->
 
 
 @pytest.mark.usefixtures("padders")
-def test_what_cannot_be_captured_is_an_error_and_not_an_eager_step() -> None:
-    with pytest.raises(RuntimeError, match="not permitted"):
+def test_what_cannot_be_captured_is_an_error_and_not_an_eager_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[object] = []
+    monkeypatch.setattr(sglang_graphs, "forget_capture", forgotten.append)
+    with pytest.raises(RuntimeError, match="cannot capture its graphs: RuntimeError: operation not permitted"):
         GraphedTransformer(transformer_that(synchronizes=True))(text=1)
+    assert forgotten == ["stream"]
 
 
 @pytest.mark.usefixtures("padders")
