@@ -1,7 +1,7 @@
 """Stages of ``benchmarks.denoise_step.gpu`` on a host of four GPUs: Troupe beside peers at their best setting.
 
-Most important first. ``BEST`` fits nine minutes, the checks of ``benchmarks.peers.run`` included, and ``BEST_REST`` is
-for a second call. In each process what may hang comes last: steps of peers that are captured whole.
+Most important first. ``BEST`` fits nine minutes, the checks of ``benchmarks.peers.run`` included. ``BEST_REST`` takes
+fifteen: name its stages in two calls. In each process what may hang comes last: steps of peers that are captured whole.
 """
 
 from __future__ import annotations

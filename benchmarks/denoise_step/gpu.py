@@ -9,7 +9,7 @@ stage's time is over is stopped, and the others are timed without it. ``--togeth
 where GPUs have the memory. CUDA_VISIBLE_DEVICES chooses the GPUs. Every case is written as it ends, to
 OUT_DIR/<stage>.json and .log. The last line is one JSON document with all results.
 
-``--stages best``, and ``best_rest`` in a second call, time Troupe beside peers at their best settings on four GPUs.
+``--stages best``, and ``best_rest`` in further calls, time Troupe beside peers at their best settings on four GPUs.
 Runs on fewer GPUs are timed at the same time there, and their results say ``runs_beside``.
 """
 
