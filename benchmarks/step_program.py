@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from engines.core.tensors import relative_difference
 BF16_TFLOPS, FP8_TFLOPS = 790.0, 1500.0
 """Rate of an H200 in a large bf16 product on random data, and about what is left of twice that in float8."""
 MAX_ERROR_CHARACTERS = 3000
+NUM_ADDITIONS = 2_000_000
 
 Result = dict[str, Any]
 
@@ -44,8 +46,11 @@ class StepProgram:
         """Join the other ranks and print the hardware."""
         rank, world = start_distributed()
         program = cls(rank=rank, world=world, out=out)
-        program.document = {"hardware": f"{world} x {program.device_name}", "torch": torch.__version__, "results": []}
-        program.say(f"{program.document['hardware']}, torch {torch.__version__}")
+        facts = {"hardware": f"{world} x {program.device_name}", "torch": torch.__version__, "python_s": python_s()}
+        program.document = {**facts, "results": []}
+        program.say(
+            f"{facts['hardware']}, torch {facts['torch']}, ten million additions in Python {facts['python_s']} s"
+        )
         return program
 
     @property
@@ -83,6 +88,14 @@ class StepProgram:
             self.meeting.leave()
         self.say(json.dumps(self.document))
         os._exit(max(map(status_of, groups)))  # graphs hold the communicator: an orderly shutdown would wait for them
+
+
+def python_s() -> float:
+    """Return the seconds of ten million additions: steps that are not captured wait for Python."""
+    start_s, total = time.perf_counter(), 0
+    for number in range(NUM_ADDITIONS):
+        total += number
+    return round((time.perf_counter() - start_s) * 10_000_000 / NUM_ADDITIONS, 2)
 
 
 def attempt(run: Callable[[], Result]) -> Result:

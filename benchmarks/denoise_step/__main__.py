@@ -4,7 +4,8 @@
     torchrun --nproc_per_node 4 -m benchmarks.denoise_step [CASE ...]       four GPUs: 1, 2 and 4 ranks
 
 A case is ``<maker>/<side>/w<ranks>[/<option>...]``, as ``--list`` prints them. An argument picks the cases that contain
-it. Without one the few cases of the goals run. ``--profile`` prints the kernels of each instead of its times.
+it. Without one the few cases of the goals run, and ``--only`` runs those that it names in its order. ``--profile``
+prints the kernels of each instead of its times.
 The last line is one JSON document. Reports: benchmarks/reports/.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -42,7 +44,7 @@ def main() -> None:
         return
     program = StepProgram.begin(arguments.out)
     program.meeting = meeting_of(arguments, program.rank)
-    chosen = [case for case in CASES if case.can_run(program.world) and arguments.wants(case)]
+    chosen = [case for case in in_order(arguments, CASES) if case.can_run(program.world)]
     bench = Bench(rank=program.rank, world=program.world, small=not torch.cuda.is_available())
     ready, errors = prepare_all(bench, chosen) if program.meeting else ({}, {})
     if program.meeting:
@@ -132,6 +134,12 @@ class Arguments(argparse.Namespace):
         wanted = any(part in case.name for part in self.cases) or case.name in self.only
         wanted = wanted or (case.default and not (self.cases or self.only))
         return wanted and not any(part in case.name for part in self.skip)
+
+
+def in_order(arguments: Arguments, cases: Iterable[Case]) -> list[Case]:
+    """Return those that are wanted: first the names of ``--only``, in its order."""
+    places = {name: place for place, name in enumerate(arguments.only)}
+    return sorted(filter(arguments.wants, cases), key=lambda case: places.get(case.name, len(places)))
 
 
 def parse(words: list[str]) -> Arguments:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engines.core.model import Precision
 
-SGLANG = ("sglang", "sglang-blocks", "sglang-compiled")
+SGLANG = ("sglang", "sglang-blocks", "sglang-compiled", "sglang-graphs")
 VLLM_OMNI = ("vllm-omni", "vllm-omni-eager", "vllm-omni-tensor")
+REDUCE_OVERHEAD = "diffusers-reduce-overhead"
 PEERS_OF_SEVERAL = ("diffusers-ulysses", "diffusers-ring", "xdit", *SGLANG, *VLLM_OMNI)
 
 
@@ -26,7 +27,7 @@ class Case:
     peer_memory: bool = False
     """Ranks write into each other's memory where that works. Without it they exchange by NCCL."""
     graph: bool = True
-    """The step is captured in a CUDA graph."""
+    """The step is captured whole in a CUDA graph. Without it peers may have graphs of their own."""
     default: bool = True
     """Runs when no case is named."""
     repeats: int = 20
@@ -46,7 +47,7 @@ class Case:
 
     @property
     def is_peer(self) -> bool:
-        return self.maker in PEERS_OF_SEVERAL
+        return self.maker in (*PEERS_OF_SEVERAL, REDUCE_OVERHEAD)
 
 
 NATIVE: Precision = "native"
@@ -88,6 +89,9 @@ SINGLE_RANK = (
     Case(maker="blocks", side=1024, num_ranks=1, default=False),
     Case(maker="blocks", side=1024, num_ranks=1, graph=False, default=False),
     Case(maker="blocks", side=2048, num_ranks=1, graph=False, default=False, repeats=6),
+    Case(maker="blocks", side=2048, num_ranks=1, default=False, repeats=6),
+    Case(maker="eager", side=1024, num_ranks=1, default=False, repeats=6),
+    Case(maker=REDUCE_OVERHEAD, side=1024, num_ranks=1, graph=False, default=False),
 )
 
 PEERS = tuple(
@@ -101,10 +105,14 @@ PEERS = tuple(
 )
 FP8_PEERS = tuple(
     Case(maker=maker, side=side, num_ranks=num_ranks, precision=FP8, graph=False, default=False, repeats=repeats)
-    for maker in (*SGLANG[:2], *VLLM_OMNI)
+    for maker in (*SGLANG[:2], "sglang-graphs", *VLLM_OMNI)
     for num_ranks in (1, 2, 4)
     for side, repeats in ((1024, 20), (2048, 6))
 )
+CAPTURED_PEERS = tuple(
+    replace(case, graph=True) for case in PEERS + FP8_PEERS if case.maker != "sglang-graphs" and case.side >= 1024
+)
+"""The same peers, captured whole."""
 BESIDE_PEERS = (
     Case(maker="fast", side=2048, num_ranks=2, peer_memory=True, default=False),
     *(
@@ -113,4 +121,4 @@ BESIDE_PEERS = (
     ),
 )
 
-CASES = GOALS + BY_NCCL + SINGLE_RANK + PEERS + FP8_PEERS + BESIDE_PEERS
+CASES = GOALS + BY_NCCL + SINGLE_RANK + BESIDE_PEERS + PEERS + FP8_PEERS + CAPTURED_PEERS

@@ -8,6 +8,9 @@ several gangs compile at the same time and are timed one after the other. A gang
 stage's time is over is stopped, and the others are timed without it. ``--together`` joins the named stages into one,
 where GPUs have the memory. CUDA_VISIBLE_DEVICES chooses the GPUs. Every case is written as it ends, to
 OUT_DIR/<stage>.json and .log. The last line is one JSON document with all results.
+
+``--stages best``, and ``best_rest`` in further calls, time Troupe beside peers at their best settings on four GPUs.
+Runs on fewer GPUs are timed at the same time there, and their results say ``runs_beside``.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.denoise_step.stage import Run, Stage, joined
-from benchmarks.denoise_step.stages import STAGES
+from benchmarks.denoise_step.stages import NAMED, STAGES, stages_named
 from benchmarks.turns import Meeting
 
 SMALLEST_LIMIT_S = 15
@@ -38,8 +41,10 @@ READY_SHARE = 0.7
 """Share of a stage's time after which gangs that are not ready are stopped, so that the others are timed."""
 TAIL_LINES, FEW_LINES, ERROR_LINES = 30, 8, 8
 """Lines printed of a run that fails, of one that ends well, and of one case's error."""
-LINE, ERROR_SAID = 200, 300
+LINE, ERROR_SAID = 200, 600
 """Characters printed of a line, and kept of an error."""
+OF_PROCESS = ("hardware", "torch", "python_s")
+"""What a run says once of all its results."""
 POLL_S = 0.2
 TRIALS = re.compile(
     r"\{|AUTOTUNE |Autotune |strides: |dtypes: |SingleProcess AUTOTUNE |\s+\S+ [\d.]+ ms [\d.]+%"
@@ -65,9 +70,10 @@ def main() -> None:
     end_s = start_s + arguments.limit_s
     num_gpus = count_gpus()
     outcome: dict[str, str] = {}
-    by_name = {stage.name: stage for stage in STAGES}
-    stages = [by_name[name] for name in arguments.stages or by_name]
-    for stage in [joined(stages)] if arguments.together else stages:
+    stages = stages_named(arguments.stages) or list(STAGES)
+    stages = [joined(stages)] if arguments.together else stages
+    print(plan_of(stages), flush=True)
+    for stage in stages:
         left_s = int(end_s - time.monotonic())
         if num_gpus < stage.min_gpus or left_s < SMALLEST_LIMIT_S:
             outcome[stage.name] = f"skipped: {num_gpus} GPUs, {left_s} s left"
@@ -77,6 +83,12 @@ def main() -> None:
         summary = {"stages": outcome, "results": collect(arguments.out)}
         (arguments.out / "all.json").write_text(json.dumps(summary))
     print(json.dumps({"stages": outcome, "results": collect(arguments.out)}), flush=True)
+
+
+def plan_of(stages: Sequence[Stage]) -> str:
+    """Return what the stages are likely to take, one after the other."""
+    each = ", ".join(f"{stage.name} {stage.estimate_s}" for stage in stages)
+    return f"plan: {sum(stage.estimate_s for stage in stages)} s ({each})"
 
 
 def perform(stage: Stage, num_gpus: int, limit_s: int, out: Path) -> dict[str, str]:
@@ -121,10 +133,11 @@ def start(run: Run, turn: int, stage: Stage, num_gpus: int, out: Path, meeting: 
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "4"}
     if run.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible(run.gpus))
-    if stage.takes_turns:
-        meeting.mkdir(exist_ok=True)
+    if len(stage.runs) > 1:
         ranks = sum(max(1, len(each.gpus)) for each in stage.runs)  # that compile at one time
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(4, (os.cpu_count() or 1) // ranks))
+    if stage.takes_turns:
+        meeting.mkdir(exist_ok=True)
     log = out / f"{run.name}.log"
     (out / f"{run.name}.json").unlink(missing_ok=True)  # an earlier call's: it would pass for this run's
     command = command_of(run, num_gpus, out)
@@ -166,11 +179,14 @@ def is_news(line: str) -> bool:
 
 
 def collect(out: Path) -> list[dict[str, Any]]:
+    """Return all results with what their runs say of themselves, and how many ran on other GPUs at the same time."""
+    beside = {run.name: len(stage.runs) - 1 for stage in STAGES if not stage.takes_turns for run in stage.runs}
     found: list[dict[str, Any]] = []
     for path in sorted({*out.glob("*.json")} - {out / "all.json"}):
         for result in results_in(path):
             error = {"error": result["error"][-ERROR_SAID:]} if "error" in result else {}
-            found.append({"stage": path.stem, **result, **error})
+            others = {"runs_beside": beside[path.stem]} if beside.get(path.stem) else {}
+            found.append({"stage": path.stem, **result, **others, **error})
     return found
 
 
@@ -180,8 +196,8 @@ def results_in(path: Path) -> list[dict[str, Any]]:
         document = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return []
-    found: list[dict[str, Any]] = document.get("results", [document])
-    return found
+    facts = {name: document[name] for name in OF_PROCESS if name in document}
+    return [{**facts, **result} for result in document.get("results", [document])]
 
 
 def count_gpus() -> int:
@@ -193,8 +209,7 @@ def count_gpus() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    names = [stage.name for stage in STAGES]
-    parser.add_argument("--stages", nargs="+", default=(), choices=names, help="all by default")
+    parser.add_argument("--stages", nargs="+", default=(), choices=NAMED, metavar="STAGE", help="all by default")
     parser.add_argument("--together", action="store_true", help="the stages prepare at one time and take turns")
     parser.add_argument("--limit-s", type=int, default=560)
     arguments = parser.parse_args()

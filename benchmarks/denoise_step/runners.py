@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.denoise_step.cases import CASES, Case
 from benchmarks.models import flux
+from benchmarks.peers import capture
 from benchmarks.peers.step import peer_step
 from benchmarks.step_program import relative_error
 from benchmarks.timing import Times, measure
@@ -61,13 +62,15 @@ class Bench:
         times = measure(step, repeats=case.repeats, warm_up=min(3, case.repeats - 1), num_ranks=case.num_ranks)
         close()
         gc.collect()
-        return times, {"prepare_s": prepare_s, "relative_error": error}
+        of_capture = {"capture_error": step.error} if isinstance(step, capture.CapturedPeer) else {}
+        return times, {"prepare_s": prepare_s, "relative_error": error, **of_capture}
 
     def fitting(self, case: Case) -> Case:
         """Return the case, or for a CPU a small one like it."""
         if not self.small:
             return case
-        return dataclasses.replace(case, side=min(case.side, SMALL_SIDE), graph=False, repeats=3)
+        graph = case.graph and case.is_peer  # which says that a CPU has none
+        return dataclasses.replace(case, side=min(case.side, SMALL_SIDE), graph=graph, repeats=3)
 
     def prepare(self, case: Case) -> tuple[Step, Callable[[], None]]:
         """Return a step and what ends it."""
@@ -76,7 +79,11 @@ class Bench:
         inputs = self.inputs(case.side, case.batch)
         if case.is_peer:
             self.references_for_peers()
-            return peer_step(self.module, inputs, case.maker, case.precision), lambda: None
+            peer = peer_step(self.module, inputs, case.maker, case.precision)
+            if not case.graph:
+                return peer, lambda: None
+            step_of_peer = capture.captured(peer)
+            return step_of_peer, step_of_peer.close
         if case.maker == "blocks":
             self.references_for_peers()  # another case of this process may be of another side
             self.reference(case.side, case.batch)

@@ -34,6 +34,12 @@ class Stage:
     min_gpus: int = 1
     takes_turns: bool = False
     """One run is timed at a time."""
+    likely_s: int = 0
+    """What it is likely to take; 0 where only the limit is known."""
+
+    @property
+    def estimate_s(self) -> int:
+        return self.likely_s or self.limit_s
 
 
 def alone(name: str, *arguments: str, limit_s: int, min_gpus: int = 1, **options: object) -> Stage:
@@ -43,6 +49,9 @@ def alone(name: str, *arguments: str, limit_s: int, min_gpus: int = 1, **options
 
 
 def case_name(maker: str, side: int, gpus: tuple[int, ...], option: str, precision: str = BF16) -> str:
+    """Return the name of a case with one ``option``, or without ("")."""
+    if not option:
+        return "/".join((maker, str(side), f"w{len(gpus)}", precision, *["ulysses"] * (len(gpus) > 1)))
     several = ("ulysses", option) if len(gpus) > 1 else (option,) * (option != DEFAULT)
     return "/".join((maker, str(side), f"w{len(gpus)}", precision, *several))
 
@@ -62,6 +71,12 @@ def beside(name: str, *runs: Run, limit_s: int) -> Stage:
     """Return a stage of runs on the same GPUs that are timed one after the other."""
     num_gpus = 1 + max(gpu for run in runs for gpu in run.gpus)
     return Stage(name=name, runs=runs, limit_s=limit_s, min_gpus=num_gpus, takes_turns=True)
+
+
+def at_once(name: str, *runs: Run, likely_s: int, limit_s: int) -> Stage:
+    """Return a stage of runs on other GPUs each, which are timed at the same time."""
+    num_gpus = 1 + max(gpu for run in runs for gpu in run.gpus)
+    return Stage(name=name, runs=runs, limit_s=limit_s, min_gpus=num_gpus, likely_s=likely_s)
 
 
 def joined(stages: Sequence[Stage]) -> Stage:

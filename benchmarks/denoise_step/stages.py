@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from benchmarks.denoise_step.best import BEST, BEST_REST
 from benchmarks.denoise_step.stage import (
     BF16,
     DEFAULT,
@@ -19,6 +22,7 @@ from benchmarks.denoise_step.stage import (
     peer,
 )  # fmt: skip
 
+PROJECTS = ("sglang", "vllm-omni", "xdit", "diffusers")
 KERNEL_CHECK = "tests.engines.fast.support.triton_check"
 PROFILED = ("fast/1024/w1/bf16", f"fast/1024/w4/bf16/ulysses/{DEFAULT}", f"fast/2048/w4/bf16/ulysses/{DEFAULT}")
 
@@ -203,7 +207,7 @@ STAGES = (
     alone("kernels", "cuda", module=KERNEL_CHECK, gpus=ONE, writes_json=False, limit_s=60),
     alone("goals", limit_s=90),
     *PEERS,
-    alone("variants", "bf16/ulysses", "fp8/ulysses", "--skip", "uncaptured", limit_s=150, min_gpus=2),
+    alone("variants", "bf16/ulysses", "fp8/ulysses", "--skip", "uncaptured", *PROJECTS, limit_s=150, min_gpus=2),
     alone("strategies", "allgather_kv", "/ring", "hybrid", limit_s=60, min_gpus=2),
     alone(
         "exact", "FLUX.1-dev", "--exact", "--size", "496x496", *FEW, "--makers", "eager", "ours compiled", "ours",
@@ -211,7 +215,7 @@ STAGES = (
         module=MODEL_STEP, limit_s=150, min_gpus=2,
     ),
     alone("wan", "Wan2.1-T2V-14B", *FEW, "--makers", "ours", module=MODEL_STEP, limit_s=230),
-    alone("single", "1024/w1/", "2048/w1", "--skip", "sglang", "vllm-omni", gpus=ONE, limit_s=130),
+    alone("single", "1024/w1/", "2048/w1", "--skip", *PROJECTS, gpus=ONE, limit_s=130),
     alone("profile", "--profile", "--only", *PROFILED, limit_s=90),
     *PEERS_OF_FOUR,
     *PEERS_OF_A_PAIR,
@@ -219,4 +223,17 @@ STAGES = (
     *MODELS_OF_ONE,
     *MODELS_OF_A_PAIR,
     *MODELS_OF_FOUR,
+    *BEST,
+    *BEST_REST,
 )  # fmt: skip
+
+NAMED: dict[str, tuple[Stage, ...]] = {
+    **{stage.name: (stage,) for stage in STAGES},
+    "best": BEST,
+    "best_rest": BEST_REST,
+}
+"""Stages by their names, and by the names of lists."""
+
+
+def stages_named(names: Iterable[str]) -> list[Stage]:
+    return [stage for name in names for stage in NAMED[name]]

@@ -9,25 +9,26 @@
     torchrun --nproc_per_node 2 -m benchmarks.model_step Qwen-Image --branches 2 --strategies guidance
 
 SGLang's and vLLM-Omni's transformers of FLUX.2, Z-Image, Qwen-Image, Wan and Cosmos 3 are timed where they are
-installed. On several GPUs they are divided as these projects do it (benchmarks/peers/layout.py):
+installed. On several GPUs they are divided as these projects do it (benchmarks/peers/layout.py). ``sglang-graphs`` is
+SGLang with its own CUDA graphs. A name that ends with ``-captured`` is a step captured whole in one CUDA graph:
 
     python -m benchmarks.model_step Qwen-Image --branches 2 --makers sglang vllm-omni sglang-blocks diffusers ours
-    torchrun --nproc_per_node 2 -m benchmarks.model_step Qwen-Image --branches 2 --makers sglang vllm-omni ours
+    torchrun --nproc_per_node 2 -m benchmarks.model_step Qwen-Image --branches 2 --makers ours sglang sglang-captured
 
 Pictures have 1024 x 1024 pixels, clips their models' usual sizes; on a CPU both are small. diffusers is timed eagerly
 and with its blocks compiled, with cuDNN's attention. On several GPUs it uses its Ulysses, where it has a plan; a
-process can then time nothing else. "diffusers undivided" is what one GPU takes, for transformers that it does not
-divide. "ours" is the engine as a gang calls it, after what is made once a job is made.
-``--exact`` compares with the module in float32. A strategy is right if its error is at most 1.2 x that of "eager".
-The last line is one JSON document. The status is 1 if nothing was measured of one of the models.
+process can then time nothing else. "diffusers-undivided" is what one GPU takes, for transformers that it does not
+divide. "ours" is the engine as a gang calls it, after what is made once a job is made. Makers are timed in the order
+of ``--makers``, those of diffusers' module first. ``--exact`` compares with the module in float32. A strategy is right
+if its error is at most 1.2 x that of "eager". The last line is one JSON document. The status is 1 if nothing was
+measured of one of the models.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -39,8 +40,10 @@ from torch import Tensor
 
 from benchmarks.kernel_times import print_profile
 from benchmarks.models.published import PublishedModel
+from benchmarks.peers import capture
 from benchmarks.peers.published import MAKERS as PEERS
-from benchmarks.peers.published import peer_of
+from benchmarks.peers.published import OpenPeer
+from benchmarks.peers.step import REDUCE_OVERHEAD, reduced
 from benchmarks.step_program import BF16_TFLOPS, Result, StepProgram, attempt, relative_error
 from benchmarks.timing import measure, rank_synchronize
 from benchmarks.turns import Meeting, add_options, meeting_of
@@ -50,10 +53,15 @@ from pipelines.size import Size
 
 MODELS = ("Z-Image-Turbo", "Qwen-Image", "FLUX.2-klein-4B", "FLUX.2-dev")
 CLIPS = ("Wan2.1-T2V-14B", "Wan2.2-I2V-A14B", "HunyuanVideo-1.5-480p_t2v", "LTX-2", "Cosmos3-Nano")
-MAKERS = ("eager", "diffusers", "diffusers undivided", *PEERS, "ours compiled", "ours", "ours filled")
+UNDIVIDED = "diffusers-undivided"
+OF_MODULE = ("eager", "diffusers", UNDIVIDED, REDUCE_OVERHEAD)
+CAPTURABLE = ("eager", "diffusers", UNDIVIDED, *(peer for peer in PEERS if peer != "sglang-graphs"))
+OURS = ("ours compiled", "ours", "ours filled")
+MAKERS = (*OF_MODULE, *PEERS, *(maker + capture.SUFFIX for maker in CAPTURABLE), *OURS)
 MAX_ERROR, MAX_FP8_ERROR = 0.05, 0.2
 """In bf16, sums in another order differ."""
 CUDNN = "_native_cudnn"
+Way = tuple[str, Callable[[], Result]]
 
 
 class Arguments(argparse.Namespace):
@@ -113,64 +121,103 @@ def results_of(model: PublishedModel, facts: Result, arguments: Arguments, world
     """Yield ``facts`` with the times of each maker. Where others meet, each maker is a round of the meeting."""
     facts = {**facts, "precision": arguments.precision}
     reference = model.exact_call() if arguments.exact else model.call()
-    own = partial(ours, model, reference, arguments)
-    runs: dict[str, tuple[str, Callable[[], Result]]] = {
-        "eager": ("diffusers eager", lambda: eager(model, reference, arguments)),
-        "diffusers": ("diffusers compiled", lambda: diffusers(model, reference, arguments, world)),
-        "diffusers undivided": ("diffusers compiled, undivided", lambda: diffusers(model, reference, arguments, 1)),
-        **{peer: (peer, partial(peer_times, model, reference, arguments, peer)) for peer in PEERS},
+    with OpenPeer(model) as peer:
+        ways = ways_of(model, reference, arguments, world, peer)
+        for name in in_order(arguments.makers):
+            if name in OURS:
+                peer.close()  # GPUs of 80 GB have no room for both
+            for maker, run in ways[name]:
+                yield {**facts, "maker": maker, **attempt(run)}
+                if arguments.meeting:
+                    arguments.meeting.end()
+
+
+def in_order(makers: Iterable[str]) -> list[str]:
+    """Return the makers of diffusers' module first, before its attention is Troupe's, and the others as they come."""
+    return sorted(makers, key=lambda maker: maker.removesuffix(capture.SUFFIX) not in OF_MODULE)
+
+
+def ways_of(
+    model: PublishedModel, reference: Tensor, arguments: Arguments, world: int, peer: OpenPeer
+) -> dict[str, list[Way]]:
+    """Return by maker what its results are called, and what makes them."""
+    ways: dict[str, tuple[str, Callable[..., Result]]] = {
+        "eager": ("diffusers eager", partial(eager, model, reference, arguments)),
+        "diffusers": ("diffusers compiled", partial(diffusers, model, reference, arguments, world)),
+        UNDIVIDED: ("diffusers compiled, undivided", partial(diffusers, model, reference, arguments, 1)),
+        REDUCE_OVERHEAD: (REDUCE_OVERHEAD, partial(eager, model, reference, arguments, reduce=True)),
+        **{name: (name, partial(peer_times, peer, name, reference, arguments)) for name in PEERS},
     }
-    chosen = [run for name, run in runs.items() if name in arguments.makers]
-    for strategy in arguments.strategies:
-        ways = {
-            "ours compiled": (f"ours compiled, {strategy}", partial(own, strategy, False)),
-            "ours": (f"ours, {strategy}", partial(own, strategy, None)),
-            "ours filled": (f"ours, prompts filled up, {strategy}", partial(own, strategy, None, prompt_windows=True)),
-        }
-        chosen += [run for name, run in ways.items() if name in arguments.makers]
-    for maker, run in chosen:
-        yield {**facts, "maker": maker, **attempt(run)}
-        if arguments.meeting:
-            arguments.meeting.end()
+    captured: dict[str, list[Way]] = {
+        name + capture.SUFFIX: [(said + capture.SUFFIX, partial(run, captured=True))]
+        for name, (said, run) in ways.items()
+        if name in CAPTURABLE
+    }
+    own = partial(ours, model, reference, arguments)
+    return {
+        **{name: [way] for name, way in ways.items()},
+        **captured,
+        "ours compiled": [(f"ours compiled, {each}", partial(own, each, False)) for each in arguments.strategies],
+        "ours": [(f"ours, {each}", partial(own, each, None)) for each in arguments.strategies],
+        "ours filled": [
+            (f"ours, prompts filled up, {each}", partial(own, each, None, prompt_windows=True))
+            for each in arguments.strategies
+        ],
+    }
 
 
-def eager(model: PublishedModel, reference: Tensor, arguments: Arguments) -> Result:
-    return {**timed(model.call, arguments), "relative_error": relative_error(model.call(), reference)}
+def eager(
+    model: PublishedModel, reference: Tensor, arguments: Arguments, captured: bool = False, reduce: bool = False
+) -> Result:
+    if captured or reduce:
+        set_attention(model)
+    with torch.inference_mode(captured or reduce):
+        return times_of(reduced(model.call) if reduce else model.call, reference, arguments, captured)
 
 
-def diffusers(model: PublishedModel, reference: Tensor, arguments: Arguments, world: int) -> Result:
-    """Time it with compiled blocks. The module is as it was afterwards, but on several GPUs, where hooks stay."""
+def set_attention(model: PublishedModel) -> None:
     model.module.set_attention_backend(CUDNN if torch.cuda.is_available() else "native")
+
+
+def diffusers(
+    model: PublishedModel, reference: Tensor, arguments: Arguments, world: int, captured: bool = False
+) -> Result:
+    """Time it with compiled blocks. The module is as it was afterwards, but on several GPUs, where hooks stay."""
+    set_attention(model)
     if world > 1 and model.module._cp_plan is None:
         raise ValueError(f"diffusers has no plan to divide a {type(model.module).__name__}")
     if world > 1 and not torch.accelerator.is_available():
         raise ValueError("diffusers divides a transformer over GPUs alone, not over CPUs: leave it out of --makers")
-    if world > 1:
+    if world > 1 and model.module._parallel_config is None:
         from diffusers import ContextParallelConfig
 
         model.module.enable_parallelism(config=ContextParallelConfig(ulysses_degree=world))
     model.module.compile_repeated_blocks(dynamic=False, fullgraph=False)
     try:
         with torch.inference_mode():
-            error = relative_error(model.call(), reference)
-            return {**timed(model.call, arguments), "relative_error": error}
+            return times_of(model.call, reference, arguments, captured)
     finally:
         for part in model.module.modules():
             part._compiled_call_impl = None
 
 
-def peer_times(model: PublishedModel, reference: Tensor, arguments: Arguments, maker: str) -> Result:
-    """Time SGLang's or vLLM-Omni's transformer. The module is where it was afterwards."""
-    device = next(model.module.parameters()).device
-    try:
-        with peer_of(model, maker) as step:
-            error = relative_error(step(), reference, MAX_ERROR)
-            return {**timed(step, arguments), "relative_error": error}
-    finally:
-        torch._dynamo.reset()  # which keeps what it compiled
-        gc.collect()  # modules with hooks hold themselves
-        torch.cuda.empty_cache()
-        model.module.to(device)
+def peer_times(peer: OpenPeer, maker: str, reference: Tensor, arguments: Arguments, captured: bool = False) -> Result:
+    """Time SGLang's or vLLM-Omni's transformer."""
+    return times_of(peer.step(maker), reference, arguments, captured, MAX_ERROR)
+
+
+def times_of(
+    step: Callable[[], Tensor], reference: Tensor, arguments: Arguments, captured: bool, allowed: float | None = None
+) -> Result:
+    """Time ``step``, or its graph."""
+    if not captured:
+        error = relative_error(step(), reference, allowed)
+        return {**timed(step, arguments), "relative_error": error}
+    graph = capture.captured(step)
+    error = relative_error(graph(), reference, allowed)
+    times = timed(graph, arguments)
+    graph.close()
+    return {**times, "relative_error": error, "capture_error": graph.error}
 
 
 def ours(

@@ -1,14 +1,15 @@
 """SGLang's and vLLM-Omni's transformers of FLUX.2, Z-Image, Qwen-Image, Wan and Cosmos 3, on one GPU or several.
 
-Several GPUs divide a step as the projects do it themselves.
+SGLang's of FLUX.3 too, which vLLM-Omni has not. Several GPUs divide a step as the projects do it themselves.
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from benchmarks.peers.calls import known
 from benchmarks.peers.layout import layout_of
 from benchmarks.peers.step import begin_alone
 
-MAKERS = ("vllm-omni", "vllm-omni-eager", "sglang", "sglang-blocks")
+MAKERS = ("vllm-omni", "vllm-omni-eager", "sglang", "sglang-graphs", "sglang-blocks")
 
 
 @contextmanager
@@ -53,6 +54,39 @@ def peer_of(model: PublishedModel, maker: str) -> Iterator[Callable[[], Tensor]]
         yield step
     finally:
         empty(transformer)
+
+
+class OpenPeer:
+    """The peer of ``model`` that is open: another way to time it needs no second copy of its weights."""
+
+    def __init__(self, model: PublishedModel) -> None:
+        self._model, self._maker, self._open = model, "", ExitStack()
+        self._steps: list[Callable[[], Tensor]] = []
+        self._device = next(model.module.parameters()).device
+
+    def __enter__(self) -> OpenPeer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def step(self, maker: str) -> Callable[[], Tensor]:
+        """Return the step of ``maker`` after closing that of another. The module may be on the CPU from now on."""
+        if maker != self._maker or not self._steps:
+            self.close()
+            self._maker = maker
+            self._steps = [self._open.enter_context(peer_of(self._model, maker))]
+        return self._steps[0]
+
+    def close(self) -> None:
+        """Free its memory. The module is where it was afterwards."""
+        if self._maker:
+            self._maker, self._steps = "", []
+            self._open.close()
+            torch._dynamo.reset()  # which keeps what it compiled
+            gc.collect()  # modules with hooks hold themselves
+            torch.cuda.empty_cache()
+            self._model.module.to(self._device)
 
 
 def empty(transformer: Any) -> None:

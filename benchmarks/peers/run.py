@@ -5,13 +5,14 @@
 
 The number of GPUs chooses the stages, most important first. ``--stages`` names others, or fewer:
 
+    python -m benchmarks.peers.run OUT_DIR peers.tar.xz --limit-s 560 --stages best    peers at their best settings
     python -m benchmarks.peers.run OUT_DIR peers.tar.xz --limit-s 540 --stages peers_of_one diffusers_of_one
     python -m benchmarks.peers.run OUT_DIR peers.tar.xz --limit-s 540 --stages peers_of_klein peers_of_qwen
     python -m benchmarks.peers.run OUT_DIR peers.tar.xz --limit-s 540 --stages sglang_compiled_of_one
 
 A host of one GPU needs 120 GiB of memory: each of three processes holds the model, vLLM-Omni's twice. Packages come
 from PYTHONPATH, then from the archives in their order, then from what is installed. OUT_DIR has two files that are
-rewritten all the time: ``results.json``, and ``logs.txt`` with the end of each process's output. Stages and last line
+rewritten all the time: ``results.jsonl``, and ``logs.txt`` with the end of each process's output. Stages and last line
 are those of ``benchmarks.denoise_step.gpu``.
 """
 
@@ -32,7 +33,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.denoise_step.gpu import collect, count_gpus
-from benchmarks.denoise_step.stages import STAGES, stages_of_host
+from benchmarks.denoise_step.stages import NAMED, stages_of_host
 from benchmarks.peers.check import CHECKS
 
 CHECK_S = 90
@@ -78,7 +79,9 @@ def gather(work: Path, out: Path) -> None:
     logs = sorted(work.glob("*.log"), key=lambda path: path.stat().st_mtime)
     ends = (f"## {log.stem}\n{log.read_text(errors='replace')[-MOST_LOGGED:]}\n" for log in logs)
     (out / "logs.txt").write_text("".join(ends))
-    (out / "results.json").write_text(json.dumps({"results": collect(work)}))
+    half = work / "results.half"
+    half.write_text("".join(f"{json.dumps(result)}\n" for result in collect(work)))
+    shutil.move(half, out / "results.jsonl")  # whole, whenever this program is stopped
 
 
 def parse() -> argparse.Namespace:
@@ -87,8 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("archives", type=Path, nargs="+", metavar="ARCHIVE")
     parser.add_argument("--limit-s", type=int, default=540)
     parser.add_argument("--check-s", type=float, default=CHECK_S, help=f"of it for the checks; {CHECK_S}")
-    names = [stage.name for stage in STAGES]
-    parser.add_argument("--stages", nargs="+", default=(), choices=names, metavar="STAGE")
+    parser.add_argument("--stages", nargs="+", default=(), choices=NAMED, metavar="STAGE")
     temporary = Path(tempfile.gettempdir()) / "troupe_peers"
     parser.add_argument("--sites", type=Path, default=temporary, help=f"where archives are unpacked; {temporary}")
     return parser.parse_args()

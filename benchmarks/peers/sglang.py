@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
@@ -23,11 +23,13 @@ from torch import Tensor
 from benchmarks.models.flux import architecture
 from benchmarks.models.making import default_dtype, without_init
 from benchmarks.peers.sglang_calls import call_in_parts, rotary_in_parts
+from benchmarks.peers.sglang_graphs import GraphedTransformer, weak_reference
 from engines.core.model import Precision
 from engines.core.spec import ParallelSpec
 
-Compiled = Literal["", "whole", "blocks"]
+Compiled = Literal["", "whole", "blocks", "graphs"]
 ROTARY_IN_CUTE = "sglang.kernels.ops.diffusion.rope.rmsnorm_interleaved_rope_cutedsl"
+LENGTHS = ("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 TRAINED_STEPS = 1000
 """Factor of timesteps and guidance, as its pipeline passes them."""
 
@@ -37,7 +39,8 @@ def sglang_step(
 ) -> Callable[[], Tensor]:
     """Return a step. Its own functions divide text and picture among the ranks and gather the prediction.
 
-    ``compiled``: "whole" is its ``--enable-torch-compile``, "blocks" also its ``--regional-compile``, "" its default.
+    ``compiled``: "whole" is its ``--enable-torch-compile``, "blocks" also its ``--regional-compile``, "graphs" its
+    ``--enable-breakable-cuda-graph``, "" its default.
     ``precision`` "fp8" is its ``--quantization fp8``.
     """
     transformer = _transformer(module, compiled, precision)
@@ -50,6 +53,8 @@ def sglang_step(
 @cache
 def _transformer(module: Any, compiled: Compiled, precision: Precision) -> Any:
     """Return its transformer with the parameters of ``module``, by the same names. Quantised ones are copies."""
+    if compiled == "graphs":
+        return GraphedTransformer(_transformer(module, "", precision))
     begin(ParallelSpec(ulysses=dist.get_world_size()))
     from sglang.multimodal_gen.configs.models.dits.flux import FluxArchConfig, FluxConfig
     from sglang.multimodal_gen.runtime.models.dits.flux import FluxTransformer2DModel
@@ -59,9 +64,17 @@ def _transformer(module: Any, compiled: Compiled, precision: Precision) -> Any:
 
 
 def loaded(
-    transformer_class: Any, config: Any, module: Any, compiled: Compiled = "", precision: Precision = "native"
+    transformer_class: Any,
+    config: Any,
+    module: Any,
+    compiled: Compiled = "",
+    precision: Precision = "native",
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Any:
-    """Return one of its transformers with the parameters of ``module``. What it stacks or quantises is a copy."""
+    """Return one of its transformers with the parameters of ``module``. What it stacks or quantises is a copy.
+
+    ``weights`` are those parameters by the names of its checkpoints, where diffusers has others.
+    """
     from sglang.kernels.ops.diffusion import FUSED_LINEAR_GELU, FUSED_LN_MODULATE
     from sglang.multimodal_gen.runtime.loader.utils import get_param_names_mapping, hf_to_custom_state_dict
 
@@ -70,8 +83,8 @@ def loaded(
         transformer = transformer_class(config, hf_config=dict(module.config), quant_config=quantization)
     names = set(transformer.state_dict())
     mapping = get_param_names_mapping(transformer.param_names_mapping, names)
-    weights, _ = hf_to_custom_state_dict(module.state_dict(), mapping, names)
-    transformer.load_state_dict(weights, assign=True)
+    own, _ = hf_to_custom_state_dict(weights or module.state_dict(), mapping, names)
+    transformer.load_state_dict(own, assign=True)
     for layer in transformer.modules() if quantization else ():
         if hasattr(layer, "quant_method"):
             layer.quant_method.process_weights_after_loading(layer)
@@ -79,6 +92,8 @@ def loaded(
     transformer.eval().requires_grad_(False)
     for fusion in (FUSED_LINEAR_GELU, FUSED_LN_MODULATE):
         fusion.mount(transformer)  # what its default quality, "lossless", allows of those that this model has
+    if compiled == "graphs":
+        return GraphedTransformer(transformer)
     if compiled:
         _compile(transformer, compiled, config.torch_compile_inductor_config)
     return transformer
@@ -181,7 +196,8 @@ def _make_kernels_importable() -> None:
         kernels: Any = sys.modules["sgl_kernel"]
         kernels.__getattr__ = _refuse
         kernels.fp8_scaled_mm, kernels.rmsnorm = _scaled_product, _rms_norm
-        kernels.fused_add_rmsnorm = _add_and_rms_norm
+        kernels.fused_add_rmsnorm, kernels.weak_ref_tensor = _add_and_rms_norm, weak_reference
+        kernels.silu_and_mul = _silu_and_mul
         attention: Any = ModuleType("sgl_kernel.flash_attn")
         attention.flash_attn_varlen_func = _attention_of(importlib.import_module("fa3_fwd_interface"))
         attention.flash_attn_with_kvcache = _refuse("flash_attn_with_kvcache")
@@ -221,17 +237,33 @@ def _add_and_rms_norm(x_RC: Tensor, residual_RC: Tensor, weight_C: Tensor, eps: 
     norm.fused_add_rmsnorm(x_RC, residual_RC, weight_C, eps)
 
 
+def _silu_and_mul(gates_and_values_RC: Tensor, out_RH: Tensor) -> None:
+    """Write the gated values of FLUX.3's blocks, by its other kernel of that name, built with nvcc."""
+    importlib.import_module("sglang.kernels.ops.activation.activation").silu_and_mul(gates_and_values_RC, out_RH)
+
+
 def _attention_of(flash: Any) -> Callable[..., Any]:
-    """Return FlashAttention-3 with SGLang's arguments, for whole sequences (batch, tokens, ...).
+    """Return FlashAttention-3 with SGLang's arguments, for whole sequences (batch, tokens, ...), or for packed ones.
 
     A ring also asks for the logarithms of the sums.
     """
     forward = flash._flash_attn_forward
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None, causal: bool, **rest: Any) -> Any:
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        softmax_scale: float | None,
+        causal: bool,
+        cu_seqlens_q: Tensor | None = None,
+        **rest: Any,
+    ) -> Any:
         assert not causal
-        assert rest.get("cu_seqlens_q") is None
-        out, logsumexp, *_ = forward(q, k, v, softmax_scale=softmax_scale or q.shape[-1] ** -0.5)
+        lengths = (
+            {} if cu_seqlens_q is None else {name: rest[name] for name in LENGTHS} | {"cu_seqlens_q": cu_seqlens_q}
+        )
+        out, logsumexp, *_ = forward(q, k, v, softmax_scale=softmax_scale or q.shape[-1] ** -0.5, **lengths)
         return (out, logsumexp) if rest.get("return_softmax_lse") else out
 
     return attend

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers import sglang
@@ -17,6 +19,27 @@ from engines.core.spec import ParallelSpec
 
 GROUPS = "sglang.multimodal_gen.runtime.distributed.parallel_state"
 """Module of its groups of ranks."""
+FLUX3 = "Flux3Transformer2DModel"
+FLUX3_NAMES = {
+    r"^timestep_embedder\.linear_1": "time_in.in_layer",
+    r"^timestep_embedder\.linear_2": "time_in.out_layer",
+    r"^target_timestep_embedder\.linear_1": "ref_time_in.in_layer",
+    r"^target_timestep_embedder\.linear_2": "ref_time_in.out_layer",
+    r"^(\w+_stream_modulations\.\w+)\.linear": r"\1.lin",
+    r"^x_embedders": "emb_in",
+    r"^context_embedder": "txt_in",
+    r"^mode_blocks": "content_mode_blocks",
+    r"^single_transformer_blocks": "single_blocks",
+    r"attn\.to_(.)\.": r"\1_proj.",
+    r"attn\.norm_q": "norm.query_norm",
+    r"attn\.norm_k": "norm.key_norm",
+    r"attn\.to_out\.0": "attn_out",
+    r"ff\.linear_in": "mlp_in",
+    r"ff\.linear_out": "mlp_out",
+    r"^proj_out": "final_layer.image.linear",
+    r"^norm_out\.linear": "final_layer.image.adaLN_modulation.1",
+}
+"""Patterns of diffusers' names of weights, and what the checkpoints say instead."""
 
 
 def transformer_of(model: PublishedModel, maker: str, layout: ParallelSpec) -> tuple[Any, Prepare]:
@@ -24,14 +47,17 @@ def transformer_of(model: PublishedModel, maker: str, layout: ParallelSpec) -> t
     module, name = model.module, type(model.module).__name__
     place, configs, prepare = known(MODELS, name)
     sglang.begin(layout)
-    transformer_class = getattr(importlib.import_module(f"sglang.multimodal_gen.runtime.models.dits.{place}"), name)
+    place, _, own_name = place.partition(":")
+    models = importlib.import_module(f"sglang.multimodal_gen.runtime.models.dits.{place}")
+    transformer_class = getattr(models, own_name or name)
     config_module, config_class = configs.split(":")
     config = getattr(
         importlib.import_module(f"sglang.multimodal_gen.configs.models.dits.{config_module}"), config_class
     )()
     options = {NAMES.get(key, key): value for key, value in module.config.items() if not key.startswith("_")}
-    config.update_model_arch(options)
-    return sglang.loaded(transformer_class, config, module, SGLANG_COMPILED[maker]), prepare
+    config.update_model_arch(flux3_options(module.config) if name == FLUX3 else options)
+    weights = flux3_weights(module.state_dict()) if name == FLUX3 else module.state_dict()
+    return sglang.loaded(transformer_class, config, module, SGLANG_COMPILED[maker], weights=weights), prepare
 
 
 def _flux2(transformer: Any, own: Mapping[str, Any]) -> Call:
@@ -98,6 +124,54 @@ def _wan(transformer: Any, own: Mapping[str, Any]) -> Call:
     return call_of(transformer, batch, autocast=True, encoder_hidden_states_image=images, **kept)
 
 
+def flux3_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return its configuration of a FLUX.3: streams of pictures and of reference pictures, one of which it predicts."""
+    streams = {"image": config["in_channels"], "image_cond": config["cond_in_channels"]}
+    return {
+        "in_channels": streams,
+        "sequence": {f"x_{name}": name for name in streams},
+        "out_modes": ["image"],
+        "vec_in_dim": None,
+        "context_in_dim": config["joint_attention_dim"],
+        "hidden_size": config["num_attention_heads"] * config["attention_head_dim"],
+        "num_attention_heads": config["num_attention_heads"],
+        "depth": config["num_layers"],
+        "depth_single_blocks": config["num_single_layers"],
+        "axes_dim": tuple(config["axes_dims_rope"]),
+        "theta": config["rope_theta"],
+        "mlp_ratio": config["mlp_ratio"],
+        "flow_map": config["flow_map"],
+    }
+
+
+def flux3_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return diffusers' weights of a FLUX.3 by the names of its checkpoints, which SGLang reads, in one dtype."""
+    scale_shift = weights["norm_out.linear.weight"]
+    renamed = {_flux3_name(name): weight.to(scale_shift.dtype) for name, weight in weights.items()}
+    renamed["final_layer.image.adaLN_modulation.1.weight"] = torch.cat(scale_shift.chunk(2)[::-1])
+    return renamed
+
+
+def _flux3_name(name: str) -> str:
+    for pattern, own in FLUX3_NAMES.items():
+        name = re.sub(pattern, own, name)
+    return name
+
+
+def _flux3(transformer: Any, own: Mapping[str, Any]) -> Call:
+    """Prepare a call with all tokens of text and picture in one sequence. The transformer divides it itself."""
+    from sglang.multimodal_gen.runtime.models.dits.flux3_image import TEXT, pack
+
+    text, picture = (own["encoder_hidden_states"][0], own["txt_ids"]), (own["hidden_states"][0], own["img_ids"])
+    packed = pack([{TEXT: text, "image": picture}], {**transformer.in_channels, TEXT: text[0].shape[1]})
+    packed.rope = {mode: transformer.rope(ids) for mode, ids in packed.ids.items()}
+    packed.timesteps = {mode: times.to(text[0].dtype) for mode, times in packed.timesteps.items()}
+    packed.timesteps["image"].fill_(own["timestep"].item())
+    packed.timesteps_ref = own["target_timestep"].float() if "target_timestep" in own else None
+    call = call_of(transformer, autocast=True, packed=packed)
+    return lambda: call()["image"]
+
+
 def _cosmos(transformer: Any, own: Mapping[str, Any]) -> Call:
     """Prepare a call. The transformer caches each branch's text by name, and the positions of this rank's part."""
     from sglang.multimodal_gen.runtime.distributed.sp_shard_utils import shard_seq
@@ -126,9 +200,11 @@ MODELS: dict[str, tuple[str, str, Prepare]] = {
     "Flux2Transformer2DModel": ("flux_2", "flux:FluxConfig", _flux2),
     "QwenImageTransformer2DModel": ("qwen_image", "qwenimage:QwenImageDitConfig", _qwen),
     "ZImageTransformer2DModel": ("zimage", "zimage:ZImageDitConfig", _z_image),
+    FLUX3: ("flux3_image:Flux3ImageDiT", "flux3:Flux3DiTConfig", _flux3),
     "WanTransformer3DModel": ("wanvideo", "wanvideo:WanVideoConfig", _wan),
     "Cosmos3OmniTransformer": ("cosmos3video", "cosmos3video:Cosmos3VideoConfig", _cosmos),
 }
-"""Places of the transformer and its configuration, and what prepares a call, by diffusers' class."""
+"""Places of the transformer (with its name, where it has its own) and of its configuration, and what prepares a call,
+by diffusers' class."""
 NAMES = {"n_layers": "num_layers", "n_heads": "num_attention_heads", "rope_axes_dim": "mrope_section"}
 """Names of parameters in diffusers by those here, for Z-Image and Cosmos 3."""

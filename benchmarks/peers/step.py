@@ -19,7 +19,13 @@ from benchmarks.peers.vllm_omni import vllm_omni_step
 from engines.core.model import Precision
 from pipelines.models.flux.attention import set_kernel
 
-SGLANG_COMPILED: dict[str, Compiled] = {"sglang": "", "sglang-compiled": "whole", "sglang-blocks": "blocks"}
+SGLANG_COMPILED: dict[str, Compiled] = {
+    "sglang": "",
+    "sglang-graphs": "graphs",
+    "sglang-compiled": "whole",
+    "sglang-blocks": "blocks",
+}
+REDUCE_OVERHEAD = "diffusers-reduce-overhead"
 
 
 def peer_step(
@@ -41,6 +47,8 @@ def _peer_step(module: Any, inputs: dict[str, Tensor], maker: str, precision: Pr
         raise ValueError(f"{maker} runs in the precision of its weights, not in {precision}")
     if maker == "xdit":
         return xdit_step(module, inputs)
+    if maker == REDUCE_OVERHEAD:
+        return reduced_step(module, inputs)
     return diffusers_step(module, inputs, maker)
 
 
@@ -64,6 +72,26 @@ def diffusers_step(module: Any, inputs: dict[str, Tensor], maker: str) -> Callab
         torch._dynamo.reset()
         module.compile_repeated_blocks(dynamic=False, fullgraph=False)
     return lambda: module(**inputs, return_dict=False)[0]
+
+
+def reduced_step(module: Any, inputs: dict[str, Tensor]) -> Callable[[], Tensor]:
+    """Return a step of diffusers' module on one GPU, compiled whole with PyTorch's own CUDA graphs."""
+    if dist.get_world_size() > 1:
+        raise ValueError(f"{REDUCE_OVERHEAD} is timed on one GPU, not on {dist.get_world_size()}")
+    module.set_attention_backend("_native_cudnn" if torch.cuda.is_available() else "native")
+    return reduced(lambda: module(**inputs, return_dict=False)[0])
+
+
+def reduced(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Compile ``step`` with ``mode="reduce-overhead"``. Its answer is valid until the next step."""
+    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
+
+    def run() -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        answer: Tensor = compiled()
+        return answer
+
+    return run
 
 
 def xdit_step(module: Any, inputs: dict[str, Tensor]) -> Callable[[], Tensor]:

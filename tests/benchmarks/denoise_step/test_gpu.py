@@ -88,6 +88,15 @@ def test_a_result_that_was_being_written_costs_no_other(tmp_path: Path) -> None:
     assert gpu.collect(tmp_path) == [{"stage": "whole", "case": "whole"}]
 
 
+def test_a_result_says_what_its_run_ran_on_and_beside(tmp_path: Path) -> None:
+    facts = {"hardware": "1 x H200", "torch": "2.11", "python_s": 0.6}
+    for name in ("best_one", "best_quad"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({**facts, "results": [{"case": name}]}))
+    one, four = gpu.collect(tmp_path)
+    assert one == {"stage": "best_one", **facts, "case": "best_one", "runs_beside": 3}
+    assert four == {"stage": "best_quad", **facts, "case": "best_quad"}
+
+
 def test_what_a_compiler_tries_is_no_news() -> None:
     tried = (
         "AUTOTUNE addmm(128x256)",

@@ -14,11 +14,14 @@ import torch
 
 from benchmarks import kernel_times
 from benchmarks.denoise_step import __main__ as denoise_step
+from benchmarks.denoise_step import runners
 from benchmarks.denoise_step.cases import CASES, Case
 from benchmarks.denoise_step.runners import Bench
-from benchmarks.peers import vllm_omni
+from benchmarks.peers import capture, vllm_omni
+from benchmarks.peers.capture import CapturedPeer
 
 EAGER = "eager/1024/w1/bf16/uncaptured"
+OPTIONS = ("/uncaptured", "")
 
 
 def case_of(maker: str) -> Case:
@@ -75,6 +78,33 @@ def test_ours_is_timed_and_right_on_a_small_model(
     assert 0 < result["lowest_ms"] <= result["median_ms"]
     assert result["relative_error"] < 1e-4
     assert json.loads(out.read_text()) == document
+
+
+def test_named_cases_run_in_their_order(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    names = (EAGER, "fast/1024/w1/bf16")
+    _, _, document = run_main(monkeypatch, capsys, "--only", *names)
+    assert [result["case"] for result in document["results"]] == list(names)
+    assert document["python_s"] > 0
+
+
+def test_a_peer_that_cannot_be_captured_is_an_error_and_never_its_eager_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(rank=0, world=1, small=True)
+    monkeypatch.setattr(bench, "references_for_peers", lambda: None)
+    monkeypatch.setattr(runners, "peer_step", lambda *_: lambda: bench.reference(128, 1))
+    eager, captured = (next(case for case in CASES if case.name == f"sglang/1024/w1/bf16{end}") for end in OPTIONS)
+    assert denoise_step.time_case(bench, eager)["median_ms"] > 0
+    assert "captured on a GPU alone" in denoise_step.time_case(bench, captured)["error"]
+
+
+def test_a_captured_peer_says_how_far_its_answer_is_from_its_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, closed = Bench(rank=0, world=1, small=True), []
+    monkeypatch.setattr(bench, "references_for_peers", lambda: None)
+    monkeypatch.setattr(runners, "peer_step", lambda *_: lambda: bench.reference(128, 1))
+    graph = SimpleNamespace(replay=lambda: None, reset=lambda: closed.append(True))
+    monkeypatch.setattr(capture, "captured", lambda step: CapturedPeer(graph=graph, answer=step(), error=0.002))
+    (case,) = (case for case in CASES if case.name == "sglang/1024/w1/bf16")
+    result = denoise_step.time_case(bench, case)
+    assert (result["capture_error"], result["relative_error"], closed) == (0.002, 0.0, [True])
 
 
 def test_gangs_that_meet_prepare_all_before_one_is_timed(

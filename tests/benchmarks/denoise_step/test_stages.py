@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.denoise_step import __main__ as step
+from benchmarks.denoise_step.best import BEST, BEST_REST
 from benchmarks.denoise_step.cases import CASES
+from benchmarks.denoise_step.gpu import plan_of
 from benchmarks.denoise_step.stage import MODEL_STEP, STEP, Run, Stage, joined
 from benchmarks.denoise_step.stages import (
     OF_HOST,
@@ -14,11 +16,14 @@ from benchmarks.denoise_step.stages import (
     PEERS_OF_FOUR,
     PEERS_OF_ONE,
     STAGES,
+    stages_named,
     stages_of_host,
 )
 from benchmarks.model_step.__main__ import CLIPS, MAKERS, MODELS, parse
 from engines.core.spec import ParallelSpec
 
+CHECKS_S = 30
+"""What unpacking peers and checking them takes before the first stage."""
 BY_NAME = {case.name: case for case in CASES}
 BESIDE_EACH_OTHER = (*PEERS, *PEERS_OF_FOUR, *PEERS_OF_A_PAIR, *PEERS_OF_ONE)
 
@@ -38,6 +43,31 @@ def test_a_host_has_gpus_for_the_stages_that_it_is_asked_for(num_gpus: int) -> N
     assert {stage.min_gpus for stage in stages_of_host(num_gpus)} <= set(range(1, num_gpus + 1))
     assert set(stages_of_host(num_gpus)) <= set(STAGES)
     assert {gpu for stage in stages_of_host(num_gpus) for run in stage.runs for gpu in run.gpus} <= set(range(num_gpus))
+
+
+def test_the_best_settings_fit_into_one_call_on_four_gpus() -> None:
+    stages = stages_named(["best"])
+    assert plan_of(stages).startswith(f"plan: {sum(stage.likely_s for stage in BEST)} s (best_quad 100, ")
+    assert sum(stage.likely_s for stage in stages) <= 540 - CHECKS_S
+    for stage in (*stages, *stages_named(["best_rest"])):
+        assert 0 < stage.likely_s < stage.limit_s
+        gpus = [gpu for run in stage.runs for gpu in run.gpus]
+        assert sorted(set(gpus)) == sorted(gpus)  # at the same time
+        assert not stage.takes_turns
+
+
+@pytest.mark.parametrize("run", [run for stage in (*BEST, *BEST_REST) for run in stage.runs], ids=lambda run: run.name)
+def test_what_may_hang_comes_after_what_it_is_a_variant_of(run: Run) -> None:
+    if run.module == STEP:
+        assert {BY_NAME[name].num_ranks for name in wanted(run)} == {len(run.gpus)}
+        chosen = step.in_order(step.parse(list(run.arguments)), CASES)
+        assert tuple(case.name for case in chosen) == wanted(run)
+        for case in (case for case in chosen if case.is_peer and case.graph):
+            assert wanted(run).index(f"{case.name}/uncaptured") < chosen.index(case)
+    else:
+        makers = parse(run.arguments).makers
+        bases = [(maker, maker.removesuffix("-captured")) for maker in makers]
+        assert all(makers.index(base) < makers.index(maker) for maker, base in bases if maker != base)
 
 
 def test_a_host_is_asked_first_for_what_takes_all_its_gpus() -> None:
@@ -86,7 +116,7 @@ def test_each_run_of_the_step_has_cases(run: Run) -> None:
 def test_models_that_are_timed_are_known(run: Run) -> None:
     arguments = parse(run.arguments)
     assert not set(arguments.makers) - set(MAKERS)
-    assert set(arguments.models) <= {*MODELS, *CLIPS, "FLUX.1-dev"}
+    assert set(arguments.models) <= {*MODELS, *CLIPS, "FLUX.1-dev", "flux-3-image-klein"}
     for strategy in arguments.strategies if run.gpus else ():
         spec = ParallelSpec.of(strategy, len(run.gpus))
         assert spec.num_ranks == len(run.gpus)

@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.model_step.__main__ import Arguments, diffusers, facts_of, main, results_of
+from benchmarks.model_step.__main__ import Arguments, diffusers, facts_of, in_order, main, results_of
 from benchmarks.models.published import PublishedModel
 from pipelines.size import Size
 from tests.pipelines.support.checkpoints import tiny_models, tiny_qwen
+
+OURS = "ours, ulysses"
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,16 @@ def test_what_measured_nothing_does_not_end_with_0(folder: str, capsys: pytest.C
         assert [one["model"] for one in said["results"] if "error" not in one] == models[:-1]
     if dist.is_initialized():  # by the peer, in a process that was to end
         dist.destroy_process_group()
+
+
+def test_makers_come_in_their_order_and_what_cannot_be_captured_is_an_error(folder: str) -> None:
+    makers = ("ours", "sglang-captured", "eager-captured", "eager")
+    assert in_order(makers) == ["eager-captured", "eager", "ours", "sglang-captured"]
+    model = PublishedModel.made(folder, torch.device("cpu"), torch.float32, Size.parse("96x96"), 20, 1)
+    captured, eager, ours = results_of(model, {}, Arguments(makers=(*makers[2:], "ours"), repeats=1), 1)
+    assert [one["maker"] for one in (captured, eager, ours)] == ["diffusers eager-captured", "diffusers eager", OURS]
+    assert "captured on a GPU alone" in captured["error"]
+    assert {"error", "capture_error"}.isdisjoint({*eager, *ours})
 
 
 def test_what_takes_pictures_one_by_one_makes_no_batch(tmp_path: Path) -> None:

@@ -43,9 +43,9 @@ def test_few_files_are_left_and_each_log_s_end_is_in_one(
     out.mkdir()
     for _ in range(2):
         run.gather(work, out)
-    assert {path.name for path in out.iterdir()} == {"logs.txt", "results.json"}
+    assert {path.name for path in out.iterdir()} == {"logs.txt", "results.jsonl"}
     assert (out / "logs.txt").read_text() == "## first\n first\n## second\nsecond\n"
-    found = json.loads((out / "results.json").read_text())["results"]
+    found = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
     assert found == [{"stage": name, "case": name} for name in ("first", "second")]
 
 

@@ -11,7 +11,10 @@ import torch
 
 from benchmarks.peers import sglang
 
-ATTENTION = "_flash_attn_forward = lambda q, k, v, softmax_scale: (softmax_scale, -softmax_scale, None, None)"
+ATTENTION = """
+def _flash_attn_forward(q, k, v, softmax_scale, **lengths):
+    return lengths or softmax_scale, -softmax_scale, None, None
+"""
 UNLOADABLE = "raise ImportError('undefined symbol')"
 
 
@@ -50,6 +53,26 @@ def test_what_needs_no_library_is_theirs_and_attention_is_that_of_fa3_fwd() -> N
     assert flash_attn_varlen_func(x, x, x, softmax_scale=None, return_softmax_lse=True, **usual) == (0.25, -0.25)
     with pytest.raises(AssertionError):
         flash_attn_varlen_func(x, x, x, softmax_scale=None, causal=True)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_packed_sequences_are_told_apart() -> None:
+    from sgl_kernel.flash_attn import flash_attn_varlen_func
+
+    x, lengths = torch.zeros(5, 3, 16), {"cu_seqlens_k": [0, 2, 5], "max_seqlen_q": 3, "max_seqlen_k": 3}
+    found = flash_attn_varlen_func(x, x, x, softmax_scale=None, causal=False, cu_seqlens_q=[0, 2, 5], ver=3, **lengths)
+    assert found == {**lengths, "cu_seqlens_q": [0, 2, 5]}
+
+
+@pytest.mark.usefixtures("kernels")
+def test_values_are_gated_by_the_kernel_that_sglang_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sgl_kernel import silu_and_mul
+
+    built = SimpleNamespace(silu_and_mul=lambda x, out: out.copy_(x[:, :2] + 1))
+    monkeypatch.setitem(sys.modules, "sglang.kernels.ops.activation.activation", built)
+    out = torch.zeros(1, 2)
+    silu_and_mul(torch.ones(1, 4), out)
+    assert out.tolist() == [[2, 2]]
 
 
 @pytest.mark.usefixtures("kernels")

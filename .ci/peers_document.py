@@ -1,0 +1,241 @@
+"""Write the tables of README and docs/reference/performance.md that set Troupe beside peers at their best setting.
+
+    PYTHONPATH=. python .ci/peers_document.py
+
+Figures are the lines of ``benchmarks/reports/peers_*.jsonl``, as ``benchmarks.peers.run`` writes them to results.jsonl:
+one file a host. Figures that peers publish are in ``published_steps.jsonl`` there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from models_tables import replaced, table
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT, README = ROOT / "docs" / "reference" / "performance.md", ROOT / "README.md"
+REPORTS = ROOT / "benchmarks" / "reports"
+MARK = "peers"
+OURS, SHIPPED, CAPTURED = "Troupe", "as it ships", "captured whole"
+PROJECTS = ("SGLang", "vLLM-Omni", "diffusers", "xDiT")
+MAKERS = {
+    "fast": (OURS, ""),
+    "ours": (OURS, ""),
+    "sglang": ("SGLang", SHIPPED),
+    "sglang-graphs": ("SGLang", "own CUDA graphs"),
+    "sglang-blocks": ("SGLang", "blocks compiled"),
+    "sglang-compiled": ("SGLang", "compiled"),
+    "vllm-omni": ("vLLM-Omni", SHIPPED),
+    "vllm-omni-eager": ("vLLM-Omni", "eager"),
+    "vllm-omni-tensor": ("vLLM-Omni", "tensor parallel"),
+    "diffusers-ulysses": ("diffusers", "Ulysses, blocks compiled"),
+    "diffusers-ring": ("diffusers", "ring, blocks compiled"),
+    "diffusers-reduce-overhead": ("diffusers", "compiled, reduce-overhead"),
+    "diffusers compiled": ("diffusers", "blocks compiled"),
+    "diffusers eager": ("diffusers", "eager"),
+    "blocks": ("diffusers", "blocks compiled"),
+    "eager": ("diffusers", "eager"),
+    "xdit": ("xDiT", "Ulysses, blocks compiled"),
+}
+"""Project and setting by maker, in cases of ``benchmarks.denoise_step`` and results of ``benchmarks.model_step``."""
+OTHER_WAYS = ("ours compiled", "ours, prompts filled up")
+"""Makers of Troupe that are not timed beside peers."""
+FLUX = "FLUX.1-dev"
+FASTER = "Troupe is faster by"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What was timed, and on what. A number of branches above one is all forwards of a guided step."""
+
+    model: str
+    size: str
+    precision: str
+    branches: int
+    ranks: int
+    card: str
+
+    @property
+    def title(self) -> str:
+        width, height, *frames = self.size.split("x")
+        clip = [f"{frames[0]} frames"] if frames and frames[0] != "1" else []
+        guided = [f"{self.branches} branches"] if self.branches > 1 else []
+        return ", ".join((self.model, f"{width} × {height}", *clip, self.precision, *guided))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    project: str
+    setting: str
+    median_ms: float
+
+    @property
+    def name(self) -> str:
+        return ", ".join(filter(None, (self.project, self.setting)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """A step of Troupe and of peers on the same GPUs of one host, and what peers publish for such GPUs."""
+
+    step: Step
+    figures: tuple[Figure, ...]
+    published: tuple[Figure, ...]
+
+    @property
+    def ours_ms(self) -> float:
+        return min(figure.median_ms for figure in self.figures if figure.project == OURS)
+
+    def best_of(self, *projects: str) -> Figure | None:
+        """Return the figure with the lowest median of all settings; None if nothing was measured."""
+        those = [figure for figure in self.figures if figure.project in projects]
+        return min(those, key=lambda figure: figure.median_ms, default=None)
+
+    @property
+    def best(self) -> Figure:
+        """The best peer, measured or published."""
+        those = [figure for figure in (*self.figures, *self.published) if figure.project != OURS]
+        return min(those, key=lambda figure: figure.median_ms)
+
+    @property
+    def ratio(self) -> str:
+        """Best peer's time as a multiple of Troupe's; bold if Troupe is not faster."""
+        ratio = self.best.median_ms / self.ours_ms
+        return f"{ratio:.2f}" if ratio > 1 else f"**{ratio:.2f}**"
+
+
+def comparisons(reports: Path) -> list[Comparison]:
+    """Return what was measured last, in the order of the files' lines."""
+    newest: dict[Step, Comparison] = {}
+    published = of_published(reports / "published_steps.jsonl")
+    for path in sorted(reports.glob("peers_*.jsonl"), key=date_of):
+        steps: dict[Step, list[Figure]] = defaultdict(list)
+        for line in lines_of(path):
+            if "median_ms" in line and not line.get("maker", "").startswith(OTHER_WAYS):
+                steps[step_of(line)].append(figure_of(line))
+        for step, figures in steps.items():
+            if {figure.project == OURS for figure in figures} == {True, False}:
+                known = Comparison(step=step, figures=tuple(figures), published=tuple(published[step]))
+                newest[step] = known
+    return list(newest.values())
+
+
+def date_of(path: Path) -> str:
+    return path.stem[-len("2026-11-26") :]
+
+
+def lines_of(path: Path) -> Iterator[Mapping[str, Any]]:
+    return (json.loads(line) for line in path.read_text().splitlines())
+
+
+def of_published(path: Path) -> Mapping[Step, list[Figure]]:
+    found: dict[Step, list[Figure]] = defaultdict(list)
+    for line in lines_of(path):
+        step = Step(**{name: line.get(name, 1) for name in Step.__slots__})
+        figure = Figure(project=line["project"], setting=line["setting"], median_ms=line["step_ms"])
+        found[step].append(figure)
+    return found
+
+
+def step_of(line: Mapping[str, Any]) -> Step:
+    found = re.search(r"NVIDIA (\w+)", line["hardware"])
+    card = found[1] if found else line["hardware"]
+    if "case" not in line:
+        precision = "bf16" if line["precision"] == "native" else line["precision"]
+        kept = {name: line[name] for name in ("model", "branches", "ranks")}
+        return Step(size=line["size"].removesuffix("x1"), precision=precision, card=card, **kept)
+    _, side, ranks, precision, *_ = line["case"].split("/")
+    return Step(
+        model=FLUX,
+        size=f"{side}x{side}",
+        precision=precision,
+        branches=1,
+        ranks=int(ranks.removeprefix("w")),
+        card=card,
+    )
+
+
+def figure_of(line: Mapping[str, Any]) -> Figure:
+    if "case" in line:
+        maker, *options = line["case"].split("/")
+        captured = "uncaptured" not in options
+    else:
+        maker = line["maker"].split(", ")[0].removesuffix("-captured")
+        captured = line["maker"].endswith("-captured")
+    project, setting = MAKERS[maker]
+    if captured and project != OURS:
+        setting = CAPTURED if setting == SHIPPED else f"{setting}, {CAPTURED}"
+    return Figure(project=project, setting=setting, median_ms=line["median_ms"])
+
+
+def performance(written: str, known: Iterable[Comparison]) -> str:
+    """Return docs/reference/performance.md with its table made anew: a column for each project that was timed."""
+    known = list(known)
+    projects = [project for project in PROJECTS if any(one.best_of(project) for one in known)]
+    columns = (
+        "one step, milliseconds, median",
+        "GPUs",
+        OURS,
+        *projects,
+        "published",
+        "best peer",
+        "Troupe is faster by",
+    )
+    return replaced(written, MARK, table(columns, (row(one, projects) for one in known)))
+
+
+def row(one: Comparison, projects: Iterable[str]) -> tuple[str, ...]:
+    of_projects = (one.best_of(project) for project in projects)
+    published = min((figure.median_ms for figure in one.published), default=None)
+    return (
+        one.step.title,
+        f"{one.step.ranks} × {one.step.card}",
+        in_ms(one.ours_ms),
+        *(in_ms(figure.median_ms if figure else None) for figure in of_projects),
+        in_ms(published),
+        one.best.name,
+        one.ratio,
+    )
+
+
+def readme(written: str, known: Iterable[Comparison]) -> str:
+    """Return README with the same of FLUX.1-dev, if it has a place for it."""
+    if f"<!-- {MARK}: " not in written:
+        return written
+    columns = (
+        "one step, ms, median",
+        "GPUs",
+        OURS,
+        "best peer at its best setting",
+        "that peer",
+        "Troupe is faster by",
+    )
+    rows = (
+        (
+            one.step.title,
+            f"{one.step.ranks} × {one.step.card}",
+            in_ms(one.ours_ms),
+            in_ms(one.best.median_ms),
+            one.best.name,
+            one.ratio,
+        )
+        for one in known
+        if one.step.model == FLUX
+    )
+    return replaced(written, MARK, table(columns, rows))
+
+
+def in_ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
+
+
+if __name__ == "__main__":
+    found = comparisons(REPORTS)
+    DOCUMENT.write_text(performance(DOCUMENT.read_text(), found))
+    README.write_text(readme(README.read_text(), found))
