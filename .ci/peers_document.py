@@ -38,6 +38,7 @@ MAKERS = {
     "diffusers-ring": ("diffusers", "ring, blocks compiled"),
     "diffusers-reduce-overhead": ("diffusers", "compiled, reduce-overhead"),
     "diffusers compiled": ("diffusers", "blocks compiled"),
+    "diffusers compiled, undivided": ("diffusers", "one GPU, blocks compiled"),
     "diffusers eager": ("diffusers", "eager"),
     "blocks": ("diffusers", "blocks compiled"),
     "eager": ("diffusers", "eager"),

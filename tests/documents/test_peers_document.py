@@ -114,6 +114,7 @@ def test_every_maker_that_can_be_timed_has_a_name(program: ModuleType) -> None:
     assert {case.maker for case in CASES} <= program.MAKERS.keys()
     peers = {maker.removesuffix("-captured") for maker in MAKERS} - {*OURS}
     renamed = {"eager": "diffusers eager", "diffusers": "diffusers compiled"}
+    renamed["diffusers-undivided"] = "diffusers compiled, undivided"
     assert {renamed.get(maker, maker) for maker in peers} <= program.MAKERS.keys()
 
 
