@@ -6,6 +6,7 @@ The same code runs on every rank. No Ray.
 from __future__ import annotations
 
 import argparse
+import gc
 import subprocess
 import tempfile
 import time
@@ -44,6 +45,7 @@ def cases(arguments: argparse.Namespace, device: torch.device) -> Iterator[dict[
 
 
 def measure(device: torch.device, precision: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    gc.collect()  # the engine of the case before
     memory = rank_resources().get(WeightMemory)
     if not memory.is_open:
         memory.open(device, Path(tempfile.gettempdir()))
