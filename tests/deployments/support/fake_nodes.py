@@ -67,9 +67,9 @@ class FakeNodes:
         subprocess.run([*SERVE, *arguments], check=True, capture_output=True, timeout=TIMEOUT_S)
 
     def gangs(self, deployment: str) -> dict[str, str]:
-        """The running replicas of a denoiser, each with the id of its node."""
+        """The running replicas of a denoiser, each with the id of its node; none while Serve builds a new version."""
         answer = httpx.get(f"{self.dashboard}/api/serve/applications/", timeout=TIMEOUT_S).json()
-        replicas = answer["applications"]["troupe"]["deployments"][deployment]["replicas"]
+        replicas = answer["applications"]["troupe"]["deployments"].get(deployment, {"replicas": []})["replicas"]
         return {one["replica_id"]: one["node_id"] for one in replicas if one["state"] == "RUNNING"}
 
     def workers(self) -> list[Node]:
