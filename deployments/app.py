@@ -47,8 +47,11 @@ REPORTS_IN_A_LOOK_BACK = 3
 POLICY = "deployments.autoscaling:ScaleByWork"
 ROUTER = "deployments.request_router:FinishTimeRouter"
 DRAIN_S = 600.0
-"""Time that a gang has to finish its jobs, once it gets no more. Serve chooses which replica ends. Also the time that
-an ingress has to finish its requests, which may wait for a new gang."""
+"""Time that an ingress has to finish its requests, which may wait for a new gang. Also the time that a gang has to
+finish its jobs, if it scales by predicted work. Serve chooses which replica ends."""
+SHORT_DRAIN_S = 120.0
+"""The same of other gangs: no longer than the notice of a spot instance, and within ``RECOVERY_DEADLINE_S``, for which
+requests wait if the model has no other gang."""
 CODE = ("engines", "pipelines", "deployments")
 """Packages whose code is part of each version."""
 
@@ -165,21 +168,22 @@ def _bind_denoiser(
         "placement_group_bundles": gang_bundles(config, replica_cpus=REPLICA_CPUS),
         "placement_group_strategy": gang_strategy(config),
     }
-    alone = _without_scale(model)
+    alone, drain_s = _without_scale(model), DRAIN_S if by_work else SHORT_DRAIN_S
     deployment = _deployment(
         Denoiser,
-        (alone, share),
+        alone,
+        share,
         name=deployment_name("denoiser", model.name),
         ray_actor_options=_actor("base", pythons, num_cpus=REPLICA_CPUS),
         # Far above the gang's limit: the gang refuses with a reason, Serve would only queue.
         max_ongoing_requests=4 * (config.max_running_jobs + config.max_waiting_jobs),
-        graceful_shutdown_timeout_s=DRAIN_S if by_work else 30.0,
+        graceful_shutdown_timeout_s=drain_s,
         **({} if share is not None else bundles),
         **_routing(config),
         **(work_scaling(config, max_ranks) if by_work else _scale(config.num_replicas, scaling)),
         **HEALTH,
     )
-    return deployment.bind(alone, share)
+    return deployment.bind(alone, share, drain_s)
 
 
 def _routing(config: DenoiserConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import logging
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,24 @@ def bind_replicas_to_loopback() -> None:
         return port
 
     setattr(replica, name, bind_to_loopback)
+
+
+def before_end(begins: Callable[[], object]) -> None:
+    """Call ``begins`` when Serve asks this process's replica to end, in its event loop.
+
+    Serve calls a deployment's own code when all requests are finished only.
+    """
+    from ray.serve._private.replica import Replica  # needed in replicas only, and its imports take time
+
+    shut_down: Callable[[Replica], Awaitable[None]] = getattr(Replica, "_perform_graceful_shutdown")  # noqa: B009
+
+    async def announced(self: Replica) -> None:
+        try:
+            begins()
+        finally:
+            await shut_down(self)
+
+    setattr(Replica, "_perform_graceful_shutdown", announced)  # noqa: B010
 
 
 def route_in_this_loop(handle: DeploymentHandle[Any]) -> None:

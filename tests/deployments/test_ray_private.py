@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import logging
@@ -27,6 +28,7 @@ from deployments.cli.cluster import LOCAL_SYSTEM
 from deployments.ray_private import (
     OPTIONAL_SERVERS,
     application_status,
+    before_end,
     bind_replicas_to_loopback,
     controller_answers,
     deployment_names,
@@ -207,6 +209,28 @@ def test_what_ray_prints_is_logged(ray_cluster: None, monkeypatch: pytest.Monkey
     assert not worker.logger.isEnabledFor(logging.INFO)
     record = logging.LogRecord(token.name, logging.INFO, "", 0, "Token authentication is enabled", None, None)
     assert not token.filter(record)
+
+
+class Ending:
+    """Says when it is asked to end, which it does with its last request."""
+
+    def __init__(self) -> None:
+        self._ends = asyncio.Event()
+        before_end(self._ends.set)
+
+    async def words(self) -> AsyncIterator[str]:
+        yield "here"
+        await self._ends.wait()
+        yield "it ends"
+
+
+def test_a_replica_hears_of_its_end_before_its_requests_are_finished(caller: DeploymentHandle[Any]) -> None:
+    deployment = serve.deployment(ray_actor_options={"num_cpus": 0.1}, graceful_shutdown_timeout_s=PATIENCE_S)
+    handle: Any = serve.run(deployment(Ending).bind(), name="ending", route_prefix=None)
+    words = handle.options(stream=True).words.remote()
+    assert next(words) == "here"
+    serve.delete("ending", _blocking=False)
+    assert next(words) == "it ends"
 
 
 def test_a_deployment_keeps_its_own_version() -> None:
