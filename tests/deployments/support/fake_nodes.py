@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,12 +94,9 @@ class FakeNodes:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def times_of(self, message: str, pids: Collection[int] | None = None) -> list[str]:
-        """When processes, by default all, have logged ``message``, in ISO 8601."""
-        texts = log_texts(self._logs).items()
-        of = [text for name, text in texts if pids is None or int(name.rsplit("-", 1)[1]) in pids]
-        lines = (json.loads(line) for text in of for line in text.splitlines() if f'"{message}"' in line)
-        return sorted(str(line["time"]) for line in lines)
+    def logged(self, message: str) -> list[dict[str, Any]]:
+        """See ``log_lines``."""
+        return log_lines(message, self._logs)
 
     def rank_pids(self, model: str) -> list[list[int]]:
         """The processes of each gang that was ready once, by rank; the newest gang is last."""

@@ -182,15 +182,16 @@ def title_of(process: psutil.Process) -> str:
 def log_lines(message: str, logs: Path | None = None) -> list[dict[str, Any]]:
     """Structured log lines of all processes of the session whose message begins with ``message``, by time.
 
+    ``log_pid`` is the process that wrote the line.
     ``logs`` is the session's folder of logs; by default that of the cluster that this process is connected to.
     """
     logs = logs or Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1] / "logs"  # type: ignore[no-untyped-call]
     found = []
-    for text in log_texts(logs).values():
+    for name, text in log_texts(logs).items():
         for line in text.splitlines():
             record = json.loads(line) if line.startswith("{") and line.endswith("}") else {}
             if record.get("message", "").startswith(message):
-                found.append(record)
+                found.append(record | {"log_pid": int(name.rsplit("-", 1)[1])})
     return sorted(found, key=lambda record: str(record["time"]))
 
 
