@@ -21,6 +21,7 @@ from tests.support.patience import PATIENCE_S
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 MODELS = dict.fromkeys(("changed", "kept"), ROOT / "pipelines" / "checkpoints" / "flux-shapes")
+SHARING = ("one", "other")
 NUM_GANGS = 2
 LONG = {"num_inference_steps": 24}
 ROLLOUT_S = 3 * PATIENCE_S
@@ -156,3 +157,26 @@ def test_a_model_of_one_gang_keeps_its_requests_waiting_for_the_next(
         cluster.deploy(parse_config(document))
         wait_until(lambda: cluster.gangs("Denoiser-changed").keys() - {before}, "another gang", patience_s=ROLLOUT_S)
     assert most == [1]
+
+
+def test_models_that_share_are_added_and_replaced_together(
+    cluster: FakeNodes, url: str, document: dict[str, Any], pictures: dict[str, list[bytes]]
+) -> None:
+    before, models = gangs(cluster, "kept", num=2), document["applications"][0]["args"]["models"]
+    alone = model_of(document, "changed")
+    gang = alone["denoiser"] | {"num_replicas": 1}
+    models += [alone | {"name": name, "share": "both", "denoiser": dict(gang)} for name in SHARING]
+    with asked_for(url, pictures["kept"], model="kept", **LONG):
+        cluster.deploy(parse_config(document))
+        own = {name: gangs(cluster, name, num=1) for name in SHARING}
+        wait_until(lambda: is_healthy(url), "all models are ready", patience_s=ROLLOUT_S)
+    made = {name: [picture(url, model=name, seed=0, **LONG)] for name in SHARING}
+    model_of(document, SHARING[0])["denoiser"] |= {"max_waiting_jobs": 9}
+    with ExitStack() as stack:
+        for name in SHARING:
+            stack.enter_context(asked_for(url, made[name], model=name, **LONG))
+        cluster.deploy(parse_config(document))
+        for name in SHARING:
+            (gang,) = own[name]
+            wait_until(lambda: cluster.gangs(f"Denoiser-{name}").keys() - {gang}, "another", patience_s=ROLLOUT_S)  # noqa: B023
+    assert gangs(cluster, "kept", num=2) == before
