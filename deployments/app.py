@@ -4,9 +4,13 @@
 this file evaluates its annotations.
 """
 
+import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import ray
+from pydantic_core import to_json
 from ray import serve
 from ray.serve.config import DEFAULT_METRICS_INTERVAL_S
 
@@ -14,7 +18,8 @@ from deployments.autoscaling import DECIDE_EVERY_S, LOOK_BACK_S
 from deployments.config import AppConfig, ModelConfig, ShareConfig
 from deployments.forked_workers import Level, Pythons, worker_pythons
 from deployments.ingress import Ingress
-from deployments.names import ACCOUNTS, CODEC, INGRESS, deployment_name
+from deployments.names import ACCOUNTS, CODEC, INGRESS, STAGES, deployment_name
+from deployments.ray_private import deployment_names, with_version
 from deployments.request_router import REPLICAS_PER_REPORT_S, REPORT_EVERY_S
 from deployments.sharing.share_actor import ShareSpec
 from deployments.stages.common import StageSpec
@@ -24,6 +29,7 @@ from deployments.stages.stage_config import AutoscalingConfig, DenoiserConfig, S
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import Codec, VaeDecoder
 from deployments.usage.deployed_keeper import AccountsReplica
+from engines.core.storage import code_digest
 from engines.gang.placement import gang_bundles, gang_strategy
 
 HEALTH: dict[str, Any] = {
@@ -34,27 +40,58 @@ HEALTH: dict[str, Any] = {
 INGRESS_HEALTH: dict[str, Any] = {**HEALTH, "health_check_period_s": 0.5, "health_check_timeout_s": 1.0}
 """An ingress that hangs blocks each replica whose stream to it has ended: Ray waits in the replica's event loop until
 the last item is acknowledged. It is killed before such a replica misses three health checks."""
+INGRESS_SURGE_PERCENT = 1
+"""One more replica than configured while a new version rolls out: a replica ends when its successor runs."""
 REPLICA_CPUS = 0.1
 REPORTS_IN_A_LOOK_BACK = 3
 POLICY = "deployments.autoscaling:ScaleByWork"
 ROUTER = "deployments.request_router:FinishTimeRouter"
 DRAIN_S = 600.0
-"""Time that a gang has to finish its jobs, once it gets no more. Serve chooses which replica ends."""
+"""Time that an ingress has to finish its requests, which may wait for a new gang. Also the time that a gang has to
+finish its jobs, if it scales by predicted work. Serve chooses which replica ends."""
+SHORT_DRAIN_S = 120.0
+"""The same of other gangs: no longer than the notice of a spot instance, and within ``RECOVERY_DEADLINE_S``, for which
+requests wait if the model has no other gang."""
+CODE = ("engines", "pipelines", "deployments")
+"""Packages whose code is part of each version."""
 
 
 def build_app(args: AppConfig) -> serve.Application:
     """Bind one ingress and, for each model, a text encoder, a denoiser (one gang per replica) and a decoder."""
     pythons = worker_pythons() if args.fork_workers else {}
-    ingress = serve.deployment(
+    ingress = _deployment(
+        Ingress,
+        args,
         name=INGRESS,
         num_replicas=args.api.num_replicas,
         ray_actor_options=_actor("base", pythons, num_cpus=args.api.num_cpus),
         max_ongoing_requests=args.api.max_ongoing_requests,
+        max_surge_percent=INGRESS_SURGE_PERCENT,
+        graceful_shutdown_timeout_s=DRAIN_S,
         **INGRESS_HEALTH,
-    )(Ingress)
+    )
     groups = {name: _share_spec(name, args) for model in args.models if (name := model.share)}
     models = {model.name: _bind_model(model, args, pythons, groups.get(model.share)) for model in args.models}
-    return ingress.bind(args, models, _bind_accounts(args, pythons))
+    return ingress.bind(args, models, _bind_accounts(args, pythons), deployed_models(args))
+
+
+def _deployment(target: Callable[..., Any], *content: object, **options: Any) -> serve.Deployment:
+    """Return a deployment whose replicas restart when ``content`` or the code has changed, one after the other."""
+    code = [code_digest(package) for package in CODE]
+    version = hashlib.sha256(to_json([code, target.__name__, content], fallback=str)).hexdigest()
+    return with_version(serve.deployment(**options)(target), version)
+
+
+def deployed_models(args: AppConfig) -> frozenset[str]:
+    """Return the models that the running application has, whose gangs this deployment may replace."""
+    known = deployment_names() if ray.is_initialized() else frozenset()
+    return frozenset(model.name for model in args.models if deployment_name("denoiser", model.name) in known)
+
+
+def _without_scale(model: ModelConfig) -> ModelConfig:
+    """Return ``model`` without numbers of replicas, on which its processes do not depend: they outlive a change."""
+    sections = {stage: replace(getattr(model, stage), num_replicas=1, autoscaling=None) for stage in STAGES}
+    return model.model_copy(update=sections)
 
 
 def _share_spec(name: str, args: AppConfig) -> ShareSpec:
@@ -71,12 +108,14 @@ def _actor(level: Level, pythons: Pythons, **options: Any) -> dict[str, Any]:
 def _bind_accounts(args: AppConfig, pythons: Pythons) -> serve.Application | None:
     if not any(limits.is_limited for limits in args.api.key_limits):
         return None
-    deployment = serve.deployment(
+    deployment = _deployment(
+        AccountsReplica,
+        args.api.key_limits,
         name=ACCOUNTS,
         ray_actor_options=_actor("base", pythons, num_cpus=0),
         max_ongoing_requests=args.api.num_replicas * args.api.max_ongoing_requests,
         **HEALTH,
-    )(AccountsReplica)
+    )
     return deployment.bind(args.api.key_limits)
 
 
@@ -101,15 +140,18 @@ def _bind_model(
 
 def _bind_stage(name: str, stage_class: Callable[..., Any], spec: StageSpec, pythons: Pythons) -> serve.Application:
     config = spec.stage
+    alone = replace(spec, model=_without_scale(spec.model), stage=replace(config, num_replicas=1, autoscaling=None))
     environment = {"runtime_env": {"env_vars": dict(ALL_GPUS)}} if config.sees_all_gpus else {}
-    deployment = serve.deployment(
+    deployment = _deployment(
+        stage_class,
+        alone,
         name=name,
         ray_actor_options=_actor("model", pythons, num_cpus=config.num_cpus, num_gpus=config.num_gpus, **environment),
         max_ongoing_requests=64,
         **_scale(config.num_replicas, config.autoscaling),
         **HEALTH,
-    )(stage_class)
-    return deployment.bind(spec)
+    )
+    return deployment.bind(alone)
 
 
 def _bind_denoiser(
@@ -126,18 +168,22 @@ def _bind_denoiser(
         "placement_group_bundles": gang_bundles(config, replica_cpus=REPLICA_CPUS),
         "placement_group_strategy": gang_strategy(config),
     }
-    deployment = serve.deployment(
+    alone, drain_s = _without_scale(model), DRAIN_S if by_work else SHORT_DRAIN_S
+    deployment = _deployment(
+        Denoiser,
+        alone,
+        share,
         name=deployment_name("denoiser", model.name),
         ray_actor_options=_actor("base", pythons, num_cpus=REPLICA_CPUS),
         # Far above the gang's limit: the gang refuses with a reason, Serve would only queue.
         max_ongoing_requests=4 * (config.max_running_jobs + config.max_waiting_jobs),
-        graceful_shutdown_timeout_s=DRAIN_S if by_work else 30.0,
+        graceful_shutdown_timeout_s=drain_s,
         **({} if share is not None else bundles),
         **_routing(config),
         **(work_scaling(config, max_ranks) if by_work else _scale(config.num_replicas, scaling)),
         **HEALTH,
-    )(Denoiser)
-    return deployment.bind(model, share)
+    )
+    return deployment.bind(alone, share, drain_s)
 
 
 def _routing(config: DenoiserConfig) -> dict[str, Any]:

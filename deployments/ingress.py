@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
@@ -90,13 +90,17 @@ def make_accounts(config: AppConfig, keeper: DeploymentHandle[Any] | None) -> Ac
 
 @serve.ingress()
 class Ingress:
-    """``stages`` maps model to stage to handle; ``keeper`` holds the accounts of limited keys."""
+    """``stages`` maps model to stage to handle; ``keeper`` holds the accounts of limited keys.
+
+    The models ``deployed`` earlier are perhaps being replaced by a new version.
+    """
 
     def __init__(
         self,
         config: AppConfig,
         stages: Mapping[str, Mapping[str, DeploymentHandle[Any]]],
         keeper: DeploymentHandle[Any] | None = None,
+        deployed: Collection[str] = (),
     ) -> None:
         prepare_replica()
         self._config, self._settings = config, Settings()
@@ -112,7 +116,7 @@ class Ingress:
         cards = make_cards(config)
         patience_s = {model.name: patience_for(model.denoiser) for model in config.models}
         self._accounts = make_accounts(config, keeper)
-        readiness = Readiness(deployments, names_on_demand(config, stages))
+        readiness = Readiness(deployments, names_on_demand(config, stages), deployed)
         limits = {
             model.name: QueueLimits(max_jobs=model.max_jobs, max_wait_s=model.denoiser.max_wait_s)
             for model in config.models

@@ -9,15 +9,17 @@ import logging
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray import serve
 from ray._private import ray_constants, services, worker
 from ray._private.node import Node
 from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
+from ray.serve._private.config import DeploymentConfig
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
@@ -104,6 +106,25 @@ def quiet_logs(log: Callable[[str], None]) -> None:
     authentication.addFilter(lambda record: "is enabled" not in record.getMessage())
 
 
+class _VersionedConfig(DeploymentConfig):
+    """Options of a deployment that keep their version, whichever Serve assigns (``get_deploy_args``)."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "version":
+            super().__setattr__(name, value)
+
+
+def with_version(deployment: serve.Deployment, version: str) -> serve.Deployment:
+    """Give ``deployment`` a version of its own, and return it.
+
+    Serve restarts the replicas of a new version. It gives all deployments of an application one version, which a
+    change of any argument changes, and no option sets it.
+    """
+    options = {name: getattr(deployment._deployment_config, name) for name in DeploymentConfig.model_fields}
+    deployment._deployment_config = _VersionedConfig.model_construct(**options | {"version": version})
+    return deployment
+
+
 def controller_answers(within_s: float) -> bool:
     """Return whether Serve's controller answers a call in time; False without Serve."""
     controller = _controller()
@@ -135,6 +156,13 @@ def application_status(name: str = APPLICATION) -> ApplicationStatusOverview | N
         last_deployed_time_s=details["last_deployed_time_s"],
         deployments={key: _deployment_status(one) for key, one in details["deployments"].items()},
     )
+
+
+def deployment_names(name: str = APPLICATION) -> frozenset[str]:
+    """Return the deployments of an application, which its status lacks while Serve builds a new version of it."""
+    controller = _controller()
+    ids = [] if controller is None else ray.get(controller.list_deployment_ids.remote())
+    return frozenset(one.name for one in ids if one.app_name == name)
 
 
 def _deployment_status(deployment: Mapping[str, Any]) -> DeploymentStatusOverview:
@@ -170,6 +198,24 @@ def bind_replicas_to_loopback() -> None:
         return port
 
     setattr(replica, name, bind_to_loopback)
+
+
+def before_end(begins: Callable[[], object]) -> None:
+    """Call ``begins`` when Serve asks this process's replica to end, in its event loop.
+
+    Serve calls a deployment's own code when all requests are finished only.
+    """
+    from ray.serve._private.replica import Replica  # needed in replicas only, and its imports take time
+
+    shut_down: Callable[[Replica], Awaitable[None]] = getattr(Replica, "_perform_graceful_shutdown")  # noqa: B009
+
+    async def announced(self: Replica) -> None:
+        try:
+            begins()
+        finally:
+            await shut_down(self)
+
+    setattr(Replica, "_perform_graceful_shutdown", announced)  # noqa: B010
 
 
 def route_in_this_loop(handle: DeploymentHandle[Any]) -> None:

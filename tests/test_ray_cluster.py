@@ -1,4 +1,4 @@
-"""``ray_cluster.yaml`` is what `ray up` accepts, keeps strangers out, and has a node for every gang that we ship."""
+"""The cluster files are what `ray up` accepts and keep strangers out; AWS has a node for every gang that we ship."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from deployments.cli.cluster import SERVE_ENVIRONMENT
 from deployments.config import ModelConfig, ServeConfig
 
 ROOT = Path(__file__).parents[1]
-CLUSTER = ROOT / "ray_cluster.yaml"
+AWS, HOSTS = ROOT / "ray_cluster.yaml", ROOT / "ray_cluster_hosts.yaml"
+CONFIGS = sorted((ROOT / "deployments/configs").glob("gpu*.yaml"))
 START_COMMANDS = ("head_start_ray_commands", "worker_start_ray_commands")
 INSTALLED = {"pyproject.toml", "README.md", "LICENSE", "constraints.txt", "engines", "pipelines", "deployments"}
 """What an install from the repository needs."""
@@ -28,15 +29,26 @@ REPLICA_CPUS = 1
 Node = dict[str, int]
 
 
+@pytest.fixture(params=[AWS, HOSTS], ids=lambda path: path.stem)
+def path(request: pytest.FixtureRequest) -> Path:
+    found: Path = request.param
+    return found
+
+
 @pytest.fixture
-def written() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load(CLUSTER.read_text())
+def written(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(path.read_text())
     return loaded
 
 
 @pytest.fixture
 def prepared(written: dict[str, Any]) -> dict[str, Any]:
     return prepare_config(copy.deepcopy(written))
+
+
+@pytest.fixture
+def aws() -> dict[str, Any]:
+    return prepare_config(yaml.safe_load(AWS.read_text()))
 
 
 def nodes(cluster: dict[str, Any]) -> dict[str, Node]:
@@ -54,12 +66,12 @@ def test_ray_would_refuse_a_misspelt_key(prepared: dict[str, Any]) -> None:
         validate_config(prepared | {"idle_timeout_hours": 1})
 
 
-def test_the_head_has_no_gpu_and_workers_of_1_4_and_8_start_at_none(prepared: dict[str, Any]) -> None:
-    types = prepared["available_node_types"]
-    head = types.pop(prepared["head_node_type"])
+def test_the_head_has_no_gpu_and_workers_of_1_4_and_8_start_at_none(aws: dict[str, Any]) -> None:
+    types = aws["available_node_types"]
+    head = types.pop(aws["head_node_type"])
     assert head["resources"]["GPU"] == 0
     assert sorted(kind["resources"]["GPU"] for kind in types.values()) == [1, 4, 8]
-    assert all(kind["min_workers"] == 0 < kind["max_workers"] <= prepared["max_workers"] for kind in types.values())
+    assert all(kind["min_workers"] == 0 < kind["max_workers"] <= aws["max_workers"] for kind in types.values())
 
 
 @pytest.mark.parametrize("when", START_COMMANDS)
@@ -76,11 +88,24 @@ def test_serve_runs_on_every_node_as_it_does_in_a_cluster_of_our_own(prepared: d
     assert all(f"{name}={value} " in command for command in starts for name, value in SERVE_ENVIRONMENT.items())
 
 
-def test_nothing_but_ssh_is_open_to_the_world(prepared: dict[str, Any]) -> None:
-    assert prepared["provider"]["security_group"]["IpPermissions"] == []
+def test_nothing_but_ssh_is_open_to_the_world(path: Path, prepared: dict[str, Any], aws: dict[str, Any]) -> None:
+    assert aws["provider"]["security_group"]["IpPermissions"] == []
     (head,) = [command for command in prepared["head_start_ray_commands"] if "ray start" in command]
     assert "--dashboard-host=127.0.0.1" in head
-    assert "0.0.0.0" not in CLUSTER.read_text()
+    assert "0.0.0.0" not in path.read_text()
+
+
+def test_all_hosts_of_a_list_are_workers_all_the_time() -> None:
+    written = yaml.safe_load(HOSTS.read_text())
+    (kind,) = prepare_config(written)["available_node_types"].values()
+    assert kind["min_workers"] == kind["max_workers"] == len(written["provider"]["worker_ips"]) > 0
+
+
+def test_hosts_are_set_up_and_started_as_machines_on_aws_are() -> None:
+    aws, hosts = (yaml.safe_load(path.read_text()) for path in (AWS, HOSTS))
+    for key in ("file_mounts", "rsync_exclude", *START_COMMANDS):
+        assert hosts[key] == aws[key]
+    assert hosts["setup_commands"] == [one for one in aws["setup_commands"] if "cloud-init" not in one]
 
 
 def test_what_is_copied_is_there_and_is_all_that_an_install_needs(prepared: dict[str, Any]) -> None:
@@ -104,9 +129,11 @@ def gang_fits(model: ModelConfig, node: Node) -> bool:
     return num_cpus <= node["CPU"] and num_gpus <= node["GPU"]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "deployments/configs").glob("gpu*.yaml")), ids=lambda path: path.stem)
-def test_every_gpu_config_finds_a_node(prepared: dict[str, Any], path: Path) -> None:
-    config = ServeConfig.model_validate(yaml.safe_load(path.read_text()))
+@pytest.mark.parametrize(
+    "config_path", sorted((ROOT / "deployments/configs").glob("gpu*.yaml")), ids=lambda path: path.stem
+)
+def test_every_gpu_config_finds_a_node(aws: dict[str, Any], config_path: Path) -> None:
+    config = ServeConfig.model_validate(yaml.safe_load(config_path.read_text()))
     for model in config.app.models:
-        fitting = [name for name, node in nodes(prepared).items() if gang_fits(model, node)]
+        fitting = [name for name, node in nodes(aws).items() if gang_fits(model, node)]
         assert fitting, f"no node type has room for a gang of {model.denoiser.num_ranks} ranks"

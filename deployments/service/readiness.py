@@ -27,7 +27,8 @@ logger = logging.getLogger("troupe.readiness")
 class Readiness:
     """Whether models can take requests. ``models`` has each model's deployments by name.
 
-    Those ``on_demand`` may have no replica until a request asks for one.
+    Those ``on_demand`` may have no replica until a request asks for one. The models ``deployed`` before this process
+    may be replaced by a new version.
 
     To ask the controller takes CPU time here and there, and every request wants to know. So while all is
     well the answer is the last known one, renewed behind the requests when it is old or a gang was lost; only while
@@ -35,13 +36,18 @@ class Readiness:
     have changed: replicas serve without it.
     """
 
-    def __init__(self, models: Mapping[str, Collection[str]], on_demand: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, Collection[str]],
+        on_demand: Collection[str] = (),
+        deployed: Collection[str] = (),
+    ) -> None:
         self._models, self._on_demand = dict(models), frozenset(on_demand)
         self._reasons: Mapping[str, str] = dict.fromkeys(models, "the application is starting")
         self._missing_since_s = dict.fromkeys(models, time.monotonic())
         self._took_s: dict[str, float] = {}
         """How long each model was missing the last time."""
-        self._were_ready: set[str] = set()
+        self._were_ready = set(deployed)
         self._rebuilt: frozenset[str] = frozenset()
         self._bare: frozenset[str] = frozenset()
         """Models of which a deployment has no replica that runs, whether it takes requests or not."""
@@ -88,7 +94,7 @@ class Readiness:
     async def _ask(self) -> None:
         try:
             status = await self._controller.answer(ANSWER_DEADLINE_S)
-            if status is not None:  # else Serve found no controller
+            if status is not None and status.deployments:  # else there is no controller, or a new version is built
                 self._note(find_reasons(status, self._models, self._on_demand))
                 self._look_for_replicas(status)
         except Exception as error:  # of Ray, Serve or its schema: whatever an actor that is gone looks like

@@ -115,7 +115,7 @@ class Retries:
 
 
 def _counts(error: Exception, num_steps_seen: int) -> bool:
-    """Return whether a lost gang counts against the request: it ran there, and the gang was not closed."""
+    """Return whether a lost gang counts against the request: it ran there, and neither gang nor node was taken away."""
     if isinstance(error, GangBrokenError):
         return error.in_flight and error.cause != "closed"
-    return num_steps_seen > 0
+    return num_steps_seen > 0 and not (isinstance(error, ray_errors.RayActorError) and error.preempted)

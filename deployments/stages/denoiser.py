@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Hashable, Mapping, Sequence
 from contextlib import aclosing
@@ -17,6 +18,7 @@ import ray
 from deployments.config import ModelConfig
 from deployments.forked_workers import python_like_own
 from deployments.observability.exposition import ReplicaMetrics, replica_metrics
+from deployments.ray_private import before_end
 from deployments.replicas import is_on_loopback, prepare_replica
 from deployments.settings import process_environment
 from deployments.sharing.share_actor import ShareSpec
@@ -43,6 +45,8 @@ EVENTS_EVERY_S = 0.1
 """Interval of progress events, as fast as people can follow."""
 CHECK_S = 0.8
 """Duration of a health check, below its period of 1 s."""
+CLOSE_S = 10.0
+"""Part of a replica's time to end that is left for the end of its ranks."""
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -78,8 +82,9 @@ class Denoiser:
     _uses: Sequence[MemoryUse] = ()
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, model: ModelConfig, share: ShareSpec | None = None
+        self, model: ModelConfig, share: ShareSpec | None = None, drain_s: float = math.inf
     ) -> None:
+        """``drain_s``: seconds from Serve's order to end until it kills the replica."""
         prepare_replica()
         log_phase("replica: process", time.time() - psutil.Process().create_time(), model=model.name)
         self._checkpoint = Checkpoint.open(model.source, weights=False)
@@ -104,6 +109,17 @@ class Denoiser:
             await self._gang.reserve_host_memory(await self._member.loaded(self._uses))
         self._had_check = False
         self._check: asyncio.Future[None] | None = None
+        before_end(lambda: self._hand_on(drain_s - CLOSE_S))
+
+    def _hand_on(self, close_in_s: float) -> None:
+        """Leave waiting jobs to other gangs; those still running in ``close_in_s`` too, which begin again there."""
+        logger.info("gang takes no more jobs", extra={"num_open": len(self._gang.open_work())})
+        self._gang.hand_on()
+        self._closing = asyncio.create_task(self._close_gang(close_in_s))
+
+    async def _close_gang(self, in_s: float) -> None:
+        await asyncio.sleep(in_s)
+        await self._gang.close()
 
     async def denoise(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import logging
@@ -10,6 +11,7 @@ import os
 import platform
 import secrets
 import socket
+import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -67,6 +69,16 @@ def file_about(folder: Path, name: str, facts: Mapping[str, object]) -> Path:
     """Return the JSON file in ``folder`` for these ``facts``: ``name`` and a digest of the facts as JSON."""
     digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
     return folder / f"{name}_{digest}.json"
+
+
+@functools.cache
+def code_digest(package: str) -> str:
+    """Return a digest of all Python files of an imported package."""
+    digest = hashlib.sha256()
+    for folder in map(Path, getattr(sys.modules[package], "__path__", ())):
+        for file in sorted(folder.rglob("*.py")):
+            digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 class HostLock:

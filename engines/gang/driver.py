@@ -31,6 +31,10 @@ from engines.gang.watchdog import Watchdog, answer_of
 logger = logging.getLogger(__name__)
 
 
+def handed_on() -> GangBrokenError:
+    return GangBrokenError("the gang takes no more jobs", "closed")
+
+
 class Driver:
     """Sends plans at most ``plans_ahead`` ahead of the reports, and turns reports into the jobs' events.
 
@@ -72,6 +76,7 @@ class Driver:
         self._submitted: deque[OpenJob] = deque()
         self._wake_schedule = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._hands_on = False
         self.broken: GangBrokenError | None = None
         self.ended = asyncio.Event()
         """Set when the gang is broken, or closed."""
@@ -107,6 +112,8 @@ class Driver:
     def open(self, job: Job) -> OpenJob:
         if self.broken is not None:
             raise GangBrokenError(self.broken.reason, self.broken.cause)
+        if self._hands_on:
+            raise handed_on()
         self._table.check(job)
         eta_s, num_before = self._admission.admit(job), self._table.num_open
         open_job = self._table.open(job, max(1.0, self._admission.next_end_s() or 0.0))
@@ -137,6 +144,16 @@ class Driver:
             logger.info("job is cancelled", extra=fields)
             self._table.end(open_job, "cancelled")
             self._drop(open_job)
+
+    def hand_on(self) -> None:
+        """Take no more jobs, and fail those without a step, for another gang. The others end here."""
+        self._hands_on = True
+        begun = {*self._ledger.job_ids}
+        for job_id in self._table.jobs:
+            open_job = self._table.get(job_id)
+            if open_job.outcome is None and not open_job.num_steps_done and job_id not in begun:
+                self._table.fail(open_job, handed_on(), "cancelled")
+                self._drop(open_job)
 
     def stop(self, error: GangBrokenError) -> None:
         """End all tasks and fail all jobs."""

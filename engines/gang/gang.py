@@ -220,6 +220,10 @@ class Gang:
                 await self._driver.ended.wait()
         return self._is_broken
 
+    def hand_on(self) -> None:
+        """Fail all jobs that wait, and all that come, with a ``GangBrokenError`` of cause "closed". The others end."""
+        self._driver.hand_on()
+
     async def close(self) -> None:
         """Fail the jobs that are open, release engines, then communicators, then end the rank processes."""
         if self.broken is None:

@@ -51,12 +51,14 @@ class GangLoad:
     def finish_s(self, new: NewWork, own_s: float, age_s: float = 0.0, beside: Collection[OpenWork] = ()) -> float:
         """Return the predicted seconds until ``new``, which takes ``own_s``, is done.
 
-        ``age_s``: age of this report, in which the gang has worked. ``beside``: jobs that were sent since.
+        ``age_s``: age of this report, in which the gang has worked on its jobs, or woken up. ``beside``: jobs that were sent since.
         """
         urgency_s = own_s / new.priority
-        works = (*self.jobs.values(), *beside)
-        before_s = sum(one.left_s for one in works if not self.by_urgency or one.urgency_s <= urgency_s)
-        return max(0.0, self.wake_s + before_s - age_s) + own_s
+        reported_s, beside_s = (
+            sum(one.left_s for one in works if not self.by_urgency or one.urgency_s <= urgency_s)
+            for works in (self.jobs.values(), beside)
+        )
+        return max(0.0, self.wake_s + reported_s - age_s) + beside_s + own_s
 
     @property
     def backlog_s(self) -> float:

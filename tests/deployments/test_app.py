@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from ray.serve._private.build_app import build_app as build_serve_app
 from ray.serve.config import AutoscalingConfig as ServeAutoscalingConfig
 
 from deployments import app
@@ -53,3 +54,35 @@ def test_stages_hear_how_files_are_marked(
         assert spec.metadata == "seed"
         assert spec.provenance == ProvenanceConfig(certificate=Path.cwd() / "a.pem", key=Path("/b.key"))
     assert len(specs) == {"apart": 2, "together": 1}[stages]
+
+
+def versions(**changes: Any) -> dict[str, str]:
+    """The version of each deployment of two models, the first of which is configured by ``changes``."""
+    args = {
+        "models": [{"name": "a", "path": "flux-shapes", **changes}, {"name": "b", "path": "flux-shapes"}],
+        "fork_workers": False,
+    }
+    built = build_serve_app(build_app(AppConfig.model_validate(args)), name="troupe")
+    return {one.name: str(one._deployment_config.version) for one in built.deployments}
+
+
+@pytest.mark.parametrize(
+    ("changes", "restarted"),
+    [
+        ({}, set()),
+        ({"denoiser": {"max_waiting_jobs": 7}}, {"Ingress", "TextEncoder-a", "Denoiser-a", "VaeDecoder-a"}),
+        ({"denoiser": {"num_replicas": 2}, "decoder": {"num_replicas": 3}}, {"Ingress"}),
+        ({"denoiser": {"autoscaling": {"target_wait_s": 5.0, "max_replicas": 3}}}, {"Ingress"}),
+        ({"text_encoder": {"autoscaling": {"max_replicas": 2}}}, {"Ingress"}),
+    ],
+)
+def test_a_change_restarts_what_depends_on_it(changes: dict[str, Any], restarted: set[str]) -> None:
+    before, after = versions(), versions(**changes)
+    assert {name for name, version in after.items() if version != before[name]} == restarted
+
+
+def test_changed_code_restarts_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = versions()
+    monkeypatch.setattr(app, "code_digest", lambda package: "other code")
+    after = versions()
+    assert [name for name in before if before[name] == after[name]] == []

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any
 
-import httpx
 import pytest
 
 from deployments.cli.serving import parse_config, reserved_port
 from tests.deployments.support.bare import assert_same_picture, bare_frames
 from tests.deployments.support.commands import short_folder
 from tests.deployments.support.fake_nodes import HOST, ROOT, FakeNodes, fake_nodes
-from tests.deployments.support.live import TIMEOUT_S, config_of, picture, pixels_of, wait_until
+from tests.deployments.support.live import asked_for, config_of, is_healthy, picture, pixels_of, wait_until
 
 pytestmark = pytest.mark.ray
 
@@ -79,13 +74,6 @@ def pictures(url: str) -> list[bytes]:
     return [picture(url, seed=seed, **LONG) for seed in range(NUM_CLIENTS)]
 
 
-def is_healthy(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", timeout=TIMEOUT_S).status_code == httpx.codes.OK
-    except httpx.TransportError:
-        return False
-
-
 def assert_right(data: bytes, seed: int) -> None:
     assert_same_picture(pixels_of(data), bare_frames(MODELS, seed=seed)[0])
 
@@ -134,28 +122,3 @@ def test_nodes_and_gangs_follow_the_load_and_lose_no_request(
         wait_until(lambda: len(cluster.gangs(GANGS)) == 1, "one gang goes, in the midst of work")
     wait_until(lambda: not cluster.gangs(GANGS), "nobody asks, and there is no gang")
     wait_until(lambda: not cluster.workers(), "no node but the head")
-
-
-@contextmanager
-def asked_for(url: str, pictures: Sequence[bytes], *, num_clients: int = 1, **body: Any) -> Iterator[None]:
-    """``num_clients`` ask meanwhile for ``pictures``, by seed, one after the other. Each answer must be the same again.
-
-    They stop with the block, when what was asked for is there.
-    """
-    enough = threading.Event()
-
-    def ask(first: int) -> None:
-        for i in itertools.count(first):
-            seed = i % len(pictures)
-            assert picture(url, seed=seed, **body) == pictures[seed]
-            if enough.is_set():
-                return
-
-    with ThreadPoolExecutor(num_clients) as threads:
-        clients = [threads.submit(ask, first) for first in range(num_clients)]
-        try:
-            yield
-        finally:
-            enough.set()
-    for client in clients:
-        client.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import logging
@@ -18,6 +19,8 @@ import ray
 from ray import serve
 from ray._private import ray_constants, services, worker
 from ray._private.node import Node
+from ray.serve._private.config import DeploymentConfig
+from ray.serve._private.deploy_utils import get_deploy_args
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.handle import DeploymentHandle
 
@@ -25,8 +28,10 @@ from deployments.cli.cluster import LOCAL_SYSTEM
 from deployments.ray_private import (
     OPTIONAL_SERVERS,
     application_status,
+    before_end,
     bind_replicas_to_loopback,
     controller_answers,
+    deployment_names,
     object_ref,
     object_ref_generator,
     processes_in_own_sessions,
@@ -34,6 +39,7 @@ from deployments.ray_private import (
     restart_controller,
     route_in_this_loop,
     serve_host,
+    with_version,
     without_optional_servers,
     worker_setup_script,
 )
@@ -110,6 +116,8 @@ def test_the_status_is_what_serve_says(caller: DeploymentHandle[Any]) -> None:
     assert status is not None
     assert status.status == "RUNNING"
     assert application_status("another") is None
+    assert deployment_names(NAME) == status.deployments.keys()
+    assert deployment_names("another") == frozenset()
 
 
 def test_serve_says_where_it_listens(caller: DeploymentHandle[Any]) -> None:
@@ -201,3 +209,36 @@ def test_what_ray_prints_is_logged(ray_cluster: None, monkeypatch: pytest.Monkey
     assert not worker.logger.isEnabledFor(logging.INFO)
     record = logging.LogRecord(token.name, logging.INFO, "", 0, "Token authentication is enabled", None, None)
     assert not token.filter(record)
+
+
+class Ending:
+    """Says when it is asked to end, which it does with its last request."""
+
+    def __init__(self) -> None:
+        self._ends = asyncio.Event()
+        before_end(self._ends.set)
+
+    async def words(self) -> AsyncIterator[str]:
+        yield "here"
+        await self._ends.wait()
+        yield "it ends"
+
+
+def test_a_replica_hears_of_its_end_before_its_requests_are_finished(caller: DeploymentHandle[Any]) -> None:
+    deployment = serve.deployment(ray_actor_options={"num_cpus": 0.1}, graceful_shutdown_timeout_s=PATIENCE_S)
+    handle: Any = serve.run(deployment(Ending).bind(), name="ending", route_prefix=None)
+    words = handle.options(stream=True).words.remote()
+    assert next(words) == "here"
+    serve.delete("ending", _blocking=False)
+    assert next(words) == "it ends"
+
+
+def test_a_deployment_keeps_its_own_version() -> None:
+    deployment = with_version(serve.deployment(num_replicas=2)(Callee), "own").options(max_ongoing_requests=3)
+    config = deployment._deployment_config
+    sent = get_deploy_args("callee", deployment._replica_config, deployment_config=config, version="all")
+    kept = DeploymentConfig.from_proto_bytes(sent["deployment_config_proto_bytes"])
+    assert (kept.version, kept.num_replicas, kept.max_ongoing_requests) == ("own", 2, 3)
+    plain: Any = serve.deployment(Callee)
+    get_deploy_args("callee", plain._replica_config, deployment_config=plain._deployment_config, version="all")
+    assert plain._deployment_config.version == "all", "Serve assigns another"

@@ -128,7 +128,7 @@ class Laptop:
 
 
 def main() -> None:
-    """Runs the commands in the head of ``ray_cluster.yaml`` on machines in the folder that is the only argument."""
+    """Runs the commands in the head of the cluster file on machines in the folder that is the only argument."""
     folder = Path(sys.argv[1])
     cluster, config = str(folder / "cluster.yaml"), folder / "config.yaml"
     write_programs(folder)

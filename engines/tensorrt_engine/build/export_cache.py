@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
-from engines.core.storage import write_atomically
+from engines.core.storage import code_digest, write_atomically
 from engines.parallel.mesh import Team
 from engines.tensorrt_engine.build.cache_files import get_or_make
 from engines.tensorrt_engine.export.archive import read_export, write_export
@@ -77,13 +75,3 @@ def _digest(tensor: Tensor) -> str:
     return hashlib.sha256(
         tensor.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy().tobytes()
     ).hexdigest()
-
-
-@functools.cache
-def code_digest(package: str) -> str:
-    """Return a digest of all Python files of an imported package."""
-    digest = hashlib.sha256()
-    for folder in map(Path, getattr(sys.modules[package], "__path__", ())):
-        for file in sorted(folder.rglob("*.py")):
-            digest.update(f"{file.relative_to(folder)}\0".encode() + file.read_bytes())
-    return digest.hexdigest()

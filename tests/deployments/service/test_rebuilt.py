@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from deployments.service.interface import STATUS_MAX_AGE_S
 from deployments.service.readiness import POLL_S, RETRY_AFTER_S, Readiness
 from tests.deployments.service.support.controller import MODELS, Clock, Controller, settled
 
@@ -74,3 +75,21 @@ async def test_what_was_ready_is_rebuilt_unless_its_start_fails(
     models.gang_lost()
     assert list(await settled(models)) == ["m"]
     assert (models.is_rebuilt("m"), models.is_bare("m")) == (is_rebuilt, True)
+
+
+async def test_a_new_ingress_knows_which_models_a_new_version_replaces(controller: Controller, clock: Clock) -> None:
+    controller.is_running, controller.trigger = False, "CONFIG_UPDATE_STARTED"
+    for deployed in ([], ["m"]):
+        models = Readiness(MODELS, deployed=deployed)
+        assert list(await settled(models)) == ["m"]
+        assert models.is_rebuilt("m") == bool(deployed)
+
+
+async def test_while_serve_builds_a_new_version_nothing_has_changed(controller: Controller, clock: Clock) -> None:
+    models = Readiness(MODELS)
+    assert await settled(models) == {}
+    controller.fault = "builds"
+    clock.now_s += STATUS_MAX_AGE_S
+    await settled(models)
+    assert await settled(models) == {}
+    assert controller.num_asked > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from ray.exceptions import RayActorError
 
 from deployments.service import retries as module
 from deployments.service.readiness import Readiness
@@ -43,6 +44,12 @@ def test_it_runs_alone_after_a_gang_that_may_have_broken_by_it(
     assert not retries.exclusive
     retries.after(GangBrokenError("rank 1 died", cause, in_flight=in_flight), num_steps_seen=1)
     assert retries.exclusive is counts
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_a_node_that_is_taken_away_does_not_count(retries: Retries, preempted: bool) -> None:
+    retries.after(RayActorError(preempted=preempted), num_steps_seen=1)
+    assert retries.exclusive is not preempted
 
 
 def test_who_lost_a_gang_does_not_wait_beyond_its_own_deadline(retries: Retries) -> None:

@@ -69,6 +69,10 @@ class Command:
             )
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def output(self) -> str:
         return self._log.read_text()
 
@@ -114,21 +118,32 @@ class Command:
 
     def kill_all(self) -> None:
         """SIGKILL to every process, until there is none."""
-        while left := self.processes():
-            for one in left:
-                with suppress(psutil.NoSuchProcess):
-                    one.kill()
-            self._process.poll()
+        kill_all_in(self._folder)
+        self._process.poll()
 
     def processes(self) -> list[psutil.Process]:
-        """All that it has started and that runs, itself included: the processes that have files in ``folder`` open."""
-        return [process for process in psutil.process_iter() if self._is_own(process)]
+        """All that it has started and that runs, itself included."""
+        return processes_in(self._folder)
 
-    def _is_own(self, process: psutil.Process) -> bool:
+
+def processes_in(folder: Path) -> list[psutil.Process]:
+    """The processes that have files in ``folder`` open."""
+
+    def is_in(process: psutil.Process) -> bool:
         try:
-            return any(Path(file.path).is_relative_to(self._folder) for file in process.open_files())
+            return any(Path(file.path).is_relative_to(folder) for file in process.open_files())
         except psutil.Error:
             return False
+
+    return [process for process in psutil.process_iter() if is_in(process)]
+
+
+def kill_all_in(folder: Path) -> None:
+    """SIGKILL to the processes that have files in ``folder`` open, until there is none."""
+    while left := processes_in(folder):
+        for one in left:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
 
 
 @contextmanager

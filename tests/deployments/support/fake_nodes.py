@@ -4,10 +4,12 @@ starts and ends."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,10 +58,11 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeNodes:
-    """A running cluster. ``dashboard`` is the URL where `serve deploy` finds it."""
+    """A running cluster. ``dashboard`` is the URL where `serve deploy` finds it, ``address`` that of its head."""
 
     folder: Path
     dashboard: str
+    address: str
 
     def deploy(self, config: ServeConfig) -> None:
         """Runs `serve deploy` with a file of ``config``; returns once Serve has taken it."""
@@ -67,15 +70,33 @@ class FakeNodes:
         subprocess.run([*SERVE, *arguments], check=True, capture_output=True, timeout=TIMEOUT_S)
 
     def gangs(self, deployment: str) -> dict[str, str]:
-        """The running replicas of a denoiser, each with the id of its node."""
+        """The running replicas of a denoiser, each with the id of its node; none while Serve builds a new version."""
         answer = httpx.get(f"{self.dashboard}/api/serve/applications/", timeout=TIMEOUT_S).json()
-        replicas = answer["applications"]["troupe"]["deployments"][deployment]["replicas"]
+        replicas = answer["applications"]["troupe"]["deployments"].get(deployment, {"replicas": []})["replicas"]
         return {one["replica_id"]: one["node_id"] for one in replicas if one["state"] == "RUNNING"}
 
     def workers(self) -> list[Node]:
         """The worker nodes that run, oldest first."""
         nodes = [node for one in psutil.process_iter(["name"]) if (node := self._node(one)) is not None]
         return sorted((node for node in nodes if node.node_id != FAKE_HEAD_NODE_ID), key=lambda node: node.node_id)
+
+    def drain(self, node_id: str, notice_s: int) -> None:
+        """Tell Ray that the node will be taken away in ``notice_s``, as who does so is told. It is not."""
+        reason = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot")
+        node = ("--address", self.address, "--node-id", node_id, "--deadline-remaining-seconds", str(notice_s))
+        subprocess.run([*RAY, "drain-node", *node, *reason], check=True, capture_output=True, timeout=TIMEOUT_S)
+
+    def kill(self, node: Node) -> None:
+        """Kill -9 of all processes of a node at once, those of its ranks first."""
+        pids = [pid for pid, node_id in self.nodes_of_ranks().items() if node_id == node.node_id]
+        children = node.raylet.children(recursive=True) if node.raylet.is_running() else []
+        for pid in (*pids, *(child.pid for child in children), node.raylet.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def logged(self, message: str) -> list[dict[str, Any]]:
+        """See ``log_lines``."""
+        return log_lines(message, self._logs)
 
     def rank_pids(self, model: str) -> list[list[int]]:
         """The processes of each gang that was ready once, by rank; the newest gang is last."""
@@ -141,7 +162,7 @@ def fake_nodes(folder: Path, *, idle_timeout_s: float) -> Iterator[FakeNodes]:
     environment = {**SERVE_ENVIRONMENT, **ENVIRONMENT}
     with command("start", "--head", "--block", *flags, folder=folder, env=environment, program=RAY) as head:
         head.wait_for("Ray runtime started")
-        yield FakeNodes(folder=folder, dashboard=f"http://{HOST}:{dashboard_port}")
+        yield FakeNodes(folder=folder, dashboard=f"http://{HOST}:{dashboard_port}", address=f"{HOST}:{port}")
 
 
 def _autoscaling(cluster: Mapping[str, Any], gcs_address: str, idle_timeout_s: float) -> dict[str, Any]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import itertools
 import json
+import threading
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -109,6 +112,38 @@ def pixels_of(data: bytes) -> NDArray[Any]:
     return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
+def is_healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=TIMEOUT_S).status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
+
+
+@contextmanager
+def asked_for(url: str, pictures: Sequence[bytes], *, num_clients: int = 1, **body: Any) -> Iterator[None]:
+    """``num_clients`` ask meanwhile for ``pictures``, by seed, one after the other. Each answer must be the same again.
+
+    They stop with the block, when what was asked for is there.
+    """
+    enough = threading.Event()
+
+    def ask(first: int) -> None:
+        for i in itertools.count(first):
+            seed = i % len(pictures)
+            assert picture(url, seed=seed, **body) == pictures[seed]
+            if enough.is_set():
+                return
+
+    with ThreadPoolExecutor(num_clients) as threads:
+        clients = [threads.submit(ask, first) for first in range(num_clients)]
+        try:
+            yield
+        finally:
+            enough.set()
+    for client in clients:
+        client.result()
+
+
 # What the machine sees.
 
 
@@ -147,15 +182,16 @@ def title_of(process: psutil.Process) -> str:
 def log_lines(message: str, logs: Path | None = None) -> list[dict[str, Any]]:
     """Structured log lines of all processes of the session whose message begins with ``message``, by time.
 
+    ``log_pid`` is the process that wrote the line.
     ``logs`` is the session's folder of logs; by default that of the cluster that this process is connected to.
     """
     logs = logs or Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1] / "logs"  # type: ignore[no-untyped-call]
     found = []
-    for text in log_texts(logs).values():
+    for name, text in log_texts(logs).items():
         for line in text.splitlines():
             record = json.loads(line) if line.startswith("{") and line.endswith("}") else {}
             if record.get("message", "").startswith(message):
-                found.append(record)
+                found.append(record | {"log_pid": int(name.rsplit("-", 1)[1])})
     return sorted(found, key=lambda record: str(record["time"]))
 
 

@@ -1,4 +1,4 @@
-"""What is left of a gang whose end is cut short."""
+"""The end of a gang: what becomes of its jobs and its ranks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import asyncio
 import pytest
 
 from engines.gang import gang as gang_module
+from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
 from engines.gang.gang_config import GangConfig
+from engines.gang.jobs.job import JobDone, JobEvent
+from tests.engines.gang.support.fakes import FakeRequest, fake_job
 from tests.engines.gang.support.set_clock import SetClock, SetRanks, remote, settled
 
 
@@ -27,3 +30,28 @@ async def test_ranks_end_also_where_nobody_waits_for_them_to_close_in_order(monk
     with pytest.raises(asyncio.CancelledError):
         await closing
     assert killed == ranks
+
+
+async def test_a_gang_that_ends_finishes_what_has_begun_and_hands_on_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gang_module, "kill_ranks", lambda ranks: None)
+    clock = SetClock()
+    ranks = SetRanks(2, clock)
+    config = GangConfig(num_ranks=2, max_running_jobs=1, policy="arrival", plans_ahead=1)
+    gang = Gang(config, ranks.actors, infos=(), team_sizes=(2,), model="ends", clock=clock)
+
+    async def run(name: str) -> JobEvent:
+        job = fake_job(name, FakeRequest(seed=0, num_steps=2))
+        return [event async for group in gang.submit_grouped(job, every_s=0.0) for event in group][-1]
+
+    running, waiting = (asyncio.ensure_future(run(name)) for name in ("running", "waiting"))
+    await settled()
+    gang.hand_on()
+    for refused in (waiting, run("new")):
+        with pytest.raises(GangBrokenError) as error:
+            await refused
+        assert (error.value.cause, error.value.in_flight) == ("closed", False)
+    while not running.done():
+        await ranks.finish_step(1.0)
+    assert isinstance(running.result(), JobDone)
+    assert gang.is_idle
+    await gang.close()

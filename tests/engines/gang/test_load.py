@@ -121,6 +121,15 @@ def test_a_sent_job_counts_until_a_report_has_it() -> None:
     assert board.choose("ba", "5", new, 60.0)[0] == "b", "the same report is a new one if all should be done"
 
 
+def test_requests_at_once_are_divided_among_gangs_that_were_idle_for_long() -> None:
+    """An idle gang reports the same again and again, which is no news: its newest report is an old one."""
+    board, new = LoadBoard(), NewWork(LARGE, 10)
+    slower = GangLoad(step_s={LARGE: 1.02 * STEP_S[LARGE]})
+    board.hear({"a": load().to_stats(), "b": slower.to_stats()}, 0.0)
+    chosen = [board.choose("ab", str(number), new, 100.0)[0] for number in range(6)]
+    assert chosen == ["a", "b"] * 3
+
+
 def test_a_gang_without_a_report_leaves_the_choice_to_others() -> None:
     board = LoadBoard()
     board.hear({"a": load().to_stats(), "b": {}}, 0.0)
