@@ -51,7 +51,7 @@ class GangLoad:
     def finish_s(self, new: NewWork, own_s: float, age_s: float = 0.0, beside: Collection[OpenWork] = ()) -> float:
         """Return the predicted seconds until ``new``, which takes ``own_s``, is done.
 
-        ``age_s``: age of this report, in which the gang has worked on its jobs, or woken up. ``beside``: jobs that were sent since.
+        ``age_s``: age of this report, in which the gang has woken up or worked. ``beside``: jobs that were sent since.
         """
         urgency_s = own_s / new.priority
         reported_s, beside_s = (
