@@ -23,6 +23,7 @@ from deployments.stages.common import (
     load_stage,
 )
 from deployments.stages.warm_up import warm_encoder
+from engines.core.logs import timed
 from pipelines.libraries import quick_imports
 from pipelines.request import MediaRequest
 
@@ -119,14 +120,15 @@ class PromptEncoder(WeightStage):
 
     def __init__(self, spec: StageSpec, *, is_whole: bool = True) -> None:
         """``is_whole``: this process has no other part of the model."""
-        with quick_imports():
+        with quick_imports(), timed("encoder: weights", model=spec.model.name):
             checkpoint = load_stage(spec)
             self._weights = StageWeights(spec, "text_encoder")
             with self._weights.loading() as modules:
                 self._encoder = checkpoint.text_encoder(compiled=spec.model.text_encoder.compile)
                 modules.extend(self._encoder.modules)
         self._encoding = Workers(1, "encoding")
-        self._encoding.run(warm_encoder, self._encoder, spec, checkpoint)
+        with timed("encoder: warm up", model=spec.model.name):
+            self._encoding.run(warm_encoder, self._encoder, spec, checkpoint)
         self._cache = ConditioningCache(spec.model.text_encoder.conditionings_mib * MIB)
         if is_whole:
             self._weights.loaded()

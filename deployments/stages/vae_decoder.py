@@ -20,6 +20,7 @@ from deployments.stages.devices import stage_devices
 from deployments.stages.measured_times import decode_key, decode_times_of
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.warm_up import outputs, warm_decoder
+from engines.core.logs import timed
 from engines.core.parcel import Parcel
 from pipelines.directory import part_class
 from pipelines.libraries import quick_imports
@@ -80,7 +81,7 @@ class VaeDecoder(WeightStage):
 
     def __init__(self, spec: StageSpec, weights: StageWeights | None = None) -> None:
         """``weights`` are those of another part of the model in this process, which are loaded."""
-        with quick_imports():
+        with quick_imports(), timed("decoder: weights", model=spec.model.name):
             checkpoint = load_stage(spec)
             options = spec.model.decoder
             devices = stage_devices(spec.stage)
@@ -97,9 +98,10 @@ class VaeDecoder(WeightStage):
         self._metadata = MetadataWriter(level=spec.metadata, software=f"Troupe {own_version()}", sampler=sampler)
         self._manifests = _manifest_writer(spec.provenance)
         self._clips = ClipFinisher(self._decoder, self._decoding, self._writing)
-        frames_FHWC = self._decoding.run(warm_decoder, self._decoder, spec, checkpoint)
-        for request, output in outputs(checkpoint.defaults):
-            self._writing.run(self._write, frames_FHWC, request, output)
+        with timed("decoder: warm up", model=spec.model.name):
+            frames_FHWC = self._decoding.run(warm_decoder, self._decoder, spec, checkpoint)
+            for request, output in outputs(checkpoint.defaults):
+                self._writing.run(self._write, frames_FHWC, request, output)
         self._weights.loaded()
 
     def expected_s(self, request: MediaRequest, output: Output) -> float | None:

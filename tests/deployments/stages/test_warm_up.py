@@ -22,6 +22,7 @@ from deployments.stages.stage_config import DenoiserConfig, EncoderConfig
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from deployments.stages.warm_up import PROMPT, warm_decoder, warm_encoder
+from engines.core import logs
 from engines.core.parcel import Parcel
 from pipelines.blocks.decoder import BlocksDecoder
 from pipelines.blocks.encoder import BlocksEncoder
@@ -55,6 +56,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return seen
 
 
+@pytest.fixture
+def phases(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the phases whose ends were logged."""
+    ended: list[str] = []
+    monkeypatch.setattr(logs, "log_phase", lambda phase, took_s, **fields: ended.append(phase))
+    return ended
+
+
 def spec_of(path: Path, *sizes: str) -> StageSpec:
     denoiser = DenoiserConfig(warm_sizes=tuple(map(Size.parse, sizes)))
     model = ModelConfig(name="m", path=str(path), denoiser=denoiser)
@@ -72,8 +81,11 @@ def test_a_decoder_does_each_size_a_preview_and_each_format(pictures: Path, call
     assert calls[num_calls:] == [sizes[0], formats[0]], "a request does nothing that was not done before"
 
 
-def test_a_clip_is_decoded_whole_for_those_who_prepare_sizes_and_its_bytes_stay(clips: Path, calls: Calls) -> None:
+def test_a_clip_is_decoded_whole_for_those_who_prepare_sizes_and_its_bytes_stay(
+    clips: Path, calls: Calls, phases: list[str]
+) -> None:
     VaeDecoder(spec_of(clips, "32x32x9"))
+    assert phases == ["decoder: weights", "decoder: warm up"]
     names = [call[0] for call in calls]
     assert names == ["decode_all", "preview", "encode_frames"]
     calls.clear()
@@ -86,8 +98,9 @@ def test_a_clip_is_decoded_whole_for_those_who_prepare_sizes_and_its_bytes_stay(
     assert decoder.decode(Parcel.of(latents), request, Output(format="mp4")).data == cold
 
 
-def test_an_encoder_sees_words_and_pictures(pictures: Path, calls: Calls) -> None:
+def test_an_encoder_sees_words_and_pictures(pictures: Path, calls: Calls, phases: list[str]) -> None:
     PromptEncoder(spec_of(pictures, "64x48"))
+    assert phases == ["encoder: weights", "encoder: warm up"]
     assert calls == [("encode", 0, 64, "encoding"), ("encode", 1, 64, "encoding")]
     calls.clear()
     PromptEncoder(spec_of(resolve_path("kontext-shapes"), "96x96"))
