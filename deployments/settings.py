@@ -41,9 +41,11 @@ class Settings(BaseSettings):
 
     @staticmethod
     def secret(name: str) -> str:
-        """Return the secret in the variable ``name``, which the configuration names. ValueError if it is not set."""
+        """Return the secret in the variable ``name``, which the configuration names. ValueError if it holds none."""
         if not (secret := os.environ.get(name, "").strip()):
             raise ValueError(f"the environment variable {name} is not set, whose name the configuration has: set it")
+        if not (secret.isascii() and secret.isprintable()):
+            raise ValueError(f"the environment variable {name} holds no key: a key is one line of ASCII characters")
         return secret
 
     def own_key(self, file: Path | None) -> str:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("troupe.flow")
 
 MAX_ANSWER_BYTES = 1 << 20
+MAX_CONNECTIONS = 100
+"""Prompts that are rewritten concurrently. Others wait, within their time limit."""
+IDLE_S = 2.0
+"""Time for which unused connections are kept: less than the five seconds after which many servers close them."""
 SHARE_OF_DEADLINE = 0.5
 """Share of the time left until a request's deadline that its prompt may take."""
 THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
@@ -111,7 +115,8 @@ class PromptEnhancers:
         import httpx
 
         if self._client is None:
-            self._client = httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=None)
+            limits = httpx.Limits(max_connections=MAX_CONNECTIONS, keepalive_expiry=IDLE_S)
+            self._client = httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=None, limits=limits)
         return self._client
 
 
