@@ -232,6 +232,11 @@ async def test_nobody_there(studio: FakeStudio, tmp_path: Path) -> None:
     assert prompts(studio) == [GIVEN] * 2
 
 
+def test_a_long_answer_is_not_read() -> None:
+    with pytest.raises(ValueError, match="the answer has more than"):
+        prompt_in(b" " * MAX_ANSWER_BYTES + completion("a"))
+
+
 def test_thoughts_are_no_part_of_the_prompt() -> None:
     assert prompt_in(completion(f"<think>\nA circle.\n</think>\n\n{REVISED}\n", None)) == REVISED
 
