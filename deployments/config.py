@@ -18,6 +18,7 @@ from deployments.clips.webhooks import WebhookSettings
 from deployments.door.door_settings import DoorSettings
 from deployments.http.settings import ApiLimits
 from deployments.observability.metrics_settings import MetricsSettings
+from deployments.requests.enhancer_config import PromptEnhancerConfig
 from deployments.stages.stage_config import STRICT, DataType, DecoderConfig, DenoiserConfig, EncoderConfig
 from pipelines.lora.source import LoraSource, check_sources
 from pipelines.request import MetadataLevel
@@ -71,6 +72,8 @@ class ModelConfig(_Config):
     dtype: DataType = "auto"
     loras: tuple[LoraSource, ...] = ()
     """Adapters: merged without a name, else for the requests that name them."""
+    prompt_enhancer: PromptEnhancerConfig | None = None
+    """Rewrites prompts; None: that of ``api``, if there is one."""
     share: str = ""
     """Name of a group of models whose gangs are on the same GPUs. Those that fit are awake, the others sleep in host
     memory. Empty: GPUs of its own."""
@@ -140,6 +143,8 @@ class ApiConfig(ApiLimits, ClipLimits):
     """Hand out URLs of the object storage, signed for a while, in place of what it holds."""
     webhooks: WebhookSettings | None = None
     """Where messages about clips may go; None: nowhere."""
+    prompt_enhancer: PromptEnhancerConfig | None = None
+    """Rewrites prompts for all models without one of their own."""
     metadata: MetadataLevel = "full"
     """Request settings in pictures and clips."""
     provenance: ProvenanceConfig | None = None
@@ -192,6 +197,12 @@ class AppConfig(_Config):
     def max_open_pictures(self) -> dict[str, int]:
         """Limit of concurrent pictures by model, for one replica of the API."""
         return {model.name: self.api.max_open_pictures or model.max_open_pictures for model in self.models}
+
+    @property
+    def prompt_enhancers(self) -> dict[str, PromptEnhancerConfig]:
+        """Prompt enhancers by model."""
+        found = {model.name: model.prompt_enhancer or self.api.prompt_enhancer for model in self.models}
+        return {model: enhancer for model, enhancer in found.items() if enhancer is not None}
 
     @model_validator(mode="after")
     def _minimum_fits(self) -> Self:

@@ -27,6 +27,7 @@ from deployments.observability.exposition import Exposition, ReplicaMetrics, rep
 from deployments.ray_private import route_in_this_loop, serve_host
 from deployments.replicas import prepare_replica
 from deployments.requests.handle import handle_request
+from deployments.requests.prompt_enhancer import PromptEnhancers
 from deployments.service.flow import DeployedStudio, QueueLimits
 from deployments.service.interface import ModelCard, StudioEvent
 from deployments.service.readiness import Readiness
@@ -44,6 +45,7 @@ from pipelines.lora.source import named
 def make_cards(config: AppConfig) -> dict[str, ModelCard]:
     """Return the cards of the served models, from configuration files only."""
     cards: dict[str, ModelCard] = {}
+    enhancers = config.prompt_enhancers
     for model in config.models:
         checkpoint = Checkpoint.open(model.source, weights=False)
         cards[model.name] = ModelCard(
@@ -54,6 +56,7 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
             aliases=model.aliases,
             loras=named(model.loras),
             description=checkpoint.description,
+            enhances_prompts=enhancers[model.name].default if model.name in enhancers else None,
         )
     return cards
 
@@ -80,6 +83,12 @@ def names_on_demand(config: AppConfig, stages: Mapping[str, Mapping[str, Deploym
     )
 
 
+def make_enhancers(config: AppConfig) -> PromptEnhancers:
+    """Return the prompt enhancers, with their keys. ValueError if the environment lacks one."""
+    variables = {one.api_key_variable for one in config.prompt_enhancers.values() if one.api_key_variable}
+    return PromptEnhancers(config.prompt_enhancers, {name: Settings.secret(name) for name in variables})
+
+
 def make_accounts(config: AppConfig, keeper: DeploymentHandle[Any] | None) -> Accounts:
     """Return the accounts of keys, shared by all replicas through ``keeper`` if there is one."""
     if keeper is None:
@@ -104,7 +113,7 @@ class Ingress:
     ) -> None:
         prepare_replica()
         self._config, self._settings = config, Settings()
-        self._keys = self._settings.key_ring()
+        self._keys, self._enhancers = self._settings.key_ring(), make_enhancers(config)
         deployments = {
             model: {handle.deployment_name: handle for handle in by_stage.values()}
             for model, by_stage in stages.items()
@@ -138,6 +147,7 @@ class Ingress:
         """
         arguments = (self._studio.cards(), uuid.uuid4().hex, {"prompt": prompt, **fields}, self._config.api)
         request, output, pictures = await asyncio.to_thread(handle_request, *arguments)
+        request = await self._enhancers.enhanced(request)
         async with aclosing(self._studio.perform(request, output, pictures)) as events:
             async for event in events:
                 yield event
@@ -157,7 +167,7 @@ class Ingress:
         await draining
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_api(self._studio, self._api_settings(), self._clips, self._drain, self._accounts)
+        return create_api(self._studio, self._api_settings(), self._clips, self._drain, self._accounts, self._enhancers)
 
     def _api_settings(self) -> ApiSettings:
         return ApiSettings(

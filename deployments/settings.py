@@ -39,6 +39,15 @@ class Settings(BaseSettings):
             raise ValueError("TROUPE_API_KEYS holds no key; write some, with commas between, or unset it")
         return KeyRing(keys, self.api_keys_file)
 
+    @staticmethod
+    def secret(name: str) -> str:
+        """Return the secret in the variable ``name``, which the configuration names. ValueError if it holds none."""
+        if not (secret := os.environ.get(name, "").strip()):
+            raise ValueError(f"the environment variable {name} is not set, whose name the configuration has: set it")
+        if not (secret.isascii() and secret.isprintable()):
+            raise ValueError(f"the environment variable {name} holds no key: a key is one line of ASCII characters")
+        return secret
+
     def own_key(self, file: Path | None) -> str:
         """Return the key to send: the one in ``file``, else ``TROUPE_API_KEY``. ValueError if the file has several."""
         if file is None:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 MediaKind = Literal["image", "video"]
 ServiceTier = Literal["flex", "default", "priority"]
+EnhancerOutcome = Literal["revised", "timeout", "unreachable", "refused", "invalid"]
+"""What became of a prompt at its enhancer: rewritten, or used as it came, and why."""
 MetadataLevel = Literal["full", "seed", "none"]
 """Metadata in a file: all settings, model and seed only, or none."""
 
@@ -33,6 +35,13 @@ class MediaRequest:
     model: str
     kind: MediaKind
     prompt: str
+    """The prompt that is encoded."""
+    enhance_prompt: bool | None = None
+    """A language model rewrites the prompt first; None: the model is served without one."""
+    enhancer_outcome: EnhancerOutcome | None = None
+    """None: no enhancer was asked."""
+    given_prompt: str | None = None
+    """The client's own prompt, if ``prompt`` is another."""
     negative_prompt: str | None = None
     """Prompt of the second branch; None: the pipeline's default, which may differ from the empty prompt."""
     width: int
@@ -72,6 +81,11 @@ class MediaRequest:
     """Hash of the API key, empty without keys."""
     weight: float = 1.0
     """The key's share of a gang."""
+
+    @property
+    def revised_prompt(self) -> str | None:
+        """The rewritten prompt, if there is one."""
+        return None if self.given_prompt is None else self.prompt
 
 
 Mode = Literal["RGB", "RGBA", "L"]

@@ -72,6 +72,7 @@ def generate(
     frames: Annotated[int | None, typer.Option(help="Frames of a clip.")] = None,
     fps: Annotated[int | None, typer.Option(help="Frames per second of a clip.")] = None,
     sound: Annotated[bool | None, typer.Option(help="Sound of a clip, if the model makes it.")] = None,
+    enhance_prompt: Annotated[bool | None, typer.Option(help="Let a language model rewrite the prompt.")] = None,
     negative_prompt: NegativeOption = None,
     guidance_scale: Annotated[float | None, typer.Option(help=GUIDANCE_HELP)] = None,
     true_cfg_scale: Annotated[float | None, typer.Option(help=TRUE_CFG_HELP)] = None,
@@ -91,9 +92,9 @@ def generate(
 
     words = {"model": model, "size": size, "negative_prompt": negative_prompt, "lora": lora or None, "cache": cache}
     counts = {"num_inference_steps": steps, "seed": seed, "n": n, "num_frames": frames, "fps": fps, "layers": layers}
-    clip = {"generate_sound": sound}
+    switches = {"generate_sound": sound, "enhance_prompt": enhance_prompt}
     scales = {"guidance_scale": guidance_scale, "true_cfg_scale": true_cfg_scale, "strength": strength}
-    options = {name: value for name, value in {**words, **counts, **clip, **scales}.items() if value is not None}
+    options = {name: value for name, value in {**words, **counts, **switches, **scales}.items() if value is not None}
     with _client(config, url, api_key_file) as client:
         run(client, prompt, out, options, image or [], mask)
 

@@ -77,6 +77,11 @@ def environment_problems(config: ServeConfig) -> Iterator[str]:
         yield f"{reason}; clips and pictures are kept there: let this user write, or set {given_by} to another folder"
     if reason := refusal(DOOR_FOLDER):
         yield f"{reason}; HAProxy's files are written there: let this user write"
+    for name in sorted({one.api_key_variable for one in config.app.prompt_enhancers.values()} - {""}):
+        try:
+            Settings.secret(name)
+        except ValueError as error:
+            yield f"prompt_enhancer.api_key_variable: {error}"
     variables = process_environment()
     yield from filter(None, (folder_problem(variables), token_problem(variables)))
 

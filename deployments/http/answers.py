@@ -18,6 +18,7 @@ from pipelines.request import Lora, MediaKind
 
 Background = Literal["opaque", "transparent"]
 LAYER = "Which layer of its picture, 0 the lowest; null of a picture without layers. Beyond OpenAI."
+REVISED = "The prompt of an enhancer; null if the prompt is as it came."
 CACHE = "Which steps made no forwards; beyond OpenAI."
 
 
@@ -31,6 +32,9 @@ class Model(BaseModel):
     family: str = Field(description="beyond OpenAI")
     aliases: tuple[str, ...] = Field(description="Other names that requests may give it; beyond OpenAI.")
     loras: tuple[Lora, ...] = Field(description="Adapters that requests may name, with their scales; beyond OpenAI.")
+    enhances_prompts: bool | None = Field(
+        description="Default of enhance_prompt; null without a prompt enhancer. Beyond OpenAI."
+    )
     parent: str | None = Field(default=None, description="The model that this one is, with an adapter; beyond OpenAI.")
     description: str = Field(description="What it draws, if its folder says so; beyond OpenAI.")
     sizes: tuple[str, ...] = Field(description="Good values of size; others within the limits may do. Beyond OpenAI.")
@@ -53,6 +57,7 @@ class Model(BaseModel):
             family=card.family,
             aliases=card.aliases,
             loras=card.loras,
+            enhances_prompts=card.enhances_prompts,
             description=description.text,
             sizes=description.sizes_within(defaults),
             steps={quality: quality_steps(quality, defaults) for quality in QUALITY_SHARES},
@@ -95,7 +100,7 @@ class Usage(BaseModel):
 class Image(BaseModel):
     b64_json: str | None = None
     url: str | None = None
-    revised_prompt: str | None = None
+    revised_prompt: str | None = Field(default=None, description=REVISED)
     seed: int = Field(description="The seed that draws this picture again; beyond OpenAI.")
     layer: int | None = Field(default=None, description=LAYER)
 
@@ -144,6 +149,7 @@ class CompletedPicture(Event):
     cache: CacheMode = Field(description=CACHE)
     usage: Usage = Usage()
     safety_identifier: str | None = None
+    revised_prompt: str | None = Field(default=None, description=f"{REVISED} Beyond OpenAI.")
     image_index: int = Field(description="Which of the n pictures; beyond OpenAI.")
     layer: int | None = Field(default=None, description=LAYER)
     seed: int = Field(description="beyond OpenAI")
@@ -192,6 +198,7 @@ class Video(BaseModel):
     completed_at: int | None
     expires_at: int | None = None
     prompt: str
+    revised_prompt: str | None = Field(default=None, description=f"{REVISED} Beyond OpenAI.")
     remixed_from_video_id: str | None = None
     seconds: str
     size: str
@@ -221,7 +228,8 @@ class Video(BaseModel):
             progress=clip.progress,
             created_at=clip.created_at,
             completed_at=clip.completed_at,
-            prompt=request.prompt,
+            prompt=request.prompt if request.given_prompt is None else request.given_prompt,
+            revised_prompt=request.revised_prompt,
             seconds=clip.seconds,
             size=f"{request.width}x{request.height}",
             error=VideoError(code=clip.error.code, message=clip.error.message) if clip.error else None,

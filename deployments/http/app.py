@@ -39,6 +39,7 @@ from deployments.http.routes.videos import video_routes
 from deployments.http.settings import ApiSettings
 from deployments.http.streams import ClientGoneError
 from deployments.names import own_version
+from deployments.requests.prompt_enhancer import PromptEnhancers
 from deployments.service.interface import Studio
 from deployments.usage.accounts import Accounts, KeyLimitGuard
 from deployments.usage.ledger import UsageLedger
@@ -60,27 +61,20 @@ DESCRIPTION = (
 
 
 def create_api(
-    studio: Studio, settings: ApiSettings, clips: Clips, drain: Drain | None = None, accounts: Accounts | None = None
+    studio: Studio,
+    settings: ApiSettings,
+    clips: Clips,
+    drain: Drain | None = None,
+    accounts: Accounts | None = None,
+    enhancers: PromptEnhancers | None = None,
 ) -> FastAPI:
     """Return the HTTP application. Its lifespan starts ``clips`` and stops them at its end.
 
-    ``drain`` is for who wants to end it with care; ``accounts`` are what ``studio`` keeps account in.
+    ``drain`` is for who wants to end it with care; ``accounts`` are what ``studio`` keeps account in. ``enhancers`` are
+    those of the models whose cards say that there is one.
     """
     accounts = accounts or Accounts(settings.key_limits)
-    context = ApiContext(
-        studio=studio,
-        settings=settings,
-        files=file_shelf(settings, clips.bucket),
-        clips=clips,
-        admission=Admission(settings),
-        lookout=Lookout(clips, settings.video_poll_s),
-        unpacking=ThreadPoolExecutor(NUM_UNPACKINGS, "unpacking"),
-        accounts=accounts,
-        key_limits=KeyLimitGuard(accounts, clips),
-        known=KnownRequests(clips.database),
-        batches=BatchStore(database=clips.database, lease_s=LEASE_S),
-        contents=Contents(root=settings.data_dir / "batches", bucket=clips.bucket),
-    )
+    context = make_context(studio, settings, clips, accounts, enhancers or PromptEnhancers())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -95,6 +89,7 @@ def create_api(
             await cancel(making)
             await accounts.ledger.flush()
             await clips.stop()
+            await context.enhancers.close()
             context.unpacking.shutdown(wait=False)
 
     app = FastAPI(
@@ -113,6 +108,27 @@ def create_api(
     add_guards(app, settings, studio, drain or Drain())
     add_document(app)
     return app
+
+
+def make_context(
+    studio: Studio, settings: ApiSettings, clips: Clips, accounts: Accounts, enhancers: PromptEnhancers
+) -> ApiContext:
+    """Return the context of all routes."""
+    return ApiContext(
+        studio=studio,
+        settings=settings,
+        files=file_shelf(settings, clips.bucket),
+        clips=clips,
+        admission=Admission(settings),
+        lookout=Lookout(clips, settings.video_poll_s),
+        unpacking=ThreadPoolExecutor(NUM_UNPACKINGS, "unpacking"),
+        accounts=accounts,
+        key_limits=KeyLimitGuard(accounts, clips),
+        known=KnownRequests(clips.database),
+        enhancers=enhancers,
+        batches=BatchStore(database=clips.database, lease_s=LEASE_S),
+        contents=Contents(root=settings.data_dir / "batches", bucket=clips.bucket),
+    )
 
 
 def add_guards(app: FastAPI, settings: ApiSettings, studio: Studio, drain: Drain) -> None:

@@ -21,14 +21,16 @@ from deployments.http.idempotency import KnownRequests
 from deployments.http.lookout import Lookout
 from deployments.http.middleware import REQUESTER
 from deployments.http.settings import ApiSettings
+from deployments.http.streams import until_disconnect
 from deployments.requests.bodies import MediaBody
 from deployments.requests.model_choice import Needs, choose_card
 from deployments.requests.pictures.sources import Sources
 from deployments.requests.pictures.unpack import unpack
+from deployments.requests.prompt_enhancer import PromptEnhancers
 from deployments.requests.rules import Requester, RequestRules, ResolvedRequest
 from deployments.service.interface import ModelCard, Studio
 from deployments.usage.accounts import Accounts, KeyLimitGuard
-from pipelines.request import NO_PICTURES, InputPictures, MediaKind
+from pipelines.request import NO_PICTURES, InputPictures, MediaKind, MediaRequest
 
 BATCH_KEY = "troupe.batch_key"
 """Key in the ASGI scope of the hash of the API key of a batch, in the requests that are made for it."""
@@ -49,6 +51,7 @@ class ApiContext:
     accounts: Accounts
     key_limits: KeyLimitGuard
     known: KnownRequests
+    enhancers: PromptEnhancers
     batches: BatchStore
     contents: Contents
 
@@ -92,6 +95,12 @@ class ApiContext:
         if kind == "image":
             self.admission.check_place(card.name, gang_in_s)
         return await asyncio.get_running_loop().run_in_executor(self.unpacking, unpack, sources, self.settings)
+
+    async def enhanced(self, request: Request, asked: MediaRequest) -> MediaRequest:
+        """Return what ``request`` asked for, its prompt rewritten if that is wanted. ClientGoneError ends the wait."""
+        if not asked.enhance_prompt:
+            return asked
+        return await until_disconnect(request.receive, self.enhancers.enhanced(asked))
 
     async def check_ready(self, model: str) -> float:
         """Return in how many seconds ``model`` begins new work, 0 while it is ready.

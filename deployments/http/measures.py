@@ -14,8 +14,10 @@ from deployments.http.openapi_text import error_documents
 from deployments.requests.rules import Requester
 from deployments.service.interface import Media, Progress, StageTimes, StudioEvent
 from pipelines.caching import CacheMode
+from pipelines.request import MediaRequest
 
 ETA_HEADER = "X-Troupe-Eta"
+ENHANCER_HEADER = "X-Troupe-Prompt-Enhancer"
 
 
 class KeyUsage(BaseModel):
@@ -68,6 +70,11 @@ def measures(timings: list[StageTimes], cache: CacheMode) -> dict[str, str]:
 def gpu_header(gpu_s: float | None) -> dict[str, str]:
     """Return the header with the GPU-seconds of a request; none if unknown."""
     return {} if gpu_s is None else {GPU_HEADER: seconds(gpu_s)}
+
+
+def enhancer_header(request: MediaRequest) -> dict[str, str]:
+    """Return the header with what became of the prompt at its enhancer; none if no enhancer was asked."""
+    return {} if request.enhancer_outcome is None else {ENHANCER_HEADER: request.enhancer_outcome}
 
 
 class SpentSeconds:

@@ -93,6 +93,8 @@ HEADERS = {
     "X-Troupe-Eta": "Seconds in which it was predicted to be done, when it came to the gang; of a clip that is not "
     "done, from now; absent if nobody knew",
     "X-Troupe-Video-Id": "The clip's id",
+    "X-Troupe-Prompt-Enhancer": "What became of the prompt: revised, or why it was used as it came "
+    "(timeout, unreachable, refused, invalid); absent if no enhancer was asked",
     "Idempotent-Replayed": "true of an answer that is that to the same request before",
     "openai-poll-after-ms": "How long to wait before the next look",
 }
@@ -106,6 +108,7 @@ MEASURES = (
     "X-Troupe-Same-Bytes",
     GPU_HEADER,
     "X-Troupe-Eta",
+    "X-Troupe-Prompt-Enhancer",
 )
 FILE_HEADERS = ("ETag", "Last-Modified", "Accept-Ranges")
 
@@ -168,7 +171,7 @@ def stream_answers() -> Responses:
 
 def video_answers() -> Responses:
     """Return the headers of an answer with a clip's record."""
-    headers = header_documents("openai-poll-after-ms", "X-Troupe-Eta", GPU_HEADER)
+    headers = header_documents("openai-poll-after-ms", "X-Troupe-Eta", GPU_HEADER, "X-Troupe-Prompt-Enhancer")
     return {200: {"description": "The clip's record", "headers": headers}}
 
 

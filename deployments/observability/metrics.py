@@ -33,6 +33,9 @@ CLIP_WAITS = Histogram(
 HTTP_REQUESTS = Counter("troupe_http_requests", "Answers of the HTTP API", ("method", "route", "status"))
 
 ENCODINGS = Counter("troupe_encodings", "Conditionings of jobs, encoded or from the cache", ("model", "source"))
+ENHANCEMENTS = Histogram(
+    "troupe_enhance_seconds", "Seconds a prompt enhancer took", ("model", "outcome"), buckets=BUCKETS_S
+)
 GPU_SECONDS = Counter("troupe_gpu_seconds", "GPU seconds of requests, by API key", ("model", "key"))
 
 QUEUES = Histogram(
@@ -62,6 +65,11 @@ def observe_stage(stage: str, model: str, seconds: float) -> None:
 def observe_encoding(model: str, *, was_kept: bool) -> None:
     """Count a job's conditioning, encoded or from the cache."""
     ENCODINGS.labels(model, "kept" if was_kept else "encoded").inc()
+
+
+def observe_enhancement(model: str, outcome: str, seconds: float) -> None:
+    """Observe how long a prompt enhancer took, and what became of the prompt."""
+    ENHANCEMENTS.labels(model, outcome).observe(seconds)
 
 
 def observe_failure(model: str, cause: str) -> None:

@@ -198,7 +198,6 @@ class PeerFields(BaseModel):
     enable_teacache: Off | None = Field(None, description=SWITCH)
     enable_upscaling: Off | None = Field(None, description=SWITCH)
     enable_frame_interpolation: Off | None = Field(None, description=SWITCH)
-    enhance_prompt: Off | None = Field(None, description=SWITCH)
     generate_sound: Off | None = Field(None, description=SWITCH)
     profile: Off | None = Field(None, description=SWITCH)
     profile_all_stages: Off | None = Field(None, description=SWITCH)
@@ -219,6 +218,10 @@ class MediaBody(PeerFields):
         None,
         description="A name or alias from /v1/models, and NAME:ADAPTER with an adapter of it; by default the first of "
         "its kind that takes the pictures.",
+    )
+    enhance_prompt: bool | None = Field(
+        None,
+        description="Whether a language model rewrites the prompt first; by default what the model's card says.",
     )
     size: Size | None = Field(None, description="WIDTHxHEIGHT in pixels, or auto.", examples=["128x128"])
     width: Count | None = Field(None, description="Pixels, with height; instead of size.")

@@ -42,6 +42,11 @@ class ImageRequest:
         """The request of the first picture: the others differ from it in their seed and id."""
         return self.requests[0]
 
+    def with_prompt_of(self, first: MediaRequest) -> ImageRequest:
+        """Return the same pictures with the prompt of ``first``, which was rewritten for all of them."""
+        changes = {name: getattr(first, name) for name in ("prompt", "given_prompt", "enhancer_outcome", "waited_s")}
+        return replace(self, requests=tuple(replace(one, **changes) for one in self.requests))
+
     @property
     def is_edit(self) -> bool:
         """True for the route of edits, whose events have names of their own."""

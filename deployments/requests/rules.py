@@ -104,6 +104,7 @@ class RequestRules:
             model=self.card.name,
             kind=defaults.kind,
             prompt=choose_prompt(body, defaults),
+            enhance_prompt=choose_enhancement(body, self.card),
             negative_prompt=body.negative_prompt,
             width=width,
             height=height,
@@ -162,6 +163,18 @@ def choose_prompt(body: MediaBody, defaults: Defaults) -> str:
     if "prompt" not in body.model_fields_set:
         raise RequestError("prompt is required", "prompt", code="missing_field")
     raise RequestError(f"prompt is {shown(body.prompt)}: {BLANK}", "prompt")
+
+
+def choose_enhancement(body: MediaBody, card: ModelCard) -> bool | None:
+    """Return whether the prompt is to be rewritten; None of a model without an enhancer."""
+    default, is_wanted = card.enhances_prompts, body.enhance_prompt
+    if default is None and is_wanted:
+        message = f"enhance_prompt is true, but {card.name} is served without a prompt enhancer"
+        raise RequestError(f"{message}; leave it out, or send false", "enhance_prompt")
+    if is_wanted and not body.prompt.strip():
+        message = "enhance_prompt is true, but the prompt is empty; write one, or send false"
+        raise RequestError(message, "enhance_prompt")
+    return default if default is None or is_wanted is None else is_wanted
 
 
 def choose_layers(body: MediaBody, defaults: Defaults) -> int:

@@ -27,7 +27,8 @@ class ModelCard:
     """A served model: name in the API, family, the folder's mtime (Unix seconds), defaults and limits.
 
     ``aliases`` are other names of it in requests. ``loras`` are adapters that requests may name, each with its default
-    scale. ``description``: what it draws, and examples.
+    scale. ``description``: what it draws, and examples. ``enhances_prompts``: the default of ``enhance_prompt``; None
+    without a prompt enhancer.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ModelCard:
     aliases: tuple[str, ...] = ()
     loras: tuple[Lora, ...] = ()
     description: Description = NO_DESCRIPTION
+    enhances_prompts: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +88,8 @@ class Preview:
 class Media:
     """The finished picture or clip; ``thumbnail`` is a WebP of the first frame for clips, else empty.
 
-    Of a picture in layers ``data`` is the lowest, and ``further`` are those above it.
+    Of a picture in layers ``data`` is the lowest, and ``further`` are those above it. ``revised_prompt``: the prompt of
+    an enhancer, if it was used.
     """
 
     data: bytes
@@ -95,6 +98,7 @@ class Media:
     timings: StageTimes
     thumbnail: bytes = b""
     further: tuple[bytes, ...] = ()
+    revised_prompt: str | None = None
 
     @property
     def files(self) -> tuple[bytes, ...]:

@@ -118,6 +118,7 @@ class Run:
             timings=timings,
             thumbnail=decoded.thumbnail,
             further=decoded.further,
+            revised_prompt=self.request.revised_prompt,
         )
 
     async def _denoise(self, publish: Publish) -> None:

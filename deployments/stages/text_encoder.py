@@ -49,6 +49,7 @@ class CacheKeys:
     def of(cls, request: MediaRequest, pictures: SentPictures) -> Self:
         relevant = replace(request, request_id="", preview_steps=())
         relevant = replace(relevant, service_tier="default", deadline_s=None, waited_s=0.0, weight=1.0)
+        relevant = replace(relevant, enhance_prompt=None, enhancer_outcome=None, given_prompt=None)
         picture_digest = _digest(pictures)
         texts = (repr(replace(relevant, seed=0)), repr(relevant))
         unseeded, seeded = (hashlib.sha256(text.encode() + picture_digest).digest() for text in texts)

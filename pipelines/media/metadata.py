@@ -79,6 +79,7 @@ def _fields(request: MediaRequest, layer: int | None) -> dict[str, Any]:
     fields = {
         "model": request.model,
         "prompt": request.prompt,
+        "enhance_prompt": None if request.enhance_prompt is None else False,  # this is the prompt that was used
         "negative_prompt": request.negative_prompt,
         "seed": request.seed,
         "size": f"{request.width}x{request.height}",

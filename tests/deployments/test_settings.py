@@ -37,6 +37,17 @@ def test_keys_of_the_environment_and_of_a_file_add_up(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
+    ("value", "message"), [(None, "is not set"), (" \n", "is not set"), ("a\nb", "holds no key"), ("ä", "holds no key")]
+)
+def test_a_variable_without_a_key_is_an_error(monkeypatch: pytest.MonkeyPatch, value: str | None, message: str) -> None:
+    monkeypatch.delenv("MINE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MINE", value)
+    with pytest.raises(ValueError, match=f"the environment variable MINE {message}"):
+        Settings.secret("MINE")
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "cannot be read: No such file or directory"),

@@ -12,6 +12,7 @@ from deployments import config
 from deployments.clips.webhooks import KeyWebhook, WebhookSettings
 from deployments.door.door_settings import DoorSettings
 from deployments.observability.metrics_settings import MetricsSettings
+from deployments.requests.enhancer_config import PromptEnhancerConfig
 from deployments.stages import stage_config as stages
 from deployments.usage.quotas import KeyLimits
 from engines.parallel.nccl_options import NcclOptions
@@ -28,6 +29,7 @@ ROWS = dict(
 SECTIONS: dict[str, Any] = {
     "http_options.": config.HttpOptions,
     "loras.": LoraSource,
+    "prompt_enhancer.": PromptEnhancerConfig,
     "shares.": config.ShareConfig,
     "key_limits.": KeyLimits,
     "text_encoder.": stages.EncoderConfig,

@@ -11,6 +11,7 @@ import pytest
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
 from tests.deployments.conftest import official
+from tests.deployments.support.chat_endpoint import ChatEndpoint, chat_endpoint
 from tests.deployments.support.live import live
 from tests.support.fenced import ROOT
 from tests.support.ports import own_port
@@ -60,16 +61,22 @@ def with_defaults(checkpoint: Path, folder: Path, defaults: Mapping[str, int]) -
 
 
 @pytest.fixture(scope="package")
-def url(ray_cluster: None, models: dict[str, Path]) -> Iterator[str]:
-    with live(config(models)) as url:
+def enhancer() -> Iterator[ChatEndpoint]:
+    with chat_endpoint() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="package")
+def url(ray_cluster: None, models: dict[str, Path], enhancer: ChatEndpoint) -> Iterator[str]:
+    with live(config(models, enhancer.url)) as url:
         yield url
 
 
-def config(models: Mapping[str, Path]) -> ServeConfig:
+def config(models: Mapping[str, Path], enhancer_url: str) -> ServeConfig:
     document = load_config("laptop").with_http(port=0).with_metrics(METRICS_PORT).model_dump(mode="json")
     limits = {"max_running_jobs": NUM_RUNNING, "max_waiting_jobs": NUM_WAITING, "ping_deadline_s": PING_DEADLINE_S}
     args = document["applications"][0]["args"]
-    args["api"]["max_body_bytes"] = MAX_BODY_BYTES
+    args["api"] |= {"max_body_bytes": MAX_BODY_BYTES, "prompt_enhancer": {"url": enhancer_url, "model": "writer"}}
     for model in args["models"]:
         model["path"] = str(models[model["name"]])
         model["denoiser"] |= limits | {"warm_sizes": [WARM_SIZE]}

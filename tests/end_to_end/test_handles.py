@@ -12,6 +12,7 @@ from ray import serve
 from deployments.ray_private import application_status
 from deployments.service.interface import Media, Preview, Progress
 from tests.deployments.support.bare import frames_of
+from tests.deployments.support.chat_endpoint import ChatEndpoint
 from tests.deployments.support.live import PROMPT, SMALL, picture, wait_until
 from tests.end_to_end.conftest import CLIPS, SMALL_CLIP
 
@@ -35,6 +36,15 @@ async def test_handle_for_a_clip(url: str) -> None:
     assert isinstance(events[-1], Media)
     assert len(frames_of(events[-1].data)) == 5
     assert Image.open(io.BytesIO(events[-1].thumbnail)).format == "WEBP"
+
+
+async def test_handle_with_an_enhanced_prompt(url: str, enhancer: ChatEndpoint) -> None:
+    handle: Any = serve.get_app_handle("troupe").options(stream=True)
+    fields = {**SMALL, "seed": 5, "enhance_prompt": True}
+    *_, media = [event async for event in handle.generate.remote("something round", **fields)]
+    assert media.revised_prompt == "a red circle in the evening sun"
+    assert media.data == picture(url, seed=5, prompt=media.revised_prompt)
+    assert "something round" in enhancer.bodies[-1]["messages"][0]["content"]
 
 
 async def test_handle_with_bad_fields_says_what_is_wrong(url: str) -> None:

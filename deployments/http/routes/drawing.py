@@ -30,7 +30,7 @@ from deployments.http.context import ApiContext
 from deployments.http.errors import answer_to
 from deployments.http.hosts import base_url
 from deployments.http.idempotency import REPLAYED
-from deployments.http.measures import SpentSeconds, eta_header, measures
+from deployments.http.measures import SpentSeconds, enhancer_header, eta_header, measures
 from deployments.http.streams import ClientGoneError, Event, start_stream, until_disconnect
 from deployments.requests.bodies import ImageBody
 from deployments.requests.images import ImageRequest
@@ -56,6 +56,9 @@ async def draw(
         max_n = min(limit, context.accounts.limits_of(requester.key).max_concurrent or limit)
         pictures = ImageRequest.of(resolved, requester, max_n)
         gang_in_s = await context.check_ready(resolved.card.name)
+        if pictures.first.enhance_prompt:
+            context.admission.check_place(pictures.first.model, gang_in_s)
+            pictures = pictures.with_prompt_of(await context.enhanced(request, pictures.first))
         drawing = Drawing(context=context, pictures=pictures, request_id=requester.request_id, gang_in_s=gang_in_s)
         if pictures.body.stream:
             return await start_stream(drawing.events(), request.receive, context.settings, lambda: drawing.headers)
@@ -64,7 +67,7 @@ async def draw(
             # In a thread: megabytes, for which others would wait.
             answer = await asyncio.to_thread(_answer_json, context, pictures, media, request)
         await context.known.keep(turn, answer)
-    headers = measures([one.timings for one in media], pictures.first.cache)
+    headers = measures([one.timings for one in media], pictures.first.cache) | enhancer_header(pictures.first)
     return Response(answer, media_type="application/json", headers=headers)
 
 
@@ -83,8 +86,8 @@ class Drawing:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of a stream: when all pictures are done, if that is predicted."""
-        return eta_header([queued.eta_s for _, queued in self._queued])
+        """The headers of a stream: the prompt enhancer's, and when all pictures are done, if that is predicted."""
+        return eta_header([queued.eta_s for _, queued in self._queued]) | enhancer_header(self.pictures.first)
 
     async def media(self) -> list[Media]:
         """Return the finished pictures, in the order of the requests."""
@@ -183,11 +186,19 @@ def _answer_json(context: ApiContext, pictures: ImageRequest, media: list[Media]
 
 def _hand_over(context: ApiContext, pictures: ImageRequest, media: list[Media], request: Request) -> list[Image]:
     files = [(data, layer, one) for one in media for layer, data in _layers(pictures, one)]
+    revised = pictures.first.revised_prompt
+    images = [Image(revised_prompt=revised, seed=one.seed, layer=layer) for _, layer, one in files]
     if pictures.body.response_format != "url":
-        return [Image(b64_json=b64encode_as_string(data), seed=one.seed, layer=layer) for data, layer, one in files]
+        return [
+            image.model_copy(update={"b64_json": b64encode_as_string(data)})
+            for image, (data, *_) in zip(images, files, strict=True)
+        ]
     names = [context.files.put(data, one.format, pictures.first.key) for data, _, one in files]
-    url, named = files_url(context, request), zip(names, files, strict=True)
-    return [Image(url=context.files.url(name, url), seed=one.seed, layer=layer) for name, (_, layer, one) in named]
+    url = files_url(context, request)
+    return [
+        image.model_copy(update={"url": context.files.url(name, url)})
+        for image, name in zip(images, names, strict=True)
+    ]
 
 
 def _layers(pictures: ImageRequest, media: Media) -> list[tuple[int | None, bytes]]:
@@ -207,6 +218,7 @@ def _completed(pictures: ImageRequest, index: int, media: Media, layer: int | No
         num_inference_steps=pictures.first.num_inference_steps,
         cache=pictures.first.cache,
         safety_identifier=pictures.safety_identifier,
+        revised_prompt=pictures.first.revised_prompt,
         image_index=index,
         layer=layer,
         seed=media.seed,

@@ -25,7 +25,7 @@ from deployments.http.body import FORMS, JSON
 from deployments.http.context import ApiContext
 from deployments.http.errors import GPU_HEADER, ApiError, from_failure, retry_after
 from deployments.http.idempotency import IdempotencyKey
-from deployments.http.measures import eta_header, gpu_header, measures
+from deployments.http.measures import enhancer_header, eta_header, gpu_header, measures
 from deployments.http.openapi_text import (
     body_document,
     error_documents,
@@ -94,7 +94,7 @@ def video_routes(context: ApiContext) -> APIRouter:
         path = await context.clips.file(clip.id, "video")
         if path is None:
             raise await not_there(context.clips, end, "video")
-        told = measures([end.timings], clip.request.cache)
+        told = measures([end.timings], clip.request.cache) | enhancer_header(clip.request)
         return clip_file(path, clip.id, "video", told | {"X-Troupe-Video-Id": clip.id})
 
     @router.get("/v1/videos", responses=error_documents(400, 401, 404, 503))
@@ -172,6 +172,7 @@ async def submit_clip(
             rules, num_previews = RequestRules(resolved.card), context.settings.num_clip_previews
             asked = rules.check(resolved.body, resolved.pictures, requester, num_previews)
             await context.check_ready(asked.model)
+            asked = await context.enhanced(request, asked)
             webhook = webhook_of(context, resolved.body, requester)
             make = begin_clip if is_awaited or asked.deadline_s is not None else queue_clip
             clip = await make(context, request, requester, asked, resolved.pictures, webhook)
@@ -228,7 +229,8 @@ async def begin_clip(
 
 def told_of(clip: ClipRecord) -> dict[str, str]:
     """Return the headers of an answer about a clip."""
-    return {"openai-poll-after-ms": str(POLL_MS), **eta_header([clip.eta_s]), **gpu_header(clip.gpu_s)}
+    measured = {**eta_header([clip.eta_s]), **gpu_header(clip.gpu_s), **enhancer_header(clip.request)}
+    return {"openai-poll-after-ms": str(POLL_MS), **measured}
 
 
 async def wait_for_end(context: ApiContext, requester: Requester, video_id: str) -> ClipRecord:

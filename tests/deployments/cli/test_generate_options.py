@@ -42,6 +42,11 @@ def test_a_clip_with_sound_or_without(monkeypatch: pytest.MonkeyPatch, option: s
     assert asked(monkeypatch, option) == {"prompt": "a red circle", "generate_sound": expected}
 
 
+@pytest.mark.parametrize(("option", "expected"), [("--enhance-prompt", True), ("--no-enhance-prompt", False)])
+def test_a_rewritten_prompt_or_not(monkeypatch: pytest.MonkeyPatch, option: str, expected: bool) -> None:
+    assert asked(monkeypatch, option) == {"prompt": "a red circle", "enhance_prompt": expected}
+
+
 def test_a_negative_prompt_and_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--negative-prompt", "blue", "--true-cfg-scale", "3", "--guidance-scale", "2.5", "--size", "64x64")
     assert asked(monkeypatch, *options) == {

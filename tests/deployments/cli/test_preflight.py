@@ -47,6 +47,10 @@ FAULTS: dict[str, tuple[Callable[[], ServeConfig], str]] = {
         lambda: with_model(loras=[{"path": "/nowhere/ink.safetensors"}]),
         "the model pictures: no adapter '/nowhere/ink.safetensors'",
     ),
+    "a key of a prompt enhancer that is not set": (
+        lambda: with_model(prompt_enhancer={"url": "http://a/v1", "model": "m", "api_key_variable": "NOT_SET_HERE"}),
+        "prompt_enhancer.api_key_variable: the environment variable NOT_SET_HERE is not set",
+    ),
     "an adapter for a part that is not there": (
         lambda: with_model(loras=[{"path": "owner/name", "part": "transformer_2"}]),
         "an adapter for part 'transformer_2', which the model does not have",

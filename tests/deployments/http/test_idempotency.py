@@ -112,7 +112,7 @@ async def test_of_two_replicas_one_draws_and_the_other_waits(
 ) -> None:
     monkeypatch.setattr(idempotency, "LOOK_EVERY_S", 0.01)
     studio.permits = asyncio.Semaphore(0)
-    place = {"clips": {"database_url": database_url}}
+    place: dict[str, Any] = {"clips": {"database_url": database_url}}
     async with client_of(build(studio, tmp_path, **place)) as one, client_of(build(studio, tmp_path, **place)) as two:
         both = [asyncio.create_task(client.post(IMAGES, json={"prompt": "a"}, headers=KEY)) for client in (one, two)]
         await until(lambda: len(studio.performed) == 1)

@@ -36,6 +36,9 @@ MATTERS_NOT: dict[str, Any] = {
     "waited_s": 2.0,
     "weight": 2.0,
     "seed": 7,
+    "enhance_prompt": True,
+    "enhancer_outcome": "timeout",
+    "given_prompt": "a circle",
 }
 MATTERS: dict[str, Any] = {
     "model": "other",

@@ -88,6 +88,7 @@ class FakeStudio:
     rebuilt: frozenset[str] = frozenset()
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     loras: dict[str, tuple[Lora, ...]] = field(default_factory=dict)
+    enhances_prompts: bool | None = None
     knows_times: bool = True
     same_bytes: bool = True
     takes_pictures: bool = False
@@ -118,6 +119,7 @@ class FakeStudio:
                 description=usual_description(one),
                 aliases=self.aliases.get(name, ()),
                 loras=self.loras.get(name, ()),
+                enhances_prompts=self.enhances_prompts,
             )
             for name, one in defaults.items()
         }
@@ -178,7 +180,13 @@ class FakeStudio:
         further = tuple(layer(request, output, number) for number in range(1, request.num_layers))
         thumbnail = picture(request, Output(format="webp")) if request.kind == "video" else b""
         yield Media(
-            data=data, format=output.format, seed=request.seed, timings=timings, thumbnail=thumbnail, further=further
+            data=data,
+            format=output.format,
+            seed=request.seed,
+            timings=timings,
+            thumbnail=thumbnail,
+            further=further,
+            revised_prompt=request.revised_prompt,
         )
 
 
