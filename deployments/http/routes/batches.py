@@ -239,10 +239,10 @@ def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
             raise no_file(file_id, "file_id")
         return ranged(file, media_type=JSON_LINES, filename=record.filename)
 
-    @router.delete("/v1/files/{file_id}", responses=error_documents(401, 403, 404, 503))
-    async def delete_file(file_id: str, requester: Requester = authorized) -> FileDeleted:
-        """Delete a file of a batch."""
-        record = await find_file(context, requester, file_id)
+    @router.delete("/v1/files/{name}", responses=error_documents(401, 403, 404, 503))  # one path, one name for it
+    async def delete_file(name: str, requester: Requester = authorized) -> FileDeleted:
+        """Delete a file of a batch by its id."""
+        record = await find_file(context, requester, name, "name")
         await asyncio.to_thread(context.contents.remove, record.id)
         await store.remove_file(record.id)
         return FileDeleted(id=record.id)
