@@ -25,6 +25,7 @@ from deployments.stages.common import (
 from deployments.stages.warm_up import warm_encoder
 from pipelines.libraries import quick_imports
 from pipelines.request import MediaRequest
+from pipelines.solver import AS_THE_MODEL
 
 MIB = 2**20
 OVERHEAD_BYTES = 1024
@@ -46,7 +47,7 @@ class CacheKeys:
 
     @classmethod
     def of(cls, request: MediaRequest, pictures: SentPictures) -> Self:
-        relevant = replace(request, request_id="", preview_steps=())
+        relevant = replace(request, request_id="", preview_steps=(), solver=AS_THE_MODEL)
         relevant = replace(relevant, service_tier="default", deadline_s=None, waited_s=0.0, weight=1.0)
         picture_digest = _digest(pictures)
         texts = (repr(replace(relevant, seed=0)), repr(relevant))

@@ -118,6 +118,10 @@ class ModelSpec(ABC):
     """Why the forward cannot be exported from torch: text that follows the class name in a message."""
     eager_split: str = ""
     """The same, if ranks share the tokens."""
+    schedulers: tuple[str, ...] = ()
+    """Schedulers (``pipelines.solver``) that requests may name; none: the solver is fixed."""
+    schedules: tuple[str, ...] = ()
+    """Schedules that the blocks take: ``sigmas``, ``timesteps``."""
     plan: ShardPlan
     """The shard plan of all configurations, unless ``shard_plan`` is overridden."""
     arrange_fast: ArrangeWeights | None = None

@@ -16,6 +16,7 @@ from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import vae_scale
 from pipelines.models.linears import QUERY_KEY_VALUE, Linears, joint_attention_linears, mlp_linears
 from pipelines.models.spec import PICTURE, Config, TextAndImageSpec, check_channels, lazy
+from pipelines.solver import SIGMAS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,6 +60,8 @@ EDITOR: Mapping[str, Any] = {"guidance_scale": 2.5, "takes_strength": False, "st
 
 class FluxSpec(TextAndImageSpec):
     family = "flux"
+    schedulers = ("euler", "unipc")
+    schedules = (SIGMAS,)
     plan = SHARD_PLAN
     arrange_fast = lazy("pipelines.models.flux.fast:FluxWeights")
     set_kernel = lazy("pipelines.models.flux.attention:set_kernel")

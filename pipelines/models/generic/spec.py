@@ -19,6 +19,7 @@ from pipelines.defaults import Defaults
 from pipelines.directory import CLASSIC, DENOISERS, MODULAR, open_modular, part_class, read_config, read_index
 from pipelines.models.generic.outline import empty, repeated_blocks
 from pipelines.models.spec import Config, ModelSpec, blank_like, check_channels
+from pipelines.solver import NOISE, SIGMAS, TIMESTEPS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -62,6 +63,8 @@ class GenericSpec(ModelSpec):
 
     def __init__(self, module_class: Any) -> None:
         self.module_class, self.family = module_class, str(module_class.__name__)
+        if U_NET in self.family.lower():
+            self.schedulers, self.schedules = tuple(NOISE), (SIGMAS, TIMESTEPS)
 
     def shard_plan(self, config: Config) -> ShardPlan:
         """Return a plan that cuts nothing; its blocks, which compile, are the class's repeated ones."""

@@ -15,6 +15,7 @@ from pipelines.image_sizes import clip_vae_scale
 from pipelines.models.linears import joint_attention_linears, mlp_linears
 from pipelines.models.spec import PICTURE, Config, TextAndImageSpec, lazy
 from pipelines.request import MediaRequest
+from pipelines.solver import SIGMAS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,6 +77,8 @@ EDITORS: Mapping[str, Mapping[str, Any]] = {
 
 class QwenImageSpec(TextAndImageSpec):
     family = "qwen"
+    schedulers = ("euler", "unipc")
+    schedules = (SIGMAS,)
     plan = SHARD_PLAN
     arrange_fast = staticmethod(partial(lazy("pipelines.models.qwen_image.fast:QwenWeights"), window=PROMPT_WINDOW))
     windowed_prompts = (PROMPT_WINDOW, 2 * PROMPT_WINDOW)

@@ -27,6 +27,7 @@ from pipelines.models.spec import (
     num_patches,
 )
 from pipelines.request import MediaRequest
+from pipelines.solver import SIGMAS, TIMESTEPS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -127,6 +128,8 @@ def _picture_defaults(path: Path) -> Defaults:
 
 class WanSpec(ModelSpec):
     family = "wan"
+    schedulers = ("euler", "unipc", "dpm++")
+    schedules = (SIGMAS, TIMESTEPS)
     fits_pictures = True
     float32_parts = ("vae", "image_encoder")
     needs_negative = True
