@@ -76,6 +76,7 @@ def generate(
     guidance_scale: Annotated[float | None, typer.Option(help=GUIDANCE_HELP)] = None,
     true_cfg_scale: Annotated[float | None, typer.Option(help=TRUE_CFG_HELP)] = None,
     lora: LoraOption = None,
+    recipe: Annotated[str | None, typer.Option(help="Recipe of the model, by its name in /v1/models.")] = None,
     cache: CacheOption = None,
     image: ImageOption = None,
     mask: Annotated[Path | None, typer.Option(help=MASK_HELP)] = None,
@@ -90,6 +91,7 @@ def generate(
     from deployments.cli.generate import generate as run
 
     words = {"model": model, "size": size, "negative_prompt": negative_prompt, "lora": lora or None, "cache": cache}
+    words |= {"recipe": recipe}
     counts = {"num_inference_steps": steps, "seed": seed, "n": n, "num_frames": frames, "fps": fps, "layers": layers}
     clip = {"generate_sound": sound}
     scales = {"guidance_scale": guidance_scale, "true_cfg_scale": true_cfg_scale, "strength": strength}

@@ -241,8 +241,11 @@ class MediaBody(PeerFields):
     prompt: Prompt = Field(description="What to draw, in words.", examples=["a small red circle, white background"])
     model: Name | None = Field(
         None,
-        description="A name or alias from /v1/models, and NAME:ADAPTER with an adapter of it; by default the first of "
-        "its kind that takes the pictures.",
+        description="A name or alias from /v1/models, and NAME:ADAPTER with an adapter or a recipe of it; by default "
+        "the first of its kind that takes the pictures.",
+    )
+    recipe: Name | None = Field(
+        None, description="Defaults by their name in /v1/models; what the request says itself wins."
     )
     size: Size | None = Field(None, description="WIDTHxHEIGHT in pixels, or auto.", examples=["128x128"])
     width: Count | None = Field(None, description="Pixels, with height; instead of size.")
