@@ -14,12 +14,15 @@ from deployments.http.answers import Model
 from deployments.ingress import make_cards
 from deployments.requests.bodies import ImageBody
 from deployments.requests.handle import handle_request
-from deployments.requests.recipe_choice import with_recipe
+from deployments.requests.recipe_choice import check_recipes, with_recipe
 from deployments.requests.request_errors import RequestError
+from deployments.requests.rules import choose_steps
 from deployments.requests.validation import validated
 from deployments.service.interface import ModelCard
+from pipelines.checkpoint import Checkpoint
+from pipelines.loading import PUBLISHED
 from pipelines.lora.source import LoraSource
-from pipelines.recipes import Recipe
+from pipelines.recipes import Recipe, merged
 from pipelines.request import Lora, MediaRequest
 from pipelines.solver import Solver, SolverLimits
 from tests.deployments.support.fake_studio import PICTURES
@@ -146,3 +149,36 @@ def test_a_configuration_names_recipes_and_their_adapters() -> None:
 def test_what_cannot_be_is_told_before_anything_starts(recipes: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         make_cards(served_with(recipes))
+
+
+SHIPPED: dict[str, dict[str, int]] = {
+    "FLUX.1-dev": {"turbo-8": 8, "hyper-8": 8, "hyper-16": 16},
+    "FLUX.1-schnell": {},
+    "FLUX.1-Kontext-dev": {},
+    "Qwen-Image": {"lightning-4": 4, "lightning-8": 8},
+    "Qwen-Image-Edit": {"lightning-4": 4, "lightning-8": 8},
+    "Qwen-Image-Edit-2509": {"lightning-4": 4, "lightning-8": 8},
+    "Qwen-Image-Layered": {},
+    "LTX-2": {"distilled-8": 8},
+    "Wan2.1-T2V-1.3B": {},
+    "Wan2.1-T2V-14B": {"lightx2v-4": 4},
+    "Wan2.1-I2V-14B-480P": {"lightx2v-4": 4},
+    "Wan2.2-T2V-A14B": {"lightning-4": 4},
+    "Wan2.2-TI2V-5B": {},
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_recipes_suit_their_models(name: str) -> None:
+    """They are defaults of what a configuration names, whose adapter is the user's."""
+    checkpoint = Checkpoint.open(str(PUBLISHED / name), weights=False)
+    shipped = checkpoint.spec.recipes(checkpoint.path)
+    assert shipped.keys() == SHIPPED[name].keys()
+    configured = merged({one: Recipe(path="a.safetensors") for one in shipped}, shipped)
+    loras = tuple(Lora(name=one) for one in shipped)
+    card = ModelCard(name="m", family="f", created=0, defaults=checkpoint.defaults, loras=loras, recipes=configured)
+    check_recipes(card)
+    for one, num_steps in SHIPPED[name].items():
+        body = with_recipe(validated(ImageBody, {"prompt": "a", "recipe": one}), card)
+        assert choose_steps(body, card.defaults) == num_steps
+        assert [lora for lora, _ in body.lora or ()] == [one]

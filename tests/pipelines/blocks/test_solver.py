@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -12,14 +13,17 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.ltx2.utils import DISTILLED_SIGMA_VALUES
 from torch import Tensor
 
 from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
+from pipelines.directory import read_config
+from pipelines.loading import PUBLISHED
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from pipelines.size import Size
-from pipelines.solver import Solver
+from pipelines.solver import Solver, config_changes
 from tests.pipelines.support.checkpoints import tiny, tiny_ltx, tiny_models, tiny_others, tiny_unknown
 from tests.pipelines.support.references.own_call import own_state
 from training.latents import pack
@@ -214,3 +218,56 @@ def test_latents_equal_those_of_diffusers(name: str, loaded: Callable[[Any], tup
     if ours.shape != expected.shape:
         ours = pack(ours.squeeze(2)) if expected.ndim == 3 else ours.reshape(expected.shape)
     assert relative_difference(ours, expected) <= TOLERANCE
+
+
+LIGHTNING = {"base_shift": math.log(3), "max_shift": math.log(3), "use_dynamic_shifting": True, "shift_terminal": None}
+"""The schedule that the page of Qwen-Image-Lightning gives to its pipeline."""
+
+
+def scheduler_of(model: str, recipe: str) -> Any:
+    """The scheduler of a shipped recipe, before its steps are set, and the recipe."""
+    checkpoint = Checkpoint.open(str(PUBLISHED / model), weights=False)
+    made = checkpoint.spec.recipes(checkpoint.path)[recipe]
+    solver = Solver(scheduler=made.scheduler, flow_shift=made.flow_shift)
+    config = read_config(checkpoint.path, "scheduler")
+    name, changes = config_changes(solver, str(config["_class_name"]), config)
+    return getattr(diffusers, name).from_config(dict(config), **changes), made
+
+
+@pytest.mark.parametrize("num_steps", [4, 8])
+def test_lightning_has_the_published_schedule(num_steps: int) -> None:
+    """A dynamic shift between two equal ends is a constant one."""
+    ours, recipe = scheduler_of("Qwen-Image", f"lightning-{num_steps}")
+    assert recipe.num_inference_steps == num_steps
+    config = read_config(PUBLISHED / "Qwen-Image", "scheduler")
+    theirs = diffusers.FlowMatchEulerDiscreteScheduler.from_config({**config, **LIGHTNING})
+    for scheduler in (ours, theirs):
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=math.log(3))
+    torch.testing.assert_close(ours.sigmas, theirs.sigmas, rtol=0, atol=1e-6)
+
+
+FOUR_STEPS = [1000.0, 937.5, 2500 / 3, 625.0]
+"""1000, 750, 500 and 250 with a shift of 5."""
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "timesteps"),
+    [
+        ("Wan2.1-T2V-14B", "lightx2v-4", FOUR_STEPS),
+        ("Wan2.2-T2V-A14B", "lightning-4", FOUR_STEPS),
+        ("LTX-2", "distilled-8", [1000 * sigma for sigma in DISTILLED_SIGMA_VALUES]),
+    ],
+)
+def test_distilled_steps_are_the_published_ones(model: str, recipe: str, timesteps: list[float]) -> None:
+    scheduler, made = scheduler_of(model, recipe)
+    scheduler.set_timesteps(sigmas=np.array(made.sigmas), mu=1.0)
+    torch.testing.assert_close(scheduler.timesteps, torch.tensor(timesteps), rtol=0, atol=1e-3)
+
+
+def test_a_recipe_of_a_u_net_suits_it() -> None:
+    checkpoint = Checkpoint.open(str(PUBLISHED / "stable-diffusion-xl-base-1.0"), weights=False)
+    recipes = checkpoint.spec.recipes(checkpoint.path)
+    assert {"lightning-4", "lcm-4"} <= recipes.keys()
+    for recipe in recipes.values():
+        changes: dict[str, Any] = {"true_cfg_scale": 1.0, "num_inference_steps": recipe.num_inference_steps}
+        checkpoint.defaults.request(solver=Solver(scheduler=recipe.scheduler), **changes)
