@@ -142,6 +142,8 @@ FAMILIES = {
     "flux 2": flow_cases(tiny_models.flux2_klein, "both", "unipc", is_modular=True),
     "sd 3": flow_cases(tiny_others.sd3, "both"),
     "ltx": flow_cases(tiny_ltx.ltx, "both", is_modular=True, scale=3.0),
+    "krea 2": flow_cases(tiny_others.krea2, "both", is_modular=True, scale=3.0),
+    "ernie": flow_cases(tiny_others.ernie_image, "shift", is_modular=True, scale=3.0),
     "wan": wan_cases(),
     "sdxl": noise_cases(),
 }
@@ -194,8 +196,11 @@ def theirs(case: Case, folder: Path, request: MediaRequest, max_tokens: int) -> 
     return output.frames if request.kind == "video" else output.images
 
 
+Loaded = Callable[[Any], tuple[Checkpoint, Pipeline]]
+
+
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], tuple[Checkpoint, Pipeline]]:
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     @cache
     def load(make: Any) -> tuple[Checkpoint, Pipeline]:
         checkpoint = Checkpoint(make(tmp_path_factory.mktemp("model")))
@@ -205,7 +210,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], tuple[Ch
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_latents_equal_those_of_diffusers(name: str, loaded: Callable[[Any], tuple[Checkpoint, Pipeline]]) -> None:
+def test_latents_equal_those_of_diffusers(name: str, loaded: Loaded) -> None:
     case = CASES[name]
     checkpoint, pipeline = loaded(case.make)
     request = request_of(case, checkpoint)
