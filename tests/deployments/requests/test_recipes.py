@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,9 @@ from pipelines.lora.source import LoraSource
 from pipelines.recipes import Recipe, merged
 from pipelines.request import Lora, MediaRequest
 from pipelines.solver import Solver, SolverLimits
-from tests.deployments.support.fake_studio import PICTURES
+from tests.deployments.http.conftest import build, client_of
+from tests.deployments.http.routes.test_images import IMAGES
+from tests.deployments.support.fake_studio import PICTURES, FakeStudio
 
 LIMITS = SolverLimits(scheduler="euler", schedulers=("euler", "unipc"), is_flow=True, inputs=("sigmas",))
 INK, TURBO = Lora(name="ink", scale=0.5), Lora(name="turbo")
@@ -107,6 +110,22 @@ def test_recipes_are_listed_with_what_they_change() -> None:
         ("flux:turbo", "flux"),
         ("flux:steps", "flux"),
     ]
+
+
+@pytest.mark.parametrize("named", [{"recipe": "quick"}, {"model": "fake-pictures:quick"}], ids=str)
+async def test_http_knows_recipes(named: dict[str, Any], tmp_path: Path) -> None:
+    studio = FakeStudio(recipes={"quick": Recipe(num_inference_steps=1)})
+    async with client_of(build(studio, tmp_path)) as client:
+        answer = await client.post(IMAGES, json={"prompt": "a", **named})
+        assert (answer.status_code, answer.json()["num_inference_steps"]) == (200, 1)
+        clip = await client.post("/v1/videos", json={"prompt": "a", "recipe": "quick"})
+        assert clip.json()["num_inference_steps"] == 1
+        listed = (await client.get("/v1/models/fake-pictures")).json()
+        assert listed["recipes"] == {"quick": {"num_inference_steps": 1}}
+        assert (await client.get("/v1/models/fake-pictures:quick")).json()["parent"] == "fake-pictures"
+        unknown = await client.post(IMAGES, json={"prompt": "a", "recipe": "slow"})
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (400, "recipe_not_found")
+    assert [request.num_inference_steps for request in studio.performed][:1] == [1]
 
 
 LAPTOP = yaml.safe_load((CONFIGS / "laptop.yaml").read_text())
