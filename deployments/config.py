@@ -21,6 +21,7 @@ from deployments.observability.metrics_settings import MetricsSettings
 from deployments.requests.enhancer_config import PromptEnhancerConfig
 from deployments.stages.stage_config import STRICT, DataType, DecoderConfig, DenoiserConfig, EncoderConfig
 from pipelines.lora.source import LoraSource, check_sources
+from pipelines.recipes import Recipe, check_recipe_name
 from pipelines.request import MetadataLevel
 from pipelines.single_file import with_base
 
@@ -74,6 +75,8 @@ class ModelConfig(_Config):
     """Adapters: merged without a name, else for the requests that name them."""
     prompt_enhancer: PromptEnhancerConfig | None = None
     """Rewrites prompts; None: that of ``api``, if there is one."""
+    recipes: dict[str, Recipe] = {}
+    """Defaults of requests that name one, by its name: those that ship with the family, or of one's own."""
     share: str = ""
     """Name of a group of models whose gangs are on the same GPUs. Those that fit are awake, the others sleep in host
     memory. Empty: GPUs of its own."""
@@ -85,9 +88,11 @@ class ModelConfig(_Config):
 
     @model_validator(mode="after")
     def _check_engine(self) -> Self:
-        check_sources(self.loras)
+        for name in self.recipes:
+            check_recipe_name(name)
+        check_sources(self.adapters)
         _ = self.source
-        names = [one.name for one in self.loras]
+        names = [one.name for one in self.adapters]
         self.denoiser.check_engine(self.dtype, merges="" in names, switches=any(names))
         return self
 
@@ -99,6 +104,11 @@ class ModelConfig(_Config):
                 "them out"
             )
         return self
+
+    @property
+    def adapters(self) -> tuple[LoraSource, ...]:
+        """The adapters of the model and those of its recipes."""
+        return (*self.loras, *(source for name, recipe in self.recipes.items() for source in recipe.sources(name)))
 
     @property
     def max_jobs(self) -> int:

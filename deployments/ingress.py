@@ -28,6 +28,7 @@ from deployments.ray_private import route_in_this_loop, serve_host
 from deployments.replicas import prepare_replica
 from deployments.requests.handle import handle_request
 from deployments.requests.prompt_enhancer import PromptEnhancers
+from deployments.requests.recipe_choice import check_recipes
 from deployments.service.flow import DeployedStudio, QueueLimits
 from deployments.service.interface import ModelCard, StudioEvent
 from deployments.service.readiness import Readiness
@@ -40,6 +41,7 @@ from deployments.usage.deployed_keeper import DeployedKeeper
 from pipelines.checkpoint import Checkpoint
 from pipelines.directory import changed_at_s
 from pipelines.lora.source import named
+from pipelines.recipes import merged
 
 
 def make_cards(config: AppConfig) -> dict[str, ModelCard]:
@@ -54,10 +56,12 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
             created=changed_at_s(checkpoint.path),
             defaults=checkpoint.defaults,
             aliases=model.aliases,
-            loras=named(model.loras),
+            loras=named(model.adapters),
+            recipes=merged(model.recipes, checkpoint.spec.recipes(checkpoint.path)),
             description=checkpoint.description,
             enhances_prompts=enhancers[model.name].default if model.name in enhancers else None,
         )
+        check_recipes(cards[model.name])
     return cards
 
 

@@ -91,7 +91,9 @@ class Checkpoint:
     @cached_property
     def defaults(self) -> Defaults:
         """Defaults of the model, the scheduler and the folder, read without torch."""
-        return with_own_defaults(self.path, with_schedule(self.path, self.spec.defaults(self.path)))
+        usual = self.spec.defaults(self.path)
+        scheduled = with_schedule(self.path, usual, self.spec.schedulers, self.spec.schedules)
+        return with_own_defaults(self.path, scheduled)
 
     def eager_only(self, *, is_split: bool) -> str:
         """Return the transformer's class and why only torch can run its forward; empty if it can be exported.

@@ -17,6 +17,7 @@ from typing import Any
 from pipelines.caching import computed_steps
 from pipelines.request import MediaKind, MediaRequest
 from pipelines.size import MAX_SIDES, Size, SizeLimits
+from pipelines.solver import NO_SOLVER_LIMITS, SolverLimits
 from pipelines.wording import counted
 
 PICTURES = ("picture", "pictures")
@@ -74,6 +75,8 @@ class Defaults:
     """Forwards of a branch in each step."""
     extra_steps: int = 0
     """Forwards added to (or subtracted from) those of all steps."""
+    solver: SolverLimits = NO_SOLVER_LIMITS
+    """Scheduler and schedules that requests may choose, from the folder alone."""
     min_steps: int = 1
     min_side: int = 1
     min_frames: int = 1
@@ -159,6 +162,7 @@ class Defaults:
         yield "num_layers", partial(self.check_layers, request.num_layers)
         yield "cache", partial(self.check_cache, request)
         yield "sound", partial(self.check_sound, request)
+        yield from self.solver.checks(request.solver, request.true_cfg_scale)
 
     def check_size(self, width: int, height: int) -> None:
         self._size_limits.check(width, height)
@@ -222,7 +226,8 @@ class Defaults:
             return steps * (-(-request.num_frames // self.frames_per_chunk) - 1 + self.first_chunk_steps)
         if strength is not None:
             steps = int(steps * strength) if self.rounds_steps_down else steps - int(steps - steps * strength)
-        return steps * self.solver_order + self.extra_steps if steps else 0
+        order, extra = (1, 0) if request.solver.scheduler else (self.solver_order, self.extra_steps)
+        return steps * order + extra if steps else 0
 
     def strength_of(self, request: MediaRequest) -> float | None:
         """Return the share of its picture that ``request`` repaints; None if it starts from noise."""
@@ -276,7 +281,7 @@ def largest_num_frames(max_frames: int, multiple: int) -> int:
     return 1 + (max_frames - 1) // multiple * multiple
 
 
-KEYS = tuple(field.name for field in fields(Defaults) if field.name != "kind")
+KEYS = tuple(field.name for field in fields(Defaults) if field.name not in ("kind", "solver"))
 
 
 def with_own_defaults(path: Path, defaults: Defaults) -> Defaults:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from pipelines.caching import CacheMode
+from pipelines.solver import AS_THE_MODEL, Solver
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -70,6 +71,8 @@ class MediaRequest:
     """Adapters for this request, among those served with the model."""
     cache: CacheMode = "off"
     """Pattern of steps that reuse the previous prediction (``pipelines.caching``)."""
+    solver: Solver = AS_THE_MODEL
+    """Scheduler and schedule."""
     sound: bool | None = None
     """True if the clip has sound; None: the model's default."""
     service_tier: ServiceTier = "default"

@@ -1,4 +1,4 @@
-"""Number of forwards per step of a folder's scheduler, read without torch."""
+"""What requests may choose of a folder's scheduler, and its forwards per step. Read without torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipelines.defaults import Defaults
-from pipelines.directory import part_class, read_config
+from pipelines.directory import part_class, read_config, read_index
+from pipelines.solver import FLOW, NOISE, SolverLimits, own_name, predicts_flow
 
 SCHEDULER = "scheduler"
 SECOND_ORDER = (
@@ -22,9 +23,25 @@ MULTISTEP, WARM_UP_KEY = "PNDMScheduler", "skip_prk_steps"
 WARM_UP_STEPS, REPEATED_STEPS = 9, 1
 
 
-def with_schedule(path: Path, defaults: Defaults) -> Defaults:
-    """Return ``defaults`` with the forwards per step of the folder's scheduler."""
+def with_schedule(
+    path: Path, defaults: Defaults, schedulers: tuple[str, ...] = (), inputs: tuple[str, ...] = ()
+) -> Defaults:
+    """Return ``defaults`` with the forwards per step of the folder's scheduler, and the solver's limits.
+
+    ``schedulers`` are names that the model's blocks work with, ``inputs`` the schedules that they take.
+    """
     name = part_class(path, SCHEDULER)
+    if schedulers and name is not None:
+        config = read_config(path, SCHEDULER)
+        is_flow = predicts_flow(name, config)
+        limits = SolverLimits(
+            scheduler=own_name(name, config),
+            schedulers=tuple(one for one in schedulers if one in (FLOW if is_flow else NOISE)),
+            is_flow=is_flow,
+            inputs=inputs,
+            boundary_ratio=read_index(path).get("boundary_ratio"),
+        )
+        defaults = replace(defaults, solver=limits)
     if name in SECOND_ORDER:
         return replace(defaults, solver_order=2, extra_steps=-1)
     if name == MULTISTEP:

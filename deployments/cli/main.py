@@ -77,6 +77,7 @@ def generate(
     guidance_scale: Annotated[float | None, typer.Option(help=GUIDANCE_HELP)] = None,
     true_cfg_scale: Annotated[float | None, typer.Option(help=TRUE_CFG_HELP)] = None,
     lora: LoraOption = None,
+    recipe: Annotated[str | None, typer.Option(help="Recipe of the model, by its name in /v1/models.")] = None,
     cache: CacheOption = None,
     image: ImageOption = None,
     mask: Annotated[Path | None, typer.Option(help=MASK_HELP)] = None,
@@ -91,6 +92,7 @@ def generate(
     from deployments.cli.generate import generate as run
 
     words = {"model": model, "size": size, "negative_prompt": negative_prompt, "lora": lora or None, "cache": cache}
+    words |= {"recipe": recipe}
     counts = {"num_inference_steps": steps, "seed": seed, "n": n, "num_frames": frames, "fps": fps, "layers": layers}
     switches = {"generate_sound": sound, "enhance_prompt": enhance_prompt}
     scales = {"guidance_scale": guidance_scale, "true_cfg_scale": true_cfg_scale, "strength": strength}

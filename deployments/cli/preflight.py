@@ -273,7 +273,7 @@ def _model(model: ModelConfig) -> Iterator[str]:
 def _model_problems(model: ModelConfig) -> Iterator[str]:
     checkpoint = Checkpoint.open(model.source, weights=False)
     _ = checkpoint.defaults
-    yield from adapter_problems(checkpoint, model.loras)
+    yield from adapter_problems(checkpoint, model.adapters)
     _, base = split_source(model.source)
     if Path(base).is_dir():  # a hub's weights may not be downloaded yet
         yield from weight_problems(checkpoint)

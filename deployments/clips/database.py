@@ -11,6 +11,7 @@ from deployments.clips.webhooks import Webhook, webhook_from_json
 from deployments.database.tables import ClipRow
 from deployments.service.interface import StageTimes
 from pipelines.request import Lora, MediaRequest
+from pipelines.solver import Solver
 
 ClipStatus = Literal["queued", "in_progress", "completed", "failed"]
 OPEN = ("queued", "in_progress")
@@ -104,4 +105,9 @@ def to_json(record: MediaRequest | ClipError | StageTimes) -> str:
 def request_from_json(text: str) -> MediaRequest:
     fields: dict[str, Any] = json.loads(text)
     loras = tuple(Lora(**one) for one in fields.get("loras", ()))
-    return MediaRequest(**fields | {"preview_steps": tuple(fields["preview_steps"]), "loras": loras})
+    written: dict[str, Any] = fields.get("solver", {})
+    settings: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in written.items()
+    }
+    solver = Solver(**settings)
+    return MediaRequest(**fields | {"preview_steps": tuple(fields["preview_steps"]), "loras": loras, "solver": solver})

@@ -27,7 +27,9 @@ def duration_key(request: MediaRequest) -> str:
     """Return the key of clips of one model that take equally long."""
     branches = 2 if request.true_cfg_scale > 1 else 1
     size = f"{request.width}x{request.height}x{request.num_frames}" + (" silent" if request.sound is False else "")
-    return f"{size} steps={request.num_inference_steps} branches={branches} cache={request.cache}"
+    experts = (request.solver.guidance_scale_2, request.solver.boundary_ratio)
+    more = f" experts={experts}" if any(one is not None for one in experts) else ""
+    return f"{size} steps={request.num_inference_steps} branches={branches} cache={request.cache}{more}"
 
 
 def clip_times() -> MeasuredTimes:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field
 from deployments.clips.database import ClipRecord
 from deployments.http.streams import Event
 from deployments.requests.model_choice import BEHIND
+from deployments.requests.recipe_choice import written
 from deployments.requests.rules import QUALITY_SHARES, Quality, quality_steps
 from deployments.service.interface import ModelCard, Progress, StageTimes
 from pipelines.caching import CacheMode
@@ -35,6 +36,9 @@ class Model(BaseModel):
     enhances_prompts: bool | None = Field(
         description="Default of enhance_prompt; null without a prompt enhancer. Beyond OpenAI."
     )
+    recipes: dict[str, dict[str, Any]] = Field(
+        description="Recipes that requests may name: the fields that each changes, and its likeness; beyond OpenAI."
+    )
     parent: str | None = Field(default=None, description="The model that this one is, with an adapter; beyond OpenAI.")
     description: str = Field(description="What it draws, if its folder says so; beyond OpenAI.")
     sizes: tuple[str, ...] = Field(description="Good values of size; others within the limits may do. Beyond OpenAI.")
@@ -56,7 +60,8 @@ class Model(BaseModel):
             kinds=defaults.kinds,
             family=card.family,
             aliases=card.aliases,
-            loras=card.loras,
+            loras=tuple(lora for lora in card.loras if lora.name not in card.recipes),
+            recipes={name: written(name, recipe, card) for name, recipe in card.recipes.items()},
             enhances_prompts=card.enhances_prompts,
             description=description.text,
             sizes=description.sizes_within(defaults),
@@ -69,11 +74,12 @@ class Model(BaseModel):
 
     @classmethod
     def all_of(cls, card: ModelCard) -> Iterator[Model]:
-        """Yield the model, then the model with each adapter, under the names that requests may use."""
+        """Yield the model, then the model with each adapter and recipe, under the names that requests may use."""
         model = cls.of(card)
         yield model
-        for lora in card.loras:
-            changes = {"id": f"{card.name}{BEHIND}{lora.name}", "aliases": (), "loras": (), "parent": card.name}
+        for name in dict.fromkeys((*(lora.name for lora in card.loras), *card.recipes)):
+            nothing: dict[str, Any] = {"aliases": (), "loras": (), "recipes": {}}
+            changes = {**nothing, "id": f"{card.name}{BEHIND}{name}", "parent": card.name}
             yield model.model_copy(update=changes)
 
 

@@ -27,6 +27,7 @@ from deployments.requests.model_choice import Needs, choose_card
 from deployments.requests.pictures.sources import Sources
 from deployments.requests.pictures.unpack import unpack
 from deployments.requests.prompt_enhancer import PromptEnhancers
+from deployments.requests.recipe_choice import with_recipe
 from deployments.requests.rules import Requester, RequestRules, ResolvedRequest
 from deployments.service.interface import ModelCard, Studio
 from deployments.usage.accounts import Accounts, KeyLimitGuard
@@ -85,6 +86,7 @@ class ApiContext:
     async def resolved(self, body: B, kind: MediaKind) -> ResolvedRequest[B]:
         """Return ``body`` with its model and its decoded pictures. RequestError if the model takes others."""
         card = choose_card(self.studio.cards(), body.model, kind, Needs.of(body))
+        body = with_recipe(body, card)
         sources = RequestRules(card).check_sources(body)
         pictures = await self._decoded(sources, card, kind) if sources.all else NO_PICTURES
         return ResolvedRequest(card=card, body=body, pictures=pictures)

@@ -56,6 +56,7 @@ CODES = {
         "unknown_field",
         "wrong_kind",
         "lora_not_found",
+        "recipe_not_found",
         "bad_json",
         "bad_picture",
     ),

@@ -116,6 +116,24 @@ def _lora(written: object) -> AskedLora:
     return name, scale
 
 
+def _steps(written: object) -> tuple[float, ...]:
+    """In a form it is the text of its JSON."""
+    if isinstance(written, str):
+        with suppress(ValueError):
+            written = from_json(written, allow_inf_nan=False)
+    if not isinstance(written, list | tuple) or not 0 < len(written) <= MAX_SOLVER_STEPS:
+        raise PydanticCustomError("steps", STEPS_SENTENCE)
+    if not all(map(_is_number, written)):
+        raise PydanticCustomError("steps", STEPS_SENTENCE)
+    return tuple(map(float, written))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_COUNT
+
+
+MAX_SOLVER_STEPS = 1000
+STEPS_SENTENCE = "it must be a list of 1 to 1000 numbers, such as [1.0, 0.75, 0.5, 0.25]"
 LORA_SENTENCE = 'it must be a list such as [{"name": "watercolour", "scale": 0.8}]; scale may be left out'
 
 
@@ -177,6 +195,12 @@ Loras = Annotated[
     tuple[AskedLora, ...], PlainValidator(_loras), WithJsonSchema({"type": "array", "items": LORA_SCHEMA})
 ]
 """Whether the model has them is looked at together with the model."""
+Steps = Annotated[
+    tuple[float, ...],
+    PlainValidator(_steps),
+    WithJsonSchema({"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": MAX_SOLVER_STEPS}),
+]
+"""Looked at together with the model."""
 WrittenQuality = Literal["auto", "low", "medium", "high", "standard", "hd"]
 ACCEPTED = "Accepted, without effect."
 STRENGTH = "How much of the picture is painted anew, up to 1; for models that take it."
@@ -216,8 +240,11 @@ class MediaBody(PeerFields):
     prompt: Prompt = Field(description="What to draw, in words.", examples=["a small red circle, white background"])
     model: Name | None = Field(
         None,
-        description="A name or alias from /v1/models, and NAME:ADAPTER with an adapter of it; by default the first of "
-        "its kind that takes the pictures.",
+        description="A name or alias from /v1/models, and NAME:ADAPTER with an adapter or a recipe of it; by default "
+        "the first of its kind that takes the pictures.",
+    )
+    recipe: Name | None = Field(
+        None, description="Defaults by their name in /v1/models; what the request says itself wins."
     )
     enhance_prompt: bool | None = Field(
         None,
@@ -244,6 +271,22 @@ class MediaBody(PeerFields):
     )
     true_cfg_scale: float | None = Field(
         None, ge=1, le=1000, description="Classifier-free guidance; 1 turns it off. Also guidance_scale, where unique."
+    )
+    guidance_scale_2: float | None = Field(
+        None, ge=0, le=1000, description="true_cfg_scale of the second transformer (Wan 2.2); by default the same."
+    )
+    boundary_ratio: float | None = Field(
+        None, ge=0, le=1, description="Share of the noise levels that the second transformer takes (Wan 2.2)."
+    )
+    scheduler: Name | None = Field(None, description="Solver, among those in /v1/models.", examples=["euler"])
+    flow_shift: float | None = Field(
+        None, description="Constant shift of the schedule, in place of the model's own.", examples=[3.0]
+    )
+    sigmas: Steps | None = Field(
+        None, description="Noise level of each step before the shift, falling. In a form: the text of the JSON."
+    )
+    timesteps: Steps | None = Field(
+        None, description="Timestep of each step, falling, instead of sigmas, for models that take them."
     )
     lora: Loras | None = Field(
         None,

@@ -10,6 +10,7 @@ from deployments.requests.images import ImageRequest
 from deployments.requests.model_choice import Needs, choose_card, find_card
 from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.pictures.unpack import unpack
+from deployments.requests.recipe_choice import with_recipe
 from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.rules import Requester, RequestRules, ResolvedRequest
 from deployments.requests.validation import NOTHING, unfolded, validated
@@ -35,12 +36,12 @@ def handle_request(
     card = card_for(cards, fields.get("model"), fields.pop("kind", None), fields)
     rules, fields["model"] = RequestRules(card), fields.get("model") or card.name
     if card.defaults.kind == "video":
-        video = validated(VideoBody, fields)
+        video = with_recipe(validated(VideoBody, fields), card)
         if video.webhook is not None:
             raise RequestError("webhook has no effect here: a handle hears of the end itself; leave it out", "webhook")
         pictures = unpack(rules.check_sources(video), limits)
         return rules.check(video, pictures, requester, NUM_PREVIEWS), Output(format="mp4"), pictures
-    body = validated(EditBody, {**fields, "stream": True})
+    body = with_recipe(validated(EditBody, {**fields, "stream": True}), card)
     pictures = unpack(rules.check_sources(body), limits)
     images = ImageRequest.of(ResolvedRequest(card=card, body=body, pictures=pictures), requester, max_n=1)
     return images.first, images.output, pictures

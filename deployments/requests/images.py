@@ -55,7 +55,9 @@ class ImageRequest:
     @property
     def quality(self) -> Quality | None:
         """The quality that decided the number of steps; None if the client gave the number."""
-        return QUALITIES[self.body.quality or "auto"] if self.body.num_inference_steps is None else None
+        body = self.body
+        is_given = body.num_inference_steps is not None or bool(body.sigmas or body.timesteps)
+        return None if is_given else QUALITIES[body.quality or "auto"]
 
     @property
     def safety_identifier(self) -> str | None:

@@ -125,5 +125,6 @@ def check_name(name: str, card: ModelCard, param: str, code: str = "lora_not_fou
     """Raise RequestError, which lists the model's adapters, for any other adapter."""
     if name not in (lora.name for lora in card.loras):
         known = ", ".join(lora.name for lora in card.loras) or "none"
-        message = f"{card.name} is served without an adapter {shown(name)}; its adapters: {known}"
+        recipes = f"; its recipes: {', '.join(card.recipes)}" if card.recipes else ""
+        message = f"{card.name} is served without an adapter {shown(name)}; its adapters: {known}{recipes}"
         raise RequestError(message, param, code=code)

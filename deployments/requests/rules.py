@@ -18,6 +18,7 @@ from deployments.service.interface import ModelCard
 from pipelines.defaults import Defaults, largest_num_frames
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest, ServiceTier
 from pipelines.size import PIXELS, Size
+from pipelines.solver import Solver
 
 RANDOM_SEED_BITS = 32
 TIERS: Mapping[str, ServiceTier] = {"auto": "default", "default": "default", "flex": "flex", "priority": "priority"}
@@ -111,6 +112,7 @@ class RequestRules:
             num_frames=num_frames,
             fps=fps,
             num_inference_steps=choose_steps(body, defaults),
+            solver=choose_solver(body),
             guidance_scale=guidance_scale,
             true_cfg_scale=true_cfg_scale,
             seed=choose_seed(body),
@@ -183,7 +185,25 @@ def choose_layers(body: MediaBody, defaults: Defaults) -> int:
     return defaults.num_layers if given is None else given
 
 
+def choose_solver(body: MediaBody) -> Solver:
+    return Solver(
+        scheduler=body.scheduler or "",
+        flow_shift=body.flow_shift,
+        sigmas=body.sigmas or (),
+        timesteps=body.timesteps or (),
+        guidance_scale_2=body.guidance_scale_2,
+        boundary_ratio=body.boundary_ratio,
+    )
+
+
 def choose_steps(body: MediaBody, defaults: Defaults) -> int:
+    """Return the number of steps: as many as are given one by one, or the number, or what the quality stands for."""
+    if given := body.sigmas or body.timesteps:
+        if body.num_inference_steps not in (None, len(given)):
+            name = "sigmas" if body.sigmas else "timesteps"
+            message = f"num_inference_steps is {body.num_inference_steps}, and {name} has {len(given)}; leave it out"
+            raise RequestError(message, "num_inference_steps")
+        return len(given)
     if body.num_inference_steps is None:
         return quality_steps(QUALITIES[body.quality or "auto"], defaults)
     return body.num_inference_steps

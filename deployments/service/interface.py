@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from engines.gang.jobs.job import Progress as Progress
 from pipelines.defaults import Defaults
 from pipelines.description import NO_DESCRIPTION, Description
+from pipelines.recipes import Recipe
 from pipelines.request import NO_PICTURES, InputPictures, Lora, MediaRequest
 
 MediaFormat = Literal["png", "jpeg", "webp", "mp4"]
@@ -27,8 +28,8 @@ class ModelCard:
     """A served model: name in the API, family, the folder's mtime (Unix seconds), defaults and limits.
 
     ``aliases`` are other names of it in requests. ``loras`` are adapters that requests may name, each with its default
-    scale. ``description``: what it draws, and examples. ``enhances_prompts``: the default of ``enhance_prompt``; None
-    without a prompt enhancer.
+    scale, ``recipes`` defaults of requests that name them. ``description``: what it draws, and examples.
+    ``enhances_prompts``: the default of ``enhance_prompt``; None without a prompt enhancer.
     """
 
     name: str
@@ -37,6 +38,7 @@ class ModelCard:
     defaults: Defaults
     aliases: tuple[str, ...] = ()
     loras: tuple[Lora, ...] = ()
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
     description: Description = NO_DESCRIPTION
     enhances_prompts: bool | None = None
 

@@ -101,7 +101,7 @@ def model_facts(model: ModelConfig, folder: Path) -> dict[str, str]:
     """Return the cache key of a model: its configuration, and the state of its files in ``folder``."""
     files = [*_files_of(folder), *_single_files(model)]
     return {
-        "model": repr([model.source, model.dtype, [repr(lora) for lora in model.loras]]),
+        "model": repr([model.source, model.dtype, [repr(lora) for lora in model.adapters]]),
         "files": repr([_state(path) for path in files]),
     }
 
@@ -116,7 +116,7 @@ def _single_files(model: ModelConfig) -> Iterable[Path]:
     file, _ = split_source(model.source)
     if file is not None:
         yield file
-    for lora in model.loras:
+    for lora in model.adapters:
         path = Path(lora.path)
         yield from sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
 

@@ -43,7 +43,7 @@ class LoadRankParts:
         for part, took_s in early.items():
             log_phase(f"rank: early, {part}", took_s, rank=context.rank)
         with timed("rank: weights", rank=context.rank), quick_imports():
-            checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, loras=self.model.loras)
+            checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, loras=self.model.adapters)
             eager_only = checkpoint.eager_only(is_split=config.splits_tokens)
             config.check_engine(self.model.dtype, eager_only=eager_only)  # before weights are read
             denoiser = self._denoiser(checkpoint, context)

@@ -26,6 +26,7 @@ from deployments.stages.warm_up import warm_encoder
 from engines.core.logs import timed
 from pipelines.libraries import quick_imports
 from pipelines.request import MediaRequest
+from pipelines.solver import AS_THE_MODEL
 
 MIB = 2**20
 OVERHEAD_BYTES = 1024
@@ -47,7 +48,7 @@ class CacheKeys:
 
     @classmethod
     def of(cls, request: MediaRequest, pictures: SentPictures) -> Self:
-        relevant = replace(request, request_id="", preview_steps=())
+        relevant = replace(request, request_id="", preview_steps=(), solver=AS_THE_MODEL)
         relevant = replace(relevant, service_tier="default", deadline_s=None, waited_s=0.0, weight=1.0)
         relevant = replace(relevant, enhance_prompt=None, enhancer_outcome=None, given_prompt=None)
         picture_digest = _digest(pictures)

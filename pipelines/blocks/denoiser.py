@@ -8,15 +8,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import diffusers
 from torch import Tensor, nn
 
 from engines.core.model import Arguments, DenoiserModel, dtype_of
 from engines.parallel.local_attention import local_kernel
 from pipelines.blocks.arguments import nested
 from pipelines.models.spec import ModelSpec
+from pipelines.solver import Solver, config_changes
 
 SOUND_GUIDER = "audio_guider"
-GUIDERS = ("guider", "guider_2", SOUND_GUIDER)
+SECOND_GUIDER = "guider_2"
+GUIDERS = ("guider", SECOND_GUIDER, SOUND_GUIDER)
+SCHEDULER, BOUNDARY = "scheduler", "boundary_ratio"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +62,37 @@ def guiders_of(pipeline: Any) -> tuple[str, ...]:
     return tuple(name for name in GUIDERS if getattr(pipeline, name, None) is not None)
 
 
-def set_scale(pipeline: Any, scale: float) -> None:
+def set_scale(pipeline: Any, scale: float, second: float | None = None) -> None:
     """Give ``pipeline`` copies of its guiders with this scale, one branch at 1. Sound keeps its own scale.
 
-    A guider that counts from the prompt's own prediction needs one less for the same picture.
+    ``second`` is the scale of the second transformer (None: the same). A guider that counts from the prompt's own
+    prediction needs one less for the same picture.
     """
     for name in guiders_of(pipeline):
         guider = copy.copy(getattr(pipeline, name))
+        own = second if name == SECOND_GUIDER and second is not None else scale
         if name != SOUND_GUIDER:
-            guider.guidance_scale = scale - counts_from_prompt(guider)
-        guider.enable() if scale > 1 else guider.disable()
+            guider.guidance_scale = own - counts_from_prompt(guider)
+        guider.enable() if min(scale, own) > 1 else guider.disable()
         setattr(pipeline, name, guider)
+
+
+def set_solver(pipeline: Any, solver: Solver) -> None:
+    """Give ``pipeline`` the scheduler of ``solver``, made of its own one's configuration."""
+    if not solver.scheduler and solver.flow_shift is None:
+        return
+    own = getattr(pipeline, SCHEDULER)
+    class_name, changes = config_changes(solver, type(own).__name__, own.config)
+    setattr(pipeline, SCHEDULER, getattr(diffusers, class_name).from_config(own.config, **changes))
+
+
+def with_boundary(pipeline: Any, solver: Solver) -> Any:
+    """Return ``pipeline``, or a copy that changes to its second transformer where ``solver`` says."""
+    if solver.boundary_ratio is None:
+        return pipeline
+    own = copy.copy(pipeline)
+    own.register_to_config(**{BOUNDARY: solver.boundary_ratio})
+    return own
 
 
 def counts_from_prompt(guider: Any) -> bool:

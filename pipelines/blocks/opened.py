@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from diffusers import ModelMixin
@@ -55,6 +56,8 @@ def inputs_of(request: MediaRequest, names: Collection[str], pictures: InputPict
         "guidance_scale": request.guidance_scale,
         "strength": request.strength,
         "layers": request.num_layers or None,
+        "sigmas": np.array(request.solver.sigmas) if request.solver.sigmas else None,  # some solvers compute with it
+        "timesteps": list(request.solver.timesteps) or None,
         "generator": torch.Generator().manual_seed(request.seed),
         "output_type": "pt",
         "use_kv_cache": False,  # stand-ins for the transformer have none

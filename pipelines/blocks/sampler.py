@@ -20,7 +20,7 @@ from engines.core.model import Branch, Schedule, normal_mix
 from engines.core.resources import LRUCache
 from engines.parallel.division import shape_of
 from pipelines.blocks import arguments, passes, tree
-from pipelines.blocks.denoiser import apply_guidance, set_scale
+from pipelines.blocks.denoiser import apply_guidance, set_scale, set_solver, with_boundary
 from pipelines.blocks.encoder import Conditioning, on_cpu, on_device
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.blocks.passes import RecordedStep
@@ -78,8 +78,9 @@ class BlocksSampler:
         """By the id of a job's steps; the entry holds them, so that the id stays unique."""
 
     def begin(self, request: MediaRequest, conditioning: Conditioning) -> BlocksState:
-        pipeline = with_parts(self._pipeline, own_parts(self._pipeline))
-        set_scale(pipeline, request.true_cfg_scale)
+        pipeline = with_parts(self._pipeline_of(request), own_parts(self._pipeline))
+        set_scale(pipeline, request.true_cfg_scale, request.solver.guidance_scale_2)
+        set_solver(pipeline, request.solver)
         values = self._values(request, conditioning)
         reached = tree.run_until_loop(self._blocks, (self._opened.sections.denoise,), pipeline, values)
         assert reached is not None, "a pipeline without a loop was opened"
@@ -119,7 +120,8 @@ class BlocksSampler:
         """Return one step of each shape of the job's steps, in order, as far as it is known at its start."""
         if not state.is_over_rounds:
             return (self.branches(state),)
-        loop, pipeline = tree.block_at(self._blocks, state.loop), with_parts(self._pipeline, state.parts)
+        loop, pipeline = tree.block_at(self._blocks, state.loop), self._pipeline_of(state.request)
+        pipeline = with_parts(pipeline, state.parts)
         start = attach_generators(shallow_copy(state.loop_state))
         dry_run = passes.dry_run_rounds(loop, pipeline, start, state.steps[:1])
         steps = (tuple(self._branch(call, step) for call in calls) for step, calls in dry_run)
@@ -141,7 +143,8 @@ class BlocksSampler:
         config = self._opened.part_config(self._opened.transformers[0])
         pairs = zip(record.exchange.calls, predictions, strict=True)
         answers = tuple(self._spec.to_output(config, call, prediction) for (_, call), prediction in pairs)
-        changes = passes.finish_step(tree.block_at(self._blocks, state.loop), self._pipeline, record, answers)
+        loop, pipeline = tree.block_at(self._blocks, state.loop), self._pipeline_of(state.request)
+        changes = passes.finish_step(loop, pipeline, record, answers)
         return replace(state, **changes, step=state.step + 1, kept=kept)
 
     def latents(self, state: BlocksState) -> Mapping[str, Any]:
@@ -172,6 +175,9 @@ class BlocksSampler:
         expected = self._spec.estimate_final(state.loop_state, float(sigmas[min(place, len(sigmas) - 1)]))
         return _on_cpu(self._finished(state, state.loop_state, expected or {}))
 
+    def _pipeline_of(self, request: MediaRequest) -> Any:
+        return with_boundary(self._pipeline, request.solver)
+
     def _values(self, request: MediaRequest, conditioning: Conditioning) -> PipelineState:
         inputs = self._opened.inputs_of(request)
         if conditioning.noise is not None:
@@ -200,7 +206,8 @@ class BlocksSampler:
         return self._records
 
     def _record_one(self, state: BlocksState, replaced: Mapping[str, Any]) -> RecordedStep:
-        return passes.record_step(tree.block_at(self._blocks, state.loop), self._pipeline, state, replaced)
+        loop, pipeline = tree.block_at(self._blocks, state.loop), self._pipeline_of(state.request)
+        return passes.record_step(loop, pipeline, state, replaced)
 
     def _branches(self, state: BlocksState) -> tuple[Branch, ...]:
         schedule = Schedule(find=lambda: self._timesteps(state), step=state.step) if self._is_fast else None
@@ -250,7 +257,7 @@ class BlocksSampler:
             setattr(loop_state, name, value)
         values = PipelineState(dict(state.values.values), state.values.kwargs_mapping)
         loop.set_block_state(values, loop_state)
-        tree.run(self._blocks, state.left, with_parts(self._pipeline, state.parts), values)
+        tree.run(self._blocks, state.left, with_parts(self._pipeline_of(state.request), state.parts), values)
         names = sorted(name for name in self._decoder_reads if values.get(name) is not None)
         return {name: values.get(name) for name in names}
 

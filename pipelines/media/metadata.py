@@ -69,7 +69,7 @@ class MetadataWriter:
         if self.level == "seed":
             fields = {name: fields[name] for name in SEED_FIELDS}
         elif self.sampler:
-            fields["sampler"] = self.sampler
+            fields["sampler"] = fields.get("scheduler", self.sampler)
         return {PARAMETERS: parameters(fields), TROUPE: json.dumps(fields)}
 
 
@@ -90,6 +90,7 @@ def _fields(request: MediaRequest, layer: int | None) -> dict[str, Any]:
         "true_cfg_scale": request.true_cfg_scale,
         "lora": [asdict(lora) for lora in request.loras] or None,
         "cache": None if request.cache == "off" else request.cache,
+        **{name: value for name, value in asdict(request.solver).items() if value not in ("", ())},
         "strength": request.strength,
         "generate_sound": request.sound,
         "num_pictures": request.num_pictures or None,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from engines.core.attention import Kernel
     from engines.core.model import Arguments, ArrangeWeights, ModelInputs
     from engines.core.shard_plan import ShardPlan
+    from pipelines.recipes import Recipe
     from pipelines.request import MediaRequest
 
 
@@ -118,6 +119,10 @@ class ModelSpec(ABC):
     """Why the forward cannot be exported from torch: text that follows the class name in a message."""
     eager_split: str = ""
     """The same, if ranks share the tokens."""
+    schedulers: tuple[str, ...] = ()
+    """Schedulers (``pipelines.solver``) that requests may name; none: the solver is fixed."""
+    schedules: tuple[str, ...] = ()
+    """Schedules that the blocks take: ``sigmas``, ``timesteps``."""
     plan: ShardPlan
     """The shard plan of all configurations, unless ``shard_plan`` is overridden."""
     arrange_fast: ArrangeWeights | None = None
@@ -126,6 +131,10 @@ class ModelSpec(ABC):
     @abstractmethod
     def defaults(self, path: Path) -> Defaults:
         """Return the values for fields that a request omits. ValueError for a checkpoint that cannot be served."""
+
+    def recipes(self, path: Path) -> Mapping[str, Recipe]:
+        """Return the published recipes for a checkpoint, by name. Their adapters are the user's."""
+        return {}
 
     def shard_plan(self, config: Config) -> ShardPlan:
         """Return how the transformer is split."""

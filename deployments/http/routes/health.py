@@ -76,7 +76,8 @@ def model_routes(context: ApiContext) -> APIRouter:
         lora = split_name(model)[1]
         if lora is None:
             return Model.of(card)
-        check_name(lora, card, "model", code="model_not_found")
+        if lora not in card.recipes:
+            check_name(lora, card, "model", code="model_not_found")
         return next(one for one in Model.all_of(card) if split_name(one.id)[1] == lora)
 
     return router

@@ -61,6 +61,7 @@ def _patch(path: Path) -> int:
 
 class ErnieImageSpec(ModelSpec):
     family = "ernie_image"
+    schedulers = ("euler",)
     plan = SHARD_PLAN
     eager_only = "computes a part of itself under an autocast of its own"
 

@@ -16,6 +16,8 @@ from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import vae_scale
 from pipelines.models.linears import QUERY_KEY_VALUE, Linears, joint_attention_linears, mlp_linears
 from pipelines.models.spec import PICTURE, Config, TextAndImageSpec, check_channels, lazy
+from pipelines.recipes import Recipe
+from pipelines.solver import SIGMAS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,12 +55,24 @@ SHARD_PLAN = ShardPlan(
 )
 
 
+DRAWING = ("FluxPipeline", "FluxModularPipeline")
 EDITOR: Mapping[str, Any] = {"guidance_scale": 2.5, "takes_strength": False, "strength": 1.0}
 """Defaults of an editor (guidance scale from FLUX.1-Kontext-dev's card)."""
 
 
+RECIPES: Mapping[str, Recipe] = {
+    "turbo-8": Recipe(num_inference_steps=8, guidance_scale=3.5),
+    "hyper-8": Recipe(num_inference_steps=8, guidance_scale=3.5, scale=0.125),
+    "hyper-16": Recipe(num_inference_steps=16, guidance_scale=3.5, scale=0.125),
+}
+"""For FLUX.1-dev, from the cards of alimama-creative/FLUX.1-Turbo-Alpha (scale 1) and of ByteDance/Hyper-SD
+(Hyper-FLUX.1-dev-8steps-lora.safetensors and -16steps-, scale about 0.125)."""
+
+
 class FluxSpec(TextAndImageSpec):
     family = "flux"
+    schedulers = ("euler", "unipc")
+    schedules = (SIGMAS,)
     plan = SHARD_PLAN
     arrange_fast = lazy("pipelines.models.flux.fast:FluxWeights")
     set_kernel = lazy("pipelines.models.flux.attention:set_kernel")
@@ -82,6 +96,11 @@ class FluxSpec(TextAndImageSpec):
     def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the call with the timestep rounded before its division, as in ``FluxPipeline``."""
         return {**call, "timestep": step["t"].to(call["hidden_states"].dtype).flatten() / 1000}
+
+    def recipes(self, path: Path) -> Mapping[str, Recipe]:
+        """Return those of FLUX.1-dev, for the model that draws from words."""
+        is_dev = read_config(path, "transformer")["guidance_embeds"]
+        return RECIPES if is_dev and read_index(path).get("_class_name") in DRAWING else {}
 
     def defaults(self, path: Path) -> Defaults:
         """Return FLUX.1-dev's (as in diffusers) if the model takes a guidance scale, else schnell's (its card)."""

@@ -13,6 +13,7 @@ from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import vae_scale
 from pipelines.models.linears import GATED, joint_attention_linears
 from pipelines.models.spec import PICTURE, Config, TextAndImageSpec, lazy
+from pipelines.solver import SIGMAS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,6 +59,8 @@ def _known_defaults(path: Path) -> Defaults:
 
 class Flux2Spec(TextAndImageSpec):
     family = "flux2"
+    schedulers = ("euler", "unipc")
+    schedules = (SIGMAS,)
     arrange_fast = lazy("pipelines.models.flux2.fast:Flux2Weights")
     patch_blocks = lazy("pipelines.models.flux2.patches:patch_blocks")
 

@@ -19,6 +19,8 @@ from pipelines.defaults import Defaults
 from pipelines.directory import CLASSIC, DENOISERS, MODULAR, open_modular, part_class, read_config, read_index
 from pipelines.models.generic.outline import empty, repeated_blocks
 from pipelines.models.spec import Config, ModelSpec, blank_like, check_channels
+from pipelines.recipes import Recipe
+from pipelines.solver import NOISE, SIGMAS, TIMESTEPS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -47,6 +49,19 @@ U_NET = "unet"
 """Pipelines with a U-Net round down the steps that ``strength`` leaves; those with transformers round up."""
 
 
+DISTILLED: Mapping[str, Any] = {"scheduler": "euler_trailing", "true_cfg_scale": 1.0}
+RECIPES: Mapping[str, Mapping[str, Recipe]] = {
+    "StableDiffusionXLPipeline": {
+        "lightning-2": Recipe(num_inference_steps=2, **DISTILLED),
+        "lightning-4": Recipe(num_inference_steps=4, **DISTILLED),
+        "lightning-8": Recipe(num_inference_steps=8, **DISTILLED),
+        "lcm-4": Recipe(num_inference_steps=4, scheduler="lcm", true_cfg_scale=1.0),
+    },
+}
+"""By pipeline, from the cards of ByteDance/SDXL-Lightning (sdxl_lightning_4step_lora.safetensors and the like: Euler,
+trailing timesteps, no guidance) and latent-consistency/lcm-lora-sdxl (LCM, 2 to 8 steps, no guidance)."""
+
+
 class Prediction(tuple[Any, ...]):
     """The output of diffusers' transformers, with or without ``return_dict``."""
 
@@ -62,6 +77,8 @@ class GenericSpec(ModelSpec):
 
     def __init__(self, module_class: Any) -> None:
         self.module_class, self.family = module_class, str(module_class.__name__)
+        if U_NET in self.family.lower():
+            self.schedulers, self.schedules = tuple(NOISE), (SIGMAS, TIMESTEPS)
 
     def shard_plan(self, config: Config) -> ShardPlan:
         """Return a plan that cuts nothing; its blocks, which compile, are the class's repeated ones."""
@@ -106,6 +123,10 @@ class GenericSpec(ModelSpec):
     def to_output(self, config: Config, call: Mapping[str, Any], prediction: Tensor) -> Prediction:
         name = next(name for name in LATENTS if name in call or f"{name}.0" in call)
         return Prediction(([prediction],) if isinstance(call[name], list | tuple) else (prediction,))
+
+    def recipes(self, path: Path) -> Mapping[str, Recipe]:
+        """Return those of the folder's pipeline."""
+        return RECIPES.get(str(read_index(path).get("_class_name")), {})
 
     def defaults(self, path: Path) -> Defaults:
         """Return steps and guidance of diffusers' classic pipeline, else of its blocks, else common values."""

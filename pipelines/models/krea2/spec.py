@@ -15,6 +15,7 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_index
 from pipelines.image_sizes import clip_vae_scale
 from pipelines.models.spec import PICTURE, Config, ModelSpec, distilled
+from pipelines.solver import SIGMAS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +36,8 @@ TURBO = distilled(BASE, 8)
 
 class Krea2Spec(ModelSpec):
     family = "krea2"
+    schedulers = ("euler",)
+    schedules = (SIGMAS,)
     local_attention = ("text_fusion.layerwise_blocks.*.attn", "text_fusion.refiner_blocks.*.attn")
     eager_only = "masks keys (text of several lengths)"
 

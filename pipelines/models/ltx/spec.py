@@ -17,6 +17,7 @@ from pipelines.directory import read_config
 from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
 from pipelines.models.spec import CLIP, Config, ModelSpec, first_latent_frame, lazy
 from pipelines.request import MediaRequest
+from pipelines.solver import SIGMAS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +44,8 @@ def vae_scales(path: Path) -> tuple[int, int]:
 
 class LTXSpec(ModelSpec):
     family = "ltx"
+    schedulers = ("euler",)
+    schedules = (SIGMAS,)
     patch_blocks = lazy("pipelines.models.ltx.patches:patch_blocks")
     local_attention: tuple[str, ...] = (TO_TEXT,)
     counts_heads = True

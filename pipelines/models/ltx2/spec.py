@@ -16,6 +16,7 @@ from pipelines.defaults import Defaults
 from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
 from pipelines.models.ltx.spec import LTXSpec, vae_scales
 from pipelines.models.spec import CLIP, Config, SeveralOutputsSpec, blank_like, lazy
+from pipelines.recipes import Recipe
 from pipelines.request import MediaRequest
 
 if TYPE_CHECKING:
@@ -51,6 +52,15 @@ def gates(config: Config) -> tuple[ColumnLinear, ...]:
     """Return the linears of the heads' gates, which some models have (LTX-2.3)."""
     named = [name for setting, names in GATED.items() if config.get(setting) for name in names]
     return tuple(ColumnLinear(pattern=f"{BLOCKS}.*.{name}.to_gate_logits") for name in named)
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "distilled-8": Recipe(
+        sigmas=(1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875), flow_shift=1.0, true_cfg_scale=1.0
+    ),
+}
+"""For ltx-2-19b-distilled-lora-384.safetensors of Lightricks/LTX-2: the sigmas of the distilled checkpoint are in
+``diffusers.pipelines.ltx2.utils`` (DISTILLED_SIGMA_VALUES), for a schedule without shift and stretch; one stage."""
 
 
 class LTX2Spec(SeveralOutputsSpec, LTXSpec):
@@ -117,6 +127,10 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
     def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
         frames = 1 + (latents["num_frames"] - 1) // config["vae_scale_factors"][0]
         return {"latents": latents["latents"][:, : latents["latents"].shape[1] // frames], "num_frames": 1}
+
+    def recipes(self, path: Path) -> Mapping[str, Recipe]:
+        """Return the distilled adapter's."""
+        return RECIPES
 
     def defaults(self, path: Path) -> Defaults:
         """Return the defaults of diffusers' pipeline, as on the model card (Lightricks/LTX-2).

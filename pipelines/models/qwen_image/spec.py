@@ -14,7 +14,9 @@ from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import clip_vae_scale
 from pipelines.models.linears import joint_attention_linears, mlp_linears
 from pipelines.models.spec import PICTURE, Config, TextAndImageSpec, lazy
+from pipelines.recipes import Recipe
 from pipelines.request import MediaRequest
+from pipelines.solver import SIGMAS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,8 +76,23 @@ EDITORS: Mapping[str, Mapping[str, Any]] = {
 """Defaults of editors, by pipeline. Three pictures and 40 steps are from Edit-Plus's card."""
 
 
+LIGHTNING: Mapping[str, Any] = {"true_cfg_scale": 1.0, "flow_shift": 3.0}
+RECIPES: Mapping[str, Recipe] = {
+    "lightning-4": Recipe(num_inference_steps=4, **LIGHTNING),
+    "lightning-8": Recipe(num_inference_steps=8, **LIGHTNING),
+}
+"""From the page of ModelTC/Qwen-Image-Lightning: steps, guidance 1, and a constant shift of 3 without terminal stretch.
+
+The files, all in lightx2v/Qwen-Image-Lightning on the hub: Qwen-Image-Lightning-4steps-V2.0.safetensors and -8steps-,
+Qwen-Image-Edit-Lightning-4steps-V1.0.safetensors and -8steps-, and in the folder Qwen-Image-Edit-2509
+Qwen-Image-Edit-2509-Lightning-4steps-V1.0-fp32.safetensors and -8steps-.
+"""
+
+
 class QwenImageSpec(TextAndImageSpec):
     family = "qwen"
+    schedulers = ("euler", "unipc")
+    schedules = (SIGMAS,)
     plan = SHARD_PLAN
     arrange_fast = staticmethod(partial(lazy("pipelines.models.qwen_image.fast:QwenWeights"), window=PROMPT_WINDOW))
     windowed_prompts = (PROMPT_WINDOW, 2 * PROMPT_WINDOW)
@@ -115,6 +132,10 @@ class QwenImageSpec(TextAndImageSpec):
             max_tokens=MAX_TOKENS,
         )
         return replace(defaults, **EDITORS[name]) if name in EDITORS else defaults
+
+    def recipes(self, path: Path) -> Mapping[str, Recipe]:
+        """Return Lightning's, which splits no picture into layers."""
+        return {} if self.defaults(path).max_layers else RECIPES
 
     def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
         """Return English (as on the card), not Chinese, for a model that describes pictures."""

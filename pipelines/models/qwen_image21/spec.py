@@ -18,6 +18,7 @@ from pipelines.image_sizes import clip_vae_scale
 from pipelines.models.linears import attention_linears
 from pipelines.models.qwen_image21.call import GRIDS, LATENTS, PLACES, TEXT, TIMESTEP, constant_inputs, num_seen
 from pipelines.models.spec import PICTURE, Config, ModelSpec, lazy
+from pipelines.solver import SIGMAS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +53,8 @@ SHARD_PLAN = ShardPlan(
 
 class QwenImage21Spec(ModelSpec):
     family = "qwen"
+    schedulers = ("euler",)
+    schedules = (SIGMAS,)
     plan = SHARD_PLAN
     reads_values = True
     eager_only = "finds out where words and pictures lie in a prompt"

@@ -14,6 +14,7 @@ from pipelines.image_sizes import vae_scale
 from pipelines.models.linears import joint_attention_linears, mlp_linears
 from pipelines.models.spec import PICTURE, Config, ModelSpec, lazy, num_patches
 from pipelines.request import MediaRequest
+from pipelines.solver import SIGMAS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,6 +53,8 @@ MEDIUM_35 = replace(MEDIUM, num_inference_steps=40, true_cfg_scale=4.5)
 
 class SD3Spec(ModelSpec):
     family = "sd3"
+    schedulers = ("euler",)
+    schedules = (SIGMAS,)
     set_kernel = lazy("pipelines.models.sd3.attention:set_kernel")
     """Sets an own processor: diffusers' does not use its dispatcher."""
 

@@ -26,7 +26,9 @@ from pipelines.models.spec import (
     lazy,
     num_patches,
 )
+from pipelines.recipes import Recipe
 from pipelines.request import MediaRequest
+from pipelines.solver import SIGMAS, TIMESTEPS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,8 +127,21 @@ def _picture_defaults(path: Path) -> Defaults:
     return replace(LARGE, **SMALL_SIZE, **ONE_PICTURE)
 
 
+FOUR_STEPS = Recipe(scheduler="euler", sigmas=(1.0, 0.75, 0.5, 0.25), flow_shift=5.0, true_cfg_scale=1.0)
+"""Shift 5, no guidance, and the timesteps 1000, 750, 500 and 250 before the shift.
+
+For Wan 2.2 from the configurations of Wan2.2-Lightning (wan/configs/wan_t2v_A14B.py and wan_i2v_A14B.py), whose files
+are high_noise_model.safetensors and low_noise_model.safetensors in a folder of lightx2v/Wan2.2-Lightning. For Wan 2.1
+from LightX2V (configs/distill/wan21/wan_t2v_distill_lora_4step_cfg.json); its files, in lightx2v/Wan2.1-Distill-Loras:
+wan2.1_t2v_14b_lora_rank64_lightx2v_4step.safetensors and wan2.1_i2v_lora_rank64_lightx2v_4step.safetensors. Its own
+solver draws new noise between these steps; here Euler's goes on with the old.
+"""
+
+
 class WanSpec(ModelSpec):
     family = "wan"
+    schedulers = ("euler", "unipc", "dpm++")
+    schedules = (SIGMAS, TIMESTEPS)
     fits_pictures = True
     float32_parts = ("vae", "image_encoder")
     needs_negative = True
@@ -190,6 +205,13 @@ class WanSpec(ModelSpec):
     def extend_blocks(self, blocks: Any, path: Path) -> None:
         if begins_with_first_frame(path):
             lazy("pipelines.models.wan.patches:extend_blocks")(blocks)
+
+    def recipes(self, path: Path) -> Mapping[str, Recipe]:
+        """Return those of the models with 14B parameters in a transformer."""
+        index = read_index(path)
+        if read_config(path, "transformer")["num_layers"] <= SMALL_LAYERS or index.get("expand_timesteps"):
+            return {}
+        return {"lightx2v-4": FOUR_STEPS} if index.get("boundary_ratio") is None else {"lightning-4": FOUR_STEPS}
 
     def defaults(self, path: Path) -> Defaults:
         """Return the defaults of the published model that the folder resembles, with its own grid."""

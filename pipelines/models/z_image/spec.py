@@ -18,6 +18,7 @@ from pipelines.image_sizes import vae_scale
 from pipelines.models.linears import attention_linears
 from pipelines.models.spec import PICTURE, Config, ModelSpec, blank_like, distilled, lazy, num_patches
 from pipelines.models.z_image.text import PADDED_TO, padded_length
+from pipelines.solver import SIGMAS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -62,6 +63,8 @@ BASE_SHIFT = 6.0
 
 class ZImageSpec(ModelSpec):
     family = "z_image"
+    schedulers = ("euler",)
+    schedules = (SIGMAS,)
     plan = SHARD_PLAN
     arrange_fast = lazy("pipelines.models.z_image.fast:ZImageWeights")
     local_attention = REFINERS

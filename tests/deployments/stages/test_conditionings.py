@@ -22,6 +22,7 @@ from pipelines.loading import resolve_path
 from pipelines.media import encode_frames
 from pipelines.request import InputPicture, InputPictures, Lora, MediaRequest
 from pipelines.run import load_pipeline
+from pipelines.solver import Solver
 from tests.deployments.stages.test_stages import spec_of, tensors
 from tests.deployments.support.fake_studio import EDITS
 from tests.deployments.support.files import noise
@@ -39,6 +40,7 @@ MATTERS_NOT: dict[str, Any] = {
     "enhance_prompt": True,
     "enhancer_outcome": "timeout",
     "given_prompt": "a circle",
+    "solver": Solver(flow_shift=3.0, sigmas=(1.0, 0.5)),
 }
 MATTERS: dict[str, Any] = {
     "model": "other",

@@ -15,6 +15,7 @@ from PIL import Image
 from deployments.service.interface import Media, ModelCard, Output, Preview, Progress, Queued, StageTimes, StudioEvent
 from pipelines.defaults import Defaults
 from pipelines.description import usual_description
+from pipelines.recipes import Recipe
 from pipelines.request import NO_PICTURES, InputPictures, Lora, MediaRequest
 
 ETA_S = 20.0
@@ -89,6 +90,7 @@ class FakeStudio:
     aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     loras: dict[str, tuple[Lora, ...]] = field(default_factory=dict)
     enhances_prompts: bool | None = None
+    recipes: dict[str, Recipe] = field(default_factory=dict)
     knows_times: bool = True
     same_bytes: bool = True
     takes_pictures: bool = False
@@ -120,6 +122,7 @@ class FakeStudio:
                 aliases=self.aliases.get(name, ()),
                 loras=self.loras.get(name, ()),
                 enhances_prompts=self.enhances_prompts,
+                recipes=self.recipes,
             )
             for name, one in defaults.items()
         }

@@ -20,6 +20,7 @@ from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.size import Size
+from pipelines.solver import Solver
 from tests.engines.support.gloo import gang
 from tests.pipelines.support.checkpoints import tiny_models, tiny_others
 from tests.pipelines.support.references.own_call import own_latents
@@ -57,7 +58,9 @@ NEGATIVE: Mapping[str, Any] = {"negative_prompt": "blue"}
 CASES = {
     "flux2 klein": Case(make=tiny_models.flux2_klein, tensor=True),
     "qwen": Case(make=tiny_models.qwen_image, tensor=True),
-    "qwen without guidance": Case(make=tiny_models.qwen_image, changes={"true_cfg_scale": 1.0}),
+    "qwen without guidance, with sigmas": Case(
+        make=tiny_models.qwen_image, changes={"true_cfg_scale": 1.0, "solver": Solver(sigmas=(1.0, 0.4))}
+    ),
     "z image": Case(make=tiny_models.z_image, tensor=True, max_tensor=2),
     "z image with guidance": Case(make=tiny_models.z_image, tensor=True, max_tensor=2, changes={"true_cfg_scale": 3.0}),
     "krea 2": Case(make=tiny_others.krea2),

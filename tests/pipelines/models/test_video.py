@@ -23,6 +23,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from pipelines.size import Size
+from pipelines.solver import Solver
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.support.checkpoints import tiny, tiny_hunyuan, tiny_ltx, tiny_video
@@ -56,11 +57,11 @@ CLIPS = {
     "ltx 2 from words, all passes": Clip(
         make=tiny_ltx.ltx2, reference=own_clips.sounding_blocks, strategies=("pipeline", "tensor")
     ),
-    "ltx 2 from words without guidance": Clip(
+    "ltx 2 from words without guidance, with sigmas": Clip(
         make=tiny_ltx.ltx2_few_layers,
         reference=own_clips.sounding_blocks,
         strategies=("hybrid",),
-        changes={"true_cfg_scale": 1.0},
+        changes={"true_cfg_scale": 1.0, "solver": Solver(sigmas=(1.0, 0.4))},
     ),
     "ltx 2, gated and turned as a whole": Clip(
         make=tiny_ltx.ltx2_gated,

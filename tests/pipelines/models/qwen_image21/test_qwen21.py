@@ -30,6 +30,7 @@ from pipelines.blocks.decoder import on_white
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.qwen_image21.spec import SHARD_PLAN
 from pipelines.run import Pipeline, load_pipeline
+from pipelines.solver import AS_THE_MODEL, Solver
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT
 from tests.pipelines.support.checkpoints.tiny_qwen import TURBO_SIGMAS, Qwen3Processor, qwen21, qwen21_turbo
@@ -52,8 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return qwen21(tmp_path_factory.mktemp("qwen21"))
 
 
-def case_of(scale: float, pictures: tuple[tuple[int, int], ...] = ()) -> PictureCase:
-    return PictureCase(make=qwen21, pictures=pictures, changes={"true_cfg_scale": scale})
+def case_of(scale: float, pictures: tuple[tuple[int, int], ...] = (), solver: Solver = AS_THE_MODEL) -> PictureCase:
+    return PictureCase(make=qwen21, pictures=pictures, changes={"true_cfg_scale": scale, "solver": solver})
 
 
 @contextmanager
@@ -103,9 +104,12 @@ def own_latents(folder: Path, case: PictureCase) -> Tensor:
     return latents
 
 
-@pytest.mark.parametrize(("num_ranks", "scale"), [(1, 1.0), (2, 3.0), pytest.param(4, 1.0, marks=pytest.mark.slow)])
-def test_latents_equal_the_pipelines_own(folder: Path, num_ranks: int, scale: float) -> None:
-    assert worst_difference(folder, case_of(scale), num_ranks) <= TOLERANCE
+@pytest.mark.parametrize(
+    ("num_ranks", "scale", "sigmas"),
+    [(1, 1.0, (1.0, 0.4)), (2, 3.0, ()), pytest.param(4, 1.0, (), marks=pytest.mark.slow)],
+)
+def test_latents_equal_the_pipelines_own(folder: Path, num_ranks: int, scale: float, sigmas: tuple[float, ...]) -> None:
+    assert worst_difference(folder, case_of(scale, solver=Solver(sigmas=sigmas)), num_ranks) <= TOLERANCE
 
 
 @pytest.mark.parametrize(

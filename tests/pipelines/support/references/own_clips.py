@@ -51,6 +51,7 @@ def sounding_blocks(folder: Path, request: MediaRequest, images: Images, change:
         num_inference_steps=request.num_inference_steps,
         # Prompts are filled up to it, and a tiny tokenizer has fewer.
         max_sequence_length=pipeline.tokenizer.model_max_length,
+        sigmas=list(request.solver.sigmas) or None,
         generator=torch.Generator().manual_seed(request.seed),
         output_type="pt",
         **({"image": images[0]} if images else {}),

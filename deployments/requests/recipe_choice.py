@@ -1,0 +1,80 @@
+"""The recipe of a request: its settings where the request has none of its own."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from deployments.requests.bodies import ImageBody, MediaBody, VideoBody
+from deployments.requests.model_choice import split_name
+from deployments.requests.request_errors import RequestError, shown
+from deployments.requests.rules import choose_scales, choose_solver, choose_steps
+from deployments.requests.validation import validated
+from deployments.service.interface import ModelCard
+from pipelines.recipes import Recipe
+
+B = TypeVar("B", bound=MediaBody)
+GROUPS = (("guidance_scale", "true_cfg_scale"), ("num_inference_steps", "sigmas", "timesteps"))
+"""Fields that say one thing: a request that gives one of them decides about all."""
+
+
+def with_recipe(body: B, card: ModelCard) -> B:
+    """Return ``body`` with the settings of the recipe that it names, in ``recipe`` or behind its model's name.
+
+    RequestError for an unknown recipe, or two of them.
+    """
+    name = recipe_name(body, card)
+    if name is None:
+        return body
+    recipe, (model, _) = card.recipes[name], split_name(body.model)
+    given = {field for field in type(body).model_fields if getattr(body, field) is not None}
+    for group in GROUPS:
+        given |= set(group) if given & set(group) else set()
+    changes = {field: value for field, value in recipe.settings.items() if field not in given}
+    asked = {name for name, _ in body.lora or ()}
+    loras = [(lora.name, lora.scale) for lora in recipe.loras(name, card.loras) if lora.name not in asked]
+    is_behind = split_name(body.model)[1] == name
+    changes |= {"lora": (*loras, *(body.lora or ()))}
+    return body.model_copy(update={**changes, "model": model if is_behind else body.model})
+
+
+def recipe_name(body: MediaBody, card: ModelCard) -> str | None:
+    """Return the name of the body's recipe; None if it names none."""
+    behind = split_name(body.model)[1]
+    if body.recipe is None:
+        return behind if behind in card.recipes else None
+    if body.recipe not in card.recipes:
+        known = ", ".join(card.recipes) or "none"
+        message = f"{card.name} has no recipe {shown(body.recipe)}; its recipes: {known}"
+        raise RequestError(message, "recipe", code="recipe_not_found")
+    if behind in card.recipes and behind != body.recipe:
+        raise RequestError(f"recipe is {shown(body.recipe)}, and model names {shown(behind)}; give one", "recipe")
+    return body.recipe
+
+
+def written(name: str, recipe: Recipe, card: ModelCard) -> dict[str, Any]:
+    """Return what a recipe changes, for its users."""
+    loras = [{"name": lora.name, "scale": lora.scale} for lora in recipe.loras(name, card.loras)]
+    likeness = {} if recipe.likeness is None else {"likeness": recipe.likeness}
+    return {**recipe.settings, **({"lora": loras} if loras else {}), **likeness}
+
+
+def check_recipes(card: ModelCard) -> None:
+    """Raise ValueError, which names the recipe, if the model refuses its settings."""
+    kind = VideoBody if card.defaults.kind == "video" else ImageBody
+    known = [lora.name for lora in card.loras]
+    for name, recipe in card.recipes.items():
+        try:
+            if missing := [lora.name for lora in recipe.lora if lora.name not in known]:
+                raise ValueError(f"the model has no adapter {missing[0]}; its adapters: {', '.join(known) or 'none'}")
+            body = with_recipe(validated(kind, {"prompt": "a", "recipe": name}), card)
+            validated(kind, {"prompt": "a", **recipe.settings})
+            guidance_scale, true_cfg_scale = choose_scales(body, card)
+            card.defaults.request(
+                num_inference_steps=choose_steps(body, card.defaults),
+                guidance_scale=guidance_scale,
+                true_cfg_scale=true_cfg_scale,
+                solver=choose_solver(body),
+                cache=body.cache or "off",
+            )
+        except (RequestError, ValueError) as error:
+            raise ValueError(f"the recipe {name} of {card.name}: {error}") from None

@@ -1,0 +1,106 @@
+"""Named ways to use a model: adapters, solver, steps and guidance as defaults of a request. Needs no torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from pipelines.caching import CacheMode
+from pipelines.lora.source import NAME, LoraSource, check_scale
+from pipelines.request import Lora
+
+FILES = ("path", "file", "path_2", "file_2", "scale")
+"""Fields about the recipe's own adapter."""
+ABOUT = ("likeness",)
+PARTS = ("transformer", "transformer_2")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """Defaults of the requests that name it. Empty and None: as the model has them."""
+
+    path: str = ""
+    """Its adapter: a file, a folder or a hub id. It has the recipe's name."""
+    file: str = ""
+    """The file in that folder or repository."""
+    path_2: str = ""
+    """The adapter of a second transformer."""
+    file_2: str = ""
+    scale: float | None = None
+    """Scale of its adapter; None: 1."""
+    lora: tuple[Lora, ...] = ()
+    """Further adapters of the model, by name."""
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    true_cfg_scale: float | None = None
+    guidance_scale_2: float | None = None
+    boundary_ratio: float | None = None
+    scheduler: str = ""
+    flow_shift: float | None = None
+    sigmas: tuple[float, ...] = ()
+    timesteps: tuple[float, ...] = ()
+    cache: CacheMode | None = None
+    likeness: float | None = None
+    """Likeness to the model's own pictures, as it was measured."""
+
+    def __post_init__(self) -> None:
+        if (self.file and not self.path) or (self.path_2 and not self.path) or (self.file_2 and not self.path):
+            raise ValueError("a recipe with file, path_2 or file_2 needs a path: a file, a folder or a hub id")
+        if self.scale is not None:
+            check_scale(self.scale)
+
+    def over(self, base: Recipe) -> Recipe:
+        """Return ``base`` with the values that this recipe has."""
+        return replace(base, **self.values)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The fields that are set."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {name: value for name, value in values.items() if value is not None and value not in ("", ())}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of a request that it changes, its adapters aside."""
+        return {name: value for name, value in self.values.items() if name not in (*FILES, *ABOUT, "lora")}
+
+    def sources(self, name: str) -> tuple[LoraSource, ...]:
+        """Return its own adapter, one for each transformer, under ``name``."""
+        if not self.path:
+            return ()
+        scale = 1.0 if self.scale is None else self.scale
+        if not self.path_2 and not self.file_2:
+            return (LoraSource(path=self.path, file=self.file, name=name, scale=scale),)
+        second = LoraSource(path=self.path_2 or self.path, file=self.file_2, name=name, scale=scale, part=PARTS[1])
+        return (LoraSource(path=self.path, file=self.file, name=name, scale=scale, part=PARTS[0]), second)
+
+    def loras(self, name: str, known: tuple[Lora, ...]) -> tuple[Lora, ...]:
+        """Return its adapters, given those of the model: the one of its name, if there is one, and its others."""
+        own = tuple(
+            lora if self.scale is None else replace(lora, scale=self.scale) for lora in known if lora.name == name
+        )
+        return (*own, *self.lora)
+
+
+def check_recipe_name(name: str) -> None:
+    """Raise ValueError for a name that a request cannot give behind its model's."""
+    if not re.fullmatch(NAME, name):
+        raise ValueError(f"{name!r} is no name for a recipe: letters, digits, points, dashes, underscores")
+
+
+def merged(configured: Mapping[str, Recipe], shipped: Mapping[str, Recipe]) -> dict[str, Recipe]:
+    """Return the ``configured`` recipes, each over the one of its name that the family ships.
+
+    ValueError for one that changes nothing.
+    """
+    recipes = {name: recipe.over(shipped.get(name, NO_RECIPE)) for name, recipe in configured.items()}
+    for name, recipe in recipes.items():
+        if not recipe.values:
+            known = ", ".join(shipped) or "none"
+            raise ValueError(f"the recipe {name} changes nothing; recipes that ship with this model's family: {known}")
+    return recipes
+
+
+NO_RECIPE = Recipe()

@@ -1,0 +1,203 @@
+"""Recipes: named defaults of requests, which a request's own fields win over."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deployments.cli.serving import CONFIGS, parse_config
+from deployments.http.answers import Model
+from deployments.ingress import make_cards
+from deployments.requests.bodies import ImageBody
+from deployments.requests.handle import handle_request
+from deployments.requests.recipe_choice import check_recipes, with_recipe
+from deployments.requests.request_errors import RequestError
+from deployments.requests.rules import choose_steps
+from deployments.requests.validation import validated
+from deployments.service.interface import ModelCard
+from pipelines.checkpoint import Checkpoint
+from pipelines.loading import PUBLISHED
+from pipelines.lora.source import LoraSource
+from pipelines.recipes import Recipe, merged
+from pipelines.request import Lora, MediaRequest
+from pipelines.solver import Solver, SolverLimits
+from tests.deployments.http.conftest import build, client_of
+from tests.deployments.http.routes.test_images import IMAGES
+from tests.deployments.support.fake_studio import PICTURES, FakeStudio
+
+LIMITS = SolverLimits(scheduler="euler", schedulers=("euler", "unipc"), is_flow=True, inputs=("sigmas",))
+INK, TURBO = Lora(name="ink", scale=0.5), Lora(name="turbo")
+RECIPES = {
+    "turbo": Recipe(num_inference_steps=2, guidance_scale=1.5, flow_shift=3.0, cache="off", scale=0.125, likeness=0.9),
+    "steps": Recipe(sigmas=(1.0, 0.6, 0.2), true_cfg_scale=2.0, scheduler="unipc", lora=(Lora(name="ink", scale=0.7),)),
+}
+CARD = ModelCard(
+    name="flux", family="f", created=0, defaults=replace(PICTURES, solver=LIMITS), loras=(INK, TURBO), recipes=RECIPES
+)
+
+
+def asked(**fields: Any) -> MediaRequest:
+    request, *_ = handle_request({"flux": CARD}, "id", {"prompt": "a", **fields})
+    return request
+
+
+def test_a_recipe_is_the_default() -> None:
+    for named in ({"recipe": "turbo"}, {"model": "flux:turbo"}, {"model": "flux:turbo", "recipe": "turbo"}):
+        request = asked(**named)
+        assert (request.num_inference_steps, request.guidance_scale) == (2, 1.5)
+        assert request.solver == Solver(flow_shift=3.0)
+        assert request.loras == (Lora(name="turbo", scale=0.125),)
+        assert request.model == "flux"
+    request = asked(recipe="steps")
+    assert (request.num_inference_steps, request.true_cfg_scale) == (3, 2.0)
+    assert request.solver == Solver(sigmas=(1.0, 0.6, 0.2), scheduler="unipc")
+    assert request.loras == (Lora(name="ink", scale=0.7),)
+    plain = asked()
+    assert (plain.num_inference_steps, plain.loras, plain.solver) == (PICTURES.num_inference_steps, (), Solver())
+
+
+def test_what_the_request_says_wins() -> None:
+    request = asked(recipe="turbo", num_inference_steps=5, guidance_scale=2.5, flow_shift=1.0, quality="high")
+    assert (request.num_inference_steps, request.guidance_scale) == (5, 2.5)
+    assert request.solver == Solver(flow_shift=1.0)
+    request = asked(recipe="steps", num_inference_steps=5, guidance_scale=2.5)
+    assert (request.num_inference_steps, request.solver) == (5, Solver(scheduler="unipc"))
+    assert (request.guidance_scale, request.true_cfg_scale) == (2.5, PICTURES.true_cfg_scale)
+    assert asked(recipe="turbo", sigmas=[1.0]).num_inference_steps == 1
+    assert asked(recipe="turbo", quality="high").num_inference_steps == 2
+
+
+def test_adapters_are_added_to_those_of_the_recipe() -> None:
+    both = asked(recipe="turbo", lora=[{"name": "ink"}])
+    assert both.loras == (INK, Lora(name="turbo", scale=0.125))
+    assert asked(recipe="turbo", lora=[{"name": "turbo", "scale": 1.0}]).loras == (TURBO,)
+    assert asked(model="flux:ink", recipe="turbo").loras == both.loras
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code", "told"),
+    [
+        ({"recipe": "fast"}, "recipe", "recipe_not_found", "flux has no recipe 'fast'; its recipes: turbo, steps"),
+        ({"model": "flux:fast"}, "model", "lora_not_found", "its adapters: ink, turbo; its recipes: turbo, steps"),
+        ({"model": "flux:turbo", "recipe": "steps"}, "recipe", "invalid_value", "model names 'turbo'; give one"),
+        ({"recipe": "turbo", "negative_prompt": "b"}, "negative_prompt", "invalid_value", "true_cfg_scale is 1"),
+    ],
+)
+def test_an_unknown_recipe_is_refused(fields: dict[str, Any], param: str, code: str, told: str) -> None:
+    with pytest.raises(RequestError, match=told) as caught:
+        asked(**fields)
+    assert (caught.value.param, caught.value.code) == (param, code)
+
+
+def test_recipes_are_listed_with_what_they_change() -> None:
+    first, *others = Model.all_of(CARD)
+    assert first.loras == (INK,)
+    assert first.recipes["turbo"] == {
+        "num_inference_steps": 2,
+        "guidance_scale": 1.5,
+        "flow_shift": 3.0,
+        "cache": "off",
+        "lora": [{"name": "turbo", "scale": 0.125}],
+        "likeness": 0.9,
+    }
+    assert [(one.id, one.parent) for one in others] == [
+        ("flux:ink", "flux"),
+        ("flux:turbo", "flux"),
+        ("flux:steps", "flux"),
+    ]
+
+
+@pytest.mark.parametrize("named", [{"recipe": "quick"}, {"model": "fake-pictures:quick"}], ids=str)
+async def test_http_knows_recipes(named: dict[str, Any], tmp_path: Path) -> None:
+    studio = FakeStudio(recipes={"quick": Recipe(num_inference_steps=1)})
+    async with client_of(build(studio, tmp_path)) as client:
+        answer = await client.post(IMAGES, json={"prompt": "a", **named})
+        assert (answer.status_code, answer.json()["num_inference_steps"]) == (200, 1)
+        clip = await client.post("/v1/videos", json={"prompt": "a", "recipe": "quick"})
+        assert clip.json()["num_inference_steps"] == 1
+        listed = (await client.get("/v1/models/fake-pictures")).json()
+        assert listed["recipes"] == {"quick": {"num_inference_steps": 1}}
+        assert (await client.get("/v1/models/fake-pictures:quick")).json()["parent"] == "fake-pictures"
+        unknown = await client.post(IMAGES, json={"prompt": "a", "recipe": "slow"})
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (400, "recipe_not_found")
+    assert [request.num_inference_steps for request in studio.performed][:1] == [1]
+
+
+LAPTOP = yaml.safe_load((CONFIGS / "laptop.yaml").read_text())
+
+
+def served_with(recipes: Any, loras: Any = ()) -> Any:
+    document = copy.deepcopy(LAPTOP)
+    model = document["applications"][0]["args"]["models"][0]
+    model |= {"recipes": recipes, "loras": list(loras)}
+    return parse_config(document).app
+
+
+def test_a_configuration_names_recipes_and_their_adapters() -> None:
+    two = {"path": "a", "file": "high.safetensors", "file_2": "low.safetensors", "scale": 0.5}
+    app = served_with({"few": {"num_inference_steps": 4, "flow_shift": 2}, "two": two}, [{"path": "always"}])
+    assert app.models[0].adapters == (
+        LoraSource(path="always"),
+        LoraSource(name="two", path="a", file="high.safetensors", scale=0.5, part="transformer"),
+        LoraSource(name="two", path="a", file="low.safetensors", scale=0.5, part="transformer_2"),
+    )
+    card = make_cards(app)["flux-shapes"]
+    assert card.loras == (Lora(name="two", scale=0.5),)
+    body = with_recipe(validated(ImageBody, {"prompt": "a", "recipe": "few"}), card)
+    assert (body.num_inference_steps, body.flow_shift) == (4, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("recipes", "told"),
+    [
+        ({"a:b": {"num_inference_steps": 4}}, "'a:b' is no name for a recipe"),
+        ({"few": {"steps": 4}}, "recipes.few.steps is no key here"),
+        ({"few": {"file": "a"}}, "needs a path"),
+        ({"few": {"path": "a", "scale": 11}}, "scale is 11"),
+        ({"few": {}}, "the recipe few changes nothing; recipes that ship with this model's family:"),
+        ({"few": {"num_inference_steps": 1000}}, "the recipe few of flux-shapes: num_inference_steps is 1000"),
+        ({"few": {"scheduler": "ddim"}}, "the recipe few of flux-shapes: scheduler is 'ddim'"),
+        ({"few": {"lora": [{"name": "ink"}]}}, "the recipe few of flux-shapes: the model has no adapter ink"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_starts(recipes: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make_cards(served_with(recipes))
+
+
+SHIPPED: dict[str, dict[str, int]] = {
+    "FLUX.1-dev": {"turbo-8": 8, "hyper-8": 8, "hyper-16": 16},
+    "FLUX.1-schnell": {},
+    "FLUX.1-Kontext-dev": {},
+    "Qwen-Image": {"lightning-4": 4, "lightning-8": 8},
+    "Qwen-Image-Edit": {"lightning-4": 4, "lightning-8": 8},
+    "Qwen-Image-Edit-2509": {"lightning-4": 4, "lightning-8": 8},
+    "Qwen-Image-Layered": {},
+    "LTX-2": {"distilled-8": 8},
+    "Wan2.1-T2V-1.3B": {},
+    "Wan2.1-T2V-14B": {"lightx2v-4": 4},
+    "Wan2.1-I2V-14B-480P": {"lightx2v-4": 4},
+    "Wan2.2-T2V-A14B": {"lightning-4": 4},
+    "Wan2.2-TI2V-5B": {},
+}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_recipes_suit_their_models(name: str) -> None:
+    """They are defaults of what a configuration names, whose adapter is the user's."""
+    checkpoint = Checkpoint.open(str(PUBLISHED / name), weights=False)
+    shipped = checkpoint.spec.recipes(checkpoint.path)
+    assert shipped.keys() == SHIPPED[name].keys()
+    configured = merged({one: Recipe(path="a.safetensors") for one in shipped}, shipped)
+    loras = tuple(Lora(name=one) for one in shipped)
+    card = ModelCard(name="m", family="f", created=0, defaults=checkpoint.defaults, loras=loras, recipes=configured)
+    check_recipes(card)
+    for one, num_steps in SHIPPED[name].items():
+        body = with_recipe(validated(ImageBody, {"prompt": "a", "recipe": one}), card)
+        assert choose_steps(body, card.defaults) == num_steps
+        assert [lora for lora, _ in body.lora or ()] == [one]
