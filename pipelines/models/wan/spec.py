@@ -132,9 +132,9 @@ FOUR_STEPS = Recipe(scheduler="euler", sigmas=(1.0, 0.75, 0.5, 0.25), flow_shift
 
 For Wan 2.2 from the configurations of Wan2.2-Lightning (wan/configs/wan_t2v_A14B.py and wan_i2v_A14B.py), whose files
 are high_noise_model.safetensors and low_noise_model.safetensors in a folder of lightx2v/Wan2.2-Lightning. For Wan 2.1
-from LightX2V (configs/distill/wan21/wan_t2v_distill_lora_4step_cfg.json); its files, in lightx2v/Wan2.1-Distill-Loras:
-wan2.1_t2v_14b_lora_rank64_lightx2v_4step.safetensors and wan2.1_i2v_lora_rank64_lightx2v_4step.safetensors. Its own
-solver draws new noise between these steps; here Euler's goes on with the old.
+from LightX2V (configs/distill/wan21/wan_t2v_distill_lora_4step_cfg.json); its file, in lightx2v/Wan2.1-Distill-Loras,
+is wan2.1_t2v_14b_lora_rank64_lightx2v_4step.safetensors. Its own solver draws new noise between these steps; here
+Euler's goes on with the old.
 """
 
 
@@ -207,11 +207,13 @@ class WanSpec(ModelSpec):
             lazy("pipelines.models.wan.patches:extend_blocks")(blocks)
 
     def recipes(self, path: Path) -> Mapping[str, Recipe]:
-        """Return those of the models with 14B parameters in a transformer."""
-        index = read_index(path)
-        if read_config(path, "transformer")["num_layers"] <= SMALL_LAYERS or index.get("expand_timesteps"):
+        """Return those of the models with 14B parameters in a transformer; of Wan 2.1 for text to clip alone."""
+        index, config = read_index(path), read_config(path, "transformer")
+        if config["num_layers"] <= SMALL_LAYERS or index.get("expand_timesteps"):
             return {}
-        return {"lightx2v-4": FOUR_STEPS} if index.get("boundary_ratio") is None else {"lightning-4": FOUR_STEPS}
+        if index.get("boundary_ratio") is not None:
+            return {"lightning-4": FOUR_STEPS}
+        return {"lightx2v-4": FOUR_STEPS} if config["in_channels"] == config["out_channels"] else {}
 
     def defaults(self, path: Path) -> Defaults:
         """Return the defaults of the published model that the folder resembles, with its own grid."""
