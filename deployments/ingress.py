@@ -54,6 +54,7 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
             aliases=model.aliases,
             loras=named(model.loras),
             description=checkpoint.description,
+            path="whole pipeline" if checkpoint.spec.is_whole else "blocks",
         )
     return cards
 

@@ -11,7 +11,7 @@ from deployments.clips.database import ClipRecord
 from deployments.http.streams import Event
 from deployments.requests.model_choice import BEHIND
 from deployments.requests.rules import QUALITY_SHARES, Quality, quality_steps
-from deployments.service.interface import ModelCard, Progress, StageTimes
+from deployments.service.interface import ModelCard, ModelPath, Progress, StageTimes
 from pipelines.caching import CacheMode
 from pipelines.defaults import Defaults
 from pipelines.request import Lora, MediaKind
@@ -29,6 +29,7 @@ class Model(BaseModel):
     kind: MediaKind = Field(description="image or video; beyond OpenAI")
     kinds: tuple[MediaKind, ...] = Field(description="All that it makes, its kind first; beyond OpenAI.")
     family: str = Field(description="beyond OpenAI")
+    path: ModelPath = Field(description="How steps are made: by blocks, or by a pipeline's own call. Beyond OpenAI.")
     aliases: tuple[str, ...] = Field(description="Other names that requests may give it; beyond OpenAI.")
     loras: tuple[Lora, ...] = Field(description="Adapters that requests may name, with their scales; beyond OpenAI.")
     parent: str | None = Field(default=None, description="The model that this one is, with an adapter; beyond OpenAI.")
@@ -51,6 +52,7 @@ class Model(BaseModel):
             kind=defaults.kind,
             kinds=defaults.kinds,
             family=card.family,
+            path=card.path,
             aliases=card.aliases,
             loras=card.loras,
             description=description.text,

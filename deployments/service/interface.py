@@ -12,6 +12,7 @@ from pipelines.description import NO_DESCRIPTION, Description
 from pipelines.request import NO_PICTURES, InputPictures, Lora, MediaRequest
 
 MediaFormat = Literal["png", "jpeg", "webp", "mp4"]
+ModelPath = Literal["blocks", "whole pipeline"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +28,8 @@ class ModelCard:
     """A served model: name in the API, family, the folder's mtime (Unix seconds), defaults and limits.
 
     ``aliases`` are other names of it in requests. ``loras`` are adapters that requests may name, each with its default
-    scale. ``description``: what it draws, and examples.
+    scale. ``description``: what it draws, and examples. ``path``: how steps are made, by diffusers' blocks or by the
+    pipeline's own call.
     """
 
     name: str
@@ -37,6 +39,7 @@ class ModelCard:
     aliases: tuple[str, ...] = ()
     loras: tuple[Lora, ...] = ()
     description: Description = NO_DESCRIPTION
+    path: ModelPath = "blocks"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
