@@ -99,7 +99,7 @@ class ModelConfig(_Config):
         return self
 
     def whole_problems(self, family: str) -> Iterator[str]:
-        """Yield the settings that have no effect on a pipeline that runs as a whole, on one rank a gang."""
+        """Yield the settings that a pipeline does not support that runs as a whole, on one rank a gang."""
         denoiser, decoder = self.denoiser, self.decoder
         settings = (
             ("engine", denoiser.engine, ("torch",)),
@@ -118,10 +118,8 @@ class ModelConfig(_Config):
         )
         for key, given, allowed in settings:
             if given not in allowed:
-                yield (
-                    f"{key} is {given!r}; {family} runs as a whole pipeline, on one rank a gang with the engine torch, "
-                    f"which does not support it: leave {key} out"
-                )
+                needed = " or ".join(repr(one) for one in allowed)
+                yield f"{key} is {given!r}; {family} runs as a whole pipeline on one rank: it must be {needed}"
 
     @property
     def max_jobs(self) -> int:
