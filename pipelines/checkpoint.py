@@ -244,7 +244,9 @@ class Checkpoint:
         from pipelines.blocks.opened import OpenedPipeline
 
         if self.spec.is_whole:
-            raise ValueError(f"{self.spec.family} runs as a whole pipeline: its steps cannot be seen from outside")
+            raise ValueError(
+                f"{self.spec.family} runs as a whole pipeline: it cannot be estimated, exported or calibrated"
+            )
         return OpenedPipeline(self.path, self.device, self.dtype, self.file)
 
     @cached_property

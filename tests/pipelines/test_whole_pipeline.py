@@ -166,7 +166,9 @@ def test_jobs_that_take_turns_do_not_mix(folders: Callable[[Make], Path]) -> Non
         rank.admit(job_id, request)
         rank.step(job_id, 1)
     for job_id, request in requests.items():
-        assert np.array_equal(rank.step(job_id, 2, "final"), own_frames(folder, request))
+        frames = rank.step(job_id, 2, "final")
+        assert frames is not None
+        assert np.array_equal(frames, own_frames(folder, request))
     assert threads_of_calls() == []
 
 

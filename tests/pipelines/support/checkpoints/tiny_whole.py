@@ -91,25 +91,15 @@ def sana(path: Path) -> Path:
         caption_channels=HIDDEN,
         sample_size=32,
     )
-    blocks, widths, multiscales = ("ResBlock",) * 5 + ("EfficientViTBlock",), (4,) * 5 + (8,), ((),) * 5 + ((5,),)
-    vae = AutoencoderDC(
-        in_channels=3,
-        latent_channels=4,
-        attention_head_dim=2,
-        encoder_block_types=blocks,
-        decoder_block_types=blocks,
-        encoder_block_out_channels=widths,
-        decoder_block_out_channels=widths,
-        encoder_qkv_multiscales=multiscales,
-        decoder_qkv_multiscales=multiscales,
-        encoder_layers_per_block=(1,) * 6,
-        decoder_layers_per_block=(1,) * 6,
-        downsample_block_type="conv",
-        upsample_block_type="interpolate",
-        decoder_norm_types="rms_norm",
-        decoder_act_fns="silu",
-        scaling_factor=0.41,
-    )
+    stages = {
+        "block_types": ("ResBlock",) * 5 + ("EfficientViTBlock",),
+        "block_out_channels": (4,) * 5 + (8,),
+        "qkv_multiscales": ((),) * 5 + ((5,),),
+        "layers_per_block": (1,) * 6,
+    }
+    both = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in stages.items()}
+    kinds = {"downsample_block_type": "conv", "upsample_block_type": "interpolate", "decoder_act_fns": "silu"}
+    vae = AutoencoderDC(latent_channels=4, attention_head_dim=2, **both, **kinds, scaling_factor=0.41)
     SanaPipeline(
         tokenizer=chat_tokenizer(),
         text_encoder=language_model("Gemma2Model"),
