@@ -6,6 +6,7 @@ Sections of a model's deployments are in ``stages.stage_config``, limits of the 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -104,6 +105,29 @@ class ModelConfig(_Config):
                 "them out"
             )
         return self
+
+    def whole_problems(self, family: str) -> Iterator[str]:
+        """Yield the settings that a pipeline does not support that runs as a whole, on one rank a gang."""
+        denoiser, decoder = self.denoiser, self.decoder
+        settings = (
+            ("engine", denoiser.engine, ("torch",)),
+            ("num_ranks", denoiser.num_ranks, (1,)),
+            ("strategy", denoiser.strategy, ("auto",)),
+            ("precision", denoiser.precision, ("auto", "native")),
+            ("load", denoiser.load, ("auto", "whole")),
+            ("warm_sizes", denoiser.warm_sizes, ((),)),
+            ("torch", denoiser.torch, (None,)),
+            ("loras", self.adapters, ((),)),
+            ("base", self.base, ("",)),
+            ("text_encoder.compile", self.text_encoder.compile, (False,)),
+            ("decoder.compile", decoder.compile, (False,)),
+            ("decoder.memory_gib", decoder.memory_gib, (None,)),
+            ("decoder.num_devices", decoder.num_devices, (1,)),
+        )
+        for key, given, allowed in settings:
+            if given not in allowed:
+                needed = " or ".join(repr(one) for one in allowed)
+                yield f"{key} is {given!r}; {family} runs as a whole pipeline on one rank: it must be {needed}"
 
     @property
     def adapters(self) -> tuple[LoraSource, ...]:

@@ -60,6 +60,7 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
             recipes=merged(model.recipes, checkpoint.spec.recipes(checkpoint.path)),
             description=checkpoint.description,
             enhances_prompts=enhancers[model.name].default if model.name in enhancers else None,
+            path="whole pipeline" if checkpoint.spec.is_whole else "blocks",
         )
         check_recipes(cards[model.name])
     return cards

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from engines.core.engine import Engine
 from engines.core.model import Branch, DenoiserModel
 from pipelines.defaults import Defaults, with_own_defaults
 from pipelines.description import Description, read_description
@@ -30,6 +31,7 @@ if TYPE_CHECKING:  # reading defaults must not import torch
     from pipelines.blocks.opened import OpenedPipeline
     from pipelines.blocks.sampler import BlocksSampler
     from pipelines.blocks.state import BlocksState
+    from pipelines.models.generic.whole import WholeSpec
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,8 @@ class Checkpoint:
         """Defaults of the model, the scheduler and the folder, read without torch."""
         usual = self.spec.defaults(self.path)
         scheduled = with_schedule(self.path, usual, self.spec.schedulers, self.spec.schedules)
-        return with_own_defaults(self.path, scheduled)
+        own = with_own_defaults(self.path, scheduled)
+        return replace(own, takes_cache=own.takes_cache and not self.spec.is_whole)
 
     def eager_only(self, *, is_split: bool) -> str:
         """Return the transformer's class and why only torch can run its forward; empty if it can be exported.
@@ -115,6 +118,10 @@ class Checkpoint:
     def text_encoder(self, *, compiled: bool = False) -> BlocksEncoder:
         from pipelines.blocks.encoder import BlocksEncoder
 
+        if self.spec.is_whole:
+            from pipelines.whole_pipeline import WholeEncoder
+
+            return WholeEncoder()
         defaults = self.defaults
         return BlocksEncoder(self._opened, defaults.max_tokens, fits_pictures=defaults.fits_pictures, compiled=compiled)
 
@@ -133,6 +140,10 @@ class Checkpoint:
 
         from pipelines.blocks.decoder import BlocksDecoder
 
+        if self.spec.is_whole:
+            from pipelines.whole_pipeline import WholeDecoder
+
+            return WholeDecoder()
         devices = tuple(map(torch.device, others))
         return BlocksDecoder(self._opened, compiled=compiled, memory_bytes=memory_bytes, others=devices)
 
@@ -141,6 +152,8 @@ class Checkpoint:
 
         With ``sliced``, no weight is read yet: each rank reads its share, for models that fit no single device.
         """
+        if self.spec.is_whole:
+            return self._whole_denoiser()
         model = self._without_weights() if sliced else self._as_denoiser(self._opened.load_part)
         if self.loras:
             from pipelines.lora.model import with_loras
@@ -149,6 +162,14 @@ class Checkpoint:
         if typical is None or not self.spec.has_known_conditioning:
             return model
         return replace(model, typical_lengths=model.stream_lengths(self.first_step(typical)[0].arguments))
+
+    def own_engine(self) -> Engine | None:
+        """Return the engine that a whole pipeline needs; None for models that run on any engine."""
+        if not self.spec.is_whole:
+            return None
+        from pipelines.whole_pipeline import WholeEngine
+
+        return WholeEngine()
 
     def outline(self) -> DenoiserModel:
         """Return the transformers without weight values, from the configuration, for exports under fake tensors."""
@@ -224,13 +245,37 @@ class Checkpoint:
     def _opened(self) -> OpenedPipeline:
         from pipelines.blocks.opened import OpenedPipeline
 
+        if self.spec.is_whole:
+            raise ValueError(
+                f"{self.spec.family} runs as a whole pipeline: it cannot be estimated, exported or calibrated"
+            )
         return OpenedPipeline(self.path, self.device, self.dtype, self.file)
 
     @cached_property
     def _sampler(self) -> BlocksSampler:
         from pipelines.blocks.sampler import BlocksSampler
 
+        if self.spec.is_whole:
+            from pipelines.whole_pipeline import WholeSampler
+
+            return WholeSampler(self._whole, cast("WholeSpec", self.spec), self.defaults)
         return BlocksSampler(self._opened)
+
+    @cached_property
+    def _whole(self) -> Any:
+        """The loaded pipeline of diffusers, for models that run as a whole."""
+        from pipelines.whole_pipeline import load_whole
+
+        return load_whole(cast("WholeSpec", self.spec), str(self.path), self.device, self.dtype)
+
+    def _whole_denoiser(self) -> DenoiserModel:
+        """Return all models of a whole pipeline, for their memory; its own engine calls none of them itself."""
+        from pipelines.blocks.denoiser import as_denoiser
+        from pipelines.whole_pipeline import parts_of
+
+        if self.loras or self.file is not None:
+            raise ValueError(f"{self.spec.family} runs as a whole pipeline: it takes no loras and no transformer file")
+        return as_denoiser(parts_of(self._whole), self.spec, {}, tuple)
 
     def _as_denoiser(self, load: Callable[[str], Any]) -> DenoiserModel:
         from pipelines.blocks.blank import BlocksProbe

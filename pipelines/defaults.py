@@ -77,6 +77,8 @@ class Defaults:
     """Forwards added to (or subtracted from) those of all steps."""
     solver: SolverLimits = NO_SOLVER_LIMITS
     """Scheduler and schedules that requests may choose, from the folder alone."""
+    takes_cache: bool = True
+    """Requests may reuse predictions (``cache``)."""
     min_steps: int = 1
     min_side: int = 1
     min_frames: int = 1
@@ -202,6 +204,8 @@ class Defaults:
             raise ValueError(f"layers is {num_layers}; {allowed}")
 
     def check_cache(self, request: MediaRequest) -> None:
+        if not self.takes_cache and request.cache != "off":
+            raise ValueError(f"cache is {request.cache!r}; this model runs all steps of its pipeline: it must be off")
         if self.frames_per_chunk and request.cache != "off":
             raise ValueError(f"cache is {request.cache!r}; this model makes clips in chunks, with which it must be off")
         computed_steps(request.cache, self.num_steps_of(request))

@@ -118,6 +118,15 @@ def open_modular(path: Path) -> Any:
     return pipeline
 
 
+def has_blocks(path: Path) -> bool:
+    """Return whether diffusers has modular blocks for the folder's pipeline."""
+    try:
+        open_modular(path)
+    except ValueError:
+        return False
+    return True
+
+
 def pipelines_with_blocks() -> tuple[str, ...]:
     """Return the classes of diffusers' modular pipelines, named after the classic ones."""
     from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING

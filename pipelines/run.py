@@ -85,7 +85,7 @@ def load_pipeline(checkpoint: Checkpoint, engine: Engine | None = None) -> Pipel
     """Return all parts of ``checkpoint``; without ``engine``, a ``PlainEngine`` runs its denoiser."""
     return Pipeline(
         text_encoder=checkpoint.text_encoder(),
-        engine=engine or PlainEngine(model=checkpoint.denoiser()),
+        engine=engine or checkpoint.own_engine() or PlainEngine(model=checkpoint.denoiser()),
         sampler=checkpoint.sampler(),
         decoder=checkpoint.decoder(),
     )

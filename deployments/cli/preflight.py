@@ -273,6 +273,8 @@ def _model(model: ModelConfig) -> Iterator[str]:
 def _model_problems(model: ModelConfig) -> Iterator[str]:
     checkpoint = Checkpoint.open(model.source, weights=False)
     _ = checkpoint.defaults
+    if checkpoint.spec.is_whole:
+        yield from model.whole_problems(checkpoint.spec.family)
     yield from adapter_problems(checkpoint, model.adapters)
     _, base = split_source(model.source)
     if Path(base).is_dir():  # a hub's weights may not be downloaded yet

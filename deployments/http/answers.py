@@ -12,7 +12,7 @@ from deployments.http.streams import Event
 from deployments.requests.model_choice import BEHIND
 from deployments.requests.recipe_choice import written
 from deployments.requests.rules import QUALITY_SHARES, Quality, quality_steps
-from deployments.service.interface import ModelCard, Progress, StageTimes
+from deployments.service.interface import ModelCard, ModelPath, Progress, StageTimes
 from pipelines.caching import CacheMode
 from pipelines.defaults import Defaults
 from pipelines.request import Lora, MediaKind
@@ -31,6 +31,7 @@ class Model(BaseModel):
     kind: MediaKind = Field(description="image or video; beyond OpenAI")
     kinds: tuple[MediaKind, ...] = Field(description="All that it makes, its kind first; beyond OpenAI.")
     family: str = Field(description="beyond OpenAI")
+    path: ModelPath = Field(description="How steps are made: by blocks, or by a pipeline's own call. Beyond OpenAI.")
     aliases: tuple[str, ...] = Field(description="Other names that requests may give it; beyond OpenAI.")
     loras: tuple[Lora, ...] = Field(description="Adapters that requests may name, with their scales; beyond OpenAI.")
     enhances_prompts: bool | None = Field(
@@ -59,6 +60,7 @@ class Model(BaseModel):
             kind=defaults.kind,
             kinds=defaults.kinds,
             family=card.family,
+            path=card.path,
             aliases=card.aliases,
             loras=tuple(lora for lora in card.loras if lora.name not in card.recipes),
             recipes={name: written(name, recipe, card) for name, recipe in card.recipes.items()},

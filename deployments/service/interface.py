@@ -13,6 +13,7 @@ from pipelines.recipes import Recipe
 from pipelines.request import NO_PICTURES, InputPictures, Lora, MediaRequest
 
 MediaFormat = Literal["png", "jpeg", "webp", "mp4"]
+ModelPath = Literal["blocks", "whole pipeline"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +31,7 @@ class ModelCard:
     ``aliases`` are other names of it in requests. ``loras`` are adapters that requests may name, each with its default
     scale, ``recipes`` defaults of requests that name them. ``description``: what it draws, and examples.
     ``enhances_prompts``: the default of ``enhance_prompt``; None without a prompt enhancer.
+    ``path``: how steps are made, by diffusers' blocks or by the pipeline's own call.
     """
 
     name: str
@@ -41,6 +43,7 @@ class ModelCard:
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
     description: Description = NO_DESCRIPTION
     enhances_prompts: bool | None = None
+    path: ModelPath = "blocks"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

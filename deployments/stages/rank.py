@@ -46,6 +46,8 @@ class LoadRankParts:
             checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, loras=self.model.adapters)
             eager_only = checkpoint.eager_only(is_split=config.splits_tokens)
             config.check_engine(self.model.dtype, eager_only=eager_only)  # before weights are read
+            if checkpoint.spec.is_whole and (problems := tuple(self.model.whole_problems(checkpoint.spec.family))):
+                raise ValueError("; ".join(problems))
             denoiser = self._denoiser(checkpoint, context)
         return partial(_build, self.model, context, checkpoint, denoiser)
 
@@ -70,7 +72,7 @@ def _build(model: ModelConfig, context: RankContext, checkpoint: Checkpoint, den
     config = model.denoiser
     start_s = time.monotonic()
     steps = checkpoint.first_steps(config.warm_sizes, denoiser.modules, fills_prompts=config.fills_prompts)
-    engine = load_engine(
+    engine = checkpoint.own_engine() or load_engine(
         config.engine,
         denoiser,
         context,

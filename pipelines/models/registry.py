@@ -35,8 +35,12 @@ FAMILY_FOLDERS = {
 
 
 def spec_of(path: Path) -> ModelSpec:
-    """Return the spec of the transformer of a diffusers folder. ValueError for other folders and unknown classes."""
-    return load_spec(transformer_class(path))
+    """Return the spec of a diffusers folder: of its transformer, or of its pipeline if that has no modular blocks.
+
+    ValueError for other folders and unknown classes.
+    """
+    name = transformer_class(path)
+    return (None if name in FAMILY_FOLDERS else _whole_spec(path)) or load_spec(name)
 
 
 def transformer_class(path: Path) -> str:
@@ -52,6 +56,15 @@ def load_spec(class_name: str) -> ModelSpec:
     if class_name in FAMILY_FOLDERS:
         return cast(ModelSpec, import_module(f"pipelines.models.{FAMILY_FOLDERS[class_name]}.spec").SPEC)
     return _generic_spec(class_name)
+
+
+def _whole_spec(path: Path) -> ModelSpec | None:
+    from pipelines.models.generic.whole import whole_spec
+
+    spec = whole_spec(path)
+    if spec is not None:
+        logger.warning("diffusers has no blocks for the %s: its own call runs on one rank a gang", spec.family)
+    return spec
 
 
 @cache

@@ -91,6 +91,8 @@ class ModelSpec(ABC):
     """Name patterns (``*`` for a number) of attentions whose keys every rank has whole."""
     counts_heads: bool = False
     """Whether attention processors split features by ``heads``; a ``tensor`` rank holds only a share of them."""
+    is_whole: bool = False
+    """Whether the pipeline's own ``__call__`` runs on a rank, from text encoder to decoder (``generic.whole``)."""
     has_known_conditioning: bool = True
     """Whether ``blank_conditioning`` is implemented. If not, a gang warms up with its first request, unchecked."""
     reads_values: bool = False

@@ -153,9 +153,9 @@ def test_pixels_come_out(make: Any, folders: Callable[[Any], Path]) -> None:
 def test_a_pipeline_without_blocks_is_an_error_that_lists_others(tmp_path: Path) -> None:
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "config.json").write_text('{"_class_name": "SanaTransformer2DModel"}')
-    index = '{"_class_name": "SanaPipeline", "transformer": ["diffusers", "SanaTransformer2DModel"]}'
+    index = '{"_class_name": "NoSuchPipeline", "transformer": ["diffusers", "SanaTransformer2DModel"]}'
     (tmp_path / "model_index.json").write_text(index)
-    with pytest.raises(ValueError, match=r"no blocks for the SanaPipeline.*WanModularPipeline"):
+    with pytest.raises(ValueError, match=r"no blocks for the NoSuchPipeline.*WanModularPipeline"):
         _ = Checkpoint(tmp_path).defaults
     (tmp_path / "model_index.json").write_text('{"transformer": ["diffusers", "NoSuchTransformer"]}')
     with pytest.raises(ValueError, match="diffusers has no class"):

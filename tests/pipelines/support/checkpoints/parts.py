@@ -54,13 +54,13 @@ def chat_tokenizer(chat: str = CHAT) -> Any:
     return tokenizer(1024, chat)
 
 
-def clip(width: int = HIDDEN, num_layers: int = 1, kind: str = "CLIPTextModel") -> Any:
+def clip(width: int = HIDDEN, num_layers: int = 1, kind: str = "CLIPTextModel", max_length: int = TEXT_TOKENS) -> Any:
     """Or ``CLIPTextModelWithProjection``."""
     import transformers
 
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": num_layers}
     ids = {"vocab_size": len(ALPHABET), "eos_token_id": ALPHABET.index("<eos>"), "pad_token_id": 0, "bos_token_id": 1}
-    lengths = {"max_position_embeddings": TEXT_TOKENS, "projection_dim": 32}
+    lengths = {"max_position_embeddings": max_length, "projection_dim": 32}
     config = transformers.CLIPTextConfig(**sizes, **ids, **lengths, num_attention_heads=2)
     return shake(getattr(transformers, kind)(config))
 

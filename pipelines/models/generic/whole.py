@@ -1,0 +1,152 @@
+"""A pipeline without modular blocks: its own ``__call__`` runs on one rank a gang.
+
+Capabilities come from the signature of the call, sizes from the configuration of its parts, or both from a folder's
+``troupe.json``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from engines.core.shard_plan import ShardPlan
+from pipelines.defaults import Defaults
+from pipelines.directory import (
+    CLASSIC,
+    CLASSIC_INDEX,
+    DENOISERS,
+    has_blocks,
+    part_class,
+    part_folder,
+    read_config,
+    read_index,
+)
+from pipelines.models.generic.spec import CLIP, FPS, LONGEST_CLIP, NUM_FRAMES, NUM_STEPS, PICTURE, TOKENS, GenericSpec
+from pipelines.models.spec import Config
+
+NEEDS_PICTURE = ("Img2Img", "ImageToImage", "ImageToVideo", "Inpaint", "Edit", "Upscale")
+"""Parts of the names of pipelines that need a picture, although their signature has a default."""
+STAGES = ("block_out_channels", "encoder_block_out_channels")
+SPATIAL = ("scale_factor_spatial", "spatial_compression_ratio", "ffactor_spatial")
+TEMPORAL = ("scale_factor_temporal", "temporal_compression_ratio", "ffactor_temporal")
+"""Keys of auto-encoders' configurations: stages, or pixels and frames per latent value."""
+SIDES = ("sample_width", "sample_height")
+USUAL_SCALE, USUAL_TEMPORAL = 8, 4
+
+
+def whole_spec(path: Path) -> WholeSpec | None:
+    """Return the spec of a classic pipeline of diffusers without blocks; None for folders of any other kind."""
+    if not (path / CLASSIC_INDEX).is_file():
+        return None
+    name = str(read_index(path).get("_class_name"))
+    pipeline = getattr(import_module("diffusers"), name, None) if name.endswith(CLASSIC) else None
+    return None if pipeline is None or has_blocks(path) else WholeSpec(pipeline)
+
+
+class WholeSpec(GenericSpec):
+    """A class of diffusers' classic pipelines. Nothing of it is divided, exported, quantised or cached."""
+
+    is_whole = True
+    eager_only = "is called by its own pipeline"
+
+    def __init__(self, pipeline_class: Any) -> None:
+        super().__init__(pipeline_class)
+        self.pipeline_class = pipeline_class
+
+    @cached_property
+    def inputs(self) -> Mapping[str, Any]:
+        """The inputs of the call with their defaults; None for those without a default."""
+        parameters = inspect.signature(self.pipeline_class.__call__).parameters.values()
+        return {one.name: None if one.default is one.empty else one.default for one in parameters}
+
+    @property
+    def has_distilled_scale(self) -> bool:
+        """True if the call's ``guidance_scale`` is no weight of a negative prompt."""
+        return "true_cfg_scale" in self.inputs or "negative_prompt" not in self.inputs
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        return ShardPlan(streams=(TOKENS,), blocks=(), shards=(), gathers=(), linears=())
+
+    def defaults(self, path: Path) -> Defaults:
+        inputs, is_video = self.inputs, "num_frames" in self.inputs
+        scale, temporal = vae_scales(path)
+        width, height = self._size(path, scale, CLIP if is_video else PICTURE)
+        num_frames = self._num_frames(path, temporal) if is_video else 1
+        is_in_groups = (num_frames - 1) % temporal == 0
+        return Defaults(
+            kind="video" if is_video else "image",
+            width=width,
+            height=height,
+            num_frames=num_frames,
+            fps=int(inputs.get("fps") or inputs.get("frame_rate") or FPS) if is_video else 0,
+            num_inference_steps=int(inputs.get("num_inference_steps") or NUM_STEPS),
+            **self._guidance(),
+            size_multiple=math.lcm(16, scale * _patch_size(path)),
+            frame_multiple=temporal if is_video and is_in_groups else 1,
+            max_pixels=max(1280 * 720 if is_video else 2048 * 2048, width * height),
+            max_frames=max(LONGEST_CLIP, num_frames) if is_video else 1,
+            max_steps=max(100, int(inputs.get("num_inference_steps") or 0)),
+            max_pictures=int("image" in inputs),
+            min_pictures=int("image" in inputs and self._needs_picture),
+            takes_mask="image" in inputs and "mask_image" in inputs,
+            needs_mask="image" in inputs and "mask_image" in inputs and self._needs_picture,
+            takes_strength="image" in inputs and "strength" in inputs,
+            strength=float(inputs.get("strength") or 1.0),
+            rounds_steps_down=True,
+            takes_cache=False,
+        )
+
+    @property
+    def _needs_picture(self) -> bool:
+        parameter = inspect.signature(self.pipeline_class.__call__).parameters["image"]
+        return parameter.default is parameter.empty or any(word in self.family for word in NEEDS_PICTURE)
+
+    def _guidance(self) -> dict[str, Any]:
+        scale, true_scale = self.inputs.get("guidance_scale"), self.inputs.get("true_cfg_scale")
+        if self.has_distilled_scale:
+            return {"guidance_scale": float(scale or 0.0), "true_cfg_scale": float(true_scale or 1.0)}
+        return {"guidance_scale": 0.0, "true_cfg_scale": float(scale or 1.0)}
+
+    def _size(self, path: Path, scale: int, usual: tuple[int, int]) -> tuple[int, int]:
+        """Return the call's size, else the transformer's, else ``usual``."""
+        width, height = self.inputs.get("width"), self.inputs.get("height")
+        config = _denoiser_config(path)
+        side, sides = config.get("sample_size"), [config[name] for name in SIDES if config.get(name)]
+        if width and height:
+            return int(width), int(height)
+        if len(sides) == len(SIDES):
+            return sides[0] * scale, sides[1] * scale
+        return (side * scale, side * scale) if isinstance(side, int) else usual
+
+    def _num_frames(self, path: Path, temporal: int) -> int:
+        """Return the call's number, else the transformer's: some count frames of latents, others those of the clip."""
+        if number := self.inputs.get("num_frames"):
+            return int(number)
+        frames = _denoiser_config(path).get("sample_frames")
+        if not isinstance(frames, int):
+            return NUM_FRAMES
+        return frames if (frames - 1) % temporal == 0 else frames * temporal
+
+
+def vae_scales(path: Path) -> tuple[int, int]:
+    """Return pixels per latent value, and frames per latent frame, as the auto-encoder's configuration says."""
+    if part_class(path, "vae") is None or not (part_folder(path, "vae") / "config.json").is_file():
+        return USUAL_SCALE, USUAL_TEMPORAL
+    config = read_config(path, "vae")
+    stages = next((2 ** (len(config[name]) - 1) for name in STAGES if name in config), USUAL_SCALE)
+    spatial = next((int(config[name]) for name in SPATIAL if config.get(name)), stages)
+    return spatial, next((int(config[name]) for name in TEMPORAL if config.get(name)), USUAL_TEMPORAL)
+
+
+def _denoiser_config(path: Path) -> Mapping[str, Any]:
+    return read_config(path, next(part for part in DENOISERS if part_class(path, part) is not None))
+
+
+def _patch_size(path: Path) -> int:
+    size = _denoiser_config(path).get("patch_size") or 1
+    return int(size[-1] if isinstance(size, list | tuple) else size)

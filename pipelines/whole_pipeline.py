@@ -1,0 +1,365 @@
+"""Run a pipeline's own ``__call__`` as jobs of a gang: for pipelines without modular blocks (``generic.whole``).
+
+A job is a call in a thread of its own. It pauses after each step of its scheduler, so that a gang's step is the time
+from one pause to the next. The call has its own encoders and decoder: the stages around a gang pass values along.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from threading import Semaphore, Thread
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers.guiders.guider_utils import BaseGuidance
+from diffusers.schedulers.scheduling_utils import SchedulerMixin
+from numpy.typing import NDArray
+from PIL.Image import Image
+from torch import Tensor, nn
+
+from engines.core.engine import JobFailedError
+from engines.core.model import Branch
+from pipelines.blocks.decoder import BlocksDecoder, DecodedMedia
+from pipelines.blocks.encoder import BlocksEncoder, Conditioning
+from pipelines.blocks.opened import inputs_of
+from pipelines.blocks.sampler import BlocksSampler, check_finite
+from pipelines.defaults import Defaults
+from pipelines.models.generic.whole import WholeSpec
+from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
+
+PICTURES, FRAMES, CALL = "pictures", "frames_FHWC", "call"
+FLOW = "FlowMatch"
+"""Part of the names of schedulers whose prediction is a velocity."""
+UNPACK, DECODE = "_unpack_latents", "decode"
+
+
+class _CallCancelled(BaseException):
+    """Ends the thread of a call that nobody waits for. No ``Exception``, which a pipeline might catch."""
+
+
+@dataclass(slots=True, eq=False)
+class _Handover:
+    """Lets two threads take turns: the owner of a call, and the call."""
+
+    may_run: Semaphore = field(default_factory=lambda: Semaphore(0))
+    has_paused: Semaphore = field(default_factory=lambda: Semaphore(0))
+    is_cancelled: bool = False
+    has_ended: bool = False
+    result: Any = None
+    error: BaseException | None = None
+
+    def pause(self) -> None:
+        self.has_paused.release()
+        self.wait()
+
+    def wait(self) -> None:
+        self.may_run.acquire()
+        if self.is_cancelled:
+            raise _CallCancelled
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self.may_run.release()
+
+
+class PausedCall:
+    """A call in a thread of its own, which runs from one pause to the next while its owner waits.
+
+    ``call`` gets the function that pauses it. The thread ends when this object is collected.
+    """
+
+    def __init__(self, call: Callable[[Callable[[], None]], Any], device: torch.device) -> None:
+        self._handover = _Handover()
+        self._thread = Thread(target=_run, args=(self._handover, call, device), name=CALL, daemon=True)
+        weakref.finalize(self, self._handover.cancel)
+
+    @property
+    def has_ended(self) -> bool:
+        return self._handover.has_ended
+
+    @property
+    def result(self) -> Any:
+        """The value that the call returned; None until it has ended."""
+        return self._handover.result
+
+    def resume(self) -> None:
+        """Let the call run until its next pause or its end. Raise its error."""
+        if self.has_ended:
+            return
+        if self._thread.ident is None:
+            self._thread.start()
+        self._handover.may_run.release()
+        self._handover.has_paused.acquire()
+        error, self._handover.error = self._handover.error, None
+        if error is not None:
+            raise error
+
+
+def _run(handover: _Handover, call: Callable[[Callable[[], None]], Any], device: torch.device) -> None:
+    try:
+        handover.wait()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # a thread begins with the first device
+        handover.result = call(handover.pause)
+    except _CallCancelled:
+        return
+    except BaseException as error:  # it belongs to the owner
+        handover.error = error
+    handover.has_ended = True
+    handover.has_paused.release()
+
+
+@dataclass(slots=True, eq=False)
+class CallProgress:
+    """The last step of a call's scheduler."""
+
+    num_calls: int = 0
+    latents: Tensor | None = None
+    expected: Tensor | None = None
+    """The final latents that the step predicts, of schedulers of flows."""
+
+
+def follow(scheduler: Any, progress: CallProgress, pause: Callable[[], None]) -> None:
+    """Make ``scheduler`` report each step to ``progress``, and pause after it: a second-order one after two.
+
+    Its class is replaced, not its method, so that copies which a pipeline makes of it report nothing.
+    """
+    own: Any = type(scheduler)
+    signature, order = inspect.signature(own.step), int(getattr(scheduler, "order", 1))
+
+    @functools.wraps(own.step)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = own.step(self, *args, **kwargs)
+        if self is scheduler:
+            values = signature.bind(self, *args, **kwargs).arguments
+            progress.latents = made[0]
+            progress.expected = _expected(self, values)
+            progress.num_calls += 1
+            if progress.num_calls % order == 0:
+                pause()
+        return made
+
+    scheduler.__class__ = type(own.__name__, (own,), {"step": step})
+
+
+def _expected(scheduler: Any, values: Mapping[str, Any]) -> Tensor | None:
+    """Return ``x - sigma * v`` of the step that ``scheduler`` has just taken; None if it predicts no velocity."""
+    place, sigmas = getattr(scheduler, "step_index", None), getattr(scheduler, "sigmas", None)
+    if FLOW not in type(scheduler).__name__ or not place or sigmas is None:
+        return None
+    sample, velocity = values["sample"], values["model_output"]
+    expected: Tensor = sample.float() - sigmas[place - 1].to(sample.device) * velocity.float()
+    return expected.to(sample.dtype)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WholeState:
+    """A job before its next step. Its call holds all else."""
+
+    request: MediaRequest
+    call: PausedCall
+    progress: CallProgress
+    step: int = 0
+
+
+class WholeEngine:
+    """An ``Engine`` for one rank: a step's forwards, guidance and solver are the call's own."""
+
+    def __init__(self) -> None:
+        self._warm: set[tuple[int, int, int]] = set()
+        self._was_warm = True
+
+    def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> tuple[Tensor, ...]:
+        """Return each call's latents after its next step. Errors of a pipeline fail the job, those of a device all."""
+        shapes = {branch.constants["shape"] for branch in branches}
+        self._was_warm = shapes <= self._warm
+        predictions = tuple(_latents_after_step(branch.constants[CALL]) for branch in branches)
+        self._warm |= shapes
+        return predictions
+
+    def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> None:
+        """Do nothing: nothing is compiled."""
+
+    @property
+    def was_warm(self) -> bool:
+        return self._was_warm
+
+    @property
+    def team_sizes(self) -> tuple[int, ...]:
+        return (1,)
+
+    @property
+    def estimates(self) -> None:
+        """No estimates."""
+        return None
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _latents_after_step(state: WholeState) -> Tensor:
+    try:
+        state.call.resume()
+    except (ValueError, JobFailedError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        raise JobFailedError(
+            f"the pipeline failed at step {state.step + 1}: {type(error).__name__}: {error}"
+        ) from error
+    return torch.empty(0) if state.progress.latents is None else state.progress.latents
+
+
+class WholeSampler(BlocksSampler):
+    """Calls ``pipeline`` once a job, each with a scheduler and guiders of its own."""
+
+    def __init__(self, pipeline: Any, spec: WholeSpec, defaults: Defaults) -> None:
+        self._loaded, self._whole, self._defaults = pipeline, spec, defaults
+
+    def begin(self, request: MediaRequest, conditioning: Conditioning) -> Any:
+        pictures = conditioning.values.get(PICTURES, NO_PICTURES)
+        inputs, progress = self._inputs(request, pictures), CallProgress()
+        call = functools.partial(_call, self._loaded, inputs, progress)
+        return WholeState(request=request, call=PausedCall(call, self._loaded.device), progress=progress)
+
+    def num_steps(self, state: Any) -> int:
+        return self._defaults.num_steps_of(state.request)
+
+    def branches(self, state: Any) -> tuple[Branch, ...]:
+        """Return one branch, which stands for all that the pipeline does in the step."""
+        request = state.request
+        shape = request.width, request.height, request.num_frames
+        return (Branch(inputs={}, constants={CALL: state, "shape": shape}, module="pipeline"),)
+
+    def kinds(self, state: Any) -> tuple[tuple[Branch, ...], ...]:
+        return (self.branches(state),)
+
+    def advance(self, state: Any, predictions: tuple[Tensor, ...]) -> Any:
+        return replace(state, step=state.step + 1)
+
+    def latents(self, state: Any) -> Mapping[str, Any]:
+        """Return the frames, after the rest of the call, such as its decoder and steps beyond the expected number."""
+        while not state.call.has_ended:
+            state.call.resume()
+        if state.progress.latents is not None:
+            check_finite((state.progress.latents.isfinite().all(),), state.request, "latents")
+        return {FRAMES: torch.from_numpy(_frames_of(state.call.result))}
+
+    @torch.no_grad()
+    def preview(self, state: Any) -> Mapping[str, Any]:
+        """Return the expected picture; nothing if the form of the latents is unknown."""
+        expected = state.progress.latents if state.progress.expected is None else state.progress.expected
+        latents = None if expected is None else _picture_latents(self._loaded, expected, state.request)
+        return {} if latents is None else {FRAMES: torch.from_numpy(_decoded(self._loaded, latents))}
+
+    def _inputs(self, request: MediaRequest, pictures: InputPictures) -> dict[str, Any]:
+        """Return the arguments of the call. A scale that clients name is the one of its ``guidance_scale``."""
+        names = self._whole.inputs
+        inputs = inputs_of(request, names, pictures)
+        inputs.pop("use_kv_cache", None)  # it is for calls in blocks
+        scales = {"guidance_scale": request.guidance_scale, "true_cfg_scale": request.true_cfg_scale}
+        if not self._whole.has_distilled_scale:
+            scales = {"guidance_scale": request.true_cfg_scale}
+        return {**inputs, **{name: scale for name, scale in scales.items() if name in names}, "output_type": "pil"}
+
+
+def _call(pipeline: Any, inputs: Mapping[str, Any], progress: CallProgress, pause: Callable[[], None]) -> Any:
+    """Call a copy of ``pipeline``, since a call writes to its object; weights are shared."""
+    own = copy.copy(pipeline)
+    for name, part in vars(pipeline).items():
+        if isinstance(part, SchedulerMixin | BaseGuidance):
+            vars(own)[name] = copy.deepcopy(part)
+    follow(own.scheduler, progress, pause)
+    return own(**inputs)
+
+
+def _frames_of(output: Any) -> NDArray[np.uint8]:
+    """Return the frames of the first picture or clip of a pipeline's output."""
+    media = next(iter(output.values())) if isinstance(output, Mapping) else output[0]
+    frames = media[0] if isinstance(media[0], list | tuple) else media[:1]
+    if not all(isinstance(frame, Image) for frame in frames):
+        raise JobFailedError(f"the pipeline returned {type(frames[0]).__name__} where pictures were asked for")
+    return np.stack([np.asarray(frame.convert("RGB")) for frame in frames])
+
+
+def _picture_latents(pipeline: Any, latents: Tensor, request: MediaRequest) -> Tensor | None:
+    """Return ``latents_BCHW`` in the auto-encoder's form; None for other forms, such as clips."""
+    vae = getattr(pipeline, "vae", None)
+    num_channels = getattr(getattr(vae, "config", None), "latent_channels", None)
+    if latents.ndim == 3 and hasattr(pipeline, UNPACK):
+        latents = pipeline._unpack_latents(latents, request.height, request.width, pipeline.vae_scale_factor)
+    return latents if latents.ndim == 4 and latents.shape[1] == num_channels else None
+
+
+def _decoded(pipeline: Any, latents_BCHW: Tensor) -> NDArray[np.uint8]:
+    config = pipeline.vae.config
+    scale, shift = getattr(config, "scaling_factor", None) or 1.0, getattr(config, "shift_factor", None) or 0.0
+    pixels_BCHW = pipeline.vae.decode((latents_BCHW / scale + shift).to(pipeline.vae.dtype), return_dict=False)[0]
+    return _frames_of((pipeline.image_processor.postprocess(pixels_BCHW, output_type="pil"),))
+
+
+class WholeEncoder(BlocksEncoder):
+    """Passes pictures along: the pipeline encodes prompt and pictures on the rank."""
+
+    def __init__(self) -> None:
+        self.max_tokens = 0
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return ()
+
+    def compile_calls(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def encode(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> Conditioning:
+        return Conditioning(values={PICTURES: pictures}, kinds={}, dtype=torch.float32)
+
+
+class WholeDecoder(BlocksDecoder):
+    """Passes frames along: the pipeline decodes latents on the rank."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return ()
+
+    def compile_calls(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def check_fits(self, request: MediaRequest) -> None:
+        """Do nothing: the rank decodes."""
+
+    def decode_all(self, latents: Mapping[str, Any], request: MediaRequest) -> DecodedMedia:
+        return DecodedMedia(frames_FHWC=self.decode(latents, request))
+
+    def decode_chunks(self, latents: Mapping[str, Any], request: MediaRequest) -> Iterator[DecodedMedia]:
+        yield self.decode_all(latents, request)
+
+    def decode(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
+        frames_FHWC: NDArray[np.uint8] = latents[FRAMES].numpy()
+        return frames_FHWC[: request.num_frames]
+
+    def preview(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
+        if FRAMES not in latents:
+            raise ValueError(f"the latents of {request.model} have no known form: there are no previews of it")
+        return self.decode(latents, request)
+
+
+def load_whole(spec: WholeSpec, path: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return the pipeline with its weights, as a user loads it, without progress bars."""
+    pipeline = spec.pipeline_class.from_pretrained(path, dtype=dtype).to(device)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def parts_of(pipeline: Any) -> Mapping[str, nn.Module]:
+    """Return the models of ``pipeline`` by name."""
+    return {name: part for name, part in vars(pipeline).items() if isinstance(part, nn.Module)}

@@ -1,0 +1,104 @@
+"""A pipeline that runs as a whole: its stages pass values along, its rank has an engine of its own."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from deployments.cli.preflight import problems
+from deployments.cli.serving import parse_config
+from deployments.config import ModelConfig
+from deployments.ingress import make_cards
+from deployments.service.interface import Output
+from deployments.stages.common import StageSpec
+from deployments.stages.rank import LoadRankParts
+from deployments.stages.text_encoder import PromptEncoder
+from deployments.stages.vae_decoder import VaeDecoder
+from engines.core.engine import RankContext
+from engines.core.parcel import Parcel
+from engines.gang.gang_config import RankParts
+from pipelines.checkpoint import Checkpoint
+from pipelines.request import MediaRequest
+from pipelines.run import load_pipeline
+from pipelines.size import Size
+from tests.deployments.support.live import config_of
+from tests.engines.support.rank_resources import separate_rank_resources
+from tests.pipelines.support.checkpoints import tiny_whole
+
+CONTEXT = RankContext(rank=0, num_ranks=1, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_whole.aura_flow(tmp_path_factory.mktemp("whole"))
+
+
+def model_of(folder: Path, **settings: Any) -> ModelConfig:
+    return ModelConfig.model_validate({"name": "m", "path": str(folder), "denoiser": {"num_ranks": 1}, **settings})
+
+
+def denoised(parts: RankParts, request: MediaRequest, parcel: Parcel) -> Parcel:
+    sampler = parts.sampler
+    state = sampler.begin(request, parcel.open())
+    for _ in range(sampler.num_steps(state)):
+        state = sampler.advance(state, parts.engine.predict(sampler.branches(state), (0,)))
+    return Parcel.of(sampler.latents(state))
+
+
+def test_from_prompt_to_file_through_the_stages(folder: Path) -> None:
+    model = model_of(folder)
+    spec = StageSpec(model=model, stage=model.text_encoder, metadata="none")
+    request = Checkpoint(folder).defaults.request(Size(width=64, height=64), prompt="a fox", num_inference_steps=2)
+    with separate_rank_resources():
+        parts = LoadRankParts(model=model)(CONTEXT)()
+        latents = denoised(parts, request, PromptEncoder(spec).encode(request))
+        file = VaeDecoder(spec).decode(latents, request, Output(format="png")).data
+    own_FHWC = load_pipeline(Checkpoint(folder)).run(request)
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(file))), own_FHWC[0])
+    assert parts.engine.team_sizes == (1,)
+
+
+def test_a_shape_is_warm_after_its_first_step(folder: Path) -> None:
+    checkpoint = Checkpoint(folder)
+    sampler, engine = checkpoint.sampler(), checkpoint.own_engine()
+    assert engine is not None
+    request = checkpoint.defaults.request(Size(width=64, height=64), num_inference_steps=2)
+    state = sampler.begin(request, checkpoint.text_encoder().encode(request))
+    was_warm = []
+    for _ in range(2):
+        engine.predict(sampler.branches(state), (0,))
+        was_warm.append(engine.was_warm)
+    assert was_warm == [False, True]
+
+
+def test_its_card_says_so(folder: Path, pictures: Path) -> None:
+    cards = make_cards(config_of({"whole": folder, "blocks": pictures}).app)
+    assert {name: card.path for name, card in cards.items()} == {"whole": "whole pipeline", "blocks": "blocks"}
+    assert cards["whole"].family == "AuraFlowPipeline"
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"denoiser": {"num_ranks": 2}}, "num_ranks is 2"),
+        ({"denoiser": {"num_ranks": 1, "precision": "fp8"}}, "precision is 'fp8'"),
+        ({"denoiser": {"num_ranks": 1, "warm_sizes": ["64x64"]}}, "warm_sizes is "),
+        ({"loras": [{"path": "owner/name"}]}, "loras is "),
+        ({"decoder": {"num_devices": 2}}, "decoder.num_devices is 2"),
+        ({"text_encoder": {"compile": True}}, "text_encoder.compile is True"),
+    ],
+)
+def test_what_it_does_not_support_is_said_at_start(folder: Path, settings: dict[str, Any], key: str) -> None:
+    """By ``troupe serve``, and by a rank, before weights are read."""
+    model = model_of(folder, **settings)
+    with separate_rank_resources(), pytest.raises(ValueError, match=rf"{key}.* AuraFlowPipeline runs as a whole"):
+        LoadRankParts(model=model)(CONTEXT)
+    document = config_of({"m": folder}).model_dump(mode="json")
+    document["applications"][0]["args"]["models"] = [{"name": "m", "path": str(folder), **settings}]
+    found = list(problems(parse_config(document)))
+    assert any(key in problem and "runs as a whole" in problem for problem in found), found

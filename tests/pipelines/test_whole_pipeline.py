@@ -1,0 +1,277 @@
+"""Pipelines without modular blocks: each gives the pixels of its own call as a user makes it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from engines.core.engine import JobFailedError, RankContext
+from engines.gang.gang_config import RankParts
+from engines.gang.jobs.job import Job
+from engines.gang.jobs.rank_jobs import RankJobs
+from engines.gang.jobs.step_plan import Emit, JobStep, StepPlan, Work
+from pipelines.checkpoint import Checkpoint
+from pipelines.directory import read_index
+from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest
+from pipelines.run import load_pipeline
+from pipelines.size import Size
+from pipelines.whole_pipeline import CALL, CallProgress, PausedCall, follow
+from tests.pipelines.support.checkpoints import tiny_whole
+from tests.support.patience import PATIENCE_S
+
+SIDE, NUM_STEPS, NUM_FRAMES, SEED, PROMPT = 64, 2, 5, 5, "a fox"
+CPU = torch.device("cpu")
+QUICK = (
+    tiny_whole.aura_flow,
+    tiny_whole.chroma,
+    tiny_whole.chroma_over,
+    tiny_whole.cogvideox,
+    tiny_whole.cogview4,
+    tiny_whole.lumina,
+    tiny_whole.lumina2,
+    tiny_whole.ovis_image,
+    tiny_whole.pixart_sigma,
+    tiny_whole.sana,
+)
+LARGE = tiny_whole.hidream
+"""It draws 512x512 whatever size a request has, which takes 10 s."""
+Make = Callable[[Path], Path]
+MAKES = [*QUICK, pytest.param(LARGE, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Make], Path]:
+    return cache(lambda make: make(tmp_path_factory.mktemp("model")))
+
+
+def request_of(checkpoint: Checkpoint, **changes: Any) -> MediaRequest:
+    num_frames = NUM_FRAMES if checkpoint.defaults.kind == "video" else None
+    size = Size(width=SIDE, height=SIDE, num_frames=num_frames)
+    settings = {"prompt": PROMPT, "num_inference_steps": NUM_STEPS, "seed": SEED}
+    return checkpoint.defaults.request(size, **{**settings, **changes})
+
+
+def pictures_of(request: MediaRequest) -> InputPictures:
+    if not request.num_pictures:
+        return NO_PICTURES
+    ramp = bytes(range(256)) * (SIDE * SIDE * 3 // 256)
+    return InputPictures(pictures=(InputPicture(width=SIDE, height=SIDE, mode="RGB", data=ramp),))
+
+
+def own_frames(folder: Path, request: MediaRequest, **arguments: Any) -> NDArray[np.uint8]:
+    """What the pipeline itself returns, as a user calls it: with default arguments, as Pillow's pictures."""
+    import diffusers
+
+    pipeline = getattr(diffusers, read_index(folder)["_class_name"]).from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    arguments |= {"num_frames": request.num_frames} if request.kind == "video" else {}
+    arguments |= {"image": pictures_of(request).pictures[0].image()} if request.num_pictures else {}
+    made = pipeline(
+        prompt=request.prompt,
+        width=request.width,
+        height=request.height,
+        num_inference_steps=request.num_inference_steps,
+        generator=torch.Generator().manual_seed(request.seed),
+        **arguments,
+    )
+    frames = made.frames[0] if request.kind == "video" else made.images
+    return np.stack([np.asarray(frame) for frame in frames[: request.num_frames]])
+
+
+@pytest.mark.parametrize("make", MAKES)
+def test_the_pixels_are_those_of_the_pipelines_own_call(make: Make, folders: Callable[[Make], Path]) -> None:
+    folder = folders(make)
+    checkpoint = Checkpoint(folder)
+    request = request_of(checkpoint)
+    frames = load_pipeline(checkpoint).run(request, pictures_of(request))
+    assert np.array_equal(frames, own_frames(folder, request))
+    assert frames.std() > 5, "a picture of one colour would hide faults"
+
+
+def test_what_a_request_sets_reaches_the_call(folders: Callable[[Make], Path]) -> None:
+    folder = folders(tiny_whole.chroma_over)
+    checkpoint = Checkpoint(folder)
+    request = request_of(checkpoint, negative_prompt="fog", true_cfg_scale=2.0, strength=0.5, num_inference_steps=4)
+    frames = load_pipeline(checkpoint).run(request, pictures_of(request))
+    own = own_frames(folder, request, negative_prompt="fog", guidance_scale=2.0, strength=0.5)
+    assert np.array_equal(frames, own)
+    assert not np.array_equal(own, own_frames(folder, request, guidance_scale=2.0, strength=0.5))
+
+
+def test_capabilities_are_those_of_the_signature(folders: Callable[[Make], Path]) -> None:
+    paints, paints_over, clips = (
+        Checkpoint(folders(make)).defaults for make in (tiny_whole.chroma, tiny_whole.chroma_over, tiny_whole.cogvideox)
+    )
+    assert (paints.kind, paints.width, paints.num_inference_steps) == ("image", 1024, 35)
+    assert (paints.guidance_scale, paints.true_cfg_scale, paints.max_pictures) == (0.0, 5.0, 0)
+    assert (paints_over.min_pictures, paints_over.takes_strength, paints_over.strength) == (1, True, 0.9)
+    assert (clips.kind, clips.width, clips.height, clips.num_frames, clips.frame_multiple) == ("video", 64, 64, 5, 4)
+    with pytest.raises(ValueError, match="cache is 'fast'; this model runs all steps of its pipeline"):
+        paints.request(cache="fast", num_inference_steps=20)
+
+
+class OneRank:
+    """A rank that works on one checkpoint, without Ray."""
+
+    def __init__(self, folder: Path) -> None:
+        self.checkpoint = Checkpoint(folder)
+        engine = self.checkpoint.own_engine()
+        assert engine is not None
+        parts = RankParts(engine=engine, sampler=self.checkpoint.sampler())
+        self.jobs = RankJobs(parts, RankContext(rank=0, num_ranks=1, device="cpu"))
+        self._encoder, self._decoder = self.checkpoint.text_encoder(), self.checkpoint.decoder()
+        self._requests: dict[str, MediaRequest] = {}
+
+    def admit(self, job_id: str, request: MediaRequest) -> None:
+        self._requests[job_id] = request
+        conditioning = self._encoder.encode(request)
+        job = Job(job_id=job_id, request=request, conditioning=conditioning, num_steps=NUM_STEPS, estimates_s={1: 1.0})
+        self.jobs.admit(job)
+
+    def finished(self, job_id: str) -> NDArray[np.uint8]:
+        """Return the picture of a job after all its steps, without an end of the job."""
+        state = self.jobs._residents[job_id].state
+        return self._decoder.decode(self.checkpoint.sampler().latents(state), self._requests[job_id])
+
+    def step(self, job_id: str, step: int, emit: Emit | None = None) -> NDArray[np.uint8] | None:
+        """Take a step and return what it emits, decoded."""
+        work = Work(job_steps=(JobStep(job_id=job_id, step=step, emit=emit),), ranks=(0,))
+        report, made = self.jobs.execute(StepPlan(sequence=step, works=(work,)))
+        assert report.failures == (), report.failures[0].error
+        assert report.predicted
+        if not emit:
+            return None
+        decode = self._decoder.decode if emit == "final" else self._decoder.preview
+        return decode(made[0], self._requests[job_id])
+
+
+def threads_of_calls() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == CALL]
+
+
+def test_jobs_that_take_turns_do_not_mix(folders: Callable[[Make], Path]) -> None:
+    """Both are under way at once, on one loaded pipeline; its scheduler counts steps."""
+    folder = folders(tiny_whole.aura_flow)
+    rank = OneRank(folder)
+    requests = {"a": request_of(rank.checkpoint), "b": request_of(rank.checkpoint, seed=6, prompt="a boat")}
+    for job_id, request in requests.items():
+        rank.admit(job_id, request)
+        rank.step(job_id, 1)
+    for job_id, request in requests.items():
+        frames = rank.step(job_id, 2, "final")
+        assert frames is not None
+        assert np.array_equal(frames, own_frames(folder, request))
+    assert threads_of_calls() == []
+
+
+@pytest.mark.parametrize("make", [tiny_whole.aura_flow, tiny_whole.chroma])
+def test_a_preview_of_a_flow_is_the_picture_that_the_step_expects(make: Make, folders: Callable[[Make], Path]) -> None:
+    """After the last step it is the picture itself."""
+    rank = OneRank(folders(make))
+    rank.admit("a", request_of(rank.checkpoint))
+    first, last = rank.step("a", 1, "preview"), rank.step("a", 2, "preview")
+    final = rank.finished("a")
+    assert first is not None
+    assert last is not None
+    assert np.abs(last.astype(int) - final).max() <= 1
+    assert np.abs(first.astype(int) - final).max() > 1
+
+
+def test_a_job_that_is_dropped_ends_where_it_is(folders: Callable[[Make], Path]) -> None:
+    rank = OneRank(folders(tiny_whole.aura_flow))
+    rank.admit("a", request_of(rank.checkpoint))
+    rank.step("a", 1)
+    (thread,) = threads_of_calls()
+    rank.jobs.execute(StepPlan(sequence=2, drops=("a",)))
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+    assert rank.jobs.job_ids == ()
+
+
+def test_a_fault_of_the_pipeline_fails_its_job_alone(folders: Callable[[Make], Path]) -> None:
+    rank = OneRank(folders(tiny_whole.aura_flow))
+    rank.admit("a", request_of(rank.checkpoint))
+    rank.admit("b", request_of(rank.checkpoint))
+    pipeline = rank.checkpoint._whole
+    vae, pipeline.transformer.forward = pipeline.vae, None
+    with pytest.raises(AssertionError, match="failed at step 1: TypeError"):
+        rank.step("a", 1)
+    del pipeline.transformer.forward
+    rank.step("b", 1)
+    assert pipeline.vae is vae
+    assert isinstance(rank.step("b", 2, "final"), np.ndarray)
+
+
+def test_latents_that_are_not_finite_fail_the_job(folders: Callable[[Make], Path]) -> None:
+    checkpoint = Checkpoint(folders(tiny_whole.aura_flow))
+    pipeline = load_pipeline(checkpoint)
+    with torch.no_grad():
+        next(checkpoint._whole.transformer.parameters()).fill_(float("nan"))
+    with pytest.raises(JobFailedError, match="latents of this request are not finite"):
+        pipeline.run(request_of(checkpoint))
+
+
+class Solver:
+    """A scheduler whose step gives its input back."""
+
+    order = 2
+
+    def step(self, model_output: int, timestep: int, sample: torch.Tensor) -> tuple[torch.Tensor]:
+        return (sample,)
+
+
+def test_a_second_order_scheduler_pauses_after_two_calls_and_its_copies_never() -> None:
+    import copy
+
+    solver, progress, pauses = Solver(), CallProgress(), []
+    follow(solver, progress, lambda: pauses.append(progress.num_calls))
+    other = copy.deepcopy(solver)
+    for _ in range(4):
+        solver.step(1, timestep=0, sample=torch.zeros(1))
+        other.step(1, timestep=0, sample=torch.zeros(1))
+    assert pauses == [2, 4]
+
+
+def test_a_call_runs_while_its_owner_waits() -> None:
+    done: list[str] = []
+
+    def work(pause: Callable[[], None]) -> str:
+        for name in ("first", "second"):
+            done.append(name)
+            pause()
+        return "result"
+
+    call = PausedCall(work, CPU)
+    assert done == []
+    call.resume()
+    assert (done, call.has_ended) == (["first"], False)
+    for _ in range(4):  # more than there are pauses
+        call.resume()
+    assert (done, call.has_ended, call.result) == (["first", "second"], True, "result")
+
+
+def test_steps_of_another_number_than_expected_end_with_the_last(folders: Callable[[Make], Path]) -> None:
+    """The pipeline takes 2 of 4 steps for a strength of 0.5, whatever the job counts."""
+    folder = folders(tiny_whole.chroma_over)
+    checkpoint = Checkpoint(folder)
+    request = request_of(checkpoint, strength=0.5, num_inference_steps=4)
+    sampler = checkpoint.sampler()
+    conditioning = checkpoint.text_encoder().encode(request, pictures_of(request))
+    frames = checkpoint.decoder().decode(sampler.latents(sampler.begin(request, conditioning)), request)
+    assert np.array_equal(frames, own_frames(folder, request, strength=0.5))
+
+
+def test_what_needs_blocks_is_refused(folders: Callable[[Make], Path]) -> None:
+    checkpoint = Checkpoint(folders(tiny_whole.aura_flow))
+    assert checkpoint.first_steps([], ("transformer",)) == ()
+    assert "is called by its own pipeline" in checkpoint.eager_only(is_split=False)
+    with pytest.raises(ValueError, match="AuraFlowPipeline runs as a whole pipeline"):
+        checkpoint.weights_bytes()
