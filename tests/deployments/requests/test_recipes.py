@@ -181,7 +181,7 @@ SHIPPED: dict[str, dict[str, int]] = {
     "LTX-2": {"distilled-8": 8},
     "Wan2.1-T2V-1.3B": {},
     "Wan2.1-T2V-14B": {"lightx2v-4": 4},
-    "Wan2.1-I2V-14B-480P": {"lightx2v-4": 4},
+    "Wan2.1-I2V-14B-480P": {},
     "Wan2.2-T2V-A14B": {"lightning-4": 4},
     "Wan2.2-TI2V-5B": {},
 }
