@@ -42,7 +42,8 @@ def troupe(*args: str) -> Result:
 def assert_one_line(result: Result, *parts: str) -> None:
     """A mistake of the user's: no traceback, but one line that names ``parts``."""
     assert result.exit_code == 2, result.output
-    (line,) = result.stderr.splitlines()
+    line, *others = result.stderr.splitlines()
+    assert not others, result.stderr
     assert line.startswith("troupe: ")
     for part in parts:
         assert part in line, line
