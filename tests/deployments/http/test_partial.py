@@ -37,7 +37,7 @@ async def paths_of(client: httpx.AsyncClient) -> list[str]:
     batch = (await client.post("/v1/batches", json=wanted)).json()
     while (await client.get(f"/v1/batches/{batch['id']}")).json()[
         "status"
-    ] != "completed":  # its record grows until then
+    ] != "completed":  # it grows until then
         await asyncio.sleep(0.02)
     names = {"video_id": video["id"], "model": "fake-clips", "name": picture.rsplit("/", 1)[1]}
     names |= {"file_id": file["id"], "batch_id": batch["id"]}
