@@ -35,9 +35,7 @@ async def paths_of(client: httpx.AsyncClient) -> list[str]:
     file = (await client.post("/v1/files", data={"purpose": "batch"}, files=lines)).json()
     wanted = {"input_file_id": file["id"], "endpoint": IMAGES, "completion_window": "24h"}
     batch = (await client.post("/v1/batches", json=wanted)).json()
-    while (await client.get(f"/v1/batches/{batch['id']}")).json()[
-        "status"
-    ] != "completed":  # it grows until then
+    while (await client.get(f"/v1/batches/{batch['id']}")).json()["status"] != "completed":  # it grows until then
         await asyncio.sleep(0.02)
     names = {"video_id": video["id"], "model": "fake-clips", "name": picture.rsplit("/", 1)[1]}
     names |= {"file_id": file["id"], "batch_id": batch["id"]}
