@@ -38,12 +38,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.denoise_step.cases import REDUCE_OVERHEAD
 from benchmarks.kernel_times import print_profile
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers import capture
 from benchmarks.peers.published import MAKERS as PEERS
 from benchmarks.peers.published import OpenPeer
-from benchmarks.peers.step import REDUCE_OVERHEAD, reduced
+from benchmarks.peers.step import reduced
 from benchmarks.step_program import BF16_TFLOPS, Result, StepProgram, attempt, relative_error
 from benchmarks.timing import measure, rank_synchronize
 from benchmarks.turns import Meeting, add_options, meeting_of

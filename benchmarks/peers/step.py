@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.denoise_step.cases import REDUCE_OVERHEAD
 from benchmarks.models.making import without_init
 from benchmarks.peers.sglang import Compiled, sglang_step
 from benchmarks.peers.vllm_omni import vllm_omni_step
@@ -25,7 +26,6 @@ SGLANG_COMPILED: dict[str, Compiled] = {
     "sglang-compiled": "whole",
     "sglang-blocks": "blocks",
 }
-REDUCE_OVERHEAD = "diffusers-reduce-overhead"
 
 
 def peer_step(
