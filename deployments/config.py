@@ -238,6 +238,11 @@ class AppConfig(_Config):
         found = {model.name: model.prompt_enhancer or self.api.prompt_enhancer for model in self.models}
         return {model: enhancer for model, enhancer in found.items() if enhancer is not None}
 
+    @property
+    def enhancer_key_variables(self) -> list[str]:
+        """Environment variables with the keys of prompt enhancers, each once, by name."""
+        return sorted({one.api_key_variable for one in self.prompt_enhancers.values()} - {""})
+
     @model_validator(mode="after")
     def _minimum_fits(self) -> Self:
         scaled = [(model.denoiser, model.denoiser.autoscaling) for model in self.models]

@@ -90,8 +90,8 @@ def names_on_demand(config: AppConfig, stages: Mapping[str, Mapping[str, Deploym
 
 def make_enhancers(config: AppConfig) -> PromptEnhancers:
     """Return the prompt enhancers, with their keys. ValueError if the environment lacks one."""
-    variables = {one.api_key_variable for one in config.prompt_enhancers.values() if one.api_key_variable}
-    return PromptEnhancers(config.prompt_enhancers, {name: Settings.secret(name) for name in variables})
+    keys = {name: Settings.secret(name) for name in config.enhancer_key_variables}
+    return PromptEnhancers(config.prompt_enhancers, keys)
 
 
 def make_accounts(config: AppConfig, keeper: DeploymentHandle[Any] | None) -> Accounts:

@@ -77,7 +77,7 @@ def environment_problems(config: ServeConfig) -> Iterator[str]:
         yield f"{reason}; clips and pictures are kept there: let this user write, or set {given_by} to another folder"
     if reason := refusal(DOOR_FOLDER):
         yield f"{reason}; HAProxy's files are written there: let this user write"
-    for name in sorted({one.api_key_variable for one in config.app.prompt_enhancers.values()} - {""}):
+    for name in config.app.enhancer_key_variables:
         try:
             Settings.secret(name)
         except ValueError as error:
