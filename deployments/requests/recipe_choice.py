@@ -25,16 +25,15 @@ def with_recipe(body: B, card: ModelCard) -> B:
     name = recipe_name(body, card)
     if name is None:
         return body
-    recipe, (model, _) = card.recipes[name], split_name(body.model)
+    recipe, (model, behind) = card.recipes[name], split_name(body.model)
     given = {field for field in type(body).model_fields if getattr(body, field) is not None}
     for group in GROUPS:
         given |= set(group) if given & set(group) else set()
     changes = {field: value for field, value in recipe.settings.items() if field not in given}
-    asked = {name for name, _ in body.lora or ()}
+    asked = {lora for lora, _ in body.lora or ()}
     loras = [(lora.name, lora.scale) for lora in recipe.loras(name, card.loras) if lora.name not in asked]
-    is_behind = split_name(body.model)[1] == name
-    changes |= {"lora": (*loras, *(body.lora or ()))}
-    return body.model_copy(update={**changes, "model": model if is_behind else body.model})
+    changes |= {"lora": (*loras, *(body.lora or ())), "model": model if behind == name else body.model}
+    return body.model_copy(update=changes)
 
 
 def recipe_name(body: MediaBody, card: ModelCard) -> str | None:
