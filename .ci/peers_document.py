@@ -53,7 +53,7 @@ FASTER = "Troupe is faster by"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What was timed, and on what. A number of branches above one is all forwards of a guided step."""
+    """A timed step and its hardware. A number of branches above one is all forwards of a guided step."""
 
     model: str
     size: str

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MediaKind = Literal["image", "video"]
 ServiceTier = Literal["flex", "default", "priority"]
 EnhancerOutcome = Literal["revised", "timeout", "unreachable", "refused", "invalid"]
-"""What became of a prompt at its enhancer: rewritten, or used as it came, and why."""
+"""Result of asking a prompt enhancer: a new prompt, or the reason why the prompt is used as it came."""
 MetadataLevel = Literal["full", "seed", "none"]
 """Metadata in a file: all settings, model and seed only, or none."""
 

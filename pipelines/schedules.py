@@ -1,4 +1,4 @@
-"""What requests may choose of a folder's scheduler, and its forwards per step. Read without torch."""
+"""Forwards per step of a folder's scheduler, and the solver settings that requests may give. Needs no torch."""
 
 from __future__ import annotations
 

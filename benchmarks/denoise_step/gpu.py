@@ -44,7 +44,7 @@ TAIL_LINES, FEW_LINES, ERROR_LINES = 30, 8, 8
 LINE, ERROR_SAID = 200, 600
 """Characters printed of a line, and kept of an error."""
 OF_PROCESS = ("hardware", "torch", "python_s")
-"""What a run says once of all its results."""
+"""Facts of a run that hold for all its results."""
 POLL_S = 0.2
 TRIALS = re.compile(
     r"\{|AUTOTUNE |Autotune |strides: |dtypes: |SingleProcess AUTOTUNE |\s+\S+ [\d.]+ ms [\d.]+%"

@@ -35,7 +35,7 @@ class Stage:
     takes_turns: bool = False
     """One run is timed at a time."""
     likely_s: int = 0
-    """What it is likely to take; 0 where only the limit is known."""
+    """Likely duration; 0 where only the limit is known."""
 
     @property
     def estimate_s(self) -> int:

@@ -19,7 +19,7 @@ SWAP_GIB_PER_S = 45.0
 BESIDE_GIB, ASLEEP_GIB = 6.0, 2.0
 """Memory of a gang beside its weights on each GPU, awake and asleep."""
 USABLE_GIB = 76.0
-"""Of a GPU with 80 GiB."""
+"""Memory for models on a GPU with 80 GiB."""
 ROUNDING_S = 1e-9
 
 

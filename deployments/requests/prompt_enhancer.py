@@ -34,7 +34,7 @@ IDLE_S = 2.0
 SHARE_OF_DEADLINE = 0.5
 """Share of the time left until a request's deadline that its prompt may take."""
 THOUGHTS = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
-"""What models that reason write before their answer, where the endpoint leaves it in the text."""
+"""Reasoning before the answer, where the endpoint leaves it in the text."""
 COMPLETE = (None, "stop")
 """Reasons for an answer's end after which it is whole."""
 

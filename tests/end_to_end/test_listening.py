@@ -15,7 +15,7 @@ ZYGOTE = "deployments.zygote"
 
 
 def processes() -> list[psutil.Process]:
-    """Those of the cluster and the door, and all that they have started; not this one, nor what other tests started."""
+    """Processes of the cluster and the door with all their children, without this process and those of other tests."""
     roots = [one for one in psutil.Process().children() if is_root(one)]
     return roots + [one for root in roots for one in root.children(recursive=True)]
 

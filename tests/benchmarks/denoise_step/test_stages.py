@@ -23,7 +23,7 @@ from benchmarks.model_step.__main__ import CLIPS, MAKERS, MODELS, parse
 from engines.core.spec import ParallelSpec
 
 CHECKS_S = 30
-"""What unpacking peers and checking them takes before the first stage."""
+"""Seconds before the first stage, in which peers are unpacked and checked."""
 BY_NAME = {case.name: case for case in CASES}
 BESIDE_EACH_OTHER = (*PEERS, *PEERS_OF_FOUR, *PEERS_OF_A_PAIR, *PEERS_OF_ONE)
 

@@ -29,7 +29,7 @@ def test_a_replay_is_compared_with_the_eager_step(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_replay_that_writes_nothing_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the recording left in its memory is the right answer."""
+    """The recording leaves the right answer in its memory."""
     recorded_as(monkeypatch, lambda answer: None)
     with pytest.raises(AssertionError, match="wrong answer"):
         capture.captured(lambda: torch.full((4,), 7.0))

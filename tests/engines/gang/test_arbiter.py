@@ -281,7 +281,7 @@ def test_every_model_with_work_is_awake_within_a_bound(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_foreseen_wake_ups_come_true(seed: int) -> None:
-    """Of models that have all their work at once, none of which fit together."""
+    """All models have all their work at once, and no two fit together."""
     random = Random(seed)
     jobs = [Job(at_s=0.0, model=model, work_s=random.uniform(0.5, 20.0)) for model in range(4)]
     made = awake(arbiter(*(sharer(f"m{i}", 60) for i in range(4))), "m0")

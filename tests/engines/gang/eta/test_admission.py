@@ -139,7 +139,7 @@ def test_the_first_job_of_a_gang_that_sleeps_is_refused_for_the_swap_alone() -> 
 
 
 async def test_a_gang_that_sleeps_expects_its_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the arbiter foresees, less what has passed since, and no less than a wake-up took."""
+    """The time is the arbiter's prediction less the time since, and no less than the last wake-up took."""
     monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
     clock, known = SetClock(), StepTimes()
     for _ in range(2):
