@@ -76,23 +76,33 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def finish(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``, which is not cut short: if this call is cancelled meanwhile, raise afterwards."""
+    """Return the result of ``work``, which is not cut short.
+
+    If this call is cancelled meanwhile, raise CancelledError afterwards, also if ``work`` fails: a loop that survives
+    its errors would never end.
+    """
     task = asyncio.current_task()
     num_before = 0 if task is None else task.cancelling()
-    result = await to_the_end(work)
-    if task is not None and task.cancelling() > num_before:
-        raise asyncio.CancelledError
-    return result
+    try:
+        return await to_the_end(work)
+    finally:
+        if task is not None and task.cancelling() > num_before:
+            raise asyncio.CancelledError
 
 
 async def taken(take: Coroutine[Any, Any, T | None], give_back: Callable[[T], Coroutine[Any, Any, None]]) -> T | None:
-    """Return the result of ``take``. If this call is cancelled meanwhile, hand it to ``give_back`` and raise."""
-    found = await to_the_end(take)
-    if is_cancelled():
-        if found is not None:
+    """Return the result of ``take``. If this call is cancelled meanwhile, hand it to ``give_back``.
+
+    CancelledError is raised then, also if one of them fails.
+    """
+    try:
+        found = await to_the_end(take)
+        if found is not None and is_cancelled():
             await to_the_end(give_back(found))
-        raise asyncio.CancelledError
-    return found
+        return found
+    finally:
+        if is_cancelled():
+            raise asyncio.CancelledError
 
 
 async def produced(produce: Callable[[Callable[[T], None]], Coroutine[Any, Any, None]]) -> AsyncGenerator[T]:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 from anyio import create_task_group
 
-from deployments.asyncio_tools import EndedError, IdleError, OneThread, Upcoming, merge, produced, unless
+from deployments.asyncio_tools import (
+    EndedError,
+    IdleError,
+    OneThread,
+    Upcoming,
+    finish,
+    merge,
+    produced,
+    taken,
+    unless,
+)
 from tests.support.patience import PATIENCE_S
 
 
@@ -185,3 +196,28 @@ async def test_one_thread_waits_for_a_call_that_blocks_and_the_next_call_is_a_ne
     may_answer.set()
     assert await asyncio.gather(*(controller.answer(PATIENCE_S) for _ in range(3))) == [0, 0, 0]
     assert await controller.answer(PATIENCE_S) == 1
+
+
+async def nothing(found: object) -> None:
+    """Give nothing back."""
+
+
+@pytest.mark.parametrize("run", [finish, lambda work: taken(work, nothing)], ids=["finish", "taken"])
+async def test_a_cancelled_call_whose_work_fails_is_cancelled(
+    run: Callable[[Coroutine[Any, Any, None]], Coroutine[Any, Any, None]],
+) -> None:
+    """Otherwise a loop that survives the work's errors goes on, and its end is waited for in vain."""
+    begun, may_fail = asyncio.Event(), asyncio.Event()
+
+    async def fail() -> None:
+        begun.set()
+        await may_fail.wait()
+        raise OSError("the work failed")
+
+    task = asyncio.create_task(run(fail()))
+    await begun.wait()
+    task.cancel()
+    await asyncio.sleep(0)
+    may_fail.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, PATIENCE_S)
