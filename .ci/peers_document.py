@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,11 @@ class Step:
     branches: int
     ranks: int
     card: str
+
+    @property
+    def order(self) -> tuple[str, int, str, str, int]:
+        """Key for rows of one table: model, pixels, precision, card, number of GPUs."""
+        return self.model.lower(), prod(map(int, self.size.split("x"))), self.precision, self.card, self.ranks
 
     @property
     def title(self) -> str:
@@ -112,7 +118,7 @@ class Comparison:
 
 
 def comparisons(reports: Path) -> list[Comparison]:
-    """Return what was measured last, in the order of the files' lines."""
+    """Return what was measured last, by model, size, precision and number of GPUs."""
     newest: dict[Step, Comparison] = {}
     published = of_published(reports / "published_steps.jsonl")
     for path in sorted(reports.glob("peers_*.jsonl"), key=date_of):
@@ -124,7 +130,7 @@ def comparisons(reports: Path) -> list[Comparison]:
             if {figure.project == OURS for figure in figures} == {True, False}:
                 known = Comparison(step=step, figures=tuple(figures), published=tuple(published[step]))
                 newest[step] = known
-    return list(newest.values())
+    return sorted(newest.values(), key=lambda one: one.step.order)
 
 
 def date_of(path: Path) -> str:
@@ -206,29 +212,15 @@ def row(one: Comparison, projects: Iterable[str]) -> tuple[str, ...]:
 
 
 def readme(written: str, known: Iterable[Comparison]) -> str:
-    """Return README with the same of FLUX.1-dev, if it has a place for it."""
+    """Return README with the ratios, a column for each number of GPUs, if it has a place for them."""
     if f"<!-- {MARK}: " not in written:
         return written
-    columns = (
-        "one step, ms, median",
-        "GPUs",
-        OURS,
-        "best peer at its best setting",
-        "that peer",
-        "Troupe is faster by",
-    )
-    rows = (
-        (
-            one.step.title,
-            f"{one.step.ranks} × {one.step.card}",
-            in_ms(one.ours_ms),
-            in_ms(one.best.median_ms),
-            one.best.name,
-            one.ratio,
-        )
-        for one in known
-        if one.step.model == FLUX
-    )
+    ratios: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    for one in known:
+        ratios[one.step.title, one.step.card][one.step.ranks] = one.ratio
+    numbers = sorted({ranks for found in ratios.values() for ranks in found})
+    columns = ("one step", "card", *(f"{ranks} GPU{'s' * (ranks > 1)}" for ranks in numbers))
+    rows = ((*key, *(found.get(ranks, "") for ranks in numbers)) for key, found in ratios.items())
     return replaced(written, MARK, table(columns, rows))
 
 

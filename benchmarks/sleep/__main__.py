@@ -38,6 +38,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     application.add_argument("--folders", type=Path, default=Path("out/models"), help="where they lie or are written")
     application.add_argument("--memory-gib", type=float, help="of each GPU for the models")
     application.add_argument("--steps", type=int, help="of each request; the models' own by default")
+    application.add_argument("--clip", nargs="+", default=[], metavar="KEY=VALUE", help="fields of requests for clips")
     application.add_argument("--seconds", type=float, default=60.0, help="of mixed traffic")
     return parser.parse_args(words)
 

@@ -12,6 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 import httpx
+import yaml
 
 from benchmarks.serving.application import serving
 from benchmarks.serving.settings import with_values, write_model
@@ -70,6 +71,8 @@ class Requests:
         self._body = {"prompt": PROMPT, "seed": 1}
         if arguments.steps is not None:
             self._body["num_inference_steps"] = arguments.steps
+        words = (word.partition("=") for word in arguments.clip)
+        self._clip_fields = {name: yaml.safe_load(value) for name, _, value in words}
 
     def made(self, model: str) -> tuple[bytes, float]:
         """Return the file, and the seconds that it took."""
@@ -83,7 +86,8 @@ class Requests:
         return bytes(answer.json()["data"][0]["b64_json"], "ascii")
 
     def _clip(self, model: str) -> bytes:
-        clip = self._client.post("/v1/videos", json={"model": model, **self._body}).raise_for_status().json()
+        body = {"model": model, **self._body, **self._clip_fields}
+        clip = self._client.post("/v1/videos", json=body).raise_for_status().json()
         while (state := self._client.get(f"/v1/videos/{clip['id']}").json())["status"] not in ("completed", "failed"):
             time.sleep(POLL_S)
         if state["status"] == "failed":

@@ -128,5 +128,6 @@ def test_a_readme_without_a_place_stays_and_one_with_it_has_the_row(program: Mod
     found = compared(program, tmp_path, OURS_MS, WHOLE)
     assert program.readme("no table", found) == "no table"
     written = program.readme("a\n<!-- peers: x -->\nold\n<!-- end of peers -->\nb", found)
-    assert "| FLUX.1-dev, 1024 × 1024, bf16 | 2 × H200 | 60.0 | 75.0 | SGLang, captured whole | 1.25 |" in written
+    assert "| one step | card | 2 GPUs |\n" in written
+    assert "| FLUX.1-dev, 1024 × 1024, bf16 | H200 | 1.25 |" in written
     assert "old" not in written
