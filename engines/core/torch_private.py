@@ -44,6 +44,17 @@ def raise_recompile_limit(num_variants: int) -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, num_variants)
 
 
+def keep_kernel_choices() -> None:
+    """Let Inductor time only variants of a kernel whose choice it keeps on disk.
+
+    It also makes smaller blocks of reductions that take many registers. Such a choice is not found again: each process
+    would time it anew, choose another one, and sum in another order.
+    """
+    import torch._inductor.config
+
+    torch._inductor.config.dynamic_scale_rblock = False
+
+
 def recompile_limit_error() -> type[Exception]:
     """Return the error of a full graph whose function has no more compiled versions left."""
     from torch._dynamo.exc import FailOnRecompileLimitHit

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from engines.core.shard_plan import ShardPlan
-from engines.core.torch_private import compile_backend, raise_recompile_limit, recompile_limit_error
+from engines.core.torch_private import (
+    compile_backend,
+    keep_kernel_choices,
+    raise_recompile_limit,
+    recompile_limit_error,
+)
 
 PRODUCTS = (operator.mul, torch.mul, "mul")
 
@@ -76,6 +81,7 @@ def compile_blocks(module: nn.Module, plan: ShardPlan, *, backend: str = "induct
     is taken from the class, because a copied module still has the compiled method of its original.
     """
     raise_recompile_limit(MAX_VARIANTS)
+    keep_kernel_choices()
     for block in _modules_of_kinds(module, plan):
         forward = types.MethodType(type(block).forward, block)
         compiled = torch.compile(forward, dynamic=False, fullgraph=True, backend=_with_real_products(backend))

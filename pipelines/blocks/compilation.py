@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.core.torch_private import raise_recompile_limit, tree_map_only
+from engines.core.torch_private import keep_kernel_choices, raise_recompile_limit, tree_map_only
 from pipelines.vae.layers import check_decoder
 
 INDUCTOR = "inductor"
@@ -71,6 +71,7 @@ def compile_encoders(pipeline: Any, backend: str = INDUCTOR) -> tuple[CompiledFo
     A graph's results are copied, since its next call (a second prompt) overwrites their memory.
     """
     raise_recompile_limit(MAX_VARIANTS)
+    keep_kernel_choices()
     modules = [part for name, part in vars(pipeline).items() if name.startswith(ENCODERS)]
     forwards = []
     for module in (module for module in modules if isinstance(module, nn.Module)):
@@ -113,6 +114,7 @@ def compile_decoder(vae: Any, backend: str = INDUCTOR) -> CompiledForward:
     On CUDA it has weights of its own, channels last: compiled convolutions prefer that layout, plain ones do not.
     """
     check_decoder(vae, "compile")
+    keep_kernel_choices()
     decoder = vae.decoder
     if any(weight.is_cuda for weight in decoder.parameters()):
         decoder = copy.deepcopy(decoder).to(memory_format=torch.channels_last)

@@ -36,6 +36,7 @@ from engines.core.torch_private import (
     has_persistent_buffer,
     int_mm,
     is_operator,
+    keep_kernel_choices,
     nccl_communicator,
     process_group,
     raise_recompile_limit,
@@ -175,6 +176,14 @@ def test_more_versions_are_compiled_until_there_are_too_many() -> None:
         raise_recompile_limit(2)
         assert compiled(torch.zeros(3)).tolist() == [1, 1, 1]
     torch._dynamo.reset()
+
+
+def test_inductor_has_the_choice_that_it_does_not_keep() -> None:
+    from torch._inductor import config
+
+    with config.patch(dynamic_scale_rblock=True):
+        keep_kernel_choices()
+        assert config.save_config_portable()["dynamic_scale_rblock"] is False  # a part of the key of compiled graphs
 
 
 def test_a_backend_is_found_by_its_name() -> None:

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 
 from engines.core.shard_plan import ShardPlan
 from engines.core.tensors import relative_difference
@@ -37,7 +38,9 @@ def test_more_shapes_than_may_be_compiled_run_uncompiled(caplog: pytest.LogCaptu
     torch._dynamo.reset()
     try:
         with patch.object(torch._dynamo.config, "accumulated_recompile_limit", 2):
-            compile_blocks(module, plan, backend="eager")
+            with inductor_config.patch(dynamic_scale_rblock=True):
+                compile_blocks(module, plan, backend="eager")
+                assert not inductor_config.dynamic_scale_rblock, "processes would choose kernels anew"
             torch._dynamo.utils.counters.clear()
             given = [[block(x) for block in blocks] for x in several]
         torch.testing.assert_close(given, expected)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
 from pipelines.blocks import compilation, decoder, encoder
@@ -66,6 +67,16 @@ def test_t5_adds_to_its_scores_what_fused_attention_takes(tiny_flux: Path, graph
     biases = [encoder.encoder.block[0].layer[0].SelfAttention.compute_bias(8, 8) for encoder in encoders]
     assert [bias.stride(-1) == 1 for bias in biases] == [False, True]
     torch.testing.assert_close(biases[1], biases[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("parts", ["text_encoder", "decoder"])
+def test_kernels_are_chosen_alike_in_a_process_that_replaces_another(
+    tiny_flux: Path, graphs: list[str], parts: str
+) -> None:
+    """Inductor does not find its choice of scaled-down blocks again, and times them anew in each process."""
+    with inductor_config.patch(dynamic_scale_rblock=True):
+        getattr(Checkpoint(tiny_flux), parts)(compiled=True)
+        assert not inductor_config.dynamic_scale_rblock
 
 
 def test_results_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
