@@ -2,7 +2,7 @@
 
     python -m benchmarks.sleep engine [--precisions native fp8] [--side 1024] [--rounds 3]
     torchrun --nproc_per_node 2 -m benchmarks.sleep engine --strategy ulysses
-    python -m benchmarks.sleep application --config gpu2 --published FLUX.1-dev Z-Image Wan2.2-TI2V-5B --folders DIR
+    python -m benchmarks.sleep application --ranks 2 --published FLUX.1-dev Z-Image Wan2.2-TI2V-5B --folders DIR
 
 ``engine`` needs no Ray: FLUX.1-dev with random weights, its memory asleep and awake, seconds of each, and whether the
 first step afterwards has the same bits, with and without an addition. ``application`` starts models that share GPUs,
@@ -33,6 +33,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     engine.add_argument("--side", type=int, default=1024)
     engine.add_argument("--small", action="store_true", help="a model for a CPU")
     application.add_argument("--config", default="laptop")
+    application.add_argument("--ranks", type=int, default=1, help="of published models")
     application.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE")
     application.add_argument("--published", nargs="+", default=[], help="published models, with random weights")
     application.add_argument("--folders", type=Path, default=Path("out/models"), help="where they lie or are written")

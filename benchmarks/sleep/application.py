@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean, median
@@ -16,6 +17,7 @@ import yaml
 
 from benchmarks.serving.application import serving
 from benchmarks.serving.settings import with_values, write_model
+from deployments.cli.configuration import config_for
 from deployments.cli.local import http_client
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
@@ -43,24 +45,41 @@ def client_of(url: str) -> httpx.Client:
 
 
 def shared_config(arguments: argparse.Namespace) -> ServeConfig:
-    """Return ``--config`` with its models in one share group, or with those of ``--published`` like its first one.
+    """Return ``--config`` with its models in one share group, or one group of the models of ``--published``.
 
-    Published models are written to ``--folders`` with random weights if they are not there.
+    Published models have the settings of ``troupe serve MODEL`` on ``--ranks`` GPUs. They are written to ``--folders``
+    with random weights if they are not there.
     """
-    document = with_values(load_config(arguments.config), arguments.set).model_dump(mode="json")
-    args = document["applications"][0]["args"]
     if arguments.published:
-        first = args["models"][0]
-        folders: dict[str, Path] = {name: arguments.folders / name for name in arguments.published}
-        for name, folder in folders.items():
-            if not folder.exists():
-                write_model(name, folder)
-        args["models"] = [first | {"name": name, "path": str(folder.resolve())} for name, folder in folders.items()]
+        document = document_of([published(name, arguments) for name in arguments.published])
+    else:
+        document = with_values(load_config(arguments.config), arguments.set).model_dump(mode="json")
+    args = document["applications"][0]["args"]
     for model in args["models"]:
         model["share"] = "bench"
     limits = {"memory_gib": arguments.memory_gib, "host_memory_gib": arguments.pinned_gib}
     args["shares"] = {"bench": {name: value for name, value in limits.items() if value is not None}}
     return parse_config(document)
+
+
+def published(name: str, arguments: argparse.Namespace) -> ServeConfig:
+    folder: Path = arguments.folders / name
+    if not folder.exists():
+        write_model(name, folder)
+    return with_values(config_for(str(folder.resolve()), arguments.ranks), arguments.set)
+
+
+def document_of(configs: Sequence[ServeConfig]) -> dict[str, Any]:
+    """Return a document with the models of ``configs``, whose encoders and decoders share what ranks leave of a GPU."""
+    document = configs[0].model_dump(mode="json")
+    models = [config.model_dump(mode="json")["applications"][0]["args"]["models"][0] for config in configs]
+    for model in models:
+        ranks_take = model["denoiser"]["gpus_per_rank"]
+        share = math.floor(1000 * (1 - ranks_take) / (2 * len(models))) / 1000 if ranks_take else 0.0
+        model["text_encoder"]["num_gpus"] = model["decoder"]["num_gpus"] = share
+        model["decoder"]["num_devices"] = 1
+    document["applications"][0]["args"]["models"] = models
+    return document
 
 
 class Requests:
