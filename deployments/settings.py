@@ -27,6 +27,8 @@ class Settings(BaseSettings):
     api_key: SecretStr = SecretStr("")
     """The key that the command line sends."""
     data_dir: Path = Field(default_factory=lambda: _home() / ".local" / "share" / "troupe")
+    kernel_cache: str = ""
+    """Folder or URL of object storage in which nodes share compiled kernels; by default each node has its own."""
     database_url: str = ""
     """URL of a PostgreSQL or SQLite database; by default ``api.database`` of the configuration, or SQLite in the data
     directory."""

@@ -34,6 +34,7 @@ from benchmarks.denoise_step.stage import Run, Stage, joined
 from benchmarks.denoise_step.stages import NAMED, STAGES, stages_named
 from benchmarks.turns import Meeting
 
+ROOT = Path(__file__).parents[2]
 SMALLEST_LIMIT_S = 15
 STOP_S = 35
 """More than the 30 s that a launcher gives its ranks before it kills them."""
@@ -184,7 +185,7 @@ def collect(out: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for path in sorted({*out.glob("*.json")} - {out / "all.json"}):
         for result in results_in(path):
-            error = {"error": result["error"][-ERROR_SAID:]} if "error" in result else {}
+            error = {"error": result["error"].replace(f"{ROOT}/", "")[-ERROR_SAID:]} if "error" in result else {}
             others = {"runs_beside": beside[path.stem]} if beside.get(path.stem) else {}
             found.append({"stage": path.stem, **result, **others, **error})
     return found

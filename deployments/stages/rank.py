@@ -8,8 +8,8 @@ from functools import partial
 from importlib import import_module
 
 from deployments.config import ModelConfig
-from deployments.settings import Settings
 from deployments.stages.devices import asleep_folder, host_lock
+from deployments.stages.kernel_cache import shared_kernels, strategies_folder
 from deployments.stages.measured_times import model_facts, software_facts
 from deployments.stages.stage_config import DenoiserConfig, must_slice
 from engines.core.engine import Choosing, RankContext
@@ -20,8 +20,6 @@ from engines.gang.gang_config import BuildRank, RankParts
 from pipelines.checkpoint import Checkpoint
 from pipelines.libraries import quick_imports
 from pipelines.lora.source import named
-
-FOLDER = "strategies"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +64,13 @@ class LoadRankParts:
 
 
 def _build(model: ModelConfig, context: RankContext, checkpoint: Checkpoint, denoiser: DenoiserModel) -> RankParts:
+    with shared_kernels(model, f"rank_{context.rank}_of_{context.num_ranks}", context.device):
+        return _make_engine(model, context, checkpoint, denoiser)
+
+
+def _make_engine(
+    model: ModelConfig, context: RankContext, checkpoint: Checkpoint, denoiser: DenoiserModel
+) -> RankParts:
     from engines.registry import load_engine
     from engines.warm_up import warm_up
 
@@ -89,10 +94,10 @@ def _build(model: ModelConfig, context: RankContext, checkpoint: Checkpoint, den
 
 
 def choosing_of(model: ModelConfig, checkpoint: Checkpoint) -> Choosing:
-    """Return how "auto" is decided: on a default step, cached on rank 0's node by model and software."""
+    """Return how "auto" is decided: on a default step, cached by model and software."""
     return Choosing(
         typical_step=checkpoint.typical_step,
-        folder=Settings().data_dir / FOLDER,
+        folder=strategies_folder(),
         name=model.name,
         facts={**model_facts(model, checkpoint.path), **software_facts()},
         every_team=model.denoiser.elastic,

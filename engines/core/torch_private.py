@@ -55,6 +55,19 @@ def keep_kernel_choices() -> None:
     torch._inductor.config.dynamic_scale_rblock = False
 
 
+def load_compiled(bundle: bytes) -> None:
+    """Put the kernels and choices of ``torch.compiler.save_cache_artifacts`` into this node's caches.
+
+    PyTorch reads those kinds whose modules are imported, which a compilation does later. RuntimeError without a bundle.
+    """
+    import torch._functorch._aot_autograd.autograd_cache
+    import torch._inductor.codecache
+    import torch._inductor.runtime.autotune_cache
+
+    if torch.compiler.load_cache_artifacts(bundle) is None:
+        raise RuntimeError("PyTorch cannot read them")
+
+
 def recompile_limit_error() -> type[Exception]:
     """Return the error of a full graph whose function has no more compiled versions left."""
     from torch._dynamo.exc import FailOnRecompileLimitHit

@@ -37,6 +37,7 @@ from engines.core.torch_private import (
     int_mm,
     is_operator,
     keep_kernel_choices,
+    load_compiled,
     nccl_communicator,
     process_group,
     raise_recompile_limit,
@@ -184,6 +185,11 @@ def test_inductor_has_the_choice_that_it_does_not_keep() -> None:
     with config.patch(dynamic_scale_rblock=True):
         keep_kernel_choices()
         assert config.save_config_portable()["dynamic_scale_rblock"] is False  # a part of the key of compiled graphs
+
+
+def test_compiled_kernels_are_read_from_a_bundle_alone() -> None:
+    with pytest.raises(RuntimeError, match="cannot read"):
+        load_compiled(b"no bundle")
 
 
 def test_a_backend_is_found_by_its_name() -> None:

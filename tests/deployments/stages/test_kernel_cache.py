@@ -1,0 +1,112 @@
+"""Nodes share compiled kernels: what one has compiled, another finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deployments.config import ModelConfig
+from deployments.stages.kernel_cache import shared_kernels, strategies_folder
+from engines.core import torch_private
+
+MODEL = ModelConfig(name="pictures", path="flux-shapes")
+NODE = """
+import json, torch
+from torch._dynamo.utils import counters
+from deployments.config import ModelConfig
+from deployments.stages.kernel_cache import shared_kernels
+
+with shared_kernels(ModelConfig(name="pictures", path="flux-shapes"), "decoder", "cpu"):
+    result = torch.compile(lambda x: x.sin() + 1)(torch.ones(3)).tolist()
+found = {name: counters["inductor"][name] for name in ("fxgraph_cache_hit", "fxgraph_cache_miss")}
+print(json.dumps({"result": result, **found}))
+"""
+
+
+class Bundles:
+    """In place of PyTorch's: nothing is compiled."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: tuple[bytes, Any] | None = (b"kernels", None)
+        self.loaded: list[bytes] = []
+        monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: self.made)
+        monkeypatch.setattr(torch_private, "load_compiled", self.load)
+
+    def load(self, bundle: bytes) -> None:
+        if bundle != b"kernels":
+            raise ValueError("no bundle")
+        self.loaded.append(bundle)
+
+
+@pytest.fixture
+def bundles(monkeypatch: pytest.MonkeyPatch) -> Bundles:
+    return Bundles(monkeypatch)
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    place = str(tmp_path) if request.param == "folder" else f"memory://{tmp_path.name}"
+    monkeypatch.setenv("TROUPE_KERNEL_CACHE", place)
+    return place
+
+
+def test_the_first_of_a_part_stores_what_later_ones_load(place: str, bundles: Bundles) -> None:
+    for part in ("decoder", "decoder", "text_encoder"):
+        with shared_kernels(MODEL, part, "cpu"):
+            pass
+    assert bundles.loaded == [b"kernels"]
+
+
+def test_a_process_that_compiles_nothing_stores_nothing(place: str, bundles: Bundles) -> None:
+    bundles.made = None
+    for _ in range(2):
+        with shared_kernels(MODEL, "decoder", "cpu"):
+            pass
+    assert not bundles.loaded
+
+
+def test_a_store_that_fails_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundles: Bundles, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One without its package, a folder that is a file, and a bundle that cannot be read."""
+    (tmp_path / "file").touch()
+    for place in ("unknown://bucket", str(tmp_path / "file")):
+        monkeypatch.setenv("TROUPE_KERNEL_CACHE", place)
+        with shared_kernels(MODEL, "decoder", "cpu"):
+            pass
+    assert [record.levelname for record in caplog.records].count("WARNING") == 4
+    monkeypatch.setenv("TROUPE_KERNEL_CACHE", str(tmp_path / "folder"))
+    bundles.made = (b"broken", None)
+    for _ in range(2):
+        with shared_kernels(MODEL, "decoder", "cpu"):
+            pass
+    assert "compiled kernels of other nodes cannot be read: no bundle" in caplog.messages[-2:]
+
+
+def test_decisions_on_strategies_are_shared_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path / "data"))
+    assert strategies_folder() == tmp_path / "data" / "strategies"
+    monkeypatch.setenv("TROUPE_KERNEL_CACHE", "s3://bucket")
+    assert strategies_folder() == tmp_path / "data" / "strategies"
+    monkeypatch.setenv("TROUPE_KERNEL_CACHE", str(tmp_path / "shared"))
+    assert strategies_folder() == tmp_path / "shared" / "strategies"
+
+
+@pytest.mark.slow
+def test_a_new_node_compiles_nothing(tmp_path: Path) -> None:
+    found = []
+    for node in ("first", "second"):
+        places = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / node), "TROUPE_KERNEL_CACHE": str(tmp_path / "shared")}
+        command = [sys.executable, "-c", NODE]
+        done = subprocess.run(command, env={**os.environ, **places}, capture_output=True, text=True, check=True)
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    assert [one["fxgraph_cache_miss"] for one in found] == [1, 0]
+    assert found[1]["fxgraph_cache_hit"] == 1
+    assert found[0]["result"] == found[1]["result"]
