@@ -14,11 +14,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor, nn
+
+T = TypeVar("T")
 
 CACHE, FIRST = "feat_cache", "first_chunk"
 MIN_BAND_ROWS = 15
@@ -57,11 +59,12 @@ def decode_bands(vae: Any, latents_BCFHW: Tensor, decoders: Sequence[Any]) -> It
 class ChunkedVae:
     """Replaces a pipeline's auto-encoder: each ``decode`` returns the next chunk of the first call's clip.
 
-    ``num_left`` chunks are still to come. ``decoders`` as for ``decode_chunks``.
+    ``num_left`` chunks are still to come. ``decoders`` as for ``decode_chunks``. With ``main``, a stream of the
+    latents' device, each chunk is returned after the next is issued (``issue_ahead``).
     """
 
-    def __init__(self, vae: Any, decoders: Sequence[Any] = ()) -> None:
-        self._vae, self._decoders, self.num_left = vae, decoders, 0
+    def __init__(self, vae: Any, decoders: Sequence[Any] = (), main: Any = None) -> None:
+        self._vae, self._decoders, self._main, self.num_left = vae, decoders, main, 0
         self._chunks: Iterator[Tensor] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -70,10 +73,47 @@ class ChunkedVae:
     def decode(self, latents_BCFHW: Tensor, return_dict: bool = True) -> DecoderOutput:
         """Return a ``DecoderOutput``, which can also be indexed like the tuple of ``return_dict=False``."""
         if self._chunks is None:
-            self._chunks = decode_chunks(self._vae, latents_BCFHW, self._decoders)
+            chunks = decode_chunks(self._vae, latents_BCFHW, self._decoders)
+            self._chunks = chunks if self._main is None else issue_ahead(chunks, latents_BCFHW, self._main)
             self.num_left = latents_BCFHW.shape[2]
         self.num_left -= 1
         return DecoderOutput(sample=next(self._chunks))
+
+
+def issue_ahead(chunks: Iterator[Tensor], latents_BCFHW: Tensor, main: Any) -> Iterator[Tensor]:
+    """Yield ``chunks``, computed from the latents on the stream ``main``, each after the next one is issued.
+
+    The caller works on another stream, which waits for the yielded chunk only: devices have work while the host copies.
+    """
+    device = latents_BCFHW.device
+    streams = torch.get_device_module(device)
+    main.wait_stream(streams.current_stream(device))
+    _record_use(latents_BCFHW, main)
+    events = ((pixels_BCFHW, main.record_event()) for pixels_BCFHW in on_stream(chunks, device, main))
+    issued = next(events, None)
+    while issued is not None:
+        (pixels_BCFHW, end), issued = issued, next(events, None)
+        current = streams.current_stream(device)
+        current.wait_event(end)
+        _record_use(pixels_BCFHW, current)
+        yield pixels_BCFHW
+
+
+def on_stream(items: Iterator[T], device: torch.device, stream: Any) -> Iterator[T]:
+    """Yield ``items``, each computed while ``stream`` of ``device`` is the current one."""
+    nothing = object()
+    while True:
+        with torch.get_device_module(device).stream(stream):
+            item = next(items, nothing)
+        if item is nothing:
+            return
+        yield cast(T, item)
+
+
+def _record_use(tensor: Tensor, stream: Any) -> None:
+    """Keep the memory of ``tensor``, once it is freed, until ``stream`` has come so far."""
+    if tensor.is_cuda:
+        tensor.record_stream(stream)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

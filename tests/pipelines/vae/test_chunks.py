@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipelines.blocks import decoder as decoder_module
 from pipelines.blocks.decoder import BlocksDecoder
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
@@ -92,6 +93,40 @@ def test_a_chunk_comes_before_the_next_is_decoded(tiny_wan: Path) -> None:
     decoder._pipeline.vae.decoder.register_forward_hook(lambda *call: calls.append(call))
     seen = [len(calls) for _ in decoder.decode_chunks(latents, request)]
     assert seen == [1, 2, 3, 4]
+
+
+def test_the_next_chunk_is_issued_on_its_stream_before_a_chunk_is_copied(tiny_wan: Path) -> None:
+    """As on a GPU, with streams of the CPU: they have no effect, but one of them is the current one."""
+    decoder, latents, request = decoder_and_latents(tiny_wan)
+    main, aside = torch.cpu.current_stream(), torch.cpu.Stream()
+    decoder.__dict__["_aside"] = aside
+    calls: list[Any] = []
+    decoder._pipeline.vae.decoder.register_forward_hook(lambda *_: calls.append(torch.cpu.current_stream()))
+    to_frames, copies_on = decoder_module._to_frames, list[Any]()
+
+    def watched(*args: Any) -> Any:
+        copies_on.append((torch.cpu.current_stream(), len(calls)))
+        return to_frames(*args)
+
+    with patch.object(decoder_module, "_to_frames", watched):
+        parts = []
+        for chunk in decoder.decode_chunks(latents, request):
+            assert torch.cpu.current_stream() is main
+            parts.append(chunk.frames_FHWC)
+    assert copies_on == [(aside, 2), (aside, 3), (aside, 4), (aside, 4)]
+    assert calls == [main] * NUM_LATENT_FRAMES
+    np.testing.assert_array_equal(np.concatenate(parts), decoder.decode(latents, request))
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_goes_on_meanwhile_makes_the_frames_of_the_whole(tiny_wan: Path) -> None:
+    """Again and again: a copy that does not wait for its chunk would show now and then."""
+    _, latents, request = decoder_and_latents(tiny_wan)
+    decoder = Checkpoint(tiny_wan, "cuda").decoder()
+    whole_FHWC = decoder.decode(latents, request)
+    for _ in range(20):
+        parts = [chunk.frames_FHWC for chunk in decoder.decode_chunks(latents, request)]
+        np.testing.assert_array_equal(np.concatenate(parts), whole_FHWC)
 
 
 def test_a_guardrail_sees_the_whole_clip(tiny_wan: Path) -> None:
