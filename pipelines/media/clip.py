@@ -17,7 +17,7 @@ from typing import Any, Self, TypeAlias
 import av
 import numpy as np
 from av.bitstream import BitStreamFilterContext
-from av.codec.context import Flags
+from av.codec.context import Flags, ThreadType
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
 from numpy.typing import NDArray
 
@@ -29,6 +29,10 @@ Packets: TypeAlias = "list[av.Packet[Any]]"
 CODEC = "libx264"
 # Without cpu-independent, libx264's fastest routines read memory that nothing wrote, and the bytes vary with it.
 QUALITY = {"crf": "18", "preset": "medium", "x264-params": "cpu-independent=1"}
+NUM_LAST_THREADS = 4
+"""Threads of the last group's encoder, on every machine: the file waits for it alone once all frames are decoded."""
+WHOLE_RANGE = "mvrange-thread=512"
+"""Motion as far as H.264's levels allow, so that frames in several threads are searched as those in one are."""
 REMOVE_SEI = "filter_units=remove_types=6"
 """Removes an encoder's SEI message about itself: a clip needs only the first group's."""
 
@@ -46,7 +50,7 @@ def group_length(num_frames: int) -> int:
 def configure(context: Any, size: tuple[int, ...], fps: int) -> None:
     """Set the options that the container and all encoders of a clip of this height and width share.
 
-    One thread: with several, libx264's rate control (and so the bytes) depends on timing.
+    One thread: PyAV's default is one slice a thread. Slices make files larger, and the bytes depend on their number.
     """
     (context.height, context.width), context.pix_fmt = (side + side % 2 for side in size), "yuv420p"
     context.framerate, context.time_base, context.thread_count = Fraction(fps), Fraction(1, fps), 1
@@ -55,10 +59,16 @@ def configure(context: Any, size: tuple[int, ...], fps: int) -> None:
     context.options = QUALITY
 
 
-def encode_group(frames_HWC: Sequence[NDArray[np.uint8]], first: int, fps: int) -> Packets:
-    """Return the packets, in decoding order, of frames whose first has number ``first`` in the clip."""
+def encode_group(frames_HWC: Sequence[NDArray[np.uint8]], first: int, fps: int, num_threads: int = 1) -> Packets:
+    """Return the packets, in decoding order, of frames whose first has number ``first`` in the clip.
+
+    Several threads encode several frames. The bytes follow from ``num_threads``, not from the cores or from timing.
+    """
     context: Any = av.CodecContext.create(CODEC, "w")
     configure(context, frames_HWC[0].shape[:2], fps)
+    if num_threads > 1:
+        context.thread_count, context.thread_type = num_threads, ThreadType.FRAME
+        context.options = {**QUALITY, "x264-params": f"{QUALITY['x264-params']}:{WHOLE_RANGE}"}
     context.flags |= Flags.global_header
     packets: Packets = []
     for index, frame_HWC in enumerate(frames_HWC, first):
@@ -130,6 +140,7 @@ class ClipEncoder:
         if fps < 1:
             raise ValueError(f"{fps} frames per second: at least 1 is needed for a clip")
         self._fps, self._workers, self._length = fps, workers, group_length(num_frames)
+        self._last = (num_frames - 1) // self._length
         self._slots = BoundedSemaphore(max_waiting)
         self._pending: list[Frame] = []
         self._groups: list[Future[Packets]] = []
@@ -164,9 +175,10 @@ class ClipEncoder:
 
     def _submit(self) -> None:
         self._slots.acquire()
-        first, frames_HWC = len(self._groups) * self._length, tuple(self._pending)
+        number, frames_HWC = len(self._groups), tuple(self._pending)
         self._pending.clear()
-        group = self._workers.submit(encode_group, frames_HWC, first, self._fps)
+        num_threads = NUM_LAST_THREADS if number == self._last else 1
+        group = self._workers.submit(encode_group, frames_HWC, number * self._length, self._fps, num_threads)
         group.add_done_callback(lambda _: self._slots.release())
         self._groups.append(group)
 

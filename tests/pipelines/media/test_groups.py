@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any
@@ -11,8 +12,10 @@ import av
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from PIL import Image
 
 from pipelines.media import Sound, encode_frames
+from pipelines.media import clip as clip_module
 from pipelines.media.clip import QUALITY, ClipEncoder, encode_group, group_length
 
 Frames = NDArray[np.uint8]
@@ -54,6 +57,39 @@ def test_bytes_are_the_same_with_any_number_of_threads_and_in_any_pieces(frames:
     assert written(frames, 3, (1, 5, 9, 26), sound) == alone
     assert encode_frames(frames, "mp4", fps=FPS, sound=sound) == alone
     assert written(frames[::-1], 3, sound=sound) != alone
+
+
+def test_bytes_are_the_same_on_any_number_of_threads_and_cores(frames: Frames) -> None:
+    """The last group's encoder has several threads on one core as well."""
+    alone = written(frames, 1)
+    for num_threads in (2, 4, 8):
+        assert written(frames, num_threads) == alone
+    core = min(os.sched_getaffinity(0))
+    pinned = ThreadPoolExecutor(2, initializer=os.sched_setaffinity, initargs=(0, {core}))
+    with pinned as workers, ClipEncoder(NUM_FRAMES, FPS, workers) as clip:
+        clip.add(frames)
+        assert clip.finish() == alone
+
+
+def test_the_last_group_alone_has_several_threads(frames: Frames, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = list[int]()
+
+    def watched(frames_HWC: Any, first: int, fps: int, num_threads: int) -> Any:
+        counts.append(num_threads)
+        return encode_group(frames_HWC, first, fps, num_threads)
+
+    monkeypatch.setattr(clip_module, "encode_group", watched)
+    written(frames, 1)
+    assert counts == [1] * (NUM_FRAMES // LENGTH) + [4]
+
+
+def test_several_threads_find_the_motion_that_one_finds() -> None:
+    """By default libx264 searches a part of the height for frames in several threads: 60 rows a frame are beyond it."""
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (12, 2, 3), dtype=np.uint8))
+    picture_HWC = np.asarray(noise.resize((64, 480), Image.Resampling.BICUBIC))
+    falling = [np.roll(picture_HWC, 60 * index, 0) for index in range(8)]
+    one, several = (list(map(bytes, encode_group(falling, 8, FPS, num_threads))) for num_threads in (1, 4))
+    assert several == one
 
 
 def test_frames_come_back_in_order_and_groups_begin_with_key_frames(frames: Frames) -> None:
