@@ -136,19 +136,19 @@ class BlocksDecoder:
             self._run_blocks([path], pipeline, values)
             while vae.num_left:
                 pixels_FCHW = _pixels(values)
-                yield DecodedMedia(frames_FHWC=_to_frames(_cut(pixels_FCHW, request, num_frames), request))
+                yield DecodedMedia(frames_FHWC=to_frames(_cut(pixels_FCHW, request, num_frames), request))
                 num_frames += len(pixels_FCHW)
                 values.values = dict(before)
                 self._run_blocks([path], pipeline, values)
         pixels_FCHW = _pixels(values)
         sound = self._sound(values, request, min(1.0, request.num_frames / (num_frames + len(pixels_FCHW))))
-        media = DecodedMedia(frames_FHWC=_to_frames(_cut(pixels_FCHW, request, num_frames), request), sound=sound)
+        media = DecodedMedia(frames_FHWC=to_frames(_cut(pixels_FCHW, request, num_frames), request), sound=sound)
         self._release_memory()
         yield media
 
     def decode(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
         """Return all frames, or layers, as in ``DecodedMedia``, from an output of ``BlocksSampler.latents``."""
-        frames_FHWC = _to_frames(_cut(self.pixels(latents), request), request)
+        frames_FHWC = to_frames(_cut(self.pixels(latents), request), request)
         self._release_memory()
         return frames_FHWC
 
@@ -190,7 +190,7 @@ class BlocksDecoder:
         pixels_FCHW = _pixels(values)
         requested_FCHW = _cut(pixels_FCHW, request)
         sound = self._sound(values, request, len(requested_FCHW) / len(pixels_FCHW))
-        frames_FHWC = _to_frames(requested_FCHW, request)
+        frames_FHWC = to_frames(requested_FCHW, request)
         return DecodedMedia(frames_FHWC=frames_FHWC, sound=sound)
 
     def _release_memory(self) -> None:
@@ -226,7 +226,7 @@ def _cut(pixels_FCHW: Tensor, request: MediaRequest, num_before: int = 0) -> Ten
     return pixels_FCHW[: max(0, request.num_frames - num_before)] if request.kind == "video" else pixels_FCHW
 
 
-def _to_frames(pixels_FCHW: Tensor, request: MediaRequest) -> NDArray[np.uint8]:
+def to_frames(pixels_FCHW: Tensor, request: MediaRequest) -> NDArray[np.uint8]:
     """Convert frame by frame, since intermediates are float32, and on the device, which is faster.
 
     ValueError or JobFailedError if pixels are not finite.

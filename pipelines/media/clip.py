@@ -72,7 +72,7 @@ def encode_group(frames_HWC: Sequence[NDArray[np.uint8]], first: int, fps: int, 
     context.flags |= Flags.global_header
     packets: Packets = []
     for index, frame_HWC in enumerate(frames_HWC, first):
-        packets += context.encode(_video_frame(frame_HWC, index))
+        packets += context.encode(video_frame(frame_HWC, index))
     packets += context.encode(None)
     return packets if first == 0 else [*_remove_sei(packets[0]), *packets[1:]]
 
@@ -97,7 +97,8 @@ def _remove_sei(packet: av.Packet[Any]) -> Packets:
     return BitStreamFilterContext(REMOVE_SEI, "h264").filter(packet)
 
 
-def _video_frame(frame_HWC: NDArray[np.uint8], index: int) -> av.VideoFrame:
+def video_frame(frame_HWC: NDArray[np.uint8], index: int) -> av.VideoFrame:
+    """Return the frame in yuv420p, BT.709, limited range, with its number as its time."""
     rgb = av.VideoFrame.from_ndarray(_even(frame_HWC), format="rgb24")
     frame = rgb.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG)
     frame.pts = index

@@ -102,13 +102,13 @@ def test_the_next_chunk_is_issued_on_its_stream_before_a_chunk_is_copied(tiny_wa
     decoder.__dict__["_aside"] = aside
     calls: list[Any] = []
     decoder._pipeline.vae.decoder.register_forward_hook(lambda *_: calls.append(torch.cpu.current_stream()))
-    to_frames, copies_on = decoder_module._to_frames, list[Any]()
+    original, copies_on = decoder_module.to_frames, list[Any]()
 
     def watched(*args: Any) -> Any:
         copies_on.append((torch.cpu.current_stream(), len(calls)))
-        return to_frames(*args)
+        return original(*args)
 
-    with patch.object(decoder_module, "_to_frames", watched):
+    with patch.object(decoder_module, "to_frames", watched):
         parts = []
         for chunk in decoder.decode_chunks(latents, request):
             assert torch.cpu.current_stream() is main
