@@ -2,7 +2,7 @@
 
 The decoder's cache holds what the next frames need of those before. On several devices, all compute the first half of
 the decoder, in which attention sees the whole picture: it is small there, a few percent of the work. After it each
-device has its band and as many rows around it as the convolutions to come reach, fewer after each block. The rows of a
+device has its band and as many rows around it as the convolutions to come reach, fewer after each layer. The rows of a
 band are those of the whole, up to rounding, and devices exchange nothing.
 """
 
@@ -23,8 +23,10 @@ from torch import Tensor, nn
 T = TypeVar("T")
 
 CACHE, FIRST = "feat_cache", "first_chunk"
-MIN_BAND_ROWS = 15
-"""Rows of latents: four bands of 480 pixels, each 38 % of the work. Thinner bands mostly compute margins."""
+SHORTCUT = "avg_shortcut"
+"""Part of some blocks that enlarges the block's input, which is added to its output."""
+MIN_BAND_PIXELS = 120
+"""Rows of pixels: four bands of 480, each 35 to 41 % of the work. Thinner bands mostly compute margins."""
 
 
 def decodes_in_chunks(vae: Any) -> bool:
@@ -38,7 +40,10 @@ def decode_chunks(vae: Any, latents_BCFHW: Tensor, decoders: Sequence[Any] = ())
     ``decoders`` are the decoder of ``vae`` and copies of it on other devices. As many of them as there are rows for
     decode a band each: the same values up to rounding, on the latents' device.
     """
-    num_bands = min(len(decoders), latents_BCFHW.shape[-2] // MIN_BAND_ROWS)
+    num_bands = 1
+    if len(decoders) > 1:
+        num_pixels = latents_BCFHW.shape[-2] * _pixels_per_latent(vae)
+        num_bands = min(len(decoders), num_pixels // MIN_BAND_PIXELS)
     return decode_bands(vae, latents_BCFHW, decoders[:num_bands] if num_bands > 1 else (vae.decoder,))
 
 
@@ -133,10 +138,11 @@ class Band:
 
 
 def margins(decoder: Any) -> tuple[int, ...]:
-    """Return how many rows on either side of a band each block after the middle needs, and the last convolution."""
-    needed = [_reach(decoder.conv_out)]
-    for block in reversed(decoder.up_blocks):
-        needed.append(-(-needed[-1] // _scale(block)) + _reach(block))
+    """Return how many rows on either side of a band each layer after the middle needs."""
+    *layers, last = _layers_after_middle(decoder)
+    needed = [_reach(last)]
+    for layer in reversed(layers):
+        needed.append(-(-needed[-1] // _scale(layer)) + _reach(layer))
     return tuple(reversed(needed))
 
 
@@ -154,7 +160,7 @@ def _decode_band(vae: Any, decoder: Any, hidden_BCFHW: Tensor, band: Band) -> It
         latent_BCFHW = hidden_BCFHW[:, :, index : index + 1]
         with _cropped(decoder, band, latent_BCFHW.shape[-2]):
             patches_BCFHW = decoder(latent_BCFHW, feat_cache=cache, feat_idx=[0], **first)
-        yield _unpatch(patches_BCFHW, vae.config.get("patch_size") or 1).clamp(min=-1.0, max=1.0)
+        yield _unpatch(patches_BCFHW, _patch_size(vae)).clamp(min=-1.0, max=1.0)
 
 
 @contextmanager
@@ -177,13 +183,36 @@ def _crop(rows: slice, module: nn.Module, inputs: Any, output_BCFHW: Tensor) -> 
 def _crops(decoder: Any, band: Band, num_rows: int) -> Iterator[tuple[nn.Module, slice]]:
     """Yield modules and the rows of their outputs that are used."""
     start, stop = band.rows(num_rows)
-    first, scale = 0, 1
-    for module, margin in zip((decoder.mid_block, *decoder.up_blocks), margins(decoder), strict=True):
-        first, scale = first * _scale(module), scale * _scale(module)
-        low, high = max(0, scale * start - margin), min(scale * num_rows, scale * stop + margin)
-        yield module, slice(low - first, high - first)
-        first = low
-    yield decoder.conv_out, slice(scale * start - first, scale * stop - first)
+    needed, scale = iter(margins(decoder)), 1
+
+    def rows() -> tuple[int, int]:
+        margin = next(needed)
+        return max(0, scale * start - margin), min(scale * num_rows, scale * stop + margin)
+
+    low, high = rows()
+    yield decoder.mid_block, slice(low, high)
+    for block in decoder.up_blocks:
+        block_first, block_scale = low, scale
+        for layer in _layers(block):
+            first, scale = low * _scale(layer), scale * _scale(layer)
+            low, high = rows()
+            yield layer, slice(low - first, high - first)
+        if (shortcut := getattr(block, SHORTCUT, None)) is not None:
+            first = block_first * (scale // block_scale)
+            yield shortcut, slice(low - first, high - first)
+    yield decoder.conv_out, slice(scale * start - low, scale * stop - low)
+
+
+def _layers_after_middle(decoder: Any) -> list[nn.Module]:
+    """Return the layers with convolutions, in order."""
+    return [*(layer for block in decoder.up_blocks for layer in _layers(block)), decoder.conv_out]
+
+
+def _layers(block: Any) -> list[nn.Module]:
+    """Return the residual blocks of ``block``, and what enlarges their output."""
+    upsampler = getattr(block, "upsampler", None)
+    upsamplers = getattr(block, "upsamplers", None) or (() if upsampler is None else (upsampler,))
+    return [*block.resnets, *upsamplers]
 
 
 def _reach(module: nn.Module) -> int:
@@ -198,6 +227,15 @@ def _reach(module: nn.Module) -> int:
 def _scale(module: nn.Module) -> int:
     scales: list[Any] = [part.scale_factor for part in module.modules() if isinstance(part, nn.Upsample)]
     return math.prod(int(scale[0] if isinstance(scale, tuple) else scale) for scale in scales)
+
+
+def _pixels_per_latent(vae: Any) -> int:
+    """Return how many rows of pixels a row of latents becomes."""
+    return math.prod(map(_scale, vae.decoder.up_blocks)) * _patch_size(vae)
+
+
+def _patch_size(vae: Any) -> int:
+    return int(vae.config.get("patch_size") or 1)
 
 
 def _arguments(vae: Any) -> frozenset[str]:

@@ -42,7 +42,7 @@ def test_times_and_likeness_of_one_device_and_of_two(tmp_path: Path, monkeypatch
 
 
 def test_phases_of_a_clip_by_content_and_by_number_of_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "MIN_BAND_ROWS", 1)
+    monkeypatch.setattr(chunks, "MIN_BAND_PIXELS", 8)
     monkeypatch.setattr(case_module, "WARM_UP", 0)
     size = Size(width=32, height=32, num_frames=5)
     case = Case(folder=tiny.wan(tmp_path), size=size, kind="cpu", memory_bytes=None, repeats=1)
