@@ -40,11 +40,15 @@ def decode_chunks(vae: Any, latents_BCFHW: Tensor, decoders: Sequence[Any] = ())
     ``decoders`` are the decoder of ``vae`` and copies of it on other devices. As many of them as there are rows for
     decode a band each: the same values up to rounding, on the latents' device.
     """
-    num_bands = 1
+    count = 1
     if len(decoders) > 1:
-        num_pixels = latents_BCFHW.shape[-2] * _pixels_per_latent(vae)
-        num_bands = min(len(decoders), num_pixels // MIN_BAND_PIXELS)
-    return decode_bands(vae, latents_BCFHW, decoders[:num_bands] if num_bands > 1 else (vae.decoder,))
+        count = min(len(decoders), num_bands(latents_BCFHW.shape[-2] * _pixels_per_latent(vae)))
+    return decode_bands(vae, latents_BCFHW, decoders[:count] if count > 1 else (vae.decoder,))
+
+
+def num_bands(height: int) -> int:
+    """Return how many devices at most share a clip of ``height`` pixels."""
+    return max(1, height // MIN_BAND_PIXELS)
 
 
 def decode_bands(vae: Any, latents_BCFHW: Tensor, decoders: Sequence[Any]) -> Iterator[Tensor]:
