@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -159,20 +159,19 @@ def _decode_band(vae: Any, decoder: Any, hidden_BCFHW: Tensor, band: Band) -> It
     """Yield the pixels of a band, frame by frame, with a cache of the call."""
     cache: list[Any] = [None] * sum(1 for _ in decoder.modules())
     takes_first = FIRST in _arguments(vae)
+    crops = list(_crops(decoder, band, hidden_BCFHW.shape[-2])) if band.count > 1 else []
     for index in range(hidden_BCFHW.shape[2]):
         first = {FIRST: index == 0} if takes_first else {}
         latent_BCFHW = hidden_BCFHW[:, :, index : index + 1]
-        with _cropped(decoder, band, latent_BCFHW.shape[-2]):
+        with _cropped(crops):
             patches_BCFHW = decoder(latent_BCFHW, feat_cache=cache, feat_idx=[0], **first)
         yield _unpatch(patches_BCFHW, _patch_size(vae)).clamp(min=-1.0, max=1.0)
 
 
 @contextmanager
-def _cropped(decoder: Any, band: Band, num_rows: int) -> Iterator[None]:
-    """Make ``decoder`` return only the rows of ``band`` for latents of ``num_rows``, inside this context."""
-    hooks = []
-    if band.count > 1:
-        hooks = [module.register_forward_hook(partial(_crop, rows)) for module, rows in _crops(decoder, band, num_rows)]
+def _cropped(crops: Iterable[tuple[nn.Module, slice]]) -> Iterator[None]:
+    """Make each module of ``crops`` return only its rows, inside this context."""
+    hooks = [module.register_forward_hook(partial(_crop, rows)) for module, rows in crops]
     try:
         yield
     finally:
