@@ -30,7 +30,7 @@ from deployments.stages.common import Workers
 from deployments.stages.vae_decoder import MAX_THREADS, NUM_ENCODINGS, ClipFinisher
 from engines.core.parcel import Parcel
 from pipelines.blocks.decoder import BlocksDecoder, DecodedMedia, to_frames
-from pipelines.media.clip import NUM_LAST_THREADS, encode_clip, encode_group, group_length, video_frame
+from pipelines.media.clip import NUM_LAST_THREADS, encode_clip, encode_group, group_length, video_frames
 from pipelines.request import MediaRequest
 
 Frames = NDArray[np.uint8]
@@ -81,7 +81,7 @@ def _encoding(frames_FHWC: Frames, case: Case) -> dict[str, Any]:
 
     num_threads = min(MAX_THREADS, os.cpu_count() or 1)
     calls: dict[str, Callable[[], object]] = {
-        "yuv_ms": lambda: list(map(video_frame, frames_FHWC, range(len(frames_FHWC)))),
+        "yuv_ms": lambda: list(video_frames(frames_FHWC)),
         "groups_ms": lambda: list(map(group, starts)),
         "last_group_ms": lambda: group(starts[-1], NUM_LAST_THREADS),
         "file_ms": lambda: encode_clip(frames_FHWC, fps, num_threads=num_threads),

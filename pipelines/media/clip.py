@@ -18,7 +18,7 @@ import av
 import numpy as np
 from av.bitstream import BitStreamFilterContext
 from av.codec.context import Flags, ThreadType
-from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
+from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc, VideoReformatter
 from numpy.typing import NDArray
 
 from pipelines.media.metadata import NO_TEXTS, Texts, tags_of
@@ -71,8 +71,8 @@ def encode_group(frames_HWC: Sequence[NDArray[np.uint8]], first: int, fps: int, 
         context.options = {**QUALITY, "x264-params": f"{QUALITY['x264-params']}:{WHOLE_RANGE}"}
     context.flags |= Flags.global_header
     packets: Packets = []
-    for index, frame_HWC in enumerate(frames_HWC, first):
-        packets += context.encode(video_frame(frame_HWC, index))
+    for frame in video_frames(frames_HWC, first):
+        packets += context.encode(frame)
     packets += context.encode(None)
     return packets if first == 0 else [*_remove_sei(packets[0]), *packets[1:]]
 
@@ -97,12 +97,19 @@ def _remove_sei(packet: av.Packet[Any]) -> Packets:
     return BitStreamFilterContext(REMOVE_SEI, "h264").filter(packet)
 
 
-def video_frame(frame_HWC: NDArray[np.uint8], index: int) -> av.VideoFrame:
-    """Return the frame in yuv420p, BT.709, limited range, with its number as its time."""
-    rgb = av.VideoFrame.from_ndarray(_even(frame_HWC), format="rgb24")
-    frame = rgb.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG)
-    frame.pts = index
-    return frame
+def video_frames(frames_HWC: Iterable[NDArray[np.uint8]], first: int = 0) -> Iterator[av.VideoFrame]:
+    """Yield the frames in yuv420p, BT.709, limited range, numbered from ``first``.
+
+    One thread: groups are converted side by side. The values do not depend on the number of threads.
+    """
+    reformatter = VideoReformatter()  # one for all: each makes tables and threads of its own
+    for index, frame_HWC in enumerate(frames_HWC, first):
+        rgb = av.VideoFrame.from_numpy_buffer(_even(frame_HWC), format="rgb24")
+        frame = reformatter.reformat(
+            rgb, format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG, threads=1
+        )
+        frame.pts = index
+        yield frame
 
 
 def _even(frame_HWC: NDArray[np.uint8]) -> NDArray[np.uint8]:
