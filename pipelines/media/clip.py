@@ -194,15 +194,14 @@ class ClipEncoder:
 def _write(container: Any, groups: Iterable[Packets], size: tuple[int, int], fps: int, sound: Sound | None) -> None:
     stream: Any = container.add_stream(CODEC, rate=fps, options=QUALITY)
     configure(stream.codec_context, size, fps)
-    tracks = () if sound is None else ((_add_sound(container, sound), _sound_frame(sound)),)
+    track = None if sound is None else _add_sound(container, sound)
     container.start_encoding()  # for its headers; the packets come from encoders with equal options
-    for packets in evenly_spaced(groups):
+    heard = [] if track is None or sound is None else [*track.encode(_sound_frame(sound)), *track.encode(None)]
+    for packets in evenly_spaced(groups):  # which may still be encoded, beside the sound
         for packet in packets:
             packet.stream = stream
         container.mux(packets)
-    for track, samples in tracks:
-        container.mux(track.encode(samples))
-        container.mux(track.encode(None))
+    container.mux(heard)
 
 
 def _add_sound(container: Any, sound: Sound) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -17,6 +19,7 @@ from PIL import Image
 from pipelines.media import Sound, encode_frames
 from pipelines.media import clip as clip_module
 from pipelines.media.clip import QUALITY, ClipEncoder, encode_group, group_length
+from tests.support.patience import PATIENCE_S
 
 Frames = NDArray[np.uint8]
 NUM_FRAMES, FPS = 27, 8
@@ -176,6 +179,31 @@ def test_no_more_groups_are_held_than_was_said(frames: Frames) -> None:
         data = clip.finish()
     assert workers.largest == 2
     assert data == written(whole, 1)
+
+
+def test_sound_is_encoded_beside_the_last_group(frames: Frames, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = Sound(samples_CT=np.zeros((1, 16000), np.float32), rate=16000)
+    wanted, has_begun, waited = written(frames, 1, sound=sound), threading.Event(), list[bool]()
+    add_sound = clip_module._add_sound
+
+    def watched(*args: Any) -> Any:
+        stream = add_sound(*args)
+
+        def encode(samples: Any) -> Any:
+            has_begun.set()
+            return stream.encode(samples)
+
+        return SimpleNamespace(encode=encode)
+
+    def late(frames_HWC: Any, first: int, *options: Any) -> Any:
+        if first + LENGTH >= NUM_FRAMES:
+            waited.append(has_begun.wait(PATIENCE_S))
+        return encode_group(frames_HWC, first, *options)
+
+    monkeypatch.setattr(clip_module, "_add_sound", watched)
+    monkeypatch.setattr(clip_module, "encode_group", late)
+    assert written(frames, 1, sound=sound) == wanted
+    assert waited == [True]
 
 
 def test_what_an_encoder_raised_ends_the_clip(frames: Frames) -> None:
