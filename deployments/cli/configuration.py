@@ -10,6 +10,7 @@ import yaml
 
 from deployments.cli.serving import CONFIGS, load_config, parse_config, shipped_configs
 from deployments.config import ServeConfig
+from pipelines.defaults import Defaults
 from pipelines.loading import SHIPPED, hub_id_of, resolve_configuration
 from pipelines.preconditions import decoder_problems
 from pipelines.single_file import split_source, with_base
@@ -86,12 +87,12 @@ def _on_gpus(source: str, num_ranks: int) -> ServeConfig:
         decoder["compile"] = True
     if supports(limits_memory=True):
         decoder["memory_gib"] = usual_limit_gib(num_ranks)
-    if num_ranks > 1 and supports(num_devices=2):
-        decoder["num_devices"] = 2
-    encoder = {"num_cpus": 1, "num_gpus": 0.1, "num_threads": 4, "conditionings_mib": 1024, "compile": True}
     from pipelines.checkpoint import Checkpoint
 
     defaults = Checkpoint.of_configuration(source).defaults
+    if num_ranks > 1 and supports(num_devices=2):
+        decoder["num_devices"] = _num_decoding(defaults, num_ranks)
+    encoder = {"num_cpus": 1, "num_gpus": 0.1, "num_threads": 4, "conditionings_mib": 1024, "compile": True}
     gang = {
         "num_ranks": num_ranks,
         "cpus_per_rank": 2,
@@ -105,6 +106,15 @@ def _on_gpus(source: str, num_ranks: int) -> ServeConfig:
         "start_deadline_s": START_DEADLINE_S,
     }
     return _config(source, {"dtype": "bfloat16", "text_encoder": encoder, "decoder": decoder, "denoiser": gang})
+
+
+def _num_decoding(defaults: Defaults, num_ranks: int) -> int:
+    """Return how many GPUs decode together: two for a picture, for a clip all of the gang that have rows enough."""
+    if defaults.kind == "image":
+        return 2
+    from pipelines.vae.chunks import num_bands
+
+    return min(num_ranks, max(2, num_bands(defaults.height)))
 
 
 def usual_limit_gib(num_ranks: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,20 +61,18 @@ class ClipFinisher:
         from pipelines.media.clip import ClipEncoder  # PyAV, not needed for pictures
 
         with ClipEncoder(request.num_frames, request.fps, self._groups, 2 * self._num_threads) as clip:
-            first_HWC, sound = self._decoding.run(self._decode, latents, request, clip)
+            thumbnail, sound = self._decoding.run(self._decode, latents, request, clip)
             data = self._writing.run(clip.finish, sound, texts)
-        return data, self._writing.run(encode_thumbnail, first_HWC)
+        return data, thumbnail.result()
 
-    def _decode(
-        self, latents: Parcel, request: MediaRequest, clip: ClipEncoder
-    ) -> tuple[NDArray[np.uint8], Sound | None]:
-        first_HWC, sound = None, None
+    def _decode(self, latents: Parcel, request: MediaRequest, clip: ClipEncoder) -> tuple[Future[bytes], Sound | None]:
+        thumbnail, sound = None, None
         for media in self._decoder.decode_chunks(latents.open(), request):
             clip.add(media.frames_FHWC)
-            first_HWC = media.frames_FHWC[0].copy() if first_HWC is None else first_HWC
+            thumbnail = thumbnail or self._groups.submit(encode_thumbnail, media.frames_FHWC[0])
             sound = media.sound
-        assert first_HWC is not None, "a clip without frames"
-        return first_HWC, sound
+        assert thumbnail is not None, "a clip without frames"
+        return thumbnail, sound
 
 
 class VaeDecoder(WeightStage):

@@ -23,7 +23,7 @@ from pipelines.blocks.sampler import check_finite, finite_flags
 from pipelines.media.picture import laid_over_white
 from pipelines.media.sound import Sound
 from pipelines.request import MediaRequest
-from pipelines.vae.chunks import ChunkedVae, decodes_in_chunks
+from pipelines.vae.chunks import ChunkedVae, decodes_in_chunks, on_stream
 from pipelines.vae.multi_gpu import distribute_decoder
 from pipelines.vae.strips import check_fits, limit_memory, release_cached_memory
 
@@ -107,31 +107,48 @@ class BlocksDecoder:
     def decode_chunks(self, latents: Mapping[str, Any], request: MediaRequest) -> Iterator[DecodedMedia]:
         """Yield the frames of ``decode_all`` as they are decoded; sound comes with the last of them.
 
-        There is one chunk unless ``comes_in_chunks``.
+        There is one chunk unless ``comes_in_chunks``. On a GPU the next chunk is issued before the host waits for the
+        frames of a chunk.
         """
         if not self.comes_in_chunks:
             yield self.decode_all(latents, request)
             return
+        device, aside = self._opened.device, self._aside
+        if aside is None:
+            yield from self._decode_chunks(latents, request, None)
+            return
+        main = torch.get_device_module(device).current_stream(device)
+        aside.wait_stream(main)
+        yield from on_stream(self._decode_chunks(latents, request, main), device, aside)
+
+    @cached_property
+    def _aside(self) -> Any:
+        """The stream for work on chunks while later ones are computed; None on CPUs, which do one after the other."""
+        device = self._opened.device
+        return torch.get_device_module(device).Stream(device) if device.type == "cuda" else None
+
+    def _decode_chunks(self, latents: Mapping[str, Any], request: MediaRequest, main: Any) -> Iterator[DecodedMedia]:
+        """Yield the chunks; they are computed on the stream ``main``, all else on the current one."""
         values, pipeline, num_frames = self._values(latents), copy.copy(self._pipeline), 0
-        pipeline.vae = vae = ChunkedVae(self._pipeline.vae, self._decoders)
+        pipeline.vae = vae = ChunkedVae(self._pipeline.vae, self._decoders, main)
         for path in tree.leaves(self._opened.blocks, self._opened.sections.decode, values):
             before = dict(values.values)
             self._run_blocks([path], pipeline, values)
             while vae.num_left:
                 pixels_FCHW = _pixels(values)
-                yield DecodedMedia(frames_FHWC=_to_frames(_cut(pixels_FCHW, request, num_frames), request))
+                yield DecodedMedia(frames_FHWC=to_frames(_cut(pixels_FCHW, request, num_frames), request))
                 num_frames += len(pixels_FCHW)
                 values.values = dict(before)
                 self._run_blocks([path], pipeline, values)
         pixels_FCHW = _pixels(values)
         sound = self._sound(values, request, min(1.0, request.num_frames / (num_frames + len(pixels_FCHW))))
-        media = DecodedMedia(frames_FHWC=_to_frames(_cut(pixels_FCHW, request, num_frames), request), sound=sound)
+        media = DecodedMedia(frames_FHWC=to_frames(_cut(pixels_FCHW, request, num_frames), request), sound=sound)
         self._release_memory()
         yield media
 
     def decode(self, latents: Mapping[str, Any], request: MediaRequest) -> NDArray[np.uint8]:
         """Return all frames, or layers, as in ``DecodedMedia``, from an output of ``BlocksSampler.latents``."""
-        frames_FHWC = _to_frames(_cut(self.pixels(latents), request), request)
+        frames_FHWC = to_frames(_cut(self.pixels(latents), request), request)
         self._release_memory()
         return frames_FHWC
 
@@ -173,7 +190,7 @@ class BlocksDecoder:
         pixels_FCHW = _pixels(values)
         requested_FCHW = _cut(pixels_FCHW, request)
         sound = self._sound(values, request, len(requested_FCHW) / len(pixels_FCHW))
-        frames_FHWC = _to_frames(requested_FCHW, request)
+        frames_FHWC = to_frames(requested_FCHW, request)
         return DecodedMedia(frames_FHWC=frames_FHWC, sound=sound)
 
     def _release_memory(self) -> None:
@@ -209,7 +226,7 @@ def _cut(pixels_FCHW: Tensor, request: MediaRequest, num_before: int = 0) -> Ten
     return pixels_FCHW[: max(0, request.num_frames - num_before)] if request.kind == "video" else pixels_FCHW
 
 
-def _to_frames(pixels_FCHW: Tensor, request: MediaRequest) -> NDArray[np.uint8]:
+def to_frames(pixels_FCHW: Tensor, request: MediaRequest) -> NDArray[np.uint8]:
     """Convert frame by frame, since intermediates are float32, and on the device, which is faster.
 
     ValueError or JobFailedError if pixels are not finite.

@@ -17,8 +17,8 @@ from typing import Any, Self, TypeAlias
 import av
 import numpy as np
 from av.bitstream import BitStreamFilterContext
-from av.codec.context import Flags
-from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
+from av.codec.context import Flags, ThreadType
+from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc, VideoReformatter
 from numpy.typing import NDArray
 
 from pipelines.media.metadata import NO_TEXTS, Texts, tags_of
@@ -29,6 +29,10 @@ Packets: TypeAlias = "list[av.Packet[Any]]"
 CODEC = "libx264"
 # Without cpu-independent, libx264's fastest routines read memory that nothing wrote, and the bytes vary with it.
 QUALITY = {"crf": "18", "preset": "medium", "x264-params": "cpu-independent=1"}
+NUM_LAST_THREADS = 4
+"""Threads of the last group's encoder, on every machine: the file waits for it alone once all frames are decoded."""
+WHOLE_RANGE = "mvrange-thread=512"
+"""Motion as far as H.264's levels allow, so that frames in several threads are searched as those in one are."""
 REMOVE_SEI = "filter_units=remove_types=6"
 """Removes an encoder's SEI message about itself: a clip needs only the first group's."""
 
@@ -46,7 +50,7 @@ def group_length(num_frames: int) -> int:
 def configure(context: Any, size: tuple[int, ...], fps: int) -> None:
     """Set the options that the container and all encoders of a clip of this height and width share.
 
-    One thread: with several, libx264's rate control (and so the bytes) depends on timing.
+    One thread: PyAV's default is one slice a thread. Slices make files larger, and the bytes depend on their number.
     """
     (context.height, context.width), context.pix_fmt = (side + side % 2 for side in size), "yuv420p"
     context.framerate, context.time_base, context.thread_count = Fraction(fps), Fraction(1, fps), 1
@@ -55,14 +59,20 @@ def configure(context: Any, size: tuple[int, ...], fps: int) -> None:
     context.options = QUALITY
 
 
-def encode_group(frames_HWC: Sequence[NDArray[np.uint8]], first: int, fps: int) -> Packets:
-    """Return the packets, in decoding order, of frames whose first has number ``first`` in the clip."""
+def encode_group(frames_HWC: Sequence[NDArray[np.uint8]], first: int, fps: int, num_threads: int = 1) -> Packets:
+    """Return the packets, in decoding order, of frames whose first has number ``first`` in the clip.
+
+    Several threads encode several frames. The bytes follow from ``num_threads``, not from the cores or from timing.
+    """
     context: Any = av.CodecContext.create(CODEC, "w")
     configure(context, frames_HWC[0].shape[:2], fps)
+    if num_threads > 1:
+        context.thread_count, context.thread_type = num_threads, ThreadType.FRAME
+        context.options = {**QUALITY, "x264-params": f"{QUALITY['x264-params']}:{WHOLE_RANGE}"}
     context.flags |= Flags.global_header
     packets: Packets = []
-    for index, frame_HWC in enumerate(frames_HWC, first):
-        packets += context.encode(_video_frame(frame_HWC, index))
+    for frame in video_frames(frames_HWC, first):
+        packets += context.encode(frame)
     packets += context.encode(None)
     return packets if first == 0 else [*_remove_sei(packets[0]), *packets[1:]]
 
@@ -87,11 +97,19 @@ def _remove_sei(packet: av.Packet[Any]) -> Packets:
     return BitStreamFilterContext(REMOVE_SEI, "h264").filter(packet)
 
 
-def _video_frame(frame_HWC: NDArray[np.uint8], index: int) -> av.VideoFrame:
-    rgb = av.VideoFrame.from_ndarray(_even(frame_HWC), format="rgb24")
-    frame = rgb.reformat(format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG)
-    frame.pts = index
-    return frame
+def video_frames(frames_HWC: Iterable[NDArray[np.uint8]], first: int = 0) -> Iterator[av.VideoFrame]:
+    """Yield the frames in yuv420p, BT.709, limited range, numbered from ``first``.
+
+    One thread: groups are converted side by side. The values do not depend on the number of threads.
+    """
+    reformatter = VideoReformatter()  # one for all: each makes tables and threads of its own
+    for index, frame_HWC in enumerate(frames_HWC, first):
+        rgb = av.VideoFrame.from_numpy_buffer(_even(frame_HWC), format="rgb24")
+        frame = reformatter.reformat(
+            rgb, format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG, threads=1
+        )
+        frame.pts = index
+        yield frame
 
 
 def _even(frame_HWC: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -130,6 +148,7 @@ class ClipEncoder:
         if fps < 1:
             raise ValueError(f"{fps} frames per second: at least 1 is needed for a clip")
         self._fps, self._workers, self._length = fps, workers, group_length(num_frames)
+        self._last = (num_frames - 1) // self._length
         self._slots = BoundedSemaphore(max_waiting)
         self._pending: list[Frame] = []
         self._groups: list[Future[Packets]] = []
@@ -164,9 +183,10 @@ class ClipEncoder:
 
     def _submit(self) -> None:
         self._slots.acquire()
-        first, frames_HWC = len(self._groups) * self._length, tuple(self._pending)
+        number, frames_HWC = len(self._groups), tuple(self._pending)
         self._pending.clear()
-        group = self._workers.submit(encode_group, frames_HWC, first, self._fps)
+        num_threads = NUM_LAST_THREADS if number == self._last else 1
+        group = self._workers.submit(encode_group, frames_HWC, number * self._length, self._fps, num_threads)
         group.add_done_callback(lambda _: self._slots.release())
         self._groups.append(group)
 
@@ -174,15 +194,14 @@ class ClipEncoder:
 def _write(container: Any, groups: Iterable[Packets], size: tuple[int, int], fps: int, sound: Sound | None) -> None:
     stream: Any = container.add_stream(CODEC, rate=fps, options=QUALITY)
     configure(stream.codec_context, size, fps)
-    tracks = () if sound is None else ((_add_sound(container, sound), _sound_frame(sound)),)
+    track = None if sound is None else _add_sound(container, sound)
     container.start_encoding()  # for its headers; the packets come from encoders with equal options
-    for packets in evenly_spaced(groups):
+    heard = [] if track is None or sound is None else [*track.encode(_sound_frame(sound)), *track.encode(None)]
+    for packets in evenly_spaced(groups):  # which may still be encoded, beside the sound
         for packet in packets:
             packet.stream = stream
         container.mux(packets)
-    for track, samples in tracks:
-        container.mux(track.encode(samples))
-        container.mux(track.encode(None))
+    container.mux(heard)
 
 
 def _add_sound(container: Any, sound: Sound) -> Any:

@@ -2,7 +2,7 @@
 
 The decoder's cache holds what the next frames need of those before. On several devices, all compute the first half of
 the decoder, in which attention sees the whole picture: it is small there, a few percent of the work. After it each
-device has its band and as many rows around it as the convolutions to come reach, fewer after each block. The rows of a
+device has its band and as many rows around it as the convolutions to come reach, fewer after each layer. The rows of a
 band are those of the whole, up to rounding, and devices exchange nothing.
 """
 
@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor, nn
 
+T = TypeVar("T")
+
 CACHE, FIRST = "feat_cache", "first_chunk"
-MIN_BAND_ROWS = 15
-"""Rows of latents: four bands of 480 pixels, each 38 % of the work. Thinner bands mostly compute margins."""
+SHORTCUT = "avg_shortcut"
+"""Part of some blocks that enlarges the block's input, which is added to its output."""
+MIN_BAND_PIXELS = 120
+"""Rows of pixels: four bands of 480, each 35 to 41 % of the work. Thinner bands mostly compute margins."""
 
 
 def decodes_in_chunks(vae: Any) -> bool:
@@ -36,8 +40,15 @@ def decode_chunks(vae: Any, latents_BCFHW: Tensor, decoders: Sequence[Any] = ())
     ``decoders`` are the decoder of ``vae`` and copies of it on other devices. As many of them as there are rows for
     decode a band each: the same values up to rounding, on the latents' device.
     """
-    num_bands = min(len(decoders), latents_BCFHW.shape[-2] // MIN_BAND_ROWS)
-    return decode_bands(vae, latents_BCFHW, decoders[:num_bands] if num_bands > 1 else (vae.decoder,))
+    count = 1
+    if len(decoders) > 1:
+        count = min(len(decoders), num_bands(latents_BCFHW.shape[-2] * _pixels_per_latent(vae)))
+    return decode_bands(vae, latents_BCFHW, decoders[:count] if count > 1 else (vae.decoder,))
+
+
+def num_bands(height: int) -> int:
+    """Return how many devices at most share a clip of ``height`` pixels."""
+    return max(1, height // MIN_BAND_PIXELS)
 
 
 def decode_bands(vae: Any, latents_BCFHW: Tensor, decoders: Sequence[Any]) -> Iterator[Tensor]:
@@ -57,11 +68,12 @@ def decode_bands(vae: Any, latents_BCFHW: Tensor, decoders: Sequence[Any]) -> It
 class ChunkedVae:
     """Replaces a pipeline's auto-encoder: each ``decode`` returns the next chunk of the first call's clip.
 
-    ``num_left`` chunks are still to come. ``decoders`` as for ``decode_chunks``.
+    ``num_left`` chunks are still to come. ``decoders`` as for ``decode_chunks``. With ``main``, a stream of the
+    latents' device, each chunk is returned after the next is issued (``issue_ahead``).
     """
 
-    def __init__(self, vae: Any, decoders: Sequence[Any] = ()) -> None:
-        self._vae, self._decoders, self.num_left = vae, decoders, 0
+    def __init__(self, vae: Any, decoders: Sequence[Any] = (), main: Any = None) -> None:
+        self._vae, self._decoders, self._main, self.num_left = vae, decoders, main, 0
         self._chunks: Iterator[Tensor] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -70,10 +82,47 @@ class ChunkedVae:
     def decode(self, latents_BCFHW: Tensor, return_dict: bool = True) -> DecoderOutput:
         """Return a ``DecoderOutput``, which can also be indexed like the tuple of ``return_dict=False``."""
         if self._chunks is None:
-            self._chunks = decode_chunks(self._vae, latents_BCFHW, self._decoders)
+            chunks = decode_chunks(self._vae, latents_BCFHW, self._decoders)
+            self._chunks = chunks if self._main is None else issue_ahead(chunks, latents_BCFHW, self._main)
             self.num_left = latents_BCFHW.shape[2]
         self.num_left -= 1
         return DecoderOutput(sample=next(self._chunks))
+
+
+def issue_ahead(chunks: Iterator[Tensor], latents_BCFHW: Tensor, main: Any) -> Iterator[Tensor]:
+    """Yield ``chunks``, computed from the latents on the stream ``main``, each after the next one is issued.
+
+    The caller works on another stream, which waits for the yielded chunk only: devices have work while the host copies.
+    """
+    device = latents_BCFHW.device
+    streams = torch.get_device_module(device)
+    main.wait_stream(streams.current_stream(device))
+    _record_use(latents_BCFHW, main)
+    events = ((pixels_BCFHW, main.record_event()) for pixels_BCFHW in on_stream(chunks, device, main))
+    issued = next(events, None)
+    while issued is not None:
+        (pixels_BCFHW, end), issued = issued, next(events, None)
+        current = streams.current_stream(device)
+        current.wait_event(end)
+        _record_use(pixels_BCFHW, current)
+        yield pixels_BCFHW
+
+
+def on_stream(items: Iterator[T], device: torch.device, stream: Any) -> Iterator[T]:
+    """Yield ``items``, each computed while ``stream`` of ``device`` is the current one."""
+    nothing = object()
+    while True:
+        with torch.get_device_module(device).stream(stream):
+            item = next(items, nothing)
+        if item is nothing:
+            return
+        yield cast(T, item)
+
+
+def _record_use(tensor: Tensor, stream: Any) -> None:
+    """Keep the memory of ``tensor``, once it is freed, until ``stream`` has come so far."""
+    if tensor.is_cuda:
+        tensor.record_stream(stream)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,10 +142,11 @@ class Band:
 
 
 def margins(decoder: Any) -> tuple[int, ...]:
-    """Return how many rows on either side of a band each block after the middle needs, and the last convolution."""
-    needed = [_reach(decoder.conv_out)]
-    for block in reversed(decoder.up_blocks):
-        needed.append(-(-needed[-1] // _scale(block)) + _reach(block))
+    """Return how many rows on either side of a band each layer after the middle needs."""
+    *layers, last = _layers_after_middle(decoder)
+    needed = [_reach(last)]
+    for layer in reversed(layers):
+        needed.append(-(-needed[-1] // _scale(layer)) + _reach(layer))
     return tuple(reversed(needed))
 
 
@@ -109,20 +159,19 @@ def _decode_band(vae: Any, decoder: Any, hidden_BCFHW: Tensor, band: Band) -> It
     """Yield the pixels of a band, frame by frame, with a cache of the call."""
     cache: list[Any] = [None] * sum(1 for _ in decoder.modules())
     takes_first = FIRST in _arguments(vae)
+    crops = list(_crops(decoder, band, hidden_BCFHW.shape[-2])) if band.count > 1 else []
     for index in range(hidden_BCFHW.shape[2]):
         first = {FIRST: index == 0} if takes_first else {}
         latent_BCFHW = hidden_BCFHW[:, :, index : index + 1]
-        with _cropped(decoder, band, latent_BCFHW.shape[-2]):
+        with _cropped(crops):
             patches_BCFHW = decoder(latent_BCFHW, feat_cache=cache, feat_idx=[0], **first)
-        yield _unpatch(patches_BCFHW, vae.config.get("patch_size") or 1).clamp(min=-1.0, max=1.0)
+        yield _unpatch(patches_BCFHW, _patch_size(vae)).clamp(min=-1.0, max=1.0)
 
 
 @contextmanager
-def _cropped(decoder: Any, band: Band, num_rows: int) -> Iterator[None]:
-    """Make ``decoder`` return only the rows of ``band`` for latents of ``num_rows``, inside this context."""
-    hooks = []
-    if band.count > 1:
-        hooks = [module.register_forward_hook(partial(_crop, rows)) for module, rows in _crops(decoder, band, num_rows)]
+def _cropped(crops: Iterable[tuple[nn.Module, slice]]) -> Iterator[None]:
+    """Make each module of ``crops`` return only its rows, inside this context."""
+    hooks = [module.register_forward_hook(partial(_crop, rows)) for module, rows in crops]
     try:
         yield
     finally:
@@ -137,13 +186,36 @@ def _crop(rows: slice, module: nn.Module, inputs: Any, output_BCFHW: Tensor) -> 
 def _crops(decoder: Any, band: Band, num_rows: int) -> Iterator[tuple[nn.Module, slice]]:
     """Yield modules and the rows of their outputs that are used."""
     start, stop = band.rows(num_rows)
-    first, scale = 0, 1
-    for module, margin in zip((decoder.mid_block, *decoder.up_blocks), margins(decoder), strict=True):
-        first, scale = first * _scale(module), scale * _scale(module)
-        low, high = max(0, scale * start - margin), min(scale * num_rows, scale * stop + margin)
-        yield module, slice(low - first, high - first)
-        first = low
-    yield decoder.conv_out, slice(scale * start - first, scale * stop - first)
+    needed, scale = iter(margins(decoder)), 1
+
+    def rows() -> tuple[int, int]:
+        margin = next(needed)
+        return max(0, scale * start - margin), min(scale * num_rows, scale * stop + margin)
+
+    low, high = rows()
+    yield decoder.mid_block, slice(low, high)
+    for block in decoder.up_blocks:
+        block_first, block_scale = low, scale
+        for layer in _layers(block):
+            first, scale = low * _scale(layer), scale * _scale(layer)
+            low, high = rows()
+            yield layer, slice(low - first, high - first)
+        if (shortcut := getattr(block, SHORTCUT, None)) is not None:
+            first = block_first * (scale // block_scale)
+            yield shortcut, slice(low - first, high - first)
+    yield decoder.conv_out, slice(scale * start - low, scale * stop - low)
+
+
+def _layers_after_middle(decoder: Any) -> list[nn.Module]:
+    """Return the layers with convolutions, in order."""
+    return [*(layer for block in decoder.up_blocks for layer in _layers(block)), decoder.conv_out]
+
+
+def _layers(block: Any) -> list[nn.Module]:
+    """Return the residual blocks of ``block``, and what enlarges their output."""
+    upsampler = getattr(block, "upsampler", None)
+    upsamplers = getattr(block, "upsamplers", None) or (() if upsampler is None else (upsampler,))
+    return [*block.resnets, *upsamplers]
 
 
 def _reach(module: nn.Module) -> int:
@@ -158,6 +230,15 @@ def _reach(module: nn.Module) -> int:
 def _scale(module: nn.Module) -> int:
     scales: list[Any] = [part.scale_factor for part in module.modules() if isinstance(part, nn.Upsample)]
     return math.prod(int(scale[0] if isinstance(scale, tuple) else scale) for scale in scales)
+
+
+def _pixels_per_latent(vae: Any) -> int:
+    """Return how many rows of pixels a row of latents becomes."""
+    return math.prod(map(_scale, vae.decoder.up_blocks)) * _patch_size(vae)
+
+
+def _patch_size(vae: Any) -> int:
+    return int(vae.config.get("patch_size") or 1)
 
 
 def _arguments(vae: Any) -> frozenset[str]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.decode.__main__ import Case, _alike_db, decodings
+from benchmarks.decode import case as case_module
+from benchmarks.decode.__main__ import decodings
+from benchmarks.decode.case import Case, alike_db
+from benchmarks.decode.clip import moving_frames, phases
 from benchmarks.models import folders
+from pipelines.loading import resolve_path
 from pipelines.size import Size
-from pipelines.vae import multi_gpu
+from pipelines.vae import chunks, multi_gpu
 from tests.pipelines.support.checkpoints import tiny
 
 
@@ -36,6 +41,33 @@ def test_times_and_likeness_of_one_device_and_of_two(tmp_path: Path, monkeypatch
     assert 45 < two["alike_db"] <= 120
 
 
+def test_phases_of_a_clip_by_content_and_by_number_of_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "MIN_BAND_PIXELS", 8)
+    monkeypatch.setattr(case_module, "WARM_UP", 0)
+    size = Size(width=32, height=32, num_frames=5)
+    case = Case(folder=tiny.wan(tmp_path), size=size, kind="cpu", memory_bytes=None, repeats=1)
+    ceiling, moving, decoded, one, two = phases(case, (1, 2))
+    assert ceiling["tflop"] > 0
+    assert [moving["encoding"], decoded["encoding"]] == ["moving", "decoded"]
+    for result in (moving, decoded):
+        assert result["num_groups"] == 2
+        assert result["num_bytes"] > 1000
+    assert [one["num_devices"], two["num_devices"]] == [1, 2]
+    times = {name for name in one if name.endswith("_ms")}
+    assert times == {"issue_ms", "vae_ms", "to_frames_ms", "copy_ms", "chunks_ms", "file_ms", "moving_file_ms"}
+    for name in times:
+        assert one[name]["num"] == two[name]["num"] == 1
+    assert 45 < two["alike_db"] <= 120
+    pictures = replace(case, folder=resolve_path("flux-shapes"), size=Size(width=64, height=64))
+    with pytest.raises(ValueError, match="flux-shapes makes pictures: choose a model of clips"):
+        next(phases(pictures, (1,)))
+
+
+def test_moving_frames_drift() -> None:
+    frames = moving_frames(3, 32, 48).astype(int)
+    assert np.abs(frames[1, :, :-4] - frames[0, :, 4:]).mean() < 5 < np.abs(frames[1] - frames[0]).mean()
+
+
 def test_likeness_is_that_of_eight_bits() -> None:
     frames = np.full((1, 2, 2, 3), 100, np.uint8)
-    assert _alike_db(frames, frames + 1) == pytest.approx(48.1, abs=0.05)
+    assert alike_db(frames, frames + 1) == pytest.approx(48.1, abs=0.05)

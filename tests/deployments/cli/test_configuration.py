@@ -51,6 +51,14 @@ def test_asks_a_decoder_for_nothing_that_it_cannot_do() -> None:
     assert (decoder.compile, decoder.memory_gib, decoder.num_gpus) == (False, None, 0.1)
 
 
+@pytest.mark.usefixtures("gpus")
+@pytest.mark.parametrize(("num_ranks", "count"), [(1, 1), (2, 2), (3, 3), (4, 4), (8, 6)])
+def test_all_gpus_of_a_gang_decode_a_clip_that_has_rows_enough(num_ranks: int, count: int) -> None:
+    """The default of 720 rows of pixels is six times 120."""
+    (model,) = config_for(WAN, num_ranks).app.models
+    assert model.decoder.num_devices == count
+
+
 def test_has_cpu_ranks_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     shown = troupe("serve", "flux-shapes", "--ranks", "3", "--port", "9001", "--print-config")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from deployments.stages import vae_decoder
 from deployments.stages.common import Workers
 from deployments.stages.vae_decoder import ClipFinisher
 from engines.core.parcel import Parcel
@@ -56,6 +57,19 @@ def test_a_group_is_encoded_while_later_frames_are_decoded(monkeypatch: pytest.M
     data, thumbnail = finished(decoder)
     assert decoder.waited == [True]
     assert data == encode_frames(FRAMES, "mp4", fps=REQUEST.fps, sound=SOUND)
+    assert thumbnail == encode_thumbnail(FRAMES[0])
+
+
+def test_the_thumbnail_is_made_while_later_frames_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = Decoder(waits=(len(FRAMES) - 1,))
+
+    def encode(frame_HWC: Any) -> bytes:
+        decoder.encoded.set()
+        return encode_thumbnail(frame_HWC)
+
+    monkeypatch.setattr(vae_decoder, "encode_thumbnail", encode)
+    _, thumbnail = finished(decoder)
+    assert decoder.waited == [True]
     assert thumbnail == encode_thumbnail(FRAMES[0])
 
 

@@ -41,7 +41,7 @@ def pixels(data: bytes) -> NDArray[np.int64]:
 def test_several_devices_decode_what_one_does(
     kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, owner, name = request.getfixturevalue(kind), *MANY[kind]
+    path, (owner, name, least, num) = request.getfixturevalue(kind), MANY[kind]
     counts: list[int] = []
     decode = getattr(owner, name)
 
@@ -50,7 +50,7 @@ def test_several_devices_decode_what_one_does(
         return decode(*args)
 
     monkeypatch.setattr(owner, name, watched)
-    monkeypatch.setattr(owner, "MIN_BAND_ROWS", 2)
+    monkeypatch.setattr(owner, least, num)
     checkpoint = Checkpoint(path)
     wanted = checkpoint.defaults.request(seed=3)
     parcel = Parcel.of(checkpoint.first_latents(wanted))
@@ -72,7 +72,10 @@ def frames(data: bytes) -> NDArray[np.int64]:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]).astype(int)
 
 
-MANY: dict[str, tuple[Any, str]] = {"pictures": (multi_gpu, "decode_in_bands"), "clips": (chunks, "decode_bands")}
+MANY: dict[str, tuple[Any, str, str, int]] = {
+    "pictures": (multi_gpu, "decode_in_bands", "MIN_BAND_ROWS", 2),
+    "clips": (chunks, "decode_bands", "MIN_BAND_PIXELS", 16),
+}
 
 
 def test_its_own_gpu_comes_first_and_then_those_after_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def test_many_callers_share_few_threads(monkeypatch: pytest.MonkeyPatch, tmp_pat
         return b""
 
     monkeypatch.setattr(vae_decoder, "encode_frames", encode)
-    monkeypatch.setattr(vae_decoder, "encode_thumbnail", encode)
+    monkeypatch.setattr(vae_decoder, "encode_thumbnail", partial(counted, groups, lambda _: b""))
     monkeypatch.setattr(clip, "encode_group", partial(counted, groups, clip.encode_group))
     (tmp_path / "model_index.json").write_text("{}")
     decoder = SimpleNamespace(decode_chunks=decode_chunks, decode=decode, preview=decode, modules=())

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import io
+import os
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import av
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from PIL import Image
 
 from pipelines.media import Sound, encode_frames
+from pipelines.media import clip as clip_module
 from pipelines.media.clip import QUALITY, ClipEncoder, encode_group, group_length
+from tests.support.patience import PATIENCE_S
 
 Frames = NDArray[np.uint8]
 NUM_FRAMES, FPS = 27, 8
@@ -54,6 +60,39 @@ def test_bytes_are_the_same_with_any_number_of_threads_and_in_any_pieces(frames:
     assert written(frames, 3, (1, 5, 9, 26), sound) == alone
     assert encode_frames(frames, "mp4", fps=FPS, sound=sound) == alone
     assert written(frames[::-1], 3, sound=sound) != alone
+
+
+def test_bytes_are_the_same_on_any_number_of_threads_and_cores(frames: Frames) -> None:
+    """The last group's encoder has several threads on one core as well."""
+    alone = written(frames, 1)
+    for num_threads in (2, 4, 8):
+        assert written(frames, num_threads) == alone
+    core = min(os.sched_getaffinity(0))
+    pinned = ThreadPoolExecutor(2, initializer=os.sched_setaffinity, initargs=(0, {core}))
+    with pinned as workers, ClipEncoder(NUM_FRAMES, FPS, workers) as clip:
+        clip.add(frames)
+        assert clip.finish() == alone
+
+
+def test_the_last_group_alone_has_several_threads(frames: Frames, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = list[int]()
+
+    def watched(frames_HWC: Any, first: int, fps: int, num_threads: int) -> Any:
+        counts.append(num_threads)
+        return encode_group(frames_HWC, first, fps, num_threads)
+
+    monkeypatch.setattr(clip_module, "encode_group", watched)
+    written(frames, 1)
+    assert counts == [1] * (NUM_FRAMES // LENGTH) + [4]
+
+
+def test_several_threads_find_the_motion_that_one_finds() -> None:
+    """By default libx264 searches a part of the height for frames in several threads: 60 rows a frame are beyond it."""
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (12, 2, 3), dtype=np.uint8))
+    picture_HWC = np.asarray(noise.resize((64, 480), Image.Resampling.BICUBIC))
+    falling = [np.roll(picture_HWC, 60 * index, 0) for index in range(8)]
+    one, several = (list(map(bytes, encode_group(falling, 8, FPS, num_threads))) for num_threads in (1, 4))
+    assert several == one
 
 
 def test_frames_come_back_in_order_and_groups_begin_with_key_frames(frames: Frames) -> None:
@@ -140,6 +179,31 @@ def test_no_more_groups_are_held_than_was_said(frames: Frames) -> None:
         data = clip.finish()
     assert workers.largest == 2
     assert data == written(whole, 1)
+
+
+def test_sound_is_encoded_beside_the_last_group(frames: Frames, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = Sound(samples_CT=np.zeros((1, 16000), np.float32), rate=16000)
+    wanted, has_begun, waited = written(frames, 1, sound=sound), threading.Event(), list[bool]()
+    add_sound = clip_module._add_sound
+
+    def watched(*args: Any) -> Any:
+        stream = add_sound(*args)
+
+        def encode(samples: Any) -> Any:
+            has_begun.set()
+            return stream.encode(samples)
+
+        return SimpleNamespace(encode=encode)
+
+    def late(frames_HWC: Any, first: int, *options: Any) -> Any:
+        if first + LENGTH >= NUM_FRAMES:
+            waited.append(has_begun.wait(PATIENCE_S))
+        return encode_group(frames_HWC, first, *options)
+
+    monkeypatch.setattr(clip_module, "_add_sound", watched)
+    monkeypatch.setattr(clip_module, "encode_group", late)
+    assert written(frames, 1, sound=sound) == wanted
+    assert waited == [True]
 
 
 def test_what_an_encoder_raised_ends_the_clip(frames: Frames) -> None:

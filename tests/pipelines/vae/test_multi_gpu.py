@@ -137,7 +137,7 @@ def test_what_one_device_is_ready_for_stays_there_if_it_fits(monkeypatch: pytest
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny pictures and clips are enough for three devices."""
     monkeypatch.setattr(multi_gpu, "MIN_BAND_ROWS", 2)
-    monkeypatch.setattr(chunks, "MIN_BAND_ROWS", 1)
+    monkeypatch.setattr(chunks, "MIN_BAND_PIXELS", 8)
 
 
 def assert_rounded_alike(ours: Any, theirs: Any) -> None:
