@@ -37,6 +37,27 @@ class LoraSource:
         check_scale(self.scale)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraLimits:
+    """Limits of a model's adapters that come at run time."""
+
+    max_loras: int = 64
+    """Adapters of the model, over all API keys."""
+    max_loaded: int = 8
+    """Adapters in the memory of each rank and of its device. The least recently used ones leave it first."""
+    memory_gib: float = 2.0
+    """Memory of the loaded adapters, which limits each of them as well."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_loras", "max_loaded", "memory_gib"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * 2**30)
+
+
 def check_scale(scale: float) -> None:
     """Raise ValueError outside the limits: beyond them the picture is noise."""
     if not (math.isfinite(scale) and abs(scale) <= MAX_SCALE):
