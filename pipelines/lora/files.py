@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipelines.loading import resolve_file
 from pipelines.lora.differences import MARK, by_parameter, split_differences
-from pipelines.lora.source import ADAPTER_FILES, LoraSource
+from pipelines.lora.source import ADAPTER_FILES, PEFT_CONFIG, LoraSource
 from pipelines.lora.translation import (
     ALPHA,
     DOWN,
@@ -32,7 +32,6 @@ from pipelines.lora.translation import (
     shown,
 )
 
-PEFT_CONFIG = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
 TRANSFORMER = "transformer"
 OTHER_KINDS = {"dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", ".hada_": "LoHa"}

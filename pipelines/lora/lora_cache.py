@@ -16,14 +16,12 @@ from torch import nn
 
 from engines.core.model import Addition, DenoiserModel
 from engines.parallel.copies import weightless_copy
-from pipelines.lora.files import PEFT_CONFIG, written_config
+from pipelines.lora.files import written_config
 from pipelines.lora.model import check_linears, read_low_ranks
-from pipelines.lora.source import LoraLimits, LoraSource
+from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, LoraLimits, LoraSource
 from pipelines.lora.translation import shown
 from pipelines.request import Lora, MediaRequest
 
-LORA_FILE = "adapter.safetensors"
-"""The name of an adapter's file in its folder. PEFT's config may lie beside it."""
 REPEATS = re.compile(r"[*+?{]")
 """Repetitions in a regular expression, which may take for ever on some names."""
 

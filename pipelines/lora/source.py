@@ -10,6 +10,8 @@ from pipelines.request import Lora
 
 ADAPTER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 """File names of diffusers and PEFT."""
+LORA_FILE, PEFT_CONFIG = "adapter.safetensors", "adapter_config.json"
+"""The files of an adapter that came at run time, in its folder; the second as PEFT writes it beside an adapter."""
 MAX_SCALE = 10.0
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 

@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.lora.files import PEFT_CONFIG
-from pipelines.lora.lora_cache import LORA_FILE, LoadedLora, LoraCache
-from pipelines.lora.source import LoraLimits
+from pipelines.lora.lora_cache import LoadedLora, LoraCache
+from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, LoraLimits
 from pipelines.request import Lora
 from tests.engines.support.gloo import gang
 from tests.pipelines.lora.support.jobs import ONE, TURNS, Served, Setting, folder_of, painted

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
-from pipelines.lora.files import PEFT_CONFIG
-from pipelines.lora.lora_cache import LORA_FILE, LoraCache
-from pipelines.lora.source import LoraLimits, LoraSource
+from pipelines.lora.lora_cache import LoraCache
+from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, LoraLimits, LoraSource
 from pipelines.request import Lora, MediaRequest
 from tests.pipelines.lora.support.tiny_lora import reference
 from tests.pipelines.support.checkpoints import tiny, tiny_models
