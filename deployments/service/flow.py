@@ -129,24 +129,21 @@ class DeployedStudio:
             for answer in answers:
                 if isinstance(answer, Exception) and not isinstance(answer, RETRYABLE):
                     raise answer
-            if not any(answer is None for answer in answers):
+            if None not in answers:
                 await self._load_on_next(model, lora)
 
     async def _load_on_next(self, model: str, lora: Lora) -> None:
-        """Load an adapter on a gang that is there, or starts."""
+        """Load an adapter on a gang that is there, or comes. It is tried once: the adapter may be what breaks gangs."""
         patience_s = self._patience_s.get(model, RECOVERY_DEADLINE_S)
         try:
             async with asyncio.timeout(patience_s):
-                while True:
-                    try:
-                        await self._stages[model].denoiser.load_lora.remote(lora)
-                        return
-                    except RETRYABLE as error:
-                        logger.warning("a gang did not load an adapter: %r", error)
-                    await asyncio.sleep(RETRY_PAUSE_S)
+                await self._stages[model].denoiser.load_lora.remote(lora)
         except TimeoutError:
             reason = f"{model}: no gang was there within {patience_s:.0f} s to load the adapter"
             raise ModelUnavailableError(reason) from None
+        except RETRYABLE as error:
+            logger.warning("a gang broke while it loaded an adapter: %r", error)
+            raise ModelUnavailableError(f"{model}: a gang broke while it loaded the adapter") from error
 
     async def remove_lora(self, model: str, lora: Lora) -> None:
         """See ``Studio.remove_lora``. What no gang hears leaves its memory by itself."""

@@ -56,18 +56,20 @@ class LoraCache(Mapping[str, Addition]):
         self._limits, self._linears_only = limits, linears_only
         self._recent: OrderedDict[str, LoadedLora] = OrderedDict()
         self._alive: WeakValueDictionary[str, LoadedLora] = WeakValueDictionary()
+        self._removed: WeakValueDictionary[str, LoadedLora] = WeakValueDictionary()
+        """Those that requests still hold."""
         self._lock, self._reading = threading.RLock(), threading.Lock()
 
     def __getitem__(self, key: str) -> Addition:
         if key in self._configured:
             return self._configured[key]
-        if (loaded := self._use(key)) is None:
+        if (loaded := self._find(key)) is None:
             raise KeyError(key)
         return loaded.addition
 
     def __contains__(self, key: object) -> bool:
         with self._lock:
-            return key in self._configured or key in self._alive
+            return key in self._configured or key in self._alive or key in self._removed
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._snapshot())
@@ -90,26 +92,29 @@ class LoraCache(Mapping[str, Addition]):
         """See ``AdditionLoader``."""
         with self._lock:
             self._recent.pop(source.key, None)
+            if (loaded := self._alive.pop(source.key, None)) is not None:
+                self._removed[source.key] = loaded
 
     def _snapshot(self) -> dict[str, Addition]:
         with self._lock:
             return {**self._configured, **{key: loaded.addition for key, loaded in self._recent.items()}}
 
     def _load(self, lora: Lora) -> LoadedLora:
-        if (loaded := self._use(lora.key)) is not None:
+        if (loaded := self._find(lora.key)) is not None:
             return loaded
         with self._reading:  # one thread reads a file that several need
-            loaded = self._use(lora.key) or self._read(lora)
-            with self._lock:
-                self._alive[lora.key] = loaded
-                self._use(lora.key)
+            if (loaded := self._find(lora.key)) is None:
+                loaded = self._read(lora)
+                with self._lock:
+                    self._alive[lora.key] = loaded
+                    self._find(lora.key)
         return loaded
 
-    def _use(self, key: str) -> LoadedLora | None:
-        """Return a loaded adapter, as the last one used; None if it is not loaded."""
+    def _find(self, key: str) -> LoadedLora | None:
+        """Return a loaded adapter, which is the last one used now unless it was removed; None if it is not loaded."""
         with self._lock:
             if (loaded := self._alive.get(key)) is None:
-                return None
+                return self._removed.get(key)
             self._recent[key] = loaded
             self._recent.move_to_end(key)
             while len(self._recent) > 1 and self._is_full():

@@ -14,6 +14,7 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import positive_data_acceptance
 
+from pipelines.lora.source import LoraLimits
 from tests.deployments.http.conftest import build, serving
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S
@@ -25,9 +26,8 @@ schema = schemathesis.openapi.from_dict(DOCUMENT)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(
-        build(FakeStudio(step_s=0, takes_pictures=True), tmp_path_factory.mktemp("data"), api_keys=(KEY,))
-    ) as url:
+    studio = FakeStudio(step_s=0, takes_pictures=True, runtime_loras=LoraLimits())
+    with serving(build(studio, tmp_path_factory.mktemp("data"), api_keys=(KEY,))) as url:
         yield url
 
 

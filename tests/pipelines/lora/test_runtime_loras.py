@@ -98,8 +98,15 @@ def test_the_least_recently_used_leave_unless_a_request_holds_them(
     assert one.key in cache
     del held
     assert one.key not in cache
+    held = cache.for_request(request_of(here.folder, (three,)))
     cache.remove(two)
-    assert list(cache) == [three.key]
+    cache.remove(three)
+    assert list(cache) == []
+    assert cache[three.key] is held[0].addition, "a request holds it"
+    assert cache.for_request(request_of(here.folder, (three,))) == held
+    assert list(cache) == []
+    del held
+    assert three.key not in cache
 
 
 def test_memory_bounds_what_is_loaded(served: Callable[[str], Served], tmp_path: Path) -> None:
