@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
+from ray import serve
 from safetensors.torch import load_file, save_file
 
 from deployments.config import ServeConfig
@@ -48,6 +51,12 @@ def with_lora(url: str, name: str) -> bytes:
     return picture(url, seed=1, lora=[{"name": name}])
 
 
+async def by_handle(name: str) -> bytes:
+    handle: Any = serve.get_app_handle("troupe").options(stream=True)
+    *_, media = [event async for event in handle.generate.remote(PROMPT, **SMALL, seed=1, lora=[{"name": name}])]
+    return bytes(media.data)
+
+
 def test_pictures_are_those_of_the_configured_adapter(start: Start, ink: Path, clips: Path, tmp_path: Path) -> None:
     damaged, other = tmp_path / "damaged.safetensors", write_lora(clips, tmp_path / "other", seed=1) / FILE
     tensors = load_file(ink)
@@ -71,6 +80,7 @@ def test_pictures_are_those_of_the_configured_adapter(start: Start, ink: Path, c
         assert answer.status_code == 201, answer.text
         assert with_lora(url, "came") == expected
         assert picture(url, seed=1) == plain
+        assert asyncio.run(by_handle("came")) == expected
         os.kill(rank_pids("pictures")[1], signal.SIGKILL)
         assert with_lora(url, "came") == expected, "a gang that is rebuilt reads it"
         assert httpx.delete(f"{url}/v1/loras/{answer.json()['id']}").status_code == 204

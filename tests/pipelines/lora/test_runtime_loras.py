@@ -60,6 +60,20 @@ def test_latents_are_those_with_configured_adapters(
         assert not mine[0].equal(mine[1]), "the adapter is there"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("fast", "precision"), [(False, "auto"), (True, "auto"), (True, "fp8")])
+def test_captured_steps_follow_adapters_that_come(
+    fast: bool, precision: str, served: Callable[[str], Served], added: Callable[[str], dict[str, str]]
+) -> None:
+    here, folders = served("flux"), added("flux")
+    setting = Setting(fast=fast, precision=precision, device="cuda", dtype=torch.bfloat16)
+    configured = [request_of(here.folder, loras) for loras in TURNS]
+    runtime = [request_of(here.folder, tuple(replace(x, folder=folders[x.name]) for x in loras)) for loras in TURNS]
+    expected = painted(here.folder, here.named, configured, setting)
+    found = painted(here.folder, (), runtime, replace(setting, runtime_loras=LIMITS))
+    assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
+
+
 def test_a_configured_adapter_beside_one_that_came(served: Callable[[str], Served], tmp_path: Path) -> None:
     """Their sum has one order: the second one's name with its folder sorts like the name alone."""
     here, setting = served("flux"), Setting(fast=True)
