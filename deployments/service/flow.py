@@ -29,6 +29,8 @@ from pipelines.request import NO_PICTURES, InputPictures, Lora, MediaRequest
 RETRY_PAUSE_S = 0.25
 LOAD_WITHIN_S = 300.0
 """For all gangs to read an adapter."""
+NOT_REACHED = (TimeoutError, DeploymentUnavailableError, *RETRYABLE)
+"""What a call to all gangs may raise; the second without any."""
 
 logger = logging.getLogger("troupe.flow")
 
@@ -123,7 +125,7 @@ class DeployedStudio:
         """See ``Studio.load_lora``. A gang that breaks meanwhile loads it with the first request that needs it."""
         denoiser, answers = self._stages[model].denoiser, list[object]()
         with self._unwrapped(model):
-            with suppress(TimeoutError, *RETRYABLE):
+            with suppress(*NOT_REACHED):
                 asked = denoiser.broadcast("load_lora", lora)
                 answers = await asked.results_async(timeout_s=LOAD_WITHIN_S, return_exceptions=True)
             for answer in answers:
@@ -150,7 +152,7 @@ class DeployedStudio:
         try:
             asked = self._stages[model].denoiser.broadcast("remove_lora", lora)
             await asked.results_async(timeout_s=LOAD_WITHIN_S, return_exceptions=True)
-        except (TimeoutError, *RETRYABLE) as error:
+        except NOT_REACHED as error:
             logger.warning("gangs do not release an adapter: %r", error)
 
     def _run(self, request: MediaRequest, output: Output, pictures: InputPictures, retries: Retries) -> Run:
