@@ -21,6 +21,7 @@ from deployments.config import ServeConfig
 from tests.deployments.support.live import IMAGES, PROMPT, SMALL, TIMEOUT_S, config_of, live, picture, rank_pids
 from tests.pipelines.lora.support.tiny_lora import write_lora
 
+pytestmark = pytest.mark.slow  # each part of them has a quick test
 FILE = "pytorch_lora_weights.safetensors"
 Start = Callable[[], AbstractContextManager[str]]
 
@@ -90,9 +91,7 @@ def test_pictures_are_those_of_the_configured_adapter(start: Start, ink: Path, c
         assert picture(url, seed=1) == plain
 
 
-@pytest.mark.slow
 def test_it_is_there_after_a_restart(start: Start, ink: Path) -> None:
-    """Each part of it has a quick test: the records over a restart of the API, the file on a gang that is new."""
     with start() as url:
         assert add(url, ink, "came").status_code == 201
         expected = with_lora(url, "came")
