@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.lora.lora_cache import LoadedLora, LoraCache
 from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, LoraLimits
@@ -85,6 +87,33 @@ def test_a_configured_adapter_beside_one_that_came(served: Callable[[str], Serve
     later = replace(setting, runtime_loras=LIMITS)
     (found,) = gang(1).run(painted, here.folder, (second,), [request_of(here.folder, (came, loras[1]))], later)
     assert found[0].equal(expected[0])
+
+
+def painted_while_it_is_removed(folder: Path, loras: tuple[Lora, ...]) -> list[torch.Tensor]:
+    """The latents of a job with ``loras`` and of one without, in turns; the adapters are removed after a step."""
+    checkpoint = Checkpoint(folder, runtime_loras=LoraLimits())
+    model, sampler = checkpoint.denoiser(), checkpoint.sampler()
+    assert isinstance(model.additions, LoraCache)
+    requests = [request_of(folder, loras), request_of(folder)]
+    conditioning = checkpoint.text_encoder().encode(requests[0])
+    held = model.additions.for_request(requests[0])
+    states = [sampler.begin(request, conditioning) for request in requests]
+    with closing(TorchEngine(model, fast=True)) as engine:
+        for _ in range(sampler.num_steps(states[0])):
+            states = [sampler.advance(state, engine.predict(sampler.branches(state), (0,))) for state in states]
+            for lora in loras:
+                model.additions.remove(lora)
+        assert (len(held), len(model.additions)) == (len(loras), 0)
+    return [sampler.latents(state)["latents"] for state in states]
+
+
+def test_a_job_ends_with_an_adapter_that_is_deleted_meanwhile(served: Callable[[str], Served], tmp_path: Path) -> None:
+    here, (ink,) = served("flux"), ONE
+    came = replace(ink, folder=folder_of(here.one, tmp_path / "a1"))
+    requests = [request_of(here.folder, ONE), request_of(here.folder)]
+    expected = painted(here.folder, here.named, requests, Setting(fast=True))
+    found = painted_while_it_is_removed(here.folder, (came,))
+    assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
 
 
 def cache_of(folder: Path, **limits: Any) -> LoraCache:
