@@ -236,3 +236,21 @@ async def test_forms_without_a_file_and_models_that_take_none(studio: FakeStudio
         assert error_of(refused) == (400, "invalid_value", "model")
         assert "runtime_loras" in refused.json()["error"]["message"]
         assert (await client.get(f"/v1/models/{MODEL}")).json()["takes_loras"] is False
+
+
+async def test_each_kind_of_database_keeps_them(studio: FakeStudio, tmp_path: Path, database_url: str) -> None:
+    """Two replicas of the API share it: what one of them has added the other knows at once."""
+    settings: dict[str, Any] = {"clips": {"database_url": database_url}, "api_keys": ("alpha", "beta")}
+    async with (
+        client_of(build(studio, tmp_path, **settings)) as one,
+        client_of(build(studio, tmp_path, **settings)) as other,
+    ):
+        own, shared = (await add(one, "alpha")).json(), (await add(other, "beta", name="oil", shared=True)).json()
+        for client in (one, other):
+            assert (await names(client, "alpha"), await names(client, "beta")) == (["ink*", "oil"], ["oil*"])
+            assert (await draw(client, "alpha", lora=[{"name": "ink"}, {"name": "oil"}])).status_code == 200
+            assert error_of(await add(client, "alpha")) == (409, "lora_exists", "name")
+        assert (await other.delete(f"{LORAS}/{own['id']}", headers=by("alpha"))).status_code == 204
+        assert error_of(await draw(one, "alpha", lora=[{"name": "ink"}])) == (400, "lora_not_found", "lora")
+        assert (await one.delete(f"{LORAS}/{shared['id']}", headers=by("beta"))).status_code == 204
+        assert await names(one, "beta") == []
