@@ -21,7 +21,7 @@ from deployments.http.settings import ApiLimits
 from deployments.observability.metrics_settings import MetricsSettings
 from deployments.requests.enhancer_config import PromptEnhancerConfig
 from deployments.stages.stage_config import STRICT, DataType, DecoderConfig, DenoiserConfig, EncoderConfig
-from pipelines.lora.source import LoraSource, check_sources
+from pipelines.lora.source import LoraLimits, LoraSource, check_sources
 from pipelines.recipes import Recipe, check_recipe_name
 from pipelines.request import MetadataLevel
 from pipelines.single_file import with_base
@@ -74,6 +74,8 @@ class ModelConfig(_Config):
     dtype: DataType = "auto"
     loras: tuple[LoraSource, ...] = ()
     """Adapters: merged without a name, else for the requests that name them."""
+    runtime_loras: LoraLimits | None = None
+    """Limits of adapters that clients add at run time; None: they may add none."""
     prompt_enhancer: PromptEnhancerConfig | None = None
     """Rewrites prompts; None: that of ``api``, if there is one."""
     recipes: dict[str, Recipe] = {}
@@ -94,7 +96,9 @@ class ModelConfig(_Config):
         check_sources(self.adapters)
         _ = self.source
         names = [one.name for one in self.adapters]
-        self.denoiser.check_engine(self.dtype, merges="" in names, switches=any(names))
+        self.denoiser.check_engine(
+            self.dtype, merges="" in names, switches=any(names) or self.runtime_loras is not None
+        )
         return self
 
     @model_validator(mode="after")
@@ -118,6 +122,7 @@ class ModelConfig(_Config):
             ("warm_sizes", denoiser.warm_sizes, ((),)),
             ("torch", denoiser.torch, (None,)),
             ("loras", self.adapters, ((),)),
+            ("runtime_loras", self.runtime_loras, (None,)),
             ("base", self.base, ("",)),
             ("text_encoder.compile", self.text_encoder.compile, (False,)),
             ("decoder.compile", decoder.compile, (False,)),

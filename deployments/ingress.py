@@ -23,6 +23,7 @@ from deployments.config import AppConfig
 from deployments.http.app import create_api
 from deployments.http.drain import Drain
 from deployments.http.settings import ApiLimits, ApiSettings
+from deployments.lora_store import LoraStore, lora_folder
 from deployments.observability.exposition import Exposition, ReplicaMetrics, replica_metrics
 from deployments.ray_private import route_in_this_loop, serve_host
 from deployments.replicas import prepare_replica
@@ -61,6 +62,7 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
             description=checkpoint.description,
             enhances_prompts=enhancers[model.name].default if model.name in enhancers else None,
             path="whole pipeline" if checkpoint.spec.is_whole else "blocks",
+            runtime_loras=model.runtime_loras,
         )
         check_recipes(cards[model.name])
     return cards
@@ -137,6 +139,7 @@ class Ingress:
         }
         self._studio = DeployedStudio(cards, handles, readiness, patience_s, self._accounts, limits)
         self._clips = Clips(self._studio, self._clip_settings())
+        self._loras = LoraStore(database=self._clips.database, root=lora_folder(self._data_dir))
         self._drain = Drain()
         self._exposition = Exposition(
             config.metrics, {model: stage_handles.denoiser for model, stage_handles in handles.items()}
@@ -150,7 +153,8 @@ class Ingress:
         ValueError names an invalid one. Pictures (``image``, ``mask``, ``input_reference``) are the bytes of files.
         Cancelling the response stops the job on all ranks.
         """
-        arguments = (self._studio.cards(), uuid.uuid4().hex, {"prompt": prompt, **fields}, self._config.api)
+        cards = await self._loras.on_cards(self._studio.cards(), "")
+        arguments = (cards, uuid.uuid4().hex, {"prompt": prompt, **fields}, self._config.api)
         request, output, pictures = await asyncio.to_thread(handle_request, *arguments)
         request = await self._enhancers.enhanced(request)
         async with aclosing(self._studio.perform(request, output, pictures)) as events:

@@ -6,8 +6,8 @@ The result equals a load of merged weights.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -87,7 +87,7 @@ class MergingSource:
 NO_WRITERS: Writers = MappingProxyType({})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Weight:
     """A parameter that some addition changes."""
 
@@ -95,7 +95,7 @@ class _Weight:
     """Its values at load."""
     writers: tuple[WriteWeight, ...]
     """Called with new values, float32 if something is added."""
-    low_ranks: Mapping[str, LowRank]
+    low_ranks: dict[str, LowRank] = field(default_factory=dict)
 
     def write(self, mix: Mix) -> None:
         amounts = [(amount, self.low_ranks[name]) for name, amount in mix if name in self.low_ranks]
@@ -104,20 +104,72 @@ class _Weight:
             write(value)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Parameters:
+    """The parameters of a module, or of a rank's share of it, as they were loaded."""
+
+    name: str
+    module: nn.Module
+    slices: Mapping[str, Any]
+    loaded: Mapping[str, nn.Parameter]
+    writers: Writers
+
+    def low_ranks(self, addition: Addition) -> Iterator[tuple[str, LowRank]]:
+        """Yield the low-rank products of ``addition`` by the parameters of this share, on their device."""
+        ranks = addition.get(self.name, {})
+        for own, parameter in self.loaded.items() if ranks else ():
+            whole = whole_parameter(self.slices, own)
+            if whole in ranks and not parameter.is_meta:
+                yield own, _to_device(slice_low_rank(ranks[whole], self.slices, own), parameter.device)
+
+    def weight(self, own: str) -> _Weight:
+        """Return a weight that changes through writers, and whose parameter stays as loaded.
+
+        Without writers, the parameter itself changes, and its values, which must be those at load, are copied.
+        """
+        parameter = self.loaded[own]
+        if writers := self.writers.get(parameter) or _layer_writers(self.module, own, parameter):
+            return _Weight(base=parameter.detach(), writers=writers)
+        base = parameter.detach().clone(memory_format=torch.contiguous_format)
+        return _Weight(base=base, writers=(parameter.copy_,))
+
+
 class _Share:
     """A module's weights, or a rank's share of them. ``mix`` is their current addition; None: undefined."""
 
-    def __init__(self, weights: Iterable[_Weight]) -> None:
-        self._weights = tuple(weights)
+    def __init__(self, parameters: _Parameters) -> None:
+        self._parameters: _Parameters | None = parameters
+        self._weights: dict[str, _Weight] = {}
         self.mix: Mix | None = ()
 
     def write(self, mix: Mix) -> None:
         changed = None if self.mix is None else {name for name, _ in (*self.mix, *mix)}
         self.mix = None  # in case a write fails
-        for weight in self._weights:
+        for weight in self._weights.values():
             if changed is None or not changed.isdisjoint(weight.low_ranks):
                 weight.write(mix)
         self.mix = mix
+
+    def take(self, additions: Mapping[str, Addition]) -> None:
+        """Take further additions. The weights must be as loaded, in all shares."""
+        assert self._parameters is not None
+        for name, addition in additions.items():
+            for own, low_rank in self._parameters.low_ranks(addition):
+                if own not in self._weights:
+                    self._weights[own] = self._parameters.weight(own)
+                self._weights[own].low_ranks[name] = low_rank
+
+    def forget(self, names: Collection[str]) -> None:
+        """Release additions, and the copies of weights that no other one changes. The weights must be as loaded."""
+        for own, weight in list(self._weights.items()):
+            for name in names:
+                weight.low_ranks.pop(name, None)
+            if not weight.low_ranks:
+                del self._weights[own]
+
+    def close(self) -> None:
+        """Take no more additions: parameters whose layers were replaced are released."""
+        self._parameters = None
 
 
 class WeightSwitch:
@@ -125,10 +177,15 @@ class WeightSwitch:
 
     Weights that some addition changes are stored as loaded, and each change starts from the stored values. Earlier
     additions leave no trace. Shares of one module may be views of the same memory.
+
+    ``grows``: additions come to the mapping and leave it, perhaps on other threads, and ``items()`` returns a snapshot.
+    Shares then keep the loaded parameters of all replaced layers. All shares know the same additions, since a share
+    must be able to undo in common memory what another one did.
     """
 
-    def __init__(self, additions: Mapping[str, Addition]) -> None:
-        self._additions = additions
+    def __init__(self, additions: Mapping[str, Addition], *, grows: bool = False) -> None:
+        self._additions, self._grows = additions, grows
+        self._known = set(dict(additions.items()))
         self._shares: dict[str, dict[Hashable, _Share]] = {}
 
     def hold(
@@ -147,19 +204,51 @@ class WeightSwitch:
         were replaced; the ``write_weight`` of a replacing layer takes their new values. Parameters in ``writers`` are
         not written themselves, only through these functions.
         """
-        weights = (
-            _weight(parameter, low_ranks, writers.get(parameter) or _layer_writers(module, own, parameter))
-            for own, parameter in loaded.items()
-            if not parameter.is_meta and (low_ranks := self._low_ranks(name, own, slices))
-        )
-        self._shares.setdefault(name, {})[share] = _Share(weights)
+        current = dict(self._additions.items())
+        if gone := self._known - current.keys():
+            self._change({}, gone)
+        new = _Share(_Parameters(name=name, module=module, slices=slices, loaded=loaded, writers=writers))
+        new.take({known: current[known] for known in self._known})
+        if not self._grows:
+            new.close()
+        self._shares.setdefault(name, {})[share] = new
+
+    def is_behind(self, mix: Mix) -> bool:
+        """Return whether shares lack an addition of ``mix``, or have one that has left the mapping."""
+        if not self._grows:
+            return False
+        wanted = {name for name, _ in mix}
+        return not (wanted <= self._known and self._known <= wanted | dict(self._additions.items()).keys())
+
+    @torch.no_grad()
+    def catch_up(self, mix: Mix) -> None:
+        """Take the additions of ``mix`` that are new, and release those that have left the mapping."""
+        wanted = {name for name, _ in mix}
+        found = {name: self._additions.get(name) for name in wanted - self._known}
+        new = {name: addition for name, addition in found.items() if addition is not None}
+        self._change(new, self._known - wanted - dict(self._additions.items()).keys())
+
+    def _change(self, new: Mapping[str, Addition], gone: Collection[str]) -> None:
+        self.reset_all()
+        shares = [share for by_key in self._shares.values() for share in by_key.values()]
+        try:
+            for share in shares:
+                share.forget(gone)
+                share.take(new)
+        except BaseException:  # such as no memory: none has it then
+            for share in shares:
+                share.forget(new)
+            raise
+        finally:
+            self._known -= set(gone)
+        self._known |= set(new)
 
     @torch.no_grad()
     def set(self, name: str, share: Hashable, mix: Mix) -> None:
         """Set the weights of a share to the loaded ones plus ``mix``. ValueError for unknown names."""
         mix, shares = normal_mix(mix), self._shares[name]
-        if unknown := [addition for addition, _ in mix if addition not in self._additions]:
-            known = ", ".join(self._additions) or "none"
+        if unknown := [addition for addition, _ in mix if addition not in self._known]:
+            known = ", ".join(sorted(self._known)) or "none"
             raise ValueError(f"unknown additions to the weights: {', '.join(unknown)}; known: {known}")
         if shares[share].mix == mix:
             return
@@ -185,24 +274,6 @@ class WeightSwitch:
         """Restore the loaded weights in all modules, and forget them."""
         self.reset_all()
         self._shares.clear()
-
-    def _low_ranks(self, name: str, own: str, slices: Mapping[str, Any]) -> dict[str, LowRank]:
-        """Return the low-rank products for the parameter ``own`` of a share, by addition."""
-        whole = whole_parameter(slices, own)
-        modules = {key: addition.get(name, {}) for key, addition in self._additions.items()}
-        return {key: slice_low_rank(ranks[whole], slices, own) for key, ranks in modules.items() if whole in ranks}
-
-
-def _weight(parameter: nn.Parameter, low_ranks: Mapping[str, LowRank], writers: tuple[WriteWeight, ...]) -> _Weight:
-    """Return a weight that changes through ``writers``, and whose parameter stays as loaded.
-
-    Without ``writers``, the parameter itself changes, and its loaded values are copied.
-    """
-    on_device = {key: _to_device(low_rank, parameter.device) for key, low_rank in low_ranks.items()}
-    if writers:
-        return _Weight(base=parameter.detach(), writers=writers, low_ranks=on_device)
-    base = parameter.detach().clone(memory_format=torch.contiguous_format)
-    return _Weight(base=base, writers=(parameter.copy_,), low_ranks=on_device)
 
 
 def _layer_writers(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[WriteWeight, ...]:

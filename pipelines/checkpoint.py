@@ -15,7 +15,7 @@ from pipelines.defaults import Defaults, with_own_defaults
 from pipelines.description import Description, read_description
 from pipelines.directory import part_folder
 from pipelines.loading import resolve_configuration, resolve_dtype, resolve_path
-from pipelines.lora.source import LoraSource
+from pipelines.lora.source import LoraLimits, LoraSource
 from pipelines.models.registry import spec_of, transformer_class
 from pipelines.request import MediaRequest
 from pipelines.schedules import with_schedule
@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 class Checkpoint:
     """A model whose parts are loaded on demand, on ``device`` ("meta": shapes only) and in ``dtype``.
 
-    "auto" is bfloat16 on a GPU and float32 on the CPU. ``loras`` are adapters of the transformers. A ``file`` replaces
-    the transformer's weights in ``path``. ValueError if ``path`` is not a diffusers directory of a supported
-    transformer.
+    "auto" is bfloat16 on a GPU and float32 on the CPU. ``loras`` are adapters of the transformers, ``runtime_loras``
+    the limits of those that come later. A ``file`` replaces the transformer's weights in ``path``. ValueError if
+    ``path`` is not a diffusers directory of a supported transformer.
     """
 
     def __init__(
@@ -51,8 +51,9 @@ class Checkpoint:
         dtype: str | torch.dtype = "auto",
         loras: Iterable[LoraSource] = (),
         file: Path | None = None,
+        runtime_loras: LoraLimits | None = None,
     ) -> None:
-        self.path, self.loras, self.file = path, tuple(loras), file
+        self.path, self.loras, self.file, self.runtime_loras = path, tuple(loras), file, runtime_loras
         self.spec = spec_of(path)
         self._device, self._dtype = device, dtype
 
@@ -65,13 +66,14 @@ class Checkpoint:
         *,
         weights: bool = True,
         loras: Iterable[LoraSource] = (),
+        runtime_loras: LoraLimits | None = None,
     ) -> Checkpoint:
         """Open a folder, a shipped checkpoint, a hub id (downloaded if needed), or ``FILE.safetensors@BASE``.
 
         ``weights=False`` skips the download of weights. ValueError names the attempts.
         """
         file, _ = split_source(source)
-        return cls(resolve_path(source, weights=weights), device, dtype, loras, file)
+        return cls(resolve_path(source, weights=weights), device, dtype, loras, file, runtime_loras)
 
     @classmethod
     def of_configuration(
@@ -159,6 +161,10 @@ class Checkpoint:
             from pipelines.lora.model import with_loras
 
             model = with_loras(model, self.loras, type(self._opened.pipeline))
+        if self.runtime_loras is not None:
+            from pipelines.lora.lora_cache import with_runtime_loras
+
+            model = with_runtime_loras(model, type(self._opened.pipeline), self.runtime_loras)
         if typical is None or not self.spec.has_known_conditioning:
             return model
         return replace(model, typical_lengths=model.stream_lengths(self.first_step(typical)[0].arguments))

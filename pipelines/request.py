@@ -20,12 +20,25 @@ MetadataLevel = Literal["full", "seed", "none"]
 """Metadata in a file: all settings, model and seed only, or none."""
 
 
+KEY_MARK = "+"
+"""Separates an adapter's name from its folder. It sorts before all characters of names."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lora:
     """An adapter of the model, by name, with its scale."""
 
     name: str
     scale: float = 1.0
+    folder: str = ""
+    """Folder of an adapter that came at run time, whose last name no other one ever has; empty: configured."""
+    part: str = ""
+    """See ``LoraSource``, for an adapter that came at run time."""
+
+    @property
+    def key(self) -> str:
+        """The name of its addition to the weights. It sorts like ``name``: sums have one order in every case."""
+        return f"{self.name}{KEY_MARK}{self.folder.rpartition('/')[2]}" if self.folder else self.name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from sqlalchemy import Column, Connection, MetaData, String, Table, inspect, tex
 
 from deployments.database.tables import Base, ClipRow
 
-HEAD = "0004"
+HEAD = "0005"
 """The newest revision in ``migrations/versions``."""
 MIGRATIONS = Path(__file__).parent / "migrations"
 VERSION = Table("alembic_version", MetaData(), Column("version_num", String(32), primary_key=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Float, Integer, LargeBinary, String, Text
+from sqlalchemy import BigInteger, Float, Integer, LargeBinary, String, Text, UniqueConstraint
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 
@@ -114,3 +114,26 @@ class BatchRow(Base):
     owner: Mapped[str] = mapped_column(String(64), default="")
     """The replica that works on it until ``lease_until_s``."""
     lease_until_s: Mapped[float] = mapped_column(Float(53), default=0.0)
+
+
+class LoraRow(Base):
+    """An adapter that came at run time."""
+
+    __tablename__ = "troupe_loras"
+    __table_args__ = (UniqueConstraint("model", "scope", "name"),)
+
+    number: Mapped[int] = mapped_column(Integer, primary_key=True, autoincrement=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    """The name of its folder, too."""
+    model: Mapped[str] = mapped_column(String(512))
+    name: Mapped[str] = mapped_column(String(255))
+    scope: Mapped[str] = mapped_column(String(64))
+    """Hash of the only key that may use it; empty: all may."""
+    key_hash: Mapped[str] = mapped_column(String(64))
+    """The key that added it."""
+    scale: Mapped[float] = mapped_column(Float(53))
+    part: Mapped[str] = mapped_column(String(255))
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    """Size of its file."""
+    status: Mapped[str] = mapped_column(String(16))
+    created_at_s: Mapped[float] = mapped_column(Float(53))

@@ -15,12 +15,19 @@ from deployments.requests.rules import QUALITY_SHARES, Quality, quality_steps
 from deployments.service.interface import ModelCard, ModelPath, Progress, StageTimes
 from pipelines.caching import CacheMode
 from pipelines.defaults import Defaults
-from pipelines.request import Lora, MediaKind
+from pipelines.request import MediaKind
 
 Background = Literal["opaque", "transparent"]
 LAYER = "Which layer of its picture, 0 the lowest; null of a picture without layers. Beyond OpenAI."
 REVISED = "The prompt of an enhancer; null if the prompt is as it came."
 CACHE = "Which steps made no forwards; beyond OpenAI."
+
+
+class ModelLora(BaseModel):
+    """An adapter of a model."""
+
+    name: str
+    scale: float = Field(description="Scale of requests that give none.")
 
 
 class Model(BaseModel):
@@ -33,7 +40,10 @@ class Model(BaseModel):
     family: str = Field(description="beyond OpenAI")
     path: ModelPath = Field(description="How steps are made: by blocks, or by a pipeline's own call. Beyond OpenAI.")
     aliases: tuple[str, ...] = Field(description="Other names that requests may give it; beyond OpenAI.")
-    loras: tuple[Lora, ...] = Field(description="Adapters that requests may name, with their scales; beyond OpenAI.")
+    loras: tuple[ModelLora, ...] = Field(
+        description="Adapters that requests may name, with their scales; beyond OpenAI."
+    )
+    takes_loras: bool = Field(description="Whether clients may add adapters; beyond OpenAI.")
     enhances_prompts: bool | None = Field(
         description="Default of enhance_prompt; null without a prompt enhancer. Beyond OpenAI."
     )
@@ -62,7 +72,10 @@ class Model(BaseModel):
             family=card.family,
             path=card.path,
             aliases=card.aliases,
-            loras=tuple(lora for lora in card.loras if lora.name not in card.recipes),
+            loras=tuple(
+                ModelLora(name=lora.name, scale=lora.scale) for lora in card.loras if lora.name not in card.recipes
+            ),
+            takes_loras=card.runtime_loras is not None,
             recipes={name: written(name, recipe, card) for name, recipe in card.recipes.items()},
             enhances_prompts=card.enhances_prompts,
             description=description.text,

@@ -34,10 +34,12 @@ from deployments.http.partial import HeadAsGet, WholeForOld
 from deployments.http.routes.batches import InnerRequests, batch_routes
 from deployments.http.routes.health import Liveness, health_routes, model_routes
 from deployments.http.routes.images import image_routes
+from deployments.http.routes.loras import FORM_BYTES, LORAS, lora_routes
 from deployments.http.routes.page import page_routes
 from deployments.http.routes.videos import video_routes
 from deployments.http.settings import ApiSettings
 from deployments.http.streams import ClientGoneError
+from deployments.lora_store import LoraStore, lora_folder
 from deployments.names import own_version
 from deployments.requests.prompt_enhancer import PromptEnhancers
 from deployments.service.interface import Studio
@@ -51,7 +53,7 @@ UPLOADS: dict[MediaKind, tuple[str, ...]] = {
     "image": ("/v1/images/edits",),
     "video": ("/v1/videos", "/v1/videos/sync"),
 }
-ROUTES = (health_routes, model_routes, usage_routes, batch_routes, image_routes, video_routes, page_routes)
+ROUTES = (health_routes, model_routes, lora_routes, usage_routes, batch_routes, image_routes, video_routes, page_routes)
 DESCRIPTION = (
     "Text to image and text to video. Works with OpenAI's clients; what goes beyond them is marked so. HEAD is there "
     "wherever GET is. The door before the server refuses what is no request (`bad_request`), and heads that are too "
@@ -80,6 +82,7 @@ def create_api(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await clips.start()
         accounts.ledger = UsageLedger(clips.database)
+        await context.loras.sweep()
         inner = InnerRequests(app, settings.video_poll_s)
         runner = BatchRunner(context.batches, context.contents, inner.send, settings.video_poll_s)
         making = asyncio.create_task(runner.run())
@@ -128,6 +131,7 @@ def make_context(
         enhancers=enhancers,
         batches=BatchStore(database=clips.database, lease_s=LEASE_S),
         contents=Contents(root=settings.data_dir / "batches", bucket=clips.bucket),
+        loras=LoraStore(database=clips.database, root=lora_folder(settings.data_dir)),
     )
 
 
@@ -141,7 +145,10 @@ def add_guards(app: FastAPI, settings: ApiSettings, studio: Studio, drain: Drain
         BodyLimit,
         max_bytes=settings.max_body_bytes,
         deadline_s=settings.body_deadline_s,
-        uploads=dict.fromkeys(["/v1/files", *uploads(studio)], settings.max_upload_bytes),
+        uploads={
+            **dict.fromkeys(["/v1/files", *uploads(studio)], settings.max_upload_bytes),
+            LORAS: max(settings.max_body_bytes, settings.max_lora_bytes + FORM_BYTES),
+        },
     )
     app.add_middleware(Draining, drain=drain)
     if settings.allowed_origins:

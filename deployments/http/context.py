@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
@@ -22,8 +23,9 @@ from deployments.http.lookout import Lookout
 from deployments.http.middleware import REQUESTER
 from deployments.http.settings import ApiSettings
 from deployments.http.streams import until_disconnect
+from deployments.lora_store import LoraStore
 from deployments.requests.bodies import MediaBody
-from deployments.requests.model_choice import Needs, choose_card
+from deployments.requests.model_choice import Needs, choose_card, names_others
 from deployments.requests.pictures.sources import Sources
 from deployments.requests.pictures.unpack import unpack
 from deployments.requests.prompt_enhancer import PromptEnhancers
@@ -55,6 +57,7 @@ class ApiContext:
     enhancers: PromptEnhancers
     batches: BatchStore
     contents: Contents
+    loras: LoraStore
 
     async def authorize(self, request: Request, credentials: Credentials) -> Requester:
         """Return who sent the request: a dependency of every route behind a key. ApiError 401 without a known one."""
@@ -83,9 +86,15 @@ class ApiContext:
         is_open = not self.settings.keys or self.settings.share_between_keys
         return None if is_open else requester.key
 
-    async def resolved(self, body: B, kind: MediaKind) -> ResolvedRequest[B]:
+    async def cards(self, requester: Requester) -> Mapping[str, ModelCard]:
+        """Return the cards of all models, with the adapters that clients have added for the requester."""
+        return await self.loras.on_cards(self.studio.cards(), self.viewer(requester))
+
+    async def resolved(self, body: B, kind: MediaKind, requester: Requester) -> ResolvedRequest[B]:
         """Return ``body`` with its model and its decoded pictures. RequestError if the model takes others."""
         card = choose_card(self.studio.cards(), body.model, kind, Needs.of(body))
+        if card.runtime_loras is not None and names_others(body, card):
+            card = choose_card(await self.cards(requester), body.model, kind, Needs.of(body))
         body = with_recipe(body, card)
         sources = RequestRules(card).check_sources(body)
         pictures = await self._decoded(sources, card, kind) if sources.all else NO_PICTURES

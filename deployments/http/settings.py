@@ -33,6 +33,8 @@ class ApiLimits(PictureLimits):
 
     ``key_limits`` say what keys may use, of all replicas together.
 
+    An adapter that a client adds has at most ``max_lora_bytes``; one may be named by its path in ``lora_folders``.
+
     What was made with one key is there for no other, unless ``share_between_keys`` says so.
     """
 
@@ -49,6 +51,8 @@ class ApiLimits(PictureLimits):
     max_open_requests: int = 2048
     max_watchers: int = 1000
     key_limits: tuple[KeyLimits, ...] = ()
+    max_lora_bytes: int = 512 << 20
+    lora_folders: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         PictureLimits.__post_init__(self)
@@ -61,11 +65,15 @@ class ApiLimits(PictureLimits):
             "max_images_per_request",
             "max_open_requests",
             "max_watchers",
+            "max_lora_bytes",
         )
         _check_all("allowed_hosts", self.allowed_hosts, HOST, "* or a name without port, such as gpu1.example.com")
         _check_all("allowed_origins", self.allowed_origins, ORIGIN, "* or as browsers send it: https://example.com")
         if self.public_url and not PUBLIC_URL.fullmatch(self.public_url):
             raise ValueError(f"public_url is {self.public_url!r}; it must be a URL such as https://gpu1.example.com")
+        for folder in self.lora_folders:
+            if not folder.is_absolute():
+                raise ValueError(f"lora_folders holds {str(folder)!r}; it must be an absolute path")
         for proxy in self.trusted_proxies:
             try:
                 ip_network(proxy, strict=False)

@@ -11,13 +11,15 @@ from starlette.types import Message, Receive
 from deployments.http.body import read_json_or_form
 from deployments.http.context import ApiContext
 from deployments.requests.bodies import MediaBody
-from deployments.requests.rules import ResolvedRequest
+from deployments.requests.rules import Requester, ResolvedRequest
 from pipelines.request import MediaKind
 
 B = TypeVar("B", bound=MediaBody)
 
 
-async def read_upload(context: ApiContext, request: Request, body_type: type[B], kind: MediaKind) -> ResolvedRequest[B]:
+async def read_upload(
+    context: ApiContext, request: Request, body_type: type[B], kind: MediaKind, requester: Requester
+) -> ResolvedRequest[B]:
     """Return the body with its model, of ``kind``, and its decoded pictures.
 
     Its bytes beyond the limit of other bodies take memory of ``Admission`` meanwhile. ApiError 503 without room.
@@ -25,7 +27,7 @@ async def read_upload(context: ApiContext, request: Request, body_type: type[B],
     with context.admission.memory.taken() as take:
         receive = counting(request.receive, take, context.settings.max_body_bytes)
         body = await read_json_or_form(Request(request.scope, receive), body_type)
-        return await context.resolved(body, kind)
+        return await context.resolved(body, kind, requester)
 
 
 def counting(receive: Receive, take: Callable[[int], None], num_free: int) -> Receive:

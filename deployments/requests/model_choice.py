@@ -102,6 +102,13 @@ def split_name(name: object) -> tuple[object, str | None]:
     return model, lora
 
 
+def names_others(body: MediaBody, card: ModelCard) -> bool:
+    """Return whether ``body`` names an adapter that is not on the model's card, nor a recipe: perhaps one that came."""
+    behind = split_name(body.model)[1]
+    named = {name for name, _ in body.lora or ()} | (set() if behind is None else {behind})
+    return not named <= {*(lora.name for lora in card.loras), *card.recipes}
+
+
 def choose_loras(model: str | None, asked: Iterable[AskedLora], card: ModelCard) -> tuple[Lora, ...]:
     """Return the adapters ``asked`` for and the one behind the name ``model``, sorted by name, with their scales.
 
@@ -116,8 +123,8 @@ def choose_loras(model: str | None, asked: Iterable[AskedLora], card: ModelCard)
             raise RequestError(f"{shown(name)} is named twice; name each adapter once, with its scale", "lora")
     if len(wanted) > MAX_LORAS:
         raise RequestError(f"lora has {len(wanted)} adapters; at most {MAX_LORAS} are allowed", "lora")
-    own = {lora.name: lora.scale for lora in card.loras}
-    loras = (Lora(name=name, scale=own[name] if scale is None else scale) for name, scale, _ in wanted)
+    own = {lora.name: lora for lora in card.loras}
+    loras = (own[name] if scale is None else replace(own[name], scale=scale) for name, scale, _ in wanted)
     return tuple(sorted(loras, key=lambda lora: lora.name))
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -23,9 +24,15 @@ from deployments.usage.accounts import Accounts
 from deployments.usage.metering import UsageMeter
 from engines.core.engine import JobFailedError
 from engines.gang.errors import QueueFullError
-from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
+from pipelines.request import NO_PICTURES, InputPictures, Lora, MediaRequest
 
 RETRY_PAUSE_S = 0.25
+LOAD_WITHIN_S = 300.0
+"""For all gangs to read an adapter."""
+NOT_REACHED = (TimeoutError, DeploymentUnavailableError, *RETRYABLE)
+"""What a call to all gangs may raise; the second without any."""
+
+logger = logging.getLogger("troupe.flow")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,6 +120,40 @@ class DeployedStudio:
                 except RETRYABLE as error:
                     retries.after(error, run.num_steps_seen)
                 await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def load_lora(self, model: str, lora: Lora) -> None:
+        """See ``Studio.load_lora``. A gang that breaks meanwhile loads it with the first request that needs it."""
+        denoiser, answers = self._stages[model].denoiser, list[object]()
+        with self._unwrapped(model):
+            with suppress(*NOT_REACHED):
+                asked = denoiser.broadcast("load_lora", lora)
+                answers = await asked.results_async(timeout_s=LOAD_WITHIN_S, return_exceptions=True)
+            for answer in answers:
+                if isinstance(answer, Exception) and not isinstance(answer, RETRYABLE):
+                    raise answer
+            if None not in answers:
+                await self._load_on_next(model, lora)
+
+    async def _load_on_next(self, model: str, lora: Lora) -> None:
+        """Load an adapter on a gang that is there, or comes. It is tried once: the adapter may be what breaks gangs."""
+        patience_s = self._patience_s.get(model, RECOVERY_DEADLINE_S)
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._stages[model].denoiser.load_lora.remote(lora)
+        except TimeoutError:
+            reason = f"{model}: no gang was there within {patience_s:.0f} s to load the adapter"
+            raise ModelUnavailableError(reason) from None
+        except RETRYABLE as error:
+            logger.warning("a gang broke while it loaded an adapter: %r", error)
+            raise ModelUnavailableError(f"{model}: a gang broke while it loaded the adapter") from error
+
+    async def remove_lora(self, model: str, lora: Lora) -> None:
+        """See ``Studio.remove_lora``. What no gang hears leaves its memory by itself."""
+        try:
+            asked = self._stages[model].denoiser.broadcast("remove_lora", lora)
+            await asked.results_async(timeout_s=LOAD_WITHIN_S, return_exceptions=True)
+        except NOT_REACHED as error:
+            logger.warning("gangs do not release an adapter: %r", error)
 
     def _run(self, request: MediaRequest, output: Output, pictures: InputPictures, retries: Retries) -> Run:
         """Return the next run of ``request``."""

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 from engines.gang.jobs.job import Progress as Progress
 from pipelines.defaults import Defaults
 from pipelines.description import NO_DESCRIPTION, Description
+from pipelines.lora.source import LoraLimits
 from pipelines.recipes import Recipe
 from pipelines.request import NO_PICTURES, InputPictures, Lora, MediaRequest
 
@@ -31,7 +32,8 @@ class ModelCard:
     ``aliases`` are other names of it in requests. ``loras`` are adapters that requests may name, each with its default
     scale, ``recipes`` defaults of requests that name them. ``description``: what it draws, and examples.
     ``enhances_prompts``: the default of ``enhance_prompt``; None without a prompt enhancer.
-    ``path``: how steps are made, by diffusers' blocks or by the pipeline's own call.
+    ``path``: how steps are made, by diffusers' blocks or by the pipeline's own call. ``runtime_loras``: limits of
+    adapters that clients add; None: they may add none.
     """
 
     name: str
@@ -44,6 +46,7 @@ class ModelCard:
     description: Description = NO_DESCRIPTION
     enhances_prompts: bool | None = None
     path: ModelPath = "blocks"
+    runtime_loras: LoraLimits | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,4 +168,15 @@ class Studio(Protocol):
         gangs ``GangBrokenError`` is raised. ``QueueFullError`` if too many jobs wait, ``ModelUnavailableError`` if a
         stage cannot be started, or takes too long to.
         """
+        ...
+
+    async def load_lora(self, model: str, lora: Lora) -> None:
+        """Load an adapter that came at run time on all gangs of ``model``; without any, on the next one.
+
+        ValueError if it does not suit the model, ``ModelUnavailableError`` without a gang.
+        """
+        ...
+
+    async def remove_lora(self, model: str, lora: Lora) -> None:
+        """Let all gangs of ``model`` release an adapter once no request needs it."""
         ...

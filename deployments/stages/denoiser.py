@@ -37,7 +37,7 @@ from engines.gang.jobs.job import Job, JobDone
 from engines.registry import rank_environment
 from pipelines.caching import computed_steps
 from pipelines.checkpoint import Checkpoint
-from pipelines.request import MediaRequest
+from pipelines.request import Lora, MediaRequest
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +193,14 @@ class Denoiser:
     async def spent_s(self, job_id: str) -> float:
         """Return the GPU seconds of a cancelled or failed job, once reported; 0 if unknown or the gang broke."""
         return await self._gang.spent_s(job_id)
+
+    async def load_lora(self, lora: Lora) -> None:
+        """Load an adapter that came at run time on all ranks. ValueError if it does not suit the model."""
+        await self._gang.load_addition(lora)
+
+    async def remove_lora(self, lora: Lora) -> None:
+        """Let all ranks release an adapter once no job needs it."""
+        await self._gang.remove_addition(lora)
 
     async def metrics(self) -> ReplicaMetrics:
         """Return this replica's name and its metrics."""

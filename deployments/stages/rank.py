@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
 
 from deployments.config import ModelConfig
 from deployments.stages.devices import asleep_folder, host_lock
@@ -20,6 +21,9 @@ from engines.gang.gang_config import BuildRank, RankParts
 from pipelines.checkpoint import Checkpoint
 from pipelines.libraries import quick_imports
 from pipelines.lora.source import named
+
+if TYPE_CHECKING:
+    from pipelines.lora.lora_cache import LoraCache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +45,8 @@ class LoadRankParts:
         for part, took_s in early.items():
             log_phase(f"rank: early, {part}", took_s, rank=context.rank)
         with timed("rank: weights", rank=context.rank), quick_imports():
-            checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, loras=self.model.adapters)
+            loras: dict[str, Any] = {"loras": self.model.adapters, "runtime_loras": self.model.runtime_loras}
+            checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, **loras)
             eager_only = checkpoint.eager_only(is_split=config.splits_tokens)
             config.check_engine(self.model.dtype, eager_only=eager_only)  # before weights are read
             if checkpoint.spec.is_whole and (problems := tuple(self.model.whole_problems(checkpoint.spec.family))):
@@ -90,7 +95,8 @@ def _make_engine(
     log_phase("rank: engine", time.monotonic() - start_s, rank=context.rank)
     with timed("rank: warm up", rank=context.rank):
         warm_up(engine, steps, context, engine.team_sizes if config.elastic else engine.team_sizes[-1:])
-    return RankParts(engine=engine, sampler=checkpoint.sampler(), estimates=engine.estimates)
+    additions = cast("LoraCache", denoiser.additions) if denoiser.additions_change else None
+    return RankParts(engine=engine, sampler=checkpoint.sampler(), estimates=engine.estimates, additions=additions)
 
 
 def choosing_of(model: ModelConfig, checkpoint: Checkpoint) -> Choosing:
@@ -112,5 +118,6 @@ def is_sliced(config: DenoiserConfig, checkpoint: Checkpoint) -> bool:
 
     if (is_decided := must_slice(config)) is not None:
         return is_decided
-    num_copies = 2 if named(checkpoint.loras) else 1  # adapters that switch per job need the original weights too
+    switches = bool(named(checkpoint.loras)) or checkpoint.runtime_loras is not None
+    num_copies = 2 if switches else 1  # adapters that switch per job need the original weights too
     return num_copies * checkpoint.weights_bytes() > USABLE * memory_bytes(checkpoint.device)

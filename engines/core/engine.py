@@ -136,5 +136,21 @@ class Sampler(Protocol[State]):
         ...
 
 
+class AdditionLoader(Protocol):
+    """Loads additions to the weights (``core.additions``) that come at run time. Called on threads beside the steps."""
+
+    def for_request(self, request: Any) -> object:
+        """Load the additions of a request. They stay loaded as long as the result lives. ValueError if one cannot."""
+        ...
+
+    def load(self, source: Any) -> int:
+        """Load one addition, and return its size in bytes. ValueError if it does not suit the model."""
+        ...
+
+    def remove(self, source: Any) -> None:
+        """Release an addition once no request needs it."""
+        ...
+
+
 class JobFailedError(RuntimeError):
     """The job's own computation failed, and would on another gang. The message says how; the ranks are intact."""

@@ -218,9 +218,16 @@ class DenoiserModel:
     """Files from which every rank reads its share of the weights."""
     additions: Mapping[str, Addition] = field(default_factory=dict)
     """Additions that branches may use, by name."""
+    additions_change: bool = False
+    """True if ``additions`` come and go after the start."""
     latents: str = LATENTS
     """Names of the per-step inputs, here and in ``timestep``."""
     timestep: str = TIMESTEP
+
+    @property
+    def switches(self) -> bool:
+        """Whether additions to the weights differ from branch to branch."""
+        return self.additions_change or bool(self.additions)
 
     @property
     def class_name(self) -> str:

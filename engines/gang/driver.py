@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import logging
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -129,6 +129,25 @@ class Driver:
         await self.rest.reached(asleep=asleep, ended=self.ended)
         if self.broken is not None:
             raise GangBrokenError(self.broken.reason, self.broken.cause)
+
+    async def call_ranks(self, call: Callable[[Any], Any]) -> list[Any]:
+        """Return the answers of all ranks to a call beside the steps, sent in a context of its own like all others.
+
+        ``GangBrokenError`` if the gang is broken, or an answer is late.
+        """
+        if self.broken is not None:
+            raise GangBrokenError(self.broken.reason, self.broken.cause)
+
+        async def answers() -> list[Any]:
+            return await asyncio.gather(*(answer_of(i, call(rank)) for i, rank in enumerate(self._ranks)))
+
+        task = asyncio.get_running_loop().create_task(answers(), context=contextvars.Context())
+        limit_s = self._config.start_deadline_s
+        try:
+            async with self._clock.timeout(limit_s):
+                return await asyncio.shield(task)
+        except TimeoutError:
+            raise GangBrokenError(f"ranks did not answer within {limit_s:g} s", "deadline") from None
 
     def demand(self) -> Demand:
         """Return the open work, for the arbiter of models that share GPUs."""

@@ -194,6 +194,21 @@ class Gang:
         uses: list[MemoryUse] = await asyncio.gather(*(rank.memory_use.remote() for rank in self._ranks))
         return uses
 
+    async def load_addition(self, source: Any) -> int:
+        """Load an addition to the weights on all ranks, and return its largest size in bytes.
+
+        ValueError if it does not suit the model, ``GangBrokenError`` if a rank dies or is late.
+        """
+        answers: list[int | Exception] = await self._driver.call_ranks(lambda rank: rank.load_addition.remote(source))
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return max(answer for answer in answers if isinstance(answer, int))
+
+    async def remove_addition(self, source: Any) -> None:
+        """Release an addition on all ranks once no job needs it."""
+        await self._driver.call_ranks(lambda rank: rank.remove_addition.remote(source))
+
     def demand(self) -> Demand:
         """Return the open work."""
         return self._driver.demand()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engines.core.engine import Engine, RankContext, Sampler
+from engines.core.engine import AdditionLoader, Engine, RankContext, Sampler
 from engines.core.estimates import StepEstimates
 from engines.gang.policies.policy import find_policy
 from engines.parallel.nccl_options import DEFAULT_OPTIONS, NcclOptions
@@ -131,6 +131,8 @@ class RankParts:
     sampler: Sampler[Any]
     estimates: StepEstimates | None = None
     """Estimated step times of the engine; None if unknown."""
+    additions: AdditionLoader | None = None
+    """Loads what requests add to the weights; None: nothing comes at run time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -166,11 +166,25 @@ class Rank:
         """Resolve the conditioning, however long that takes, and hold the job, beside the steps of other jobs."""
         assert self._runner is not None
         try:
-            job = replace(job, conditioning=_resolve(job.conditioning))
+            self._runner.admit(replace(job, conditioning=_resolve(job.conditioning)))
         except Exception as error:
             return JobFailure(job_id=job.job_id, error=portable(_cause(error)), shared=False)
-        self._runner.admit(job)
         return None
+
+    @ray.method(concurrency_group="admission")
+    def load_addition(self, source: Any) -> int | Exception:
+        """Return the size in bytes of an addition to the weights that is loaded now, or why it cannot be."""
+        assert self._runner is not None
+        try:
+            return self._runner.load_addition(source)
+        except Exception as error:
+            return portable(error)
+
+    @ray.method(concurrency_group="admission")
+    def remove_addition(self, source: Any) -> None:
+        """Release an addition once no job needs it."""
+        assert self._runner is not None
+        self._runner.remove_addition(source)
 
     @ray.method(concurrency_group="control")
     def ping(self) -> int:

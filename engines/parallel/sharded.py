@@ -65,7 +65,7 @@ class ShardedModel:
         # Counted now: layers of the module may be swapped later, on some ranks before others.
         self._weights = {name: block_weights(module, model.plan) for name, module in model.modules.items()}
         self._shares: dict[_Key, _Share] = {}
-        self._switch = WeightSwitch(model.additions)
+        self._switch = WeightSwitch(model.additions, grows=model.additions_change)
         self._memory = rank_resources().get(WeightMemory)
         self._memory.before_sleep(self._switch.reset_all)
         self._fast_modules: set[str] = set()
@@ -106,13 +106,17 @@ class ShardedModel:
 
         Teams that use the ``fast`` weights share them.
         """
-        if not (self._model.additions or branch.additions):
+        if not (self._model.switches or branch.additions):
             return
         if fast is None:
             self._share(branch.module, team)
         elif branch.module not in self._fast_modules:
             self._hold_fast(branch.module, fast)
         key = _key(branch.module, team) if fast is None else FAST
+        if self._switch.is_behind(branch.additions):
+            self._switch.reset_all()  # its temporary tensors are no weights
+            with self._memory.region():
+                self._switch.catch_up(branch.additions)
         self._switch.set(branch.module, key, branch.additions)
 
     def finish(self, prediction: Tensor, branch: Branch, team: Team) -> Tensor:
@@ -147,7 +151,7 @@ class ShardedModel:
         if self._on_new_module is not None:
             self._on_new_module(name, module, plan)
         self._memory.hold(module)  # before its tensors have aliases
-        if self._model.additions:
+        if self._model.switches:
             self._switch.hold(name, _key(name, team), module, slices, loaded=loaded)
         return _Share(module, Stage(module, plan, team, self._weights[name]) if team.pipeline.size > 1 else None)
 

@@ -80,7 +80,7 @@ class TorchEngine:
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         options = options or TorchOptions()
         choice: dict[str, Any] = {"strategy": _name(strategy), "precision": precision, "options": options}
-        check(EngineChoice(**choice, num_ranks=num_ranks, switches=bool(model.additions)))
+        check(EngineChoice(**choice, num_ranks=num_ranks, switches=model.switches))
         module = next(iter(model.modules.values()))
         self.device, self.dtype = model.device, dtype_of(module)
         self.config = resolve(

@@ -212,7 +212,7 @@ class BlocksSampler:
     def _branches(self, state: BlocksState) -> tuple[Branch, ...]:
         schedule = Schedule(find=lambda: self._timesteps(state), step=state.step) if self._is_fast else None
         step = state.steps[state.step]
-        additions = normal_mix(tuple((lora.name, lora.scale) for lora in state.request.loras))
+        additions = normal_mix(tuple((lora.key, lora.scale) for lora in state.request.loras))
         branches = (self._branch(call, step) for call in self.calls(state))
         return tuple(replace(branch, schedule=schedule, additions=additions) for branch in branches)
 

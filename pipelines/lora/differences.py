@@ -64,6 +64,8 @@ def _parameter(key: str) -> str:
 
 
 MARK = ".lokr_"
+MAX_PRODUCT = 2**30
+"""Elements of a product of factors, which small files can make as large as they like."""
 FUSED = {"to_qkv": ("to_q", "to_k", "to_v"), "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj")}
 """Layers that are several here; their rows follow each other."""
 
@@ -84,12 +86,16 @@ def _product(layer: str, parts: Mapping[str, Tensor]) -> LowRank:
     """Return ``kron(w1, up @ down)`` as ``kron(w1, up) @ kron(1, down)``."""
     first_AB, up_CR, down_RD = parts.get("w1"), parts.get("w2_a"), parts.get("w2_b")
     if first_AB is None and {"w1_a", "w1_b"} <= set(parts):
+        if len(parts["w1_a"]) * parts["w1_b"].shape[-1] > MAX_PRODUCT:
+            raise ValueError(f"{layer} has LoKr factors whose product is larger than the weights of any layer")
         first_AB = parts["w1_a"].float() @ parts["w1_b"].float()
     if "w2" in parts:
         up_CR, down_RD = parts["w2"], torch.eye(parts["w2"].shape[1])
     unknown = set(parts) - {"w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b"}
     if first_AB is None or up_CR is None or down_RD is None or unknown:
         raise ValueError(f"{layer} has {', '.join(sorted(parts))}, which make no LoKr of two matrices")
+    if first_AB.numel() * up_CR.numel() > MAX_PRODUCT:
+        raise ValueError(f"{layer} has LoKr factors whose product is larger than the weights of any layer")
     up_NR = torch.kron(first_AB.float(), up_CR.float())
     down_RK = torch.kron(torch.eye(first_AB.shape[1]), down_RD.float())
     return LowRank(up_NR=up_NR, down_RK=down_RK)

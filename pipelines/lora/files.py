@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipelines.loading import resolve_file
 from pipelines.lora.differences import MARK, by_parameter, split_differences
-from pipelines.lora.source import ADAPTER_FILES, LoraSource
+from pipelines.lora.source import ADAPTER_FILES, PEFT_CONFIG, LoraSource
 from pipelines.lora.translation import (
     ALPHA,
     DOWN,
@@ -32,7 +32,6 @@ from pipelines.lora.translation import (
     shown,
 )
 
-PEFT_CONFIG = "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
 TRANSFORMER = "transformer"
 OTHER_KINDS = {"dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", ".hada_": "LoHa"}
@@ -155,14 +154,14 @@ def _translate(tensors: Mapping[str, Tensor], path: Path, pipeline_class: Any, m
     """Return layers whose keys begin with a part's name, as diffusers' pipelines save or translate them."""
     if hasattr(pipeline_class, "lora_state_dict"):
         found = by_loader(path, tensors, pipeline_class, module)
-        config = found.config if found.config is not None else _written_config(path)
+        config = found.config if found.config is not None else written_config(path)
         return Layers(tensors=found.tensors, alphas=found.alphas, config=config)
     if not any(key.startswith(f"{TRANSFORMER}.") for key in tensors):
         raise ValueError(
             f"diffusers has no loader of adapters for {pipeline_class.__name__} that could translate {path}: save it "
             f"as its transformer does (save_lora_adapter), or as PEFT does; it has {shown(tensors)}"
         )
-    return Layers(tensors=tensors, config=_written_config(path))
+    return Layers(tensors=tensors, config=written_config(path))
 
 
 def _denoiser_name(pipeline_class: Any) -> str:
@@ -200,14 +199,14 @@ def _peft_config(path: Path) -> Mapping[str, Any]:
     return config
 
 
-def _written_config(path: Path) -> Mapping[str, Any]:
+def written_config(path: Path) -> Mapping[str, Any]:
     """Return PEFT's config from the header of a file that diffusers wrote."""
     with safe_open(path, framework="pt") as opened:
         config: Mapping[str, Any] = json.loads((opened.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}"))
     return config
 
 
-CONFIGS = {PEFT_PREFIX: _peft_config, "": _written_config}
+CONFIGS = {PEFT_PREFIX: _peft_config, "": written_config}
 """Reader of the config by prefix of keys: PEFT saved the adapter, or a transformer alone."""
 
 

@@ -30,7 +30,7 @@ def with_loras(model: DenoiserModel, sources: Iterable[LoraSource], pipeline_cla
             raise ValueError(f"an adapter for part {part!r}: the model has {', '.join(model.modules)}")
         found = read_low_ranks(source, model.modules[part], pipeline_class)
         if source.name and model.fast is not None:
-            _check_linears(source, model.modules[part], found)
+            check_linears(source, model.modules[part], found)
         if not source.name:
             merged.append((source.scale, {part: found}))
         elif part in additions.setdefault(source.name, {}):
@@ -102,7 +102,7 @@ def _of_differences(layers: Layers) -> Iterable[tuple[str, LowRank]]:
         yield name, LowRank(up_NR=halves[0], down_RK=halves[1])
 
 
-def _check_linears(source: LoraSource, module: nn.Module, found: LowRanks) -> None:
+def check_linears(source: LoraSource, module: nn.Module, found: LowRanks) -> None:
     """Raise ValueError for other parameters than matrices and biases: hand-ordered steps hold copies of these."""
     matrices = {name for name, x in module.named_parameters() if x.ndim > 1}
     biases = {f"{name.removesuffix('.weight')}.bias" for name in matrices}

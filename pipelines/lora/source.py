@@ -10,6 +10,8 @@ from pipelines.request import Lora
 
 ADAPTER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 """File names of diffusers and PEFT."""
+LORA_FILE, PEFT_CONFIG = "adapter.safetensors", "adapter_config.json"
+"""The files of an adapter that came at run time, in its folder; the second as PEFT writes it beside an adapter."""
 MAX_SCALE = 10.0
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
@@ -35,6 +37,27 @@ class LoraSource:
         if self.name and not re.fullmatch(NAME, self.name):
             raise ValueError(f"{self.name!r} is no name for an adapter: letters, digits, points, dashes, underscores")
         check_scale(self.scale)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraLimits:
+    """Limits of a model's adapters that come at run time."""
+
+    max_loras: int = 64
+    """Adapters of the model, over all API keys."""
+    max_loaded: int = 8
+    """Adapters in the memory of each rank and of its device. The least recently used ones leave it first."""
+    memory_gib: float = 2.0
+    """Memory of the loaded adapters, which limits each of them as well."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_loras", "max_loaded", "memory_gib"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.memory_gib * 2**30)
 
 
 def check_scale(scale: float) -> None:

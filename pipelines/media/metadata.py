@@ -88,7 +88,7 @@ def _fields(request: MediaRequest, layer: int | None) -> dict[str, Any]:
         "num_inference_steps": request.num_inference_steps,
         "guidance_scale": request.guidance_scale or None,
         "true_cfg_scale": request.true_cfg_scale,
-        "lora": [asdict(lora) for lora in request.loras] or None,
+        "lora": [{"name": lora.name, "scale": lora.scale} for lora in request.loras] or None,
         "cache": None if request.cache == "off" else request.cache,
         **{name: value for name, value in asdict(request.solver).items() if value not in ("", ())},
         "strength": request.strength,

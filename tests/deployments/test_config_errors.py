@@ -62,8 +62,8 @@ CASES: list[tuple[Callable[[dict[str, Any]], Any], list[str]]] = [
     (
         lambda document: models(document)[0].update(warm=1),
         [
-            "models.flux-shapes.warm is no key here: known: name, path, base, aliases, dtype, loras, prompt_enhancer, "
-            "recipes, share, stages, text_encoder, denoiser, decoder"
+            "models.flux-shapes.warm is no key here: known: name, path, base, aliases, dtype, loras, "
+            "runtime_loras, prompt_enhancer, recipes, share, stages, text_encoder, denoiser, decoder"
         ],
     ),
     (

@@ -10,7 +10,7 @@ import yaml
 
 from deployments.cli.serving import CONFIGS, parse_config
 from deployments.ingress import make_cards
-from pipelines.lora.source import LoraSource
+from pipelines.lora.source import LoraLimits, LoraSource
 from pipelines.request import Lora
 
 LAPTOP = yaml.safe_load((CONFIGS / "laptop.yaml").read_text())
@@ -62,3 +62,19 @@ def test_what_cannot_be_is_told_before_anything_starts(loras: Any, denoiser: dic
 def test_adapters_go_with_every_precision(precision: str) -> None:
     loras = (LoraSource(**ALWAYS), LoraSource(**INK))  # type: ignore[arg-type]
     assert served_with([ALWAYS, INK], precision=precision).models[0].loras == loras
+
+
+def test_clients_may_add_adapters_where_the_configuration_says_so() -> None:
+    document = copy.deepcopy(LAPTOP)
+    model = document["applications"][0]["args"]["models"][0]
+    model["runtime_loras"] = {"max_loaded": 3}
+    cards = make_cards(parse_config(document).app)
+    assert cards["flux-shapes"].runtime_loras == LoraLimits(max_loaded=3)
+    assert cards["wan-shapes"].runtime_loras is None
+    model["runtime_loras"] = {"memory_gib": 0}
+    with pytest.raises(ValueError, match="memory_gib is 0"):
+        parse_config(document)
+    model["runtime_loras"] = {}
+    model["denoiser"] |= {"engine": "tensorrt", "gpus_per_rank": 1}
+    with pytest.raises(ValueError, match="engine: tensorrt takes no loras"):
+        parse_config(document)

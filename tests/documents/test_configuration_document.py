@@ -18,7 +18,7 @@ from deployments.usage.quotas import KeyLimits
 from engines.parallel.nccl_options import NcclOptions
 from engines.tensorrt_engine.rules import TensorRTOptions
 from engines.torch_engine.options import TorchOptions
-from pipelines.lora.source import LoraSource
+from pipelines.lora.source import LoraLimits, LoraSource
 from tests.support.fenced import ROOT
 
 ROWS = dict(
@@ -29,6 +29,7 @@ ROWS = dict(
 SECTIONS: dict[str, Any] = {
     "http_options.": config.HttpOptions,
     "loras.": LoraSource,
+    "runtime_loras.": LoraLimits,
     "prompt_enhancer.": PromptEnhancerConfig,
     "shares.": config.ShareConfig,
     "key_limits.": KeyLimits,

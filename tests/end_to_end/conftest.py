@@ -80,4 +80,5 @@ def config(models: Mapping[str, Path], enhancer_url: str) -> ServeConfig:
     for model in args["models"]:
         model["path"] = str(models[model["name"]])
         model["denoiser"] |= limits | {"warm_sizes": [WARM_SIZE]}
+        model["runtime_loras"] = {} if model["name"] == PICTURES else None
     return parse_config(document)

@@ -14,6 +14,7 @@ from deployments.http.errors import retry_after
 from deployments.http.openapi_text import error_documents
 from deployments.names import HEALTH, LIVE
 from deployments.requests.model_choice import check_name, find_card, split_name
+from deployments.requests.rules import Requester
 
 HEALTH_MAX_AGE_S = 1.0
 
@@ -60,19 +61,21 @@ class Liveness:
 
 
 def model_routes(context: ApiContext) -> APIRouter:
-    router = APIRouter(tags=["models"], dependencies=[Depends(context.authorize)])
+    authorized = Depends(context.authorize)
+    router = APIRouter(tags=["models"])
 
-    @router.get("/v1/models", responses=error_documents(401))
-    async def list_models() -> ModelList:
+    @router.get("/v1/models", responses=error_documents(401, 503))
+    async def list_models(requester: Requester = authorized) -> ModelList:
         """List the served models."""
-        return ModelList(data=[model for card in context.studio.cards().values() for model in Model.all_of(card)])
+        cards = await context.cards(requester)
+        return ModelList(data=[model for card in cards.values() for model in Model.all_of(card)])
 
-    @router.get("/v1/models/{model:path}", responses=error_documents(401, 404))
-    async def read_model(model: str) -> Model:
+    @router.get("/v1/models/{model:path}", responses=error_documents(401, 404, 503))
+    async def read_model(model: str, requester: Requester = authorized) -> Model:
         """One model, by its name or an alias: its kind, defaults, limits, and prompts to begin with."""
         if not model.strip("/"):
             raise HTTPException(404)
-        card = find_card(context.studio.cards(), model)
+        card = find_card(await context.cards(requester), model)
         lora = split_name(model)[1]
         if lora is None:
             return Model.of(card)

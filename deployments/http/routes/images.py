@@ -46,7 +46,7 @@ def image_routes(context: ApiContext) -> APIRouter:
     ) -> Response:
         """Draw pictures. With ``stream``, the answer is server-sent events instead of one JSON object."""
         body = await read_json(request, ImageBody)
-        resolved = await context.resolved(body, "image")
+        resolved = await context.resolved(body, "image", requester)
         return await draw(context, request, requester, resolved, idempotency_key)
 
     @router.post(
@@ -58,7 +58,7 @@ def image_routes(context: ApiContext) -> APIRouter:
         request: Request, requester: Requester = authorized, idempotency_key: IdempotencyKey = None
     ) -> Response:
         """Change pictures that come along, or draw after them. Models say in their defaults what they take."""
-        resolved = await read_upload(context, request, EditBody, "image")
+        resolved = await read_upload(context, request, EditBody, "image", requester)
         if not resolved.pictures.pictures:
             raise RequestError("image is required: the picture to change", "image", code="missing_field")
         return await draw(context, request, requester, resolved, idempotency_key)

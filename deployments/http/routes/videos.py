@@ -165,7 +165,7 @@ async def submit_clip(
     is_awaited: bool = False,
 ) -> ClipRecord:
     """Return the record of the clip that the body asks for, or of the earlier clip of the same request."""
-    resolved = await read_upload(context, request, VideoBody, "video")
+    resolved = await read_upload(context, request, VideoBody, "video", requester)
     async with context.known.turn(request.url.path, requester, idempotency_key, resolved.body) as turn:
         clip = None if turn.answer is None else await context.clips.get(turn.answer.decode())
         if clip is None:

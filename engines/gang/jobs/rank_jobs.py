@@ -76,6 +76,8 @@ class ResidentJob:
     state: Any = None
     num_steps_done: int = 0
     failed: bool = False
+    additions: object = None
+    """Keeps the job's additions to the weights loaded."""
 
 
 class RankJobs:
@@ -89,6 +91,7 @@ class RankJobs:
         """``timer``: None for the default of the rank's device."""
         self._engine = parts.engine
         self._sampler = parts.sampler
+        self._additions = parts.additions
         self._context = context
         self._device = torch.device(context.device)
         self._timer = timer or step_timer(self._device)
@@ -101,8 +104,26 @@ class RankJobs:
         return tuple(self._residents)
 
     def admit(self, job: Job) -> None:
-        """Hold a job until its first step. May be called from another thread."""
-        self._residents[job.job_id] = ResidentJob(job)
+        """Hold a job until its first step, with its additions to the weights loaded. May be called on another thread.
+
+        ValueError if an addition cannot be loaded.
+        """
+        additions = self._additions.for_request(job.request) if self._additions is not None else None
+        self._residents[job.job_id] = ResidentJob(job, additions=additions)
+
+    def load_addition(self, source: Any) -> int:
+        """Load an addition, and return its size in bytes. ValueError if it does not suit the model.
+
+        May be called on another thread.
+        """
+        if self._additions is None:
+            raise ValueError("this model takes no adapters at run time")
+        return self._additions.load(source)
+
+    def remove_addition(self, source: Any) -> None:
+        """Release an addition once no job needs it. May be called on another thread."""
+        if self._additions is not None:
+            self._additions.remove(source)
 
     @torch.no_grad()
     def execute(self, plan: StepPlan) -> tuple[StepReport, tuple[Any, ...]]:

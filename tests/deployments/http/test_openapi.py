@@ -14,6 +14,7 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import positive_data_acceptance
 
+from pipelines.lora.source import LoraLimits
 from tests.deployments.http.conftest import build, serving
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S
@@ -25,9 +26,8 @@ schema = schemathesis.openapi.from_dict(DOCUMENT)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with serving(
-        build(FakeStudio(step_s=0, takes_pictures=True), tmp_path_factory.mktemp("data"), api_keys=(KEY,))
-    ) as url:
+    studio = FakeStudio(step_s=0, takes_pictures=True, runtime_loras=LoraLimits())
+    with serving(build(studio, tmp_path_factory.mktemp("data"), api_keys=(KEY,))) as url:
         yield url
 
 
@@ -58,7 +58,7 @@ def operations() -> list[dict[str, Any]]:
 
 def test_events_are_referenced() -> None:
     """In the order of the names that ``event`` may have, each schema's ``type`` is one or more of them."""
-    contents = [operation["responses"]["200"].get("content", {}) for operation in operations()]
+    contents = [operation["responses"].get("200", {}).get("content", {}) for operation in operations()]
     streams = [content["text/event-stream"]["schema"] for content in contents if "text/event-stream" in content]
     assert len(streams) == 3
     for stream in streams:

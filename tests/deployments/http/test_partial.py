@@ -38,14 +38,14 @@ async def paths_of(client: httpx.AsyncClient) -> list[str]:
     while (await client.get(f"/v1/batches/{batch['id']}")).json()["status"] != "completed":  # it grows until then
         await asyncio.sleep(0.02)
     names = {"video_id": video["id"], "model": "fake-clips", "name": picture.rsplit("/", 1)[1]}
-    names |= {"file_id": file["id"], "batch_id": batch["id"]}
+    names |= {"file_id": file["id"], "batch_id": batch["id"], "lora_id": "lora_none"}
     documented = (await client.get("/openapi.json")).json()["paths"].items()
     return [path.replace(":path", "").format(**names) for path, methods in documented if "get" in methods]
 
 
 async def test_head_has_the_headers_of_get(client: httpx.AsyncClient) -> None:
     paths = await paths_of(client)
-    assert len(paths) == 13
+    assert len(paths) == 15
     for path in (*paths, "/", "/docs", "/openapi.json", "/v1/videos/video_none", "/nothing"):
         head, got = await client.head(path), await client.get(path)
         assert (head.status_code, head.content) == (got.status_code, b""), path

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, ReferenceCountingAssertionError
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments.service.flow import DeployedStudio
 from deployments.service.interface import (
@@ -23,7 +26,7 @@ from deployments.service.retries import MAX_LOSSES, RECOVERY_DEADLINE_S
 from deployments.stages.common import SentPicture, SentPictures
 from engines.gang.errors import DEADLINE, GangBrokenError, QueueFullError, TooLateError
 from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, Progress
-from pipelines.request import InputPicture, InputPictures
+from pipelines.request import InputPicture, InputPictures, Lora
 from tests.deployments.service.support.set_stages import Stages
 from tests.deployments.support.fake_studio import EDITS, PICTURES
 from tests.deployments.support.files import noise
@@ -211,3 +214,57 @@ async def test_the_decoder_is_asked_about_new_sizes_alone() -> None:
             events = [event async for event in studio.perform(request, Output(format="png"))]
         assert isinstance(events[-1], Media)
     assert [request.width for request, _ in stages.all_sent["expected_s"]] == [64, 32]
+
+
+class LoraGangs:
+    """Gangs that answer calls for adapters; the next one is what a single call meets."""
+
+    def __init__(self, *answers: object, following: Exception | None = None) -> None:
+        self.answers, self.following = answers, following
+        self.calls: list[str] = []
+        self.load_lora = SimpleNamespace(remote=self._next)
+
+    def broadcast(self, method: str, lora: Lora) -> SimpleNamespace:
+        async def results_async(*, timeout_s: float, return_exceptions: bool) -> list[object]:
+            assert return_exceptions
+            if not self.answers:
+                deployment: Any = "denoiser"
+                raise DeploymentUnavailableError(deployment)
+            return list(self.answers)
+
+        self.calls.append(method)
+        return SimpleNamespace(results_async=results_async)
+
+    async def _next(self, lora: Lora) -> None:
+        self.calls.append("next")
+        if self.following is not None:
+            raise self.following
+
+
+WRONG = ValueError("the adapter 'ink' is for another model")
+
+
+@pytest.mark.parametrize(
+    ("gangs", "calls", "error"),
+    [
+        (LoraGangs(None, None), ["load_lora"], None),
+        (LoraGangs(None, BROKEN), ["load_lora"], None),
+        (LoraGangs(None, WRONG), ["load_lora"], ValueError),
+        (LoraGangs(None, RuntimeError("?")), ["load_lora"], RuntimeError),
+        (LoraGangs(), ["load_lora", "next"], None),
+        (LoraGangs(following=WRONG), ["load_lora", "next"], ValueError),
+        (LoraGangs(BROKEN), ["load_lora", "next"], None),
+        (LoraGangs(BROKEN, following=BROKEN), ["load_lora", "next"], ModelUnavailableError),
+    ],
+)
+async def test_an_adapter_is_loaded_on_all_gangs_or_the_next_one(
+    gangs: LoraGangs, calls: list[str], error: type[Exception] | None
+) -> None:
+    """A gang that breaks loads it later; an adapter that breaks gangs breaks no third one."""
+    stages: Any = {"m": SimpleNamespace(denoiser=gangs)}
+    studio = DeployedStudio({}, stages, Readiness({}))
+    with nullcontext() if error is None else pytest.raises(error):
+        await studio.load_lora("m", Lora(name="ink", folder="/a/lora_1"))
+    assert gangs.calls == calls
+    await studio.remove_lora("m", Lora(name="ink", folder="/a/lora_1"))
+    assert gangs.calls == [*calls, "remove_lora"]

@@ -89,6 +89,7 @@ def test_its_card_says_so(folder: Path, pictures: Path) -> None:
         ({"denoiser": {"num_ranks": 1, "precision": "fp8"}}, "precision is 'fp8'"),
         ({"denoiser": {"num_ranks": 1, "warm_sizes": ["64x64"]}}, "warm_sizes is "),
         ({"loras": [{"path": "owner/name"}]}, "loras is "),
+        ({"runtime_loras": {}}, "runtime_loras is "),
         ({"decoder": {"num_devices": 2}}, "decoder.num_devices is 2"),
         ({"text_encoder": {"compile": True}}, "text_encoder.compile is True"),
     ],

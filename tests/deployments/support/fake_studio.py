@@ -15,6 +15,7 @@ from PIL import Image
 from deployments.service.interface import Media, ModelCard, Output, Preview, Progress, Queued, StageTimes, StudioEvent
 from pipelines.defaults import Defaults
 from pipelines.description import usual_description
+from pipelines.lora.source import LoraLimits
 from pipelines.recipes import Recipe
 from pipelines.request import NO_PICTURES, InputPictures, Lora, MediaRequest
 
@@ -77,8 +78,9 @@ class FakeStudio:
     Both may raise. Of the models that are not ready for ``reasons`` requests may wait for those that are ``rebuilt``.
     Without ``knows_times`` nothing was measured yet, without ``same_bytes`` gangs are elastic.
     ``performed`` are the requests that came, ``inputs`` what came along with each, ``closed`` the ids of those closed
-    before their end. ``takes_pictures``: two more models do; ``takes_apart``:
-    one takes them apart; ``makes_both``: one makes clips and pictures; ``only_inpaints``: one needs a mask.
+    before their end. ``on_load`` runs before an adapter is ``loaded``, and may raise. ``takes_pictures``: two more
+    models do; ``takes_apart``: one takes them apart; ``makes_both``: one makes clips and pictures; ``only_inpaints``:
+    one needs a mask.
     """
 
     step_s: float = 0.005
@@ -91,6 +93,9 @@ class FakeStudio:
     loras: dict[str, tuple[Lora, ...]] = field(default_factory=dict)
     enhances_prompts: bool | None = None
     recipes: dict[str, Recipe] = field(default_factory=dict)
+    runtime_loras: LoraLimits | None = None
+    on_load: Callable[[Lora], None] = lambda lora: None
+    loaded: dict[str, Lora] = field(default_factory=dict)
     knows_times: bool = True
     same_bytes: bool = True
     takes_pictures: bool = False
@@ -123,6 +128,7 @@ class FakeStudio:
                 loras=self.loras.get(name, ()),
                 enhances_prompts=self.enhances_prompts,
                 recipes=self.recipes,
+                runtime_loras=self.runtime_loras,
             )
             for name, one in defaults.items()
         }
@@ -141,6 +147,14 @@ class FakeStudio:
 
     def may_wait_for(self, model: str) -> bool:
         return model in self.rebuilt
+
+    async def load_lora(self, model: str, lora: Lora) -> None:
+        assert model in self.cards()
+        self.on_load(lora)
+        self.loaded[lora.key] = lora
+
+    async def remove_lora(self, model: str, lora: Lora) -> None:
+        self.loaded.pop(lora.key, None)
 
     async def perform(
         self, request: MediaRequest, output: Output, pictures: InputPictures = NO_PICTURES

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from engines import additions
 from engines.additions import WeightSwitch, add_products, merge, slice_low_rank
 from engines.core.engine import EngineChoice
 from engines.core.model import Addition, LowRank, Mix, normal_mix
@@ -199,3 +200,77 @@ def test_a_float8_gemm_takes_new_values_of_its_parts(name: str) -> None:
 @pytest.mark.parametrize("precision", ["fp8", "int8", "native"])
 def test_every_precision_takes_what_is_merged_and_what_is_switched(precision: str) -> None:
     check_engine("torch", EngineChoice(precision=precision, merges=True, switches=True))
+
+
+Table = dict[str, Addition]
+"""Additions that come and go."""
+
+
+def test_additions_come_and_go_in_all_shares() -> None:
+    """The shares are views of one memory, so what one applies another must be able to undo."""
+    layer, table = linear(), Table(one=ADDITIONS["one"])
+    switch, base = WeightSwitch(table, grows=True), layer.weight.clone()
+    for share in ("whole", "view"):
+        switch.hold("m", share, layer, {}, loaded=dict(layer.named_parameters()))
+    assert not switch.is_behind((("one", 1.0),))
+    switch.set("m", "whole", (("one", 1.0),))
+    table["two"] = ADDITIONS["two"]
+    assert not switch.is_behind((("one", 1.0),)), "nothing asks for it yet"
+    mix = (("one", 1.0), ("two", 0.5))
+    with pytest.raises(ValueError, match="unknown additions to the weights: two; known: one"):
+        switch.set("m", "whole", mix)
+    assert switch.is_behind(mix)
+    switch.catch_up(mix)
+    switch.set("m", "whole", mix)
+    assert torch.allclose(layer.weight, exact(base, (1.0, ONE), (0.5, TWO)).float(), atol=1e-5)
+    del table["two"]
+    assert not switch.is_behind(mix), "a job has it still"
+    assert switch.is_behind(())
+    switch.catch_up(())
+    assert layer.weight.equal(base)
+    switch.set("m", "view", ())
+    assert layer.weight.equal(base)
+    switch.hold("m", "later", layer, {}, loaded=dict(layer.named_parameters()))
+    switch.set("m", "later", (("one", 1.0),))
+    assert torch.allclose(layer.weight, exact(base, (1.0, ONE)).float(), atol=1e-5)
+    table.clear()
+    switch.hold("m", "last", layer, {}, loaded=dict(layer.named_parameters()))
+    assert layer.weight.equal(base), "a share that is held later knows the same additions as the others"
+
+
+def test_an_addition_for_which_there_is_no_memory_is_in_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, table = linear(), Table()
+    switch, base, num = WeightSwitch(table, grows=True), layer.weight.clone(), 0
+
+    def full(low_rank: LowRank, device: torch.device) -> LowRank:
+        nonlocal num
+        num += 1
+        if num == 2:
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+        return low_rank
+
+    for share in ("whole", "view"):
+        switch.hold("m", share, layer, {}, loaded=dict(layer.named_parameters()))
+    table["one"], mix = ADDITIONS["one"], (("one", 1.0),)
+    monkeypatch.setattr(additions, "_to_device", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        switch.catch_up(mix)
+    assert switch.is_behind(mix)
+    switch.catch_up(mix)
+    switch.set("m", "view", mix)
+    assert torch.allclose(layer.weight, exact(base, (1.0, ONE)).float(), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_quantised_layer_takes_an_addition_that_comes_later(kind: Scheme) -> None:
+    holder, table = nn.Sequential(linear(torch.bfloat16)), Table()
+    loaded = dict(holder.named_parameters())
+    holder[0] = layer = LAYERS[kind](linear(torch.bfloat16))
+    switch = WeightSwitch(table, grows=True)
+    switch.hold("m", "whole", holder, {}, loaded=loaded)
+    table["one"], mix = {"m": {"0.weight": ONE}}, (("one", 1.0),)
+    switch.catch_up(mix)
+    switch.set("m", "whole", mix)
+    merged = linear(torch.bfloat16)
+    merge(merged, [(1.0, {"weight": ONE})], {})
+    assert layer.weight_NK.float().equal(LAYERS[kind](merged).weight_NK.float())

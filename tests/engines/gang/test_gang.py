@@ -16,7 +16,7 @@ import ray
 import torch
 
 from engines.core.engine import JobFailedError
-from engines.gang.errors import QueueFullError
+from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.gang import Gang
 from engines.gang.gang_config import Clock, GangConfig
 from engines.gang.jobs.job import JobDone, PreviewReady, Progress
@@ -292,3 +292,19 @@ async def test_what_waits_is_told_apart_from_what_runs() -> None:
     for each in opened[:3]:
         table.end(each, "done")
     assert open_jobs() == (1, 0)
+
+
+async def test_all_ranks_load_an_addition_or_say_why_not(gang: Gang) -> None:
+    assert await gang.load_addition("ink") == len("ink") + 1, "the largest"
+    with pytest.raises(ValueError, match=r"^bad ink is no addition$"):
+        await gang.load_addition("bad ink")
+    request = FakeRequest(seed=1, num_steps=2)
+    with pytest.raises(ValueError, match=r"^bad ink is no addition$"):
+        await run(gang, fake_job("with a bad one", replace(request, addition="bad ink")))
+    *_, done = await run(gang, fake_job("with a good one", replace(request, addition="oil")))
+    assert isinstance(done, JobDone)
+    assert_equal(done.latents.open(), reference_latents(request))
+    await gang.remove_addition("ink")
+    with pytest.raises(GangBrokenError, match="rank 0 failed: KeyError: 'ink'"):
+        await gang.remove_addition("ink")  # this fake is strict, so that it shows that all ranks were told
+    assert gang.broken is None, "a call beside the steps breaks no gang"

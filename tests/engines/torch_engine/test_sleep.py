@@ -73,6 +73,28 @@ def test_additions_are_applied_again(tmp_path: Path) -> None:
         assert not memory._undo, "a closed engine changes nothing any more"
 
 
+def test_an_addition_that_comes_after_a_sleep_sleeps_too(tmp_path: Path) -> None:
+    low_rank = LowRank(up_NR=torch.ones(128, 1), down_RK=torch.ones(1, 128), scale=0.1)
+    table: dict[str, Addition] = {}
+    with (
+        memory_of_a_model(tmp_path, table) as (memory, model),
+        closing(TorchEngine(replace(model, additions_change=True))) as engine,
+    ):
+        plain = models.branches("flux", "even")
+        before = first(engine, plain)
+        memory.sleep()
+        table["one"] = {"transformer": {ADDED: low_rank}}
+        memory.wake()
+        mixed = tuple(replace(branch, additions=(("one", 1.0),)) for branch in plain)
+        added = first(engine, mixed)
+        assert not torch.equal(added, before)
+        for _ in range(2):  # asleep while the addition is in the weights
+            memory.sleep()
+            memory.wake()
+            assert torch.equal(first(engine, plain), before)
+            assert torch.equal(first(engine, mixed), added)
+
+
 def first(engine: TorchEngine, branches: tuple[Branch, ...]) -> Tensor:
     return engine.predict(branches, (0,))[0]
 
@@ -87,4 +109,4 @@ def memory_of_a_model(
         with memory.region():
             model = models.model.__wrapped__("flux")  # its storages go away
         memory.hold(model.modules["transformer"])
-        yield memory, replace(model, additions=additions or {})
+        yield memory, replace(model, additions={} if additions is None else additions)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipelines.checkpoint import Checkpoint
+from pipelines.lora.differences import low_ranks
 from pipelines.lora.source import LoraSource
 from tests.pipelines.lora.support.keys import Tensors, added, check, pair, plain, written
 
@@ -68,3 +69,18 @@ def test_a_norm_cannot_change_from_job_to_job_in_a_hand_ordered_step(
     check(added(small("flux"), file), {name: torch.ones(plain(small("flux"))[name].shape)})
     with pytest.raises(ValueError, match=rf"changes {name}.*serve it without a name"):
         Checkpoint(small("flux"), loras=[LoraSource(path=str(file), name="ink")]).denoiser()
+
+
+@pytest.mark.parametrize(
+    "factors",
+    [
+        {"w1_a": (1 << 16, 1), "w1_b": (1, 1 << 16), "w2": (1, 1)},
+        {"w1": (1 << 16, 1), "w2": (1 << 15, 1)},
+        {"w1": (1 << 12, 1 << 4), "w2_a": (1, 1 << 16), "w2_b": (1 << 16, 1)},
+    ],
+)
+def test_small_factors_of_a_huge_product_are_refused(factors: dict[str, tuple[int, int]]) -> None:
+    """Before it is computed: an adapter of a client could take all memory of a rank."""
+    tensors = {f"layer.lokr_{name}": torch.zeros(shape) for name, shape in factors.items()}
+    with pytest.raises(ValueError, match="layer has LoKr factors whose product is larger than the weights"):
+        low_ranks(tensors, {"layer": 64})

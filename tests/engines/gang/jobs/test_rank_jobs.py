@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from engines.gang.jobs.rank_jobs import RankJobs
 from engines.gang.jobs.step_plan import Emit, JobStep, StepPlan, Work
 from tests.engines.gang.support.fakes import (
     CONDITIONING_L,
+    FakeAdditions,
     FakeRequest,
     FakeSampler,
     FakeState,
@@ -202,3 +204,29 @@ def test_close_releases_the_engine() -> None:
     engine = OneRankEngine()
     runner_with(engine).close()
     assert engine.is_closed
+
+
+def test_a_job_keeps_its_additions_until_it_ends() -> None:
+    class Additions(FakeAdditions):
+        def for_request(self, request: FakeRequest) -> object:
+            held = Held()
+            alive.add(held)
+            return held
+
+    class Held:
+        pass
+
+    alive: WeakSet[Held] = WeakSet()
+    context = RankContext(rank=0, num_ranks=2, device="cpu")
+    parts = RankParts(engine=OneRankEngine(), sampler=FakeSampler(), additions=Additions(context))
+    runner = RankJobs(parts, context)
+    for name in "ab":
+        runner.admit(fake_job(name, FakeRequest(seed=1, num_steps=2)))
+    runner.execute(plan(("a", 1, None)))
+    assert len(alive) == 2
+    runner.execute(plan(("a", 2, "final")))
+    assert len(alive) == 1
+    runner.execute(plan(drops=("b",)))
+    assert len(alive) == 0
+    with pytest.raises(ValueError, match="takes no adapters at run time"):
+        runner_with(OneRankEngine()).load_addition("ink")

@@ -45,6 +45,7 @@ class FakeRequest:
     gate: str | None = None
     bad_begin: bool = False
     bad_preview: bool = False
+    addition: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +151,26 @@ class FakeEngine:
         return out_L
 
 
+class FakeAdditions:
+    """Loads what has a name, on rank 1 nothing that is bad."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._rank = context.rank
+        self.loaded: set[str] = set()
+
+    def for_request(self, request: FakeRequest) -> object:
+        return self.load(request.addition)
+
+    def load(self, source: str) -> int:
+        if self._rank == 1 and source.startswith("bad"):
+            raise ValueError(f"{source} is no addition")
+        self.loaded.add(source)
+        return len(source) + self._rank
+
+    def remove(self, source: str) -> None:
+        self.loaded.remove(source)
+
+
 def wait_for_file(path: str | None) -> None:
     if path is not None:
         awaited(path).touch()
@@ -179,7 +200,8 @@ FAKE_ESTIMATES = StepEstimates(tokens=(1, 100), by_size={1: ((0.001, 0.1),)})
 
 
 def load_fake(context: RankContext) -> BuildRank:
-    return lambda: RankParts(engine=FakeEngine(context), sampler=FakeSampler(), estimates=FAKE_ESTIMATES)
+    parts: dict[str, Any] = {"sampler": FakeSampler(), "estimates": FAKE_ESTIMATES, "additions": FakeAdditions(context)}
+    return lambda: RankParts(engine=FakeEngine(context), **parts)
 
 
 def load_fake_failing_on_rank_1(context: RankContext) -> BuildRank:

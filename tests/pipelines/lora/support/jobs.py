@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
-from pipelines.lora.source import LoraSource
+from pipelines.lora.lora_cache import LoraCache
+from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, LoraLimits, LoraSource
 from pipelines.request import Lora, MediaRequest
 from tests.pipelines.lora.support.tiny_lora import reference
 from tests.pipelines.support.checkpoints import tiny, tiny_models
@@ -45,6 +47,7 @@ class Setting:
     device: str = "cpu"
     precision: str = "auto"
     dtype: torch.dtype = torch.float32
+    runtime_loras: LoraLimits | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +84,26 @@ def painted(
     folder: Path, sources: tuple[LoraSource, ...], requests: list[MediaRequest], setting: Setting
 ) -> list[Tensor]:
     """The latents of ``requests``, a step of each in turns, as a gang that works on all of them makes them."""
-    checkpoint = Checkpoint(folder, setting.device, setting.dtype, loras=sources)
+    limits = setting.runtime_loras
+    checkpoint = Checkpoint(folder, setting.device, setting.dtype, loras=sources, runtime_loras=limits)
     model = checkpoint.denoiser(sliced=setting.sliced)
     engine = TorchEngine(model, strategy=setting.strategy, precision=setting.precision, fast=setting.fast)
     sampler, ranks = checkpoint.sampler(), tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
     conditioning = pickle.loads(encoded(folder, requests[0], setting.device, setting.dtype))
+    held = [model.additions.for_request(request) for request in requests if isinstance(model.additions, LoraCache)]
     states = [sampler.begin(request, conditioning) for request in requests]
     for _ in range(sampler.num_steps(states[0])):
         states = [sampler.advance(state, engine.predict(sampler.branches(state), ranks)) for state in states]
+    assert limits is None or len(held) == len(requests)
     engine.close()
     return [sampler.latents(state)["latents"] for state in states]
+
+
+def folder_of(adapter: Path, folder: Path) -> str:
+    """The adapter as it lies in the data directory when it has come at run time."""
+    folder.mkdir(parents=True)
+    (file,) = adapter.glob("*.safetensors")
+    shutil.copy(file, folder / LORA_FILE)
+    for config in adapter.glob(PEFT_CONFIG):
+        shutil.copy(config, folder / PEFT_CONFIG)
+    return str(folder)

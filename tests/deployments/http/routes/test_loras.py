@@ -1,0 +1,256 @@
+"""Adapters that clients add: who may use them, over restarts, and what is refused without a trace."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments.lora_store import KEEP_S
+from deployments.service.interface import ModelUnavailableError
+from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, LoraLimits
+from pipelines.request import Lora
+from tests.deployments.http.conftest import build, client_of
+from tests.deployments.http.test_keys import by
+from tests.deployments.support.fake_studio import FakeStudio
+
+LORAS, IMAGES, MODEL = "/v1/loras", "/v1/images/generations", "fake-pictures"
+FILE = b"an adapter, as far as this studio knows"
+
+
+@pytest.fixture
+def studio() -> FakeStudio:
+    return FakeStudio(runtime_loras=LoraLimits(max_loras=3))
+
+
+async def add(
+    client: httpx.AsyncClient, key: str = "", data: bytes = FILE, config: bytes | None = None, **fields: Any
+) -> httpx.Response:
+    files = {"file": ("ink.safetensors", data)} | ({} if config is None else {"config": ("config.json", config)})
+    form = {"model": MODEL, "name": "ink", **{name: str(value).lower() for name, value in fields.items()}}
+    return await client.post(LORAS, data=form, files=files, headers=by(key) if key else {})
+
+
+async def draw(client: httpx.AsyncClient, key: str = "", **fields: Any) -> httpx.Response:
+    headers = by(key) if key else {}
+    return await client.post(IMAGES, json={"prompt": "a", "model": MODEL, **fields}, headers=headers)
+
+
+async def names(client: httpx.AsyncClient, key: str) -> list[str]:
+    answer = await client.get(LORAS, headers=by(key))
+    return [f"{one['name']}{'*' if one['is_own'] else ''}" for one in answer.json()["data"]]
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str | None, str | None]:
+    error = answer.json()["error"]
+    return answer.status_code, error["code"], error["param"]
+
+
+def folders(data_dir: Path) -> set[str]:
+    return {path.name for path in (data_dir / "loras").glob("*")}
+
+
+async def test_requests_name_it_until_it_is_deleted_over_restarts(studio: FakeStudio, tmp_path: Path) -> None:
+    async with client_of(build(studio, tmp_path)) as client:
+        answer = await add(client, config=b"{}", scale=0.5, part="transformer")
+        assert answer.status_code == 201, answer.text
+        entry = answer.json()
+        expected = {"object": "lora", "model": MODEL, "name": "ink", "scale": 0.5, "part": "transformer"}
+        expected |= {"bytes": len(FILE), "status": "ready", "shared": True, "is_own": True}
+        assert entry == expected | {"id": entry["id"], "created_at": entry["created_at"]}
+        (lora,) = studio.loaded.values()
+        folder = Path(lora.folder)
+        assert lora == Lora(name="ink", scale=0.5, part="transformer", folder=str(tmp_path / "loras" / entry["id"]))
+        assert (folder / LORA_FILE).read_bytes() == FILE
+        assert (folder / PEFT_CONFIG).read_bytes() == b"{}"
+        assert {(path.stat().st_mode & 0o777) for path in folder.iterdir()} == {0o600}
+    async with client_of(build(studio, tmp_path)) as client:
+        assert (await client.get(LORAS)).json() == {"object": "list", "data": [entry]}
+        assert (await client.get(f"{LORAS}/{entry['id']}")).json() == entry
+        model = (await client.get(f"/v1/models/{MODEL}")).json()
+        assert (model["loras"], model["takes_loras"]) == ([{"name": "ink", "scale": 0.5}], True)
+        assert (await client.get(f"/v1/models/{MODEL}:ink")).json()["parent"] == MODEL
+        for fields in ({"lora": [{"name": "ink"}]}, {"model": f"{MODEL}:ink"}, {"lora": [{"name": "ink", "scale": 2}]}):
+            assert (await draw(client, **fields)).status_code == 200
+        assert [request.loras for request in studio.performed] == [(lora,), (lora,), (replace(lora, scale=2),)]
+        assert (await client.delete(f"{LORAS}/{entry['id']}")).status_code == 204
+        assert studio.loaded == {}
+        assert folder.is_dir(), "requests in flight may need it"
+        assert error_of(await draw(client, lora=[{"name": "ink"}])) == (400, "lora_not_found", "lora")
+        assert error_of(await client.get(f"/v1/models/{MODEL}:ink")) == (404, "model_not_found", "model")
+        assert error_of(await client.delete(f"{LORAS}/{entry['id']}")) == (404, "not_found", "lora_id")
+        os.utime(folder, (0, time.time() - KEEP_S - 1))
+        again = (await add(client)).json()
+        assert again["id"] != entry["id"]
+        assert folders(tmp_path) == {again["id"]}
+
+
+async def test_keys_have_their_own_and_those_that_are_shared(studio: FakeStudio, tmp_path: Path) -> None:
+    async with client_of(build(studio, tmp_path, api_keys=("alpha", "beta"))) as client:
+        own = (await add(client, "alpha")).json()
+        assert (own["shared"], own["is_own"]) == (False, True)
+        assert error_of(await draw(client, "beta", lora=[{"name": "ink"}])) == (400, "lora_not_found", "lora")
+        assert error_of(await client.get(f"{LORAS}/{own['id']}", headers=by("beta"))) == (404, "not_found", "lora_id")
+        assert (await client.delete(f"{LORAS}/{own['id']}", headers=by("beta"))).status_code == 404
+        assert error_of(await client.get(LORAS)) == (401, "missing_api_key", None)
+        shared = (await add(client, "beta", name="ink", shared=True)).json()
+        assert (await names(client, "alpha"), await names(client, "beta")) == (["ink*", "ink"], ["ink*"])
+        for key in ("alpha", "beta"):
+            assert (await draw(client, key, model=f"{MODEL}:ink")).status_code == 200
+        used = [Path(request.loras[0].folder).name for request in studio.performed]
+        assert used == [own["id"], shared["id"]], "a key's own precedes one of the same name"
+        refused = await client.delete(f"{LORAS}/{shared['id']}", headers=by("alpha"))
+        assert error_of(refused) == (403, "lora_of_other_key", "lora_id")
+
+
+async def test_names_and_places_are_limited(studio: FakeStudio, tmp_path: Path) -> None:
+    studio.loras = {MODEL: (Lora(name="always"),)}
+    async with client_of(build(studio, tmp_path, max_lora_bytes=len(FILE))) as client:
+        assert error_of(await add(client, name="always")) == (409, "lora_exists", "name")
+        assert (await add(client)).status_code == 201
+        assert error_of(await add(client)) == (409, "lora_exists", "name")
+        assert (await add(client, model="fake-clips")).status_code == 201, "names are those of a model"
+        assert error_of(await add(client, name="large", data=FILE + b"!")) == (413, "body_too_large", "file")
+        assert error_of(await add(client, name="c", config=b" " * (1 << 18 | 1))) == (413, "body_too_large", "config")
+        both = await asyncio.gather(*(add(client, name="twice") for _ in range(2)))
+        assert sorted(answer.status_code for answer in both) == [201, 409]
+        assert (await add(client, name="third")).status_code == 201
+        assert error_of(await add(client, name="fourth")) == (409, "too_many_loras", "model")
+        assert len(folders(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "code"),
+    [
+        (ValueError("the adapter 'ink' has values that are not finite"), 400, "invalid_value"),
+        (ModelUnavailableError("no gang was there"), 503, "model_not_ready"),
+        (RuntimeError("?"), 500, "internal"),
+    ],
+)
+async def test_nothing_is_left_of_one_that_no_gang_takes(
+    failure: Exception, status: int, code: str, studio: FakeStudio, tmp_path: Path
+) -> None:
+    def fail(lora: Lora) -> None:
+        assert (Path(lora.folder) / LORA_FILE).is_file()
+        raise failure
+
+    studio.on_load = fail
+    app = build(studio, tmp_path)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+    ):
+        answer = await add(client)
+        assert error_of(answer)[:2] == (status, code)
+        assert (await client.get(LORAS)).json()["data"] == []
+        assert folders(tmp_path) == set()
+        studio.on_load = lambda lora: None
+        assert (await add(client)).status_code == 201, "its name is free again"
+
+
+async def test_it_cannot_be_named_before_all_gangs_have_it(studio: FakeStudio, tmp_path: Path) -> None:
+    seen: list[Any] = []
+    async with client_of(build(studio, tmp_path)) as client:
+        load = studio.load_lora
+
+        async def look_and_load(model: str, lora: Lora) -> None:
+            seen.append([one["status"] for one in (await client.get(LORAS)).json()["data"]])
+            seen.append(error_of(await draw(client, lora=[{"name": "ink"}])))
+            await load(model, lora)
+
+        studio.load_lora = look_and_load  # type: ignore[method-assign]
+        assert (await add(client)).json()["status"] == "ready"
+        assert seen == [["loading"], (400, "lora_not_found", "lora")]
+
+
+async def test_paths_below_the_allowed_folders(studio: FakeStudio, tmp_path: Path) -> None:
+    allowed, other = tmp_path / "allowed", tmp_path / "other"
+    for folder in (allowed / "peft", allowed / "sub", other):
+        folder.mkdir(parents=True)
+        (folder / "adapter_model.safetensors").write_bytes(FILE)
+    (allowed / "peft" / PEFT_CONFIG).write_text("{}")
+    (allowed / "link").symlink_to(other)
+    (allowed / "sub" / "out.safetensors").symlink_to(other / "adapter_model.safetensors")
+    (allowed / "empty").mkdir()
+
+    async def add_path(client: httpx.AsyncClient, path: str, name: str = "ink") -> httpx.Response:
+        return await client.post(LORAS, json={"model": MODEL, "name": name, "path": path})
+
+    async with client_of(build(studio, tmp_path / "data", lora_folders=(allowed,))) as client:
+        outside = ["../other", str(other), "link", "sub/out.safetensors", "nowhere", "empty", "a\0b", "owner/name", "/"]
+        for path in outside:
+            assert error_of(await add_path(client, path)) == (400, "invalid_value", "path"), path
+        assert studio.loaded == {}
+        assert (await add_path(client, "peft")).status_code == 201
+        assert (await add_path(client, str(allowed / "sub" / "adapter_model.safetensors"), "two")).status_code == 201
+        one, two = (Path(lora.folder) for lora in studio.loaded.values())
+        assert {path.name for path in one.iterdir()} == {LORA_FILE, PEFT_CONFIG}
+        assert {path.name for path in two.iterdir()} == {LORA_FILE}
+        assert (two / LORA_FILE).read_bytes() == FILE
+        assert error_of(await client.post(LORAS, json={"model": MODEL, "name": "x"}))[1:] == ("missing_field", "path")
+    async with client_of(build(studio, tmp_path / "none")) as client:
+        assert "allows no folder" in (await add_path(client, "peft")).json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "code", "param"),
+    [
+        ({"model": "nobody"}, 404, "model_not_found", "model"),
+        ({"name": "no name"}, 400, "invalid_value", "name"),
+        ({"name": "i" * 129}, 400, "invalid_value", "name"),
+        ({"scale": "11"}, 400, "invalid_value", "scale"),
+        ({"scale": "nan"}, 400, "invalid_value", "scale"),
+        ({"part": "../x"}, 400, "invalid_value", "part"),
+        ({"path": "x"}, 400, "invalid_value", "path"),
+        ({"colour": "red"}, 400, "unknown_field", "colour"),
+        ({"config": "{}"}, 400, "invalid_value", "config"),
+    ],
+)
+async def test_wrong_fields_are_named(
+    fields: dict[str, str], status: int, code: str, param: str, studio: FakeStudio, tmp_path: Path
+) -> None:
+    async with client_of(build(studio, tmp_path)) as client:
+        form = {"model": MODEL, "name": "ink", **fields}
+        answer = await client.post(LORAS, data=form, files={"file": ("ink.safetensors", FILE)})
+        assert error_of(answer) == (status, code, param)
+        assert folders(tmp_path) == set()
+
+
+async def test_forms_without_a_file_and_models_that_take_none(studio: FakeStudio, tmp_path: Path) -> None:
+    async with client_of(build(studio, tmp_path)) as client:
+        no_file = await client.post(LORAS, data={"model": MODEL}, files={"name": (None, "ink")})
+        assert error_of(no_file) == (400, "missing_field", "file")
+        text = await client.post(LORAS, data={"model": MODEL, "name": "ink"}, files={"file": (None, "text")})
+        assert error_of(text) == (400, "invalid_value", "file")
+        assert error_of(await client.post(LORAS, content=b"x", headers={"content-type": "text/plain"}))[0] == 415
+        assert error_of(await client.post(LORAS, json={"model": MODEL, "path": " " * (1 << 20)}))[0] == 413
+        studio.runtime_loras = None
+        refused = await add(client)
+        assert error_of(refused) == (400, "invalid_value", "model")
+        assert "runtime_loras" in refused.json()["error"]["message"]
+        assert (await client.get(f"/v1/models/{MODEL}")).json()["takes_loras"] is False
+
+
+async def test_each_kind_of_database_keeps_them(studio: FakeStudio, tmp_path: Path, database_url: str) -> None:
+    """Two replicas of the API share it: what one of them has added the other knows at once."""
+    settings: dict[str, Any] = {"clips": {"database_url": database_url}, "api_keys": ("alpha", "beta")}
+    async with (
+        client_of(build(studio, tmp_path, **settings)) as one,
+        client_of(build(studio, tmp_path, **settings)) as other,
+    ):
+        own, shared = (await add(one, "alpha")).json(), (await add(other, "beta", name="oil", shared=True)).json()
+        for client in (one, other):
+            assert (await names(client, "alpha"), await names(client, "beta")) == (["ink*", "oil"], ["oil*"])
+            assert (await draw(client, "alpha", lora=[{"name": "ink"}, {"name": "oil"}])).status_code == 200
+            assert error_of(await add(client, "alpha")) == (409, "lora_exists", "name")
+        assert (await other.delete(f"{LORAS}/{own['id']}", headers=by("alpha"))).status_code == 204
+        assert error_of(await draw(one, "alpha", lora=[{"name": "ink"}])) == (400, "lora_not_found", "lora")
+        assert (await one.delete(f"{LORAS}/{shared['id']}", headers=by("beta"))).status_code == 204
+        assert await names(one, "beta") == []
