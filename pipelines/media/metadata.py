@@ -95,6 +95,7 @@ def _fields(request: MediaRequest, layer: int | None) -> dict[str, Any]:
         "generate_sound": request.sound,
         "num_pictures": request.num_pictures or None,
         "has_mask": request.has_mask or None,
+        "num_video_frames": request.num_video_frames or None,
         "layers": request.num_layers or None,
         "layer": layer,
     }
