@@ -66,6 +66,17 @@ LAYERS = replace(
     max_layers=5,
 )
 BOTH = replace(CLIPS, picture_width=96, picture_height=64, max_pictures=1, make_sound=True)
+CHANGED_CLIPS = replace(
+    CLIPS,
+    width=64,
+    height=64,
+    needs_video=True,
+    max_video_frames=49,
+    keeps_length=True,
+    takes_strength=True,
+    strength=0.5,
+)
+CONTINUED_CLIPS = replace(CLIPS, min_video_frames=5, max_video_frames=17)
 BEGUN_CLIPS = replace(CLIPS, width=64, height=64, max_pictures=1)
 
 
@@ -79,6 +90,7 @@ class FakeStudio:
     ``performed`` are the requests that came, ``inputs`` what came along with each, ``closed`` the ids of those closed
     before their end. ``takes_pictures``: two more models do; ``takes_apart``:
     one takes them apart; ``makes_both``: one makes clips and pictures; ``only_inpaints``: one needs a mask.
+    ``takes_clips``: two more take a clip, one to change it and one to go on from it.
     """
 
     step_s: float = 0.005
@@ -97,6 +109,7 @@ class FakeStudio:
     takes_apart: bool = False
     makes_both: bool = False
     only_inpaints: bool = False
+    takes_clips: bool = False
     performed: list[MediaRequest] = field(default_factory=list)
     inputs: list[InputPictures] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
@@ -112,6 +125,8 @@ class FakeStudio:
             defaults |= {"fake-both": BOTH}
         if self.only_inpaints:
             defaults |= {"fake-inpaints": INPAINTS}
+        if self.takes_clips:
+            defaults |= {"fake-changed-clips": CHANGED_CLIPS, "fake-continued-clips": CONTINUED_CLIPS}
         return {
             name: ModelCard(
                 name=name,
