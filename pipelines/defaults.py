@@ -179,6 +179,7 @@ class Defaults:
         yield "num_pictures", partial(self.check_num_pictures, number)
         yield "has_mask", partial(self.check_mask, number, has_mask)
         yield "num_video_frames", partial(self.check_video, request.num_video_frames, number)
+        yield "num_frames", partial(self.check_continuation, request)
         yield "strength", partial(self.check_strength, request)
         yield "num_layers", partial(self.check_layers, request.num_layers)
         yield "cache", partial(self.check_cache, request)
@@ -281,6 +282,11 @@ class Defaults:
         if not self.min_video_frames <= num_frames <= self.max_video_frames:
             allowed = f"from {self.min_video_frames} to {self.max_video_frames}"
             raise ValueError(f"video has {num_frames} frames at the clip's rate; this model takes {allowed}")
+
+    def check_continuation(self, request: MediaRequest) -> None:
+        """Check that a clip that came along becomes a clip."""
+        if request.num_frames == 1 < request.num_video_frames:
+            raise ValueError("num_frames is 1, and a clip came along; make num_frames larger, or leave video out")
 
     def _num_video_frames(self, size: Size) -> int:
         """Return the frames of a clip for a request of ``size``."""

@@ -48,6 +48,7 @@ def clip(make: Callable[[Path], Path], **more: Any) -> Clip:
 CLIPS = {
     "from words": clip(tiny_cosmos.cosmos),
     "from a picture": clip(tiny_cosmos.cosmos, num_pictures=1),
+    "from a clip": clip(tiny_cosmos.cosmos, num_video_frames=7, sides=(2, 6)),  # blocks resize to multiples of 16
     "with sound": clip(tiny_cosmos.cosmos_with_sound),
     "with sound from a picture": clip(tiny_cosmos.cosmos_with_sound, num_pictures=1, changes=ALONE),
     "no sound where it could": clip(tiny_cosmos.cosmos_with_sound, changes={"sound": False}),
