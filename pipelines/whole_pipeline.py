@@ -32,9 +32,9 @@ from pipelines.blocks.opened import inputs_of
 from pipelines.blocks.sampler import BlocksSampler, check_finite
 from pipelines.defaults import Defaults
 from pipelines.models.generic.whole import WholeSpec
-from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
+from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaRequest
 
-PICTURES, FRAMES, CALL = "pictures", "frames_FHWC", "call"
+PICTURES, VIDEO, FRAMES, CALL = "pictures", "video_FHWC", "frames_FHWC", "call"
 FLOW = "FlowMatch"
 """Part of the names of schedulers whose prediction is a velocity."""
 UNPACK, DECODE = "_unpack_latents", "decode"
@@ -223,7 +223,7 @@ class WholeSampler(BlocksSampler):
         self._loaded, self._whole, self._defaults = pipeline, spec, defaults
 
     def begin(self, request: MediaRequest, conditioning: Conditioning) -> Any:
-        pictures = conditioning.values.get(PICTURES, NO_PICTURES)
+        pictures = _opened(conditioning.values, request)
         inputs, progress = self._inputs(request, pictures), CallProgress()
         call = functools.partial(_call, self._loaded, inputs, progress)
         return WholeState(request=request, call=PausedCall(call, self._loaded.device), progress=progress)
@@ -279,6 +279,18 @@ def _call(pipeline: Any, inputs: Mapping[str, Any], progress: CallProgress, paus
     return own(**inputs)
 
 
+def _opened(values: Mapping[str, Any], request: MediaRequest) -> InputPictures:
+    """Return what came along with ``request`` from the values of its conditioning."""
+    pictures: InputPictures = values.get(PICTURES, NO_PICTURES)
+    video_FHWC = values.get(VIDEO)
+    if video_FHWC is None:
+        return pictures
+    num_frames, height, width = video_FHWC.shape[:3]
+    data = video_FHWC.cpu().numpy().tobytes()
+    video = InputVideo(width=width, height=height, num_frames=num_frames, fps=request.fps, data=data)
+    return replace(pictures, video=video)
+
+
 def _frames_of(output: Any) -> NDArray[np.uint8]:
     """Return the frames of the first picture or clip of a pipeline's output."""
     media = next(iter(output.values())) if isinstance(output, Mapping) else output[0]
@@ -305,7 +317,7 @@ def _decoded(pipeline: Any, latents_BCHW: Tensor) -> NDArray[np.uint8]:
 
 
 class WholeEncoder(BlocksEncoder):
-    """Passes pictures along: the pipeline encodes prompt and pictures on the rank."""
+    """Passes pictures and clips along: the pipeline encodes them and the prompt on the rank."""
 
     def __init__(self) -> None:
         self.max_tokens = 0
@@ -318,7 +330,11 @@ class WholeEncoder(BlocksEncoder):
         return nullcontext()
 
     def encode(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> Conditioning:
-        return Conditioning(values={PICTURES: pictures}, kinds={}, dtype=torch.float32)
+        values: dict[str, Any] = {PICTURES: replace(pictures, video=None)}
+        if (video := pictures.video) is not None:  # a tensor, which travels beside the message
+            shape = (video.num_frames, video.height, video.width, 3)
+            values[VIDEO] = torch.frombuffer(bytearray(video.data), dtype=torch.uint8).reshape(shape)
+        return Conditioning(values=values, kinds={}, dtype=torch.float32)
 
 
 class WholeDecoder(BlocksDecoder):

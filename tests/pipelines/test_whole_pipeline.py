@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,8 @@ from pipelines.run import load_pipeline
 from pipelines.size import Size
 from pipelines.whole_pipeline import CALL, CallProgress, PausedCall, follow
 from tests.pipelines.support.checkpoints import tiny_whole
+from tests.pipelines.support.references.video import frames, named
+from tests.pipelines.support.references.video import pictures_of as clip_pictures
 from tests.support.patience import PATIENCE_S
 
 SIDE, NUM_STEPS, NUM_FRAMES, SEED, PROMPT = 64, 2, 5, 5, "a fox"
@@ -41,10 +45,12 @@ QUICK = (
     tiny_whole.pixart_sigma,
     tiny_whole.sana,
 )
+CLIPS = (tiny_whole.cogvideox_over, tiny_whole.wan_over, tiny_whole.wan_vace)
+"""They take a clip."""
 LARGE = tiny_whole.hidream
 """It draws 512x512 whatever size a request has, which takes 10 s."""
 Make = Callable[[Path], Path]
-MAKES = [*QUICK, pytest.param(LARGE, marks=pytest.mark.slow)]
+MAKES = [*QUICK, *CLIPS, pytest.param(LARGE, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +66,8 @@ def request_of(checkpoint: Checkpoint, **changes: Any) -> MediaRequest:
 
 
 def pictures_of(request: MediaRequest) -> InputPictures:
+    if request.num_video_frames:
+        return clip_pictures(frames(SIDE, SIDE, request.num_video_frames))
     if not request.num_pictures:
         return NO_PICTURES
     ramp = bytes(range(256)) * (SIDE * SIDE * 3 // 256)
@@ -72,7 +80,9 @@ def own_frames(folder: Path, request: MediaRequest, **arguments: Any) -> NDArray
 
     pipeline = getattr(diffusers, read_index(folder)["_class_name"]).from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
-    arguments |= {"num_frames": request.num_frames} if request.kind == "video" else {}
+    takes_length = "num_frames" in inspect.signature(type(pipeline).__call__).parameters
+    arguments |= {"num_frames": request.num_frames} if takes_length else {}
+    arguments |= named(frames(SIDE, SIDE, request.num_video_frames)) if request.num_video_frames else {}
     arguments |= {"image": pictures_of(request).pictures[0].image()} if request.num_pictures else {}
     made = pipeline(
         prompt=request.prompt,
@@ -80,10 +90,11 @@ def own_frames(folder: Path, request: MediaRequest, **arguments: Any) -> NDArray
         height=request.height,
         num_inference_steps=request.num_inference_steps,
         generator=torch.Generator().manual_seed(request.seed),
+        output_type="pil",
         **arguments,
     )
-    frames = made.frames[0] if request.kind == "video" else made.images
-    return np.stack([np.asarray(frame) for frame in frames[: request.num_frames]])
+    media = made.frames[0] if request.kind == "video" else made.images
+    return np.stack([np.asarray(frame) for frame in media[: request.num_frames]])
 
 
 @pytest.mark.parametrize("make", MAKES)
@@ -104,6 +115,40 @@ def test_what_a_request_sets_reaches_the_call(folders: Callable[[Make], Path]) -
     own = own_frames(folder, request, negative_prompt="fog", guidance_scale=2.0, strength=0.5)
     assert np.array_equal(frames, own)
     assert not np.array_equal(own, own_frames(folder, request, guidance_scale=2.0, strength=0.5))
+
+
+def test_a_clip_reaches_the_call_with_its_strength(folders: Callable[[Make], Path]) -> None:
+    """It is no matter of chance which frames came along, and in which order."""
+    folder = folders(tiny_whole.wan_over)
+    checkpoint = Checkpoint(folder)
+    request = request_of(checkpoint, strength=0.5, num_inference_steps=4, true_cfg_scale=2.0, negative_prompt="fog")
+    pipeline = load_pipeline(checkpoint)
+    made = pipeline.run(request, pictures_of(request))
+    assert np.array_equal(made, own_frames(folder, request, strength=0.5, guidance_scale=2.0, negative_prompt="fog"))
+    backwards = clip_pictures(type(seen := frames(SIDE, SIDE, NUM_FRAMES))(reversed(seen)))
+    assert not np.array_equal(made, pipeline.run(request, backwards))
+
+
+def test_a_control_clip_may_be_left_out(folders: Callable[[Make], Path]) -> None:
+    checkpoint = Checkpoint(folders(tiny_whole.wan_vace))
+    without = request_of(checkpoint)
+    with_clip = replace(without, num_video_frames=NUM_FRAMES)
+    pipeline = load_pipeline(checkpoint)
+    made = pipeline.run(with_clip, pictures_of(with_clip))
+    assert np.array_equal(made, own_frames(checkpoint.path, with_clip))
+    assert not np.array_equal(made, pipeline.run(without, NO_PICTURES))
+
+
+def test_clips_are_taken_as_the_signature_says(folders: Callable[[Make], Path]) -> None:
+    over, wan, vace = (Checkpoint(folders(make)).defaults for make in CLIPS)
+    assert [one.capabilities for one in (over, wan, vace)] == [
+        ("video-to-video",),
+        ("video-to-video",),
+        ("text-to-video", "video-to-video"),
+    ]
+    assert all(one.keeps_length and one.kind == "video" for one in (over, wan, vace))
+    assert (wan.strength, wan.takes_strength, wan.num_steps_of(wan.request())) == (0.8, True, 40)
+    assert not vace.takes_strength
 
 
 def test_capabilities_are_those_of_the_signature(folders: Callable[[Make], Path]) -> None:

@@ -12,12 +12,14 @@ from tests.pipelines.support.checkpoints.parts import (
     chat_tokenizer,
     clip,
     flow,
+    multistep,
     qwen3,
     shake,
     shifted_auto_encoder,
     t5,
     tokenizer,
 )
+from tests.pipelines.support.checkpoints.tiny import wan_transformer, wan_vae
 
 T5_WIDTH = 48
 PROJECTED = "CLIPTextModelWithProjection"
@@ -324,5 +326,55 @@ def cogvideox(path: Path) -> Path:
         vae=shake(AutoencoderKLCogVideoX(**stages)),
         transformer=shake(transformer),
         scheduler=CogVideoXDDIMScheduler(),
+    ).save_pretrained(path)
+    return path
+
+
+def cogvideox_over(path: Path) -> Path:
+    """CogVideoX's video-to-video."""
+    from diffusers import CogVideoXPipeline, CogVideoXVideoToVideoPipeline
+
+    folder = cogvideox(path / "cogvideox")
+    CogVideoXVideoToVideoPipeline(**CogVideoXPipeline.from_pretrained(folder).components).save_pretrained(path)
+    return path
+
+
+def wan_over(path: Path) -> Path:
+    """Wan's video-to-video: the transformer of its text-to-video, whose blocks take no clip."""
+    from diffusers import WanVideoToVideoPipeline
+
+    WanVideoToVideoPipeline(
+        tokenizer=tokenizer(512),
+        text_encoder=t5("UMT5"),
+        transformer=wan_transformer(seed=3),
+        vae=wan_vae(),
+        scheduler=multistep(),
+    ).save_pretrained(path)
+    return path
+
+
+def wan_vace(path: Path) -> Path:
+    """Wan with a second stack of layers for a control clip."""
+    from diffusers import WanVACEPipeline, WanVACETransformer3DModel
+
+    transformer = WanVACETransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=24,
+        in_channels=4,
+        out_channels=4,
+        text_dim=48,
+        freq_dim=32,
+        ffn_dim=64,
+        num_layers=2,
+        rope_max_seq_len=64,
+        vace_layers=[0, 1],
+        vace_in_channels=4 + 4 + 64,
+    )
+    WanVACEPipeline(
+        tokenizer=tokenizer(512),
+        text_encoder=t5("UMT5"),
+        transformer=shake(transformer),
+        vae=wan_vae(),
+        scheduler=multistep(),
     ).save_pretrained(path)
     return path
