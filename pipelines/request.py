@@ -65,6 +65,13 @@ class MediaRequest:
     """A mask comes with the input pictures."""
     num_video_frames: int = 0
     """Frames of the ``InputVideo``, which only the encoder receives; 0: none."""
+    has_control: bool = False
+    """A control picture comes along, such as edges or depths."""
+    control_scale: float | None = None
+    """Weight of the control; None: the model's default."""
+    control_guidance_start: float | None = None
+    """Share of the steps before the control begins, and below at which it ends; None: the model's default."""
+    control_guidance_end: float | None = None
     source_clip_id: str | None = None
     """Id of the clip that came along, if this server made it."""
     strength: float | None = None
@@ -166,11 +173,13 @@ class InputPictures:
     mask: InputPicture | None = None
     """Mode "L", white where to paint."""
     video: InputVideo | None = None
+    control: InputPicture | None = None
+    """What the result follows: edges, depths, poses."""
 
     @property
     def num_bytes(self) -> int:
         """Memory of all pixels."""
-        others = (self.mask, self.video)
+        others = (self.mask, self.video, self.control)
         return sum(len(one.data) for one in (*self.pictures, *others) if one is not None)
 
     def cut_to(self, width: int, height: int) -> InputPictures:

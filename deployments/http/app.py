@@ -156,7 +156,7 @@ def uploads(studio: Studio) -> list[str]:
     made = [card.defaults.of(kind) for card in studio.cards().values() for kind in card.defaults.kinds]
     return [
         path
-        for kind in {one.kind for one in made if one.max_pictures or one.max_video_frames}
+        for kind in {one.kind for one in made if one.max_pictures or one.max_video_frames or one.takes_control}
         for path in UPLOADS[kind]
     ]
 

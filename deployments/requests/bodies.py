@@ -368,7 +368,7 @@ class ImageBody(MediaBody):
 class EditBody(ImageBody):
     """Body of POST /v1/images/edits."""
 
-    picture_fields = ("image", "images", "mask")
+    picture_fields = ("image", "images", "mask", "control_image")
 
     prompt: OptionalPrompt = Field(
         "", description="What to make of the pictures, in words; may be empty where the model describes them itself."
@@ -377,6 +377,16 @@ class EditBody(ImageBody):
     images: Pictures | None = Field(None, description="The same as image, by its name in JSON.")
     mask: Picture | None = Field(
         None, description="Where to paint, as large as the first picture: what is transparent in it, or else white."
+    )
+    control_image: Picture | None = Field(
+        None, description="What the result follows, for models that take it: edges, depths, a pose."
+    )
+    control_scale: float | None = Field(None, ge=0, le=10, description="Weight of the control picture.")
+    control_guidance_start: float | None = Field(
+        None, ge=0, le=1, description="Share of the steps before the control picture counts."
+    )
+    control_guidance_end: float | None = Field(
+        None, ge=0, le=1, description="Share of the steps after which the control picture no longer counts."
     )
     strength: Strength | None = Field(None, description=STRENGTH)
     layers: Count | None = Field(
@@ -387,7 +397,8 @@ class EditBody(ImageBody):
     @property
     def sources(self) -> Sources:
         """See ``MediaBody.sources``."""
-        return Sources(param="image", pictures=(self.image or ()) + (self.images or ()), mask=self.mask)
+        pictures = (self.image or ()) + (self.images or ())
+        return Sources(param="image", pictures=pictures, mask=self.mask, control=self.control_image)
 
 
 def _webhook(written: object) -> object:

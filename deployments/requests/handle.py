@@ -23,10 +23,13 @@ DEFAULT_LIMITS = PictureLimits()
 KINDS_BY_FIELD: Mapping[str, MediaKind] = {
     "image": "image",
     "images": "image",
+    "control_image": "image",
     "input_reference": "video",
     "video": "video",
 }
 """The kind that is made of pictures and clips, by their field."""
+PICTURES = ("image", "images", "input_reference")
+"""Fields whose pictures are counted."""
 
 
 def handle_request(
@@ -69,11 +72,12 @@ def card_for(cards: Mapping[str, ModelCard], model: Any, kind: Any, fields: Mapp
 
 def needs_of_fields(fields: Mapping[str, Any]) -> Needs:
     """Like ``Needs.of``, for fields that are not checked yet."""
-    pictures = [fields[name] for name in KINDS_BY_FIELD if name != "video" and fields.get(name) is not None]
+    pictures = [fields[name] for name in PICTURES if fields.get(name) is not None]
     return Needs(
         num_pictures=sum(len(one) if isinstance(one, list | tuple) else 1 for one in pictures),
         has_mask=fields.get("mask") is not None,
         strength=fields.get("strength"),
         num_layers=fields.get("layers"),
         has_video=fields.get("video") is not None,
+        has_control=fields.get("control_image") is not None,
     )

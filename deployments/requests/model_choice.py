@@ -26,6 +26,7 @@ class Needs:
     strength: float | None = None
     num_layers: int | None = None
     has_video: bool = False
+    has_control: bool = False
 
     @classmethod
     def of(cls, body: MediaBody) -> Needs:
@@ -36,6 +37,7 @@ class Needs:
             strength=body.strength if isinstance(body, EditBody | VideoBody) else None,
             num_layers=body.layers if isinstance(body, EditBody) else None,
             has_video=body.sources.video is not None,
+            has_control=body.sources.control is not None,
         )
 
     def rank(self, defaults: Defaults) -> tuple[bool, ...]:
@@ -49,7 +51,12 @@ class Needs:
         takes_strength = defaults.takes_strength or self.strength is None
         takes_layers = defaults.max_layers > 0 or self.num_layers is None
         suits = defaults.edits or self.num_pictures == 0 or self.strength is not None or self.num_layers is not None
-        return not (takes_number and takes_video), not (takes_mask and takes_strength and takes_layers), not suits
+        takes_control = defaults.takes_control == self.has_control
+        return (
+            not (takes_number and takes_video and takes_control),
+            not (takes_mask and takes_strength and takes_layers),
+            not suits,
+        )
 
 
 NO_NEEDS = Needs()

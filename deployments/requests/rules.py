@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Generic, Literal, Protocol, TypeGuard, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeGuard, TypeVar
 
 from deployments.requests.bodies import BLANK, RANDOM_SEED, EditBody, MediaBody, VideoBody, WrittenQuality
 from deployments.requests.model_choice import choose_loras
@@ -36,7 +36,13 @@ QUALITIES: Mapping[WrittenQuality, Quality] = {
 """Qualities by the names that OpenAI gives them."""
 QUALITY_SHARES: Mapping[Quality, float] = {"low": 0.5, "medium": 1.0, "high": 1.5}
 """Steps, as a share of the model's default number."""
-BODY_FIELDS = {"has_mask": "mask", "num_video_frames": "video", "num_layers": "layers", "sound": "generate_sound"}
+BODY_FIELDS = {
+    "has_mask": "mask",
+    "has_control": "control_image",
+    "num_video_frames": "video",
+    "num_layers": "layers",
+    "sound": "generate_sound",
+}
 """Fields of ``MediaRequest`` that have another name in a body."""
 
 
@@ -70,13 +76,16 @@ class RequestRules:
         RequestError if the model takes another number of pictures or no mask. It is checked before any is decoded.
         """
         sources, defaults = body.sources, self.card.defaults
-        if not body.picture_fields and defaults.min_pictures:
-            message = f"{self.card.name} changes pictures: send them along, to POST /v1/images/edits"
+        if not body.picture_fields and (defaults.min_pictures or defaults.takes_control):
+            what = "changes" if defaults.min_pictures else "follows"
+            message = f"{self.card.name} {what} pictures: send them along, to POST /v1/images/edits"
             raise RequestError(message, "model")
         with blaming(sources.param):
             defaults.check_num_pictures(len(sources.pictures))
         with blaming("mask"):
             defaults.check_mask(len(sources.pictures), sources.mask is not None)
+        with blaming("control_image"):
+            defaults.check_control(sources.control is not None)
         with blaming("video"):
             defaults.check_video(0 if sources.video is None else defaults.min_video_frames, len(sources.pictures))
         return sources
@@ -122,12 +131,9 @@ class RequestRules:
     def _request(self, body: MediaBody, pictures: InputPictures, requester: Requester) -> MediaRequest:
         """Return the request with the model's defaults. Its values are not compared with the limits."""
         defaults = self.card.defaults
-        num_frames, fps = choose_length(body, defaults)
         video = pictures.video
-        if video is not None and defaults.keeps_length:
-            check_length(body, num_frames, video)
-            num_frames = video.num_frames
-        width, height = choose_size(body, defaults, video or next(iter(pictures.pictures), None))
+        num_frames, fps = choose_length(body, defaults, video)
+        width, height = choose_size(body, defaults, video or next(iter(pictures.pictures), pictures.control))
         guidance_scale, true_cfg_scale = choose_scales(body, self.card)
         return MediaRequest(
             # Clients may send one id twice; in the gang each job needs its own.
@@ -149,6 +155,7 @@ class RequestRules:
             num_pictures=len(pictures.pictures),
             has_mask=pictures.mask is not None,
             num_video_frames=0 if video is None else video.num_frames,
+            **choose_control(body, pictures),
             strength=body.strength if isinstance(body, EditBody | VideoBody) else None,
             num_layers=choose_layers(body, defaults),
             loras=choose_loras(body.model, body.lora or (), self.card),
@@ -218,6 +225,18 @@ def choose_enhancement(body: MediaBody, card: ModelCard) -> bool | None:
         message = "enhance_prompt is true, but the prompt is empty; write one, or send false"
         raise RequestError(message, "enhance_prompt")
     return default if default is None or is_wanted is None else is_wanted
+
+
+def choose_control(body: MediaBody, pictures: InputPictures) -> dict[str, Any]:
+    """Return what ``body`` says of its control picture, as fields of ``MediaRequest``."""
+    if not isinstance(body, EditBody):
+        return {}
+    return {
+        "has_control": pictures.control is not None,
+        "control_scale": body.control_scale,
+        "control_guidance_start": body.control_guidance_start,
+        "control_guidance_end": body.control_guidance_end,
+    }
 
 
 def choose_layers(body: MediaBody, defaults: Defaults) -> int:
@@ -346,15 +365,19 @@ def parse_size(text: str, defaults: Defaults) -> tuple[int, int]:
     return size.width, size.height
 
 
-def choose_length(body: MediaBody, defaults: Defaults) -> tuple[int, int]:
-    """Return frames and frames per second; 1 and 0 of a picture."""
+def choose_length(body: MediaBody, defaults: Defaults, video: InputVideo | None = None) -> tuple[int, int]:
+    """Return frames and frames per second; 1 and 0 of a picture. A model may keep the length of ``video``."""
     if not isinstance(body, VideoBody):
         return 1, 0
     for name in ("n", "num_outputs_per_prompt"):
         if getattr(body, name) not in (None, 1):
             message = f"{name} is {getattr(body, name)}; a request makes one clip: send it once for each"
             raise RequestError(message, name)
-    return clip_length(body.seconds, body.num_frames, body.fps, defaults)
+    num_frames, fps = clip_length(body.seconds, body.num_frames, body.fps, defaults)
+    if video is None or not defaults.keeps_length:
+        return num_frames, fps
+    check_length(body, num_frames, video)
+    return video.num_frames, fps
 
 
 def clip_length(seconds: float | None, num_frames: int | None, fps: int | None, defaults: Defaults) -> tuple[int, int]:

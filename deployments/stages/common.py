@@ -238,6 +238,7 @@ class SentPictures:
     pictures: tuple[SentPicture, ...] = ()
     mask: SentPicture | None = None
     video: SentVideo | None = None
+    control: SentPicture | None = None
 
     @classmethod
     def of(cls, inputs: InputPictures) -> Self:
@@ -246,6 +247,7 @@ class SentPictures:
             pictures=tuple(map(SentPicture.of, inputs.pictures)),
             mask=None if inputs.mask is None else SentPicture.of(inputs.mask),
             video=None if inputs.video is None else SentVideo.of(inputs.video),
+            control=None if inputs.control is None else SentPicture.of(inputs.control),
         )
 
     def open(self) -> InputPictures:
@@ -253,6 +255,7 @@ class SentPictures:
             pictures=tuple(picture.open() for picture in self.pictures),
             mask=None if self.mask is None else self.mask.open(),
             video=None if self.video is None else self.video.open(),
+            control=None if self.control is None else self.control.open(),
         )
 
 

@@ -33,17 +33,20 @@ FORMATS: Mapping[MediaKind, tuple[MediaFormat, ...]] = {"image": ("png", "jpeg",
 
 
 def typical_requests(defaults: Defaults, sizes: tuple[Size, ...]) -> Iterator[tuple[MediaRequest, InputPictures]]:
-    """Yield a text-only request if the model allows it, and one with pictures, or the clip, for each of ``sizes``.
+    """Yield a request without pictures if the model allows it, and one with pictures or a clip for each of ``sizes``.
 
     Without sizes, clips have few frames: some encoders read all frames, which takes minutes on a CPU.
     """
     if not defaults.min_pictures and not defaults.needs_video:
-        yield defaults.request(prompt=PROMPT), NO_PICTURES
+        request = defaults.request(prompt=PROMPT)
+        yield request, InputPictures(control=_grey(request)) if request.has_control else NO_PICTURES
     if defaults.max_pictures:
         for size in sizes or (_shortest(defaults),):
             request = defaults.request(size, prompt=PROMPT, num_pictures=max(1, defaults.min_pictures))
             mask = _grey(request, "L") if request.has_mask else None
-            yield request, InputPictures(pictures=(_grey(request),) * request.num_pictures, mask=mask)
+            control = _grey(request) if request.has_control else None
+            pictures = (_grey(request),) * request.num_pictures
+            yield request, InputPictures(pictures=pictures, mask=mask, control=control)
     if defaults.needs_video:
         for size in sizes or (_shortest(defaults),):
             request = defaults.request(size, prompt=PROMPT)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 
 from engines.core.engine import JobFailedError, RankContext
 from engines.gang.gang_config import RankParts
@@ -47,10 +48,13 @@ QUICK = (
 )
 CLIPS = (tiny_whole.cogvideox_over, tiny_whole.wan_over, tiny_whole.wan_vace)
 """They take a clip."""
+CONTROLLED = (tiny_whole.flux_controlled, tiny_whole.sdxl_controlled)
+"""They follow a control picture."""
 LARGE = tiny_whole.hidream
 """It draws 512x512 whatever size a request has, which takes 10 s."""
+CONTROLS = {"FluxControlNetPipeline": "control_image", "StableDiffusionXLControlNetPipeline": "image"}
 Make = Callable[[Path], Path]
-MAKES = [*QUICK, *CLIPS, pytest.param(LARGE, marks=pytest.mark.slow)]
+MAKES = [*QUICK, *CLIPS, *CONTROLLED, pytest.param(LARGE, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="session")
@@ -68,9 +72,11 @@ def request_of(checkpoint: Checkpoint, **changes: Any) -> MediaRequest:
 def pictures_of(request: MediaRequest) -> InputPictures:
     if request.num_video_frames:
         return clip_pictures(frames(SIDE, SIDE, request.num_video_frames))
+    ramp = bytes(range(256)) * (SIDE * SIDE * 3 // 256)
+    if request.has_control:
+        return InputPictures(control=InputPicture(width=SIDE, height=SIDE, mode="RGB", data=ramp))
     if not request.num_pictures:
         return NO_PICTURES
-    ramp = bytes(range(256)) * (SIDE * SIDE * 3 // 256)
     return InputPictures(pictures=(InputPicture(width=SIDE, height=SIDE, mode="RGB", data=ramp),))
 
 
@@ -84,6 +90,8 @@ def own_frames(folder: Path, request: MediaRequest, **arguments: Any) -> NDArray
     arguments |= {"num_frames": request.num_frames} if takes_length else {}
     arguments |= named(frames(SIDE, SIDE, request.num_video_frames)) if request.num_video_frames else {}
     arguments |= {"image": pictures_of(request).pictures[0].image()} if request.num_pictures else {}
+    if request.has_control:
+        arguments |= {CONTROLS[type(pipeline).__name__]: pictures_of(request).control.image()}  # type: ignore[union-attr]
     made = pipeline(
         prompt=request.prompt,
         width=request.width,
@@ -127,6 +135,31 @@ def test_a_clip_reaches_the_call_with_its_strength(folders: Callable[[Make], Pat
     assert np.array_equal(made, own_frames(folder, request, strength=0.5, guidance_scale=2.0, negative_prompt="fog"))
     backwards = clip_pictures(type(seen := frames(SIDE, SIDE, NUM_FRAMES))(reversed(seen)))
     assert not np.array_equal(made, pipeline.run(request, backwards))
+
+
+@pytest.mark.parametrize("make", CONTROLLED)
+def test_the_weight_and_the_steps_of_a_control_reach_the_call(make: Make, folders: Callable[[Make], Path]) -> None:
+    checkpoint = Checkpoint(folders(make))
+    assert checkpoint.defaults.capabilities == ("text-to-image", "control")
+    settings = {"control_guidance_start": 0.25, "control_guidance_end": 0.75}
+    request = request_of(checkpoint, num_inference_steps=4, control_scale=0.5, **settings)
+    made = load_pipeline(checkpoint).run(request, pictures_of(request))
+    own = own_frames(checkpoint.path, request, controlnet_conditioning_scale=0.5, **settings)
+    assert np.array_equal(made, own)
+    for changed in (own_frames(checkpoint.path, request, **settings), own_frames(checkpoint.path, request)):
+        assert not np.array_equal(made, changed)
+
+
+def test_a_control_picture_is_cut_to_the_size(folders: Callable[[Make], Path]) -> None:
+    """Its middle is what counts."""
+    checkpoint = Checkpoint(folders(tiny_whole.sdxl_controlled))
+    request, pipeline = request_of(checkpoint), load_pipeline(checkpoint)
+    control = pictures_of(request).control
+    assert control is not None
+    wide = Image.new("RGB", (3 * SIDE, SIDE))
+    wide.paste(control.image(), (SIDE, 0))
+    made = pipeline.run(request, InputPictures(control=InputPicture.of(wide)))
+    assert np.array_equal(made, pipeline.run(request, pictures_of(request)))
 
 
 def test_a_control_clip_may_be_left_out(folders: Callable[[Make], Path]) -> None:

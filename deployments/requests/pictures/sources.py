@@ -29,12 +29,14 @@ class Sources:
     pictures: tuple[Source, ...] = ()
     mask: Source | None = None
     video: Source | None = None
+    control: Source | None = None
 
     @property
     def all(self) -> tuple[tuple[str, Source], ...]:
-        """Return the pictures and the mask, each with the field to blame."""
+        """Return the pictures, the control picture and the mask, each with the field to blame."""
         pictures = [(self.param, one) for one in self.pictures]
-        return (*pictures, *([] if self.mask is None else [("mask", self.mask)]))
+        others = (("control_image", self.control), ("mask", self.mask))
+        return (*pictures, *((name, one) for name, one in others if one is not None))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -55,8 +55,9 @@ def _pictures(sources: Sources, limits: PictureLimits) -> InputPictures:
     _check_heads(waiting, limits)
     # One after the other, each out of the queue first: as few as can be are in memory in two forms.
     pictures = tuple(_coloured(_upright(*waiting.popleft())) for _ in range(len(sources.pictures)))
+    control = None if sources.control is None else _coloured(_upright(*waiting.popleft()))
     mask = _mask(_upright(*waiting.popleft()), pictures) if waiting else None
-    return InputPictures(pictures=pictures, mask=mask)
+    return InputPictures(pictures=pictures, mask=mask, control=control)
 
 
 def _opened(data: bytes, param: str) -> Image:

@@ -34,6 +34,7 @@ NEEDS_PICTURE = ("Img2Img", "ImageToImage", "ImageToVideo", "Inpaint", "Edit", "
 """Parts of the names of pipelines that need a picture, although their signature has a default."""
 NEEDS_VIDEO = ("VideoToVideo", "Edit")
 """The same for a clip."""
+CONTROL, CONTROL_SCALE = "control_image", "controlnet_conditioning_scale"
 STAGES = ("block_out_channels", "encoder_block_out_channels")
 SPATIAL = ("scale_factor_spatial", "spatial_compression_ratio", "ffactor_spatial")
 TEMPORAL = ("scale_factor_temporal", "temporal_compression_ratio", "ffactor_temporal")
@@ -72,11 +73,23 @@ class WholeSpec(GenericSpec):
         """True if the call's ``guidance_scale`` is no weight of a negative prompt."""
         return "true_cfg_scale" in self.inputs or "negative_prompt" not in self.inputs
 
+    @cached_property
+    def control(self) -> str | None:
+        """The input for the control picture; without one of that name, it is the ``image`` of a control network."""
+        if CONTROL in self.inputs:
+            return CONTROL
+        return "image" if CONTROL_SCALE in self.inputs and "image" in self.inputs else None
+
+    @property
+    def _has_picture(self) -> bool:
+        return "image" in self.inputs and self.control != "image"
+
     def shard_plan(self, config: Config) -> ShardPlan:
         return ShardPlan(streams=(TOKENS,), blocks=(), shards=(), gathers=(), linears=())
 
     def defaults(self, path: Path) -> Defaults:
-        inputs, is_video = self.inputs, "num_frames" in self.inputs or "video" in self.inputs
+        inputs, has_picture = self.inputs, self._has_picture
+        is_video = "num_frames" in self.inputs or "video" in self.inputs
         scale, temporal = vae_scales(path)
         width, height = self._size(path, scale, CLIP if is_video else PICTURE)
         num_frames = self._num_frames(path, temporal) if is_video else 1
@@ -95,10 +108,13 @@ class WholeSpec(GenericSpec):
             max_pixels=max(1280 * 720 if is_video else 2048 * 2048, width * height),
             max_frames=max_frames,
             max_steps=max(100, int(inputs.get("num_inference_steps") or 0)),
-            max_pictures=int("image" in inputs),
-            min_pictures=int("image" in inputs and self._needs_picture),
-            takes_mask="image" in inputs and "mask_image" in inputs,
-            needs_mask="image" in inputs and "mask_image" in inputs and self._needs_picture,
+            max_pictures=int(has_picture),
+            min_pictures=int(has_picture and self._needs_picture),
+            takes_mask=has_picture and "mask_image" in inputs,
+            needs_mask=has_picture and "mask_image" in inputs and self._needs_picture,
+            takes_control=self.control is not None,
+            control_scale=float(inputs.get(CONTROL_SCALE) or 0.0),
+            takes_control_guidance=self.control is not None and "control_guidance_start" in inputs,
             max_video_frames=max_frames if "video" in inputs else 0,
             needs_video=self._needs_video,
             keeps_length="video" in inputs and self._keeps_length,
@@ -128,7 +144,7 @@ class WholeSpec(GenericSpec):
     @property
     def _takes_strength(self) -> bool:
         """True if ``strength`` is a share of the steps; beside a ``denoise_strength`` it is a weight of the picture."""
-        has_source = "image" in self.inputs or "video" in self.inputs
+        has_source = self._has_picture or "video" in self.inputs
         return has_source and "strength" in self.inputs and "denoise_strength" not in self.inputs
 
     def _guidance(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from tests.pipelines.support.checkpoints import tiny_models
 INPUTS = InputPictures(
     pictures=(InputPicture.of(noise(640, 480)), InputPicture.of(noise(7, 5, "RGBA"))),
     mask=InputPicture.of(noise(640, 480, "L")),
+    control=InputPicture.of(noise(64, 48)),
     video=InputVideo(width=64, height=48, num_frames=5, fps=8, data=noise(64, 5 * 48).tobytes()),
 )
 REQUEST = EDITS.request(prompt="a", num_pictures=2, has_mask=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from tests.pipelines.support.checkpoints.parts import (
     t5,
     tokenizer,
 )
-from tests.pipelines.support.checkpoints.tiny import wan_transformer, wan_vae
+from tests.pipelines.support.checkpoints.tiny import flux, wan_transformer, wan_vae
+from tests.pipelines.support.checkpoints.tiny_unknown import sdxl
 
 T5_WIDTH = 48
 PROJECTED = "CLIPTextModelWithProjection"
@@ -378,3 +380,30 @@ def wan_vace(path: Path) -> Path:
         scheduler=multistep(),
     ).save_pretrained(path)
     return path
+
+
+def flux_controlled(path: Path) -> Path:
+    """FLUX with a control network."""
+    from diffusers import FluxControlNetModel, FluxControlNetPipeline, FluxPipeline
+
+    parts = FluxPipeline.from_pretrained(flux(path / "flux", num_stages=4)).components
+    network = FluxControlNetModel(**{**_shared(parts["transformer"], FluxControlNetModel), "num_layers": 1})
+    kept = {name: part for name, part in parts.items() if name not in ("image_encoder", "feature_extractor")}
+    FluxControlNetPipeline(**kept, controlnet=shake(network, seed=5)).save_pretrained(path)
+    return path
+
+
+def sdxl_controlled(path: Path) -> Path:
+    """Stable Diffusion XL with a control network, whose control picture is called ``image``."""
+    from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline, StableDiffusionXLPipeline
+
+    parts = StableDiffusionXLPipeline.from_pretrained(sdxl(path / "sdxl")).components
+    network = ControlNetModel.from_unet(parts["unet"], conditioning_embedding_out_channels=(4, 4, 8))
+    StableDiffusionXLControlNetPipeline(**parts, controlnet=shake(network, seed=5)).save_pretrained(path)
+    return path
+
+
+def _shared(model: Any, other: type[Any]) -> dict[str, Any]:
+    """Return the settings of ``model`` that ``other`` has as well."""
+    names = inspect.signature(other.__init__).parameters
+    return {name: value for name, value in model.config.items() if name in names}
