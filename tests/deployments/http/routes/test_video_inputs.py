@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import pytest
 
 from pipelines.media.clip import encode_clip
@@ -127,6 +128,17 @@ async def test_a_clip_of_ours_is_changed_by_remix_edits_and_id(client: httpx.Asy
         assert record["remixed_from_video_id"] == before["id"]
         assert (record["num_frames"], record["size"]) == (before["num_frames"], before["size"])
     assert studio.inputs[-1] == studio.inputs[-2] != studio.inputs[0]
+
+
+@pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+def test_edits_and_remixes_of_the_official_client(url: str, studio: FakeStudio) -> None:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        first = client.videos.edit(prompt="a", video=("a.mp4", FILE))
+        client.videos.poll(first.id, poll_interval_ms=20)
+        remix = client.videos.remix(first.id, prompt="b")
+        done = client.videos.poll(remix.id, poll_interval_ms=20)
+        assert (done.status, done.prompt, done.remixed_from_video_id) == ("completed", "b", first.id)
+    assert [one.num_video_frames for one in studio.performed] == [9, 9]
 
 
 async def test_a_remix_is_by_the_model_of_its_clip_if_that_takes_clips(client: httpx.AsyncClient) -> None:
