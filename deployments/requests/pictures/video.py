@@ -224,13 +224,16 @@ def _square_size(frame: _TimedFrame) -> tuple[int, int]:
 
 
 def _fitted(timed: _TimedFrame, form: VideoForm) -> bytes:
-    """Return the pixels of a frame in the size of ``form``."""
+    """Return the pixels of a frame in the size of ``form``, as ``InputPicture.cut_to`` does of a picture."""
+    from PIL import Image, ImageOps
+
     image = _image(timed.frame)
     if image.size != (size := _square_size(timed)):
         image = image.resize(size)
     if turn := 90 * round(timed.frame.rotation / 90):
         image = image.rotate(turn, expand=True)
-    return InputPicture.of(image).cut_to(form.width, form.height).data
+    colours = image if image.mode == "RGB" else InputPicture.of(image).on_white()
+    return ImageOps.fit(colours, (form.width, form.height), Image.Resampling.LANCZOS).tobytes()
 
 
 def _image(frame: av.VideoFrame) -> Image:
