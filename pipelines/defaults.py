@@ -56,6 +56,8 @@ class Defaults:
     """Frames of a clip that comes along (0: the model takes none), at the rate of the result."""
     min_video_frames: int = 1
     needs_video: bool = False
+    takes_both: bool = False
+    """Pictures may come along beside the clip."""
     keeps_length: bool = False
     """The result has as many frames as the clip that came along."""
     takes_control: bool = False
@@ -136,6 +138,7 @@ class Defaults:
         frame = {"num_frames": 1, "fps": 0, "frame_multiple": 1, "max_frames": 1, "min_frames": 1}
         words = {"max_pictures": 0, "min_pictures": 0, "takes_mask": False, "needs_mask": False}
         words |= {"max_video_frames": 0, "min_video_frames": 1, "needs_video": False, "keeps_length": False}
+        words |= {"takes_both": False}
         whole = {"takes_strength": False, "frames_per_chunk": 0, "first_chunk_steps": 1, "make_sound": False}
         changes: dict[str, Any] = {**size, **frame, **words, **whole}
         return replace(self, kind=kind, **changes)
@@ -289,7 +292,7 @@ class Defaults:
             return
         if not self.max_video_frames:
             raise ValueError("a clip came along; this model takes none: leave video out, or take another model")
-        if num_pictures:
+        if num_pictures and not self.takes_both:
             raise ValueError("a clip and a picture came along; this model takes one of them")
         if not self.min_video_frames <= num_video_frames <= self.max_video_frames:
             allowed = f"from {self.min_video_frames} to {self.max_video_frames}"

@@ -31,7 +31,7 @@ from pipelines.blocks.encoder import BlocksEncoder, Conditioning
 from pipelines.blocks.opened import inputs_of
 from pipelines.blocks.sampler import BlocksSampler, check_finite
 from pipelines.defaults import Defaults
-from pipelines.models.generic.whole import CONTROL_SCALE, WholeSpec
+from pipelines.models.generic.whole import CONTROL_SCALE, REFERENCES, WholeSpec
 from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaRequest
 
 PICTURES, VIDEO, FRAMES, CALL = "pictures", "video_FHWC", "frames_FHWC", "call"
@@ -267,6 +267,8 @@ class WholeSampler(BlocksSampler):
         if not self._whole.has_distilled_scale:
             scales = {"guidance_scale": request.true_cfg_scale}
         inputs |= self._control(request, pictures)
+        if REFERENCES in names and pictures.pictures:
+            inputs[REFERENCES] = [picture.on_white() for picture in pictures.pictures]
         return {**inputs, **{name: scale for name, scale in scales.items() if name in names}, "output_type": "pil"}
 
     def _control(self, request: MediaRequest, pictures: InputPictures) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from pipelines.run import load_pipeline
 from pipelines.size import Size
 from pipelines.whole_pipeline import CALL, CallProgress, PausedCall, follow
 from tests.pipelines.support.checkpoints import tiny_whole
-from tests.pipelines.support.references.video import frames, named
+from tests.pipelines.support.references.video import frames, named, picture
 from tests.pipelines.support.references.video import pictures_of as clip_pictures
 from tests.support.patience import PATIENCE_S
 
@@ -171,12 +171,23 @@ def test_a_control_clip_may_be_left_out(folders: Callable[[Make], Path]) -> None
     assert not np.array_equal(made, pipeline.run(without, NO_PICTURES))
 
 
+def test_pictures_of_what_a_clip_shows_come_beside_it(folders: Callable[[Make], Path]) -> None:
+    checkpoint = Checkpoint(folders(tiny_whole.wan_vace))
+    request = request_of(checkpoint, num_video_frames=NUM_FRAMES, num_pictures=2)
+    shown = [picture(80, SIDE, seed) for seed in (7, 8)]
+    inputs = replace(pictures_of(request), pictures=tuple(map(InputPicture.of, shown)))
+    made = load_pipeline(checkpoint).run(request, inputs)
+    own = own_frames(checkpoint.path, replace(request, num_pictures=0), reference_images=shown)
+    assert np.array_equal(made, own)
+    assert not np.array_equal(made, load_pipeline(checkpoint).run(request, pictures_of(request)))
+
+
 def test_clips_are_taken_as_the_signature_says(folders: Callable[[Make], Path]) -> None:
     over, wan, vace = (Checkpoint(folders(make)).defaults for make in CLIPS)
     assert [one.capabilities for one in (over, wan, vace)] == [
         ("video-to-video",),
         ("video-to-video",),
-        ("text-to-video", "video-to-video"),
+        ("text-to-video", "image-to-video", "video-to-video"),
     ]
     assert all(one.keeps_length and one.kind == "video" for one in (over, wan, vace))
     assert (wan.strength, wan.takes_strength, wan.num_steps_of(wan.request())) == (0.8, True, 40)

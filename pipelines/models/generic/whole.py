@@ -34,6 +34,8 @@ NEEDS_PICTURE = ("Img2Img", "ImageToImage", "ImageToVideo", "Inpaint", "Edit", "
 """Parts of the names of pipelines that need a picture, although their signature has a default."""
 NEEDS_VIDEO = ("VideoToVideo", "Edit")
 """The same for a clip."""
+REFERENCES, MAX_REFERENCES = "reference_images", 4
+"""The input for pictures of what the clip shows, and how many are taken."""
 CONTROL, CONTROL_SCALE = "control_image", "controlnet_conditioning_scale"
 STAGES = ("block_out_channels", "encoder_block_out_channels")
 SPATIAL = ("scale_factor_spatial", "spatial_compression_ratio", "ffactor_spatial")
@@ -108,7 +110,7 @@ class WholeSpec(GenericSpec):
             max_pixels=max(1280 * 720 if is_video else 2048 * 2048, width * height),
             max_frames=max_frames,
             max_steps=max(100, int(inputs.get("num_inference_steps") or 0)),
-            max_pictures=int(has_picture),
+            max_pictures=MAX_REFERENCES if REFERENCES in inputs else int(has_picture),
             min_pictures=int(has_picture and self._needs_picture),
             takes_mask=has_picture and "mask_image" in inputs,
             needs_mask=has_picture and "mask_image" in inputs and self._needs_picture,
@@ -117,6 +119,7 @@ class WholeSpec(GenericSpec):
             takes_control_guidance=self.control is not None and "control_guidance_start" in inputs,
             max_video_frames=max_frames if "video" in inputs else 0,
             needs_video=self._needs_video,
+            takes_both="video" in inputs and REFERENCES in inputs,
             keeps_length="video" in inputs and self._keeps_length,
             takes_strength=self._takes_strength,
             strength=float(inputs.get("strength") or 1.0),
