@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -226,10 +227,16 @@ async def submit_clip(
 ) -> ClipRecord:
     """Return the record of the clip that the body asks for, or of the earlier clip of the same request.
 
-    ``adapt`` checks or changes the body before its model is chosen.
+    ``adapt`` checks or changes the body before its model is chosen. ApiError 503 if the frames of other clips that came
+    along take all the memory that there is for them.
     """
     resolved = await read_upload(context, request, requester, VideoBody, "video", adapt)
-    async with context.known.turn(request.url.path, requester, idempotency_key, resolved.body) as turn:
+    video = resolved.pictures.video
+    async with AsyncExitStack() as stack:
+        stack.enter_context(context.admission.memory.taken())(0 if video is None else len(video.data))
+        turn = await stack.enter_async_context(
+            context.known.turn(request.url.path, requester, idempotency_key, resolved.body)
+        )
         clip = None if turn.answer is None else await context.clips.get(turn.answer.decode())
         if clip is None:
             rules, num_previews = RequestRules(resolved.card), context.settings.num_clip_previews

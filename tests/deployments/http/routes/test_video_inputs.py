@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import numpy as np
 import openai
 import pytest
 
+from deployments.clips.clips import Clips
 from pipelines.media.clip import encode_clip
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.routes.test_videos import finished
 from tests.deployments.http.test_errors import error_of
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.deployments.support.files import data_url
+from tests.support.patience import PATIENCE_S
 
 CHANGED, CONTINUED = "fake-changed-clips", "fake-continued-clips"
 WIDTH, HEIGHT, FPS, NUM_FRAMES = 48, 32, 8, 11
@@ -227,6 +230,29 @@ async def test_a_large_clip_is_413(tmp_path: Path, limit: int, status: int) -> N
         assert answer.status_code == status
         if status == 413:
             assert error_of(answer, 413)["code"] == "video_too_large"
+
+
+async def test_frames_of_requests_under_way_take_no_more_memory_than_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request is let in whatever it takes; the next one while its frames are not on the disk is not."""
+    entered, may_go, submit = asyncio.Event(), asyncio.Event(), Clips.submit
+
+    async def slow(*args: Any) -> Any:
+        entered.set()
+        await may_go.wait()
+        return await submit(*args)
+
+    monkeypatch.setattr(Clips, "submit", slow)
+    async with client_of(build(FakeStudio(takes_clips=True), tmp_path, max_open_upload_bytes=1)) as client:
+        body = {"prompt": "a", "video": URL}
+        first = asyncio.create_task(client.post(VIDEOS, json=body))
+        async with asyncio.timeout(PATIENCE_S):
+            await entered.wait()
+        assert error_of(await client.post(VIDEOS, json=body), 503)["code"] == "server_full"
+        may_go.set()
+        assert (await first).status_code == 200
+        assert (await client.post(VIDEOS, json=body)).status_code == 200
 
 
 async def test_models_say_that_they_take_clips(client: httpx.AsyncClient) -> None:
