@@ -160,6 +160,7 @@ SERVED: Mapping[str, Callable[[Defaults], bool]] = {
     "layers": lambda one: one.max_layers > 0,
     "text to clip": lambda one: one.kind == "video" and not one.min_pictures,
     "picture to clip": lambda one: one.kind == "video" and one.max_pictures > 0,
+    "clip to clip": lambda one: one.max_video_frames > 0,
     "sound": lambda one: one.kind == "video" and one.make_sound,
 }
 WORDS = {
@@ -168,10 +169,11 @@ WORDS = {
     "inpainting": ("inpaint",),
     "text to clip": ("text2video", "t2va"),
     "picture to clip": ("image2video", "flf2v", "fl2va"),
+    "clip to clip": ("video2video",),
     "sound": ("sound", "t2va"),
 }
 """Meaning of the names of workflows."""
-NOT_SERVED = ("controlnet", "ip_adapter", "video2video", "action", "ref2", "in_context")
+NOT_SERVED = ("controlnet", "ip_adapter", "action", "ref2", "in_context")
 """Marks of workflows for which no request brings what they want."""
 
 

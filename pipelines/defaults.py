@@ -52,6 +52,20 @@ class Defaults:
     takes_mask: bool = False
     """Requests may have a mask with their picture; with ``needs_mask`` they must."""
     needs_mask: bool = False
+    max_video_frames: int = 0
+    """Frames of a clip that comes along (0: the model takes none), at the rate of the result."""
+    min_video_frames: int = 1
+    needs_video: bool = False
+    takes_both: bool = False
+    """Pictures may come along beside the clip."""
+    keeps_length: bool = False
+    """The result has as many frames as the clip that came along."""
+    takes_control: bool = False
+    """Requests must have a control picture, and may have its ``control_scale``."""
+    control_scale: float = 0.0
+    """Default weight of the control; 0: it is fixed."""
+    takes_control_guidance: bool = False
+    """Requests may say in which share of the steps the control counts."""
     takes_strength: bool = False
     strength: float = 1.0
     """Default strength: the share of the steps to run, rounded up, or down with ``rounds_steps_down``."""
@@ -101,6 +115,16 @@ class Defaults:
         paints_over = self.takes_strength and not self.strength_needs_mask
         return self.max_pictures > 0 and not paints_over and not self.max_layers
 
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """What it makes of what, such as "text-to-video"."""
+        names = ["control"] if self.takes_control else []
+        for kind, own in ((kind, self.of(kind)) for kind in self.kinds):
+            is_of_text = not (own.min_pictures or own.needs_video)
+            sources = {"text": is_of_text, "image": own.max_pictures > 0, "video": own.max_video_frames > 0}
+            names += [f"{source}-to-{kind}" for source, is_taken in sources.items() if is_taken]
+        return tuple(sorted(names, key="control".__eq__))
+
     def of(self, kind: MediaKind) -> Defaults:
         """Return the defaults for requests of ``kind``. A clip model makes single-frame pictures from prompts only.
 
@@ -113,6 +137,8 @@ class Defaults:
         size = {"width": self.picture_width, "height": self.picture_height, "picture_width": 0, "picture_height": 0}
         frame = {"num_frames": 1, "fps": 0, "frame_multiple": 1, "max_frames": 1, "min_frames": 1}
         words = {"max_pictures": 0, "min_pictures": 0, "takes_mask": False, "needs_mask": False}
+        words |= {"max_video_frames": 0, "min_video_frames": 1, "needs_video": False, "keeps_length": False}
+        words |= {"takes_both": False}
         whole = {"takes_strength": False, "frames_per_chunk": 0, "first_chunk_steps": 1, "make_sound": False}
         changes: dict[str, Any] = {**size, **frame, **words, **whole}
         return replace(self, kind=kind, **changes)
@@ -138,6 +164,8 @@ class Defaults:
             "seed": 0,
             "num_pictures": self.min_pictures,
             "has_mask": self.needs_mask,
+            "has_control": self.takes_control,
+            "num_video_frames": self._num_video_frames(size) if self.needs_video else 0,
             "num_layers": self.num_layers,
         }
         request = MediaRequest(**(defaults | changes))
@@ -160,6 +188,10 @@ class Defaults:
         yield "num_inference_steps", partial(self.check_num_steps, request.num_inference_steps)
         yield "num_pictures", partial(self.check_num_pictures, number)
         yield "has_mask", partial(self.check_mask, number, has_mask)
+        yield "num_video_frames", partial(self.check_video, request.num_video_frames, number, request.num_frames)
+        yield "has_control", partial(self.check_control, request.has_control)
+        yield "control_scale", partial(self.check_control_scale, request)
+        yield "control_guidance_start", partial(self.check_control_guidance, request)
         yield "strength", partial(self.check_strength, request)
         yield "num_layers", partial(self.check_layers, request.num_layers)
         yield "cache", partial(self.check_cache, request)
@@ -234,7 +266,7 @@ class Defaults:
         return steps * order + extra if steps else 0
 
     def strength_of(self, request: MediaRequest) -> float | None:
-        """Return the share of its picture that ``request`` repaints; None if it starts from noise."""
+        """Return the share of its picture or clip that ``request`` repaints; None if it starts from noise."""
         if not self._may_have_strength(request):
             return None
         return self.strength if request.strength is None else request.strength
@@ -249,10 +281,57 @@ class Defaults:
         if self.needs_mask and not has_mask:
             raise ValueError("this model paints what a mask marks, and none came along: send a mask with the picture")
 
+    def check_video(self, num_video_frames: int, num_pictures: int = 0, num_frames: int | None = None) -> None:
+        """Check a clip that comes along, in frames at the rate of the result (0: there is none).
+
+        ``num_frames`` is the length of the result, if it is known.
+        """
+        if not num_video_frames:
+            if self.needs_video:
+                raise ValueError("this model changes clips, and none came along: send one as video")
+            return
+        if not self.max_video_frames:
+            raise ValueError("a clip came along; this model takes none: leave video out, or take another model")
+        if num_pictures and not self.takes_both:
+            raise ValueError("a clip and a picture came along; this model takes one of them")
+        if not self.min_video_frames <= num_video_frames <= self.max_video_frames:
+            allowed = f"from {self.min_video_frames} to {self.max_video_frames}"
+            raise ValueError(f"video has {num_video_frames} frames at the clip's rate; this model takes {allowed}")
+        if num_frames == 1 < num_video_frames:
+            raise ValueError("a clip came along, and num_frames is 1; make it larger, or leave video out")
+
+    def check_control(self, has_control: bool) -> None:
+        if has_control and not self.takes_control:
+            raise ValueError("a control picture came along; this model takes none: leave control_image out")
+        if self.takes_control and not has_control:
+            raise ValueError("this model follows a control picture, and none came along: send one as control_image")
+
+    def check_control_scale(self, request: MediaRequest) -> None:
+        if request.control_scale is not None and not self.control_scale:
+            allowed = "this model has none to set" if self.takes_control else "this model takes no control picture"
+            raise ValueError(f"control_scale is {request.control_scale:g}; {allowed}: leave it out")
+
+    def check_control_guidance(self, request: MediaRequest) -> None:
+        start, end = request.control_guidance_start, request.control_guidance_end
+        if (start, end) == (None, None):
+            return
+        if not self.takes_control_guidance:
+            raise ValueError("control_guidance_start and control_guidance_end are not for this model; leave them out")
+        start, end = start or 0.0, 1.0 if end is None else end
+        if not 0 <= start < end <= 1:
+            allowed = "it must be from 0 to 1 and below control_guidance_end"
+            raise ValueError(f"control_guidance_start is {start:g} and control_guidance_end {end:g}; {allowed}")
+
+    def _num_video_frames(self, size: Size) -> int:
+        """Return the frames of a clip for a request of ``size``."""
+        num_frames = self.num_frames if size.num_frames is None else size.num_frames
+        return num_frames if self.keeps_length else self.min_video_frames
+
     def check_strength(self, request: MediaRequest) -> None:
         if request.strength is not None and not self._may_have_strength(request):
             needed = " and a mask" if self.strength_needs_mask else ""
-            allowed = f"strength with a picture{needed}" if self.takes_strength else "no strength"
+            source = "clip" if self.max_video_frames else "picture"
+            allowed = f"strength with a {source}{needed}" if self.takes_strength else "no strength"
             raise ValueError(f"this model takes {allowed}")
         if request.strength is not None and not 0 < request.strength <= 1:
             raise ValueError(f"strength is {request.strength}; it must be above 0 and at most 1")
@@ -262,7 +341,7 @@ class Defaults:
 
     def _may_have_strength(self, request: MediaRequest) -> bool:
         has_mask = request.has_mask or not self.strength_needs_mask
-        return self.takes_strength and request.num_pictures > 0 and has_mask
+        return self.takes_strength and (request.num_pictures > 0 or request.num_video_frames > 0) and has_mask
 
     def _allowed_pictures(self) -> str:
         if self.max_pictures == 0:

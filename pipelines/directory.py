@@ -19,6 +19,8 @@ PLACE, SUBFOLDER, CLASS = "pretrained_model_name_or_path", "subfolder", "type_hi
 """Keys of the modular index for a part's location and class."""
 CLASSIC, MODULAR, FROM_PICTURE = "Pipeline", "ModularPipeline", "ImageToVideo"
 """Parts of the names of pipeline classes."""
+OWN_INPUTS = ("VideoToVideo", "Control")
+"""Parts of the names of pipelines that take what modular blocks for the same transformer do not."""
 
 
 def read_config(path: Path, part: str) -> Mapping[str, Any]:
@@ -125,6 +127,11 @@ def has_blocks(path: Path) -> bool:
     except ValueError:
         return False
     return True
+
+
+def has_own_inputs(path: Path) -> bool:
+    """Return whether the folder's pipeline takes a clip or a control picture, which other blocks do not."""
+    return any(word in str(read_index(path).get("_class_name")) for word in OWN_INPUTS)
 
 
 def pipelines_with_blocks() -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from pipelines.caching import CacheMode
@@ -76,6 +76,17 @@ class MediaRequest:
     """Number of ``InputPictures``, which only the encoder receives."""
     has_mask: bool = False
     """A mask comes with the input pictures."""
+    num_video_frames: int = 0
+    """Frames of the ``InputVideo``, which only the encoder receives; 0: none."""
+    has_control: bool = False
+    """A control picture comes along, such as edges or depths."""
+    control_scale: float | None = None
+    """Weight of the control; None: the model's default."""
+    control_guidance_start: float | None = None
+    """Share of the steps before the control begins, and below at which it ends; None: the model's default."""
+    control_guidance_end: float | None = None
+    source_clip_id: str | None = None
+    """Id of the clip that came along, if this server made it."""
     strength: float | None = None
     """Share of the picture to repaint, in (0, 1]; None: the model's default."""
     num_layers: int = 0
@@ -149,22 +160,44 @@ class InputPicture:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class InputVideo:
+    """A validated, decoded clip without sound: upright RGB frames at a constant rate, in the size of the request."""
+
+    width: int
+    height: int
+    num_frames: int
+    fps: int
+    data: bytes
+    """8-bit pixels of all frames, one after another."""
+
+    def frames(self) -> list[Image]:
+        from PIL import Image
+
+        each = len(self.data) // self.num_frames
+        parts = (self.data[number * each : (number + 1) * each] for number in range(self.num_frames))
+        return [Image.frombytes("RGB", (self.width, self.height), part) for part in parts]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class InputPictures:
-    """The pictures of one request, in the client's order."""
+    """The pictures of one request, in the client's order, and its clip."""
 
     pictures: tuple[InputPicture, ...] = ()
     mask: InputPicture | None = None
     """Mode "L", white where to paint."""
+    video: InputVideo | None = None
+    control: InputPicture | None = None
+    """What the result follows: edges, depths, poses."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the pixels, those of the mask included."""
-        mask = () if self.mask is None else (self.mask,)
-        return sum(len(picture.data) for picture in (*self.pictures, *mask))
+        """Memory of all pixels."""
+        others = (self.mask, self.video, self.control)
+        return sum(len(one.data) for one in (*self.pictures, *others) if one is not None)
 
     def cut_to(self, width: int, height: int) -> InputPictures:
         """Return the pictures in RGB and of that size: scaled to cover it, then cropped around the centre."""
-        return InputPictures(pictures=tuple(picture.cut_to(width, height) for picture in self.pictures), mask=self.mask)
+        return replace(self, pictures=tuple(picture.cut_to(width, height) for picture in self.pictures))
 
 
 NO_PICTURES = InputPictures()

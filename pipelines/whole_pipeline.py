@@ -31,10 +31,10 @@ from pipelines.blocks.encoder import BlocksEncoder, Conditioning
 from pipelines.blocks.opened import inputs_of
 from pipelines.blocks.sampler import BlocksSampler, check_finite
 from pipelines.defaults import Defaults
-from pipelines.models.generic.whole import WholeSpec
-from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
+from pipelines.models.generic.whole import CONTROL_SCALE, REFERENCES, WholeSpec
+from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaRequest
 
-PICTURES, FRAMES, CALL = "pictures", "frames_FHWC", "call"
+PICTURES, VIDEO, FRAMES, CALL = "pictures", "video_FHWC", "frames_FHWC", "call"
 FLOW = "FlowMatch"
 """Part of the names of schedulers whose prediction is a velocity."""
 UNPACK, DECODE = "_unpack_latents", "decode"
@@ -223,7 +223,7 @@ class WholeSampler(BlocksSampler):
         self._loaded, self._whole, self._defaults = pipeline, spec, defaults
 
     def begin(self, request: MediaRequest, conditioning: Conditioning) -> Any:
-        pictures = conditioning.values.get(PICTURES, NO_PICTURES)
+        pictures = _opened(conditioning.values, request)
         inputs, progress = self._inputs(request, pictures), CallProgress()
         call = functools.partial(_call, self._loaded, inputs, progress)
         return WholeState(request=request, call=PausedCall(call, self._loaded.device), progress=progress)
@@ -266,7 +266,22 @@ class WholeSampler(BlocksSampler):
         scales = {"guidance_scale": request.guidance_scale, "true_cfg_scale": request.true_cfg_scale}
         if not self._whole.has_distilled_scale:
             scales = {"guidance_scale": request.true_cfg_scale}
+        inputs |= self._control(request, pictures)
+        if REFERENCES in names and pictures.pictures:
+            inputs[REFERENCES] = [picture.on_white() for picture in pictures.pictures]
         return {**inputs, **{name: scale for name, scale in scales.items() if name in names}, "output_type": "pil"}
+
+    def _control(self, request: MediaRequest, pictures: InputPictures) -> dict[str, Any]:
+        """Return the arguments for the control picture, which is cut to the size of the request."""
+        if self._whole.control is None or pictures.control is None:
+            return {}
+        values = {
+            self._whole.control: pictures.control.cut_to(request.width, request.height).image(),
+            CONTROL_SCALE: request.control_scale,
+            "control_guidance_start": request.control_guidance_start,
+            "control_guidance_end": request.control_guidance_end,
+        }
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def _call(pipeline: Any, inputs: Mapping[str, Any], progress: CallProgress, pause: Callable[[], None]) -> Any:
@@ -277,6 +292,18 @@ def _call(pipeline: Any, inputs: Mapping[str, Any], progress: CallProgress, paus
             vars(own)[name] = copy.deepcopy(part)
     follow(own.scheduler, progress, pause)
     return own(**inputs)
+
+
+def _opened(values: Mapping[str, Any], request: MediaRequest) -> InputPictures:
+    """Return what came along with ``request`` from the values of its conditioning."""
+    pictures: InputPictures = values.get(PICTURES, NO_PICTURES)
+    video_FHWC = values.get(VIDEO)
+    if video_FHWC is None:
+        return pictures
+    num_frames, height, width = video_FHWC.shape[:3]
+    data = video_FHWC.cpu().numpy().tobytes()
+    video = InputVideo(width=width, height=height, num_frames=num_frames, fps=request.fps, data=data)
+    return replace(pictures, video=video)
 
 
 def _frames_of(output: Any) -> NDArray[np.uint8]:
@@ -305,7 +332,7 @@ def _decoded(pipeline: Any, latents_BCHW: Tensor) -> NDArray[np.uint8]:
 
 
 class WholeEncoder(BlocksEncoder):
-    """Passes pictures along: the pipeline encodes prompt and pictures on the rank."""
+    """Passes pictures and clips along: the pipeline encodes them and the prompt on the rank."""
 
     def __init__(self) -> None:
         self.max_tokens = 0
@@ -318,7 +345,11 @@ class WholeEncoder(BlocksEncoder):
         return nullcontext()
 
     def encode(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> Conditioning:
-        return Conditioning(values={PICTURES: pictures}, kinds={}, dtype=torch.float32)
+        values: dict[str, Any] = {PICTURES: replace(pictures, video=None)}
+        if (video := pictures.video) is not None:  # a tensor, which travels beside the message
+            shape = (video.num_frames, video.height, video.width, 3)
+            values[VIDEO] = torch.frombuffer(bytearray(video.data), dtype=torch.uint8).reshape(shape)
+        return Conditioning(values=values, kinds={}, dtype=torch.float32)
 
 
 class WholeDecoder(BlocksDecoder):

@@ -110,13 +110,13 @@ class Attempt:
     async def _inputs(self) -> InputPictures:
         """Return the input pictures. ValueError if they are gone: a retry would not find them."""
         clip = self.claim.clip
-        if not clip.request.num_pictures:
+        if not clip.request.num_pictures and not clip.request.num_video_frames:
             return NO_PICTURES
-        arguments = (clip.id, clip.request.num_pictures, clip.request.has_mask)
         try:
-            return await asyncio.to_thread(self.folders.read_inputs, *arguments)
+            return await asyncio.to_thread(self.folders.read_inputs, clip.id, clip.request)
         except FileNotFoundError:
-            message = "the input picture of the clip is gone from the server's disk: send it again"
+            source = "clip" if clip.request.num_video_frames else "picture"
+            message = f"the input {source} of the clip is gone from the server's disk: send it again"
             raise ValueError(message) from None
 
     async def _keep_claim(self) -> None:

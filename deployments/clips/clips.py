@@ -217,7 +217,7 @@ class Clips:
         """Yield the id of a new clip whose ``pictures`` are on disk. Delete all of it if the block fails."""
         clip_id = new_clip_id()
         try:
-            if pictures.pictures:
+            if pictures.num_bytes:
                 await asyncio.to_thread(self._folders.write_inputs, clip_id, pictures)
             yield clip_id
         except BaseException:  # also if the client disconnects: it never got the id

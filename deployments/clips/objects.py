@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import stat
 import time
@@ -17,15 +16,12 @@ from typing import Any
 
 from deployments.clips.storage import (
     FILE_NAMES,
-    MASK_NAME,
     StorageLostError,
     Variant,
     input_files,
-    input_name,
-    png,
-    read_png,
+    inputs_of,
 )
-from pipelines.request import InputPicture, InputPictures
+from pipelines.request import InputPictures, MediaRequest
 
 CHECK_EVERY_S = 10.0
 """Time for which a check that found nothing counts: each writes an object."""
@@ -194,14 +190,13 @@ class ClipObjects:
         return self.bucket.find(_name(clip_id, FILE_NAMES[variant]))
 
     def write_inputs(self, clip_id: str, inputs: InputPictures) -> None:
-        """Write the input pictures of a clip, lossless."""
-        for name, picture in input_files(inputs).items():
-            self.bucket.write(_name(clip_id, name), png(picture))
+        """Write input pictures and clip, lossless."""
+        for name, data in input_files(inputs):
+            self.bucket.write(_name(clip_id, name), data)
 
-    def read_inputs(self, clip_id: str, num_pictures: int, has_mask: bool) -> InputPictures:
+    def read_inputs(self, clip_id: str, request: MediaRequest) -> InputPictures:
         """Return what ``write_inputs`` wrote. FileNotFoundError if missing."""
-        pictures = tuple(self._picture(clip_id, input_name(index)) for index in range(num_pictures))
-        return InputPictures(pictures=pictures, mask=self._picture(clip_id, MASK_NAME) if has_mask else None)
+        return inputs_of(request, lambda name: self.bucket.read(_name(clip_id, name)))
 
     def remove_inputs(self, clip_id: str) -> None:
         with suppress(StorageLostError):  # at the latest, they are deleted with the clip
@@ -223,9 +218,6 @@ class ClipObjects:
     def _remove(self, clip_id: str, beginning: str = "") -> None:
         prefix = _name(clip_id, beginning)
         self.bucket.remove(*(one.name for one in self.bucket.list(_name(clip_id)) if one.name.startswith(prefix)))
-
-    def _picture(self, clip_id: str, name: str) -> InputPicture:
-        return read_png(io.BytesIO(self.bucket.read(_name(clip_id, name))))
 
 
 def _name(clip_id: str, name: str = "") -> str:

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Literal
 from sqlalchemy import exc
 
 from deployments.places import make_private, write_privately
-from pipelines.request import InputPicture, InputPictures
+from pipelines.request import InputPicture, InputPictures, InputVideo, MediaRequest
 
 MIN_FREE_BYTES = 32 << 20
 """Below this the disk counts as full. The rest is for records of running clips and for deletions."""
@@ -27,7 +27,7 @@ SINGLE_FILE = frozenset({errno.EFBIG, errno.ENAMETOOLONG})
 Variant = Literal["video", "thumbnail", "preview"]
 FILE_NAMES: dict[Variant, str] = {"video": "clip.mp4", "thumbnail": "thumbnail.webp", "preview": "preview.png"}
 CONTENT_TYPES: dict[Variant, str] = {"video": "video/mp4", "thumbnail": "image/webp", "preview": "image/png"}
-MASK_NAME = "input-mask.png"
+MASK_NAME, VIDEO_NAME = "input-mask.png", "input-video.rgb"
 PNG_LEVEL = 0
 """No compression, for speed: the files are deleted with the finished clip."""
 DATABASE_FAILURES = (exc.DBAPIError, exc.TimeoutError)
@@ -167,24 +167,21 @@ class ClipFolders:
         return Orphans(root=self.root, patience_s=patience_s)
 
     def write_inputs(self, clip_id: str, inputs: InputPictures) -> None:
-        """Write the input pictures of a clip, lossless."""
-        for name, picture in input_files(inputs).items():
-            data = png(picture)
+        """Write input pictures and clip, lossless."""
+        for name, data in input_files(inputs):
             with data_folder(self.root):
                 write_privately(self.root, self.root / clip_id / name, data)
 
-    def read_inputs(self, clip_id: str, num_pictures: int, has_mask: bool) -> InputPictures:
+    def read_inputs(self, clip_id: str, request: MediaRequest) -> InputPictures:
         """Return what ``write_inputs`` wrote. FileNotFoundError if missing; StorageLostError if ``root`` is."""
         if not self.root.is_dir():
             raise _lost_folder(self.root)
-        folder = self.root / clip_id
         with data_folder(self.root, but=FileNotFoundError):
-            pictures = tuple(read_png(folder / input_name(index)) for index in range(num_pictures))
-            return InputPictures(pictures=pictures, mask=read_png(folder / MASK_NAME) if has_mask else None)
+            return inputs_of(request, lambda name: (self.root / clip_id / name).read_bytes())
 
     def remove_inputs(self, clip_id: str) -> None:
         with suppress(OSError):  # at the latest, they are deleted with the clip's folder
-            for path in (self.root / clip_id).glob("input-*.png"):
+            for path in (self.root / clip_id).glob("input-*"):
                 path.unlink(missing_ok=True)
 
     def remove(self, clip_id: str) -> None:
@@ -192,10 +189,28 @@ class ClipFolders:
         shutil.rmtree(self.root / clip_id, ignore_errors=True)
 
 
-def input_files(inputs: InputPictures) -> dict[str, InputPicture]:
-    """Return the input pictures of a clip by their file names."""
-    files = {input_name(index): picture for index, picture in enumerate(inputs.pictures)}
-    return files if inputs.mask is None else {**files, MASK_NAME: inputs.mask}
+def input_files(inputs: InputPictures) -> Iterator[tuple[str, bytes]]:
+    """Yield names and contents of the files that hold what came along with a clip's request."""
+    for index, picture in enumerate(inputs.pictures):
+        yield input_name(index), png(picture)
+    if inputs.mask is not None:
+        yield MASK_NAME, png(inputs.mask)
+    if inputs.video is not None:
+        yield VIDEO_NAME, inputs.video.data
+
+
+def inputs_of(request: MediaRequest, read: Callable[[str], bytes]) -> InputPictures:
+    """Return the content of the files of ``input_files``, which ``read`` returns by name."""
+    pictures = tuple(read_png(read(input_name(index))) for index in range(request.num_pictures))
+    mask = read_png(read(MASK_NAME)) if request.has_mask else None
+    video = video_of(request, read(VIDEO_NAME)) if request.num_video_frames else None
+    return InputPictures(pictures=pictures, mask=mask, video=video)
+
+
+def video_of(request: MediaRequest, data: bytes) -> InputVideo:
+    """Return the clip that came along with ``request`` from its pixels."""
+    size = {"width": request.width, "height": request.height, "num_frames": request.num_video_frames}
+    return InputVideo(**size, fps=request.fps, data=data)
 
 
 def input_name(index: int) -> str:
@@ -208,10 +223,10 @@ def png(picture: InputPicture) -> bytes:
     return file.getvalue()
 
 
-def read_png(file: Path | io.BytesIO) -> InputPicture:
+def read_png(data: bytes) -> InputPicture:
     from PIL import Image
 
-    with Image.open(file, formats=("PNG",)) as image:
+    with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
         return InputPicture.of(image)
 
 

@@ -55,6 +55,9 @@ class Model(BaseModel):
     sizes: tuple[str, ...] = Field(description="Good values of size; others within the limits may do. Beyond OpenAI.")
     steps: dict[Quality, int] = Field(description="What each quality means in steps; beyond OpenAI.")
     prompts: tuple[str, ...] = Field(description="Prompts to begin with; beyond OpenAI.")
+    capabilities: tuple[str, ...] = Field(
+        description="What it makes of what, such as text-to-image or video-to-video; beyond OpenAI."
+    )
     edits: bool = Field(description="Whether it changes pictures as the prompt says, not by strength; beyond OpenAI.")
     defaults: Defaults = Field(description="Defaults and limits; beyond OpenAI.")
     picture_defaults: Defaults | None = Field(
@@ -82,6 +85,7 @@ class Model(BaseModel):
             sizes=description.sizes_within(defaults),
             steps={quality: quality_steps(quality, defaults) for quality in QUALITY_SHARES},
             prompts=description.prompts,
+            capabilities=defaults.capabilities,
             edits=defaults.edits,
             defaults=defaults,
             picture_defaults=defaults.of("image") if "image" in defaults.kinds[1:] else None,
@@ -220,7 +224,7 @@ class Video(BaseModel):
     expires_at: int | None = None
     prompt: str
     revised_prompt: str | None = Field(default=None, description=f"{REVISED} Beyond OpenAI.")
-    remixed_from_video_id: str | None = None
+    remixed_from_video_id: str | None = Field(default=None, description="The clip that it was made of, by its id.")
     seconds: str
     size: str
     error: VideoError | None
@@ -251,6 +255,7 @@ class Video(BaseModel):
             completed_at=clip.completed_at,
             prompt=request.prompt if request.given_prompt is None else request.given_prompt,
             revised_prompt=request.revised_prompt,
+            remixed_from_video_id=request.source_clip_id,
             seconds=clip.seconds,
             size=f"{request.width}x{request.height}",
             error=VideoError(code=clip.error.code, message=clip.error.message) if clip.error else None,

@@ -51,7 +51,7 @@ NUM_UNPACKINGS = 2
 """Requests whose pictures are unpacked side by side, beside the event loop."""
 UPLOADS: dict[MediaKind, tuple[str, ...]] = {
     "image": ("/v1/images/edits",),
-    "video": ("/v1/videos", "/v1/videos/sync"),
+    "video": ("/v1/videos", "/v1/videos/sync", "/v1/videos/edits"),
 }
 ROUTES = (health_routes, model_routes, lora_routes, usage_routes, batch_routes, image_routes, video_routes, page_routes)
 DESCRIPTION = (
@@ -159,9 +159,13 @@ def add_guards(app: FastAPI, settings: ApiSettings, studio: Studio, drain: Drain
 
 
 def uploads(studio: Studio) -> list[str]:
-    """Return the routes that accept pictures: those whose models take some."""
+    """Return the routes that accept pictures or clips: those whose models take some."""
     made = [card.defaults.of(kind) for card in studio.cards().values() for kind in card.defaults.kinds]
-    return [path for kind in {one.kind for one in made if one.max_pictures} for path in UPLOADS[kind]]
+    return [
+        path
+        for kind in {one.kind for one in made if one.max_pictures or one.max_video_frames or one.takes_control}
+        for path in UPLOADS[kind]
+    ]
 
 
 def file_shelf(settings: ApiSettings, bucket: Bucket | None) -> FileShelf | ObjectShelf:

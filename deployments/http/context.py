@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, TypeVar
 
 from fastapi import Security
@@ -26,8 +27,9 @@ from deployments.http.streams import until_disconnect
 from deployments.lora_store import LoraStore
 from deployments.requests.bodies import MediaBody
 from deployments.requests.model_choice import Needs, choose_card, names_others
-from deployments.requests.pictures.sources import Sources
+from deployments.requests.pictures.sources import Source, Sources
 from deployments.requests.pictures.unpack import unpack
+from deployments.requests.pictures.video import FormOf
 from deployments.requests.prompt_enhancer import PromptEnhancers
 from deployments.requests.recipe_choice import with_recipe
 from deployments.requests.rules import Requester, RequestRules, ResolvedRequest
@@ -39,6 +41,7 @@ BATCH_KEY = "troupe.batch_key"
 """Key in the ASGI scope of the hash of the API key of a batch, in the requests that are made for it."""
 BEARER = HTTPBearer(auto_error=False, description="Needed only if the server was started with API keys.")
 B = TypeVar("B", bound=MediaBody)
+ReadSource = Callable[[Source], Awaitable[Source]]
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Security(BEARER)]
 
 
@@ -90,22 +93,32 @@ class ApiContext:
         """Return the cards of all models, with the adapters that clients have added for the requester."""
         return await self.loras.on_cards(self.studio.cards(), self.viewer(requester))
 
-    async def resolved(self, body: B, kind: MediaKind, requester: Requester) -> ResolvedRequest[B]:
-        """Return ``body`` with its model and its decoded pictures. RequestError if the model takes others."""
+    async def resolved(
+        self, body: B, kind: MediaKind, requester: Requester, read: ReadSource | None = None
+    ) -> ResolvedRequest[B]:
+        """Return ``body`` with its model and what came along, decoded. RequestError if the model takes something else.
+
+        ``read`` returns the content of a clip or file that is named by its id.
+        """
         card = choose_card(self.studio.cards(), body.model, kind, Needs.of(body))
         if card.runtime_loras is not None and names_others(body, card):
             card = choose_card(await self.cards(requester), body.model, kind, Needs.of(body))
         body = with_recipe(body, card)
-        sources = RequestRules(card).check_sources(body)
-        pictures = await self._decoded(sources, card, kind) if sources.all else NO_PICTURES
+        rules = RequestRules(card)
+        sources, pictures = rules.check_sources(body), NO_PICTURES
+        if sources.all or sources.video is not None:
+            gang_in_s = await self.check_ready(card.name)
+            if kind == "image":
+                self.admission.check_place(card.name, gang_in_s)
+            if read is not None and sources.video is not None:
+                sources = replace(sources, video=await read(sources.video))
+            pictures = await self._decoded(sources, partial(rules.video_form, body))
         return ResolvedRequest(card=card, body=body, pictures=pictures)
 
-    async def _decoded(self, sources: Sources, card: ModelCard, kind: MediaKind) -> InputPictures:
-        """Return the pixels of ``sources``. ApiError 429 or 503 before, if the model takes no request now."""
-        gang_in_s = await self.check_ready(card.name)
-        if kind == "image":
-            self.admission.check_place(card.name, gang_in_s)
-        return await asyncio.get_running_loop().run_in_executor(self.unpacking, unpack, sources, self.settings)
+    async def _decoded(self, sources: Sources, form_of: FormOf) -> InputPictures:
+        """Return the pixels of ``sources``."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.unpacking, unpack, sources, self.settings, form_of)
 
     async def enhanced(self, request: Request, asked: MediaRequest) -> MediaRequest:
         """Return what ``request`` asked for, its prompt rewritten if that is wanted. ClientGoneError ends the wait."""

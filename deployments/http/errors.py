@@ -44,7 +44,7 @@ logger = logging.getLogger("troupe.api")
 
 GPU_HEADER = "X-Troupe-Gpu-Seconds"
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
-STATUSES = {"model_not_found": 404, "picture_too_large": 413}
+STATUSES = {"model_not_found": 404, "picture_too_large": 413, "video_too_large": 413}
 """Of requests that are wrong, where it is not 400."""
 CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 

@@ -22,8 +22,8 @@ MAX_TEXT_BYTES = sys.maxsize
 """Of a field: a text may hold a picture, and the body as a whole is bounded already."""
 A_FILE = "(a file)"
 """In place of a file's content, where no field takes one."""
-BRACKETS = re.compile(r"\[(\d*|image_url)\]$")
-"""How clients write that a field has several values, or those of an object: ``image[]``, ``mask[image_url]``."""
+BRACKETS = re.compile(r"\[(\d*|image_url|video_url|file_id|id)\]$")
+"""How clients write that a field has several values, or those of an object: ``image[]``, ``video[id]``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,9 @@
-"""Bodies with pictures in them."""
+"""Bodies with pictures or clips in them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from starlette.requests import Request
@@ -10,6 +11,7 @@ from starlette.types import Message, Receive
 
 from deployments.http.body import read_json_or_form
 from deployments.http.context import ApiContext
+from deployments.http.lookups import read_source
 from deployments.requests.bodies import MediaBody
 from deployments.requests.rules import Requester, ResolvedRequest
 from pipelines.request import MediaKind
@@ -17,17 +19,26 @@ from pipelines.request import MediaKind
 B = TypeVar("B", bound=MediaBody)
 
 
+def as_it_is(body: B) -> B:
+    return body
+
+
 async def read_upload(
-    context: ApiContext, request: Request, body_type: type[B], kind: MediaKind, requester: Requester
+    context: ApiContext,
+    request: Request,
+    requester: Requester,
+    body_type: type[B],
+    kind: MediaKind,
+    adapt: Callable[[B], B] = as_it_is,
 ) -> ResolvedRequest[B]:
-    """Return the body with its model, of ``kind``, and its decoded pictures.
+    """Return the body, which ``adapt`` may change, with its model, of ``kind``, and what came along, decoded.
 
     Its bytes beyond the limit of other bodies take memory of ``Admission`` meanwhile. ApiError 503 without room.
     """
     with context.admission.memory.taken() as take:
         receive = counting(request.receive, take, context.settings.max_body_bytes)
         body = await read_json_or_form(Request(request.scope, receive), body_type)
-        return await context.resolved(body, kind, requester)
+        return await context.resolved(adapt(body), kind, requester, partial(read_source, context, requester))
 
 
 def counting(receive: Receive, take: Callable[[int], None], num_free: int) -> Receive:

@@ -82,6 +82,15 @@ def _picture(written: object) -> bytes | str:
     raise PydanticCustomError("picture", 'it must be a picture: a file, a data URL, or {"image_url": a data URL}')
 
 
+def _video(written: object) -> bytes | str:
+    """Return the bytes of a file, the URL that holds them, or the id of a file or a clip, unchecked."""
+    if isinstance(written, Mapping) and len(written) == 1 and next(iter(written)) in VIDEO_KEYS:
+        (written,) = written.values()
+    if isinstance(written, bytes | str):
+        return written
+    raise PydanticCustomError("video", VIDEO_SENTENCE)
+
+
 def _pictures(written: object) -> tuple[bytes | str, ...]:
     return tuple(map(_picture, written if isinstance(written, list | tuple) else (written,)))
 
@@ -132,6 +141,11 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_COUNT
 
 
+VIDEO_KEYS = ("video_url", "file_id", "id")
+VIDEO_SENTENCE = (
+    'it must be one clip: a file, a data URL, {"video_url": a data URL}, {"file_id": that of a file of /v1/files}, or '
+    '{"id": that of a clip of /v1/videos}'
+)
 MAX_SOLVER_STEPS = 1000
 STEPS_SENTENCE = "it must be a list of 1 to 1000 numbers, such as [1.0, 0.75, 0.5, 0.25]"
 LORA_SENTENCE = 'it must be a list such as [{"name": "watercolour", "scale": 0.8}]; scale may be left out'
@@ -180,6 +194,22 @@ Picture = Annotated[bytes | str, PlainValidator(_picture), WithJsonSchema(PICTUR
 """One picture as it was written."""
 Pictures = Annotated[tuple[bytes | str, ...], PlainValidator(_pictures), WithJsonSchema(PICTURES_SCHEMA)]
 """One picture, or several in their order."""
+VIDEO_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "description": "Base64 in a data URL (RFC 2397), or the id of a file or a clip."},
+        *(
+            {
+                "type": "object",
+                "properties": {key: {"type": "string"}},
+                "required": [key],
+                "additionalProperties": False,
+            }
+            for key in VIDEO_KEYS
+        ),
+    ]
+}
+Video = Annotated[bytes | str, PlainValidator(_video), WithJsonSchema(VIDEO_SCHEMA)]
+"""A clip as it was written."""
 Strength = Annotated[float, WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "maximum": 1})]
 """Looked at together with the model."""
 LORA_SCHEMA = {
@@ -203,7 +233,7 @@ Steps = Annotated[
 """Looked at together with the model."""
 WrittenQuality = Literal["auto", "low", "medium", "high", "standard", "hd"]
 ACCEPTED = "Accepted, without effect."
-STRENGTH = "How much of the picture is painted anew, up to 1; for models that take it."
+STRENGTH = "How much of the picture or clip is painted anew, up to 1; for models that take it."
 SWITCH = "Another server's switch: accepted while it is off."
 
 
@@ -338,7 +368,7 @@ class ImageBody(MediaBody):
 class EditBody(ImageBody):
     """Body of POST /v1/images/edits."""
 
-    picture_fields = ("image", "images", "mask")
+    picture_fields = ("image", "images", "mask", "control_image")
 
     prompt: OptionalPrompt = Field(
         "", description="What to make of the pictures, in words; may be empty where the model describes them itself."
@@ -347,6 +377,16 @@ class EditBody(ImageBody):
     images: Pictures | None = Field(None, description="The same as image, by its name in JSON.")
     mask: Picture | None = Field(
         None, description="Where to paint, as large as the first picture: what is transparent in it, or else white."
+    )
+    control_image: Picture | None = Field(
+        None, description="What the result follows, for models that take it: edges, depths, a pose."
+    )
+    control_scale: float | None = Field(None, ge=0, le=10, description="Weight of the control picture.")
+    control_guidance_start: float | None = Field(
+        None, ge=0, le=1, description="Share of the steps before the control picture counts."
+    )
+    control_guidance_end: float | None = Field(
+        None, ge=0, le=1, description="Share of the steps after which the control picture no longer counts."
     )
     strength: Strength | None = Field(None, description=STRENGTH)
     layers: Count | None = Field(
@@ -357,7 +397,8 @@ class EditBody(ImageBody):
     @property
     def sources(self) -> Sources:
         """See ``MediaBody.sources``."""
-        return Sources(param="image", pictures=(self.image or ()) + (self.images or ()), mask=self.mask)
+        pictures = (self.image or ()) + (self.images or ())
+        return Sources(param="image", pictures=pictures, mask=self.mask, control=self.control_image)
 
 
 def _webhook(written: object) -> object:
@@ -384,9 +425,12 @@ class WebhookBody(BaseModel):
 class VideoBody(MediaBody):
     """Body of POST /v1/videos."""
 
-    picture_fields = ("input_reference",)
+    picture_fields = ("input_reference", "video")
 
     input_reference: Pictures | None = Field(None, description="The picture to begin with: PNG, JPEG or WebP.")
+    video: Video | None = Field(
+        None, description="The clip to change or to go on from: MP4, MOV, WebM or GIF, or the id of a file or a clip."
+    )
     strength: Strength | None = Field(None, description=STRENGTH)
     seconds: Seconds | None = Field(None, description="Length of the clip; the nearest that the model can make.")
     num_frames: Count | None = Field(None, description="Length in frames, instead of seconds.")
@@ -405,7 +449,7 @@ class VideoBody(MediaBody):
     @property
     def sources(self) -> Sources:
         """See ``MediaBody.sources``."""
-        return Sources(param="input_reference", pictures=self.input_reference or ())
+        return Sources(param="input_reference", pictures=self.input_reference or (), video=self.video)
 
 
 class PageQuery(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, get_args
 
 from deployments.requests.bodies import EditBody, VideoBody
@@ -19,8 +20,16 @@ from pipelines.request import InputPictures, MediaKind, MediaRequest
 
 NUM_PREVIEWS = 3
 DEFAULT_LIMITS = PictureLimits()
-KINDS_BY_FIELD: Mapping[str, MediaKind] = {"image": "image", "images": "image", "input_reference": "video"}
-"""The kind that is made of pictures, by their field."""
+KINDS_BY_FIELD: Mapping[str, MediaKind] = {
+    "image": "image",
+    "images": "image",
+    "control_image": "image",
+    "input_reference": "video",
+    "video": "video",
+}
+"""The kind that is made of pictures and clips, by their field."""
+PICTURES = ("image", "images", "input_reference")
+"""Fields whose pictures are counted."""
 
 
 def handle_request(
@@ -29,7 +38,7 @@ def handle_request(
     """Return one picture or clip from the fields of ``POST /v1/images/edits`` or ``POST /v1/videos``.
 
     ``kind``, image or video, tells the two apart; its default is the model's own kind. Without ``model``, the first
-    served one is taken, of that kind, and for the pictures that come along: bytes of files, or data URLs.
+    served one is taken, of that kind, and for what comes along: bytes of files, or data URLs.
     RequestError names the wrong value and what is allowed. Decoding pictures takes time: not for an event loop.
     """
     fields, requester = dict(unfolded(fields)), Requester(request_id=request_id)
@@ -39,7 +48,7 @@ def handle_request(
         video = with_recipe(validated(VideoBody, fields), card)
         if video.webhook is not None:
             raise RequestError("webhook has no effect here: a handle hears of the end itself; leave it out", "webhook")
-        pictures = unpack(rules.check_sources(video), limits)
+        pictures = unpack(rules.check_sources(video), limits, partial(rules.video_form, video))
         return rules.check(video, pictures, requester, NUM_PREVIEWS), Output(format="mp4"), pictures
     body = with_recipe(validated(EditBody, {**fields, "stream": True}), card)
     pictures = unpack(rules.check_sources(body), limits)
@@ -63,10 +72,12 @@ def card_for(cards: Mapping[str, ModelCard], model: Any, kind: Any, fields: Mapp
 
 def needs_of_fields(fields: Mapping[str, Any]) -> Needs:
     """Like ``Needs.of``, for fields that are not checked yet."""
-    pictures = [fields[name] for name in KINDS_BY_FIELD if fields.get(name) is not None]
+    pictures = [fields[name] for name in PICTURES if fields.get(name) is not None]
     return Needs(
         num_pictures=sum(len(one) if isinstance(one, list | tuple) else 1 for one in pictures),
         has_mask=fields.get("mask") is not None,
         strength=fields.get("strength"),
         num_layers=fields.get("layers"),
+        has_video=fields.get("video") is not None,
+        has_control=fields.get("control_image") is not None,
     )

@@ -25,6 +25,8 @@ class Needs:
     has_mask: bool = False
     strength: float | None = None
     num_layers: int | None = None
+    has_video: bool = False
+    has_control: bool = False
 
     @classmethod
     def of(cls, body: MediaBody) -> Needs:
@@ -34,19 +36,27 @@ class Needs:
             has_mask=body.sources.mask is not None,
             strength=body.strength if isinstance(body, EditBody | VideoBody) else None,
             num_layers=body.layers if isinstance(body, EditBody) else None,
+            has_video=body.sources.video is not None,
+            has_control=body.sources.control is not None,
         )
 
     def rank(self, defaults: Defaults) -> tuple[bool, ...]:
         """Return the flaws of a model, the worst first, as a key for ``min``.
 
-        It takes another number of pictures, lacks something else, or repaints or splits a picture instead of editing.
+        It takes other pictures or no clip, lacks something else, or repaints or splits a picture instead of editing.
         """
         takes_number = defaults.min_pictures <= self.num_pictures <= defaults.max_pictures
+        takes_video = defaults.max_video_frames > 0 if self.has_video else not defaults.needs_video
         takes_mask = defaults.takes_mask if self.has_mask else not defaults.needs_mask
         takes_strength = defaults.takes_strength or self.strength is None
         takes_layers = defaults.max_layers > 0 or self.num_layers is None
         suits = defaults.edits or self.num_pictures == 0 or self.strength is not None or self.num_layers is not None
-        return not takes_number, not (takes_mask and takes_strength and takes_layers), not suits
+        takes_control = defaults.takes_control == self.has_control
+        return (
+            not (takes_number and takes_video and takes_control),
+            not (takes_mask and takes_strength and takes_layers),
+            not suits,
+        )
 
 
 NO_NEEDS = Needs()

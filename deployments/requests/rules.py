@@ -8,15 +8,16 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeGuard, TypeVar
 
 from deployments.requests.bodies import BLANK, RANDOM_SEED, EditBody, MediaBody, VideoBody, WrittenQuality
 from deployments.requests.model_choice import choose_loras
 from deployments.requests.pictures.sources import Sources
+from deployments.requests.pictures.video import VideoForm, VideoHead
 from deployments.requests.request_errors import RequestError, blaming, shown
 from deployments.service.interface import ModelCard
 from pipelines.defaults import Defaults, largest_num_frames
-from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest, ServiceTier
+from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaRequest, ServiceTier
 from pipelines.size import PIXELS, Size
 from pipelines.solver import Solver
 
@@ -35,7 +36,13 @@ QUALITIES: Mapping[WrittenQuality, Quality] = {
 """Qualities by the names that OpenAI gives them."""
 QUALITY_SHARES: Mapping[Quality, float] = {"low": 0.5, "medium": 1.0, "high": 1.5}
 """Steps, as a share of the model's default number."""
-BODY_FIELDS = {"has_mask": "mask", "num_layers": "layers", "sound": "generate_sound"}
+BODY_FIELDS = {
+    "has_mask": "mask",
+    "has_control": "control_image",
+    "num_video_frames": "video",
+    "num_layers": "layers",
+    "sound": "generate_sound",
+}
 """Fields of ``MediaRequest`` that have another name in a body."""
 
 
@@ -69,14 +76,42 @@ class RequestRules:
         RequestError if the model takes another number of pictures or no mask. It is checked before any is decoded.
         """
         sources, defaults = body.sources, self.card.defaults
-        if not body.picture_fields and defaults.min_pictures:
-            message = f"{self.card.name} changes pictures: send them along, to POST /v1/images/edits"
+        if not body.picture_fields and (defaults.min_pictures or defaults.takes_control):
+            what = "changes" if defaults.min_pictures else "follows"
+            message = f"{self.card.name} {what} pictures: send them along, to POST /v1/images/edits"
             raise RequestError(message, "model")
         with blaming(sources.param):
             defaults.check_num_pictures(len(sources.pictures))
         with blaming("mask"):
             defaults.check_mask(len(sources.pictures), sources.mask is not None)
+        with blaming("control_image"):
+            defaults.check_control(sources.control is not None)
+        with blaming("video"):
+            defaults.check_video(0 if sources.video is None else defaults.min_video_frames, len(sources.pictures))
         return sources
+
+    def video_form(self, body: MediaBody, head: VideoHead) -> VideoForm:
+        """Return the form of the clip of ``body``: in the size and at the rate of the result.
+
+        RequestError if they do not suit the model. It is checked before the clip is decoded.
+        """
+        defaults = self.card.defaults
+        length, fps = choose_length(body, defaults)
+        width, height = choose_size(body, defaults, head)
+        with blaming("size" if has_size(body) else "width"):
+            defaults.check_size(width, height)
+        is_cut = defaults.keeps_length and asks_for_length(body)
+        if is_cut:
+            with blaming("num_frames"):
+                defaults.check_num_frames(length)
+        return VideoForm(
+            width=width,
+            height=height,
+            fps=fps,
+            max_frames=length if is_cut else defaults.max_video_frames,
+            is_cut=is_cut,
+            frame_multiple=defaults.frame_multiple if defaults.keeps_length else 1,
+        )
 
     def check(
         self, body: MediaBody, pictures: InputPictures, requester: Requester, num_previews: int = 0
@@ -96,8 +131,9 @@ class RequestRules:
     def _request(self, body: MediaBody, pictures: InputPictures, requester: Requester) -> MediaRequest:
         """Return the request with the model's defaults. Its values are not compared with the limits."""
         defaults = self.card.defaults
-        num_frames, fps = choose_length(body, defaults)
-        width, height = choose_size(body, defaults, next(iter(pictures.pictures), None))
+        video = pictures.video
+        num_frames, fps = choose_length(body, defaults, video)
+        width, height = choose_size(body, defaults, video or next(iter(pictures.pictures), pictures.control))
         guidance_scale, true_cfg_scale = choose_scales(body, self.card)
         return MediaRequest(
             # Clients may send one id twice; in the gang each job needs its own.
@@ -118,6 +154,8 @@ class RequestRules:
             seed=choose_seed(body),
             num_pictures=len(pictures.pictures),
             has_mask=pictures.mask is not None,
+            num_video_frames=0 if video is None else video.num_frames,
+            **choose_control(body, pictures),
             strength=body.strength if isinstance(body, EditBody | VideoBody) else None,
             num_layers=choose_layers(body, defaults),
             loras=choose_loras(body.model, body.lora or (), self.card),
@@ -131,12 +169,22 @@ class RequestRules:
         )
 
 
+class HasSize(Protocol):
+    """A picture, a clip, or the head of one."""
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def height(self) -> int: ...
+
+
 B = TypeVar("B", bound=MediaBody, covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedRequest(Generic[B]):
-    """A request whose model is chosen and whose pictures are decoded."""
+    """A request whose model is chosen and whose pictures and clip are decoded."""
 
     card: ModelCard
     body: B
@@ -177,6 +225,18 @@ def choose_enhancement(body: MediaBody, card: ModelCard) -> bool | None:
         message = "enhance_prompt is true, but the prompt is empty; write one, or send false"
         raise RequestError(message, "enhance_prompt")
     return default if default is None or is_wanted is None else is_wanted
+
+
+def choose_control(body: MediaBody, pictures: InputPictures) -> dict[str, Any]:
+    """Return what ``body`` says of its control picture, as fields of ``MediaRequest``."""
+    if not isinstance(body, EditBody):
+        return {}
+    return {
+        "has_control": pictures.control is not None,
+        "control_scale": body.control_scale,
+        "control_guidance_start": body.control_guidance_start,
+        "control_guidance_end": body.control_guidance_end,
+    }
 
 
 def choose_layers(body: MediaBody, defaults: Defaults) -> int:
@@ -263,8 +323,8 @@ def has_size(body: MediaBody) -> bool:
     return body.size not in (None, "", "auto")
 
 
-def choose_size(body: MediaBody, defaults: Defaults, first: InputPicture | None = None) -> tuple[int, int]:
-    """Return width and height in pixels, from ``size`` or the two numbers, or else from the ``first`` picture."""
+def choose_size(body: MediaBody, defaults: Defaults, first: HasSize | None = None) -> tuple[int, int]:
+    """Return width and height in pixels, from ``size`` or the two numbers, or else from ``first``, which came along."""
     sides = (body.width, body.height)
     if has_size(body):
         size = parse_size(str(body.size), defaults)
@@ -277,11 +337,11 @@ def choose_size(body: MediaBody, defaults: Defaults, first: InputPicture | None 
     return (defaults.width, defaults.height) if first is None else size_of(first, defaults)
 
 
-def size_of(picture: InputPicture, defaults: Defaults) -> tuple[int, int]:
+def size_of(picture: HasSize, defaults: Defaults) -> tuple[int, int]:
     """Return the allowed size that is nearest to the size of ``picture``.
 
-    A picture larger than the model's default is scaled down to it: cameras give many times the pixels for which models
-    were made. Where the model ``enlarges_pictures``, a smaller one is scaled up.
+    One larger than the model's default is scaled down to it: cameras give many times the pixels for which models were
+    made. Where the model ``enlarges_pictures``, a smaller one is scaled up.
     """
     excess = picture.width * picture.height / (defaults.width * defaults.height)
     scale = 1 / math.sqrt(excess if defaults.enlarges_pictures else max(1.0, excess))
@@ -305,15 +365,19 @@ def parse_size(text: str, defaults: Defaults) -> tuple[int, int]:
     return size.width, size.height
 
 
-def choose_length(body: MediaBody, defaults: Defaults) -> tuple[int, int]:
-    """Return frames and frames per second; 1 and 0 of a picture."""
+def choose_length(body: MediaBody, defaults: Defaults, video: InputVideo | None = None) -> tuple[int, int]:
+    """Return frames and frames per second; 1 and 0 of a picture. A model may keep the length of ``video``."""
     if not isinstance(body, VideoBody):
         return 1, 0
     for name in ("n", "num_outputs_per_prompt"):
         if getattr(body, name) not in (None, 1):
             message = f"{name} is {getattr(body, name)}; a request makes one clip: send it once for each"
             raise RequestError(message, name)
-    return clip_length(body.seconds, body.num_frames, body.fps, defaults)
+    num_frames, fps = clip_length(body.seconds, body.num_frames, body.fps, defaults)
+    if video is None or not defaults.keeps_length:
+        return num_frames, fps
+    check_length(body, num_frames, video)
+    return video.num_frames, fps
 
 
 def clip_length(seconds: float | None, num_frames: int | None, fps: int | None, defaults: Defaults) -> tuple[int, int]:
@@ -333,6 +397,18 @@ def clip_length(seconds: float | None, num_frames: int | None, fps: int | None, 
         message = f"seconds is {seconds:g}; at {rate} fps it must be {least} and at most {longest(rate, defaults)}"
         raise RequestError(message, "seconds")
     return frames, rate
+
+
+def asks_for_length(body: MediaBody) -> TypeGuard[VideoBody]:
+    return isinstance(body, VideoBody) and (body.seconds, body.num_frames) != (None, None)
+
+
+def check_length(body: MediaBody, num_frames: int, video: InputVideo) -> None:
+    """Raise RequestError if ``body`` asks for ``num_frames``, more than its clip has."""
+    if asks_for_length(body) and num_frames > video.num_frames:
+        name = "num_frames" if body.seconds is None else "seconds"
+        given = f"{name} is {getattr(body, name):g}, which is {num_frames} frames at {video.fps} fps"
+        raise RequestError(f"{given}, and video has {video.num_frames}; leave it out, or make it smaller", name)
 
 
 def longest(rate: int, defaults: Defaults) -> str:

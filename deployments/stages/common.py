@@ -22,7 +22,7 @@ from engines.core.parcel import Parcel, Shapes
 from engines.gang.errors import QueueFullError
 from engines.gang.jobs.job import JobEvent
 from pipelines.checkpoint import Checkpoint
-from pipelines.request import InputPicture, InputPictures, MetadataLevel, Mode, ServiceTier
+from pipelines.request import InputPicture, InputPictures, InputVideo, MetadataLevel, Mode, ServiceTier
 
 if TYPE_CHECKING:
     from torch import nn
@@ -211,21 +211,52 @@ class SentPicture:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SentVideo:
+    """``SentPicture`` for a clip."""
+
+    width: int
+    height: int
+    num_frames: int
+    fps: int
+    pixels: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, video: InputVideo) -> Self:
+        pixels = np.frombuffer(video.data, np.uint8)
+        size = {"width": video.width, "height": video.height}
+        return cls(**size, num_frames=video.num_frames, fps=video.fps, pixels=pixels)
+
+    def open(self) -> InputVideo:
+        size = {"width": self.width, "height": self.height}
+        return InputVideo(**size, num_frames=self.num_frames, fps=self.fps, data=self.pixels.tobytes())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SentPictures:
-    """The pictures of a request, sent by value to the encoder only (``engines.core.parcel``)."""
+    """Pictures and clip of a request, sent by value to the encoder only (``engines.core.parcel``)."""
 
     pictures: tuple[SentPicture, ...] = ()
     mask: SentPicture | None = None
+    video: SentVideo | None = None
+    control: SentPicture | None = None
 
     @classmethod
     def of(cls, inputs: InputPictures) -> Self:
         """Pack ``inputs`` without a copy."""
-        mask = None if inputs.mask is None else SentPicture.of(inputs.mask)
-        return cls(pictures=tuple(map(SentPicture.of, inputs.pictures)), mask=mask)
+        return cls(
+            pictures=tuple(map(SentPicture.of, inputs.pictures)),
+            mask=None if inputs.mask is None else SentPicture.of(inputs.mask),
+            video=None if inputs.video is None else SentVideo.of(inputs.video),
+            control=None if inputs.control is None else SentPicture.of(inputs.control),
+        )
 
     def open(self) -> InputPictures:
-        pictures = tuple(picture.open() for picture in self.pictures)
-        return InputPictures(pictures=pictures, mask=None if self.mask is None else self.mask.open())
+        return InputPictures(
+            pictures=tuple(picture.open() for picture in self.pictures),
+            mask=None if self.mask is None else self.mask.open(),
+            video=None if self.video is None else self.video.open(),
+            control=None if self.control is None else self.control.open(),
+        )
 
 
 NO_SENT_PICTURES = SentPictures()

@@ -52,7 +52,7 @@ class CacheKeys:
     def of(cls, request: MediaRequest, pictures: SentPictures) -> Self:
         relevant = replace(request, request_id="", preview_steps=(), solver=AS_THE_MODEL)
         relevant = replace(relevant, service_tier="default", deadline_s=None, waited_s=0.0, weight=1.0)
-        relevant = replace(relevant, enhance_prompt=None, enhancer_outcome=None, given_prompt=None)
+        relevant = replace(relevant, enhance_prompt=None, enhancer_outcome=None, given_prompt=None, source_clip_id=None)
         picture_digest = _digest(pictures)
         texts = (repr(replace(relevant, seed=0)), repr(relevant))
         unseeded, seeded = (hashlib.sha256(text.encode() + picture_digest).digest() for text in texts)
@@ -60,12 +60,15 @@ class CacheKeys:
 
 
 def _digest(pictures: SentPictures) -> bytes:
-    """Return SHA-256 over picture count, mask flag, shapes and pixels (zero-copy)."""
+    """Return SHA-256 over picture count, mask flag, shapes and pixels (zero-copy), those of a clip included."""
     mask: tuple[SentPicture, ...] = () if pictures.mask is None else (pictures.mask,)
-    sent = (*pictures.pictures, *mask)
+    control = () if pictures.control is None else (pictures.control,)
+    sent = (*pictures.pictures, *control, *mask)
     forms = [(one.width, one.height, one.mode, one.pixels.nbytes) for one in sent]
-    digest = hashlib.sha256(repr((len(mask), forms)).encode())
-    for one in sent:
+    video = pictures.video
+    clip = None if video is None else (video.width, video.height, video.num_frames, video.fps)
+    digest = hashlib.sha256(repr((len(mask), len(control), forms, clip)).encode())
+    for one in (*sent, *(() if video is None else (video,))):
         digest.update(one.pixels.data)
     return digest.digest()
 

@@ -16,7 +16,7 @@ from deployments.stages.devices import host_lock
 from deployments.stages.stage_config import StageConfig
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
-from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaKind, MediaRequest, Mode
+from pipelines.request import NO_PICTURES, InputPicture, InputPictures, InputVideo, MediaKind, MediaRequest, Mode
 from pipelines.size import Size
 
 if TYPE_CHECKING:
@@ -33,17 +33,24 @@ FORMATS: Mapping[MediaKind, tuple[MediaFormat, ...]] = {"image": ("png", "jpeg",
 
 
 def typical_requests(defaults: Defaults, sizes: tuple[Size, ...]) -> Iterator[tuple[MediaRequest, InputPictures]]:
-    """Yield a text-only request if the model allows it, and one with pictures for each of ``sizes``.
+    """Yield a request without pictures if the model allows it, and one with pictures or a clip for each of ``sizes``.
 
     Without sizes, clips have few frames: some encoders read all frames, which takes minutes on a CPU.
     """
-    if not defaults.min_pictures:
-        yield defaults.request(prompt=PROMPT), NO_PICTURES
+    if not defaults.min_pictures and not defaults.needs_video:
+        request = defaults.request(prompt=PROMPT)
+        yield request, InputPictures(control=_grey(request)) if request.has_control else NO_PICTURES
     if defaults.max_pictures:
         for size in sizes or (_shortest(defaults),):
             request = defaults.request(size, prompt=PROMPT, num_pictures=max(1, defaults.min_pictures))
             mask = _grey(request, "L") if request.has_mask else None
-            yield request, InputPictures(pictures=(_grey(request),) * request.num_pictures, mask=mask)
+            control = _grey(request) if request.has_control else None
+            pictures = (_grey(request),) * request.num_pictures
+            yield request, InputPictures(pictures=pictures, mask=mask, control=control)
+    if defaults.needs_video:
+        for size in sizes or (_shortest(defaults),):
+            request = defaults.request(size, prompt=PROMPT)
+            yield request, InputPictures(video=_grey_clip(request))
     for kind in defaults.kinds[1:]:
         yield from typical_requests(defaults.of(kind), sizes)
 
@@ -52,6 +59,13 @@ def _shortest(defaults: Defaults) -> Size:
     """Return the default size, for clips with the fewest frames."""
     num_frames = max(defaults.min_frames, 1 + defaults.frame_multiple) if defaults.kind == "video" else None
     return Size(width=defaults.width, height=defaults.height, num_frames=num_frames)
+
+
+def _grey_clip(request: MediaRequest) -> InputVideo:
+    """Return a clip in the form of those that come along with ``request``."""
+    data = GREY * (request.width * request.height * 3 * request.num_video_frames)
+    size = {"width": request.width, "height": request.height, "num_frames": request.num_video_frames}
+    return InputVideo(**size, fps=request.fps, data=data)
 
 
 def _grey(request: MediaRequest, mode: Mode = "RGB") -> InputPicture:

@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 def inputs_of(request: MediaRequest, names: Collection[str], pictures: InputPictures = NO_PICTURES) -> dict[str, Any]:
     """Return the inputs among ``names`` that ``request`` sets; ``pictures`` are given to the encoder only."""
+    video = pictures.video
     mask = None if pictures.mask is None else pictures.mask.image()
     inputs: dict[str, Any] = {
         "prompt": request.prompt,
@@ -62,6 +63,7 @@ def inputs_of(request: MediaRequest, names: Collection[str], pictures: InputPict
         "output_type": "pt",
         "use_kv_cache": False,  # stand-ins for the transformer have none
         **dict.fromkeys(FRAME_RATES, request.fps),
+        "video": None if video is None else video.frames(),
         **_picture_inputs([_image(picture, request) for picture in pictures.pictures], mask, names),
     }
     if request.true_cfg_scale > 1:

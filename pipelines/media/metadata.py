@@ -95,6 +95,11 @@ def _fields(request: MediaRequest, layer: int | None) -> dict[str, Any]:
         "generate_sound": request.sound,
         "num_pictures": request.num_pictures or None,
         "has_mask": request.has_mask or None,
+        "num_video_frames": request.num_video_frames or None,
+        "has_control": request.has_control or None,
+        "control_scale": request.control_scale,
+        "control_guidance_start": request.control_guidance_start,
+        "control_guidance_end": request.control_guidance_end,
         "layers": request.num_layers or None,
         "layer": layer,
     }

@@ -96,7 +96,9 @@ class ManifestWriter:
 
     def sign_for(self, request: MediaRequest, data: bytes, format: str) -> bytes:
         """Return the file ``data`` of ``request`` with its manifest inside."""
-        return self.sign(data, format, model=request.model, is_edit=request.num_pictures > 0)
+        return self.sign(
+            data, format, model=request.model, is_edit=bool(request.num_pictures or request.num_video_frames)
+        )
 
     def sign(self, data: bytes, format: str, *, model: str, is_edit: bool) -> bytes:
         """Return ``data`` with a manifest. ``is_edit``: ``model`` started from other media."""

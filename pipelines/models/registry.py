@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from pipelines.directory import DENOISERS, part_class, read_index
+from pipelines.directory import DENOISERS, has_own_inputs, part_class, read_index
 from pipelines.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -35,12 +35,13 @@ FAMILY_FOLDERS = {
 
 
 def spec_of(path: Path) -> ModelSpec:
-    """Return the spec of a diffusers folder: of its transformer, or of its pipeline if that has no modular blocks.
+    """Return the spec of a diffusers folder: of its transformer, or of its pipeline if no modular blocks serve that.
 
     ValueError for other folders and unknown classes.
     """
     name = transformer_class(path)
-    return (None if name in FAMILY_FOLDERS else _whole_spec(path)) or load_spec(name)
+    has_family = name in FAMILY_FOLDERS and not has_own_inputs(path)
+    return (None if has_family else _whole_spec(path)) or load_spec(name)
 
 
 def transformer_class(path: Path) -> str:

@@ -1,9 +1,10 @@
-"""Adapters, masks, first frames and sound in the whole application, on gangs of two rank actors over HTTP."""
+"""Adapters, masks, first frames, clips and sound in the whole application, on gangs of two rank actors over HTTP."""
 
 from __future__ import annotations
 
 import base64
 import io
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,28 +19,34 @@ from PIL import Image, ImageOps
 
 from deployments.cli.serving import parse_config
 from deployments.config import ServeConfig
+from pipelines.media.clip import encode_clip
 from pipelines.request import MediaRequest
 from tests.deployments.support.bare import assert_same_picture, bare_frames, frames_of
 from tests.deployments.support.files import file_of
 from tests.deployments.support.live import TIMEOUT_S, config_of, live, picture, pixels_of
 from tests.pipelines.lora.support.tiny_lora import loader, request_of, write_lora
-from tests.pipelines.support.checkpoints import tiny, tiny_ltx, tiny_pictures
+from tests.pipelines.support.checkpoints import tiny, tiny_helios, tiny_ltx, tiny_pictures, tiny_whole
 from tests.pipelines.support.references.own_call import as_it_is, own_state
 from tests.pipelines.support.references.own_clips import sounding_blocks
 from tests.pipelines.support.references.picture_cases import drawn, mask_of
-from tests.pipelines.support.references.video import Clip
+from tests.pipelines.support.references.video import Clip, frames
 from tests.pipelines.support.references.video import picture as smooth
 
 pytestmark = pytest.mark.slow
 
 ADAPTER, SCALE = "ink", 0.8
 SIZE = (80, 64)
+FPS = 16
 CLIP = Clip(make=tiny_ltx.ltx2_few_layers, reference=sounding_blocks, num_pictures=1, changes={"true_cfg_scale": 1.0})
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "drawing": tiny.flux,
     "painting": tiny_pictures.flux2_klein,
     "filming": CLIP.make,
+    "extending": tiny_helios.helios,
+    "changing": tiny_whole.wan_over,
 }
+ALONE = "changing"
+"""Its pipeline's own call runs on one rank."""
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +66,16 @@ def url(folders: Mapping[str, Path], adapter: Path, ray_cluster: None) -> Iterat
         yield url
 
 
+def clip_file(width: int, height: int, num_frames: int) -> bytes:
+    return encode_clip(np.stack([np.asarray(frame) for frame in frames(width, height, num_frames)]), fps=FPS)
+
+
 def with_adapter(config: ServeConfig, adapter: Path) -> ServeConfig:
     document = config.model_dump(mode="json")
     model = document["applications"][0]["args"]["models"][0]
+    for one in document["applications"][0]["args"]["models"]:
+        if one["name"] == ALONE:
+            one["denoiser"] |= {"num_ranks": 1, "strategy": "auto"}
     model["loras"] = [{"name": ADAPTER, "path": str(adapter), "scale": SCALE}]
     return parse_config(document)
 
@@ -134,3 +148,30 @@ def test_a_clip_with_sound_begins_with_a_picture(url: str, folders: Mapping[str,
         (sound,) = container.streams.audio
         played_s = float(sum(frame.samples for frame in container.decode(sound)) / sound.rate)
     assert played_s == pytest.approx(request.num_frames / request.fps, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("model", "length", "fields"),
+    [("extending", 33, {"num_frames": 37}), ("changing", 9, {"strength": 0.5, "num_inference_steps": 4})],
+)
+def test_a_clip_is_made_of_a_clip_and_of_that_another(
+    url: str, folders: Mapping[str, Path], model: str, length: int, fields: dict[str, Any]
+) -> None:
+    """On two ranks by blocks, and on one by the pipeline's own call; then once more by the id of the result."""
+    body = {"model": model, "prompt": "a red circle", "seed": 5, "size": "64x64", "fps": FPS, "num_inference_steps": 2}
+    body |= fields
+    file = clip_file(80, 64, length)
+    form = {name: str(value) for name, value in body.items()}
+    answer = httpx.post(f"{url}/v1/videos/sync", data=form, files={"video": file}, timeout=TIMEOUT_S)
+    assert answer.status_code == httpx.codes.OK, answer.text
+    served = np.stack(frames_of(answer.content))
+    expected = bare_frames(dict(folders), **body, video=file)
+    assert served.shape == expected.shape == (fields.get("num_frames", length), 64, 64, 3)
+    assert np.abs(served.mean((1, 2)) - expected.mean((1, 2))).max() < 12, "but for lossy compression"
+    remix = f"{url}/v1/videos/{answer.headers['X-Troupe-Video-Id']}/remix"
+    record = httpx.post(remix, json=body, timeout=TIMEOUT_S).json()
+    while record["status"] in ("queued", "in_progress"):
+        time.sleep(0.2)
+        record = httpx.get(f"{url}/v1/videos/{record['id']}", timeout=TIMEOUT_S).json()
+    assert (record["status"], record["model"]) == ("completed", model), record
+    assert f"/{record['remixed_from_video_id']}/" in remix

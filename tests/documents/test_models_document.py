@@ -105,13 +105,13 @@ def test_one_rank(): work()
 def test_what_is_served_is_what_defaults_say(program: ModuleType) -> None:
     served = {name: program.served(program.defaults_of(f"{name}ModularPipeline")) for name in ("Cosmos3Omni", "Wan22")}
     assert served == {
-        "Cosmos3Omni": ["text to picture", "text to clip", "picture to clip", "sound"],
+        "Cosmos3Omni": ["text to picture", "text to clip", "picture to clip", "clip to clip", "sound"],
         "Wan22": ["text to clip"],
     }
     assert "inpainting" in program.served(program.defaults_of("QwenImageModularPipeline"))
     assert "layers" in program.served(program.defaults_of("QwenImageLayeredModularPipeline"))
     assert "text to picture" not in program.served(program.defaults_of("QwenImageEditModularPipeline"))
-    assert "clip to clip" not in (ROOT / "README.md").read_text()
+    assert "clip to clip" not in program.served(program.defaults_of("LTX2ModularPipeline"))
 
 
 def test_what_is_declared_and_not_served_is_said(program: ModuleType) -> None:

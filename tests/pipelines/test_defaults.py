@@ -47,6 +47,31 @@ def test_an_editor_takes_what_it_can_use(words_alone: Defaults, given: dict[str,
         editor.request(**given)
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"num_video_frames": 4}, "video has 4 frames at the clip's rate; this model takes from 5 to 33"),
+        ({"num_video_frames": 34}, "video has 34 frames at the clip's rate; this model takes from 5 to 33"),
+        ({"num_video_frames": 5, "num_pictures": 1}, "a clip and a picture came along; this model takes one of them"),
+        ({"num_video_frames": 5, "num_frames": 1}, "a clip came along, and num_frames is 1; make it larger"),
+    ],
+)
+def test_a_model_takes_clips_that_it_can_use(given: dict[str, Any], told: str) -> None:
+    model = replace(CLIP, max_pictures=1, min_video_frames=5, max_video_frames=33)
+    assert model.request(num_video_frames=33).num_video_frames == 33
+    with pytest.raises(ValueError, match=told):
+        model.request(**given)
+
+
+def test_a_clip_model_s_pictures_take_no_clip() -> None:
+    both = replace(CLIP, picture_width=640, picture_height=480, max_video_frames=33, takes_strength=True)
+    assert both.capabilities == ("text-to-video", "video-to-video", "text-to-image")
+    with pytest.raises(ValueError, match="a clip came along; this model takes none"):
+        both.check(replace(both.of("image").request(), num_video_frames=5))
+    changed = both.request(num_video_frames=5, strength=0.5, num_inference_steps=10)
+    assert both.num_steps_of(changed) == 5
+
+
 def test_a_model_of_clips_may_make_pictures_as_well() -> None:
     """Of one frame, of words alone, without what is a clip's alone; what is nobody's own is the same."""
     both = replace(CLIP, picture_width=640, picture_height=480, max_pictures=1, make_sound=True, frames_per_chunk=33)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 
 from engines.core.engine import JobFailedError, RankContext
 from engines.gang.gang_config import RankParts
@@ -25,6 +28,8 @@ from pipelines.run import load_pipeline
 from pipelines.size import Size
 from pipelines.whole_pipeline import CALL, CallProgress, PausedCall, follow
 from tests.pipelines.support.checkpoints import tiny_whole
+from tests.pipelines.support.references.video import frames, named, picture
+from tests.pipelines.support.references.video import pictures_of as clip_pictures
 from tests.support.patience import PATIENCE_S
 
 SIDE, NUM_STEPS, NUM_FRAMES, SEED, PROMPT = 64, 2, 5, 5, "a fox"
@@ -41,10 +46,15 @@ QUICK = (
     tiny_whole.pixart_sigma,
     tiny_whole.sana,
 )
+CLIPS = (tiny_whole.cogvideox_over, tiny_whole.wan_over, tiny_whole.wan_vace)
+"""They take a clip."""
+CONTROLLED = (tiny_whole.flux_controlled, tiny_whole.sdxl_controlled)
+"""They follow a control picture."""
 LARGE = tiny_whole.hidream
 """It draws 512x512 whatever size a request has, which takes 10 s."""
+CONTROLS = {"FluxControlNetPipeline": "control_image", "StableDiffusionXLControlNetPipeline": "image"}
 Make = Callable[[Path], Path]
-MAKES = [*QUICK, pytest.param(LARGE, marks=pytest.mark.slow)]
+MAKES = [*QUICK, tiny_whole.cogvideox_over, pytest.param(LARGE, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="session")
@@ -60,9 +70,13 @@ def request_of(checkpoint: Checkpoint, **changes: Any) -> MediaRequest:
 
 
 def pictures_of(request: MediaRequest) -> InputPictures:
+    if request.num_video_frames:
+        return clip_pictures(frames(SIDE, SIDE, request.num_video_frames))
+    ramp = bytes(range(256)) * (SIDE * SIDE * 3 // 256)
+    if request.has_control:
+        return InputPictures(control=InputPicture(width=SIDE, height=SIDE, mode="RGB", data=ramp))
     if not request.num_pictures:
         return NO_PICTURES
-    ramp = bytes(range(256)) * (SIDE * SIDE * 3 // 256)
     return InputPictures(pictures=(InputPicture(width=SIDE, height=SIDE, mode="RGB", data=ramp),))
 
 
@@ -72,18 +86,23 @@ def own_frames(folder: Path, request: MediaRequest, **arguments: Any) -> NDArray
 
     pipeline = getattr(diffusers, read_index(folder)["_class_name"]).from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
-    arguments |= {"num_frames": request.num_frames} if request.kind == "video" else {}
+    takes_length = "num_frames" in inspect.signature(type(pipeline).__call__).parameters
+    arguments |= {"num_frames": request.num_frames} if takes_length else {}
+    arguments |= named(frames(SIDE, SIDE, request.num_video_frames)) if request.num_video_frames else {}
     arguments |= {"image": pictures_of(request).pictures[0].image()} if request.num_pictures else {}
+    if request.has_control:
+        arguments |= {CONTROLS[type(pipeline).__name__]: pictures_of(request).control.image()}  # type: ignore[union-attr]
     made = pipeline(
         prompt=request.prompt,
         width=request.width,
         height=request.height,
         num_inference_steps=request.num_inference_steps,
         generator=torch.Generator().manual_seed(request.seed),
+        output_type="pil",
         **arguments,
     )
-    frames = made.frames[0] if request.kind == "video" else made.images
-    return np.stack([np.asarray(frame) for frame in frames[: request.num_frames]])
+    media = made.frames[0] if request.kind == "video" else made.images
+    return np.stack([np.asarray(frame) for frame in media[: request.num_frames]])
 
 
 @pytest.mark.parametrize("make", MAKES)
@@ -104,6 +123,75 @@ def test_what_a_request_sets_reaches_the_call(folders: Callable[[Make], Path]) -
     own = own_frames(folder, request, negative_prompt="fog", guidance_scale=2.0, strength=0.5)
     assert np.array_equal(frames, own)
     assert not np.array_equal(own, own_frames(folder, request, guidance_scale=2.0, strength=0.5))
+
+
+def test_a_clip_reaches_the_call_with_its_strength(folders: Callable[[Make], Path]) -> None:
+    """It is no matter of chance which frames came along, and in which order."""
+    folder = folders(tiny_whole.wan_over)
+    checkpoint = Checkpoint(folder)
+    request = request_of(checkpoint, strength=0.5, num_inference_steps=4, true_cfg_scale=2.0, negative_prompt="fog")
+    pipeline = load_pipeline(checkpoint)
+    made = pipeline.run(request, pictures_of(request))
+    assert np.array_equal(made, own_frames(folder, request, strength=0.5, guidance_scale=2.0, negative_prompt="fog"))
+    backwards = clip_pictures(type(seen := frames(SIDE, SIDE, NUM_FRAMES))(reversed(seen)))
+    assert not np.array_equal(made, pipeline.run(request, backwards))
+
+
+@pytest.mark.parametrize("make", CONTROLLED)
+def test_the_weight_and_the_steps_of_a_control_reach_the_call(make: Make, folders: Callable[[Make], Path]) -> None:
+    checkpoint = Checkpoint(folders(make))
+    assert checkpoint.defaults.capabilities == ("text-to-image", "control")
+    settings = {"control_guidance_start": 0.25, "control_guidance_end": 0.75}
+    request = request_of(checkpoint, num_inference_steps=4, control_scale=0.5, **settings)
+    made = load_pipeline(checkpoint).run(request, pictures_of(request))
+    own = own_frames(checkpoint.path, request, controlnet_conditioning_scale=0.5, **settings)
+    assert np.array_equal(made, own)
+    assert not np.array_equal(own, own_frames(checkpoint.path, request, controlnet_conditioning_scale=0.5))
+
+
+def test_a_control_picture_is_cut_to_the_size(folders: Callable[[Make], Path]) -> None:
+    """Its middle is what counts."""
+    checkpoint = Checkpoint(folders(tiny_whole.sdxl_controlled))
+    request, pipeline = request_of(checkpoint), load_pipeline(checkpoint)
+    control = pictures_of(request).control
+    assert control is not None
+    wide = Image.new("RGB", (3 * SIDE, SIDE))
+    wide.paste(control.image(), (SIDE, 0))
+    made = pipeline.run(request, InputPictures(control=InputPicture.of(wide)))
+    assert np.array_equal(made, pipeline.run(request, pictures_of(request)))
+
+
+def test_a_control_clip_may_be_left_out(folders: Callable[[Make], Path]) -> None:
+    checkpoint = Checkpoint(folders(tiny_whole.wan_vace))
+    without = request_of(checkpoint)
+    with_clip = replace(without, num_video_frames=NUM_FRAMES)
+    pipeline = load_pipeline(checkpoint)
+    made = pipeline.run(with_clip, pictures_of(with_clip))
+    assert np.array_equal(made, own_frames(checkpoint.path, with_clip))
+    assert not np.array_equal(made, pipeline.run(without, NO_PICTURES))
+
+
+def test_pictures_of_what_a_clip_shows_come_beside_it(folders: Callable[[Make], Path]) -> None:
+    checkpoint = Checkpoint(folders(tiny_whole.wan_vace))
+    request = request_of(checkpoint, num_video_frames=NUM_FRAMES, num_pictures=2)
+    shown = [picture(80, SIDE, seed) for seed in (7, 8)]
+    inputs = replace(pictures_of(request), pictures=tuple(map(InputPicture.of, shown)))
+    made = load_pipeline(checkpoint).run(request, inputs)
+    own = own_frames(checkpoint.path, replace(request, num_pictures=0), reference_images=shown)
+    assert np.array_equal(made, own)
+    assert not np.array_equal(made, load_pipeline(checkpoint).run(request, pictures_of(request)))
+
+
+def test_clips_are_taken_as_the_signature_says(folders: Callable[[Make], Path]) -> None:
+    over, wan, vace = (Checkpoint(folders(make)).defaults for make in CLIPS)
+    assert [one.capabilities for one in (over, wan, vace)] == [
+        ("video-to-video",),
+        ("video-to-video",),
+        ("text-to-video", "image-to-video", "video-to-video"),
+    ]
+    assert all(one.keeps_length and one.kind == "video" for one in (over, wan, vace))
+    assert (wan.strength, wan.takes_strength, wan.num_steps_of(wan.request())) == (0.8, True, 40)
+    assert not vace.takes_strength
 
 
 def test_capabilities_are_those_of_the_signature(folders: Callable[[Make], Path]) -> None:

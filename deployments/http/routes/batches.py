@@ -24,6 +24,7 @@ from deployments.http.body import JSON, check_content_type
 from deployments.http.context import BATCH_KEY, ApiContext
 from deployments.http.errors import ApiError
 from deployments.http.forms import parse_form
+from deployments.http.lookups import find_file, no_file
 from deployments.http.openapi_text import error_documents, file_answers
 from deployments.http.partial import ranged
 from deployments.requests.request_errors import RequestError, shown
@@ -31,9 +32,11 @@ from deployments.requests.rules import Requester
 from deployments.requests.validation import field_error
 
 ENDPOINTS = ("/v1/images/generations", "/v1/images/edits", "/v1/videos")
-FILE_ID = re.compile(r"file-[0-9a-f]{32}")
 WINDOW_S = 86400
-JSON_LINES = "application/jsonl"
+PURPOSES = ("batch", "user_data")
+"""What a file may be handed in for: JSON lines of a batch, or a clip that requests name."""
+BATCH_PURPOSES = ("batch", "batch_output")
+JSON_LINES, BYTES = "application/jsonl", "application/octet-stream"
 FORM = "multipart/form-data"
 NUMBERLESS = 2**31 - 1
 """Above the number of any file."""
@@ -210,15 +213,15 @@ def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
 
     @router.post("/v1/files", responses=error_documents(400, 401, 403, 408, 413, 415, 503, 507), openapi_extra=UPLOAD)
     async def create_file(request: Request, requester: Requester = authorized) -> FileObject:
-        """Hand in a file of JSON lines for a batch."""
-        filename, data = await read_file_form(request)
+        """Hand in a file of JSON lines for a batch, or a clip that requests name by the file's id."""
+        filename, data, purpose = await read_file_form(request)
         file_id = f"file-{uuid4().hex}"
         await asyncio.to_thread(context.contents.write, file_id, data)
-        return FileObject.of(await store.add_file(requester.key, filename, "batch", len(data), file_id))
+        return FileObject.of(await store.add_file(requester.key, filename, purpose, len(data), file_id))
 
     @router.get("/v1/files", responses=error_documents(400, 401, 404, 503))
     async def list_files(query: Annotated[ListQuery, Query()], requester: Requester = authorized) -> FileList:
-        """Files of batches, the newest first."""
+        """Files that were handed in and those of batches, the newest first."""
         viewer, number = context.viewer(requester), NUMBERLESS
         if query.after is not None:
             number = (await find_file(context, requester, query.after, "after")).number
@@ -229,19 +232,20 @@ def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
     @router.get(
         "/v1/files/{file_id}/content",
         response_class=FileResponse,
-        responses=file_answers(JSON_LINES) | error_documents(401, 404, 416, 503),
+        responses=file_answers(JSON_LINES, BYTES) | error_documents(401, 404, 416, 503),
     )
     async def read_file_content(file_id: str, requester: Requester = authorized) -> Response:
-        """Return the content of a file of a batch."""
+        """Return the content of a file."""
         record = await find_file(context, requester, file_id)
         file = await asyncio.to_thread(context.contents.find, record.id)
         if file is None:
             raise no_file(file_id, "file_id")
-        return ranged(file, media_type=JSON_LINES, filename=record.filename)
+        media_type = JSON_LINES if record.purpose in BATCH_PURPOSES else BYTES
+        return ranged(file, media_type=media_type, filename=record.filename)
 
     @router.delete("/v1/files/{name}", responses=error_documents(401, 403, 404, 503))  # one path, one name for it
     async def delete_file(name: str, requester: Requester = authorized) -> FileDeleted:
-        """Delete a file of a batch by its id."""
+        """Delete a file by its id."""
         record = await find_file(context, requester, name, "name")
         await asyncio.to_thread(context.contents.remove, record.id)
         await store.remove_file(record.id)
@@ -251,8 +255,8 @@ def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
 FILE_SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
-        "file": {"type": "string", "format": "binary", "description": "JSON lines."},
-        "purpose": {"type": "string", "const": "batch"},
+        "file": {"type": "string", "format": "binary", "description": "JSON lines, or a clip."},
+        "purpose": {"type": "string", "enum": list(PURPOSES)},
     },
     "required": ["file", "purpose"],
 }
@@ -272,27 +276,20 @@ def read_batch(raw: bytes) -> BatchBody:
         raise field_error(error.errors(), {}) from None
 
 
-async def read_file_form(request: Request) -> tuple[str, bytes]:
-    """Return name and content of the file in a form. RequestError if it is another form."""
+async def read_file_form(request: Request) -> tuple[str, bytes, str]:
+    """Return name, content and purpose of the file in a form. RequestError if it is another form."""
     check_content_type(request, FORM)
     fields = dict((await parse_form(request)).multi_items())
     file, purpose = fields.pop("file", None), fields.pop("purpose", None)
     if not isinstance(file, UploadFile):
-        raise RequestError("file is required: a file of JSON lines", "file", code="missing_field")
-    if purpose != "batch":
-        raise RequestError(f"purpose is {shown(str(purpose))}; it must be batch", "purpose")
+        raise RequestError("file is required: a file of JSON lines, or a clip", "file", code="missing_field")
+    if purpose not in PURPOSES:
+        raise RequestError(f"purpose is {shown(str(purpose))}; it must be {' or '.join(PURPOSES)}", "purpose")
     if fields:
         name = next(iter(fields))
         raise RequestError(f"{shown(name)} is unknown; the form has file and purpose", name, code="unknown_field")
-    return (file.filename or "batch.jsonl").replace("\0", "")[:255], await file.read()
-
-
-async def find_file(context: ApiContext, requester: Requester, file_id: str, param: str = "file_id") -> FileRecord:
-    """Return a file. ApiError 404 if there is none that the client may see."""
-    file = await context.batches.file(file_id, context.viewer(requester)) if FILE_ID.fullmatch(file_id) else None
-    if file is None:
-        raise no_file(file_id, param)
-    return file
+    usual = "batch.jsonl" if purpose == "batch" else "file"
+    return (file.filename or usual).replace("\0", "")[:255], await file.read(), str(purpose)
 
 
 async def find_batch(context: ApiContext, requester: Requester, batch_id: str, param: str = "batch_id") -> BatchRecord:
@@ -302,10 +299,6 @@ async def find_batch(context: ApiContext, requester: Requester, batch_id: str, p
     if batch is None:
         raise ApiError(404, f"There is no batch {shown(batch_id)}", param=param)
     return batch
-
-
-def no_file(file_id: str, param: str) -> ApiError:
-    return ApiError(404, f"There is no file {shown(file_id)}", param=param)
 
 
 class InnerRequests:

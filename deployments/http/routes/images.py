@@ -13,6 +13,7 @@ from deployments.http.body import FORMS, JSON, read_json
 from deployments.http.context import BEARER, ApiContext
 from deployments.http.errors import ApiError
 from deployments.http.idempotency import IdempotencyKey
+from deployments.http.lookups import FILE_ID, find_file
 from deployments.http.openapi_text import (
     EDIT_EVENTS,
     IMAGE_EVENTS,
@@ -22,7 +23,7 @@ from deployments.http.openapi_text import (
     image_answers,
 )
 from deployments.http.partial import ranged
-from deployments.http.routes.batches import FILE_ID, FileObject, find_file
+from deployments.http.routes.batches import FileObject
 from deployments.http.routes.drawing import draw
 from deployments.http.uploads import read_upload
 from deployments.requests.bodies import EditBody, ImageBody
@@ -58,8 +59,8 @@ def image_routes(context: ApiContext) -> APIRouter:
         request: Request, requester: Requester = authorized, idempotency_key: IdempotencyKey = None
     ) -> Response:
         """Change pictures that come along, or draw after them. Models say in their defaults what they take."""
-        resolved = await read_upload(context, request, EditBody, "image", requester)
-        if not resolved.pictures.pictures:
+        resolved = await read_upload(context, request, requester, EditBody, "image")
+        if not resolved.pictures.pictures and resolved.pictures.control is None:
             raise RequestError("image is required: the picture to change", "image", code="missing_field")
         return await draw(context, request, requester, resolved, idempotency_key)
 

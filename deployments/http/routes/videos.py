@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Query
 from fastapi.responses import FileResponse, RedirectResponse
@@ -25,6 +27,7 @@ from deployments.http.body import FORMS, JSON
 from deployments.http.context import ApiContext
 from deployments.http.errors import GPU_HEADER, ApiError, from_failure, retry_after
 from deployments.http.idempotency import IdempotencyKey
+from deployments.http.lookups import clip_id_of, find_clip, no_video
 from deployments.http.measures import enhancer_header, eta_header, gpu_header, measures
 from deployments.http.openapi_text import (
     body_document,
@@ -37,13 +40,13 @@ from deployments.http.openapi_text import (
 from deployments.http.partial import RangedFile, is_head, ranged
 from deployments.http.routes.clip_events import video_events
 from deployments.http.streams import STREAM_HEADERS, ClientGoneError, start_stream, until_disconnect
-from deployments.http.uploads import read_upload
+from deployments.http.uploads import as_it_is, read_upload
 from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
-from deployments.requests.request_errors import RequestError, shown
+from deployments.requests.request_errors import RequestError
 from deployments.requests.rules import Requester, RequestRules, clip_seconds
+from deployments.service.interface import ModelCard
 from pipelines.request import InputPictures, MediaRequest
 
-VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
 STATUS_OF_FAILURES = {"invalid_value": 400, "too_late": 429, "gang_broken": 502, "storage_full": 507}
 MAKING = (400, 401, 403, 404, 408, 409, 413, 415, 429, 502, 503, 507)
 """Errors of what makes clips."""
@@ -96,6 +99,8 @@ def video_routes(context: ApiContext) -> APIRouter:
             raise await not_there(context.clips, end, "video")
         told = measures([end.timings], clip.request.cache) | enhancer_header(clip.request)
         return clip_file(path, clip.id, "video", told | {"X-Troupe-Video-Id": clip.id})
+
+    _add_remix_routes(router, context)
 
     @router.get("/v1/videos", responses=error_documents(400, 401, 404, 503))
     async def list_videos(query: Annotated[PageQuery, Query()], requester: Requester = authorized) -> VideoPage:
@@ -156,6 +161,61 @@ def video_routes(context: ApiContext) -> APIRouter:
     return router
 
 
+def _add_remix_routes(router: APIRouter, context: ApiContext) -> None:
+    authorized = Depends(context.authorize)
+    document: dict[str, Any] = {
+        "responses": video_answers() | error_documents(*MAKING, has_work=True),
+        "openapi_extra": body_document(VideoBody, JSON, *FORMS),
+    }
+
+    @router.post("/v1/videos/edits", **document)
+    async def edit_video(
+        request: Request,
+        response: Response,
+        requester: Requester = authorized,
+        idempotency_key: IdempotencyKey = None,
+    ) -> Video:
+        """Queue a clip that is made of the one in the field video."""
+        clip = await submit_clip(context, request, requester, idempotency_key, adapt=with_video)
+        response.headers.update(told_of(clip))
+        return Video.of(clip)
+
+    @router.post("/v1/videos/{video_id}/remix", **document)
+    async def remix_video(
+        video_id: str,
+        request: Request,
+        response: Response,
+        requester: Requester = authorized,
+        idempotency_key: IdempotencyKey = None,
+    ) -> Video:
+        """Queue a clip that is made of the completed clip in the path: by its model, if that takes clips."""
+        source = await find_clip(context, requester, video_id)
+        adapt = partial(as_remix, source=source, cards=context.studio.cards())
+        clip = await submit_clip(context, request, requester, idempotency_key, adapt=adapt)
+        response.headers.update(told_of(clip))
+        return Video.of(clip)
+
+
+def with_video(body: VideoBody) -> VideoBody:
+    """Return ``body``. RequestError if no clip came along."""
+    if body.video is None:
+        raise RequestError("video is required: the clip to change", "video", code="missing_field")
+    return body
+
+
+def as_remix(body: VideoBody, source: ClipRecord, cards: Mapping[str, ModelCard]) -> VideoBody:
+    """Return ``body`` with the clip ``source``, for its model unless another is named or it takes no clip.
+
+    RequestError if a clip or a picture came along as well.
+    """
+    for name in ("video", "input_reference"):
+        if getattr(body, name) is not None:
+            raise RequestError(f"{name} came along, but the path names the clip to change; leave it out", name)
+    model = source.request.model
+    takes_clips = model in cards and cards[model].defaults.max_video_frames > 0
+    return body.model_copy(update={"video": source.id, "model": body.model or (model if takes_clips else None)})
+
+
 async def submit_clip(
     context: ApiContext,
     request: Request,
@@ -163,14 +223,25 @@ async def submit_clip(
     idempotency_key: str | None,
     *,
     is_awaited: bool = False,
+    adapt: Callable[[VideoBody], VideoBody] = as_it_is,
 ) -> ClipRecord:
-    """Return the record of the clip that the body asks for, or of the earlier clip of the same request."""
-    resolved = await read_upload(context, request, VideoBody, "video", requester)
-    async with context.known.turn(request.url.path, requester, idempotency_key, resolved.body) as turn:
+    """Return the record of the clip that the body asks for, or of the earlier clip of the same request.
+
+    ``adapt`` checks or changes the body before its model is chosen. ApiError 503 if the frames of other clips that came
+    along take all the memory that there is for them.
+    """
+    resolved = await read_upload(context, request, requester, VideoBody, "video", adapt)
+    video = resolved.pictures.video
+    async with AsyncExitStack() as stack:
+        stack.enter_context(context.admission.memory.taken())(0 if video is None else len(video.data))
+        turn = await stack.enter_async_context(
+            context.known.turn(request.url.path, requester, idempotency_key, resolved.body)
+        )
         clip = None if turn.answer is None else await context.clips.get(turn.answer.decode())
         if clip is None:
             rules, num_previews = RequestRules(resolved.card), context.settings.num_clip_previews
             asked = rules.check(resolved.body, resolved.pictures, requester, num_previews)
+            asked = replace(asked, source_clip_id=clip_id_of(resolved.body.video))
             await context.check_ready(asked.model)
             asked = await context.enhanced(request, asked)
             webhook = webhook_of(context, resolved.body, requester)
@@ -256,21 +327,6 @@ def clip_file(file: Path | StoredObject, video_id: str, variant: Variant, header
         content_disposition_type="inline",
         headers={"Cache-Control": "private, no-cache", **headers},
     )
-
-
-async def find_clip(context: ApiContext, requester: Requester, video_id: str, param: str = "video_id") -> ClipRecord:
-    """Return the clip. ApiError 404 if there is none that the client may see.
-
-    Only what looks like an id gets to the database.
-    """
-    clip = await context.clips.get(video_id) if VIDEO_ID.fullmatch(video_id) else None
-    if clip is None or context.viewer(requester) not in (None, clip.key_hash):
-        raise no_video(video_id, param)
-    return clip
-
-
-def no_video(video_id: str, param: str) -> ApiError:
-    return ApiError(404, f"There is no video {shown(video_id)}", param=param, code="video_not_found")
 
 
 async def not_there(clips: Clips, clip: ClipRecord, variant: Variant) -> ApiError:

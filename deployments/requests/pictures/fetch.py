@@ -1,4 +1,4 @@
-"""Pictures that lie elsewhere, at an origin that the configuration trusts."""
+"""Pictures and clips that lie elsewhere, at an origin that the configuration trusts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def origin_of(url: str) -> str:
         return ""
 
 
-def fetched(url: str, param: str, max_bytes: int) -> bytes:
-    """Return the file at ``url``, whose origin was checked. Blocks, so not for an event loop.
+def fetched(url: str, param: str, max_bytes: int, kind: str, too_large: str) -> bytes:
+    """Return the file at ``url``, a ``kind`` whose origin was checked. Blocks, so not for an event loop.
 
     RequestError if it is not there, is larger, takes too long, or lies behind a redirection: that might lead anywhere.
     """
@@ -36,20 +36,23 @@ def fetched(url: str, param: str, max_bytes: int) -> bytes:
         with httpx.stream("GET", url, follow_redirects=False, timeout=FETCHED_WITHIN_S, trust_env=False) as answer:
             if answer.status_code != httpx.codes.OK:
                 raise RequestError(f"{param} is {shown(url)}: its server answered {answer.status_code}", param)
-            return _whole(answer, url, param, max_bytes)
+            if (data := _whole(answer, url, param, max_bytes)) is None:
+                message = f"{param} is {shown(url)}: it has more than {max_bytes} bytes; a {kind} may not"
+                raise RequestError(message, param, code=too_large)
+            return data
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         kind = type(error).__name__
         raise RequestError(f"{param} is {shown(url)}, which could not be fetched ({kind})", param) from error
 
 
-def _whole(answer: httpx.Response, url: str, param: str, max_bytes: int) -> bytes:
+def _whole(answer: httpx.Response, url: str, param: str, max_bytes: int) -> bytes | None:
+    """Return the content; None if it has more than ``max_bytes``."""
     end_s = time.monotonic() + FETCHED_WITHIN_S
     data = bytearray()
     for piece in answer.iter_bytes():
         data += piece
         if len(data) > max_bytes:
-            message = f"{param} is {shown(url)}: it has more than {max_bytes} bytes; a picture may not"
-            raise RequestError(message, param, code="picture_too_large")
+            return None
         if time.monotonic() > end_s:
             raise RequestError(f"{param} is {shown(url)}: it came too slowly", param)
     return bytes(data)

@@ -15,16 +15,24 @@ class PictureLimits:
     There are ``max_input_pictures`` at most, each of ``max_picture_bytes`` as it was sent. All of one request, its mask
     included, have ``max_picture_pixels`` together. No side is longer than ``max_picture_aspect`` times the other.
     They are fetched from ``picture_origins`` alone, such as "https://images.example.com".
+
+    A clip has at most ``max_video_bytes`` as it was sent, ``max_video_pixels`` a frame, and ``max_video_frames`` that
+    are decoded, within ``max_video_decode_s``.
     """
 
     max_input_pictures: int = 16
     max_picture_bytes: int = 20 << 20
     max_picture_pixels: int = 50_000_000
     max_picture_aspect: float = 10.0
+    max_video_bytes: int = 48 << 20
+    max_video_pixels: int = 4096 * 2304
+    max_video_frames: int = 3600
+    max_video_decode_s: float = 30.0
     picture_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_positive(self, "max_input_pictures", "max_picture_bytes", "max_picture_pixels")
+        check_positive(self, "max_video_bytes", "max_video_pixels", "max_video_frames", "max_video_decode_s")
         if self.max_picture_aspect < 1:
             raise ValueError(f"max_picture_aspect is {self.max_picture_aspect:g}; it must be at least 1")
         for origin in self.picture_origins:

@@ -1,4 +1,4 @@
-"""Pictures as clients write them: the bytes of a file, or a URL that holds them (RFC 2397)."""
+"""Pictures and clips as clients write them: the bytes of a file, or a URL that holds them (RFC 2397)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ Source = bytes | str
 """The bytes of a file, or a URL."""
 
 DATA_URL = re.compile(r"data:[^,]{0,200};base64,", re.IGNORECASE)
-EXAMPLE = "data:image/png;base64,…"
 NOWHERE = "are not fetched from elsewhere"
 ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
@@ -29,42 +28,60 @@ class Sources:
     param: str
     pictures: tuple[Source, ...] = ()
     mask: Source | None = None
+    video: Source | None = None
+    control: Source | None = None
 
     @property
     def all(self) -> tuple[tuple[str, Source], ...]:
-        """Returns the pictures and the mask, each with the field to blame."""
+        """Return the pictures, the control picture and the mask, each with the field to blame."""
         pictures = [(self.param, one) for one in self.pictures]
-        return (*pictures, *([] if self.mask is None else [("mask", self.mask)]))
+        others = (("control_image", self.control), ("mask", self.mask))
+        return (*pictures, *((name, one) for name, one in others if one is not None))
 
 
-def bytes_of(source: Source, param: str, limits: PictureLimits) -> bytes:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceKind:
+    """What a source holds: its name in messages, an example of a URL, the code of one that is too large."""
+
+    name: str
+    example: str
+    too_large: str
+
+
+PICTURE = SourceKind(name="picture", example="data:image/png;base64,…", too_large="picture_too_large")
+VIDEO = SourceKind(name="clip", example="data:video/mp4;base64,…", too_large="video_too_large")
+
+
+def bytes_of(source: Source, param: str, limits: PictureLimits, kind: SourceKind = PICTURE) -> bytes:
     """Return the bytes of ``source`` or of its URL. RequestError for other URLs and above the limit.
 
     Nothing is fetched but from the configuration's ``picture_origins``.
     """
-    max_bytes = limits.max_picture_bytes
+    max_bytes = limits.max_video_bytes if kind is VIDEO else limits.max_picture_bytes
     if isinstance(source, bytes):
-        _check_length(len(source), param, max_bytes)
+        _check_length(len(source), param, max_bytes, kind)
         return source
     if ELSEWHERE.match(source):
         if origin_of(source) in limits.picture_origins:
-            return fetched(source, param, max_bytes)
+            return fetched(source, param, max_bytes, kind.name, kind.too_large)
         where = f"are fetched from {', '.join(limits.picture_origins)} alone" if limits.picture_origins else NOWHERE
-        raise RequestError(f"{param} is {shown(source)}: pictures {where}; send the file, or {EXAMPLE}", param)
+        message = f"{param} is {shown(source)}: {kind.name}s {where}; send the file, or {kind.example}"
+        raise RequestError(message, param)
     head = DATA_URL.match(source)
     if head is None:
-        raise RequestError(f"{param} is {shown(source)}: it must be a file, or a URL that holds one: {EXAMPLE}", param)
+        allowed = f"it must be a file, or a URL that holds one: {kind.example}"
+        raise RequestError(f"{param} is {shown(source)}: {allowed}", param)
     text = source[head.end() :].encode(errors="replace")
     if b"%" in text:
         text = unquote_to_bytes(text)
-    _check_length(len(text) // 4 * 3 - text[-2:].count(b"="), param, max_bytes)
+    _check_length(len(text) // 4 * 3 - text[-2:].count(b"="), param, max_bytes, kind)
     try:
         return b64decode(text, validate=True)
     except binascii.Error as error:
         raise RequestError(f"{param} is no base64 after {head.group()[:40]!r}: {error}", param) from None
 
 
-def _check_length(num_bytes: int, param: str, max_bytes: int) -> None:
+def _check_length(num_bytes: int, param: str, max_bytes: int, kind: SourceKind) -> None:
     if num_bytes > max_bytes:
-        message = f"{param} has {num_bytes} bytes; a picture may have {max_bytes} at most"
-        raise RequestError(message, param, code="picture_too_large")
+        message = f"{param} has {num_bytes} bytes; a {kind.name} may have {max_bytes} at most"
+        raise RequestError(message, param, code=kind.too_large)

@@ -6,10 +6,12 @@ import io
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deployments.requests.pictures.limits import PictureLimits
-from deployments.requests.pictures.sources import Sources, bytes_of
+from deployments.requests.pictures.sources import VIDEO, Sources, bytes_of
+from deployments.requests.pictures.video import FormOf, read_video
 from deployments.requests.request_errors import RequestError
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures
 
@@ -19,14 +21,15 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP")
 ANIMATED = ("PNG", "WEBP")
 """Formats whose further frames are an animation. In a JPEG they are views of a camera; the first is the picture."""
+VIDEO_FIELD = "video"
 KINDS = "a PNG, JPEG or WebP file"
 OPAQUE = 255
 PROFILE = "icc_profile"
 COLOURED = ("L", "RGB", "RGBA", "CMYK")
 
 
-def unpack(sources: Sources, limits: PictureLimits) -> InputPictures:
-    """Return upright 8-bit pictures, "RGB" ("RGBA" with transparency), and the mask.
+def unpack(sources: Sources, limits: PictureLimits, form_of: FormOf | None = None) -> InputPictures:
+    """Return upright 8-bit pictures, "RGB" ("RGBA" with transparency), the mask, and the clip as ``form_of`` has it.
 
     Metadata is dropped; palettes, CMYK, 16 bits and the colours of ICC profiles are converted. RequestError for what is
     no still picture of the formats, is broken or above a limit, and for a mask that does not fit the first picture. It
@@ -36,15 +39,25 @@ def unpack(sources: Sources, limits: PictureLimits) -> InputPictures:
     if num_pictures > limits.max_input_pictures:
         message = f"{num_pictures} pictures came along; the limit is {limits.max_input_pictures}"
         raise RequestError(message, sources.param)
+    pictures = _pictures(sources, limits)
+    if sources.video is None:
+        return pictures
+    assert form_of is not None, "a clip needs a form"
+    data = bytes_of(sources.video, VIDEO_FIELD, limits, VIDEO)
+    return replace(pictures, video=read_video(data, VIDEO_FIELD, limits, form_of))
+
+
+def _pictures(sources: Sources, limits: PictureLimits) -> InputPictures:
     if not sources.all:
         return NO_PICTURES
     files = [(param, bytes_of(source, param, limits)) for param, source in sources.all]
     waiting = deque((param, _opened(data, param)) for param, data in files)
     _check_heads(waiting, limits)
     # One after the other, each out of the queue first: as few as can be are in memory in two forms.
-    pictures = tuple(_coloured(_upright(*waiting.popleft())) for _ in range(num_pictures))
+    pictures = tuple(_coloured(_upright(*waiting.popleft())) for _ in range(len(sources.pictures)))
+    control = None if sources.control is None else _coloured(_upright(*waiting.popleft()))
     mask = _mask(_upright(*waiting.popleft()), pictures) if waiting else None
-    return InputPictures(pictures=pictures, mask=mask)
+    return InputPictures(pictures=pictures, mask=mask, control=control)
 
 
 def _opened(data: bytes, param: str) -> Image:

@@ -157,6 +157,7 @@ class CosmosSpec(ModelSpec):
             min_steps=len(sigmas) if sigmas else 1,
             max_steps=len(sigmas) if sigmas else 100,
             max_pictures=1,
+            max_video_frames=189,
             make_sound=makes_sound(path),
         )
 

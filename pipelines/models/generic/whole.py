@@ -21,6 +21,7 @@ from pipelines.directory import (
     CLASSIC_INDEX,
     DENOISERS,
     has_blocks,
+    has_own_inputs,
     part_class,
     part_folder,
     read_config,
@@ -31,6 +32,11 @@ from pipelines.models.spec import Config
 
 NEEDS_PICTURE = ("Img2Img", "ImageToImage", "ImageToVideo", "Inpaint", "Edit", "Upscale")
 """Parts of the names of pipelines that need a picture, although their signature has a default."""
+NEEDS_VIDEO = ("VideoToVideo", "Edit")
+"""The same for a clip."""
+REFERENCES, MAX_REFERENCES = "reference_images", 4
+"""The input for pictures of what the clip shows, and how many are taken."""
+CONTROL, CONTROL_SCALE = "control_image", "controlnet_conditioning_scale"
 STAGES = ("block_out_channels", "encoder_block_out_channels")
 SPATIAL = ("scale_factor_spatial", "spatial_compression_ratio", "ffactor_spatial")
 TEMPORAL = ("scale_factor_temporal", "temporal_compression_ratio", "ffactor_temporal")
@@ -45,7 +51,7 @@ def whole_spec(path: Path) -> WholeSpec | None:
         return None
     name = str(read_index(path).get("_class_name"))
     pipeline = getattr(import_module("diffusers"), name, None) if name.endswith(CLASSIC) else None
-    return None if pipeline is None or has_blocks(path) else WholeSpec(pipeline)
+    return None if pipeline is None or (has_blocks(path) and not has_own_inputs(path)) else WholeSpec(pipeline)
 
 
 class WholeSpec(GenericSpec):
@@ -69,15 +75,28 @@ class WholeSpec(GenericSpec):
         """True if the call's ``guidance_scale`` is no weight of a negative prompt."""
         return "true_cfg_scale" in self.inputs or "negative_prompt" not in self.inputs
 
+    @cached_property
+    def control(self) -> str | None:
+        """The input for the control picture; without one of that name, it is the ``image`` of a control network."""
+        if CONTROL in self.inputs:
+            return CONTROL
+        return "image" if CONTROL_SCALE in self.inputs and "image" in self.inputs else None
+
+    @property
+    def _has_picture(self) -> bool:
+        return "image" in self.inputs and self.control != "image"
+
     def shard_plan(self, config: Config) -> ShardPlan:
         return ShardPlan(streams=(TOKENS,), blocks=(), shards=(), gathers=(), linears=())
 
     def defaults(self, path: Path) -> Defaults:
-        inputs, is_video = self.inputs, "num_frames" in self.inputs
+        inputs, has_picture = self.inputs, self._has_picture
+        is_video = "num_frames" in self.inputs or "video" in self.inputs
         scale, temporal = vae_scales(path)
         width, height = self._size(path, scale, CLIP if is_video else PICTURE)
         num_frames = self._num_frames(path, temporal) if is_video else 1
         is_in_groups = (num_frames - 1) % temporal == 0
+        max_frames = max(LONGEST_CLIP, num_frames) if is_video else 1
         return Defaults(
             kind="video" if is_video else "image",
             width=width,
@@ -89,13 +108,20 @@ class WholeSpec(GenericSpec):
             size_multiple=math.lcm(16, scale * _patch_size(path)),
             frame_multiple=temporal if is_video and is_in_groups else 1,
             max_pixels=max(1280 * 720 if is_video else 2048 * 2048, width * height),
-            max_frames=max(LONGEST_CLIP, num_frames) if is_video else 1,
+            max_frames=max_frames,
             max_steps=max(100, int(inputs.get("num_inference_steps") or 0)),
-            max_pictures=int("image" in inputs),
-            min_pictures=int("image" in inputs and self._needs_picture),
-            takes_mask="image" in inputs and "mask_image" in inputs,
-            needs_mask="image" in inputs and "mask_image" in inputs and self._needs_picture,
-            takes_strength="image" in inputs and "strength" in inputs,
+            max_pictures=MAX_REFERENCES if REFERENCES in inputs else int(has_picture),
+            min_pictures=int(has_picture and self._needs_picture),
+            takes_mask=has_picture and "mask_image" in inputs,
+            needs_mask=has_picture and "mask_image" in inputs and self._needs_picture,
+            takes_control=self.control is not None,
+            control_scale=float(inputs.get(CONTROL_SCALE) or 0.0),
+            takes_control_guidance=self.control is not None and "control_guidance_start" in inputs,
+            max_video_frames=max_frames if "video" in inputs else 0,
+            needs_video=self._needs_video,
+            takes_both="video" in inputs and REFERENCES in inputs,
+            keeps_length="video" in inputs and self._keeps_length,
+            takes_strength=self._takes_strength,
             strength=float(inputs.get("strength") or 1.0),
             rounds_steps_down=True,
             takes_cache=False,
@@ -105,6 +131,24 @@ class WholeSpec(GenericSpec):
     def _needs_picture(self) -> bool:
         parameter = inspect.signature(self.pipeline_class.__call__).parameters["image"]
         return parameter.default is parameter.empty or any(word in self.family for word in NEEDS_PICTURE)
+
+    @property
+    def _needs_video(self) -> bool:
+        parameter = inspect.signature(self.pipeline_class.__call__).parameters.get("video")
+        if parameter is None:
+            return False
+        return parameter.default is parameter.empty or any(word in self.family for word in NEEDS_VIDEO)
+
+    @property
+    def _keeps_length(self) -> bool:
+        """True if the call makes as many frames as its clip has: it changes them, or fills a mask's share of each."""
+        return "num_frames" not in self.inputs or "mask" in self.inputs or "Edit" in self.family
+
+    @property
+    def _takes_strength(self) -> bool:
+        """True if ``strength`` is a share of the steps; beside a ``denoise_strength`` it is a weight of the picture."""
+        has_source = self._has_picture or "video" in self.inputs
+        return has_source and "strength" in self.inputs and "denoise_strength" not in self.inputs
 
     def _guidance(self) -> dict[str, Any]:
         scale, true_scale = self.inputs.get("guidance_scale"), self.inputs.get("true_cfg_scale")

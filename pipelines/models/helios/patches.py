@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from diffusers.modular_pipelines.helios import denoise
-from diffusers.modular_pipelines.helios.before_denoise import HeliosAddNoiseToImageLatentsStep
+from diffusers.modular_pipelines.helios.before_denoise import (
+    HeliosAddNoiseToImageLatentsStep,
+    HeliosAddNoiseToVideoLatentsStep,
+)
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from torch import Tensor
 
 from pipelines.blocks.tree import replace_blocks
 
 NOISY_LATENTS = ("image_latents", "fake_image_latents")
+NOISY_CLIP = ("image_latents", "video_latents")
 JITTER = 1e-8
 
 
@@ -22,13 +27,26 @@ class NoiseOnCpu(HeliosAddNoiseToImageLatentsStep):  # type: ignore[misc]  # dif
     """Replaces a block that draws on the device from a generator on the CPU."""
 
     def __call__(self, components: Any, state: PipelineState) -> tuple[Any, PipelineState]:
-        device = components._execution_device
-        for name in NOISY_LATENTS:
-            state.set(name, state.get(name).cpu())
-        super().__call__(SimpleNamespace(_execution_device=torch.device("cpu")), state)
-        for name in NOISY_LATENTS:
-            state.set(name, state.get(name).to(device))
+        _call_on_cpu(super().__call__, NOISY_LATENTS, components, state)
         return components, state
+
+
+class ClipNoiseOnCpu(HeliosAddNoiseToVideoLatentsStep):  # type: ignore[misc]  # diffusers has no types
+    """``NoiseOnCpu`` for a clip that comes along."""
+
+    def __call__(self, components: Any, state: PipelineState) -> tuple[Any, PipelineState]:
+        _call_on_cpu(super().__call__, NOISY_CLIP, components, state)
+        return components, state
+
+
+def _call_on_cpu(block: Callable[..., Any], names: tuple[str, ...], components: Any, state: PipelineState) -> None:
+    """Call ``block`` with the latents ``names`` on the CPU, and move what it makes of them to the device."""
+    device = components._execution_device
+    for name in names:
+        state.set(name, state.get(name).cpu())
+    block(SimpleNamespace(_execution_device=torch.device("cpu")), state)
+    for name in names:
+        state.set(name, state.get(name).to(device))
 
 
 def block_noise_BCFHW(
@@ -59,5 +77,6 @@ def block_noise_BCFHW(
 def patch_blocks(blocks: Any) -> None:
     """Patch the noise, and turn off the progress bar of each chunk, for which diffusers has no switch."""
     replace_blocks(blocks, HeliosAddNoiseToImageLatentsStep, NoiseOnCpu)
+    replace_blocks(blocks, HeliosAddNoiseToVideoLatentsStep, ClipNoiseOnCpu)
     denoise.sample_block_noise = block_noise_BCFHW
     denoise.tqdm = partial(denoise.tqdm, disable=True)

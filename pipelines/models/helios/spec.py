@@ -1,5 +1,7 @@
 """Helios: long clips in chunks of frames, each denoised with the ones before it as history.
 
+A picture, or the last whole chunks of a clip that comes along, is the history of the first chunk.
+
 Tokens of the history come before the chunk's and are a stream of their own: only the chunk attends to the prompt. Two
 of the three published models begin each chunk small and double its sides twice.
 """
@@ -49,6 +51,7 @@ BASE = replace(
     num_frames=129,
     max_frames=1449,
     max_pictures=1,
+    max_video_frames=1449,
     max_tokens=MAX_TOKENS,
 )
 """Defaults of diffusers' blocks for the three models. The longest clip lasts a minute, as designed."""
@@ -148,7 +151,8 @@ class HeliosSpec(ModelSpec):
             defaults,
             size_multiple=spatial * patch[-1],
             frame_multiple=temporal,
-            frames_per_chunk=1 + (CHUNK_LATENTS - 1) * temporal,
+            frames_per_chunk=(chunk := 1 + (CHUNK_LATENTS - 1) * temporal),
+            min_video_frames=chunk,
         )
 
 

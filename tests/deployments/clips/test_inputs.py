@@ -10,7 +10,7 @@ import pytest
 
 from deployments.clips.storage import ClipFolders, StorageLostError
 from engines.gang.errors import GangBrokenError
-from pipelines.request import InputPicture, InputPictures, MediaRequest
+from pipelines.request import InputPicture, InputPictures, InputVideo, MediaRequest
 from tests.deployments.clips.support.runs import REQUEST as WORDS
 from tests.deployments.clips.support.runs import ended, failure_of, running, started
 from tests.deployments.support.fake_studio import FakeStudio
@@ -19,10 +19,17 @@ from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
-REQUEST = replace(WORDS, num_pictures=2, has_mask=True, strength=0.5)
+REQUEST = replace(WORDS, num_pictures=2, has_mask=True, num_video_frames=5, strength=0.5)
 INPUTS = InputPictures(
     pictures=(InputPicture.of(noise(48, 32)), InputPicture.of(noise(7, 5, "RGBA"))),
     mask=InputPicture.of(noise(48, 32, "L")),
+    video=InputVideo(
+        width=WORDS.width,
+        height=WORDS.height,
+        num_frames=5,
+        fps=WORDS.fps,
+        data=noise(WORDS.width, 5 * WORDS.height).tobytes(),
+    ),
 )
 
 
@@ -30,7 +37,7 @@ def kept(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "videos").rglob("input-*"))
 
 
-KEPT = ["input-0.png", "input-1.png", "input-mask.png"]
+KEPT = ["input-0.png", "input-1.png", "input-mask.png", "input-video.rgb"]
 
 
 async def test_they_reach_the_studio_and_are_gone_at_the_end(tmp_path: Path) -> None:
@@ -143,4 +150,4 @@ async def test_a_clip_whose_client_leaves_before_it_hears_the_id(
 
 def test_a_folder_that_is_not_mounted_is_waited_for(tmp_path: Path) -> None:
     with pytest.raises(StorageLostError, match="is its disk mounted"):
-        ClipFolders(root=tmp_path / "videos").read_inputs("video_1", 1, False)
+        ClipFolders(root=tmp_path / "videos").read_inputs("video_1", REQUEST)

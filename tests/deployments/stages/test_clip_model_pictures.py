@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import diffusers
@@ -118,6 +119,16 @@ def test_stages_prepare_for_clips_and_pictures(folder: Path) -> None:
     }
     typical = [(request.kind, request.num_pictures) for request, _ in typical_requests(defaults, ())]
     assert typical == [("video", 0), ("video", 1), ("image", 0)]
+
+
+def test_an_encoder_prepares_with_a_clip_where_one_is_needed(folder: Path) -> None:
+    defaults = replace(Checkpoint(folder).defaults, max_pictures=0, picture_width=0, max_video_frames=49)
+    changes = replace(defaults, needs_video=True, keeps_length=True)
+    ((request, inputs),) = typical_requests(changes, ())
+    assert inputs.video is not None
+    assert request.num_frames == request.num_video_frames == inputs.video.num_frames
+    assert len(inputs.video.data) == 3 * request.width * request.height * request.num_frames
+    assert [inputs.video for _, inputs in typical_requests(defaults, ())] == [None]
 
 
 @pytest.mark.parametrize("name", ["Cosmos3-Nano", "Wan2.2-I2V-A14B", "LTX-2", "Helios-Base", "MiniMax-H3"])

@@ -20,7 +20,7 @@ from pipelines.blocks.state import NoiseState
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_path
 from pipelines.media import encode_frames
-from pipelines.request import InputPicture, InputPictures, Lora, MediaRequest
+from pipelines.request import InputPicture, InputPictures, InputVideo, Lora, MediaRequest
 from pipelines.run import load_pipeline
 from pipelines.solver import Solver
 from tests.deployments.stages.test_stages import spec_of, tensors
@@ -40,6 +40,7 @@ MATTERS_NOT: dict[str, Any] = {
     "enhance_prompt": True,
     "enhancer_outcome": "timeout",
     "given_prompt": "a circle",
+    "source_clip_id": "video_1",
     "solver": Solver(flow_shift=3.0, sigmas=(1.0, 0.5)),
 }
 MATTERS: dict[str, Any] = {
@@ -56,6 +57,11 @@ MATTERS: dict[str, Any] = {
     "true_cfg_scale": REQUEST.true_cfg_scale + 1,
     "num_pictures": REQUEST.num_pictures + 1,
     "has_mask": True,
+    "num_video_frames": 5,
+    "has_control": True,
+    "control_scale": 0.5,
+    "control_guidance_start": 0.25,
+    "control_guidance_end": 0.75,
     "strength": 0.5,
     "num_layers": 3,
     "loras": (Lora(name="ink"),),
@@ -134,12 +140,17 @@ def test_every_field_is_in_the_name_that_may_matter() -> None:
 def test_a_mask_is_no_picture_and_a_form_is_no_other() -> None:
     one, mask = InputPicture.of(noise(8, 4, "L")), InputPicture.of(noise(8, 4, "L"))
     upright = replace(one, width=4, height=8)
+    clip = InputVideo(width=4, height=4, num_frames=2, fps=8, data=bytes(range(96)))
     inputs = [
         InputPictures(),
         InputPictures(pictures=(one,)),
         InputPictures(pictures=(upright,)),
         InputPictures(pictures=(one, mask)),
         InputPictures(pictures=(one,), mask=mask),
+        InputPictures(pictures=(one,), control=mask),
+        InputPictures(video=clip),
+        InputPictures(video=replace(clip, data=clip.data[::-1])),
+        InputPictures(video=replace(clip, width=2, height=8)),
     ]
     assert len({CacheKeys.of(REQUEST, SentPictures.of(each)).unseeded for each in inputs}) == len(inputs)
 

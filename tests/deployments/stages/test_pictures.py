@@ -18,7 +18,7 @@ from deployments.config import ModelConfig
 from deployments.stages.common import SentPictures, StageSpec, StageWeights, Workers
 from deployments.stages.text_encoder import ConditioningCache, PromptEncoder
 from pipelines.checkpoint import Checkpoint
-from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest
+from pipelines.request import NO_PICTURES, InputPicture, InputPictures, InputVideo, MediaRequest
 from tests.deployments.stages.test_stages import spec_of
 from tests.deployments.support.fake_studio import EDITS
 from tests.deployments.support.files import noise
@@ -27,6 +27,8 @@ from tests.pipelines.support.checkpoints import tiny_models
 INPUTS = InputPictures(
     pictures=(InputPicture.of(noise(640, 480)), InputPicture.of(noise(7, 5, "RGBA"))),
     mask=InputPicture.of(noise(640, 480, "L")),
+    control=InputPicture.of(noise(64, 48)),
+    video=InputVideo(width=64, height=48, num_frames=5, fps=8, data=noise(64, 5 * 48).tobytes()),
 )
 REQUEST = EDITS.request(prompt="a", num_pictures=2, has_mask=True)
 

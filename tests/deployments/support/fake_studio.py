@@ -67,6 +67,18 @@ LAYERS = replace(
     max_layers=5,
 )
 BOTH = replace(CLIPS, picture_width=96, picture_height=64, max_pictures=1, make_sound=True)
+CHANGED_CLIPS = replace(
+    CLIPS,
+    width=64,
+    height=64,
+    needs_video=True,
+    max_video_frames=49,
+    keeps_length=True,
+    takes_strength=True,
+    strength=0.5,
+)
+CONTINUED_CLIPS = replace(CLIPS, min_video_frames=5, max_video_frames=17)
+CONTROLLED = replace(PICTURES, takes_control=True, control_scale=1.0, takes_control_guidance=True)
 BEGUN_CLIPS = replace(CLIPS, width=64, height=64, max_pictures=1)
 
 
@@ -80,7 +92,8 @@ class FakeStudio:
     ``performed`` are the requests that came, ``inputs`` what came along with each, ``closed`` the ids of those closed
     before their end. ``on_load`` runs before an adapter is ``loaded``, and may raise. ``takes_pictures``: two more
     models do; ``takes_apart``: one takes them apart; ``makes_both``: one makes clips and pictures; ``only_inpaints``:
-    one needs a mask.
+    one needs a mask. ``takes_clips``: two more take a clip, one to change it and one to go on from it;
+    ``takes_control``: one follows a control picture.
     """
 
     step_s: float = 0.005
@@ -102,6 +115,8 @@ class FakeStudio:
     takes_apart: bool = False
     makes_both: bool = False
     only_inpaints: bool = False
+    takes_clips: bool = False
+    takes_control: bool = False
     performed: list[MediaRequest] = field(default_factory=list)
     inputs: list[InputPictures] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
@@ -117,6 +132,10 @@ class FakeStudio:
             defaults |= {"fake-both": BOTH}
         if self.only_inpaints:
             defaults |= {"fake-inpaints": INPAINTS}
+        if self.takes_clips:
+            defaults |= {"fake-changed-clips": CHANGED_CLIPS, "fake-continued-clips": CONTINUED_CLIPS}
+        if self.takes_control:
+            defaults |= {"fake-controlled": CONTROLLED}
         return {
             name: ModelCard(
                 name=name,

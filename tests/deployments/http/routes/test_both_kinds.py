@@ -85,4 +85,4 @@ async def test_the_model_says_what_it_makes(client: httpx.AsyncClient) -> None:
 
 def test_pictures_may_come_along_where_one_is_taken(studio: FakeStudio) -> None:
     """Here for clips alone."""
-    assert set(uploads(studio)) == {"/v1/videos", "/v1/videos/sync"}
+    assert set(uploads(studio)) == {"/v1/videos", "/v1/videos/sync", "/v1/videos/edits"}

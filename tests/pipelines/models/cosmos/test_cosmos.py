@@ -48,8 +48,10 @@ def clip(make: Callable[[Path], Path], **more: Any) -> Clip:
 CLIPS = {
     "from words": clip(tiny_cosmos.cosmos),
     "from a picture": clip(tiny_cosmos.cosmos, num_pictures=1),
+    "from a clip": clip(tiny_cosmos.cosmos, num_video_frames=7, sides=(2, 6)),  # blocks resize to multiples of 16
     "with sound": clip(tiny_cosmos.cosmos_with_sound),
     "with sound from a picture": clip(tiny_cosmos.cosmos_with_sound, num_pictures=1, changes=ALONE),
+    "with sound from a clip": clip(tiny_cosmos.cosmos_with_sound, num_video_frames=7, sides=(2, 6), changes=ALONE),
     "no sound where it could": clip(tiny_cosmos.cosmos_with_sound, changes={"sound": False}),
     "one frame": clip(tiny_cosmos.cosmos_with_sound, num_latent_frames=1, changes=ALONE),
     "the edge's layers": clip(tiny_cosmos.cosmos_edge),

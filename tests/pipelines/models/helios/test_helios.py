@@ -32,7 +32,7 @@ from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.support.checkpoints import tiny_helios
 from tests.pipelines.support.references.own_call import own_state
-from tests.pipelines.support.references.video import Clip, pictures_of
+from tests.pipelines.support.references.video import Clip, named, pictures_of
 
 TWO_CHUNKS = 1 + 9
 """Latent frames: one more than a chunk has."""
@@ -40,9 +40,8 @@ TWO_CHUNKS = 1 + 9
 
 def own_chunks(folder: Path, request: MediaRequest, images: tuple[Any, ...]) -> dict[str, Tensor]:
     """Noise of stages is ours, as diffusers' own fails on some CPUs (``test_noise_of_stages_is_diffusers_own``)."""
-    shown = {"image": images[0]} if images else {}
     with patch.object(denoise, "sample_block_noise", block_noise_BCFHW):
-        state = own_state(folder, request, **shown, **SPEC.pipeline_inputs(folder, request))
+        state = own_state(folder, request, **named(images), **SPEC.pipeline_inputs(folder, request))
     return {"latents": torch.cat(state.get("latent_chunks"), dim=2)}
 
 
@@ -52,8 +51,10 @@ CASES = {
     "in stages": Clip(make=tiny_helios.helios_pyramid, **STAGES),
     "words": Clip(make=tiny_helios.helios, strategies=("tensor", "pipeline", "hybrid", "guidance"), **FEW),
     "a picture": Clip(make=tiny_helios.helios, num_pictures=1, **FEW),
+    "a clip": Clip(make=tiny_helios.helios, num_video_frames=35, **FEW),
     "scaled keys of the history": Clip(make=tiny_helios.helios_amplified, **FEW),
     "distilled, a picture": Clip(make=tiny_helios.helios_distilled, num_pictures=1, **STAGES),
+    "distilled, a clip": Clip(make=tiny_helios.helios_distilled, num_video_frames=33, **STAGES),
 }
 SOME, *OTHERS = CASES
 GANGS = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ from tests.pipelines.support.checkpoints.parts import (
     chat_tokenizer,
     clip,
     flow,
+    multistep,
     qwen3,
     shake,
     shifted_auto_encoder,
     t5,
     tokenizer,
 )
+from tests.pipelines.support.checkpoints.tiny import flux, wan_transformer, wan_vae
+from tests.pipelines.support.checkpoints.tiny_unknown import sdxl
 
 T5_WIDTH = 48
 PROJECTED = "CLIPTextModelWithProjection"
@@ -326,3 +330,80 @@ def cogvideox(path: Path) -> Path:
         scheduler=CogVideoXDDIMScheduler(),
     ).save_pretrained(path)
     return path
+
+
+def cogvideox_over(path: Path) -> Path:
+    """CogVideoX's video-to-video."""
+    from diffusers import CogVideoXPipeline, CogVideoXVideoToVideoPipeline
+
+    folder = cogvideox(path / "cogvideox")
+    CogVideoXVideoToVideoPipeline(**CogVideoXPipeline.from_pretrained(folder).components).save_pretrained(path)
+    return path
+
+
+def wan_over(path: Path) -> Path:
+    """Wan's video-to-video: the transformer of its text-to-video, whose blocks take no clip."""
+    from diffusers import WanVideoToVideoPipeline
+
+    WanVideoToVideoPipeline(
+        tokenizer=tokenizer(512),
+        text_encoder=t5("UMT5"),
+        transformer=wan_transformer(seed=3),
+        vae=wan_vae(),
+        scheduler=multistep(),
+    ).save_pretrained(path)
+    return path
+
+
+def wan_vace(path: Path) -> Path:
+    """Wan with a second stack of layers for a control clip."""
+    from diffusers import WanVACEPipeline, WanVACETransformer3DModel
+
+    transformer = WanVACETransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=24,
+        in_channels=4,
+        out_channels=4,
+        text_dim=48,
+        freq_dim=32,
+        ffn_dim=64,
+        num_layers=2,
+        rope_max_seq_len=64,
+        vace_layers=[0, 1],
+        vace_in_channels=4 + 4 + 64,
+    )
+    WanVACEPipeline(
+        tokenizer=tokenizer(512),
+        text_encoder=t5("UMT5"),
+        transformer=shake(transformer),
+        vae=wan_vae(),
+        scheduler=multistep(),
+    ).save_pretrained(path)
+    return path
+
+
+def flux_controlled(path: Path) -> Path:
+    """FLUX with a control network."""
+    from diffusers import FluxControlNetModel, FluxControlNetPipeline, FluxPipeline
+
+    parts = FluxPipeline.from_pretrained(flux(path / "flux", num_stages=4)).components
+    network = FluxControlNetModel(**{**_shared(parts["transformer"], FluxControlNetModel), "num_layers": 1})
+    kept = {name: part for name, part in parts.items() if name not in ("image_encoder", "feature_extractor")}
+    FluxControlNetPipeline(**kept, controlnet=shake(network, seed=5)).save_pretrained(path)
+    return path
+
+
+def sdxl_controlled(path: Path) -> Path:
+    """Stable Diffusion XL with a control network, whose control picture is called ``image``."""
+    from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline, StableDiffusionXLPipeline
+
+    parts = StableDiffusionXLPipeline.from_pretrained(sdxl(path / "sdxl")).components
+    network = ControlNetModel.from_unet(parts["unet"], conditioning_embedding_out_channels=(4, 4, 8))
+    StableDiffusionXLControlNetPipeline(**parts, controlnet=shake(network, seed=5)).save_pretrained(path)
+    return path
+
+
+def _shared(model: Any, other: type[Any]) -> dict[str, Any]:
+    """Return the settings of ``model`` that ``other`` has as well."""
+    names = inspect.signature(other.__init__).parameters
+    return {name: value for name, value in model.config.items() if name in names}

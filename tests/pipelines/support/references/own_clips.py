@@ -11,7 +11,7 @@ from PIL import Image
 
 from pipelines.request import MediaRequest
 from tests.pipelines.support.references.own_call import Change, as_it_is, own_state, silence
-from tests.pipelines.support.references.video import Latents
+from tests.pipelines.support.references.video import Latents, named
 
 Images = tuple[Image.Image, ...]
 
@@ -170,7 +170,7 @@ def guided_blocks(folder: Path, request: MediaRequest, images: Images, change: C
         guidance_scale=request.true_cfg_scale,
         fps=request.fps,
         enable_sound=sounds,
-        **({"image": images[0]} if images else {}),
+        **named(images),
     )
     names = ("latents", "sound_latents", "videos", "sound")
     return {name: value for name in names if (value := state.get(name)) is not None}

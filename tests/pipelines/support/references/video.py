@@ -16,7 +16,7 @@ from torch import Tensor
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
-from pipelines.request import InputPicture, InputPictures, MediaRequest
+from pipelines.request import InputPicture, InputPictures, InputVideo, MediaRequest
 from pipelines.run import load_pipeline
 from pipelines.size import Size
 
@@ -36,6 +36,7 @@ class Clip:
     sides: tuple[int, int] = (3, 5)
     num_latent_frames: int = 2
     num_pictures: int = 0
+    num_video_frames: int = 0
     strategies: tuple[str, ...] = ()
     changes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -45,17 +46,39 @@ class Clip:
         num_frames = 1 + (self.num_latent_frames - 1) * defaults.frame_multiple
         size = Size(width=width, height=height, num_frames=num_frames)
         words = {"prompt": "a red circle", "negative_prompt": "blue"}
-        more = {"num_inference_steps": 2, "seed": 5, "num_pictures": self.num_pictures, **self.changes}
+        inputs = {"num_pictures": self.num_pictures, "num_video_frames": self.num_video_frames}
+        more = {"num_inference_steps": 2, "seed": 5, **inputs, **self.changes}
         return defaults.request(size, **{**words, **more})
 
     def images(self, request: MediaRequest) -> tuple[Image.Image, ...]:
-        """Of the clip's size, all different."""
+        """Of the clip's size, all different; ``Frames`` of a clip that comes along."""
+        if self.num_video_frames:
+            return frames(request.width, request.height, self.num_video_frames)
         return tuple(picture(request.width, request.height, seed) for seed in range(self.num_pictures))
 
     def own(self, folder: Path) -> Latents:
         """What diffusers alone makes of it."""
         request = self.request(folder)
         return self.reference(folder, request, self.images(request))
+
+
+class Frames(tuple[Image.Image, ...]):
+    """Frames of a clip that comes along, in the place of pictures."""
+
+    __slots__ = ()
+
+
+def frames(width: int, height: int, number: int) -> Frames:
+    """A picture that turns into another one."""
+    first, last = picture(width, height, 1), picture(width, height, 2)
+    return Frames(Image.blend(first, last, place / max(1, number - 1)) for place in range(number))
+
+
+def named(images: tuple[Image.Image, ...]) -> dict[str, Any]:
+    """The inputs of a pipeline's own call that hold them."""
+    if isinstance(images, Frames):
+        return {"video": list(images)}
+    return {"image": images[0]} if images else {}
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -65,6 +88,11 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
 
 
 def pictures_of(images: tuple[Image.Image, ...]) -> InputPictures:
+    if isinstance(images, Frames):
+        (width, height), data = images[0].size, b"".join(frame.tobytes() for frame in images)
+        return InputPictures(
+            video=InputVideo(width=width, height=height, num_frames=len(images), fps=1, data=data),
+        )
     return InputPictures(pictures=tuple(map(InputPicture.of, images)))
 
 

@@ -1,0 +1,78 @@
+"""Clips and files by their ids, for those who may see them, and the clip that a request names by id."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+
+from deployments.batches.records import FileRecord
+from deployments.clips.database import ClipRecord
+from deployments.http.context import ApiContext
+from deployments.http.errors import ApiError
+from deployments.requests.pictures.sources import Source
+from deployments.requests.request_errors import shown
+from deployments.requests.rules import Requester
+
+VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
+FILE_ID = re.compile(r"file-[0-9a-f]{32}")
+
+
+async def find_clip(context: ApiContext, requester: Requester, video_id: str, param: str = "video_id") -> ClipRecord:
+    """Return the clip. ApiError 404 if there is none that the client may see.
+
+    Only what looks like an id gets to the database.
+    """
+    clip = await context.clips.get(video_id) if VIDEO_ID.fullmatch(video_id) else None
+    if clip is None or context.viewer(requester) not in (None, clip.key_hash):
+        raise no_video(video_id, param)
+    return clip
+
+
+def no_video(video_id: str, param: str) -> ApiError:
+    return ApiError(404, f"There is no video {shown(video_id)}", param=param, code="video_not_found")
+
+
+async def find_file(context: ApiContext, requester: Requester, file_id: str, param: str = "file_id") -> FileRecord:
+    """Return a file. ApiError 404 if there is none that the client may see."""
+    file = await context.batches.file(file_id, context.viewer(requester)) if FILE_ID.fullmatch(file_id) else None
+    if file is None:
+        raise no_file(file_id, param)
+    return file
+
+
+def no_file(file_id: str, param: str) -> ApiError:
+    return ApiError(404, f"There is no file {shown(file_id)}", param=param)
+
+
+def clip_id_of(source: Source | None) -> str | None:
+    """Return the id of a clip that ``source`` is; None of any other source."""
+    return source if isinstance(source, str) and VIDEO_ID.fullmatch(source) else None
+
+
+async def read_source(context: ApiContext, requester: Requester, source: Source) -> Source:
+    """Return the content of the file or clip whose id ``source`` is, or else ``source`` itself.
+
+    ApiError 404 if there is none that the client may see, 409 for a clip without a file.
+    """
+    if not isinstance(source, str):
+        return source
+    if FILE_ID.fullmatch(source):
+        record = await find_file(context, requester, source, "video")
+        content = await asyncio.to_thread(context.contents.read, record.id)
+        if content is None:
+            raise no_file(source, "video")
+        return content
+    if VIDEO_ID.fullmatch(source):
+        return await _content(context, await find_clip(context, requester, source, "video"))
+    return source
+
+
+async def _content(context: ApiContext, clip: ClipRecord) -> bytes:
+    file = await context.clips.file(clip.id, "video") if clip.status == "completed" else None
+    if file is None:
+        message = f"video is {shown(clip.id)}, a clip without a file: it is {clip.status}; take one that is completed"
+        raise ApiError(409, message, param="video", code="video_not_ready")
+    if isinstance(file, Path):
+        return await asyncio.to_thread(file.read_bytes)
+    return await asyncio.to_thread(file.bucket.read, file.name)

@@ -1,0 +1,255 @@
+"""From the bytes of strangers to the frames of a clip, with PyAV (FFmpeg). Its sound is left out.
+
+FFmpeg opens one container, which the first bytes tell, with a few decoders and no protocol: a clip refers to nothing
+outside it. The frames that a request does not need are decoded, but neither converted nor kept.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING, Any
+
+from deployments.requests.pictures.limits import PictureLimits
+from deployments.requests.request_errors import RequestError
+from pipelines.request import InputPicture, InputVideo
+
+if TYPE_CHECKING:
+    import av
+    from av.container import InputContainer
+    from PIL.Image import Image
+
+KINDS = "an MP4, MOV, WebM or GIF file"
+MOV_ATOMS = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
+EBML, GIF = b"\x1aE\xdf\xa3", b"GIF8"
+DECODERS = ("h264", "hevc", "av1", "libdav1d", "vp8", "vp9", "libvpx", "libvpx-vp9", "mpeg4", "mjpeg", "prores", "gif")
+OPTIONS = {"codec_whitelist": ",".join(DECODERS), "protocol_whitelist": "none"}
+WITH_OPACITY = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
+"""Decoders that read the opacity of WebM; FFmpeg's own ignore it."""
+MIN_SHARE, SLACK_S = 0.9, 0.25
+"""A file whose frames end earlier than this share of its duration is cut off."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoHead:
+    """Size of a clip's frames, upright and with square pixels."""
+
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VideoForm:
+    """The clip that a request needs: its size, its rate, and its length in frames."""
+
+    width: int
+    height: int
+    fps: int
+    max_frames: int
+    is_cut: bool = False
+    """Leave out frames beyond ``max_frames``; otherwise they are an error."""
+    frame_multiple: int = 1
+    """Keep 1 + a multiple of so many frames."""
+
+
+FormOf = Callable[[VideoHead], VideoForm]
+
+
+def read_video(data: bytes, param: str, limits: PictureLimits, form_of: FormOf) -> InputVideo:
+    """Return the clip in the form that ``form_of`` chooses by its head.
+
+    Frames are upright, blended onto white, scaled to cover the size and cropped around the centre. At each instant of
+    the constant rate, the nearest frame before it or half an interval after it is shown. RequestError for another kind
+    of file, a broken one, and above a limit. It takes time: not for an event loop.
+    """
+    import av
+
+    name = _container(data, param)
+    with _naming(param), av.open(io.BytesIO(data), "r", format=name, options=OPTIONS) as container:
+        file = _File(container=container, param=param, limits=limits)
+        first, frames = file.open()
+        form = form_of(_head(first))
+        return _in_form(_at_rate(chain([first], frames), form.fps), form, param)
+
+
+def _container(data: bytes, param: str) -> str:
+    """Return FFmpeg's name of the file's container."""
+    if data[4:8] in MOV_ATOMS:
+        return "mov"
+    if data.startswith(EBML):
+        return "matroska"
+    if data.startswith(GIF):
+        return "gif"
+    raise RequestError(f"{param} is no clip that can be read; send {KINDS}", param, code="bad_video")
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedFrame:
+    frame: av.VideoFrame
+    start_s: float
+    end_s: float
+    """By its own duration; the next frame may come sooner or later."""
+    aspect: float
+    """Width of a pixel by its height."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _File:
+    """An open file. Its decoding stops at the limits."""
+
+    container: InputContainer
+    param: str
+    limits: PictureLimits
+    _end_s: float = field(default=0.0, init=False)
+
+    def open(self) -> tuple[_TimedFrame, Iterator[_TimedFrame]]:
+        """Return the first frame and the others."""
+        self._end_s = time.monotonic() + self.limits.max_video_decode_s
+        frames = self._frames()
+        first = next(frames, None)
+        if first is None:
+            raise RequestError(f"{self.param} has no frames; send {KINDS}", self.param, code="bad_video")
+        return first, frames
+
+    def _frames(self) -> Iterator[_TimedFrame]:
+        stream: Any = self.container.streams.best("video")
+        if stream is None:
+            return
+        self._check_size(stream.codec_context.width, stream.codec_context.height)
+        aspect, rate = float(stream.sample_aspect_ratio or 1), float(stream.average_rate or 0)
+        start_s: float | None = None
+        end_s = last_s = 0.0
+        for number, frame in enumerate(self._decoded(stream)):
+            self._check(number, frame)
+            unit_s = float(frame.time_base or 0)
+            interval_s = (frame.duration or 0) * unit_s or (1 / rate if rate else 0.0)
+            at_s = end_s if frame.pts is None else frame.pts * unit_s
+            start_s = at_s if start_s is None else start_s
+            last_s = max(last_s, at_s - start_s)
+            end_s = last_s + interval_s
+            yield _TimedFrame(frame, last_s, end_s, aspect)
+        self._check_end(end_s)
+
+    def _decoded(self, stream: Any) -> Iterator[av.VideoFrame]:
+        import av
+
+        context = stream.codec_context
+        if context.name not in DECODERS:
+            message = f"{self.param} is in the format {context.name}, which is not read here; send {KINDS} in H.264"
+            raise RequestError(message, self.param, code="bad_video")
+        if stream.metadata.get("alpha_mode") == "1" and context.name in WITH_OPACITY:
+            context = av.CodecContext.create(WITH_OPACITY[context.name], "r")
+        context.thread_count, context.options = 1, {"max_pixels": str(self.limits.max_video_pixels)}
+        for packet in self.container.demux(stream):
+            if time.monotonic() > self._end_s:
+                took = f"is not decoded after {self.limits.max_video_decode_s:g} s"
+                raise self._too_large(took, "make it smaller or shorter")
+            if packet.is_corrupt:
+                raise self._broken("a part of it is missing")
+            yield from context.decode(packet)
+
+    def _check(self, number: int, frame: av.VideoFrame) -> None:
+        self._check_size(frame.width, frame.height)
+        if number >= (most := self.limits.max_video_frames):
+            raise self._too_large(f"has more than {most} frames", "make it shorter")
+
+    def _check_size(self, width: int, height: int) -> None:
+        if width * height > (most := self.limits.max_video_pixels):
+            raise self._too_large(f"has {width}x{height} pixels; a frame may have {most}", "make it smaller")
+
+    def _check_end(self, end_s: float) -> None:
+        duration_s = (self.container.duration or 0) / 1_000_000
+        if end_s < MIN_SHARE * duration_s - SLACK_S:
+            raise self._broken(f"its frames end after {end_s:.3g} s of {duration_s:.3g} s")
+
+    def _too_large(self, fault: str, remedy: str) -> RequestError:
+        return RequestError(f"{self.param} {fault}: {remedy}", self.param, code="video_too_large")
+
+    def _broken(self, why: str) -> RequestError:
+        return broken(self.param, why)
+
+
+def broken(param: str, why: object) -> RequestError:
+    message = f"{param} is broken, or a part of it is missing ({why}); send {KINDS} that is whole"
+    return RequestError(message, param, code="bad_video")
+
+
+def _at_rate(frames: Iterable[_TimedFrame], fps: int) -> Iterator[tuple[_TimedFrame, int]]:
+    """Yield each frame that is shown at a rate of ``fps``, and how many frames of that rate it is."""
+
+    def place(at_s: float) -> int:
+        return int(at_s * fps + 0.5)
+
+    def with_end() -> Iterator[_TimedFrame | None]:
+        yield from frames
+        yield None
+
+    for frame, following in pairwise(with_end()):
+        assert frame is not None
+        first = place(frame.start_s)
+        after = max(1, place(frame.end_s)) if following is None else place(following.start_s)
+        if after > first:
+            yield frame, after - first
+
+
+def _in_form(shown: Iterable[tuple[_TimedFrame, int]], form: VideoForm, param: str) -> InputVideo:
+    data, num_frames = bytearray(), 0
+    for frame, number in shown:
+        number = min(number, form.max_frames + (not form.is_cut) - num_frames)
+        num_frames += number
+        if num_frames > form.max_frames:
+            length = f"{form.max_frames} frames at {form.fps} fps"
+            message = f"{param} has more than {length}, the most that this model takes; cut it"
+            raise RequestError(message, param)
+        data += _fitted(frame, form) * number
+        if form.is_cut and num_frames == form.max_frames:
+            break
+    kept = num_frames - (num_frames - 1) % form.frame_multiple
+    del data[3 * form.width * form.height * kept :]
+    return InputVideo(width=form.width, height=form.height, num_frames=kept, fps=form.fps, data=bytes(data))
+
+
+def _head(first: _TimedFrame) -> VideoHead:
+    width, height = _square_size(first)
+    is_lying = round(first.frame.rotation / 90) % 2 == 1
+    return VideoHead(width=height, height=width) if is_lying else VideoHead(width=width, height=height)
+
+
+def _square_size(frame: _TimedFrame) -> tuple[int, int]:
+    return max(1, round(frame.frame.width * frame.aspect)), frame.frame.height
+
+
+def _fitted(timed: _TimedFrame, form: VideoForm) -> bytes:
+    """Return the pixels of a frame in the size of ``form``, as ``InputPicture.cut_to`` does of a picture."""
+    from PIL import Image, ImageOps
+
+    image = _image(timed.frame)
+    if image.size != (size := _square_size(timed)):
+        image = image.resize(size)
+    if turn := 90 * round(timed.frame.rotation / 90):
+        image = image.rotate(turn, expand=True)
+    colours = image if image.mode == "RGB" else InputPicture.of(image).on_white()
+    return ImageOps.fit(colours, (form.width, form.height), Image.Resampling.LANCZOS).tobytes()
+
+
+def _image(frame: av.VideoFrame) -> Image:
+    from PIL import Image
+
+    has_opacity = any(component.is_alpha for component in frame.format.components) or frame.format.has_palette
+    mode = "RGBA" if has_opacity else "RGB"
+    return Image.fromarray(frame.to_ndarray(format="rgba" if has_opacity else "rgb24"), mode)
+
+
+@contextmanager
+def _naming(param: str) -> Iterator[None]:
+    """Turn the errors of FFmpeg into a sentence about the file."""
+    import av
+
+    try:
+        yield
+    except av.FFmpegError as error:
+        raise broken(param, error.strerror) from error

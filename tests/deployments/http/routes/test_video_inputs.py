@@ -1,0 +1,263 @@
+"""Clips that come along: as files, as JSON, by the id of a file or of a clip, and OpenAI's remixes and edits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from deployments.clips.clips import Clips
+from pipelines.media.clip import encode_clip
+from tests.deployments.http.conftest import build, client_of
+from tests.deployments.http.routes.test_videos import finished
+from tests.deployments.http.test_errors import error_of
+from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.files import data_url
+from tests.support.patience import PATIENCE_S
+
+CHANGED, CONTINUED = "fake-changed-clips", "fake-continued-clips"
+WIDTH, HEIGHT, FPS, NUM_FRAMES = 48, 32, 8, 11
+LEVELS = np.arange(20, 20 + 20 * NUM_FRAMES, 20, dtype=np.uint8)
+TOLERANCE = 6
+FILE = encode_clip(np.broadcast_to(LEVELS[:, None, None, None], (NUM_FRAMES, HEIGHT, WIDTH, 3)).copy(), FPS)
+URL = data_url(FILE, "video/mp4")
+VIDEOS = "/v1/videos"
+
+
+@pytest.fixture
+def studio() -> FakeStudio:
+    return FakeStudio(takes_clips=True)
+
+
+@pytest.fixture
+async def locked(studio: FakeStudio, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(build(studio, tmp_path, api_keys=("alpha", "beta"))) as client:
+        yield client
+
+
+def levels(studio: FakeStudio) -> list[float]:
+    """Return the greys of the clip that came along with the newest request."""
+    request, video = studio.performed[-1], studio.inputs[-1].video
+    assert video is not None
+    assert (video.width, video.height, video.fps) == (request.width, request.height, request.fps)
+    assert video.num_frames == request.num_video_frames
+    return [float(np.asarray(frame).mean()) for frame in video.frames()]
+
+
+async def made(client: httpx.AsyncClient, answer: httpx.Response, **headers: str) -> dict[str, Any]:
+    """Return the record of a clip once it is completed."""
+    assert answer.status_code == 200, answer.text
+    record: dict[str, Any] = await finished(client, answer.json()["id"])
+    assert record["status"] == "completed"
+    return record
+
+
+@pytest.mark.parametrize("video", [URL, {"video_url": URL}], ids=["text", "object"])
+async def test_a_clip_by_json(client: httpx.AsyncClient, studio: FakeStudio, video: object) -> None:
+    """It decides size and length: 9 of 11 frames, since the model makes 1 + a multiple of 4."""
+    record = await made(client, await client.post(VIDEOS, json={"prompt": "a", "video": video}))
+    assert (record["model"], record["size"], record["num_frames"], record["fps"]) == (CHANGED, "48x32", 9, FPS)
+    assert record["remixed_from_video_id"] is None
+    assert levels(studio) == pytest.approx(LEVELS[:9], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["video", "video[video_url]"])
+async def test_a_clip_in_a_form(client: httpx.AsyncClient, studio: FakeStudio, name: str) -> None:
+    for value in (FILE, (None, URL)):
+        answer = await client.post("/v1/videos/sync", data={"prompt": "a"}, files={name: value})
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "video/mp4")
+        assert levels(studio) == pytest.approx(LEVELS[:9], abs=TOLERANCE)
+
+
+async def test_length_rate_and_size_are_what_the_request_says(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    fields = {"prompt": "a", "video": URL, "fps": 4, "num_frames": 5, "size": "64x64", "strength": 0.75}
+    await made(client, await client.post(VIDEOS, json=fields))
+    assert levels(studio) == pytest.approx([*LEVELS[::2][:5]], abs=TOLERANCE)
+    request = studio.performed[-1]
+    assert (request.width, request.height, request.num_frames, request.strength) == (64, 64, 5, 0.75)
+
+
+async def test_a_model_that_goes_on_from_a_clip_makes_its_own_length(
+    client: httpx.AsyncClient, studio: FakeStudio
+) -> None:
+    answer = await client.post(VIDEOS, json={"prompt": "a", "model": CONTINUED, "video": URL, "num_frames": 25})
+    record = await made(client, answer)
+    assert record["num_frames"] == 25
+    assert levels(studio) == pytest.approx(LEVELS, abs=TOLERANCE)
+    await made(client, await client.post(VIDEOS, json={"prompt": "a", "model": CONTINUED}))
+    assert studio.inputs[-1].video is None
+
+
+async def test_a_file_is_named_by_its_id(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    form: dict[str, Any] = {"data": {"purpose": "user_data"}, "files": {"file": ("a.mp4", FILE)}}
+    file = (await client.post("/v1/files", **form)).json()
+    content = await client.get(f"/v1/files/{file['id']}/content")
+    assert (content.content, content.headers["content-type"]) == (FILE, "application/octet-stream")
+    for video in (file["id"], {"file_id": file["id"]}):
+        await made(client, await client.post(VIDEOS, json={"prompt": "a", "video": video}))
+        assert levels(studio) == pytest.approx(LEVELS[:9], abs=TOLERANCE)
+    await client.delete(f"/v1/files/{file['id']}")
+    error = error_of(await client.post(VIDEOS, json={"prompt": "a", "video": file["id"]}), 404)
+    assert error["param"] == "video"
+
+
+async def source(client: httpx.AsyncClient, **headers: str) -> dict[str, Any]:
+    """Return a finished clip of a model that takes none."""
+    answer = await client.post(VIDEOS, json={"prompt": "a", "model": "fake-clips", "seed": 90}, headers=headers)
+    record: dict[str, Any] = answer.json()
+    while record["status"] != "completed":
+        record = (await client.get(f"{VIDEOS}/{record['id']}", headers=headers)).json()
+    return record
+
+
+async def test_a_clip_of_ours_is_changed_by_remix_edits_and_id(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    before = await source(client)
+    answers = [
+        await client.post(f"{VIDEOS}/{before['id']}/remix", json={"prompt": "b"}),
+        await client.post(f"{VIDEOS}/{before['id']}/remix", data={"prompt": "b"}),
+        await client.post(f"{VIDEOS}/edits", json={"prompt": "b", "video": {"id": before["id"]}}),
+        await client.post(f"{VIDEOS}/edits", data={"prompt": "b"}, files={"video[id]": (None, before["id"])}),
+        await client.post(VIDEOS, json={"prompt": "b", "video": before["id"]}),
+    ]
+    for answer in answers:
+        record = await made(client, answer)
+        assert (record["model"], record["prompt"]) == (CHANGED, "b")
+        assert record["remixed_from_video_id"] == before["id"]
+        assert (record["num_frames"], record["size"]) == (before["num_frames"], before["size"])
+    assert studio.inputs[-1] == studio.inputs[-2] != studio.inputs[0]
+
+
+@pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+def test_edits_and_remixes_of_the_official_client(url: str, studio: FakeStudio) -> None:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        first = client.videos.edit(prompt="a", video=("a.mp4", FILE))
+        client.videos.poll(first.id, poll_interval_ms=20)
+        remix = client.videos.remix(first.id, prompt="b")
+        done = client.videos.poll(remix.id, poll_interval_ms=20)
+        assert (done.status, done.prompt, done.remixed_from_video_id) == ("completed", "b", first.id)
+    assert [one.num_video_frames for one in studio.performed] == [9, 9]
+
+
+async def test_a_remix_is_by_the_model_of_its_clip_if_that_takes_clips(client: httpx.AsyncClient) -> None:
+    fields = {"prompt": "a", "model": CONTINUED, "num_frames": 17}
+    before = await made(client, await client.post(VIDEOS, json=fields))
+    remix = f"{VIDEOS}/{before['id']}/remix"
+    assert (await made(client, await client.post(remix, json={"prompt": "b"})))["model"] == CONTINUED
+    named = await client.post(remix, json={"prompt": "b", "model": CHANGED})
+    assert (await made(client, named))["model"] == CHANGED
+
+
+async def test_an_edit_brings_its_file(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    answer = await client.post(f"{VIDEOS}/edits", data={"prompt": "b"}, files={"video": ("a.mp4", FILE)})
+    assert (await made(client, answer))["remixed_from_video_id"] is None
+    assert levels(studio) == pytest.approx(LEVELS[:9], abs=TOLERANCE)
+    error = error_of(await client.post(f"{VIDEOS}/edits", json={"prompt": "b"}), 400)
+    assert (error["param"], error["code"]) == ("video", "missing_field")
+
+
+async def test_clips_and_files_of_other_keys_are_not_there(locked: httpx.AsyncClient) -> None:
+    alpha, beta = ({"Authorization": f"Bearer {key}"} for key in ("alpha", "beta"))
+    before = await source(locked, **alpha)
+    form: dict[str, Any] = {"data": {"purpose": "user_data"}, "files": {"file": ("a.mp4", FILE)}}
+    file = (await locked.post("/v1/files", **form, headers=alpha)).json()
+    for video in (before["id"], file["id"]):
+        body = {"prompt": "a", "video": video}
+        error_of(await locked.post(VIDEOS, json=body, headers=beta), 404)
+        assert (await locked.post(VIDEOS, json=body, headers=alpha)).status_code == 200
+    error_of(await locked.post(f"{VIDEOS}/{before['id']}/remix", json={"prompt": "a"}, headers=beta), 404)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a model of words": ({"model": "fake-clips", "video": URL}, "video", "a clip came along; this model takes none"),
+    "no clip": ({"model": CHANGED}, "video", "this model changes clips, and none came along"),
+    "too long": ({"model": CONTINUED, "video": URL, "fps": 24}, "video", "more than 17 frames at 24 fps"),
+    "too short": ({"model": CONTINUED, "video": URL, "fps": 2}, "video", "video has 3 frames"),
+    "more than it has": ({"video": URL, "num_frames": 17}, "num_frames", "17 frames at 8 fps, and video has 9"),
+    "more seconds": ({"video": URL, "seconds": 3}, "seconds", "seconds is 3, which is 25 frames at 8 fps"),
+    "a size": ({"video": URL, "size": "50x50"}, "size", "multiples of 16"),
+    "frames": ({"video": URL, "num_frames": 8}, "num_frames", "1 + a multiple of 4"),
+    "two clips": ({"video": [URL, URL]}, "video", "it must be one clip"),
+    "an unknown key": ({"video": {"url": URL}}, "video", "it must be one clip"),
+    "another address": ({"video": "https://example.com/a.mp4"}, "video", "clips are not fetched from elsewhere"),
+    "noise": ({"video": data_url(b"noise", "video/mp4")}, "video", "is no clip that can be read"),
+    "a picture as well": ({"video": URL, "input_reference": URL}, "input_reference", "1 picture came along"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_a_clip_that_cannot_be(client: httpx.AsyncClient, studio: FakeStudio, name: str) -> None:
+    fields, param, message = REFUSED[name]
+    error = error_of(await client.post(VIDEOS, json={"prompt": "a", **fields}), 400)
+    assert error["param"] == param
+    assert message in error["message"]
+    assert studio.performed == []
+
+
+async def test_a_remix_needs_a_clip_that_is_there_and_a_model_that_takes_it(tmp_path: Path) -> None:
+    async with client_of(build(FakeStudio(), tmp_path)) as client:
+        before = await source(client)
+        remix = f"{VIDEOS}/{before['id']}/remix"
+        error = error_of(await client.post(remix, json={"prompt": "b"}), 400)
+        assert (error["param"], "this model takes none" in error["message"]) == ("video", True)
+        error_of(await client.post(f"{VIDEOS}/video_{'0' * 32}/remix", json={"prompt": "b"}), 404)
+    for field in ("video", "input_reference"):
+        async with client_of(build(FakeStudio(takes_clips=True), tmp_path)) as client:
+            error = error_of(await client.post(remix, json={"prompt": "b", field: URL}), 400)
+            assert (error["param"], "the path names the clip" in error["message"]) == (field, True)
+
+
+async def test_a_clip_that_is_not_finished_cannot_be_changed(tmp_path: Path) -> None:
+    def fail(request: Any) -> None:
+        raise ValueError("no such scene")
+
+    async with client_of(build(FakeStudio(takes_clips=True, before=fail), tmp_path)) as client:
+        made_of_words = (await client.post(VIDEOS, json={"prompt": "a", "model": "fake-clips"})).json()
+        await finished(client, made_of_words["id"])
+        error = error_of(await client.post(VIDEOS, json={"prompt": "a", "video": made_of_words["id"]}), 409)
+        assert (error["param"], "it is failed" in error["message"]) == ("video", True)
+
+
+@pytest.mark.parametrize(("limit", "status"), [(len(FILE), 200), (len(FILE) - 1, 413)])
+async def test_a_large_clip_is_413(tmp_path: Path, limit: int, status: int) -> None:
+    async with client_of(build(FakeStudio(takes_clips=True), tmp_path, max_video_bytes=limit)) as client:
+        answer = await client.post(VIDEOS, json={"prompt": "a", "video": URL})
+        assert answer.status_code == status
+        if status == 413:
+            assert error_of(answer, 413)["code"] == "video_too_large"
+
+
+async def test_frames_of_requests_under_way_take_no_more_memory_than_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One request is let in whatever it takes; the next one while its frames are not on the disk is not."""
+    entered, may_go, submit = asyncio.Event(), asyncio.Event(), Clips.submit
+
+    async def slow(*args: Any) -> Any:
+        entered.set()
+        await may_go.wait()
+        return await submit(*args)
+
+    monkeypatch.setattr(Clips, "submit", slow)
+    async with client_of(build(FakeStudio(takes_clips=True), tmp_path, max_open_upload_bytes=1)) as client:
+        body = {"prompt": "a", "video": URL}
+        first = asyncio.create_task(client.post(VIDEOS, json=body))
+        async with asyncio.timeout(PATIENCE_S):
+            await entered.wait()
+        assert error_of(await client.post(VIDEOS, json=body), 503)["code"] == "server_full"
+        may_go.set()
+        assert (await first).status_code == 200
+        assert (await client.post(VIDEOS, json=body)).status_code == 200
+
+
+async def test_models_say_that_they_take_clips(client: httpx.AsyncClient) -> None:
+    models = {model["id"]: model for model in (await client.get("/v1/models")).json()["data"]}
+    assert models[CHANGED]["capabilities"] == ["video-to-video"]
+    assert models[CONTINUED]["capabilities"] == ["text-to-video", "video-to-video"]
+    assert models["fake-pictures"]["capabilities"] == ["text-to-image"]
+    assert models[CONTINUED]["defaults"]["max_video_frames"] == 17
