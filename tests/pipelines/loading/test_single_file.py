@@ -71,6 +71,13 @@ def test_the_transformer_is_that_of_the_file(
     assert not torch.equal(weights_of(str(base))["cap_pad_token"], tuned["cap_pad_token"])
 
 
+def test_a_gang_that_quantises_reads_the_same_values(base: Path, tuned: dict[str, Tensor], tmp_path: Path) -> None:
+    file = tmp_path / "tuned.safetensors"
+    save_file(tuned, file)
+    (module,) = Checkpoint.open(f"{file}@{base}").denoiser(quantised=True).modules.values()
+    assert all(weight.equal(tuned[name]) for name, weight in module.state_dict().items())
+
+
 def test_a_published_name_is_base_enough_for_its_configuration(tmp_path: Path) -> None:
     file = tmp_path / "tuned.safetensors"
     file.touch()
