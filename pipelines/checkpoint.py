@@ -66,7 +66,7 @@ class Checkpoint:
         weights: bool = True,
         loras: Iterable[LoraSource] = (),
     ) -> Checkpoint:
-        """Open a folder, a shipped checkpoint, a hub id (downloaded if needed), or ``FILE.safetensors@BASE``.
+        """Open a folder, a shipped checkpoint, a hub id (downloaded if needed), or ``FILE@BASE`` (``single_file``).
 
         ``weights=False`` skips the download of weights. ValueError names the attempts.
         """

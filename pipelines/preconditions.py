@@ -12,11 +12,13 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.directory import DENOISERS, part_class, part_folder, read_config, read_index
 from pipelines.loading import resolve_file
 from pipelines.lora.source import ADAPTER_FILES, LoraSource
+from pipelines.single_file import GGUF
 
 INDEX = "*.safetensors.index.json"
 PLAIN, PLAIN_BLOCK = "AutoencoderKL", "UpDecoderBlock2D"
 """Class and blocks of the auto-encoder of pictures with group norms, which supports all options."""
-OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack")
+OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", f"*{GGUF}")
+GGUF_MAGIC = b"GGUF"
 
 
 def weight_problems(checkpoint: Checkpoint) -> Iterator[str]:
@@ -87,6 +89,11 @@ def _folder_problems(folder: Path) -> Iterator[str]:
 
 
 def _file_problems(file: Path) -> Iterator[str]:
+    if file.suffix == GGUF:
+        with file.open("rb") as opened:
+            if opened.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+                yield f"{file} is no GGUF file: download it again"
+        return
     try:
         with safe_open(file, framework="numpy") as opened:
             opened.keys()
