@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.directory import DENOISERS, part_class, part_folder, read_config, read_index
+from pipelines.directory import DENOISERS, part_class, part_folder, quantiser_of, read_config, read_index
 from pipelines.loading import resolve_file
 from pipelines.lora.source import ADAPTER_FILES, LoraSource
 from pipelines.single_file import GGUF
@@ -77,6 +77,10 @@ def decoder_problems(path: Path, *, compiled: bool, limits_memory: bool, num_dev
 def _folder_problems(folder: Path) -> Iterator[str]:
     if not (folder / "config.json").is_file():
         return  # a scheduler, a tokenizer, or a missing optional part
+    try:
+        quantiser_of(folder)
+    except ValueError as error:
+        yield str(error)
     for index in folder.glob(INDEX):
         names = set(json.loads(index.read_text())["weight_map"].values())
         if absent := sorted(name for name in names if not (folder / name).is_file()):

@@ -27,7 +27,7 @@ from engines.quantization.linear import move_from_host, weights_to_quantise
 from pipelines.blocks.stand_in import StandIn
 from pipelines.blocks.tree import Sections
 from pipelines.component_weights import check_finite, file_of, has_scales, load_folder
-from pipelines.directory import open_modular, part_class, part_folder, read_config, read_index
+from pipelines.directory import open_modular, part_class, part_folder, quantiser_of, read_config, read_index
 from pipelines.gpu_weights import fill, move_buffers
 from pipelines.models.registry import load_spec
 from pipelines.models.spec import ModelSpec
@@ -194,6 +194,8 @@ class OpenedPipeline:
         if self._file is not None and name in self.transformers:
             return self._load_file(name, self._file, plan)
         folder = part_folder(self.path, name)
+        if name in self.transformers and quantiser_of(folder):
+            return self._placed(load_folder(spec, folder, self._loading_device(plan), self.dtype), plan)
         is_on_gpu = self.models_device.type == "cuda" and name in self.transformers
         is_read_here = issubclass(spec.type_hint, ModelMixin) and (is_on_gpu or has_scales(folder))
         if is_read_here and (model := self._read_part(name, folder, plan)) is not None:
@@ -219,8 +221,15 @@ class OpenedPipeline:
         if len(self.transformers) > 1:
             raise ValueError(f"{file} is one transformer, and {self.path} has {', '.join(self.transformers)}")
         folder = part_folder(self.path, name)
-        device = torch.device("cpu") if plan else self.models_device
-        model = self.as_loaded(load_single_file(self.part_class(name), file, folder, device, self.dtype))
+        kind, device = self.part_class(name), self._loading_device(plan)
+        return self._placed(load_single_file(kind, file, folder, device, self.dtype), plan)
+
+    def _loading_device(self, plan: ShardPlan | None) -> torch.device:
+        return torch.device("cpu") if plan else self.models_device
+
+    def _placed(self, model: Any, plan: ShardPlan | None) -> Any:
+        """Return ``model`` in the dtypes of a loaded one, with all but the weights to quantise on the device."""
+        model = self.as_loaded(model)
         on_host = weights_to_quantise(model, plan) if plan else ()
         move_from_host((each for own, each in model.named_parameters() if own not in on_host), self.models_device)
         move_buffers(model, self.models_device)

@@ -124,7 +124,7 @@ def test_a_configuration_names_file_and_base() -> None:
     model = ModelConfig(name="tuned", path="/models/tuned.safetensors", base="owner/name")
     assert model.source == "/models/tuned.safetensors@owner/name"
     assert ModelConfig(name="flux-shapes").source == "flux-shapes"
-    with pytest.raises(ValueError, match=r"base is 'owner/name', which needs a .safetensors file as path"):
+    with pytest.raises(ValueError, match=r"base is 'owner/name', which needs a .safetensors or .gguf file as path"):
         ModelConfig(name="flux-shapes", base="owner/name")
 
 
