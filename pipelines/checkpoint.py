@@ -13,7 +13,7 @@ from engines.core.engine import Engine
 from engines.core.model import Branch, DenoiserModel
 from pipelines.defaults import Defaults, with_own_defaults
 from pipelines.description import Description, read_description
-from pipelines.directory import part_folder, quantiser_of
+from pipelines.directory import gguf_in, part_folder, quantiser_of
 from pipelines.loading import resolve_configuration, resolve_dtype, resolve_path
 from pipelines.lora.source import LoraSource
 from pipelines.models.registry import spec_of, transformer_class
@@ -314,7 +314,7 @@ class Checkpoint:
         empty = self.weightless()
         folders = {part: part_folder(self.path, part) for part in empty.modules}
         for part, module in empty.modules.items():
-            if quantiser := quantiser_of(folders[part]):
-                raise ValueError(f"{folders[part]} is quantised by {quantiser} and is read whole: say load: whole")
+            if kind := quantiser_of(folders[part]) or (gguf_in(folders[part]) and "GGUF"):
+                raise ValueError(f"{folders[part]} has weights of {kind}, which are read whole: say load: whole")
             check_names(module, folders[part])
         return replace(empty, weights=WeightFiles(folders=folders, device=self.device))

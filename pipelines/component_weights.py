@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from engines.core.torch_private import tree_leaves
 from engines.parallel.weight_files import NAME, files_of, is_finite, tensor_files, tensor_names
 from engines.quantization.scaled_files import dequantised, find_scales
-from pipelines.directory import quantiser_of
+from pipelines.directory import gguf_in, quantiser_of
 
 ENCODER_NAME = "model.safetensors"
 """The file's name in transformers."""
@@ -44,6 +44,9 @@ def load_folder(spec: Any, folder: Path, device: torch.device, dtype: torch.dtyp
         if (tensors := None if is_own else _dequantised(folder, dtype)) is not None:
             config = kind.config_class.from_pretrained(str(folder))
             model, report = kind.from_pretrained(None, config=config, state_dict=tensors, **settings)
+        elif (file := None if is_own else gguf_in(folder)) is not None:
+            config = kind.config_class.from_pretrained(str(folder))
+            model, report = kind.from_pretrained(str(folder), gguf_file=file.name, config=config, **settings)
         else:
             place = {name: value for name in spec.loading_fields() if (value := getattr(spec, name)) is not None}
             shapes = {} if is_own else {"ignore_mismatched_sizes": True}  # they are in the report

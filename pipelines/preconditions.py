@@ -9,10 +9,9 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.directory import DENOISERS, part_class, part_folder, quantiser_of, read_config, read_index
+from pipelines.directory import DENOISERS, GGUF, gguf_in, part_class, part_folder, quantiser_of, read_config, read_index
 from pipelines.loading import resolve_file
 from pipelines.lora.source import ADAPTER_FILES, LoraSource
-from pipelines.single_file import GGUF
 
 INDEX = "*.safetensors.index.json"
 PLAIN, PLAIN_BLOCK = "AutoencoderKL", "UpDecoderBlock2D"
@@ -79,6 +78,7 @@ def _folder_problems(folder: Path) -> Iterator[str]:
         return  # a scheduler, a tokenizer, or a missing optional part
     try:
         quantiser_of(folder)
+        gguf_in(folder)
     except ValueError as error:
         yield str(error)
     for index in folder.glob(INDEX):
@@ -86,7 +86,7 @@ def _folder_problems(folder: Path) -> Iterator[str]:
         if absent := sorted(name for name in names if not (folder / name).is_file()):
             yield f"{index} names files that are not there: {', '.join(absent)}. Download the model again"
     files = sorted(folder.glob("*.safetensors"))
-    for file in files:
+    for file in files or folder.glob(f"*{GGUF}"):
         yield from _file_problems(file)
     if not files and not any(True for pattern in OTHER_FORMATS for _ in folder.glob(pattern)):
         yield f"{folder} has no weights: download the whole model, not only its configuration"

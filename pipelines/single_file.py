@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pipelines.directory import GGUF, check_package
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-AT, GGUF = "@", ".gguf"
+AT = "@"
 SUFFIXES = (".safetensors", GGUF)
 ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
 """Prefix of the key of a tensor's shape, in files whose tensors were reshaped to be quantised (ComfyUI-GGUF)."""
@@ -62,12 +63,6 @@ def split_source(source: str) -> tuple[Path | None, str]:
         raise ValueError(f"there is no file {file}, which replaces the transformer of {base}: check the path")
     check_package(file)
     return file, base
-
-
-def check_package(file: Path) -> None:
-    """Raise ValueError if ``file`` is a GGUF file and the package that reads these is missing."""
-    if file.suffix == GGUF and find_spec("gguf") is None:
-        raise ValueError(f"{file} needs the package gguf: pip install '.[gguf]'")
 
 
 def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, dtype: torch.dtype) -> Any:

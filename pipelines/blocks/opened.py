@@ -27,7 +27,7 @@ from engines.quantization.linear import move_from_host, weights_to_quantise
 from pipelines.blocks.stand_in import StandIn
 from pipelines.blocks.tree import Sections
 from pipelines.component_weights import check_finite, file_of, has_scales, load_folder
-from pipelines.directory import open_modular, part_class, part_folder, quantiser_of, read_config, read_index
+from pipelines.directory import gguf_in, open_modular, part_class, part_folder, quantiser_of, read_config, read_index
 from pipelines.gpu_weights import fill, move_buffers
 from pipelines.models.registry import load_spec
 from pipelines.models.spec import ModelSpec
@@ -192,8 +192,12 @@ class OpenedPipeline:
         if not issubclass(spec.type_hint, nn.Module):
             return _load_small_part(spec)
         if self._file is not None and name in self.transformers:
+            if len(self.transformers) > 1:
+                raise ValueError(f"{self._file} is one transformer, and {self.path} has {', '.join(self.transformers)}")
             return self._load_file(name, self._file, plan)
         folder = part_folder(self.path, name)
+        if name in self.transformers and (file := gguf_in(folder)) is not None:
+            return self._load_file(name, file, plan)
         if name in self.transformers and quantiser_of(folder):
             return self._placed(load_folder(spec, folder, self._loading_device(plan), self.dtype), plan)
         is_on_gpu = self.models_device.type == "cuda" and name in self.transformers
@@ -218,8 +222,6 @@ class OpenedPipeline:
         return model
 
     def _load_file(self, name: str, file: Path, plan: ShardPlan | None) -> Any:
-        if len(self.transformers) > 1:
-            raise ValueError(f"{file} is one transformer, and {self.path} has {', '.join(self.transformers)}")
         folder = part_folder(self.path, name)
         kind, device = self.part_class(name), self._loading_device(plan)
         return self._placed(load_single_file(kind, file, folder, device, self.dtype), plan)

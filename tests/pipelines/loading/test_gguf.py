@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +14,7 @@ import pytest
 import torch
 from diffusers import GGUFQuantizationConfig, ZImageTransformer2DModel
 from safetensors.torch import load_file
+from transformers import Qwen3Model
 
 from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
@@ -42,11 +45,15 @@ def write(base: Path, file: Path, kind: gguf.GGMLQuantizationType, *, reshaped: 
             num_quantised += 1
         else:
             writer.add_tensor(name, np.ascontiguousarray(values))
+    finish(writer)
+    return num_quantised
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return num_quantised
 
 
 def diffusers_own(file: Path, base: Path) -> Any:
@@ -99,10 +106,7 @@ def test_files_that_cannot_be_read_are_errors(base: Path, tmp_path: Path) -> Non
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     assert block == 256
     writer.add_tensor("layers.0.w", np.zeros((2, num_bytes), np.uint8), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     checkpoint = Checkpoint.open(f"{file}@{base}")
     assert not [*weight_problems(checkpoint)]
     with pytest.raises(ValueError, match=r"tuned\.gguf has layers\.0\.w as IQ3_S, and only .*Q8_0.* are read"):
@@ -117,7 +121,57 @@ def test_files_that_cannot_be_read_are_errors(base: Path, tmp_path: Path) -> Non
 def test_a_missing_package_is_named_before_anything_starts(base: Path, tmp_path: Path) -> None:
     file = tmp_path / "tuned.gguf"
     file.touch()
-    missing = patch("pipelines.single_file.find_spec", lambda name: None)
+    missing = patch("pipelines.directory.find_spec", lambda name: None)
     with missing, pytest.raises(ValueError, match=r"tuned\.gguf needs the package gguf: pip install '\.\[gguf\]'"):
         split_source(f"{file}@{base}")
     assert split_source(f"{file}@{base}") == (file, str(base))
+
+
+def in_folders(base: Path, folder: Path) -> Path:
+    """The model of ``base``, its transformer and its text encoder in a GGUF file each."""
+    shutil.copytree(base, folder)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    write(base, folder / "transformer" / "tuned.gguf", kind)
+    encoder, config = (
+        Qwen3Model.from_pretrained(base / "text_encoder"),
+        json.loads((base / "text_encoder" / "config.json").read_text()),
+    )
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    writer = gguf.GGUFWriter(folder / "text_encoder" / "encoder.gguf", "qwen3")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_vocab_size(config["vocab_size"])
+    for name, weight in encoder.state_dict().items():
+        values = weight.float().numpy()
+        written = names.get_name(f"model.{name}", try_suffixes=(".weight",))
+        if values.ndim == 2 and values.shape[1] % BLOCK == 0:
+            writer.add_tensor(written, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(written, values)
+    finish(writer)
+    for part in ("transformer", "text_encoder"):
+        for file in (folder / part).glob("*.safetensors"):
+            file.unlink()
+    return folder
+
+
+def test_parts_of_a_folder_may_be_gguf(base: Path, tmp_path: Path) -> None:
+    folder = in_folders(base, tmp_path / "model")
+    assert not [*weight_problems(Checkpoint(folder))]
+    (module,) = Checkpoint(folder, "cpu", torch.float32).denoiser().modules.values()
+    (alone,) = (
+        Checkpoint.open(f"{folder / 'transformer' / 'tuned.gguf'}@{base}", "cpu", torch.float32)
+        .denoiser()
+        .modules.values()
+    )
+    assert all(weight.equal(module.state_dict()[name]) for name, weight in alone.state_dict().items())
+    request = Checkpoint(folder).defaults.request()
+    mine, exact = (
+        Checkpoint(each, "cpu", torch.float32).text_encoder().encode(request).values["prompt_embeds"][0]
+        for each in (folder, base)
+    )
+    assert 1e-5 < relative_difference(mine, exact) < 0.05
+    with pytest.raises(ValueError, match="has weights of GGUF, which are read whole: say load: whole"):
+        Checkpoint(folder).denoiser(sliced=True)
+    (folder / "text_encoder" / "other.gguf").touch()
+    with pytest.raises(ValueError, match=r"text_encoder has encoder\.gguf, other\.gguf: leave one GGUF file there"):
+        Checkpoint(folder).text_encoder().encode(request)

@@ -82,7 +82,7 @@ def test_an_estimate_counts_what_a_rank_holds(plain: Path, quantised: Path) -> N
 
 
 def test_slices_of_it_are_refused(quantised: Path) -> None:
-    with pytest.raises(ValueError, match="is quantised by torchao and is read whole: say load: whole"):
+    with pytest.raises(ValueError, match="has weights of torchao, which are read whole: say load: whole"):
         Checkpoint(quantised).denoiser(sliced=True)
 
 
