@@ -28,8 +28,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def quantised(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model, its transformer and text encoder in torchao's int8."""
-    from torchao.quantization import Int8WeightOnlyConfig
-
+    torchao: Any = pytest.importorskip("torchao.quantization", reason="pip install torchao")
     folder = tmp_path_factory.mktemp("torchao") / "model"
     shutil.copytree(plain, folder)
     classes: tuple[tuple[str, Any, Any], ...] = (
@@ -37,7 +36,7 @@ def quantised(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("text_encoder", Qwen3Model, EncoderConfig),
     )
     for part, kind, config in classes:
-        settings = {"quantization_config": config(Int8WeightOnlyConfig()), "dtype": torch.float32}
+        settings = {"quantization_config": config(torchao.Int8WeightOnlyConfig()), "dtype": torch.float32}
         model = kind.from_pretrained(plain / part, **settings)
         shutil.rmtree(folder / part)
         model.save_pretrained(folder / part)
