@@ -65,7 +65,8 @@ def load_folder(spec: Any, folder: Path, device: torch.device, dtype: torch.dtyp
     if quantiser and not is_own:
         return model
     if quantiser:
-        model = model.dequantize().to(device)
+        model = model.dequantize()
+        model = model if "device_map" in settings else model.to(device)
     check_finite(model, lambda name: file_of(folder, name))
     return model
 

@@ -198,8 +198,9 @@ class OpenedPipeline:
         folder = part_folder(self.path, name)
         if name in self.transformers and (file := gguf_in(folder)) is not None:
             return self._load_file(name, file, plan)
-        if name in self.transformers and quantiser_of(folder):
-            return self._placed(load_folder(spec, folder, self._loading_device(plan), self.dtype), plan)
+        if name in self.transformers and (quantiser := quantiser_of(folder)):
+            device = self.models_device if quantiser == "bitsandbytes" else self._loading_device(plan)  # it needs a GPU
+            return self._placed(load_folder(spec, folder, device, self.dtype), plan)
         is_on_gpu = self.models_device.type == "cuda" and name in self.transformers
         is_read_here = issubclass(spec.type_hint, ModelMixin) and (is_on_gpu or has_scales(folder))
         if is_read_here and (model := self._read_part(name, folder, plan)) is not None:

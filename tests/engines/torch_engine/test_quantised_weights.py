@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ from engines.core.model import DenoiserModel, LowRank, device_of
 from engines.core.tensors import relative_difference
 from engines.parallel.self_check import WrongAnswerError
 from engines.parallel.sharded import ShardedModel
+from engines.parallel.weight_files import WeightFiles
 from engines.quantization.linear import swap_linears, weights_to_quantise
 from engines.torch_engine.checks import check_fast_path
 from engines.torch_engine.config import TorchChoices
@@ -109,3 +111,21 @@ def test_wrong_quantised_weights_stop_a_gang() -> None:
         broken = "engines.torch_engine.checks.quantize_weight"
         with patch(broken, lambda weight_NK, dtype, into: into.scale_R1.fill_(1.0)), pytest.raises(WrongAnswerError):
             check_fast_path(engine, model, rank=0)
+
+
+def test_a_rank_that_reads_its_share_leaves_large_weights_on_the_host(tmp_path: Path) -> None:
+    whole = models.model.__wrapped__("flux")
+    module: Any = whole.modules["transformer"]
+    names = weights_to_quantise(module, whole.plan)
+    module.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        outline = as_denoiser(models.flux())
+    model = replace(outline, weights=WeightFiles(folders={"transformer": tmp_path}, device=torch.device("cpu")))
+    (branch,) = models.branches("flux", "even")
+    reads = patch.object(WeightFiles, "fill", autospec=True, side_effect=WeightFiles.fill)
+    answers: list[Tensor] = []
+    for each in (whole, model):
+        with reads as fill, closing(TorchEngine(each, precision="int8")) as engine:
+            answers += engine.predict((branch,), (0,))
+            assert [call.kwargs["on_host"] for call in fill.call_args_list] == [names] * (each is model)
+    assert answers[0].equal(answers[1])
