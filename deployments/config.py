@@ -66,7 +66,7 @@ class ModelConfig(_Config):
 
     name: ModelName
     path: str = ""
-    """A shipped checkpoint's name, a diffusers directory, a hub id, or a transformer as one safetensors file."""
+    """A shipped checkpoint's name, a diffusers directory, a hub id, or a transformer as one file."""
     base: str = ""
     """All other parts of a model with a transformer file, as a directory, name or hub id."""
     aliases: tuple[ModelName, ...] = ()

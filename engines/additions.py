@@ -14,7 +14,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from engines.core.model import Addition, LowRank, LowRanks, Mix, WeightSource, Writers, WriteWeight, normal_mix
+from engines.core.model import (
+    Addition,
+    DenoiserModel,
+    LowRank,
+    LowRanks,
+    Mix,
+    WeightSource,
+    Writers,
+    WriteWeight,
+    normal_mix,
+)
+from engines.quantization.linear import compute_device
 
 Amounts: TypeAlias = Iterable[tuple[float, LowRank]]
 """Low-rank products of one weight, each with its amount."""
@@ -55,6 +66,19 @@ def whole_parameter(slices: Mapping[str, Any], name: str) -> str:
     return str(slices[name].name) if name in slices else name
 
 
+def changed_parameters(
+    module: nn.Module, model: DenoiserModel, name: str, slices: Mapping[str, Any] = MappingProxyType({})
+) -> list[nn.Parameter]:
+    """Return the parameters of ``module``, a share of the module ``name``, that some addition changes.
+
+    If additions come after the start, all may change.
+    """
+    if model.additions_change:
+        return list(module.parameters())
+    changed = {whole for addition in model.additions.values() for whole in addition.get(name, {})}
+    return [each for own, each in module.named_parameters() if whole_parameter(slices, own) in changed]
+
+
 @torch.no_grad()
 def merge(module: nn.Module, amounts: Iterable[tuple[float, LowRanks]], slices: Mapping[str, Any]) -> None:
     """Add to the weights of ``module``, whole or a rank's share, permanently; absent parameters are skipped."""
@@ -63,7 +87,8 @@ def merge(module: nn.Module, amounts: Iterable[tuple[float, LowRanks]], slices: 
         whole = whole_parameter(slices, name)
         products = [(amount, slice_low_rank(ones[whole], slices, name)) for amount, ones in ranks if whole in ones]
         if products and not parameter.is_meta:
-            parameter.copy_(add_products(parameter, products))
+            device = compute_device(parameter)
+            parameter.copy_(add_products(parameter.to(device), products))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,10 +103,16 @@ class MergingSource:
         return self.source.device
 
     def fill(
-        self, name: str, module: nn.Module, slices: Mapping[str, Any], leave_out: Collection[nn.Module] = ()
+        self,
+        name: str,
+        module: nn.Module,
+        slices: Mapping[str, Any],
+        leave_out: Collection[nn.Module] = (),
+        on_host: Collection[str] = (),
     ) -> None:
-        self.source.fill(name, module, slices, leave_out)
-        merge(module, ((amount, addition.get(name, {})) for amount, addition in self.additions), slices)
+        self.source.fill(name, module, slices, leave_out, on_host)
+        with self.device:
+            merge(module, ((amount, addition.get(name, {})) for amount, addition in self.additions), slices)
 
 
 NO_WRITERS: Writers = MappingProxyType({})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +13,7 @@ from engines.core.engine import Engine
 from engines.core.model import Branch, DenoiserModel
 from pipelines.defaults import Defaults, with_own_defaults
 from pipelines.description import Description, read_description
-from pipelines.directory import part_folder
+from pipelines.directory import gguf_in, part_folder, quantiser_of
 from pipelines.loading import resolve_configuration, resolve_dtype, resolve_path
 from pipelines.lora.source import LoraLimits, LoraSource
 from pipelines.models.registry import spec_of, transformer_class
@@ -68,7 +68,7 @@ class Checkpoint:
         loras: Iterable[LoraSource] = (),
         runtime_loras: LoraLimits | None = None,
     ) -> Checkpoint:
-        """Open a folder, a shipped checkpoint, a hub id (downloaded if needed), or ``FILE.safetensors@BASE``.
+        """Open a folder, a shipped checkpoint, a hub id (downloaded if needed), or ``FILE@BASE`` (``single_file``).
 
         ``weights=False`` skips the download of weights. ValueError names the attempts.
         """
@@ -149,14 +149,17 @@ class Checkpoint:
         devices = tuple(map(torch.device, others))
         return BlocksDecoder(self._opened, compiled=compiled, memory_bytes=memory_bytes, others=devices)
 
-    def denoiser(self, *, sliced: bool = False, typical: MediaRequest | None = None) -> DenoiserModel:
+    def denoiser(
+        self, *, sliced: bool = False, quantised: bool = False, typical: MediaRequest | None = None
+    ) -> DenoiserModel:
         """Return the transformers. An "auto" strategy is chosen for steps like those of ``typical``.
 
-        With ``sliced``, no weight is read yet: each rank reads its share, for models that fit no single device.
+        With ``sliced``, no weight is read yet: each rank reads its share, for models that fit no single device. With
+        ``quantised``, weights stay on the host until the engine quantises them.
         """
         if self.spec.is_whole:
             return self._whole_denoiser()
-        model = self._without_weights() if sliced else self._as_denoiser(self._opened.load_part)
+        model = self._without_weights() if sliced else self._as_denoiser(self._loader(quantised=quantised))
         if self.loras:
             from pipelines.lora.model import with_loras
 
@@ -168,6 +171,12 @@ class Checkpoint:
         if typical is None or not self.spec.has_known_conditioning:
             return model
         return replace(model, typical_lengths=model.stream_lengths(self.first_step(typical)[0].arguments))
+
+    def _loader(self, *, quantised: bool) -> Callable[[str], Any]:
+        if not quantised:
+            return self._opened.load_part
+        plan = self.spec.shard_plan(self._opened.part_config(self._opened.transformers[0]))
+        return partial(self._opened.load_part, plan=plan)
 
     def own_engine(self) -> Engine | None:
         """Return the engine that a whole pipeline needs; None for models that run on any engine."""
@@ -188,10 +197,20 @@ class Checkpoint:
         with init_empty_weights():
             return self.outline()
 
-    def weights_bytes(self) -> int:
-        """Return the memory of all transformers' weights in bytes, from the configuration alone."""
-        modules = self.weightless().modules.values()
-        return sum(weight.nbytes for module in modules for weight in module.parameters())
+    def weights_bytes(self, *, quantised: bool = False) -> int:
+        """Return the memory of all transformers' weights in bytes, from the configuration alone.
+
+        If they are ``quantised``, each value of the large layers takes one byte.
+        """
+        from engines.quantization.linear import weights_to_quantise
+
+        model = self.weightless()
+        total = 0
+        for module in model.modules.values():
+            large = weights_to_quantise(module, model.plan) if quantised else ()
+            sizes = ((x.numel() if name in large else x.nbytes) for name, x in module.named_parameters())
+            total += sum(sizes)
+        return total
 
     def first_step(self, request: MediaRequest) -> tuple[Branch, ...]:
         """Return the branches of the first step of ``request``, with blank prompts. ValueError outside the limits."""
@@ -301,5 +320,7 @@ class Checkpoint:
         empty = self.weightless()
         folders = {part: part_folder(self.path, part) for part in empty.modules}
         for part, module in empty.modules.items():
+            if kind := quantiser_of(folders[part]) or (gguf_in(folders[part]) and "GGUF"):
+                raise ValueError(f"{folders[part]} has weights of {kind}, which are read whole: say load: whole")
             check_names(module, folders[part])
         return replace(empty, weights=WeightFiles(folders=folders, device=self.device))

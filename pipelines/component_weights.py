@@ -5,7 +5,6 @@ Every weight must be read, every key of the files used, and every value finite.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -20,10 +19,10 @@ from torch import Tensor, nn
 from engines.core.torch_private import tree_leaves
 from engines.parallel.weight_files import NAME, files_of, is_finite, tensor_files, tensor_names
 from engines.quantization.scaled_files import dequantised, find_scales
+from pipelines.directory import gguf_in, quantiser_of
 
 ENCODER_NAME = "model.safetensors"
 """The file's name in transformers."""
-QUANTIZATION = "quantization_config"
 PATH = "pretrained_model_name_or_path"
 NUM_SHOWN = 5
 READS = (Tensor.item, Tensor.__float__, Tensor.tolist)
@@ -33,15 +32,21 @@ READS = (Tensor.item, Tensor.__float__, Tensor.tolist)
 def load_folder(spec: Any, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
     """Return the model of ``spec``, a component of diffusers' modular pipelines, whose files are in ``folder``.
 
+    Weights of a library's quantiser are dequantised in diffusers' models, and stay quantised in those of transformers.
     ValueError names tensors if files and model do not match, or a value is not finite.
     """
-    kind = spec.type_hint
+    kind, quantiser = spec.type_hint, quantiser_of(folder)
     is_own = issubclass(kind, ModelMixin)
-    settings = {"dtype": dtype, "device_map": {"": str(device)}, "output_loading_info": True}
+    settings: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+    if not (is_own and quantiser == "torchao"):  # diffusers takes a CPU in a device map for a place to offload to
+        settings["device_map"] = {"": str(device)}
     try:
         if (tensors := None if is_own else _dequantised(folder, dtype)) is not None:
             config = kind.config_class.from_pretrained(str(folder))
             model, report = kind.from_pretrained(None, config=config, state_dict=tensors, **settings)
+        elif (file := None if is_own else gguf_in(folder)) is not None:
+            config = kind.config_class.from_pretrained(str(folder))
+            model, report = kind.from_pretrained(str(folder), gguf_file=file.name, config=config, **settings)
         else:
             place = {name: value for name in spec.loading_fields() if (value := getattr(spec, name)) is not None}
             shapes = {} if is_own else {"ignore_mismatched_sizes": True}  # they are in the report
@@ -57,6 +62,11 @@ def load_folder(spec: Any, folder: Path, device: torch.device, dtype: torch.dtyp
         missing=[*report["missing_keys"], *mismatched],
         unread=unread if is_own else _names_of_present_modules(model, unread),
     )
+    if quantiser and not is_own:
+        return model
+    if quantiser:
+        model = model.dequantize()
+        model = model if "device_map" in settings else model.to(device)
     check_finite(model, lambda name: file_of(folder, name))
     return model
 
@@ -137,9 +147,7 @@ def check_finite(model: nn.Module, file_of: Callable[[str], Path]) -> None:
 
 def has_scales(folder: Path) -> bool:
     """Return whether a component's weights have scales beside them, and no library's quantiser is configured."""
-    file = folder / "config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
-    return QUANTIZATION not in config and bool(find_scales(names_in(folder)).beside)
+    return not quantiser_of(folder) and bool(find_scales(names_in(folder)).beside)
 
 
 def names_in(folder: Path) -> frozenset[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,11 @@ CLASSIC_INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
 CONFIG_FILES = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
 PLACE, SUBFOLDER, CLASS = "pretrained_model_name_or_path", "subfolder", "type_hint"
 """Keys of the modular index for a part's location and class."""
+GGUF = ".gguf"
+QUANTIZATION = "quantization_config"
+"""Key in the configuration of a part that a library has quantised."""
+PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao"}
+"""Packages by the names that configurations have for quantisers."""
 CLASSIC, MODULAR, FROM_PICTURE = "Pipeline", "ModularPipeline", "ImageToVideo"
 """Parts of the names of pipeline classes."""
 OWN_INPUTS = ("VideoToVideo", "Control")
@@ -37,6 +43,41 @@ def read_index(path: Path) -> Mapping[str, Any]:
 def changed_at_s(path: Path) -> int:
     """Return the mtime of the folder's index, in Unix seconds. OSError if there is none."""
     return int(_index_file(path).stat().st_mtime)
+
+
+def quantiser_of(folder: Path) -> str:
+    """Return the library that quantised the weights of a part, as its configuration says; empty if none did.
+
+    ValueError if its package is missing.
+    """
+    file = folder / "config.json"
+    config = (_read_json(file) if file.is_file() else {}).get(QUANTIZATION) or {}
+    quantiser = str(config.get("quant_method", ""))
+    package = PACKAGES.get(quantiser)
+    if package is not None and find_spec(package) is None:
+        raise ValueError(f"{folder} is quantised by {quantiser}, whose package is missing: pip install {package}")
+    return quantiser
+
+
+def check_package(file: Path) -> None:
+    """Raise ValueError if ``file`` is a GGUF file and the package that reads these is missing."""
+    if file.suffix == GGUF and find_spec("gguf") is None:
+        raise ValueError(f"{file} needs the package gguf: pip install '.[gguf]'")
+
+
+def gguf_in(folder: Path) -> Path | None:
+    """Return the GGUF file that holds a part's weights; None if there are safetensors files, or no such file.
+
+    ValueError if there are several, or the package that reads them is missing.
+    """
+    files = sorted(folder.glob(f"*{GGUF}"))
+    if not files or any(folder.glob("*.safetensors")):
+        return None
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(f"{folder} has {names}: leave one GGUF file there, or the safetensors files")
+    check_package(files[0])
+    return files[0]
 
 
 def part_class(path: Path, part: str) -> str | None:

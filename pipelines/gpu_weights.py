@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from engines.quantization.scaled_files import check_format, find_scales, multiplied
@@ -46,18 +47,19 @@ NUM_BUFFERS = 2
 """Per thread: one is filled while the GPU copies the other."""
 
 
-def fill(module: nn.Module, files: Iterable[Path], device: torch.device) -> None:
+def fill(module: nn.Module, files: Iterable[Path], device: torch.device, on_host: Collection[str] = ()) -> None:
     """Load ``files`` into ``module``, whose parameters are on "meta", on ``device`` and in the parameters' dtypes.
 
-    Scaled eight-bit weights are dequantised (``engines.quantization.scaled_files``). ValueError if tensors and
-    parameters do not match; discard ``module`` then.
+    The weights ``on_host`` stay in the mapped files, which take no memory, until a layer is quantised. Scaled eight-bit
+    weights are dequantised (``engines.quantization.scaled_files``). ValueError if tensors and parameters do not match;
+    discard ``module`` then.
     """
     dtypes = {name: value.dtype for name, value in module.state_dict().items()}
     every = tuple(files)
     scales = find_scales(name for file in every for name, *_ in _contents(file))
     values: dict[str, Tensor] = {}
     for file in every:  # one at a time: tensors of other dtypes take double memory until their conversion
-        read = read_tensors(file, device)
+        read = read_tensors(file, device, on_host)
         while read:
             name, value = read.popitem()
             is_scaled = name in scales.of_weight or name in scales.beside  # a scale may be in another file
@@ -65,13 +67,21 @@ def fill(module: nn.Module, files: Iterable[Path], device: torch.device) -> None
     for name in scales.formats:
         check_format(name, values[name])
     for name, scale in scales.of_weight.items():
-        values[name] = multiplied(values[name], values[scale], name).to(dtypes.get(name, torch.float32))
+        factor = values[scale].to(values[name].device)
+        values[name] = multiplied(values[name], factor, name).to(dtypes.get(name, torch.float32))
     values = {name: value for name, value in values.items() if name not in scales.beside}
     try:
         module.load_state_dict(values, assign=True)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-    module.to(device)  # computed buffers, which no file has
+    move_buffers(module, device)  # computed ones, which no file has
+
+
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move the buffers of ``module`` to ``device``, but no parameter."""
+    for part in module.modules():
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            setattr(part, name, buffer.to(device))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,12 +93,18 @@ class _Piece:
     target: Tensor
 
 
-def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
-    """Return all tensors by name. OSError, or ValueError if the file is invalid or truncated."""
-    tensors: dict[str, Tensor] = {}
+def read_tensors(path: Path, device: torch.device, on_host: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return all tensors by name. Those ``on_host`` are views of the mapped file.
+
+    OSError, or ValueError if the file is invalid or truncated.
+    """
+    contents = list(_contents(path))
+    tensors = _mapped(path, [name for name, *_ in contents if name in on_host])
     pieces: SimpleQueue[_Piece | None] = SimpleQueue()
     with path.open("rb", buffering=0) as file:
-        for name, dtype, shape, offset in _contents(path):
+        for name, dtype, shape, offset in contents:
+            if name in tensors:
+                continue
             tensors[name] = torch.empty(shape, dtype=dtype, device=device)
             for piece in _pieces(file.fileno(), offset, tensors[name].view(-1).view(torch.uint8)):
                 pieces.put(piece)
@@ -101,6 +117,16 @@ def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
             for done in [pool.submit(read, pieces) for _ in range(NUM_THREADS)]:
                 done.result()
     return tensors
+
+
+def _mapped(path: Path, names: Collection[str]) -> dict[str, Tensor]:
+    if not names:
+        return {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in names}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file, or not the whole of one ({error})") from error
 
 
 def _contents(path: Path) -> Iterator[tuple[str, torch.dtype, list[int], int]]:

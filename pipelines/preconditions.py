@@ -9,14 +9,15 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.directory import DENOISERS, part_class, part_folder, read_config, read_index
+from pipelines.directory import DENOISERS, GGUF, gguf_in, part_class, part_folder, quantiser_of, read_config, read_index
 from pipelines.loading import resolve_file
 from pipelines.lora.source import ADAPTER_FILES, LoraSource
 
 INDEX = "*.safetensors.index.json"
 PLAIN, PLAIN_BLOCK = "AutoencoderKL", "UpDecoderBlock2D"
 """Class and blocks of the auto-encoder of pictures with group norms, which supports all options."""
-OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack")
+OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", f"*{GGUF}")
+GGUF_MAGIC = b"GGUF"
 
 
 def weight_problems(checkpoint: Checkpoint) -> Iterator[str]:
@@ -75,18 +76,28 @@ def decoder_problems(path: Path, *, compiled: bool, limits_memory: bool, num_dev
 def _folder_problems(folder: Path) -> Iterator[str]:
     if not (folder / "config.json").is_file():
         return  # a scheduler, a tokenizer, or a missing optional part
+    try:
+        quantiser_of(folder)
+        gguf_in(folder)
+    except ValueError as error:
+        yield str(error)
     for index in folder.glob(INDEX):
         names = set(json.loads(index.read_text())["weight_map"].values())
         if absent := sorted(name for name in names if not (folder / name).is_file()):
             yield f"{index} names files that are not there: {', '.join(absent)}. Download the model again"
     files = sorted(folder.glob("*.safetensors"))
-    for file in files:
+    for file in files or folder.glob(f"*{GGUF}"):
         yield from _file_problems(file)
     if not files and not any(True for pattern in OTHER_FORMATS for _ in folder.glob(pattern)):
         yield f"{folder} has no weights: download the whole model, not only its configuration"
 
 
 def _file_problems(file: Path) -> Iterator[str]:
+    if file.suffix == GGUF:
+        with file.open("rb") as opened:
+            if opened.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+                yield f"{file} is no GGUF file: download it again"
+        return
     try:
         with safe_open(file, framework="numpy") as opened:
             opened.keys()

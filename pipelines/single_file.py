@@ -1,20 +1,26 @@
-"""A transformer as one safetensors file, combined with a folder of all other parts.
+"""A transformer as one safetensors or GGUF file, combined with a folder of all other parts.
 
-Its name is ``FILE.safetensors@BASE``, where ``BASE`` is any name of a model.
+Its name is ``FILE.safetensors@BASE`` or ``FILE.gguf@BASE``, where ``BASE`` is any name of a model. The format of GGUF:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pipelines.directory import GGUF, check_package
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-SUFFIX, AT = ".safetensors", "@"
+AT = "@"
+SUFFIXES = (".safetensors", GGUF)
+ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
+"""Prefix of the key of a tensor's shape, in files whose tensors were reshaped to be quantised (ComfyUI-GGUF)."""
 OWN = "model.diffusion_model."
 """Prefix of the transformer's keys in a file with all parts of a pipeline."""
 UNUSED = re.compile(
@@ -28,37 +34,43 @@ UNUSED = re.compile(
 def with_base(file: str, base: str) -> str:
     """Return the name of a model with the transformer in ``file`` and all other parts of ``base``, or else ``file``.
 
-    ValueError if there is a base and ``file`` is not a safetensors file.
+    ValueError if there is a base and ``file`` is not a safetensors or GGUF file.
     """
-    if base and not file.endswith(SUFFIX):
-        raise ValueError(f"base is {base!r}, which needs a {SUFFIX} file as path, and path is {file!r}: leave base out")
+    if base and not file.endswith(SUFFIXES):
+        allowed = " or ".join(SUFFIXES)
+        raise ValueError(
+            f"base is {base!r}, which needs a {allowed} file as path, and path is {file!r}: leave base out"
+        )
     return f"{file}{AT}{base}" if base else file
 
 
 def split_source(source: str) -> tuple[Path | None, str]:
     """Return the file and the base in a model's name; for any other name, None and the name.
 
-    ValueError if the file has no base or does not exist.
+    ValueError if the file has no base or does not exist, or the package that reads it is missing.
     """
-    name, at, base = source.partition(SUFFIX + AT)
-    if not at and not source.endswith(SUFFIX):
+    suffix = next((one for one in SUFFIXES if one + AT in source or source.endswith(one)), None)
+    if suffix is None:
         return None, source
+    name, _, base = source.partition(suffix + AT)
     if not base:
         raise ValueError(
             f"{source} is a transformer alone: say where the rest is, as base: FOLDER (or a hub id) in a "
             f"configuration, or {source}{AT}FOLDER on the command line"
         )
-    file = Path(name + SUFFIX)
+    file = Path(name + suffix)
     if not file.is_file():
         raise ValueError(f"there is no file {file}, which replaces the transformer of {base}: check the path")
+    check_package(file)
     return file, base
 
 
 def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, dtype: torch.dtype) -> Any:
     """Load a model of diffusers' class ``kind`` by the configuration in the folder ``config``, in the file's dtypes.
 
-    Keys may be diffusers' or the original ones that diffusers translates. Scaled eight-bit weights are converted to
-    ``dtype``. ValueError if diffusers cannot read this class from one file, or the file does not match the model.
+    Keys may be diffusers' or the original ones that diffusers translates. Scaled eight-bit weights, and those of GGUF,
+    are converted to ``dtype``. ValueError if diffusers cannot read this class from one file, or the file does not match
+    the model.
     """
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
@@ -88,13 +100,46 @@ def _read_file(file: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 
     from engines.quantization.scaled_files import dequantised
 
+    if file.suffix == GGUF:
+        return _of_transformer(dict(_read_gguf(file, dtype)))
     try:
         tensors = load_file(file)
     except SafetensorError as error:
         raise ValueError(f"{file} is no safetensors file, or not the whole of one ({error})") from error
-    if any(name.startswith(OWN) for name in tensors):
-        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(OWN)}
-    return dequantised(tensors, dtype)
+    return dequantised(_of_transformer(tensors), dtype)
+
+
+def _of_transformer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith(OWN)}
+    return own or tensors
+
+
+def _read_gguf(file: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors, quantised ones as diffusers dequantises them, then in ``dtype``.
+
+    ValueError for a file that is damaged, or has a type that diffusers does not read.
+    """
+    import torch
+    from diffusers.quantizers.gguf.utils import SUPPORTED_GGUF_QUANT_TYPES, GGUFParameter, dequantize_gguf_tensor
+
+    check_package(file)
+    from gguf import GGMLQuantizationType, GGUFReader
+
+    try:
+        reader = GGUFReader(file)
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise ValueError(f"{file} is no GGUF file, or not the whole of one ({error})") from error
+    for written in reader.tensors:
+        kind, tensor = written.tensor_type, torch.from_numpy(written.data.copy())
+        if kind not in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+            if kind not in SUPPORTED_GGUF_QUANT_TYPES:
+                known = ", ".join(one.name for one in SUPPORTED_GGUF_QUANT_TYPES)
+                raise ValueError(
+                    f"{file} has {written.name} as {kind.name}, and only {known} are read: take another file"
+                )
+            tensor = dequantize_gguf_tensor(GGUFParameter(tensor, quant_type=kind)).to(dtype)
+        shape = reader.get_field(ORIGINAL_SHAPE + written.name)
+        yield written.name, tensor if shape is None else tensor.reshape(shape.contents())
 
 
 def _faults(kind: Any, tensors: Mapping[str, Tensor], config: Path) -> str:

@@ -34,6 +34,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "gpu": ("tensorrt",),
     "sleep": ("torch_memory_saver",),
     "rtx": ("tensorrt_rtx_bindings",),
+    "gguf": ("gguf",),
     "postgres": ("asyncpg",),
     "provenance": ("c2pa", "cryptography"),
     "train": ("matplotlib", "scipy"),

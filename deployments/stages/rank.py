@@ -17,6 +17,7 @@ from engines.core.engine import Choosing, RankContext
 from engines.core.logs import log_phase, timed
 from engines.core.model import DenoiserModel
 from engines.core.resources import rank_resources
+from engines.core.spec import scheme_of
 from engines.gang.gang_config import BuildRank, RankParts
 from pipelines.checkpoint import Checkpoint
 from pipelines.libraries import quick_imports
@@ -62,7 +63,9 @@ class LoadRankParts:
         if self.model.share:
             memory.open(context.device, asleep_folder())
         with memory.region():
-            denoiser = checkpoint.denoiser(sliced=is_split, typical=checkpoint.defaults.request())
+            denoiser = checkpoint.denoiser(
+                sliced=is_split, quantised=is_quantised(self.model.denoiser), typical=checkpoint.defaults.request()
+            )
         for module in denoiser.modules.values():
             memory.hold(module)
         return denoiser
@@ -111,6 +114,11 @@ def choosing_of(model: ModelConfig, checkpoint: Checkpoint) -> Choosing:
     )
 
 
+def is_quantised(config: DenoiserConfig) -> bool:
+    """Return whether ranks replace the weights by quantised ones. TensorRT reads the original ones."""
+    return config.engine == "torch" and scheme_of(config.precision) is not None
+
+
 def is_sliced(config: DenoiserConfig, checkpoint: Checkpoint) -> bool:
     """Return whether weights are loaded sliced. ValueError if the engine cannot do that."""
     from engines.planner.cost_model import USABLE
@@ -118,6 +126,7 @@ def is_sliced(config: DenoiserConfig, checkpoint: Checkpoint) -> bool:
 
     if (is_decided := must_slice(config)) is not None:
         return is_decided
-    switches = bool(named(checkpoint.loras)) or checkpoint.runtime_loras is not None
-    num_copies = 2 if switches else 1  # adapters that switch per job need the original weights too
-    return num_copies * checkpoint.weights_bytes() > USABLE * memory_bytes(checkpoint.device)
+    held_bytes = checkpoint.weights_bytes(quantised=is_quantised(config))
+    if named(checkpoint.loras) or checkpoint.runtime_loras is not None:  # adapters switch in the original weights
+        held_bytes += checkpoint.weights_bytes()
+    return held_bytes > USABLE * memory_bytes(checkpoint.device)

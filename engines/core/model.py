@@ -110,6 +110,13 @@ class FastWeights(Protocol):
         """Return the functions to call when a parameter of the module changes; parameters used as views need none."""
         ...
 
+    def release(self, unless: Collection[nn.Parameter]) -> None:
+        """Drop the module's parameters that have a quantised copy here, ``unless`` they change later.
+
+        The module computes with the quantised values afterwards.
+        """
+        ...
+
 
 ArrangeWeights: TypeAlias = Callable[["nn.Module", Precision], FastWeights]
 
@@ -174,9 +181,17 @@ class WeightSource(Protocol):
     def device(self) -> torch.device: ...
 
     def fill(
-        self, name: str, module: nn.Module, slices: Mapping[str, Any], leave_out: Collection[nn.Module] = ()
+        self,
+        name: str,
+        module: nn.Module,
+        slices: Mapping[str, Any],
+        leave_out: Collection[nn.Module] = (),
+        on_host: Collection[str] = (),
     ) -> None:
-        """Load the weights of the module ``name``, except for the modules in ``leave_out``."""
+        """Load the weights of the module ``name``, except for the modules in ``leave_out``.
+
+        The parameters ``on_host`` are not moved to the device.
+        """
         ...
 
 
@@ -186,6 +201,12 @@ def dtype_of(module: nn.Module) -> torch.dtype:
     for parameter in module.parameters():
         sizes[parameter.dtype] += parameter.numel()
     return sizes.most_common(1)[0][0]
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device that the module computes on. Weights may lie on the host until they are quantised."""
+    devices = list(dict.fromkeys(parameter.device for parameter in module.parameters()))
+    return next((device for device in devices if device.type != "cpu"), devices[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,4 +268,4 @@ class DenoiserModel:
         """The device that the model computes on."""
         if self.weights is not None:
             return self.weights.device
-        return next(next(iter(self.modules.values())).parameters()).device
+        return device_of(next(iter(self.modules.values())))

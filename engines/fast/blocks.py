@@ -6,14 +6,15 @@ and treat both streams alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from engines.core.model import Precision, Writers, WriteWeight
-from engines.fast.gemm import Float8Gemm, Gemm
+from engines.fast.gemm import DequantisedLinear, Float8Gemm, Gemm, QuantisedPart
 from engines.fast.interface import HeadExchange
 from engines.fast.kernels import HeadNorms, Modulation, Rows, add_normed, collected_rows, scaled_norm
 
@@ -106,6 +107,21 @@ def writers_of(blocks: Iterable[object]) -> Writers:
             for parameter, write in gemm.writers():
                 writers[parameter] = (*writers.get(parameter, ()), write)
     return writers
+
+
+@torch.no_grad()
+def release_weights(module: nn.Module, blocks: Iterable[object], unless: Collection[nn.Parameter]) -> None:
+    """Replace the layers of ``module`` whose weights are in float8 GEMMs of ``blocks``, ``unless`` they change later.
+
+    The new layers compute with the memory of the GEMMs.
+    """
+    released: dict[Tensor, list[QuantisedPart]] = {}
+    for gemm in (gemm for block in blocks for gemm in _float8_in(block)):
+        for one in gemm.release(unless):
+            released.setdefault(one.part.parameter, []).append(one)
+    for name, layer in [*module.named_modules()]:
+        if isinstance(layer, nn.Linear) and (parts := released.get(layer.weight)):
+            module.set_submodule(name, DequantisedLinear(layer, parts))
 
 
 def _float8_in(record: object) -> Iterator[Float8Gemm]:

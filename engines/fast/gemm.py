@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch.nn import functional
 from engines.core.model import Precision, WriteWeight
 from engines.core.torch_private import addmm_activation, scaled_mm
 from engines.fast.kernels import QuantRows, Rows, gated, quantize_rows, quantize_weight
-from engines.quantization.linear import FP8
+from engines.quantization.linear import FP8, compute_device
 
 Activation = Literal["gelu", "swiglu"]
 """Tanh-form GELU, or SwiGLU, whose GEMM computes the gates first, then the gated values."""
@@ -22,7 +23,7 @@ Activation = Literal["gelu", "swiglu"]
 ALL = slice(None)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WeightPart:
     """Some rows and columns of a layer's weight."""
 
@@ -88,20 +89,19 @@ class NativeGemm:
 class Float8Gemm:
     """Row-wise float8: a fixed scale per output feature, and a dynamic scale per row of activations.
 
-    ``parts`` are the stacked parts of ``weight_NK``.
+    Its weight consists of ``parts``, stacked. They are read one after another, from the host to torch's default device.
     """
 
-    def __init__(
-        self,
-        weight_NK: Tensor,
-        bias_N: Tensor | None,
-        activation: Activation = "gelu",
-        parts: Sequence[WeightPart] = (),
-    ) -> None:
-        self._activation, self._parts, self.bias_N = activation, tuple(parts), bias_N
-        self.weight_NK = torch.empty_like(weight_NK, dtype=FP8, memory_format=torch.contiguous_format)
-        self.scale_1N = torch.empty(1, len(weight_NK), dtype=torch.float32, device=weight_NK.device)
-        quantize_weight(weight_NK, weight_NK.dtype, self._rows(ALL))
+    def __init__(self, parts: Sequence[WeightPart], bias_N: Tensor | None, activation: Activation = "gelu") -> None:
+        self._activation, self.bias_N = activation, bias_N
+        weights = [part.of(part.parameter.detach()) for part in parts]
+        ends = list(itertools.accumulate(len(own_NK) for own_NK in weights))
+        self._parts = {part: slice(end - len(own), end) for part, own, end in zip(parts, weights, ends, strict=True)}
+        device = compute_device(weights[0])
+        self.weight_NK = torch.empty(ends[-1], weights[0].shape[1], dtype=FP8, device=device)
+        self.scale_1N = torch.empty(1, ends[-1], dtype=torch.float32, device=device)
+        for part, own_NK in zip(parts, weights, strict=True):
+            quantize_weight(own_NK.to(device), own_NK.dtype, self._rows(self._parts[part]))
 
     def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
         rows = x if isinstance(x, QuantRows) else quantize_rows(x)
@@ -126,11 +126,14 @@ class Float8Gemm:
 
     def writers(self) -> Iterator[tuple[nn.Parameter, WriteWeight]]:
         """Yield the parameter of each part with the function that writes its new value."""
-        start = 0
-        for part in self._parts:
-            stop = start + part.of(part.parameter).shape[0]
-            yield part.parameter, partial(self._write, slice(start, stop), part)
-            start = stop
+        for part, rows in self._parts.items():
+            yield part.parameter, partial(self._write, rows, part)
+
+    def release(self, unless: Collection[nn.Parameter]) -> Iterator[QuantisedPart]:
+        """Forget the parameters of all parts, ``unless`` they change later; yield what stands for them."""
+        released = [part for part in self._parts if not any(part.parameter is one for one in unless)]
+        for part in released:
+            yield QuantisedPart(part=part, values=self._rows(self._parts.pop(part)))
 
     def _write(self, rows: slice, part: WeightPart, weight_NK: Tensor) -> None:
         """Write in place, so that captured steps see the new value."""
@@ -146,40 +149,81 @@ class Float8Gemm:
         return result if out is None else out.copy_(result)
 
 
-def make_gemm(
-    weight_NK: Tensor,
-    bias_N: Tensor | None,
-    precision: Precision,
-    activation: Activation = "gelu",
-    *,
-    parts: Sequence[WeightPart] = (),
-) -> Gemm:
-    """Return a GEMM in ``precision``. ``parts`` of the stacked ``weight_NK`` are for weights that change later."""
-    if precision == "native":
-        return NativeGemm(weight_NK, bias_N, activation)
-    return Float8Gemm(weight_NK, bias_N, activation, parts)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantisedPart:
+    """Rows of a float8 GEMM that stand for ``part`` of a layer."""
+
+    part: WeightPart
+    values: QuantRows
 
 
-def stack(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Return the stacked weight and bias of all ``linears``; their parameters become views of them.
+class DequantisedLinear(nn.Module):
+    """A linear layer whose weight lies in float8 GEMMs alone, for calls outside the hand-ordered step.
 
-    The bias is None if no layer has one.
+    Activations are not quantised. Each call dequantises the weight.
     """
+
+    def __init__(self, linear: nn.Linear, quantised: Sequence[QuantisedPart]) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self._dtype = linear.weight.dtype
+        self._places = [(one.part.rows, one.part.columns) for one in quantised]
+        for number, one in enumerate(quantised):
+            self.register_buffer(f"values_{number}", one.values.values_RC)
+            self.register_buffer(f"scale_{number}", one.values.scale_R1)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantised weight, in the dtype of the original one."""
+        weight_NK = self.get_buffer("scale_0").new_empty(self.out_features, self.in_features, dtype=self._dtype)
+        for number, (rows, columns) in enumerate(self._places):
+            values, scale = self.get_buffer(f"values_{number}"), self.get_buffer(f"scale_{number}")
+            weight_NK[rows, columns] = values.to(self._dtype) * scale.to(self._dtype)
+        return weight_NK
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
+
+
+def make_gemm(
+    parts: Sequence[WeightPart], bias_N: Tensor | None, precision: Precision, activation: Activation = "gelu"
+) -> Gemm:
+    """Return a GEMM of one part of a weight, or of several that are quantised."""
+    if precision == "fp8":
+        return Float8Gemm(parts, bias_N, activation)
+    (part,) = parts
+    return NativeGemm(part.of(part.parameter), bias_N, activation)
+
+
+def stack_gemm(linears: Sequence[Any], precision: Precision, activation: Activation = "gelu") -> Gemm:
+    """Return a GEMM of all ``linears``. Biases become views of its own one; so do weights that are not quantised."""
+    bias_N = _stack_biases(linears)
+    if precision == "fp8":
+        return Float8Gemm([WeightPart(parameter=linear.weight) for linear in linears], bias_N, activation)
     weight_NK = torch.cat([linear.weight.detach() for linear in linears])
-    has_bias = any(linear.bias is not None for linear in linears)
-    bias_N = torch.cat([_bias(linear) for linear in linears]) if has_bias else None
+    for linear, rows in _rows_of(linears):
+        linear.weight.data = weight_NK[rows]
+    return NativeGemm(weight_NK, bias_N, activation)
+
+
+def _stack_biases(linears: Sequence[nn.Linear]) -> Tensor | None:
+    """Return the stacked bias, whose views the layers' own ones become; None if no layer has one."""
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    if not biases:
+        return None
+    zero = biases[0].new_zeros
+    bias_N = torch.cat([zero(each.out_features) if each.bias is None else each.bias.detach() for each in linears])
+    for linear, rows in _rows_of(linears):
+        if linear.bias is not None:
+            linear.bias.data = bias_N[rows]
+    return bias_N
+
+
+def _rows_of(linears: Sequence[nn.Linear]) -> Iterator[tuple[nn.Linear, slice]]:
     start = 0
     for linear in linears:
-        stop = start + linear.out_features
-        linear.weight.data = weight_NK[start:stop]
-        if linear.bias is not None and bias_N is not None:
-            linear.bias.data = bias_N[start:stop]
-        start = stop
-    return weight_NK, bias_N
-
-
-def _bias(linear: nn.Linear) -> Tensor:
-    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+        yield linear, slice(start, start + linear.out_features)
+        start += linear.out_features
 
 
 def _result_dtype(bias_N: Tensor | None) -> torch.dtype:

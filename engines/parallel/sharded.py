@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from engines.additions import WeightSwitch
+from engines.additions import WeightSwitch, changed_parameters
 from engines.core.attention import Kernel
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel, FastWeights, dtype_of
@@ -25,6 +25,7 @@ from engines.parallel.strategies import MakeKernel, team_kernel
 from engines.parallel.tensor import split_weights
 from engines.parallel.token_hooks import TokenHooks
 from engines.parallel.weight_files import slices_of
+from engines.quantization.linear import move_from_host, weights_to_quantise
 
 PrepareModule = Callable[[str, nn.Module, ShardPlan], None]
 """Called once per module that will run, with its name, the module (or a copy with a share of its weights) and its
@@ -59,7 +60,9 @@ class ShardedModel:
         on_new_module: PrepareModule | None = None,
         *,
         make_kernel: MakeKernel = team_kernel,
+        quantises: bool = False,
     ) -> None:
+        """``quantises``: ``on_new_module`` quantises the large layers, whose weights are read to the host."""
         self._model = model
         self._hooks = {name: TokenHooks(module, model.plan) for name, module in model.modules.items()}
         # Counted now: layers of the module may be swapped later, on some ranks before others.
@@ -69,7 +72,7 @@ class ShardedModel:
         self._memory = rank_resources().get(WeightMemory)
         self._memory.before_sleep(self._switch.reset_all)
         self._fast_modules: set[str] = set()
-        self._on_new_module = on_new_module
+        self._on_new_module, self._quantises = on_new_module, quantises
         self._make_kernel = make_kernel
         self._kernel_of = lru_cache(maxsize=256)(lambda make, team, layout: make(self._local_kernel(), team, layout))
 
@@ -146,8 +149,12 @@ class ShardedModel:
         elif team.pipeline.size > 1 or weights is not None:
             module = weight_sharing_copy(whole)
         if weights is not None:
-            weights.fill(name, module, slices, leave_out=other_stages(module, plan, team, self._weights[name]))
-        loaded = dict(module.named_parameters())
+            left_out = other_stages(module, plan, team, self._weights[name])
+            on_host = weights_to_quantise(module, plan) if self._quantises else ()
+            weights.fill(name, module, slices, leave_out=left_out, on_host=on_host)
+        changed = {*changed_parameters(module, self._model, name, slices)}
+        loaded = {own: parameter for own, parameter in module.named_parameters() if parameter in changed}
+        move_from_host(loaded.values(), self._model.device)
         if self._on_new_module is not None:
             self._on_new_module(name, module, plan)
         self._memory.hold(module)  # before its tensors have aliases

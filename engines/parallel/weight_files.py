@@ -21,6 +21,7 @@ from engines.quantization.scaled_files import check_format, find_scales, multipl
 
 NAME = "diffusion_pytorch_model.safetensors"
 INDEX = f"{NAME}.index.json"
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,41 +58,54 @@ class WeightFiles:
     device: torch.device
 
     def fill(
-        self, name: str, module: nn.Module, slices: Mapping[str, Slice], leave_out: Collection[nn.Module] = ()
+        self,
+        name: str,
+        module: nn.Module,
+        slices: Mapping[str, Slice],
+        leave_out: Collection[nn.Module] = (),
+        on_host: Collection[str] = (),
     ) -> None:
         """Load weights into ``module`` (its parameters on "meta"), except into the modules in ``leave_out``.
 
-        ``slices`` are for parameters that are not a whole tensor of the same name. ValueError if a tensor is missing
-        from the files or has another shape.
+        ``slices`` are for parameters that are not a whole tensor of the same name. The parameters ``on_host`` are not
+        moved to the device. ValueError if a tensor is missing from the files or has another shape.
         """
         excluded = {id(each) for unused in leave_out for each in unused.modules()}
         with ExitStack() as stack:
             files = _OpenFiles(self.folders[name], stack)
             for prefix, owner in module.named_modules():
                 if id(owner) not in excluded:
-                    self._fill_one(owner, prefix, slices, files)
+                    self._fill_one(owner, prefix, slices, files, on_host)
 
-    def _fill_one(self, owner: nn.Module, prefix: str, slices: Mapping[str, Slice], files: _OpenFiles) -> None:
+    def _fill_one(
+        self,
+        owner: nn.Module,
+        prefix: str,
+        slices: Mapping[str, Slice],
+        files: _OpenFiles,
+        on_host: Collection[str],
+    ) -> None:
         for leaf, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             name = f"{prefix}.{leaf}" if prefix else leaf
-            value = self._read(files, slices.get(name, Slice(name=name)), parameter)
+            device = HOST if name in on_host else self.device
+            value = self._read(files, slices.get(name, Slice(name=name)), parameter, device)
             owner.register_parameter(leaf, nn.Parameter(value, requires_grad=False))
         for leaf, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
             name = f"{prefix}.{leaf}" if prefix else leaf
             if has_persistent_buffer(owner, leaf) and name in files.names:
-                setattr(owner, leaf, self._read(files, slices.get(name, Slice(name=name)), buffer))
+                setattr(owner, leaf, self._read(files, slices.get(name, Slice(name=name)), buffer, self.device))
             else:
                 setattr(owner, leaf, buffer.to(self.device))
 
-    def _read(self, files: _OpenFiles, part: Slice, target: Tensor) -> Tensor:
-        """Return the tensor in the dtype of ``target``, on the device."""
+    def _read(self, files: _OpenFiles, part: Slice, target: Tensor, device: torch.device) -> Tensor:
+        """Return the tensor in the dtype of ``target``, on ``device``."""
         value = files.read(part)
         if value.shape != target.shape:
             raise ValueError(
                 f"{files.file_of(part.name)} has {part.name} as {tuple(value.shape)}, which is "
                 f"{tuple(target.shape)} here"
             )
-        value = value.to(self.device, target.dtype)
+        value = value.to(device, target.dtype)
         if not is_finite(value):
             raise ValueError(f"{files.file_of(part.name)} has values that are not finite in {part.name}")
         return value

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engines.additions import changed_parameters
 from engines.core.attention import Prefix
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel, dtype_of
@@ -58,6 +59,10 @@ class ModelProfile:
     split_weight_bytes: int
     tensor_unit: int
     """Greatest common divisor of heads and those linears' features."""
+    largest_weight_bytes: int = 0
+    """The largest of the linears that a tensor axis divides."""
+    changed_weight_bytes: int = 0
+    """Weights that additions change, and that quantised layers are computed from again."""
     num_blocks: int
     has_fast_path: bool = False
     divides_tokens: bool = True
@@ -90,6 +95,7 @@ class _Counter:
     num_key_heads: int = 0
     num_reductions: int = 0
     split_weight_bytes: int = 0
+    largest_weight_bytes: int = 0
 
     def linear(self, name: str, layer: nn.Linear, x: Tensor) -> None:
         rows = x.numel() // layer.in_features // self.batch
@@ -98,6 +104,7 @@ class _Counter:
         rule = self.plan.rule_of(name)
         self.num_reductions += self.times * isinstance(rule, RowLinear)
         self.split_weight_bytes += self.times * layer.weight.nbytes if rule else 0
+        self.largest_weight_bytes = max(self.largest_weight_bytes, layer.weight.nbytes if rule else 0)
         if stream is None:
             self.once_flops += flops * rows
             return
@@ -149,7 +156,7 @@ def profile(model: DenoiserModel) -> ModelProfile:
         _run_first_only(module.get_submodule(name), counter)
     with torch.device("cpu"), torch.no_grad():
         model.forward(module, {**branch.constants, **inputs})
-    num_key_heads = counter.num_key_heads or model.num_heads
+    num_key_heads, modules = counter.num_key_heads or model.num_heads, model.modules.values()
     return ModelProfile(
         num_heads=model.num_heads,
         num_key_heads=num_key_heads,
@@ -160,13 +167,13 @@ def profile(model: DenoiserModel) -> ModelProfile:
         once_flops=counter.once_flops,
         num_reductions=counter.num_reductions,
         out_features=out_features,
-        weight_bytes=sum(_weight_bytes(each) for each in model.modules.values()),
-        block_weight_bytes=sum(
-            _weight_bytes(block) for each in model.modules.values() for block in model.plan.blocks_of(each)
-        ),
+        weight_bytes=sum(_weight_bytes(each) for each in modules),
+        block_weight_bytes=sum(_weight_bytes(one) for each in modules for one in model.plan.blocks_of(each)),
         split_weight_bytes=counter.split_weight_bytes * len(model.modules),
         tensor_unit=_tensor_unit(model, source, num_key_heads),
-        num_blocks=min(len(pipeline_blocks(each, model.plan)) for each in model.modules.values()),
+        largest_weight_bytes=counter.largest_weight_bytes,
+        changed_weight_bytes=_changed_bytes(model),
+        num_blocks=min(len(pipeline_blocks(each, model.plan)) for each in modules),
         has_fast_path=model.fast is not None and model.weights is None,
         divides_tokens=bool(model.plan.shards),
     )
@@ -179,6 +186,11 @@ def _tensor_unit(model: DenoiserModel, source: nn.Module, num_key_heads: int) ->
 
 def _weight_bytes(module: nn.Module) -> int:
     return sum(weight.nbytes for weight in module.parameters())
+
+
+def _changed_bytes(model: DenoiserModel) -> int:
+    changed = (changed_parameters(each, model, name) for name, each in model.modules.items())
+    return sum(weight.nbytes for weights in changed for weight in weights)
 
 
 def _names_by_length(lengths: dict[str, int]) -> dict[int, str]:

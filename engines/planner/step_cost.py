@@ -162,19 +162,18 @@ class StepCost:
     def weight_bytes(self) -> float:
         """Return a rank's share of the weights, once all are loaded.
 
-        A hand-ordered step holds the original weights beside its quantised ones; a module replaces its layers.
+        Quantised layers replace the original ones, except for weights that additions change.
         """
         split = self.profile.split_weight_bytes / self.spec.tensor
-        quantised = 0.0 if self.precision == "native" else split / self.profile.element_bytes
-        read = split if self.precision == "native" or self._is_fast else 0.0
-        blocks = self.profile.block_weight_bytes - self.profile.split_weight_bytes + read + quantised
+        if self.precision != "native":
+            split = split / self.profile.element_bytes + self.profile.changed_weight_bytes / self.spec.tensor
+        blocks = self.profile.block_weight_bytes - self.profile.split_weight_bytes + split
         return self.profile.weight_bytes - self.profile.block_weight_bytes + blocks / self.spec.pipeline
 
     def loading_bytes(self) -> float:
-        """Return the bytes of a rank's share while it is read: all in the model's dtype, before quantisation."""
-        split = self.profile.split_weight_bytes / self.spec.tensor
-        blocks = self.profile.block_weight_bytes - self.profile.split_weight_bytes + split
-        return self.profile.weight_bytes - self.profile.block_weight_bytes + blocks / self.spec.pipeline
+        """Return the most bytes of a rank's share while it is read: layers are quantised one after another."""
+        one_layer = 0.0 if self.precision == "native" else QUANTISING_COPIES * self.profile.largest_weight_bytes
+        return self.weight_bytes() + one_layer / self.spec.tensor
 
     def memory_bytes(self) -> int:
         """Return weights and activations at their widest, or the weights while they are read, whichever is more.
@@ -184,6 +183,9 @@ class StepCost:
         gathered = 2 * self.hidden_bytes * self.spec.allgather_kv if self.spec.allgather_kv > 1 else 0.0
         return int(max(self.weight_bytes() + LIVE_COPIES * self.hidden_bytes + gathered, self.loading_bytes()))
 
+
+QUANTISING_COPIES = 4
+"""Size of a layer while it is quantised, in its own dtype: its copy from the host, and float32 values."""
 
 CERTAIN_COPIES = 5
 """Hidden states that any block needs at once: the residual, queries, keys, values and attention's result; or the

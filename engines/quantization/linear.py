@@ -6,8 +6,8 @@ from a calibration. Plain PyTorch: Inductor fuses the quantisation into the oper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,23 @@ def quantizable(module: nn.Module, plan: ShardPlan) -> list[tuple[str, nn.Linear
     ]
 
 
+def weights_to_quantise(module: nn.Module, plan: ShardPlan) -> frozenset[str]:
+    """Return the names of the weights that ``replace_linears`` replaces. Until then they may lie on the host."""
+    return frozenset(f"{name}.weight" for name, _ in quantizable(module, plan))
+
+
+def compute_device(weight: Tensor) -> torch.device:
+    """Return where ``weight`` is quantised: on its own device, or on torch's default one if it lies on the host."""
+    return torch.get_default_device() if weight.device.type == "cpu" else weight.device
+
+
+def move_from_host(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Move the parameters that lie on the host to ``device``; they stay the same objects."""
+    for parameter in parameters:
+        if parameter.device.type == "cpu" != device.type:
+            parameter.data = parameter.data.to(device)
+
+
 def replace_linears(
     module: nn.Module,
     plan: ShardPlan,
@@ -83,9 +100,13 @@ def replace_linears(
             f"the calibration has no entry for {len(missing)} of {len(layers)} layers, such as {missing[0]}: "
             "run every block once"
         )
-    for name, layer in layers:
+    names = [name for name, _ in layers]
+    layers.clear()  # each weight goes as soon as its layer is replaced
+    for name in names:
+        layer: Any = module.get_submodule(name)
         module.set_submodule(name, make(layer, None if amax is None else amax[whole_name(name)]))
-    return len(layers)
+        del layer
+    return len(names)
 
 
 def whole_name(name: str) -> str:
@@ -94,7 +115,10 @@ def whole_name(name: str) -> str:
 
 
 class QuantLinear(nn.Module):
-    """Base class: features, bias, and the activation's ``amax`` (None: computed for every row)."""
+    """Base class: features, bias, and the activation's ``amax`` (None: computed for every row).
+
+    A weight that lies on the host is quantised on torch's default device.
+    """
 
     scheme: ClassVar[Scheme]
     dtype: ClassVar[torch.dtype]
@@ -106,7 +130,8 @@ class QuantLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias, self._loaded_in = linear.bias, linear.weight.dtype
         self.amax = amax
-        values_NK, scale_N1 = self._scaled(linear.weight.detach())
+        weight_NK = linear.weight.detach()
+        values_NK, scale_N1 = self._scaled(weight_NK.to(compute_device(weight_NK)))
         self.register_buffer("weight_NK", values_NK.to(self.dtype))
         self.register_buffer("scale_1N", scale_N1.t().contiguous())
 

@@ -97,8 +97,9 @@ def autotuned_engine(
     if engine.division.has_teams_for(decision.specs):
         engine.division.use(decision.specs)
     else:  # another gang decided first, for a strategy that was no candidate here
+        fast_weights = engine.fast_weights
         engine.close()
-        engine = make(strategy=decision.specs)
+        engine = make(strategy=decision.specs, fast_weights=fast_weights)
     return _configured(engine, decision, options)
 
 

@@ -11,16 +11,21 @@ from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
 from engines.core.tensors import relative_difference
+from engines.fast.kernels import QuantRows, quantize_weight
 from engines.parallel.copies import truncated
 from engines.parallel.mesh import team_of_one
 from engines.parallel.self_check import SKIPPED, TOLERANCE, WrongAnswerError, repeat_to
 from engines.parallel.sharded import ShardedModel
+from engines.quantization.linear import FP8
 from engines.torch_engine.engine import TorchEngine
 
 logger = logging.getLogger(__name__)
 
 QUANTISED_TOLERANCE = 0.15
 """Relative error that float8 explains in a small model. A wrong kernel costs far more."""
+
+WEIGHT_TOLERANCE = 0.05
+"""Relative error of float8 values, which have three bits after the first one."""
 
 
 def tolerance_of(engine: TorchEngine, dtype: torch.dtype) -> float:
@@ -33,11 +38,14 @@ def check_fast_path(engine: TorchEngine, model: DenoiserModel, *, rank: int) -> 
     """Compare the fast step on one rank, uncaptured and replayed, with the plain module, on the model's probe.
 
     The self-check compares teams with one rank, both on the fast path, so it misses a kernel that is wrong on both.
-    Return the difference per branch (none without a fast path); raise ``WrongAnswerError``.
+    Quantised weights are compared on a matrix, since the module has the same ones. Return the difference per branch
+    (none without a fast path); raise ``WrongAnswerError``.
     """
     if not engine.config.fast:
         return {}
     differences: dict[str, float] = {}
+    if engine.config.precision != "native":
+        differences["weights"] = _check_quantised_weights(engine, rank=rank)
     for number, branch in enumerate(model.probe()):
         expected = model.forward(model.modules[branch.module], branch.arguments)
         allowed = tolerance_of(engine, expected.dtype)
@@ -49,6 +57,21 @@ def check_fast_path(engine: TorchEngine, model: DenoiserModel, *, rank: int) -> 
             differences[f"branch {number}, run {run}"] = difference
     logger.info("fast path checked", extra={"rank": rank, "differences": differences})
     return differences
+
+
+def _check_quantised_weights(engine: TorchEngine, *, rank: int) -> float:
+    """Compare a matrix as a hand-ordered step quantises it with the matrix."""
+    generator = torch.Generator().manual_seed(0)
+    weight_NK = torch.randn(64, 256, generator=generator).to(engine.device, engine.dtype)
+    rows = QuantRows(
+        values_RC=torch.empty_like(weight_NK, dtype=FP8),
+        scale_R1=torch.empty(64, 1, dtype=torch.float32, device=engine.device),
+    )
+    quantize_weight(weight_NK, engine.dtype, rows)
+    difference = relative_difference(rows.dequantized(), weight_NK.float())
+    if not difference <= WEIGHT_TOLERANCE:
+        raise WrongAnswerError((rank,), "quantised weights", difference, WEIGHT_TOLERANCE)
+    return difference
 
 
 @torch.no_grad()

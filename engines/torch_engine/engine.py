@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from engines.core.engine import EngineChoice
 from engines.core.estimates import StepEstimates
-from engines.core.model import Branch, DenoiserModel, dtype_of
+from engines.core.model import Branch, DenoiserModel, FastWeights, dtype_of
 from engines.core.resources import LRUCache
 from engines.core.shard_plan import ShardPlan
 from engines.core.spec import ParallelSpec, scheme_of
@@ -23,7 +23,7 @@ from engines.parallel.early_start import gang_groups
 from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
 from engines.quantization.calibration import load_calibration
-from engines.quantization.linear import swap_linears
+from engines.quantization.linear import move_from_host, swap_linears
 from engines.torch_engine.compiler import compile_blocks, release_blocks
 from engines.torch_engine.config import divide, memory_floor, resolve
 from engines.torch_engine.exchange.choose import ExchangeRules, kernel_by_length
@@ -58,8 +58,8 @@ class TorchEngine:
 
     ``strategy`` is "auto" (by prediction), a name for ``ParallelSpec.of``, or the divisions themselves. ``others`` are
     further divisions for ``division.use``. The parameters after ``options`` are for tests and comparisons; by default
-    the device decides (``config.resolve``). Raise ``ValueError`` if the engine or the model does not support the
-    choice.
+    the device decides (``config.resolve``). ``fast_weights`` are those of an engine on the same modules, which it may
+    have replaced. Raise ``ValueError`` if the engine or the model does not support the choice.
     """
 
     estimates: StepEstimates | None = None
@@ -76,6 +76,7 @@ class TorchEngine:
         compiled: bool | None = None,
         fast: bool | None = None,
         capture: bool = True,
+        fast_weights: Mapping[str, FastWeights] | None = None,
     ) -> None:
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         options = options or TorchOptions()
@@ -97,14 +98,13 @@ class TorchEngine:
         self.division = Division(specs, model.plan, others=others, **gang)
         self._model = model
         self._memory = memory_floor(model, self.config.precision)
-        self._fitting_shapes: LRUCache[None] = LRUCache(MAX_SEEN_SHAPES)
-        self._was_warm = False
-        self._run_shapes: LRUCache[None] = LRUCache(MAX_SEEN_SHAPES)
+        self._fitting_shapes, self._run_shapes = (LRUCache[None](MAX_SEEN_SHAPES) for _ in range(2))
+        self._was_warm, quantises = False, self.config.precision != "native"
         make_kernel = kernel_by_length(self.config.exchange, self.device, self.dtype)
-        self._sharded = ShardedModel(model, self._prepare_module, make_kernel=make_kernel)
-        self._steps = StepRunner(model, self._sharded, config=self.config, device=self.device)
-        if self.config.precision != "native" and model.weights is None:
-            self._split_weights_first()
+        self._sharded = ShardedModel(model, self._prepare_module, make_kernel=make_kernel, quantises=quantises)
+        self._steps = StepRunner(model, self._sharded, config=self.config, device=self.device, weights=fast_weights)
+        if quantises and model.weights is None:
+            self._quantise_weights()
 
     @torch.no_grad()
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -132,6 +132,11 @@ class TorchEngine:
         self._sharded.close()
         for module in self._model.modules.values():
             release_blocks(module, self._model.plan)
+
+    @property
+    def fast_weights(self) -> Mapping[str, FastWeights]:
+        """Weights of hand-ordered steps by module, as far as they are arranged."""
+        return self._steps.arranged
 
     @property
     def was_warm(self) -> bool:
@@ -173,11 +178,24 @@ class TorchEngine:
         num_tokens = sum(self._model.stream_lengths(branch.arguments).values())
         self._memory.check(num_tokens, self.division.team(ranks).spec)
 
-    def _split_weights_first(self) -> None:
-        """Split layers as loaded, before teams with whole weights quantise layers of the module itself."""
-        for team in self.division.teams.all():
-            for name in self._model.modules if team.tensor.size > 1 else ():
-                self._sharded.module(name, team)
+    def _quantise_weights(self) -> None:
+        """Quantise the weights of all teams. Layers are split as loaded, before those of the module are replaced.
+
+        Pipelines share the replaced layers, unless a hand-ordered step left them or additions change them.
+        """
+        needs_loaded = self.config.fast or self._model.switches
+
+        def place(team: Team) -> int:
+            if team.pipeline.size > 1 and team.tensor.size == 1:
+                return 1 if needs_loaded else 3
+            return 0 if team.tensor.size > 1 else 2
+
+        for team in sorted(self.division.teams.all(), key=place):
+            for name in self._model.modules:
+                if self._steps.is_fast(team):
+                    self._steps.weights(name)
+                else:
+                    self._sharded.module(name, team)
 
     def _run(self, branch: Branch, team: Team) -> Tensor:
         self._sharded.set_additions(branch, team, self._steps.quantised_weights(branch.module, team))
@@ -189,7 +207,9 @@ class TorchEngine:
         """Quantise the layers and compile the blocks of a module without a fast path."""
         if scheme := scheme_of(self.config.precision):
             path = self.config.calibration
-            swap_linears(module, plan, scheme, None if path is None else load_calibration(Path(path), name))
+            with self.device:
+                swap_linears(module, plan, scheme, None if path is None else load_calibration(Path(path), name))
+            move_from_host(module.parameters(), self.device)
         if self.config.compile_blocks:
             compile_blocks(module, plan)
 

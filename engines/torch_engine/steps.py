@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from engines.additions import changed_parameters
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel, FastWeights, Precision, StepTensors
 from engines.core.resources import LRUCache, rank_resources
@@ -17,6 +18,7 @@ from engines.fast.graph import CapturedStep, GraphPool
 from engines.parallel.division import shape_of
 from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
+from engines.quantization.linear import move_from_host
 from engines.torch_engine.config import TorchChoices
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import HoistedCache
@@ -47,7 +49,13 @@ class StepRunner:
     """Runs branches. All ranks of a team make the same calls in the same order, so they capture at the same moment."""
 
     def __init__(
-        self, model: DenoiserModel, sharded: ShardedModel, *, config: TorchChoices, device: torch.device
+        self,
+        model: DenoiserModel,
+        sharded: ShardedModel,
+        *,
+        config: TorchChoices,
+        device: torch.device,
+        weights: Mapping[str, FastWeights] | None = None,
     ) -> None:
         self._model, self._sharded, self._config = model, sharded, config
         self.rules = config.exchange
@@ -56,7 +64,7 @@ class StepRunner:
         self._pool: GraphPool | None = None
         """Memory pool of all current graphs."""
         self._hoisted = HoistedCache(latents=model.latents, timestep=model.timestep)
-        self._weights: dict[str, FastWeights] = {}
+        self._weights = dict(weights or {})
         self._steps: dict[Hashable, LRUCache[_Step]] = {}
         """Steps by team and its division, then by shape."""
         self.was_warm = False
@@ -158,20 +166,34 @@ class StepRunner:
 
     def _fast_weights(self, module: str, team: Team) -> FastWeights | None:
         """Return the weights of the team's hand-ordered steps; None if the module itself runs."""
-        is_fast = self._config.fast and not team.spec.divides_weights
-        return self.weights(module) if is_fast else None
+        return self.weights(module) if self.is_fast(team) else None
+
+    def is_fast(self, team: Team) -> bool:
+        """Return whether the team runs hand-ordered steps."""
+        return self._config.fast and not team.spec.divides_weights
 
     def quantised_weights(self, module: str, team: Team) -> FastWeights | None:
         """Return the weights of the team's steps if they are quantised copies of the module's."""
         return None if self._config.precision == "native" else self._fast_weights(module, team)
 
+    @property
+    def arranged(self) -> Mapping[str, FastWeights]:
+        """Weights of hand-ordered steps so far."""
+        return dict(self._weights)
+
     def weights(self, module: str) -> FastWeights:
-        """Return the fast weights of a module, arranged at first use (at start, by the self-check)."""
+        """Return the fast weights of a module, arranged at first use.
+
+        Quantised ones replace the module's own, except those that additions change.
+        """
         if module not in self._weights:
             assert self._model.fast is not None
             precision: Precision = "fp8" if self._config.precision == "fp8" else "native"
-            with rank_resources().get(WeightMemory).region():
-                self._weights[module] = self._model.fast(self._model.modules[module], precision)
+            with rank_resources().get(WeightMemory).region(), self._device:
+                own = self._model.modules[module]
+                self._weights[module] = weights = self._model.fast(own, precision)
+                weights.release(unless=changed_parameters(own, self._model, module))
+                move_from_host(own.parameters(), self._device)
         return self._weights[module]
 
     def _may_capture(self, step: _Step, branch: Branch, tensors: StepTensors, team: Team) -> bool:

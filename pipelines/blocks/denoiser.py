@@ -11,7 +11,7 @@ from typing import Any
 import diffusers
 from torch import Tensor, nn
 
-from engines.core.model import Arguments, DenoiserModel, dtype_of
+from engines.core.model import Arguments, DenoiserModel, device_of, dtype_of
 from engines.parallel.local_attention import local_kernel
 from pipelines.blocks.arguments import nested
 from pipelines.models.spec import ModelSpec
@@ -38,7 +38,7 @@ def as_denoiser(
 ) -> DenoiserModel:
     """Return ``modules`` with the plan of their class; their attention calls the local kernel."""
     for module in modules.values():
-        spec.set_kernel(module, local_kernel(module.device, dtype_of(module)))
+        spec.set_kernel(module, local_kernel(device_of(module), dtype_of(module)))
     num_heads, head_dim = spec.heads(config)
     return DenoiserModel(
         modules=dict(modules),

@@ -21,12 +21,14 @@ from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from PIL.Image import Image
 from torch import nn
 
+from engines.core.shard_plan import ShardPlan
 from engines.parallel.weight_files import files_of
+from engines.quantization.linear import move_from_host, weights_to_quantise
 from pipelines.blocks.stand_in import StandIn
 from pipelines.blocks.tree import Sections
 from pipelines.component_weights import check_finite, file_of, has_scales, load_folder
-from pipelines.directory import open_modular, part_class, part_folder, read_config, read_index
-from pipelines.gpu_weights import fill
+from pipelines.directory import gguf_in, open_modular, part_class, part_folder, quantiser_of, read_config, read_index
+from pipelines.gpu_weights import fill, move_buffers
 from pipelines.models.registry import load_spec
 from pipelines.models.spec import ModelSpec
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest
@@ -183,26 +185,37 @@ class OpenedPipeline:
             setattr(pipeline, name, self._stand_in(name))
         return pipeline
 
-    def load_part(self, name: str) -> Any:
+    def load_part(self, name: str, plan: ShardPlan | None = None) -> Any:
+        """Return the loaded part.
+
+        With the ``plan`` of a transformer that will be quantised, its large weights stay on the host.
+        """
         spec = self.pipeline.get_component_spec(name)
         if not issubclass(spec.type_hint, nn.Module):
             return _load_small_part(spec)
         if self._file is not None and name in self.transformers:
-            return self._load_file(name, self._file)
+            if len(self.transformers) > 1:
+                raise ValueError(f"{self._file} is one transformer, and {self.path} has {', '.join(self.transformers)}")
+            return self._load_file(name, self._file, plan)
         folder = part_folder(self.path, name)
+        if name in self.transformers and (file := gguf_in(folder)) is not None:
+            return self._load_file(name, file, plan)
+        if name in self.transformers and (quantiser := quantiser_of(folder)):
+            device = self.models_device if quantiser == "bitsandbytes" else self._loading_device(plan)  # it needs a GPU
+            return self._placed(load_folder(spec, folder, device, self.dtype), plan)
         is_on_gpu = self.models_device.type == "cuda" and name in self.transformers
         is_read_here = issubclass(spec.type_hint, ModelMixin) and (is_on_gpu or has_scales(folder))
-        if is_read_here and (model := self._read_part(name, folder)) is not None:
+        if is_read_here and (model := self._read_part(name, folder, plan)) is not None:
             return model
         dtype = torch.float32 if name in self.spec.float32_parts else self.dtype
         return load_folder(spec, folder, self.models_device, dtype).eval().requires_grad_(False)
 
-    def _read_part(self, name: str, folder: Path) -> Any:
+    def _read_part(self, name: str, folder: Path, plan: ShardPlan | None) -> Any:
         """Return the model as diffusers loads it, but faster; None for files that only diffusers can read."""
         with init_empty_weights():
             model = self.outline(name)
         try:
-            fill(model, files_of(folder), self.models_device)
+            fill(model, files_of(folder), self.models_device, weights_to_quantise(model, plan) if plan else ())
         except ValueError as error:
             if has_scales(folder):
                 raise ValueError(f"{folder} cannot be read: {error}") from error
@@ -211,11 +224,21 @@ class OpenedPipeline:
         check_finite(model, lambda weight: file_of(folder, weight))
         return model
 
-    def _load_file(self, name: str, file: Path) -> Any:
-        if len(self.transformers) > 1:
-            raise ValueError(f"{file} is one transformer, and {self.path} has {', '.join(self.transformers)}")
+    def _load_file(self, name: str, file: Path, plan: ShardPlan | None) -> Any:
         folder = part_folder(self.path, name)
-        return self.as_loaded(load_single_file(self.part_class(name), file, folder, self.models_device, self.dtype))
+        kind, device = self.part_class(name), self._loading_device(plan)
+        return self._placed(load_single_file(kind, file, folder, device, self.dtype), plan)
+
+    def _loading_device(self, plan: ShardPlan | None) -> torch.device:
+        return torch.device("cpu") if plan else self.models_device
+
+    def _placed(self, model: Any, plan: ShardPlan | None) -> Any:
+        """Return ``model`` in the dtypes of a loaded one, with all but the weights to quantise on the device."""
+        model = self.as_loaded(model)
+        on_host = weights_to_quantise(model, plan) if plan else ()
+        move_from_host((each for own, each in model.named_parameters() if own not in on_host), self.models_device)
+        move_buffers(model, self.models_device)
+        return model
 
     def outline(self, name: str) -> Any:
         """Return the model from its configuration, without weight values, in the dtypes of a loaded one.

@@ -129,5 +129,6 @@ def _merge(model: DenoiserModel, merged: list[tuple[float, Addition]]) -> Denois
         return replace(model, weights=MergingSource(source=model.weights, additions=tuple(merged)))
     for name, module in model.modules.items():
         nothing: Mapping[str, LowRank] = {}
-        merge(module, ((scale, addition.get(name, nothing)) for scale, addition in merged), {})
+        with model.device:  # for weights that still lie on the host
+            merge(module, ((scale, addition.get(name, nothing)) for scale, addition in merged), {})
     return model

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from engines.core.model import Precision
 from engines.fast.blocks import Pair
-from engines.fast.gemm import ALL, Activation, Gemm, WeightPart, make_gemm, stack
+from engines.fast.gemm import ALL, Activation, Gemm, WeightPart, make_gemm, stack_gemm
 from engines.fast.kernels import Modulation
 
 
 def gemm(linear: Any, precision: Precision, activation: Activation = "gelu") -> Gemm:
-    return make_gemm(linear.weight, linear.bias, precision, activation, parts=(WeightPart(parameter=linear.weight),))
+    return make_gemm([WeightPart(parameter=linear.weight)], linear.bias, precision, activation)
 
 
 def part_gemm(
@@ -29,14 +29,12 @@ def part_gemm(
     bias_N: Tensor | None = None,
 ) -> Gemm:
     """Return a GEMM for some outputs or inputs of ``linear``, with bias ``bias_N``."""
-    part = WeightPart(parameter=linear.weight, rows=rows, columns=columns)
-    return make_gemm(part.of(linear.weight), bias_N, precision, activation, parts=(part,))
+    return make_gemm([WeightPart(parameter=linear.weight, rows=rows, columns=columns)], bias_N, precision, activation)
 
 
 def stacked(linears: Sequence[Any], precision: Precision, activation: Activation = "gelu") -> Gemm:
-    """Return one GEMM for all ``linears``, whose parameters become views of its weight and bias."""
-    parts = [WeightPart(parameter=linear.weight) for linear in linears]
-    return make_gemm(*stack(linears), precision, activation, parts=parts)
+    """Return one GEMM for all ``linears``. Their parameters become views of its own, except quantised weights."""
+    return stack_gemm(linears, precision, activation)
 
 
 def pair(text: Any, image: Any, precision: Precision, activation: Activation = "gelu") -> Pair:

@@ -7,15 +7,15 @@ text do not depend on the latents and are hoisted out of the steps.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from engines.core.model import KEPT, LATENTS, Arguments, ModelInputs, StepTensors, Writers
-from engines.fast.blocks import Blocks, writers_of
+from engines.fast.blocks import Blocks, release_weights, writers_of
 from engines.fast.blocks_step import BlocksStep
 from engines.fast.interface import StepParts
 from pipelines.models.block_weights import BlockVectors
@@ -79,6 +79,9 @@ class MMDiTWeights(ABC):
 
     def writers(self) -> Writers:
         return writers_of((*self.blocks.duals, *self.blocks.singles))
+
+    def release(self, unless: Collection[nn.Parameter]) -> None:
+        release_weights(self.module, (*self.blocks.duals, *self.blocks.singles), unless)
 
     def model(self, parts: StepParts) -> FastMMDiT:
         return FastMMDiT(self, parts)

@@ -5,14 +5,14 @@ The text's refiner depends on no step and is run once a job. Tokens of the pictu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engines.core.model import Arguments, Precision, StepTensors, Writers
-from engines.fast.blocks import NUM_VECTORS, PrePostNormBlock, PrePostNormStep, writers_of
+from engines.fast.blocks import NUM_VECTORS, PrePostNormBlock, PrePostNormStep, release_weights, writers_of
 from engines.fast.interface import HeadExchange, StepParts
 from engines.fast.kernels import Modulation, norm_modulate
 from pipelines.models.block_weights import gemm, norms, stacked
@@ -74,6 +74,9 @@ class ZImageWeights:
 
     def writers(self) -> Writers:
         return writers_of((*self.refiners, *self.layers))
+
+    def release(self, unless: Collection[nn.Parameter]) -> None:
+        release_weights(self.module, (*self.refiners, *self.layers), unless)
 
     def model(self, parts: StepParts) -> FastZImage:
         return FastZImage(self, parts)

@@ -129,6 +129,14 @@ def test_weights_that_change_from_job_to_job_need_room_twice(pictures: Path, mon
         assert is_sliced(DenoiserConfig(num_ranks=4), checkpoint) is expected
 
 
+def test_quantised_weights_need_less_room(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 0.8 * Checkpoint(pictures).weights_bytes() / USABLE
+    monkeypatch.setattr("engines.planner.measure.memory_bytes", lambda device: room)
+    for precision, expected in (("native", True), ("fp8", False), ("int8", False)):
+        config = DenoiserConfig(num_ranks=4, precision=precision)
+        assert is_sliced(config, Checkpoint(pictures)) is expected
+
+
 def test_slices_need_ranks_to_share_them(pictures: Path) -> None:
     config = DenoiserConfig(num_ranks=1, load="sliced")
     with pytest.raises(ValueError, match="load: sliced needs the engine torch and several ranks, not torch on 1"):

@@ -185,13 +185,13 @@ def test_a_float8_gemm_takes_new_values_of_its_parts(name: str) -> None:
     def stack() -> Tensor:
         return torch.cat([part.of(part.parameter) for part in parts])
 
-    gemm = Float8Gemm(stack(), None, parts=parts)
+    gemm = Float8Gemm(parts, None)
     address = gemm.weight_NK.data_ptr()
     (write,) = (write for parameter, write in gemm.writers() if parameter is weight)
     new = other(7)
     write(new.data)
     weight.data.copy_(new)
-    expected = Float8Gemm(stack(), None)
+    expected = Float8Gemm([WeightPart(parameter=nn.Parameter(stack(), requires_grad=False))], None)
     assert gemm.weight_NK.float().equal(expected.weight_NK.float())
     assert gemm.scale_1N.equal(expected.scale_1N)
     assert gemm.weight_NK.data_ptr() == address

@@ -102,18 +102,21 @@ def held_bytes(precision: str, *, fast: bool) -> int:
     ("precision", "fast"), [("native", False), ("int8", False), ("fp8", False), ("native", True), ("fp8", True)]
 )
 def test_weights_take_what_an_engine_holds(precision: str, fast: bool) -> None:
-    """A module's quantised layers replace those that were read; a hand-ordered step has them beside those."""
+    """Quantised layers replace those that were read, in a module and in a hand-ordered step."""
     counted = profile(models.model("flux"))
     layout = TokenLayout(lengths=(("text", 16), ("image", 24)), num_chunks=1)
     step = StepCost(counted, layout, ParallelSpec(), replace(H200, fast_path=fast), precision)
     assert step.weight_bytes() == pytest.approx(held_bytes(precision, fast=fast), rel=0.01)
-    assert step.loading_bytes() == counted.weight_bytes
+    assert step.weight_bytes() <= step.loading_bytes() <= counted.weight_bytes
 
 
-def test_quantised_layers_do_not_make_room_for_what_is_read_first() -> None:
+def test_quantised_weights_need_no_room_for_those_that_are_read() -> None:
     counted = profile(models.model("flux"))
     layout = TokenLayout(lengths=(("text", 1), ("image", 1)), num_chunks=1)
-    spec, machine = ParallelSpec(), replace(H200, fast_path=False)
-    int8, native = (StepCost(counted, layout, spec, machine, one) for one in ("int8", "native"))
-    assert int8.weight_bytes() < 0.6 * native.weight_bytes()
-    assert int8.memory_bytes() == counted.weight_bytes
+    for fast in (True, False):
+        machine = replace(H200, fast_path=fast)
+        fp8, native = (StepCost(counted, layout, ParallelSpec(), machine, one) for one in ("fp8", "native"))
+        assert fp8.weight_bytes() < 0.6 * native.weight_bytes()
+        assert fp8.memory_bytes() < 0.75 * native.memory_bytes()
+    changed = replace(counted, changed_weight_bytes=10**6)
+    assert replace(fp8, profile=changed).weight_bytes() == fp8.weight_bytes() + 10**6

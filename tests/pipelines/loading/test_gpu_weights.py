@@ -13,9 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engines.parallel.weight_files import files_of
+from engines.quantization.linear import weights_to_quantise
 from pipelines import gpu_weights
+from pipelines.blocks.footprint import ForwardMeter
 from pipelines.gpu_weights import fill, read_tensors
 from pipelines.loading import SHIPPED
+from pipelines.models.flux.spec import SHARD_PLAN
 
 CPU = torch.device("cpu")
 FLUX = SHIPPED / "flux-shapes" / "transformer"
@@ -82,6 +85,19 @@ def test_a_model_is_as_diffusers_loads_it(dtype: torch.dtype) -> None:
         assert x.dtype == dtype
         assert torch.equal(x, expected.state_dict()[name]), name
     assert all(x.device == CPU for x in model.buffers())
+
+
+def test_weights_on_the_host_stay_in_the_files() -> None:
+    """All others are read as before; the names are those that will be quantised."""
+    expected = load_file(files_of(FLUX)[0])
+    model = outline().to(expected["proj_out.weight"].dtype)
+    names = weights_to_quantise(model, SHARD_PLAN)
+    with ForwardMeter() as meter:
+        fill(model, files_of(FLUX), CPU, on_host=names)
+    parameters = dict(model.named_parameters())
+    assert all(x.equal(parameters[name]) for name, x in expected.items())
+    assert meter.peak_bytes == sum(x.nbytes for name, x in expected.items() if name not in names)
+    assert meter.peak_bytes < 0.5 * sum(x.nbytes for x in expected.values())
 
 
 def test_shards_are_found_by_their_index(tmp_path: Path) -> None:

@@ -71,6 +71,13 @@ def test_the_transformer_is_that_of_the_file(
     assert not torch.equal(weights_of(str(base))["cap_pad_token"], tuned["cap_pad_token"])
 
 
+def test_a_gang_that_quantises_reads_the_same_values(base: Path, tuned: dict[str, Tensor], tmp_path: Path) -> None:
+    file = tmp_path / "tuned.safetensors"
+    save_file(tuned, file)
+    (module,) = Checkpoint.open(f"{file}@{base}").denoiser(quantised=True).modules.values()
+    assert all(weight.equal(tuned[name]) for name, weight in module.state_dict().items())
+
+
 def test_a_published_name_is_base_enough_for_its_configuration(tmp_path: Path) -> None:
     file = tmp_path / "tuned.safetensors"
     file.touch()
@@ -117,7 +124,7 @@ def test_a_configuration_names_file_and_base() -> None:
     model = ModelConfig(name="tuned", path="/models/tuned.safetensors", base="owner/name")
     assert model.source == "/models/tuned.safetensors@owner/name"
     assert ModelConfig(name="flux-shapes").source == "flux-shapes"
-    with pytest.raises(ValueError, match=r"base is 'owner/name', which needs a .safetensors file as path"):
+    with pytest.raises(ValueError, match=r"base is 'owner/name', which needs a .safetensors or .gguf file as path"):
         ModelConfig(name="flux-shapes", base="owner/name")
 
 

@@ -1,0 +1,178 @@
+"""A transformer in a GGUF file computes what diffusers' own quantiser does with the same file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from diffusers import GGUFQuantizationConfig, ZImageTransformer2DModel
+from safetensors.torch import load_file
+from transformers import Qwen3Model
+
+from engines.core.tensors import relative_difference
+from pipelines.checkpoint import Checkpoint
+from pipelines.preconditions import weight_problems
+from pipelines.single_file import split_source
+from tests.pipelines.loading.test_single_file import WEIGHTS, as_its_makers_have_it
+from tests.pipelines.support.checkpoints import tiny_models
+
+BLOCK = 32
+"""Values that share a scale: rows of other lengths stay in float32, as files of ComfyUI have them."""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.z_image(tmp_path_factory.mktemp("z_image"))
+
+
+def write(base: Path, file: Path, kind: gguf.GGMLQuantizationType, *, reshaped: str = "") -> int:
+    """Write the transformer of ``base`` in its makers' names. Return the number of quantised tensors."""
+    writer, num_quantised = gguf.GGUFWriter(file, "lumina2"), 0
+    for name, weight in as_its_makers_have_it(load_file(base / WEIGHTS)).items():
+        name, values = name.removeprefix("model.diffusion_model."), weight.float().numpy()
+        if name == reshaped:
+            writer.add_array(f"comfy.gguf.orig_shape.{name}", list(values.shape))
+            values = values.reshape(-1, BLOCK)
+        if name.endswith(".weight") and values.ndim == 2 and values.shape[1] % BLOCK == 0:
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+            num_quantised += 1
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(values))
+    finish(writer)
+    return num_quantised
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def diffusers_own(file: Path, base: Path) -> Any:
+    own: Any = ZImageTransformer2DModel
+    return own.from_single_file(
+        str(file),
+        config=str(base / "transformer"),
+        quantization_config=GGUFQuantizationConfig(compute_dtype=torch.float32),
+        torch_dtype=torch.float32,
+    ).eval()
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1", "BF16"])
+def test_it_computes_what_diffusers_does(kind: str, base: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tuned.gguf"
+    assert write(base, file, gguf.GGMLQuantizationType[kind]) > 10
+    model = Checkpoint.open(f"{file}@{base}", "cpu", torch.float32).denoiser()
+    branch, (module,) = model.probe()[0], model.modules.values()
+    mine = model.forward(module, branch.arguments)
+    assert relative_difference(mine, model.forward(diffusers_own(file, base), branch.arguments)) < 1e-6
+    (plain,) = Checkpoint(base, "cpu", torch.float32).denoiser().modules.values()
+    assert relative_difference(mine, model.forward(plain, branch.arguments)) > 1e-4
+
+
+def test_a_gang_that_quantises_reads_the_same_values(base: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tuned.gguf"
+    write(base, file, gguf.GGMLQuantizationType.Q8_0)
+    states = [
+        dict(next(iter(Checkpoint.open(f"{file}@{base}").denoiser(quantised=quantised).modules.values())).state_dict())
+        for quantised in (False, True)
+    ]
+    assert all(weight.equal(states[1][name]) for name, weight in states[0].items())
+
+
+def test_a_tensor_has_the_shape_that_the_file_says(base: Path, tmp_path: Path) -> None:
+    file, name = tmp_path / "tuned.gguf", "x_embedder.weight"
+    write(base, file, gguf.GGMLQuantizationType.Q8_0, reshaped=name)
+    (module,) = Checkpoint.open(f"{file}@{base}").denoiser().modules.values()
+    (read, own) = (
+        dict(one)[f"all_{name.replace('.', '.2-1.')}"]
+        for one in (module.named_parameters(), load_file(base / WEIGHTS).items())
+    )
+    assert relative_difference(read, own) < 0.01
+
+
+def test_files_that_cannot_be_read_are_errors(base: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tuned.gguf"
+    writer = gguf.GGUFWriter(file, "lumina2")
+    kind = gguf.GGMLQuantizationType.IQ3_S
+    block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    assert block == 256
+    writer.add_tensor("layers.0.w", np.zeros((2, num_bytes), np.uint8), raw_dtype=kind)
+    finish(writer)
+    checkpoint = Checkpoint.open(f"{file}@{base}")
+    assert not [*weight_problems(checkpoint)]
+    with pytest.raises(ValueError, match=r"tuned\.gguf has layers\.0\.w as IQ3_S, and only .*Q8_0.* are read"):
+        checkpoint.denoiser()
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(ValueError, match=r"tuned\.gguf is no GGUF file, or not the whole of one"):
+        checkpoint.denoiser()
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    assert [*weight_problems(checkpoint)] == [f"{file} is no GGUF file: download it again"]
+
+
+def test_a_missing_package_is_named_before_anything_starts(base: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tuned.gguf"
+    file.touch()
+    missing = patch("pipelines.directory.find_spec", lambda name: None)
+    with missing, pytest.raises(ValueError, match=r"tuned\.gguf needs the package gguf: pip install '\.\[gguf\]'"):
+        split_source(f"{file}@{base}")
+    assert split_source(f"{file}@{base}") == (file, str(base))
+
+
+def in_folders(base: Path, folder: Path) -> Path:
+    """The model of ``base``, its transformer and its text encoder in a GGUF file each."""
+    shutil.copytree(base, folder)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    write(base, folder / "transformer" / "tuned.gguf", kind)
+    encoder, config = (
+        Qwen3Model.from_pretrained(base / "text_encoder"),
+        json.loads((base / "text_encoder" / "config.json").read_text()),
+    )
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    writer = gguf.GGUFWriter(folder / "text_encoder" / "encoder.gguf", "qwen3")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_vocab_size(config["vocab_size"])
+    for name, weight in encoder.state_dict().items():
+        values = weight.float().numpy()
+        written = names.get_name(f"model.{name}", try_suffixes=(".weight",))
+        assert written is not None, name
+        if values.ndim == 2 and values.shape[1] % BLOCK == 0:
+            writer.add_tensor(written, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(written, values)
+    finish(writer)
+    for part in ("transformer", "text_encoder"):
+        for file in (folder / part).glob("*.safetensors"):
+            file.unlink()
+    return folder
+
+
+def test_parts_of_a_folder_may_be_gguf(base: Path, tmp_path: Path) -> None:
+    folder = in_folders(base, tmp_path / "model")
+    assert not [*weight_problems(Checkpoint(folder))]
+    (module,) = Checkpoint(folder, "cpu", torch.float32).denoiser().modules.values()
+    (alone,) = (
+        Checkpoint.open(f"{folder / 'transformer' / 'tuned.gguf'}@{base}", "cpu", torch.float32)
+        .denoiser()
+        .modules.values()
+    )
+    assert all(weight.equal(module.state_dict()[name]) for name, weight in alone.state_dict().items())
+    request = Checkpoint(folder).defaults.request()
+    mine, exact = (
+        Checkpoint(each, "cpu", torch.float32).text_encoder().encode(request).values["prompt_embeds"][0]
+        for each in (folder, base)
+    )
+    assert 1e-5 < relative_difference(mine, exact) < 0.05
+    with pytest.raises(ValueError, match="has weights of GGUF, which are read whole: say load: whole"):
+        Checkpoint(folder).denoiser(sliced=True)
+    (folder / "text_encoder" / "other.gguf").touch()
+    with pytest.raises(ValueError, match=r"text_encoder has encoder\.gguf, other\.gguf: leave one GGUF file there"):
+        Checkpoint(folder).text_encoder().encode(request)
