@@ -42,6 +42,8 @@ class Defaults:
     true_cfg_scale: float
     guidance_offset: float = 0.0
     """Difference of ``true_cfg_scale`` and clients' ``guidance_scale``: 1 where a scale of 0 means no guidance."""
+    guides_beside_negative: bool = False
+    """Without a negative prompt there is no classifier-free guidance, whatever ``true_cfg_scale``; "" is one."""
     size_multiple: int
     frame_multiple: int
     max_pixels: int
@@ -169,8 +171,14 @@ class Defaults:
             "num_layers": self.num_layers,
         }
         request = MediaRequest(**(defaults | changes))
+        scale = self.guidance_beside(request.negative_prompt, request.true_cfg_scale)
+        request = replace(request, true_cfg_scale=scale)
         self.check(request)
         return request
+
+    def guidance_beside(self, negative_prompt: str | None, true_cfg_scale: float) -> float:
+        """Return the scale of classifier-free guidance that has an effect, as in the model's pipeline in diffusers."""
+        return 1.0 if self.guides_beside_negative and negative_prompt is None else true_cfg_scale
 
     def check(self, request: MediaRequest) -> None:
         """Check all settings, including a picture of a model that makes clips and pictures."""

@@ -63,7 +63,8 @@ class EstimateOptions:
         guided = defaults.true_cfg_scale > 1 if self.guided is None else self.guided
         scale = max(defaults.true_cfg_scale, GUIDED) if guided else 1.0
         steps = {} if self.num_steps is None else {"num_inference_steps": self.num_steps}
-        return defaults.request(self.wanted_size(defaults), true_cfg_scale=scale, **steps)
+        avoided = "" if guided else None  # some models have guidance beside a negative prompt only
+        return defaults.request(self.wanted_size(defaults), true_cfg_scale=scale, negative_prompt=avoided, **steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,7 +30,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ConfigOption = Annotated[str, typer.Option("--config", help="A config file, or the name of a shipped one.")]
+ConfigOption = Annotated[
+    str,
+    typer.Option("--config", help="A config file, or the name of a shipped one; by default the server here, or laptop."),
+]
 UrlOption = Annotated[str, typer.Option("--url", help="A running server; without it, one is started for this command.")]
 KeyOption = Annotated[Path | None, typer.Option("--api-key-file", help="The server's key; else TROUPE_API_KEY.")]
 OldKeyOption = Annotated[str | None, renamed_option("--api-key", "--api-key-file, or TROUPE_API_KEY outside,")]
@@ -83,7 +86,7 @@ def generate(
     mask: Annotated[Path | None, typer.Option(help=MASK_HELP)] = None,
     strength: Annotated[float | None, typer.Option(help="Share of the picture to repaint, up to 1.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers to split a picture into, in numbered files.")] = None,
-    config: ConfigOption = "laptop",
+    config: ConfigOption = "",
     url: UrlOption = "",
     api_key_file: KeyOption = None,
     api_key: OldKeyOption = None,
@@ -159,7 +162,7 @@ def models(
     url: UrlOption = "",
     api_key_file: KeyOption = None,
     api_key: OldKeyOption = None,
-    config: ConfigOption = "laptop",
+    config: ConfigOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """List models with their defaults: those of a running server, or of a config."""
@@ -167,6 +170,7 @@ def models(
     from deployments.settings import Settings
 
     with errors():
+        url, config = _target(url, config)
         print_models(url, Settings().own_key(api_key_file), config, as_json=as_json)
 
 
@@ -262,11 +266,21 @@ for _command in (build_engine, calibrate, estimate, stop):
 rename_command(app, "plan", "estimate")
 
 
+def _target(url: str, config: str) -> tuple[str, str]:
+    """Return the URL of a server, or "" and a config: what is given, else the server that runs here, else laptop."""
+    from deployments.cli.operation import servers, the_server
+
+    if not url and not config and servers():
+        url = the_server().url
+    return url, config or "laptop"
+
+
 @contextmanager
 def _client(config: str, url: str, api_key_file: Path | None) -> Iterator[Any]:
     from deployments.cli.client import Client
 
     with errors():
+        url, config = _target(url, config)
         if url:  # a client only, which starts without Ray and torch
             from deployments.settings import Settings
 

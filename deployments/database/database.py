@@ -123,7 +123,7 @@ def _create_engine(url: URL) -> AsyncEngine:
     try:
         return create_async_engine(url, pool_pre_ping=True, connect_args=options)
     except ModuleNotFoundError as error:
-        extra = "pip install 'troupe-serve[postgres]'" if error.name == "asyncpg" else f"install {error.name}"
+        extra = "pip install '.[postgres]'" if error.name == "asyncpg" else f"install {error.name}"
         raise ValueError(f"the database is {url.get_backend_name()}, whose driver is not installed: {extra}") from None
 
 

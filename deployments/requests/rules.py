@@ -150,7 +150,7 @@ class RequestRules:
             num_inference_steps=choose_steps(body, defaults),
             solver=choose_solver(body),
             guidance_scale=guidance_scale,
-            true_cfg_scale=true_cfg_scale,
+            true_cfg_scale=defaults.guidance_beside(body.negative_prompt, true_cfg_scale),
             seed=choose_seed(body),
             num_pictures=len(pictures.pictures),
             has_mask=pictures.mask is not None,

@@ -80,9 +80,9 @@ class BlocksEncoder:
     @torch.no_grad()
     def encode(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> Conditioning:
         state, noise = self._encode(request, pictures)
-        negative = None
-        if request.true_cfg_scale > 1 and not self._has_guidance():
-            other, _ = self._encode(replace(request, prompt=request.negative_prompt or ""), pictures)
+        negative, avoided = None, request.negative_prompt
+        if avoided is not None and request.true_cfg_scale > 1 and not self._has_guidance():
+            other, _ = self._encode(replace(request, prompt=avoided), pictures)
             negative = self._values(other)
         return Conditioning(
             values=self._values(state),

@@ -62,7 +62,7 @@ def test_a_denoiser_knows_the_lengths_of_the_typical_step(checkpoint: Checkpoint
 
 
 def test_a_first_step_has_the_shapes_of_a_real_one(checkpoint: Checkpoint) -> None:
-    request = (picture if checkpoint.defaults.kind == "image" else clip)(true_cfg_scale=2.0)
+    request = (picture if checkpoint.defaults.kind == "image" else clip)(true_cfg_scale=2.0, negative_prompt="")
     conditioning = checkpoint.text_encoder().encode(request)
     real = checkpoint.sampler().branches(checkpoint.sampler().begin(request, conditioning))
     assert [shapes(branch) for branch in checkpoint.first_step(request)] == [shapes(branch) for branch in real]

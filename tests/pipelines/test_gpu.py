@@ -13,7 +13,7 @@ from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
 from tests.pipelines.support.sample_requests import clip, picture
 
-REQUESTS = {"tiny_flux": picture(true_cfg_scale=3.0), "tiny_wan": clip(true_cfg_scale=3.0)}
+REQUESTS = {"tiny_flux": picture(true_cfg_scale=3.0, negative_prompt=""), "tiny_wan": clip(true_cfg_scale=3.0)}
 
 
 @pytest.mark.gpu

@@ -112,6 +112,7 @@ class FluxSpec(TextAndImageSpec):
             num_inference_steps=28 if is_dev else 4,
             guidance_scale=3.5 if is_dev else 0.0,
             size_multiple=vae_scale(path) * PATCH,
+            guides_beside_negative=True,
             max_pictures=1,
             takes_strength=True,
             strength=0.6,

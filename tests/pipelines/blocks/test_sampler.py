@@ -85,7 +85,8 @@ def test_interleaved_jobs_equal_separate_ones(pipeline: Pipeline, name: str) -> 
 
 def test_requests_matter(pipeline: Pipeline, name: str) -> None:
     """Every field that should change the picture does, so the comparisons with diffusers compare something."""
-    base = run(pipeline, begin(pipeline, name, true_cfg_scale=2.0))
+    guided = {"true_cfg_scale": 2.0, "negative_prompt": ""}
+    base = run(pipeline, begin(pipeline, name, **guided))
     changes: list[dict[str, Any]] = [
         {"prompt": "blue"},
         {"negative_prompt": "blue"},
@@ -93,7 +94,7 @@ def test_requests_matter(pipeline: Pipeline, name: str) -> None:
         {"true_cfg_scale": 3.0},
     ]
     for change in [*changes, *([{"guidance_scale": 9.0}] if name == "flux" else [])]:
-        latents = run(pipeline, begin(pipeline, name, **{"true_cfg_scale": 2.0, **change}))
+        latents = run(pipeline, begin(pipeline, name, **{**guided, **change}))
         assert (latents - base).abs().max() > 0.01, change
 
 
@@ -143,7 +144,7 @@ def test_states_travel(pipeline: Pipeline, name: str) -> None:
 
 def test_one_branch_without_guidance_two_with(pipeline: Pipeline, name: str) -> None:
     assert len(pipeline.sampler.branches(begin(pipeline, name))) == 1
-    branches = pipeline.sampler.branches(begin(pipeline, name, true_cfg_scale=1.5))
+    branches = pipeline.sampler.branches(begin(pipeline, name, true_cfg_scale=1.5, negative_prompt=""))
     assert len(branches) == 2
     assert {key for key in branches[0].inputs if branches[0].inputs[key] is not branches[1].inputs[key]} <= {
         "encoder_hidden_states",

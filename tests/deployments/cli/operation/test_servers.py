@@ -57,6 +57,13 @@ def test_one_is_found_and_ended() -> None:
     assert_one_line(troupe("stop"), "no server runs here")
 
 
+def test_generate_and_models_use_it_unless_a_config_is_given(tmp_path: Path) -> None:
+    with server("http://127.0.0.1:9"):
+        for command in (["models"], ["generate", "a red circle", "--out", str(tmp_path / "a.png")]):
+            assert_one_line(troupe(*command), "http://127.0.0.1:9")
+        assert "flux-shapes" in troupe("models", "--config", "laptop").output
+
+
 def test_one_that_was_killed_is_no_server() -> None:
     with server("http://127.0.0.1:8000") as process:
         process.kill()

@@ -28,6 +28,7 @@ REQUESTS = {
     "odd steps, tall": picture(num_inference_steps=7, width=24, height=80),
     "true guidance": picture(true_cfg_scale=4.0, negative_prompt="green", num_inference_steps=5),
     "true guidance, empty negative prompt": picture(true_cfg_scale=2.0, negative_prompt=""),
+    "true guidance, nothing to avoid": picture(true_cfg_scale=2.0),
     "negative prompt unused": picture(negative_prompt="green"),
     "other scale": picture(guidance_scale=7.0),
     "long prompt": picture(prompt="a very long prompt that does not fit into the tokens " * 3),
