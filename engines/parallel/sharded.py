@@ -59,6 +59,7 @@ class ShardedModel:
         on_new_module: PrepareModule | None = None,
         *,
         make_kernel: MakeKernel = team_kernel,
+        attention: str = "auto",
     ) -> None:
         self._model = model
         self._hooks = {name: TokenHooks(module, model.plan) for name, module in model.modules.items()}
@@ -70,12 +71,16 @@ class ShardedModel:
         self._memory.before_sleep(self._switch.reset_all)
         self._fast_modules: set[str] = set()
         self._on_new_module = on_new_module
-        self._make_kernel = make_kernel
-        self._kernel_of = lru_cache(maxsize=256)(lambda make, team, layout: make(self._local_kernel(), team, layout))
+        self._make_kernel, self._attention = make_kernel, attention
+        self._kernel_of = lru_cache(maxsize=256)(self._made_kernel)
 
     def use(self, make_kernel: MakeKernel) -> None:
         """Use kernels made by ``make_kernel`` from the next forward on."""
         self._make_kernel = make_kernel
+
+    def use_attention(self, attention: str) -> None:
+        """Compute attention in this precision (``engines.core.spec.ATTENTIONS``) from the next forward on."""
+        self._attention = attention
 
     def close(self) -> None:
         """Restore the model: no hooks, the local kernel."""
@@ -173,12 +178,15 @@ class ShardedModel:
         kernels[module] = kernel
 
     def _kernel(self, team: Team, layout: TokenLayout) -> Kernel:
-        kernel: Kernel = self._kernel_of(self._make_kernel, team, layout)
+        kernel: Kernel = self._kernel_of(self._make_kernel, self._attention, team, layout)
         return kernel
 
-    def _local_kernel(self) -> Kernel:
+    def _made_kernel(self, make: MakeKernel, attention: str, team: Team, layout: TokenLayout) -> Kernel:
+        return make(self._local_kernel(attention), team, layout)
+
+    def _local_kernel(self, attention: str = "auto") -> Kernel:
         module = next(iter(self._model.modules.values()))
-        return local_kernel(self._model.device, dtype_of(module))
+        return local_kernel(self._model.device, dtype_of(module), attention)
 
 
 def _key(name: str, team: Team) -> _Key:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.self_check import WrongAnswerError
-from engines.torch_engine.checks import check_sliced
+from engines.torch_engine import checks
+from engines.torch_engine.checks import check_fp8_attention, check_sliced
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models
 
@@ -27,6 +28,28 @@ def test_the_right_answer_passes() -> None:
 def test_an_answer_that_is_no_number_is_wrong() -> None:
     with pytest.raises(WrongAnswerError, match="differ from one rank alone by inf"):
         check(BrokenEngine)
+
+
+def test_attention_in_float8_is_compared_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.model("flux")
+    engine = TorchEngine(model, strategy="ulysses", attention="fp8")
+    differences = check_fp8_attention(engine, model, rank=0)
+    assert differences
+    assert all(0.005 < difference < checks.MAX_ATTENTION_ERROR for difference in differences.values())
+    assert engine.config.attention == "fp8"
+    assert check_fp8_attention(engine, model, rank=0) == differences
+    monkeypatch.setattr(checks, "MAX_ATTENTION_ERROR", 0.001)
+    with pytest.raises(
+        ValueError, match=r"attention: fp8 changes a step of .* by 0\.0.*0\.001 is allowed.*leave"
+    ):
+        check_fp8_attention(engine, model, rank=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_attention_in_the_models_dtype_is_not_compared(fast: bool) -> None:
+    model = models.model("flux")
+    assert check_fp8_attention(TorchEngine(model, strategy="ulysses", fast=fast), model, rank=0) == {}
 
 
 def check(made: type[TorchEngine]) -> float:
