@@ -41,6 +41,7 @@ def measure(profile: ModelProfile, teams: Teams, device: torch.device, attention
         memory_bytes=memory_bytes(device),
         exchanges=_exchange_lines(teams, device),
         quantised=_quantised_rates(rows, profile, device),
+        attention_precision=attention,
         fast_path=device.type == "cuda",
     )
     shared = [machine]

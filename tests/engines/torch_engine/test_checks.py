@@ -39,9 +39,7 @@ def test_attention_in_float8_is_compared_and_stays(monkeypatch: pytest.MonkeyPat
     assert engine.config.attention == "fp8"
     assert check_fp8_attention(engine, model, rank=0) == differences
     monkeypatch.setattr(checks, "MAX_ATTENTION_ERROR", 0.001)
-    with pytest.raises(
-        ValueError, match=r"attention: fp8 changes a step of .* by 0\.0.*0\.001 is allowed.*leave"
-    ):
+    with pytest.raises(ValueError, match=r"attention: fp8 changes a step of .* by 0\.0.*0\.001 is allowed.*leave"):
         check_fp8_attention(engine, model, rank=0)
     engine.close()
 
