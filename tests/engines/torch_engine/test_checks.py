@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from engines.core.engine import RankContext
 from engines.core.model import Branch, DenoiserModel
+from engines.core.tensors import relative_difference
 from engines.parallel.self_check import WrongAnswerError
+from engines.registry import load_engine
 from engines.torch_engine import checks
 from engines.torch_engine.checks import check_fp8_attention, check_sliced
 from engines.torch_engine.engine import TorchEngine
@@ -44,10 +49,23 @@ def test_attention_in_float8_is_compared_and_stays(monkeypatch: pytest.MonkeyPat
     engine.close()
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_attention_in_the_models_dtype_is_not_compared(fast: bool) -> None:
-    model = models.model("flux")
-    assert check_fp8_attention(TorchEngine(model, strategy="ulysses", fast=fast), model, rank=0) == {}
+def test_a_gang_whose_steps_it_changes_too_much_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = RankContext(rank=0, num_ranks=1, device="cpu")
+    load_engine("torch", models.model("flux"), here, strategy="ulysses", attention="fp8").close()
+    monkeypatch.setattr(checks, "MAX_ATTENTION_ERROR", 0.001)
+    with pytest.raises(ValueError, match="attention: fp8 changes a step of this model"):
+        load_engine("torch", models.model("flux"), here, strategy="ulysses", attention="fp8")
+
+
+def test_a_hand_ordered_step_has_the_same_attention() -> None:
+    model, branches = models.model("flux"), models.branches("flux", "uneven")
+    ways: list[dict[str, Any]] = [{"attention": "fp8"}, {"attention": "fp8", "fast": True}, {"fast": True}]
+    engines = [TorchEngine(model, strategy="ulysses", **way) for way in ways]
+    (module,), (fast,), (exact,) = (engine.predict(branches, (0,)) for engine in engines)
+    assert relative_difference(fast, module) < 0.3 * relative_difference(fast, exact)
+    assert check_fp8_attention(engines[2], model, rank=0) == {}
+    for engine in engines:
+        engine.close()
 
 
 def check(made: type[TorchEngine]) -> float:
