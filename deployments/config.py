@@ -118,6 +118,7 @@ class ModelConfig(_Config):
             ("num_ranks", denoiser.num_ranks, (1,)),
             ("strategy", denoiser.strategy, ("auto",)),
             ("precision", denoiser.precision, ("auto", "native")),
+            ("attention", denoiser.attention, ("auto",)),
             ("load", denoiser.load, ("auto", "whole")),
             ("warm_sizes", denoiser.warm_sizes, ((),)),
             ("torch", denoiser.torch, (None,)),

@@ -19,7 +19,7 @@ class EngineRow:
     """Import paths ("module:name") of an engine's parts. Only ``load`` needs torch."""
 
     load: str
-    """``(model, context, *, strategy, precision, options, expected, choosing) -> Engine``."""
+    """``(model, context, *, strategy, precision, attention, options, expected, choosing) -> Engine``."""
     options: str
     """The class of the engine's own options."""
     check: str
@@ -50,6 +50,7 @@ def load_engine(
     *,
     strategy: str = "auto",
     precision: str = "auto",
+    attention: str = "auto",
     options: object | None = None,
     expected: Sequence[tuple[Branch, ...]] = (),
     choosing: Choosing | None = None,
@@ -63,7 +64,7 @@ def load_engine(
     row = find_engine(name)
     options = options or _import(row.options)()
     load = _import(row.load)
-    settings = {"strategy": strategy, "precision": precision, "options": options}
+    settings = {"strategy": strategy, "precision": precision, "attention": attention, "options": options}
     return cast(Engine, load(model, context, **settings, expected=expected, choosing=choosing))
 
 

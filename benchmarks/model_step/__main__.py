@@ -18,10 +18,11 @@ SGLang with its own CUDA graphs. A name that ends with ``-captured`` is a step c
 Pictures have 1024 x 1024 pixels, clips their models' usual sizes; on a CPU both are small. diffusers is timed eagerly
 and with its blocks compiled, with cuDNN's attention. On several GPUs it uses its Ulysses, where it has a plan; a
 process can then time nothing else. "diffusers-undivided" is what one GPU takes, for transformers that it does not
-divide. "ours" is the engine as a gang calls it, after what is made once a job is made. Makers are timed in the order
-of ``--makers``, those of diffusers' module first. ``--exact`` compares with the module in float32. A strategy is right
-if its error is at most 1.2 x that of "eager". The last line is one JSON document. The status is 1 if nothing was
-measured of one of the models.
+divide. "ours" is the engine as a gang calls it, after what is made once a job is made;
+"ours, fp8 attention" the same with attention in float8, on a Hopper GPU with fa3-fwd (or emulated on a CPU).
+Makers are timed in the order of ``--makers``, those of diffusers' module first. ``--exact`` compares with the module in
+float32. A strategy is right if its error is at most 1.2 x that of "eager". The last line is one JSON document. The
+status is 1 if nothing was measured of one of the models.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ CLIPS = ("Wan2.1-T2V-14B", "Wan2.2-I2V-A14B", "HunyuanVideo-1.5-480p_t2v", "LTX-
 UNDIVIDED = "diffusers-undivided"
 OF_MODULE = ("eager", "diffusers", UNDIVIDED, REDUCE_OVERHEAD)
 CAPTURABLE = ("eager", "diffusers", UNDIVIDED, *(peer for peer in PEERS if peer != "sglang-graphs"))
-OURS = ("ours compiled", "ours", "ours filled")
+FP8_ATTENTION = "ours, fp8 attention"
+OURS = ("ours compiled", "ours", "ours filled", FP8_ATTENTION)
 MAKERS = (*OF_MODULE, *PEERS, *(maker + capture.SUFFIX for maker in CAPTURABLE), *OURS)
 MAX_ERROR, MAX_FP8_ERROR = 0.05, 0.2
 """In bf16, sums in another order differ."""
@@ -164,6 +166,9 @@ def ways_of(
             (f"ours, prompts filled up, {each}", partial(own, each, None, prompt_windows=True))
             for each in arguments.strategies
         ],
+        FP8_ATTENTION: [
+            (f"{FP8_ATTENTION}, {each}", partial(own, each, None, attention="fp8")) for each in arguments.strategies
+        ],
     }
 
 
@@ -222,10 +227,17 @@ def times_of(
 
 
 def ours(
-    model: PublishedModel, reference: Tensor, arguments: Arguments, strategy: str, fast: bool | None, **options: Any
+    model: PublishedModel,
+    reference: Tensor,
+    arguments: Arguments,
+    strategy: str,
+    fast: bool | None,
+    attention: str = "auto",
+    **options: Any,
 ) -> Result:
     """Time the engine: hand-ordered where there is such a step; with ``fast=False`` the module, its blocks compiled."""
     asked: dict[str, Any] = {"strategy": strategy, "precision": arguments.precision, "fast": fast}
+    asked["attention"] = attention
     engine = TorchEngine(model.denoiser(), options=TorchOptions(**options), **asked)
     ranks = tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
     engine.warm_up(model.branches, ranks)
@@ -233,7 +245,8 @@ def ours(
     def step() -> tuple[Tensor, ...]:
         return engine.predict(model.branches, ranks)
 
-    allowed = MAX_ERROR if arguments.precision == "native" else MAX_FP8_ERROR
+    is_exact = arguments.precision == "native" and attention == "auto"
+    allowed = MAX_ERROR if is_exact else MAX_FP8_ERROR
     error = relative_error(torch.cat([answer.flatten() for answer in step()]), reference, allowed)
     times = timed(step, arguments)
     if arguments.profile:

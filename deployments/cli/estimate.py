@@ -46,6 +46,7 @@ class EstimateOptions:
     guided: bool | None = None
     dtype: str = "auto"
     precision: str = "native"
+    attention: str = "auto"
     machine: str | None = None
     """Name of a known machine, or a file of a measurement."""
     measure: bool = False
@@ -125,10 +126,12 @@ def make_estimate(options: EstimateOptions) -> Estimate | WeightsAlone:
     """Return the estimate, from configurations only. ValueError if the model or the machine does not allow it."""
     import torch
 
+    from engines.core.spec import check_attention_choice
     from engines.torch_engine.config import check_divisible
     from pipelines.checkpoint import Checkpoint
     from pipelines.loading import resolve_dtype
 
+    check_attention_choice(options.attention)
     if options.num_ranks < 1:
         raise ValueError(f"--ranks is {options.num_ranks}; it must be at least 1")
     on_cpu = options.measure and not _has_gpus(options.num_ranks)
@@ -190,9 +193,9 @@ def find_machine(options: EstimateOptions, counted: ModelProfile) -> tuple[Machi
         is_known = options.machine.lower() in MACHINES
         return _named_or_read(options.machine), f"the known machine {options.machine}" if is_known else options.machine
     kind = "cuda" if _has_gpus(options.num_ranks) else "cpu"
-    file = measurement_file(counted, kind, options.num_ranks)
+    file = measurement_file(counted, kind, options.num_ranks, options.attention)
     if options.measure or (kind == "cuda" and not file.is_file()):
-        return _measure(counted, options.num_ranks, kind, file), f"measured now, kept in {file}"
+        return _measure(counted, options, kind, file), f"measured now, kept in {file}"
     if file.is_file():
         return Machine.from_json(file.read_text()), f"measured before, kept in {file}"
     return MACHINES[PAPER_MACHINE], f"the known machine {PAPER_MACHINE}; --measure takes this one's figures"
@@ -204,10 +207,12 @@ def _named_or_read(name: str, memory_gib: float | None = None) -> Machine:
     return with_memory(MACHINES.get(name.lower()) or _read(Path(name)), memory_gib)
 
 
-def measurement_file(counted: ModelProfile, kind: str, num_ranks: int) -> Path:
+def measurement_file(counted: ModelProfile, kind: str, num_ranks: int, attention: str = "auto") -> Path:
     """Return the file of a measurement, named by the model's sizes that it was made with."""
     dtype = str(counted.dtype).removeprefix("torch.")
-    return Settings().data_dir / "machines" / f"{kind}x{num_ranks}_{counted.num_heads}x{counted.head_dim}_{dtype}.json"
+    name = f"{kind}x{num_ranks}_{counted.num_heads}x{counted.head_dim}_{dtype}"
+    name = name if attention == "auto" else f"{name}_attention_{attention}"
+    return Settings().data_dir / "machines" / f"{name}.json"
 
 
 def print_estimate(options: EstimateOptions, *, as_json: bool) -> None:
@@ -228,7 +233,8 @@ def lines_of(options: EstimateOptions, estimate: Estimate) -> list[str]:
     frames = f", {request.num_frames} frames" if request.num_frames > 1 else ""
     tokens = " + ".join(f"{number} {stream}" for stream, number in step.work.lengths)
     return [
-        f"{options.model}, {request.width}x{request.height}{frames}, {_name(estimate.dtype)}, linears {step.precision}",
+        f"{options.model}, {request.width}x{request.height}{frames}, {_name(estimate.dtype)}, linears {step.precision}"
+        f"{_attention(options, step.machine)}",
         *estimate.times.lines(request),
         *estimate.fit.lines(estimate.parts),
         f"tokens: {tokens}; branches: {step.work.num_branches}; ranks: {options.num_ranks}; times are predicted",
@@ -236,6 +242,13 @@ def lines_of(options: EstimateOptions, estimate: Estimate) -> list[str]:
         step.machine.describe(),
         f"figures: {estimate.origin}",
     ]
+
+
+def _attention(options: EstimateOptions, machine: Machine) -> str:
+    """Return what is said about attention: nothing if it is in the model's dtype, and was timed so."""
+    if options.attention == machine.attention_precision:
+        return "" if options.attention == "auto" else f", attention {options.attention}"
+    return f", attention {options.attention} (its time is that of {machine.attention_precision}: no other is known)"
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -257,6 +270,7 @@ def document_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Any]:
         "num_ranks": options.num_ranks,
         "dtype": _name(estimate.dtype),
         "precision": step.precision,
+        "attention": options.attention,
         "tokens": dict(step.work.lengths),
         "num_branches": step.work.num_branches,
         "request": estimate.times.document(),
@@ -275,10 +289,10 @@ def _has_gpus(num_ranks: int) -> bool:
     return torch.cuda.device_count() >= num_ranks
 
 
-def _measure(counted: ModelProfile, num_ranks: int, kind: str, file: Path) -> Machine:
+def _measure(counted: ModelProfile, options: EstimateOptions, kind: str, file: Path) -> Machine:
     from engines.planner.measure import measure_here
 
-    machine = measure_here(counted, num_ranks, kind)
+    machine = measure_here(counted, options.num_ranks, kind, options.attention)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(machine.to_json())
     return machine

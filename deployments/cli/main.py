@@ -32,7 +32,9 @@ app = typer.Typer(
 
 ConfigOption = Annotated[
     str,
-    typer.Option("--config", help="A config file, or the name of a shipped one; by default the server here, or laptop."),
+    typer.Option(
+        "--config", help="A config file, or the name of a shipped one; by default the server here, or laptop."
+    ),
 ]
 UrlOption = Annotated[str, typer.Option("--url", help="A running server; without it, one is started for this command.")]
 KeyOption = Annotated[Path | None, typer.Option("--api-key-file", help="The server's key; else TROUPE_API_KEY.")]

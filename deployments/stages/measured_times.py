@@ -30,7 +30,10 @@ NUM_DECODES_NEEDED = 3
 PIXELS_PER_TOKEN = 16 * 16
 FRAMES_PER_TOKEN = 4
 """Typical of transformers of 2026; the first frame has tokens of its own."""
-FACTORS = ("engine", "strategy", "precision", "num_ranks", "num_nodes", "threads_per_rank", "torch", "tensorrt", "nccl")
+FACTORS = (
+    *("engine", "strategy", "precision", "attention", "num_ranks", "num_nodes", "threads_per_rank"),
+    *("torch", "tensorrt", "nccl"),
+)
 """Configuration fields of a denoiser that affect step time."""
 NEEDED = ("torch", "diffusers", "transformers")
 OPTIONAL = ("triton", "fa3-fwd", "tensorrt", "tensorrt-rtx-cu13-libs")

@@ -91,6 +91,7 @@ def _make_engine(
         context,
         strategy=config.strategy,
         precision=config.precision,
+        attention=config.attention,
         options=config.engine_options,
         expected=steps,
         choosing=choosing_of(model, checkpoint),

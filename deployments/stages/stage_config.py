@@ -192,6 +192,8 @@ class DenoiserConfig(ScaledConfig, GangConfig):
     strategy: str = "auto"
     """See ``EngineChoice``, as for ``precision``."""
     precision: str = "auto"
+    attention: str = "auto"
+    """Precision of attention: ``auto`` (the model's dtype) or ``fp8``."""
     load: Literal["auto", "whole", "sliced"] = "auto"
     """Weights of each rank.
 
@@ -249,6 +251,7 @@ class DenoiserConfig(ScaledConfig, GangConfig):
         choice = EngineChoice(
             strategy=self.strategy,
             precision=self.precision,
+            attention=self.attention,
             options=self.engine_options,
             num_ranks=self.num_ranks,
             gpus_per_rank=self.gpus_per_rank,

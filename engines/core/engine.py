@@ -23,6 +23,8 @@ class EngineChoice:
     """"auto", or an argument of ``ParallelSpec.of``."""
     precision: str = "auto"
     """Precision of the linears, in the engine's own terms."""
+    attention: str = "auto"
+    """Precision of attention (``engines.core.spec.ATTENTIONS``)."""
     options: object | None = None
     """The engine's own options (None: its defaults)."""
     num_ranks: int = 1

@@ -193,6 +193,9 @@ PRECISIONS = ("auto", "native", "fp8", "fp8-static", "int8", "int8-static")
 
 Activations have a scale per row or, if "static", a fixed scale from a calibration."""
 
+ATTENTIONS = ("auto", "fp8")
+"""Precisions of attention's two products. ``auto``: the model's dtype. ``fp8``: float8 e4m3, of smoothed keys."""
+
 STATIC = "-static"
 
 
@@ -216,3 +219,9 @@ def check_known(precision: str, known: tuple[str, ...], engine: str) -> None:
     """Raise ValueError, with the precisions ``known`` to ``engine``, for any other."""
     if precision not in known:
         raise ValueError(f"precision is {precision!r}; the {engine} engine knows {', '.join(known)}")
+
+
+def check_attention_choice(attention: str) -> None:
+    """Raise ValueError for an unknown precision of attention."""
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention is {attention!r}; it must be {' or '.join(ATTENTIONS)}")

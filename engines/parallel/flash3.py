@@ -16,7 +16,7 @@ from engines.core.tensors import relative_difference
 logger = logging.getLogger(__name__)
 
 MODULE = "fa3_fwd_interface"
-"""Module of fa3-fwd, which has the forward only, in bfloat16 only."""
+"""Module of fa3-fwd, which has the forward only, in bfloat16 and float8."""
 HOPPER = (9, 0)
 HEAD_DIMS = (64, 96, 128, 192, 256)
 """Head dims of FlashAttention-3; a package may be built with fewer."""
@@ -33,7 +33,7 @@ def with_flash3(fallback: Kernel, device: torch.device | str = "cuda") -> Kernel
     ``fallback`` serves other head dims, prefixes, and masks of fewer than ``MIN_MASKED_KEYS`` keys. It is returned
     itself if the GPU is not a Hopper, or the package is missing, fails to load or gives other answers (both logged).
     """
-    package = _load_package(torch.device(device))
+    package = load_package(torch.device(device))
     if package is None:
         return fallback
     whole, masked = (_supported_dims(package, fallback, device, is_masked) for is_masked in (False, True))
@@ -61,20 +61,31 @@ def with_flash3(fallback: Kernel, device: torch.device | str = "cuda") -> Kernel
 def _attend(
     package: Any, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, *, mask_BM: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attend with the package, which takes a number of keys, not a mask: attended keys are moved to the front."""
     if mask_BM is None:
-        out_BLHD, lse_BHL = package.flash_attn_func(q_BLHD, k_BMGD, v_BMGD, return_attn_probs=True)
-        return out_BLHD, lse_BHL
+        return attend(package, q_BLHD, k_BMGD, v_BMGD)
+    return attend(package, q_BLHD, *attended_first(k_BMGD, v_BMGD, mask_BM))
+
+
+def attended_first(k_BMGD: Tensor, v_BMGD: Tensor, mask_BM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys and values with the attended ones in front, and how many these are: the package takes no mask."""
     order_BM = mask_BM.argsort(dim=1, descending=True, stable=True)
     k_BMGD, v_BMGD = (x.take_along_dim(order_BM[..., None, None], 1) for x in (k_BMGD, v_BMGD))
-    num_keys_B = mask_BM.sum(1, dtype=torch.int32)
-    out_BLHD, lse_BHL, *_ = package.flash_attn_with_kvcache(
-        q_BLHD, k_BMGD, v_BMGD, cache_seqlens=num_keys_B, num_splits=1, return_softmax_lse=True
-    )
+    return k_BMGD, v_BMGD, mask_BM.sum(1, dtype=torch.int32)
+
+
+def attend(
+    package: Any, q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, num_keys_B: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Attend with the package to the first ``num_keys_B`` keys (None: all). ``options`` are arguments of its own."""
+    if num_keys_B is None:
+        out_BLHD, lse_BHL = package.flash_attn_func(q_BLHD, k_BMGD, v_BMGD, return_attn_probs=True, **options)
+        return out_BLHD, lse_BHL
+    options |= {"num_splits": 1, "return_softmax_lse": True}
+    out_BLHD, lse_BHL, *_ = package.flash_attn_with_kvcache(q_BLHD, k_BMGD, v_BMGD, cache_seqlens=num_keys_B, **options)
     return out_BLHD, lse_BHL.masked_fill(num_keys_B[:, None, None] == 0, -torch.inf)
 
 
-def _load_package(device: torch.device) -> Any:
+def load_package(device: torch.device) -> Any:
     """Return the package, or None if it is missing or unusable."""
     if find_spec(MODULE) is None or (device.type == "cuda" and torch.cuda.get_device_capability(device) != HOPPER):
         return None

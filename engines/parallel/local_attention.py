@@ -13,20 +13,34 @@ from engines.core.attention import Kernel, Prefix
 from engines.core.layout import Rows
 from engines.core.torch_private import cpu_attention, cudnn_attention, efficient_attention, flash_attention
 from engines.parallel.flash3 import with_flash3
+from engines.parallel.fp8_attention import fp8_flash3, fp8_reference
 
 MASKED = -65504.0
 """Score bias of a masked key; float16 has no lower value. Its exponential is 0 beside any other. cuDNN returns NaN
 for -inf where all keys are masked."""
 
 
-def local_kernel(device: torch.device | str, dtype: torch.dtype) -> Kernel:
+def local_kernel(device: torch.device | str, dtype: torch.dtype, attention: str = "auto") -> Kernel:
     """Return the cached kernel for a device type and dtype. All kernels take grouped key heads, a mask and a prefix.
+
+    ``attention`` is one of ``engines.core.spec.ATTENTIONS``. ValueError if the device has no kernel in float8.
 
     CPU: flash. CUDA in half precision: cuDNN, or FlashAttention-2 where cuDNN has no kernel; in bfloat16
     FlashAttention-3 if it is installed and works; in float32: the memory-efficient kernel, the only fused one for it.
     Other devices: plain attention in float32.
     """
+    if attention == "fp8":
+        return _fp8_kernel_for(torch.device(device).type, dtype)
     return _kernel_for(torch.device(device).type, dtype)
+
+
+@cache
+def _fp8_kernel_for(device_type: str, dtype: torch.dtype) -> Kernel:
+    if device_type == "cpu":
+        return fp8_reference(cpu_flash)
+    if device_type != "cuda":
+        raise ValueError(f"attention: fp8 needs a Hopper GPU or a CPU, not {device_type}: leave it out, which is auto")
+    return fp8_flash3(_kernel_for(device_type, dtype), fp8_reference(plain_attention))
 
 
 @cache

@@ -61,6 +61,7 @@ class ShardedModel:
         *,
         make_kernel: MakeKernel = team_kernel,
         quantises: bool = False,
+        attention: str = "auto",
     ) -> None:
         """``quantises``: ``on_new_module`` quantises the large layers, whose weights are read to the host."""
         self._model = model
@@ -73,12 +74,16 @@ class ShardedModel:
         self._memory.before_sleep(self._switch.reset_all)
         self._fast_modules: set[str] = set()
         self._on_new_module, self._quantises = on_new_module, quantises
-        self._make_kernel = make_kernel
-        self._kernel_of = lru_cache(maxsize=256)(lambda make, team, layout: make(self._local_kernel(), team, layout))
+        self._make_kernel, self._attention = make_kernel, attention
+        self._kernel_of = lru_cache(maxsize=256)(self._made_kernel)
 
     def use(self, make_kernel: MakeKernel) -> None:
         """Use kernels made by ``make_kernel`` from the next forward on."""
         self._make_kernel = make_kernel
+
+    def use_attention(self, attention: str) -> None:
+        """Compute attention in this precision (``engines.core.spec.ATTENTIONS``) from the next forward on."""
+        self._attention = attention
 
     def close(self) -> None:
         """Restore the model: no hooks, the local kernel."""
@@ -180,12 +185,15 @@ class ShardedModel:
         kernels[module] = kernel
 
     def _kernel(self, team: Team, layout: TokenLayout) -> Kernel:
-        kernel: Kernel = self._kernel_of(self._make_kernel, team, layout)
+        kernel: Kernel = self._kernel_of(self._make_kernel, self._attention, team, layout)
         return kernel
 
-    def _local_kernel(self) -> Kernel:
+    def _made_kernel(self, make: MakeKernel, attention: str, team: Team, layout: TokenLayout) -> Kernel:
+        return make(self._local_kernel(attention), team, layout)
+
+    def _local_kernel(self, attention: str = "auto") -> Kernel:
         module = next(iter(self._model.modules.values()))
-        return local_kernel(self._model.device, dtype_of(module))
+        return local_kernel(self._model.device, dtype_of(module), attention)
 
 
 def _key(name: str, team: Team) -> _Key:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -34,11 +35,13 @@ def choose_specs(
     device: torch.device,
     groups: Groups,
     precision: str,
+    attention: str = "auto",
 ) -> TeamSpecs:
     """Return the divisions of one branch, and of two, that ``forecasts`` predicts to be fastest."""
     if num_ranks == 1:
         return TeamSpecs(by_size={1: (ParallelSpec(), ParallelSpec())})
-    plans = forecasts(model, rank=rank, num_ranks=num_ranks, device=device, groups=groups, precision=precision)
+    gang: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "groups": groups}
+    plans = forecasts(model, device=device, precision=precision, attention=attention, **gang)
     return as_predicted(plans)
 
 
@@ -55,6 +58,7 @@ def forecasts(
     device: torch.device,
     groups: Groups,
     precision: str,
+    attention: str = "auto",
     num_branches: int = 2,
 ) -> dict[int, tuple[StepForecast, ...]]:
     """Return the costs of dividing 1 to ``num_branches`` branches, by team size. All ranks make the call.
@@ -63,7 +67,7 @@ def forecasts(
     """
     counted = profile(model)
     lines = [ParallelSpec(ulysses=team_size) for team_size in tiling_sizes(num_ranks)]
-    machine = measure(counted, Teams(rank=rank, num_ranks=num_ranks, specs=lines, groups=groups), device)
+    machine = measure(counted, Teams(rank=rank, num_ranks=num_ranks, specs=lines, groups=groups), device, attention)
     lengths = lengths_of_choice(model, device)
     if rank == 0:
         logger.info("this machine:\n%s", machine.describe(), extra={"machine": machine.to_json()})

@@ -42,6 +42,8 @@ class Machine:
     """Keyed by "kind/ranks"."""
     quantised: dict[str, Rates] = field(default_factory=dict)
     """Rates of products in other precisions, by name."""
+    attention_precision: str = "auto"
+    """Precision of the attention that was timed (``engines.core.spec.ATTENTIONS``)."""
     fast_path: bool = False
     """Whether engines run a family's hand-ordered step there."""
     source: str = ""

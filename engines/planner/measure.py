@@ -26,20 +26,22 @@ from engines.planner.machine import Line, Machine, Rates
 from engines.planner.profile import ModelProfile
 
 
-def measure(profile: ModelProfile, teams: Teams, device: torch.device) -> Machine:
+def measure(profile: ModelProfile, teams: Teams, device: torch.device, attention: str = "auto") -> Machine:
     """Measure this machine with a model's sizes, in under a second on a GPU. Every rank of the gang makes the call.
 
     Ranks measure at the same time, as they work at the same time. All get rank 0's figures, so all choose alike.
+    ``attention`` is the precision of the attention that is timed.
     """
     rows = (64, 256, 1024) if device.type == "cpu" else (512, 1152, 2304, 4608)
     machine = Machine(
         name=torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads",
         products=tuple((n, _product_rate(n, profile, device)) for n in rows),
-        attention=tuple((n, _attention_rate(n, profile, device)) for n in rows),
+        attention=tuple((n, _attention_rate(n, profile, device, attention)) for n in rows),
         copy_bytes_per_s=_copy_rate(device),
         memory_bytes=memory_bytes(device),
         exchanges=_exchange_lines(teams, device),
         quantised=_quantised_rates(rows, profile, device),
+        attention_precision=attention,
         fast_path=device.type == "cuda",
     )
     shared = [machine]
@@ -87,9 +89,9 @@ def _fp8_product(rows: int, features: int, out: int, device: torch.device) -> Ca
     return lambda: scaled_mm(x, weight.t(), out_dtype=torch.bfloat16, use_fast_accum=True, **scales)
 
 
-def _attention_rate(tokens: int, profile: ModelProfile, device: torch.device) -> float:
+def _attention_rate(tokens: int, profile: ModelProfile, device: torch.device, attention: str) -> float:
     q_BLHD = torch.randn(1, tokens, profile.num_heads, profile.head_dim, device=device).to(profile.dtype)
-    kernel = local_kernel(device, profile.dtype)
+    kernel = local_kernel(device, profile.dtype, attention)
     return 4.0 * tokens * q_BLHD.numel() / shortest_s(lambda: kernel(q_BLHD, q_BLHD, q_BLHD), device)
 
 
@@ -198,7 +200,7 @@ END_S = 10.0
 """Time for ranks to exit by themselves after the measurement."""
 
 
-def measure_here(profile: ModelProfile, num_ranks: int, device_type: str) -> Machine:
+def measure_here(profile: ModelProfile, num_ranks: int, device_type: str, attention: str = "auto") -> Machine:
     """Measure on ``num_ranks`` processes of this host, with one device each ("cuda") or one thread each ("cpu").
 
     Raise ``ValueError`` if there are too few devices, ``RuntimeError`` if a rank fails.
@@ -206,7 +208,7 @@ def measure_here(profile: ModelProfile, num_ranks: int, device_type: str) -> Mac
     if device_type == "cuda" and torch.cuda.device_count() < num_ranks:
         raise ValueError(f"{num_ranks} ranks need {num_ranks} GPUs, and this host has {torch.cuda.device_count()}")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with local_ranks(_rank, num_ranks, (profile, num_ranks, store.port, device_type)) as ranks:
+    with local_ranks(_rank, num_ranks, (profile, num_ranks, store.port, device_type, attention)) as ranks:
         try:
             machine = Machine.from_json(ranks.answer(TIMEOUT_S))
         except TimeoutError:
@@ -218,7 +220,15 @@ def measure_here(profile: ModelProfile, num_ranks: int, device_type: str) -> Mac
         return machine
 
 
-def _rank(rank: int, answer: Connection, profile: ModelProfile, num_ranks: int, port: int, device_type: str) -> None:
+def _rank(
+    rank: int,
+    answer: Connection,
+    profile: ModelProfile,
+    num_ranks: int,
+    port: int,
+    device_type: str,
+    attention: str,
+) -> None:
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, num_ranks, timeout=timedelta(seconds=TIMEOUT_S))
@@ -227,7 +237,7 @@ def _rank(rank: int, answer: Connection, profile: ModelProfile, num_ranks: int, 
     dist.init_process_group("nccl" if device_type == "cuda" else "gloo", store=store, rank=rank, world_size=num_ranks)
     specs = [ParallelSpec(ulysses=team_size) for team_size in tiling_sizes(num_ranks)]
     teams = Teams(rank=rank, num_ranks=num_ranks, specs=specs, groups=Groups(num_ranks))
-    machine = measure(profile, teams, device)
+    machine = measure(profile, teams, device, attention)
     if rank == 0:
         answer.send(machine.to_json())
     dist.barrier()

@@ -24,7 +24,7 @@ from engines.tensorrt_engine.engine import TensorRTEngine
 from engines.tensorrt_engine.export.buckets import check_branches
 from engines.tensorrt_engine.export.exporter import Exporter, change_for
 from engines.tensorrt_engine.export.graph import EngineGraph
-from engines.tensorrt_engine.rules import TensorRTOptions
+from engines.tensorrt_engine.rules import TensorRTOptions, check_attention
 from engines.tensorrt_engine.run.runtime import (
     EngineRunner,
     LoadedEngine,
@@ -44,6 +44,7 @@ def load_tensorrt_engine(
     *,
     strategy: str = "auto",
     precision: str = "auto",
+    attention: str = "auto",
     options: TensorRTOptions | None = None,
     expected: Sequence[tuple[Branch, ...]] = (),
     choosing: Choosing | None = None,
@@ -54,6 +55,7 @@ def load_tensorrt_engine(
     they serve as input of the self-check. ``choosing`` is unused, since fixed rules resolve "auto". Raises ValueError
     for what TensorRT does not support, PreflightError, EngineRejectedError, WrongAnswerError.
     """
+    check_attention(attention)
     config = TensorRTConfig(strategy=strategy, precision=precision, options=options or TensorRTOptions())
     buckets = tuple(branches[0] for branches in expected)
     target = current_target(context.rank)

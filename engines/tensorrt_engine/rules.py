@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from engines.core.engine import EngineChoice
-from engines.core.spec import ParallelSpec, check_known, scheme_of
+from engines.core.spec import ParallelSpec, check_attention_choice, check_known, scheme_of
 
 Weights = Literal["inputs", "constants"]
 
@@ -36,6 +36,7 @@ def check(choice: EngineChoice) -> None:
     assert isinstance(options, TensorRTOptions)
     check_device(gpus_per_rank=choice.gpus_per_rank)
     check_model(choice.eager_only)
+    check_attention(choice.attention)
     if choice.merges or choice.switches:
         raise ValueError(
             "engine: tensorrt takes no loras: its engine files are for weights as published; use engine: torch"
@@ -49,6 +50,16 @@ def check_model(eager_only: str) -> None:
     """Raise ValueError for a model that cannot be exported; see ``EngineChoice.eager_only``."""
     if eager_only:
         raise ValueError(f"{eager_only}, which no TensorRT engine does: use engine: torch")
+
+
+def check_attention(attention: str) -> None:
+    """Raise ValueError for attention in float8, which an engine file has none of."""
+    check_attention_choice(attention)
+    if attention != "auto":
+        raise ValueError(
+            f"attention is {attention!r}; TensorRT computes attention in the model's dtype: leave attention out, or "
+            "use engine: torch"
+        )
 
 
 def check_options(*, strategy: str, precision: str, weights: str, num_ranks: int | None = None) -> None:

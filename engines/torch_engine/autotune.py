@@ -61,18 +61,24 @@ T = TypeVar("T")
 
 
 def autotuned_engine(
-    model: DenoiserModel, context: RankContext, choosing: Choosing, *, precision: str, options: TorchOptions
+    model: DenoiserModel,
+    context: RankContext,
+    choosing: Choosing,
+    *,
+    precision: str,
+    options: TorchOptions,
+    attention: str = "auto",
 ) -> TorchEngine:
     """Return an engine that divides steps by the decision file, or by steps timed now.
 
     Candidates run one after another in one engine on the same weights, and release their captures in between.
-    Strategies that divide weights are chosen by prediction: each trial would read all weights again.
+    Strategies that divide weights are chosen by prediction: each trial would read all weights again. Groups wait for
+    the early start, before any exchange.
     """
     check_divisible(model, "auto", context.num_ranks)
-    groups = gang_groups()  # waits for the early start, before any exchange
-    gang: dict[str, Any] = {"rank": context.rank, "num_ranks": context.num_ranks, "groups": groups}
-    make = partial(TorchEngine, model, precision=precision, options=options)
-    file = _decision_file(model, choosing, precision, options)
+    gang: dict[str, Any] = {"rank": context.rank, "num_ranks": context.num_ranks, "groups": gang_groups()}
+    make = partial(TorchEngine, model, precision=precision, attention=attention, options=options)
+    file = _decision_file(model, choosing, precision, attention, options)
     decision = from_rank_0(lambda: file.read(possible_team_sizes(model, context.num_ranks)))
     if decision is not None:
         logger.info("strategy of an earlier start: %s", decision.describe(), extra={"file": str(file.path)})
@@ -80,7 +86,7 @@ def autotuned_engine(
     step, lock = choosing.typical_step(), GangLock(choosing.lock)
     with lock.held():
         settings: dict[str, Any] = {"device": model.device, "num_branches": max(len(step), MIN_BRANCHES)}
-        plans = forecasts(model, precision=scheme_of(precision) or "native", **settings, **gang)
+        plans = forecasts(model, precision=scheme_of(precision) or "native", attention=attention, **settings, **gang)
     branches = step if model.weights is None else ()
     sizes = [size for size in plans if size > 1 and (choosing.every_team or size == max(plans))] if branches else []
     candidates = (spec for size in sizes for plan in plans[size] for spec in plan.shortlist())
@@ -196,13 +202,16 @@ class DecisionFile:
         return specs
 
 
-def _decision_file(model: DenoiserModel, choosing: Choosing, precision: str, options: TorchOptions) -> DecisionFile:
+def _decision_file(
+    model: DenoiserModel, choosing: Choosing, precision: str, attention: str, options: TorchOptions
+) -> DecisionFile:
     facts = {
         "devices": ", ".join(from_all_ranks(device_name(str(model.device)))),
         "precision": precision,
         "peer_memory": str(options.peer_memory is not False),
         "tokens": str(dict(lengths_of_choice(model, model.device))),
         "every_team": str(choosing.every_team),
+        **({} if attention == "auto" else {"attention": attention}),  # else the name of files before there was a choice
     }
     facts, check = {**choosing.facts, **facts}, partial(check_spec, model)
     return DecisionFile(folder=choosing.folder, name=choosing.name, facts=facts, check=check)

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 QUANTISED_TOLERANCE = 0.15
 """Relative error that float8 explains in a small model. A wrong kernel costs far more."""
+MAX_ATTENTION_ERROR = 0.1
+"""Largest relative error of a step whose attention is in float8 (docs/scale/strategies.md)."""
 
 WEIGHT_TOLERANCE = 0.05
 """Relative error of float8 values, which have three bits after the first one."""
@@ -30,7 +32,34 @@ WEIGHT_TOLERANCE = 0.05
 
 def tolerance_of(engine: TorchEngine, dtype: torch.dtype) -> float:
     """Return the relative error that rounding explains. Two nearly equal numbers may be quantised up and down."""
-    return TOLERANCE.get(dtype, 1e-4) if engine.config.precision == "native" else QUANTISED_TOLERANCE
+    is_exact = engine.config.precision == "native" and engine.config.attention == "auto"
+    return TOLERANCE.get(dtype, 1e-4) if is_exact else QUANTISED_TOLERANCE
+
+
+def check_fp8_attention(engine: TorchEngine, model: DenoiserModel, *, rank: int) -> dict[str, float]:
+    """Compare a step of one rank with the same one without float8 in its attention, on the model's probe.
+
+    Return the difference per branch (none if attention is in the model's dtype). Raise ``ValueError`` above
+    ``MAX_ATTENTION_ERROR``. Weights that are read in slices are checked by ``check_sliced``.
+    """
+    if engine.config.attention == "auto":
+        return {}
+    branches, attention = model.probe(), engine.config.attention
+    actual = engine.predict(branches, (rank,)) if branches else ()
+    engine.use_attention("auto")
+    expected = engine.predict(branches, (rank,)) if branches else ()
+    engine.use_attention(attention)
+    differences = {
+        f"branch {number}": relative_difference(*pair) for number, pair in enumerate(zip(actual, expected, strict=True))
+    }
+    worst = max(differences.values(), default=0.0)
+    if not worst <= MAX_ATTENTION_ERROR:
+        raise ValueError(
+            f"attention: {attention} changes a step of this model by {worst:.2g} (relative; {MAX_ATTENTION_ERROR} is "
+            "allowed): leave attention out, which is auto"
+        )
+    logger.info("attention in float8 checked", extra={"rank": rank, "differences": differences})
+    return differences
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ class TorchChoices:
 
     precision: str = "native"
     """Precision of the linears (see ``engines.core.spec``)."""
+    attention: str = "auto"
+    """Precision of attention (see ``engines.core.spec``)."""
     calibration: Path | None = None
     compile_blocks: bool = False
     """Where the module runs."""
@@ -47,6 +50,7 @@ def resolve(
     *,
     precision: str,
     options: TorchOptions,
+    attention: str = "auto",
     compiled: bool | None = None,
     fast: bool | None = None,
     capture: bool = True,
@@ -63,6 +67,7 @@ def resolve(
     wants_fast = on_gpu and model.head_dim.bit_count() == 1 if fast is None else fast  # kernels need powers of two
     return TorchChoices(
         precision="native" if precision == "auto" else precision,
+        attention=attention,
         calibration=options.calibration,
         compile_blocks=on_gpu if compiled is None else compiled,
         fast=has_fast and wants_fast,
@@ -86,6 +91,7 @@ def divide(
     device: torch.device,
     groups: Groups,
     precision: str,
+    attention: str = "auto",
 ) -> TeamSpecs:
     """Return the divisions of a model's steps over a gang. All ranks make the call. ``ValueError`` if there are none.
 
@@ -97,7 +103,8 @@ def divide(
     if strategy != "auto":
         return TeamSpecs.of_sizes(possible_team_sizes(model, num_ranks), lambda size: _named(model, strategy, size))
     scheme = scheme_of(precision) or "native"  # the precisions that machines are measured in
-    return choose_specs(model, rank=rank, num_ranks=num_ranks, device=device, groups=groups, precision=scheme)
+    gang: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "groups": groups}
+    return choose_specs(model, device=device, precision=scheme, attention=attention, **gang)
 
 
 def check_divisible(model: DenoiserModel, strategy: str, num_ranks: int) -> None:

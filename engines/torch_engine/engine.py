@@ -72,6 +72,7 @@ class TorchEngine:
         strategy: str | TeamSpecs = "auto",
         others: Iterable[ParallelSpec] = (),
         precision: str = "auto",
+        attention: str = "auto",
         options: TorchOptions | None = None,
         compiled: bool | None = None,
         fast: bool | None = None,
@@ -80,28 +81,25 @@ class TorchEngine:
     ) -> None:
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         options = options or TorchOptions()
-        choice: dict[str, Any] = {"strategy": _name(strategy), "precision": precision, "options": options}
-        check(EngineChoice(**choice, num_ranks=num_ranks, switches=model.switches))
+        choice: dict[str, Any] = {"strategy": _name(strategy), "precision": precision, "attention": attention}
+        check(EngineChoice(**choice, options=options, num_ranks=num_ranks, switches=model.switches))
         module = next(iter(model.modules.values()))
         self.device, self.dtype = model.device, dtype_of(module)
-        self.config = resolve(
-            model,
-            self.device,
-            precision=precision,
-            options=options,
-            compiled=compiled,
-            fast=fast,
-            capture=capture,
-        )
+        how: dict[str, Any] = {"compiled": compiled, "fast": fast, "capture": capture}
+        self.config = resolve(model, self.device, precision=precision, attention=attention, options=options, **how)
         gang: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "groups": gang_groups()}
-        specs = divide(model, strategy, device=self.device, precision=self.config.precision, **gang)
+        specs = divide(
+            model, strategy, device=self.device, precision=self.config.precision, attention=attention, **gang
+        )
         self.division = Division(specs, model.plan, others=others, **gang)
         self._model = model
         self._memory = memory_floor(model, self.config.precision)
         self._fitting_shapes, self._run_shapes = (LRUCache[None](MAX_SEEN_SHAPES) for _ in range(2))
         self._was_warm, quantises = False, self.config.precision != "native"
         make_kernel = kernel_by_length(self.config.exchange, self.device, self.dtype)
-        self._sharded = ShardedModel(model, self._prepare_module, make_kernel=make_kernel, quantises=quantises)
+        self._sharded = ShardedModel(
+            model, self._prepare_module, make_kernel=make_kernel, quantises=quantises, attention=attention
+        )
         self._steps = StepRunner(model, self._sharded, config=self.config, device=self.device, weights=fast_weights)
         if quantises and model.weights is None:
             self._quantise_weights()
@@ -164,6 +162,13 @@ class TorchEngine:
         self.release_steps()
         self._steps.rules = rules
         self._sharded.use(kernel_by_length(rules, self.device, self.dtype))
+
+    def use_attention(self, attention: str) -> None:
+        """Compute attention in this precision from now on, with all shapes new."""
+        self.config = replace(self.config, attention=attention)
+        self.release_steps()
+        self._steps.attention = attention
+        self._sharded.use_attention(attention)
 
     def load_weights(self) -> None:
         """Make all modules of the whole gang's team now. With weights in files, this reads the caller's share."""

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from engines.core.attention import Kernel
 from engines.core.layout import TokenLayout
 from engines.core.model import KEPT, Arguments, FastWeights, StepTensors
 from engines.fast.interface import HeadExchange, SideStream, StepParts
 from engines.parallel.collectives import all_gather
-from engines.parallel.local_attention import local_kernel
+from engines.parallel.local_attention import crop_keys, local_kernel
 from engines.parallel.mesh import Team
 from engines.parallel.strategies import team_kernel
 from engines.torch_engine.exchange.heads import (
-    Attend,
     KeyMask,
     LocalHeads,
     UlyssesHeads,
-    local_attention,
-    whole_kernel,
+    attention_of,
     without_lse,
 )
 from engines.torch_engine.exchange.peer_heads import PeerHeads
@@ -37,6 +36,7 @@ class FastStep:
         peer_memory: bool = True,
         side_streams: bool = True,
         fills_prompts: bool = False,
+        attention: str = "auto",
     ) -> None:
         """Prepare a step on the device and in the dtype of the whole ``latents``.
 
@@ -44,13 +44,13 @@ class FastStep:
         host, GPUs that reach each other; the log says which). ``side_streams``: ranks of a team compute beside their
         exchanges; no effect on one rank. ``fills_prompts``: the layout's lengths are ``FastWeights.filled_lengths``.
         """
-        is_alone = team.context.size == 1
+        is_alone, local = team.context.size == 1, local_kernel(latents.device, latents.dtype, attention)
         self._weights, self._team, self._layout = weights, team, layout
         self._like = latents.new_empty(()).expand(latents.shape)
         self._keys = KeyMask(layout, _chunks_attended(team)) if fills_prompts else None
         parts = StepParts(
-            exchange=make_exchange(team, layout, latents, peer_memory, self._keys),
-            exchange_within=lambda stream: make_exchange(team, layout.of_stream(stream), latents, peer_memory),
+            exchange=make_exchange(team, layout, latents, local, peer_memory, self._keys),
+            exchange_within=lambda stream: make_exchange(team, layout.of_stream(stream), latents, local, peer_memory),
             context_stream=SideStream(latents.device, "stream", in_use=side_streams or is_alone),
             mlp_stream=SideStream(latents.device, "mlp", in_use=side_streams and not is_alone),
             cut=self._cut,
@@ -80,25 +80,22 @@ class FastStep:
 
 
 def make_exchange(
-    team: Team, layout: TokenLayout, sample: Tensor, peer_memory: bool, keys: KeyMask | None = None
+    team: Team, layout: TokenLayout, sample: Tensor, local: Kernel, peer_memory: bool, keys: KeyMask | None = None
 ) -> HeadExchange:
     """Return Ulysses in phases that overlap with other work; the other strategies run inside the attention phase.
 
-    ``keys`` masks the keys of ``_chunks_attended``; None: all are attended.
+    ``local`` is attention on one device. ``keys`` masks the keys of ``_chunks_attended``; None: all are attended.
     """
     if not _splits_heads_alone(team):
-        kernel = team_kernel(local_kernel(sample.device, sample.dtype), team, layout)
+        kernel = team_kernel(local, team, layout)
         return LocalHeads(without_lse(kernel) if keys is None else keys.attend(kernel))
-    attend = _attention_to_all(layout, sample) if keys is None else keys.attend(whole_kernel(layout, sample))
+    whole_rows = layout.valid_rows(0, layout.num_chunks)
+    attend = attention_of(local, whole_rows) if keys is None else keys.attend(crop_keys(local, whole_rows))
     if team.ulysses.size == 1:
         return LocalHeads(attend)
     if peer_memory and reachable(team.ulysses, sample.device, sample.dtype):
         return PeerHeads(attend, team.ulysses, sample.device)
     return UlyssesHeads(attend, team.ulysses)
-
-
-def _attention_to_all(layout: TokenLayout, sample: Tensor) -> Attend:
-    return local_attention(sample.device, sample.dtype, layout.valid_rows(0, layout.num_chunks))
 
 
 def _splits_heads_alone(team: Team) -> bool:

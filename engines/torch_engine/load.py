@@ -11,7 +11,7 @@ from engines.core.engine import Choosing
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.self_check import check_attention, self_check
 from engines.torch_engine.autotune import autotuned_engine
-from engines.torch_engine.checks import QUANTISED_TOLERANCE, check_fast_path, check_sliced
+from engines.torch_engine.checks import QUANTISED_TOLERANCE, check_fast_path, check_fp8_attention, check_sliced
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import module_kernels
 from engines.torch_engine.options import TorchOptions
@@ -27,6 +27,7 @@ def load_torch_engine(
     *,
     strategy: str = "auto",
     precision: str = "auto",
+    attention: str = "auto",
     options: TorchOptions | None = None,
     expected: Sequence[tuple[Branch, ...]] = (),
     choosing: Choosing | None = None,
@@ -37,19 +38,21 @@ def load_torch_engine(
     by ``choosing``; without it, by prediction.
     """
     options = options or TorchOptions()
-    make = partial(TorchEngine, precision=precision, options=options)
+    make = partial(TorchEngine, precision=precision, attention=attention, options=options)
     if model.device.type == "cuda":
         freeze_garbage_collection()
     if strategy == "auto" and choosing is not None and context.num_ranks > 1:
-        engine = autotuned_engine(model, context, choosing, precision=precision, options=options)
+        engine = autotuned_engine(model, context, choosing, precision=precision, attention=attention, options=options)
     else:
         engine = make(model, strategy=strategy)
+    if model.weights is None:
+        check_fp8_attention(engine, model, rank=context.rank)
     check_fast_path(engine, model, rank=context.rank)
     kernels = module_kernels(engine.config.exchange.peer_memory, engine.device, engine.dtype)
-    attention: dict[str, Any] = {"num_heads": model.num_heads, "head_dim": model.head_dim}
+    heads: dict[str, Any] = {"num_heads": model.num_heads, "head_dim": model.head_dim}
     for team in engine.division.teams_in_use():
         for make_kernel in kernels[: 2 if team.ulysses.size > 1 else 1]:
-            check_attention(team, **attention, device=engine.device, dtype=engine.dtype, make_kernel=make_kernel)
+            check_attention(team, **heads, device=engine.device, dtype=engine.dtype, make_kernel=make_kernel)
     if model.weights is not None:
         check_sliced(engine, model, make, rank=context.rank)
         engine.load_weights()
@@ -62,7 +65,8 @@ def _check(engine: TorchEngine, branches: tuple[Branch, ...], context: RankConte
     teams = ((team.ranks, team.spec.name) for team in engine.division.checked_teams())
     num_runs = RUNS_BEFORE_CAPTURE + 2 if engine.config.capture else 1  # uncaptured, captured, replayed
     # two nearly equal numbers may be rounded up and down
-    tolerance = None if engine.config.precision == "native" else QUANTISED_TOLERANCE
+    is_exact = engine.config.precision == "native" and engine.config.attention == "auto"
+    tolerance = None if is_exact else QUANTISED_TOLERANCE
     limits: dict[str, Any] = {"at_once": engine.division.at_once, "num_runs": num_runs, "tolerance": tolerance}
     self_check(engine, branches, rank=context.rank, teams=teams, **limits)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from engines.core.engine import EngineChoice
-from engines.core.spec import PRECISIONS, ParallelSpec, check_known, is_static
+from engines.core.spec import PRECISIONS, ParallelSpec, check_attention_choice, check_known, is_static
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +27,7 @@ def check(choice: EngineChoice) -> None:
     options = choice.options or TorchOptions()
     assert isinstance(options, TorchOptions)
     check_known(choice.precision, PRECISIONS, "torch")
+    check_attention_choice(choice.attention)
     if is_static(choice.precision) != (options.calibration is not None):
         raise ValueError(
             f"precision is {choice.precision!r} and torch.calibration {str(options.calibration)!r}: fp8-static and "

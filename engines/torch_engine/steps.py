@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +61,8 @@ class StepRunner:
         self._model, self._sharded, self._config = model, sharded, config
         self.rules = config.exchange
         """Rules for exchanging heads in steps made from now on."""
+        self.attention = config.attention
+        """Precision of attention in steps made from now on."""
         self._device = device
         self._pool: GraphPool | None = None
         """Memory pool of all current graphs."""
@@ -141,8 +144,8 @@ class StepRunner:
             layout = self._sharded.layout(branch, team)
         else:
             layout = TokenLayout.of(tuple(lengths), lengths, team.context.size)
-        choices = {"peer_memory": self.rules.peer_memory, "side_streams": self.rules.side_streams}
-        choices |= {"fills_prompts": padded is not None}
+        choices: dict[str, Any] = {"peer_memory": self.rules.peer_memory, "side_streams": self.rules.side_streams}
+        choices |= {"fills_prompts": padded is not None, "attention": self.attention}
         fast = FastStep(weights, team, layout, latents=branch.inputs[latents], **choices)
 
         def prepare(branch: Branch) -> StepTensors:

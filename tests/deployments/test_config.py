@@ -207,6 +207,7 @@ def test_a_number_of_replicas_beside_autoscaling_is_refused(stage: str) -> None:
     [
         ({"strategy": "ulises"}, "unknown strategy 'ulises'; known: ulysses"),
         ({"strategy": "guidance", "num_ranks": 3}, "needs a multiple of 2 ranks, not 3"),
+        ({"attention": "fp4"}, "attention is 'fp4'; it must be auto or fp8"),
         ({"precision": "fp9"}, "precision is 'fp9'; the torch engine knows auto, native, fp8, fp8-static, int8"),
         ({"num_ranks": 0}, "num_ranks is 0; it must be at least 1"),
         ({"engine": "jax"}, "unknown engine 'jax'; known: torch, tensorrt"),

@@ -51,7 +51,10 @@ def signature(tensors: Callable[[], object]) -> dict[str, tuple[torch.Size, torc
 
 @pytest.mark.parametrize("true_cfg_scale", [1.0, 4.0])
 def test_blank_conditioning_is_shaped_like_an_encoded_prompt(path: Path, true_cfg_scale: float) -> None:
-    opened, request = OpenedPipeline(path, CPU, torch.float32), request_for(path, true_cfg_scale=true_cfg_scale, negative_prompt="")
+    opened, request = (
+        OpenedPipeline(path, CPU, torch.float32),
+        request_for(path, true_cfg_scale=true_cfg_scale, negative_prompt=""),
+    )
     encoder, sampler = BlocksEncoder(opened, 512), BlocksSampler(opened)
     encoded, blank = encoder.encode(request), blank_conditioning(opened, request, encoder.max_tokens)
     asked, expected = (sampler.branches(sampler.begin(request, each)) for each in (blank, encoded))

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from benchmarks.attention_error import attention_errors
+from engines.torch_engine.checks import MAX_ATTENTION_ERROR
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_path, shipped_checkpoints
 from pipelines.request import MediaRequest
@@ -49,6 +51,14 @@ def test_latents_equal_diffusers(pair: Pair, name: str) -> None:
     check_latents(pair, request)
     check_latents(pair, replace(small(request), true_cfg_scale=3.0, negative_prompt="blue"))
     check_latents(pair, replace(small(request), true_cfg_scale=1.0))
+
+
+def test_attention_in_float8_costs_no_more_than_documented(pair: Pair, name: str) -> None:
+    errors = attention_errors(pair.ours, default_request(name))
+    assert 0.02 < errors.layer_median < 0.05
+    assert 0.02 < errors.step_median < 0.05
+    assert max(errors.layer_max, errors.step_max) < 0.08 < MAX_ATTENTION_ERROR
+    assert 0.005 < errors.latents < 0.15
 
 
 def test_pixels_equal_diffusers(pair: Pair, name: str) -> None:

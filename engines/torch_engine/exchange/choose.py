@@ -12,7 +12,7 @@ from engines.core.attention import Kernel, Prefix
 from engines.core.layout import TokenLayout
 from engines.parallel.mesh import Team
 from engines.parallel.strategies import MakeKernel, team_kernel
-from engines.torch_engine.exchange.heads import local_attention
+from engines.torch_engine.exchange.heads import attention_of
 from engines.torch_engine.exchange.peer_attention import peer_allgather_kv, peer_ulysses
 from engines.torch_engine.exchange.peer_memory import reachable
 
@@ -80,10 +80,10 @@ def _long_step_kernel(
     if not (peer_memory and meets_peers(team) and reachable(team.context, device, dtype)):
         return fallback
     if team.ulysses.size > 1:
-        attend = local_attention(device, dtype, layout.valid_rows(0, layout.num_chunks))
+        attend = attention_of(local, layout.valid_rows(0, layout.num_chunks))
         peers = peer_ulysses(attend, team.ulysses, device)
         return where_even(peers, fallback, team.ulysses.size)
-    return where_even(peer_allgather_kv(local_attention(device, dtype), team.allgather_kv, layout, device), fallback, 1)
+    return where_even(peer_allgather_kv(attention_of(local), team.allgather_kv, layout, device), fallback, 1)
 
 
 def meets_peers(team: Team) -> bool:

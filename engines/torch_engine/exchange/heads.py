@@ -22,7 +22,7 @@ from engines.core.layout import TokenLayout
 from engines.core.torch_private import cudnn_attention
 from engines.fast.kernels import HeadNorms, join_columns, norm_and_rotate
 from engines.parallel.collectives import Axis, start_all_to_all, wait
-from engines.parallel.local_attention import crop_keys, cudnn_flash, local_kernel, take_rows
+from engines.parallel.local_attention import cudnn_flash, take_rows
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(q_BLHD, k_BMHD, v_BMHD) -> out_BLHD``."""
@@ -140,9 +140,8 @@ def attend_tokens_first(attend: Attend, qkv_LB3HD: Tensor) -> Tensor:
     return attend(q_BLHD, k_BLHD, v_BLHD).transpose(0, 1)
 
 
-def local_attention(device: torch.device, dtype: torch.dtype, key_rows: TokenRows | None = None) -> Attend:
-    """Return the fastest local attention without log-sum-exp, over the given rows of the keys (None: all)."""
-    kernel = local_kernel(device, dtype)
+def attention_of(kernel: Kernel, key_rows: TokenRows | None = None) -> Attend:
+    """Return a local kernel's attention without log-sum-exp, over the given rows of the keys (None: all)."""
     attend = cudnn_out if kernel is cudnn_flash else without_lse(kernel)
     if key_rows is None:
         return attend
@@ -186,8 +185,3 @@ class KeyMask:
             return kernel(q_BLHD, k_BMHD, v_BMHD, mask_BM=mask_BM)[0]
 
         return masked
-
-
-def whole_kernel(layout: TokenLayout, sample: Tensor) -> Kernel:
-    """Return local attention over the keys of all ranks, in the order of ``local_attention``."""
-    return crop_keys(local_kernel(sample.device, sample.dtype), layout.valid_rows(0, layout.num_chunks))

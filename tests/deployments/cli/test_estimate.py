@@ -154,14 +154,20 @@ def test_nothing_is_printed_but_the_document() -> None:
 
 
 def test_a_measurement_is_kept_and_used_again(data_dir: Path) -> None:
-    measured = document("--model", "flux-shapes", "--size", "128x128", "--ranks", "2", "--measure")
+    fp8 = ("--model", "flux-shapes", "--ranks", "2", "--attention", "fp8")
+    measured = document(*fp8, "--size", "128x128", "--measure")
     (file,) = (data_dir / "machines").iterdir()
     assert str(file) in measured["origin"]
     assert measured["machine"]["name"].startswith("cpu")
-    again = document("--model", "flux-shapes", "--ranks", "2", "--dtype", "float32")
+    assert (measured["attention"], measured["machine"]["attention_precision"]) == ("fp8", "fp8")
+    again = document(*fp8, "--dtype", "float32")
     assert again["machine"] == measured["machine"]
     by_file = document("--model", "flux-shapes", "--ranks", "2", "--machine", str(file))
     assert by_file["machine"] == measured["machine"]
+    in_float8 = estimate("--model", "flux-shapes", "--machine", str(file)).output
+    assert "attention auto (its time is that of fp8: no other is known)" in in_float8
+    other = estimate("--model", "flux-shapes", "--ranks", "2", "--attention", "fp8", "--machine", "h200").output
+    assert "linears native, attention fp8 (its time is that of auto: no other is known)" in other
 
 
 def test_a_folder(pictures: Path) -> None:
@@ -241,6 +247,7 @@ def mistake(*args: str) -> str:
         (["--model", "flux-shapes", "--size", "big"], "size 'big': write it as WIDTHxHEIGHT"),
         (["--model", "FLUX.1-dev", "--size", "1000x1024"], "positive multiples of 16"),
         (["--model", "flux-shapes", "--ranks", "0"], "--ranks is 0; it must be at least 1"),
+        (["--model", "flux-shapes", "--attention", "fp4"], "attention is 'fp4'; it must be auto or fp8"),
         (["--model", "flux-shapes", "--steps", "0"], "num_inference_steps is 0; it must be from 1 to"),
         (["--model", "flux-shapes", "--memory", "0"], "--memory is 0; it must be above 0, in GiB a GPU"),
         (

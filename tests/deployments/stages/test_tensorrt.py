@@ -59,6 +59,7 @@ def model_config(**denoiser: Any) -> ModelConfig:
         ({"strategy": "magic"}, "unknown strategy 'magic'; known: ulysses"),
         ({"precision": "fp4"}, "the TensorRT engine knows auto, native, fp8-static, int8-static"),
         ({"precision": "fp16"}, "native computes in the model's dtype, so set that to float16"),
+        ({"attention": "fp8"}, "TensorRT computes attention in the model's dtype: leave attention out, or use engine"),
         ({"gpus_per_rank": 0}, "give each rank one, or use engine: torch"),
         ({"tensorrt": {"sizes": ["64x64"]}}, "the key sizes is denoiser.warm_sizes now"),
         ({"tensorrt": {"weights": "elsewhere"}}, "weights"),

@@ -87,6 +87,7 @@ def test_its_card_says_so(folder: Path, pictures: Path) -> None:
     [
         ({"denoiser": {"num_ranks": 2}}, "num_ranks is 2"),
         ({"denoiser": {"num_ranks": 1, "precision": "fp8"}}, "precision is 'fp8'"),
+        ({"denoiser": {"num_ranks": 1, "attention": "fp8"}}, "attention is 'fp8'"),
         ({"denoiser": {"num_ranks": 1, "warm_sizes": ["64x64"]}}, "warm_sizes is "),
         ({"loras": [{"path": "owner/name"}]}, "loras is "),
         ({"runtime_loras": {}}, "runtime_loras is "),

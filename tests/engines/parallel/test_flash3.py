@@ -164,7 +164,7 @@ def test_other_gpus_than_hopper(
     package: Package, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], is_taken: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert (flash3._load_package(torch.device("cuda")) is not None) is is_taken
+    assert (flash3.load_package(torch.device("cuda")) is not None) is is_taken
 
 
 def test_the_sequence_of_random_numbers_goes_on(package: Package) -> None:

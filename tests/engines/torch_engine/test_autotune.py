@@ -219,6 +219,16 @@ def test_two_gangs_that_start_at_once_decide_the_same(tmp_path: Path) -> None:
     assert gang(2).run(race, tmp_path) == ["allgather_kv2"] * 2
 
 
+def test_attention_in_float8_is_decided_on_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it, files are named as before there was a choice."""
+    monkeypatch.setattr(autotune, "from_all_ranks", lambda value: [value])
+    model, how, options = models.model("flux"), choosing(tmp_path), TorchOptions()
+    auto, fp8 = (autotune._decision_file(model, how, "native", each, options) for each in ("auto", "fp8"))
+    assert "attention" not in auto.facts
+    assert fp8.facts == {**auto.facts, "attention": "fp8"}
+    assert fp8.path != auto.path
+
+
 def race(folder: Path) -> str:
     """Another gang writes its decision while this one times steps that say otherwise."""
     other = start(choosing(folder), 1, MEASURED).strategy

@@ -21,6 +21,7 @@ from engines.parallel.weight_files import WeightFiles
 from engines.quantization.calibration import recording, save_calibration
 from engines.quantization.linear import QuantLinear
 from engines.registry import load_engine
+from engines.torch_engine.checks import MAX_ATTENTION_ERROR
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.options import TorchOptions
 from tests.engines.support import models
@@ -29,9 +30,12 @@ from tests.engines.support.gloo import gang
 NUM_LINEARS = 2 * 12 + 2 * 5
 
 
-@pytest.mark.parametrize(("strategy", "precision"), [("ulysses", "int8"), ("ulysses", "fp8"), ("tensor", "int8")])
-def test_a_sound_gang_passes_its_check(strategy: str, precision: str) -> None:
-    assert gang(2).run(load, strategy, precision, None) == [None, None]
+@pytest.mark.parametrize(
+    ("strategy", "precision", "attention"),
+    [("ulysses", "int8", "auto"), ("ulysses", "fp8", "fp8"), ("tensor", "int8", "auto"), ("ring", "native", "fp8")],
+)
+def test_a_sound_gang_passes_its_check(strategy: str, precision: str, attention: str) -> None:
+    assert gang(2).run(load, strategy, precision, None, attention) == [None, None]
 
 
 def test_a_silent_exchange_stops_it_all_the_same() -> None:
@@ -39,17 +43,43 @@ def test_a_silent_exchange_stops_it_all_the_same() -> None:
         assert "ranks (0, 1) with strategy tensor2 differ from one rank alone" in told
 
 
-def load(strategy: str, precision: str, broken: str | None) -> str | None:
+def load(strategy: str, precision: str, broken: str | None, attention: str = "auto") -> str | None:
     """The error's text, if any."""
     context = RankContext(rank=dist.get_rank(), num_ranks=dist.get_world_size(), device="cpu")
     model = models.model.__wrapped__("flux")  # its layers are swapped for good
     silent = patch(f"engines.parallel.{broken}", lambda x, axis: x) if broken else nullcontext()
     try:
         with silent:
-            load_engine("torch", model, context, strategy=strategy, precision=precision).close()
+            load_engine("torch", model, context, strategy=strategy, precision=precision, attention=attention).close()
     except WrongAnswerError as error:
         return str(error)
     return None
+
+
+EVERY = ("ulysses", "ring", "allgather_kv", "hybrid", "ulysses2xtensor2", "guidance2xring2")
+
+
+def test_attention_in_float8_is_that_of_every_strategy() -> None:
+    """A step differs from one rank's as float8 rounds, and from the module's in float32 no more than one rank's."""
+    branches = models.branches("flux", "uneven", num=2)
+    model = models.model.__wrapped__("flux")
+    exact, alone = (TorchEngine(model, attention=each).predict(branches, (0,)) for each in ("auto", "fp8"))
+    error = max(map(relative_difference, alone, exact))
+    assert 0.005 < error < MAX_ATTENTION_ERROR
+    for answers in gang(4).run(predict_all, EVERY):
+        for strategy, together in answers.items():
+            assert 0.005 < max(map(relative_difference, together, exact)) < MAX_ATTENTION_ERROR, strategy
+            assert max(map(relative_difference, together, alone)) < MAX_ATTENTION_ERROR, strategy
+
+
+def predict_all(strategies: tuple[str, ...]) -> dict[str, tuple[Tensor, ...]]:
+    model, branches = models.model.__wrapped__("flux"), models.branches("flux", "uneven", num=2)
+    answers: dict[str, tuple[Tensor, ...]] = {}
+    for strategy in strategies:
+        engine = TorchEngine(model, strategy=strategy, attention="fp8")
+        answers[strategy] = engine.predict(branches, (0, 1, 2, 3))
+        engine.close()
+    return answers
 
 
 def test_row_split_layers_are_quantised_too_and_find_their_scales(tmp_path: Path) -> None:

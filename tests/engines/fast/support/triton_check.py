@@ -29,8 +29,9 @@ from engines.fast.kernels import (
 from engines.fast.kernels import residual_norm_modulate as residual
 from engines.fast.records import QuantRows
 from engines.parallel.collectives import Axis
+from engines.parallel.local_attention import local_kernel
 from engines.quantization.linear import FP8
-from engines.torch_engine.exchange.heads import attend_tokens_first, local_attention
+from engines.torch_engine.exchange.heads import attend_tokens_first, attention_of
 from engines.torch_engine.exchange.peer_heads import PeerHeads
 from engines.torch_engine.exchange.peer_memory import addresses_of
 
@@ -157,7 +158,7 @@ def check_exchange(device: str, *, world: int, heads: int, by_runs: bool) -> Non
     OneProcessMemory.opened.clear()
     batch, length, first, dim = 2, 5, 4, 8
     rows = length * batch
-    attend = local_attention(torch.device(device), torch.float32)
+    attend = attention_of(local_kernel(device, torch.float32))
     weight, angles = torch.randn(2, 2, dim, device=device), torch.randn(world, length, dim // 2, device=device)
     inputs = torch.randn(world, rows, 3, heads, dim, device=device)
     axes = [Axis(ranks=tuple(range(world)), index=rank) for rank in range(world)]
@@ -180,7 +181,7 @@ def check_exchange(device: str, *, world: int, heads: int, by_runs: bool) -> Non
     for rank, norm in enumerate(norms):
         here = HeadNorms(weight_S2D=weight.cpu(), cos_LP=norm.cos_LP.cpu(), sin_LP=norm.sin_LP.cpu(), first_rows=first)
         norm_and_rotate(inputs[rank].cpu(), here, normed[rank * length : (rank + 1) * length])
-    expected = attend_tokens_first(local_attention(torch.device("cpu"), torch.float32), normed)
+    expected = attend_tokens_first(attention_of(local_kernel("cpu", torch.float32)), normed)
     close(torch.cat(results), expected.flatten(0, 1).flatten(1))
 
 

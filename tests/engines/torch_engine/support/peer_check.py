@@ -23,9 +23,10 @@ from engines.core.layout import TokenLayout
 from engines.core.model import Branch
 from engines.core.tensors import relative_difference
 from engines.parallel.collectives import Axis
+from engines.parallel.local_attention import local_kernel
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import ExchangeRules
-from engines.torch_engine.exchange.heads import local_attention
+from engines.torch_engine.exchange.heads import attention_of
 from engines.torch_engine.exchange.peer_attention import peer_allgather_kv, peer_ulysses
 from engines.torch_engine.exchange.peer_memory import reachable
 from tests.engines.support import models
@@ -54,7 +55,7 @@ def branch_of(length: str, device: torch.device) -> Branch:
 
 def grouped_difference(axis: Axis, device: torch.device) -> float:
     """Of attention with grouped heads to more keys than there are queries: this rank's answers and one rank's alone."""
-    attend = local_attention(device, torch.float32)
+    attend = attention_of(local_kernel(device, torch.float32))
     layout = TokenLayout(lengths=(("text", 16 * axis.size), ("picture", 192 * axis.size)), num_chunks=axis.size)
     kernels = peer_ulysses(attend, axis, device), peer_allgather_kv(attend, axis, layout, device)
     generator, worst = torch.Generator().manual_seed(1), 0.0
