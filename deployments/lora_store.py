@@ -122,7 +122,7 @@ class LoraStore:
 
     def touch(self, lora_id: str) -> None:
         """Let the files of a forgotten adapter stay for ``KEEP_S`` from now."""
-        with data_folder(self.root, but=FileNotFoundError):
+        with suppress(FileNotFoundError), data_folder(self.root, but=FileNotFoundError):
             os.utime(self.root / lora_id)
 
     async def sweep(self) -> None:

@@ -222,8 +222,11 @@ def open_files(path: str, folders: tuple[Path, ...], opened: ExitStack) -> Files
     """
     if "\0" in path:
         raise RequestError("path has a character that no path has", "path")
-    places = [(folder.resolve(), (folder / path).resolve()) for folder in folders]
-    allowed = [place for folder, place in places if place.is_relative_to(folder) and place.exists()]
+    try:
+        places = [(folder.resolve(), (folder / path).resolve()) for folder in folders]
+        allowed = [place for folder, place in places if place.is_relative_to(folder) and place.exists()]
+    except (OSError, RuntimeError):  # a path that is too long or not readable, or a circle of links
+        raise RequestError(f"The path {shown(path)} cannot be read", "path") from None
     if not allowed:
         known = f"it must be below {', '.join(map(str, folders))}" if folders else "the server allows no folder"
         raise RequestError(f"There is no adapter at the path {shown(path)}: {known} (api.lora_folders)", "path")
