@@ -274,7 +274,7 @@ async def test_a_file_by_its_id_takes_memory_before_it_is_read(tmp_path: Path, m
         return await decode(*args)
 
     monkeypatch.setattr(ApiContext, "_decoded", slow)
-    limits = {"max_body_bytes": 2 * len(FILE), "max_open_upload_bytes": len(FILE)}
+    limits: dict[str, Any] = {"max_body_bytes": 2 * len(FILE), "max_open_upload_bytes": len(FILE)}
     async with client_of(build(FakeStudio(takes_clips=True), tmp_path, **limits)) as client:
         form: dict[str, Any] = {"data": {"purpose": "user_data"}, "files": {"file": ("a.mp4", FILE)}}
         body = {"prompt": "a", "video": (await client.post("/v1/files", **form)).json()["id"]}
