@@ -149,8 +149,8 @@ def _with_loras(card: ModelCard, added: Mapping[str, Lora]) -> ModelCard:
     """Return ``card`` with further adapters. Those of the configuration precede all others."""
     if card.runtime_loras is None or not added:
         return card
-    taken = {*(lora.name for lora in card.loras), *card.recipes}
-    return replace(card, loras=(*card.loras, *(lora for name, lora in added.items() if name not in taken)))
+    own_names = {*(lora.name for lora in card.loras), *card.recipes}
+    return replace(card, loras=(*card.loras, *(lora for name, lora in added.items() if name not in own_names)))
 
 
 def _values(record: LoraRecord) -> dict[str, Any]:

@@ -98,25 +98,28 @@ def _container(data: bytes, param: str) -> str:
 
 
 def _with_small_index(data: bytes, param: str) -> bytes:
-    """Return an MP4 or MOV file without the boxes that no clip needs. RequestError if its index is too large.
-
-    A box of twenty bytes may declare any number of samples.
-    """
+    """Return an MP4 or MOV file without the boxes that no clip needs. RequestError if its index is too large."""
     parts = list(_parts(data))
     data = b"".join(data[one] if is_media else UNUSED_BOXES.sub(b"free", data[one]) for one, is_media in parts)
+    num_samples, num_edits = _index_size(data, [one for one, is_media in parts if not is_media])
+    if num_samples * num_edits > MAX_SAMPLES:
+        message = f"{param} declares {num_samples} samples and {num_edits} edits: make it shorter, and export it anew"
+        raise RequestError(message, param, code="video_too_large")
+    return data
+
+
+def _index_size(data: bytes, parts: Iterable[slice]) -> tuple[int, int]:
+    """Return how many samples all tracks declare in ``parts`` of a file, and how many edits one of them has."""
     num_samples, num_edits = 0, 1
-    for one in (one for one, is_media in parts if not is_media):
-        for box in re.finditer(b"|".join(COUNTS), data[one]):
-            at = one.start + box.end() + COUNTS[box[0]]
-            number = int.from_bytes(data[at : at + 4], "big")
+    for part in parts:
+        for box in re.finditer(b"|".join(COUNTS), data[part]):
+            at = part.start + box.end() + COUNTS[box[0]]
+            number = int.from_bytes(data[at : at + 4], "big")  # a box of twenty bytes may say any number
             if box[0] == b"elst":
                 num_edits = max(num_edits, number)
             else:
                 num_samples += number
-    if num_samples * num_edits > MAX_SAMPLES:
-        message = f"{param} declares {num_samples} samples, in {num_edits} parts: make it shorter"
-        raise RequestError(message, param, code="video_too_large")
-    return data
+    return num_samples, num_edits
 
 
 def _parts(data: bytes) -> Iterator[tuple[slice, bool]]:

@@ -322,9 +322,9 @@ def test_indices_of_fragments_are_read(flags: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "flags", "number", "told"),
     [
-        (b"stsz", "write_colr", 1 << 28, "268435456 samples, in 1 parts"),
+        (b"stsz", "write_colr", 1 << 28, "268435456 samples and 1 edits"),
         (b"trun", "frag_keyframe+empty_moov", 1 << 28, "268435456 samples"),
-        (b"elst", "write_colr", 1 << 24, "6 samples, in 16777216 parts"),
+        (b"elst", "write_colr", 1 << 24, "6 samples and 16777216 edits"),
     ],
 )
 def test_a_small_file_with_a_large_index_is_refused(kind: bytes, flags: str, number: int, told: str) -> None:
