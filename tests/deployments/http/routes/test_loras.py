@@ -129,6 +129,13 @@ async def test_names_and_places_are_limited(studio: FakeStudio, tmp_path: Path) 
         assert len(folders(tmp_path)) == 4
 
 
+async def test_adapters_that_come_at_once_have_no_more_places(studio: FakeStudio, tmp_path: Path) -> None:
+    async with client_of(build(studio, tmp_path)) as client:
+        answers = await asyncio.gather(*(add(client, name=f"ink{number}") for number in range(6)))
+        assert sorted(answer.status_code for answer in answers) == [201] * 3 + [409] * 3
+        assert len((await client.get(LORAS)).json()["data"]) == len(folders(tmp_path)) == 3
+
+
 @pytest.mark.parametrize(
     ("failure", "status", "code"),
     [
