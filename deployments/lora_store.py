@@ -64,13 +64,21 @@ class LoraStore:
     async def add(self, record: LoraRecord, max_loras: int) -> str | None:
         """Reserve the record's name. Return why it cannot be added: "exists", or "full" at the model's limit."""
         engine = self.database.engine
+        count = select(func.count()).select_from(LoraRow).where(LoraRow.model == record.model)
         async with engine.connect() as connection:
-            query = select(func.count()).select_from(LoraRow).where(LoraRow.model == record.model)
-            if (await connection.scalar(query) or 0) >= max_loras:
+            if (await connection.scalar(count) or 0) >= max_loras:
                 return "full"
         insert = insert_into(LoraRow, engine).values(**_values(record))
         insert = insert.on_conflict_do_nothing(index_elements=["model", "scope", "name"])
-        return None if await row_of(engine, insert.returning(LoraRow.id)) is not None else "exists"
+        row = await row_of(engine, insert.returning(LoraRow.number))
+        if row is None:
+            return "exists"
+        async with engine.connect() as connection:  # others may have come since the first look
+            is_full = (await connection.scalar(count.where(LoraRow.number <= row.number)) or 0) > max_loras
+        if is_full:
+            await self.remove(record.id)
+            return "full"
+        return None
 
     async def set_ready(self, lora_id: str) -> bool:
         """Let requests name an adapter. Return whether it is still there."""
@@ -122,7 +130,7 @@ class LoraStore:
 
     def touch(self, lora_id: str) -> None:
         """Let the files of a forgotten adapter stay for ``KEEP_S`` from now."""
-        with data_folder(self.root, but=FileNotFoundError):
+        with suppress(FileNotFoundError), data_folder(self.root, but=FileNotFoundError):
             os.utime(self.root / lora_id)
 
     async def sweep(self) -> None:
@@ -149,8 +157,8 @@ def _with_loras(card: ModelCard, added: Mapping[str, Lora]) -> ModelCard:
     """Return ``card`` with further adapters. Those of the configuration precede all others."""
     if card.runtime_loras is None or not added:
         return card
-    taken = {*(lora.name for lora in card.loras), *card.recipes}
-    return replace(card, loras=(*card.loras, *(lora for name, lora in added.items() if name not in taken)))
+    own_names = {*(lora.name for lora in card.loras), *card.recipes}
+    return replace(card, loras=(*card.loras, *(lora for name, lora in added.items() if name not in own_names)))
 
 
 def _values(record: LoraRecord) -> dict[str, Any]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from deployments.batches.records import FileRecord
 from deployments.clips.database import ClipRecord
+from deployments.clips.objects import StoredObject
 from deployments.http.context import ApiContext
 from deployments.http.errors import ApiError
-from deployments.requests.pictures.sources import Source
+from deployments.requests.pictures.sources import VIDEO, Source, check_num_bytes
 from deployments.requests.request_errors import shown
 from deployments.requests.rules import Requester
 
@@ -50,29 +52,37 @@ def clip_id_of(source: Source | None) -> str | None:
     return source if isinstance(source, str) and VIDEO_ID.fullmatch(source) else None
 
 
-async def read_source(context: ApiContext, requester: Requester, source: Source) -> Source:
+async def read_source(
+    context: ApiContext, requester: Requester, source: Source, *, take: Callable[[int], None]
+) -> Source:
     """Return the content of the file or clip whose id ``source`` is, or else ``source`` itself.
 
-    ApiError 404 if there is none that the client may see, 409 for a clip without a file.
+    Its bytes are reserved by ``take`` before they are read. ApiError 404 if there is none that the client may see, 409
+    for a clip without a file; RequestError for one that is too large.
     """
     if not isinstance(source, str):
         return source
     if FILE_ID.fullmatch(source):
         record = await find_file(context, requester, source, "video")
-        content = await asyncio.to_thread(context.contents.read, record.id)
-        if content is None:
-            raise no_file(source, "video")
-        return content
-    if VIDEO_ID.fullmatch(source):
-        return await _content(context, await find_clip(context, requester, source, "video"))
-    return source
+        file = await asyncio.to_thread(context.contents.find, record.id)
+    elif VIDEO_ID.fullmatch(source):
+        file = await _clip_file(context, await find_clip(context, requester, source, "video"))
+    else:
+        return source
+    try:
+        if file is None:
+            raise FileNotFoundError(source)
+        num_bytes = file.num_bytes if isinstance(file, StoredObject) else file.stat().st_size
+        check_num_bytes(num_bytes, "video", context.settings.max_video_bytes, VIDEO)
+        take(num_bytes)
+        return await asyncio.to_thread(file.read_bytes)
+    except FileNotFoundError:  # deleted meanwhile
+        raise no_file(source, "video") from None
 
 
-async def _content(context: ApiContext, clip: ClipRecord) -> bytes:
+async def _clip_file(context: ApiContext, clip: ClipRecord) -> Path | StoredObject:
     file = await context.clips.file(clip.id, "video") if clip.status == "completed" else None
     if file is None:
         message = f"video is {shown(clip.id)}, a clip without a file: it is {clip.status}; take one that is completed"
         raise ApiError(409, message, param="video", code="video_not_ready")
-    if isinstance(file, Path):
-        return await asyncio.to_thread(file.read_bytes)
-    return await asyncio.to_thread(file.bucket.read, file.name)
+    return file

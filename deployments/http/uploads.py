@@ -33,12 +33,14 @@ async def read_upload(
 ) -> ResolvedRequest[B]:
     """Return the body, which ``adapt`` may change, with its model, of ``kind``, and what came along, decoded.
 
-    Its bytes beyond the limit of other bodies take memory of ``Admission`` meanwhile. ApiError 503 without room.
+    Its bytes beyond the limit of other bodies, and those of a file that it names, take memory of ``Admission``
+    meanwhile. ApiError 503 without room.
     """
     with context.admission.memory.taken() as take:
         receive = counting(request.receive, take, context.settings.max_body_bytes)
         body = await read_json_or_form(Request(request.scope, receive), body_type)
-        return await context.resolved(adapt(body), kind, requester, partial(read_source, context, requester))
+        read = partial(read_source, context, requester, take=take)
+        return await context.resolved(adapt(body), kind, requester, read)
 
 
 def counting(receive: Receive, take: Callable[[int], None], num_free: int) -> Receive:

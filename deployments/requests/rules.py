@@ -133,7 +133,9 @@ class RequestRules:
         defaults = self.card.defaults
         video = pictures.video
         num_frames, fps = choose_length(body, defaults, video)
-        width, height = choose_size(body, defaults, video or next(iter(pictures.pictures), pictures.control))
+        width, height = choose_size(body, defaults, next(iter(pictures.pictures), pictures.control))
+        if video is not None:  # which has the size that was chosen by the clip that came along
+            width, height = video.width, video.height
         guidance_scale, true_cfg_scale = choose_scales(body, self.card)
         return MediaRequest(
             # Clients may send one id twice; in the gang each job needs its own.

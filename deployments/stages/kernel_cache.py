@@ -18,7 +18,7 @@ from typing import Protocol
 
 from deployments.config import ModelConfig
 from deployments.settings import Settings
-from deployments.stages.measured_times import software_facts
+from deployments.stages.measured_times import FACTORS, software_facts
 from engines.core.logs import timed
 from engines.core.storage import device_name, write_once
 
@@ -77,8 +77,12 @@ def shared_kernels(model: ModelConfig, part: str, device: str) -> Iterator[None]
 
 
 def _facts(model: ModelConfig, part: str, device: str) -> Mapping[str, str]:
+    stages = (model.stages, model.text_encoder.compile, model.decoder.compile)
+    decoding = (model.decoder.memory_gib, model.decoder.num_devices)
+    steps = {name: getattr(model.denoiser, name) for name in (*FACTORS, "elastic", "warm_sizes")}
     return {
         "model": repr([model.source, model.dtype]),
+        "settings": repr([stages, decoding, steps]),  # each compiles other kernels
         "part": part,
         "device": device_name(device),
         "python": platform.python_version(),

@@ -73,6 +73,8 @@ class ShardedModel:
         self._memory = rank_resources().get(WeightMemory)
         self._memory.before_sleep(self._switch.reset_all)
         self._fast_modules: set[str] = set()
+        self._changed_layers: list[tuple[nn.Module, str, nn.Module]] = []
+        """Modules, and the names and layers in them whose weights additions change."""
         self._on_new_module, self._quantises = on_new_module, quantises
         self._make_kernel, self._attention = make_kernel, attention
         self._kernel_of = lru_cache(maxsize=256)(self._made_kernel)
@@ -86,7 +88,7 @@ class ShardedModel:
         self._attention = attention
 
     def close(self) -> None:
-        """Restore the model: no hooks, the local kernel."""
+        """Restore the model: no hooks, the local kernel, and the layers that a next engine needs for additions."""
         self._switch.clear()
         self._memory.forget(self._switch.reset_all)
         kernels, local = rank_resources().get(KernelsInModules), self._local_kernel()
@@ -94,6 +96,9 @@ class ShardedModel:
             self._hooks[name].remove()
             self._model.set_kernel(module, local)
             kernels[module] = local
+        for module, own, layer in self._changed_layers:
+            module.set_submodule(own, layer)
+        self._changed_layers.clear()
         self._shares.clear()
         self._fast_modules.clear()
 
@@ -160,6 +165,9 @@ class ShardedModel:
         changed = {*changed_parameters(module, self._model, name, slices)}
         loaded = {own: parameter for own, parameter in module.named_parameters() if parameter in changed}
         move_from_host(loaded.values(), self._model.device)
+        if module is whole:
+            linears = ((own, layer) for own, layer in whole.named_modules() if isinstance(layer, nn.Linear))
+            self._changed_layers += [(whole, own, layer) for own, layer in linears if layer.weight in changed]
         if self._on_new_module is not None:
             self._on_new_module(name, module, plan)
         self._memory.hold(module)  # before its tensors have aliases

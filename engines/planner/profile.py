@@ -62,7 +62,7 @@ class ModelProfile:
     largest_weight_bytes: int = 0
     """The largest of the linears that a tensor axis divides."""
     changed_weight_bytes: int = 0
-    """Weights that additions change, and that quantised layers are computed from again."""
+    """Weights that additions change, whose loaded values are held beside those that steps read."""
     num_blocks: int
     has_fast_path: bool = False
     divides_tokens: bool = True

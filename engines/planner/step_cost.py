@@ -162,11 +162,12 @@ class StepCost:
     def weight_bytes(self) -> float:
         """Return a rank's share of the weights, once all are loaded.
 
-        Quantised layers replace the original ones, except for weights that additions change.
+        Quantised layers replace the original ones. The loaded values of weights that additions change stay as well.
         """
         split = self.profile.split_weight_bytes / self.spec.tensor
         if self.precision != "native":
-            split = split / self.profile.element_bytes + self.profile.changed_weight_bytes / self.spec.tensor
+            split /= self.profile.element_bytes
+        split += self.profile.changed_weight_bytes / self.spec.tensor
         blocks = self.profile.block_weight_bytes - self.profile.split_weight_bytes + split
         return self.profile.weight_bytes - self.profile.block_weight_bytes + blocks / self.spec.pipeline
 

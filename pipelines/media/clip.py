@@ -196,12 +196,12 @@ def _write(container: Any, groups: Iterable[Packets], size: tuple[int, int], fps
     configure(stream.codec_context, size, fps)
     track = None if sound is None else _add_sound(container, sound)
     container.start_encoding()  # for its headers; the packets come from encoders with equal options
-    heard = [] if track is None or sound is None else [*track.encode(_sound_frame(sound)), *track.encode(None)]
+    sound_packets = [] if track is None or sound is None else [*track.encode(_sound_frame(sound)), *track.encode(None)]
     for packets in evenly_spaced(groups):  # which may still be encoded, beside the sound
         for packet in packets:
             packet.stream = stream
         container.mux(packets)
-    container.mux(heard)
+    container.mux(sound_packets)
 
 
 def _add_sound(container: Any, sound: Sound) -> Any:

@@ -170,8 +170,12 @@ def batch_routes(context: ApiContext) -> APIRouter:
         """Make all requests of a file when there is room for them, within a day."""
         check_content_type(request, JSON)
         body = read_batch(await request.body())
-        if await store.file(body.input_file_id, context.viewer(requester)) is None:
+        file = await store.file(body.input_file_id, context.viewer(requester))
+        if file is None:
             raise no_file(body.input_file_id, "input_file_id")
+        if file.purpose != "batch":
+            message = f"input_file_id is a file with the purpose {file.purpose}; hand it in with the purpose batch"
+            raise RequestError(message, "input_file_id")
         now = int(time.time())
         batch = BatchRecord(
             id=f"batch_{uuid4().hex}",

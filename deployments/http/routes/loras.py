@@ -129,7 +129,7 @@ def lora_routes(context: ApiContext) -> APIRouter:
         with context.admission.memory.taken() as take, ExitStack() as opened:
             receive = counting(request.receive, take, context.settings.max_body_bytes)
             body, files = await read_lora_form(Request(request.scope, receive), context, opened)
-            record = await Adding(context=context, requester=requester, body=body, files=files).run()
+            record = await NewLora(context=context, requester=requester, body=body, files=files).run()
         return LoraObject.of(record, context, requester)
 
     @router.get(LORAS, responses=error_documents(401, 503))
@@ -222,8 +222,11 @@ def open_files(path: str, folders: tuple[Path, ...], opened: ExitStack) -> Files
     """
     if "\0" in path:
         raise RequestError("path has a character that no path has", "path")
-    places = [(folder.resolve(), (folder / path).resolve()) for folder in folders]
-    allowed = [place for folder, place in places if place.is_relative_to(folder) and place.exists()]
+    try:
+        places = [(folder.resolve(), (folder / path).resolve()) for folder in folders]
+        allowed = [place for folder, place in places if place.is_relative_to(folder) and place.exists()]
+    except (OSError, RuntimeError):  # a path that is too long or not readable, or a circle of links
+        raise RequestError(f"The path {shown(path)} cannot be read", "path") from None
     if not allowed:
         known = f"it must be below {', '.join(map(str, folders))}" if folders else "the server allows no folder"
         raise RequestError(f"There is no adapter at the path {shown(path)}: {known} (api.lora_folders)", "path")
@@ -242,7 +245,7 @@ def open_files(path: str, folders: tuple[Path, ...], opened: ExitStack) -> Files
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Adding:
+class NewLora:
     """An adapter on its way to the gangs. Until the last of them has it, requests cannot name it."""
 
     context: ApiContext
@@ -254,7 +257,7 @@ class Adding:
     async def run(self) -> LoraRecord:
         """Return the adapter's record once all gangs of its model have it. ApiError or RequestError if it cannot be."""
         store, body, card = self.context.loras, self.body, self._card()
-        limits = takes_loras(card)
+        limits = lora_limits(card)
         await self._check_name()
         num_bytes = self._check_sizes()
         viewer = self.context.viewer(self.requester)
@@ -275,7 +278,7 @@ class Adding:
             message = f"{card.name} has {limits.max_loras} adapters already, its runtime_loras.max_loras; delete one"
             raise ApiError(409, message, param="model", code="too_many_loras")
         if refused == "exists":
-            raise name_taken(body.name, card.name)
+            raise duplicate_name(body.name, card.name)
         return await self._loaded(record)
 
     async def _loaded(self, record: LoraRecord) -> LoraRecord:
@@ -285,7 +288,7 @@ class Adding:
             await asyncio.to_thread(store.write, record.id, self.files["file"], self.files.get("config"))
             await self._load(record.model, lora)
             if not await store.set_ready(record.id):
-                raise name_taken(record.name, record.model)  # deleted meanwhile
+                raise duplicate_name(record.name, record.model)  # deleted meanwhile
         except BaseException:
             await to_the_end(self._undo(record, lora))
             raise
@@ -310,7 +313,7 @@ class Adding:
         """Raise ApiError 409 if the requester can name an adapter or a recipe so already."""
         card = find_card(await self.context.cards(self.requester), self.body.model)
         if self.body.name in {*(lora.name for lora in card.loras), *card.recipes}:
-            raise name_taken(self.body.name, card.name)
+            raise duplicate_name(self.body.name, card.name)
 
     def _check_sizes(self) -> int:
         """Return the size of the adapter in bytes. ApiError 413 if a file is too large."""
@@ -324,7 +327,7 @@ class Adding:
         return sizes["file"]
 
 
-def takes_loras(card: ModelCard) -> LoraLimits:
+def lora_limits(card: ModelCard) -> LoraLimits:
     """Return the limits of a model's adapters. RequestError if clients may add none."""
     if card.runtime_loras is None:
         message = f"{card.name} is served with the adapters of its configuration alone, which has no runtime_loras"
@@ -332,6 +335,6 @@ def takes_loras(card: ModelCard) -> LoraLimits:
     return card.runtime_loras
 
 
-def name_taken(name: str, model: str) -> ApiError:
+def duplicate_name(name: str, model: str) -> ApiError:
     message = f"{model} has an adapter or a recipe {shown(name)} already; take another name, or delete that one first"
     return ApiError(409, message, param="name", code="lora_exists")

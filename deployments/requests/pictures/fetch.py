@@ -41,8 +41,8 @@ def fetched(url: str, param: str, max_bytes: int, kind: str, too_large: str) -> 
                 raise RequestError(message, param, code=too_large)
             return data
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        kind = type(error).__name__
-        raise RequestError(f"{param} is {shown(url)}, which could not be fetched ({kind})", param) from error
+        cause = type(error).__name__
+        raise RequestError(f"{param} is {shown(url)}, which could not be fetched ({cause})", param) from error
 
 
 def _whole(answer: httpx.Response, url: str, param: str, max_bytes: int) -> bytes | None:

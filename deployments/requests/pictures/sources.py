@@ -59,7 +59,7 @@ def bytes_of(source: Source, param: str, limits: PictureLimits, kind: SourceKind
     """
     max_bytes = limits.max_video_bytes if kind is VIDEO else limits.max_picture_bytes
     if isinstance(source, bytes):
-        _check_length(len(source), param, max_bytes, kind)
+        check_num_bytes(len(source), param, max_bytes, kind)
         return source
     if ELSEWHERE.match(source):
         if origin_of(source) in limits.picture_origins:
@@ -74,14 +74,15 @@ def bytes_of(source: Source, param: str, limits: PictureLimits, kind: SourceKind
     text = source[head.end() :].encode(errors="replace")
     if b"%" in text:
         text = unquote_to_bytes(text)
-    _check_length(len(text) // 4 * 3 - text[-2:].count(b"="), param, max_bytes, kind)
+    check_num_bytes(len(text) // 4 * 3 - text[-2:].count(b"="), param, max_bytes, kind)
     try:
         return b64decode(text, validate=True)
     except binascii.Error as error:
         raise RequestError(f"{param} is no base64 after {head.group()[:40]!r}: {error}", param) from None
 
 
-def _check_length(num_bytes: int, param: str, max_bytes: int, kind: SourceKind) -> None:
+def check_num_bytes(num_bytes: int, param: str, max_bytes: int, kind: SourceKind) -> None:
+    """Raise RequestError for a source of more than ``max_bytes``."""
     if num_bytes > max_bytes:
         message = f"{param} has {num_bytes} bytes; a {kind.name} may have {max_bytes} at most"
         raise RequestError(message, param, code=kind.too_large)

@@ -1,12 +1,14 @@
 """From the bytes of strangers to the frames of a clip, with PyAV (FFmpeg). Its sound is left out.
 
 FFmpeg opens one container, which the first bytes tell, with a few decoders and no protocol: a clip refers to nothing
-outside it. The frames that a request does not need are decoded, but neither converted nor kept.
+outside it. The frames that a request does not need are decoded, but neither converted nor kept. FFmpeg takes memory for
+as many frames as the index of an MP4 declares, so that number is checked before it opens the file.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -30,6 +32,12 @@ DECODERS = ("h264", "hevc", "av1", "libdav1d", "vp8", "vp9", "libvpx", "libvpx-v
 OPTIONS = {"codec_whitelist": ",".join(DECODERS), "protocol_whitelist": "none"}
 WITH_OPACITY = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 """Decoders that read the opacity of WebM; FFmpeg's own ignore it."""
+UNUSED_BOXES = re.compile(rb"cmov|iinf|iloc|mfra|saiz|senc|sidx")
+"""Types of boxes that no clip needs: compressed indices, indices of indices, items and encryption."""
+COUNTS = {b"stsz": 8, b"stz2": 8, b"trun": 4, b"elst": 4}
+"""Bytes between the type of a box with samples or edits and their number (ISO/IEC 14496-12)."""
+MAX_SAMPLES = 1 << 23
+"""Samples of all tracks, times the edits of one. FFmpeg takes about 40 bytes for each."""
 MIN_SHARE, SLACK_S = 0.9, 0.25
 """A file whose frames end earlier than this share of its duration is cut off."""
 
@@ -69,6 +77,8 @@ def read_video(data: bytes, param: str, limits: PictureLimits, form_of: FormOf) 
     import av
 
     name = _container(data, param)
+    if name == "mov":
+        data = _with_small_index(data, param)
     with _naming(param), av.open(io.BytesIO(data), "r", format=name, options=OPTIONS) as container:
         file = _File(container=container, param=param, limits=limits)
         first, frames = file.open()
@@ -85,6 +95,45 @@ def _container(data: bytes, param: str) -> str:
     if data.startswith(GIF):
         return "gif"
     raise RequestError(f"{param} is no clip that can be read; send {KINDS}", param, code="bad_video")
+
+
+def _with_small_index(data: bytes, param: str) -> bytes:
+    """Return an MP4 or MOV file without the boxes that no clip needs. RequestError if its index is too large."""
+    parts = list(_parts(data))
+    data = b"".join(data[one] if is_media else UNUSED_BOXES.sub(b"free", data[one]) for one, is_media in parts)
+    num_samples, num_edits = _index_size(data, [one for one, is_media in parts if not is_media])
+    if num_samples * num_edits > MAX_SAMPLES:
+        message = f"{param} declares {num_samples} samples and {num_edits} edits: make it shorter, and export it anew"
+        raise RequestError(message, param, code="video_too_large")
+    return data
+
+
+def _index_size(data: bytes, parts: Iterable[slice]) -> tuple[int, int]:
+    """Return how many samples all tracks declare in ``parts`` of a file, and how many edits one of them has."""
+    num_samples, num_edits = 0, 1
+    for part in parts:
+        for box in re.finditer(b"|".join(COUNTS), data[part]):
+            at = part.start + box.end() + COUNTS[box[0]]
+            number = int.from_bytes(data[at : at + 4], "big")  # a box of twenty bytes may say any number
+            if box[0] == b"elst":
+                num_edits = max(num_edits, number)
+            else:
+                num_samples += number
+    return num_samples, num_edits
+
+
+def _parts(data: bytes) -> Iterator[tuple[slice, bool]]:
+    """Yield the parts of an MP4 or MOV file, each with whether it is media, in which FFmpeg reads no boxes."""
+    at = 0
+    while at < len(data):
+        size, kind, head = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8], 8
+        if size == 1:
+            size, head = int.from_bytes(data[at + 8 : at + 16], "big"), 16
+        if size < head:  # 0 stands for the rest, and other numbers are broken
+            size = len(data) - at
+        end = min(len(data), at + size)
+        yield slice(at, end), kind == b"mdat"
+        at = end
 
 
 @dataclass(frozen=True, slots=True)

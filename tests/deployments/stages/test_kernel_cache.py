@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from deployments.config import ModelConfig
 from deployments.stages.kernel_cache import shared_kernels, strategies_folder
 from engines.core import torch_private
+from pipelines.size import Size
 
 MODEL = ModelConfig(name="pictures", path="flux-shapes")
 NODE = """
@@ -62,6 +64,19 @@ def test_the_first_of_a_part_stores_what_later_ones_load(place: str, bundles: Bu
         with shared_kernels(MODEL, part, "cpu"):
             pass
     assert bundles.loaded == [b"kernels"]
+
+
+def test_other_settings_have_kernels_of_their_own(place: str, bundles: Bundles) -> None:
+    """Quantised steps find no kernels among those of others, and the second node of each finds its own."""
+    quantised = MODEL.model_copy(update={"denoiser": replace(MODEL.denoiser, precision="int8")})
+    larger = MODEL.model_copy(update={"denoiser": replace(MODEL.denoiser, warm_sizes=(Size(width=64, height=64),))})
+    together = MODEL.model_copy(update={"stages": "together"})
+    models = (MODEL, quantised, larger, together)
+    for number in (0, len(models)):
+        for model in models:
+            with shared_kernels(model, "decoder", "cpu"):
+                pass
+        assert len(bundles.loaded) == number
 
 
 def test_a_process_that_compiles_nothing_stores_nothing(place: str, bundles: Bundles) -> None:

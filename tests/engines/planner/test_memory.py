@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
+from types import MappingProxyType
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.core.layout import TokenLayout
+from engines.core.model import Addition, LowRank
 from engines.core.spec import ParallelSpec
 from engines.planner.machine import H200
 from engines.planner.profile import profile
@@ -87,12 +90,13 @@ def tensors() -> dict[int, Tensor]:
         return {id(x): x for x in gc.get_objects() if isinstance(x, Tensor)}
 
 
-def held_bytes(precision: str, *, fast: bool) -> int:
-    """All storages that are alive of a model and an engine that made a step."""
+def held_bytes(precision: str, *, fast: bool, additions: Mapping[str, Addition] = MappingProxyType({})) -> int:
+    """All storages that are alive of a model and an engine that made a step, with all ``additions``."""
     before = tensors()
-    model = models.model.__wrapped__("flux")
+    model = replace(models.model.__wrapped__("flux"), additions=additions)
+    mix = tuple((name, 1.0) for name in additions)
     with closing(TorchEngine(model, precision=precision, fast=fast)) as engine:
-        engine.predict(models.branches("flux", "even"), (0,))
+        engine.predict(tuple(replace(one, additions=mix) for one in models.branches("flux", "even")), (0,))
         engine.release_steps()
         made = (x.untyped_storage() for key, x in tensors().items() if key not in before)
         return sum({storage.data_ptr(): storage.nbytes() for storage in made}.values())
@@ -108,6 +112,24 @@ def test_weights_take_what_an_engine_holds(precision: str, fast: bool) -> None:
     step = StepCost(counted, layout, ParallelSpec(), replace(H200, fast_path=fast), precision)
     assert step.weight_bytes() == pytest.approx(held_bytes(precision, fast=fast), rel=0.01)
     assert step.weight_bytes() <= step.loading_bytes() <= counted.weight_bytes
+
+
+@pytest.mark.parametrize(("precision", "fast"), [("native", False), ("native", True), ("int8", False), ("fp8", True)])
+def test_loaded_values_of_weights_that_additions_change_count(precision: str, fast: bool) -> None:
+    weights = dict(models.model("flux").modules["transformer"].named_parameters())
+    changed = [name for name, weight in weights.items() if name.startswith("transformer_blocks") and weight.ndim == 2]
+    low_ranks = {
+        name: LowRank(up_NR=torch.ones(len(weights[name]), 1), down_RK=torch.ones(1, weights[name].shape[1]))
+        for name in changed
+    }
+    additions: dict[str, Addition] = {"one": {"transformer": low_ranks}}
+    num_bytes = sum(low_rank.up_NR.nbytes + low_rank.down_RK.nbytes for low_rank in low_ranks.values())
+    layout = TokenLayout(lengths=(("text", 16), ("image", 24)), num_chunks=1)
+    counted = profile(replace(models.model("flux"), additions=additions))
+    step = StepCost(counted, layout, ParallelSpec(), replace(H200, fast_path=fast), precision)
+    assert counted.changed_weight_bytes > 0.2 * counted.weight_bytes
+    held = held_bytes(precision, fast=fast, additions=additions)
+    assert step.weight_bytes() == pytest.approx(held, abs=num_bytes + 0.01 * held)
 
 
 def test_quantised_weights_need_no_room_for_those_that_are_read() -> None:

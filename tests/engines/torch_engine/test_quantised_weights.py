@@ -92,6 +92,21 @@ def test_only_weights_that_an_adapter_changes_are_held(fast: bool) -> None:
     assert again.equal(plain)
 
 
+def test_a_later_engine_on_the_same_modules_has_their_adapters() -> None:
+    """The first one has replaced the layers that the adapter changes."""
+    low_rank = LowRank(up_NR=torch.ones(128, 1), down_RK=torch.ones(1, 128), scale=0.1)
+    additions = {"one": {"transformer": {CHANGED: low_rank}}}
+    model = replace(models.model.__wrapped__("flux"), additions=additions)
+    (branch,) = models.branches("flux", "even")
+    answers: list[tuple[Tensor, ...]] = []
+    for _ in range(2):
+        with closing(TorchEngine(model, precision="int8", fast=False)) as engine:
+            mixes = ((), (("one", 1.0),))
+            answers.append(tuple(engine.predict((replace(branch, additions=mix),), (0,))[0] for mix in mixes))
+    assert not torch.equal(*answers[0])
+    assert all(map(torch.equal, *answers))
+
+
 def test_a_module_computes_with_the_quantised_values() -> None:
     model = models.model.__wrapped__("flux")
     (branch,) = models.branches("flux", "even")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable
 from contextlib import closing
@@ -184,6 +185,17 @@ def damaged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**tensors, key: torch.full_like(tensors[key], float("nan"))}
 
 
+def with_config(**config: object) -> Callable[[Path], object]:
+    """Write the adapter as PEFT does, with a config beside it."""
+
+    def write(path: Path) -> None:
+        tensors = load_file(path)
+        save_file({f"base_model.model.{key.removeprefix('transformer.')}": x for key, x in tensors.items()}, path)
+        (path.parent / PEFT_CONFIG).write_text(json.dumps(config))
+
+    return write
+
+
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tensors": (lambda path: path.write_bytes(b"PK no tensors"), "the adapter 'ink' is no safetensors file"),
     "not whole": (lambda path: path.write_bytes(path.read_bytes()[:-9]), "the adapter 'ink' is no safetensors file"),
@@ -194,6 +206,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         r"patterns that repeat something \(\(a\+\)\+\$\)",
     ),
     "no config": (lambda path: (path.parent / PEFT_CONFIG).write_text("[]"), "is no object"),
+    "no number": (with_config(lora_alpha=[1]), "the config of the adapter 'ink' has a value of another kind"),
+    "an endless alpha": (with_config(lora_alpha=math.inf), "an alpha that is not finite"),
 }
 
 

@@ -209,4 +209,7 @@ async def test_what_is_refused(studio: FakeStudio, tmp_path: Path) -> None:
         for form in ({"purpose": "vision"}, {"purpose": "batch", "nonsense": "1"}):
             error_of(await client.post("/v1/files", files={"file": ("a", b"{}")}, data=form), 400)
         error_of(await client.post("/v1/files", data={"purpose": "batch"}, files={"x": b""}), 400)
+        clip = await client.post("/v1/files", files={"file": ("a.mp4", b"{}")}, data={"purpose": "user_data"})
+        error = error_of(await client.post("/v1/batches", json=body | {"input_file_id": clip.json()["id"]}), 400)
+        assert (error["param"], "the purpose user_data" in error["message"]) == ("input_file_id", True)
     assert studio.performed == []

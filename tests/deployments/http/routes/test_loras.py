@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +90,9 @@ async def test_requests_name_it_until_it_is_deleted_over_restarts(studio: FakeSt
         again = (await add(client)).json()
         assert again["id"] != entry["id"]
         assert folders(tmp_path) == {again["id"]}
+        shutil.rmtree(tmp_path / "loras")
+        assert (await client.delete(f"{LORAS}/{again['id']}")).status_code == 204, "its files are gone already"
+        assert studio.loaded == {}
 
 
 async def test_keys_have_their_own_and_those_that_are_shared(studio: FakeStudio, tmp_path: Path) -> None:
@@ -123,6 +127,13 @@ async def test_names_and_places_are_limited(studio: FakeStudio, tmp_path: Path) 
         assert (await add(client, name="third")).status_code == 201
         assert error_of(await add(client, name="fourth")) == (409, "too_many_loras", "model")
         assert len(folders(tmp_path)) == 4
+
+
+async def test_adapters_that_come_at_once_have_no_more_places(studio: FakeStudio, tmp_path: Path) -> None:
+    async with client_of(build(studio, tmp_path)) as client:
+        answers = await asyncio.gather(*(add(client, name=f"ink{number}") for number in range(6)))
+        assert sorted(answer.status_code for answer in answers) == [201] * 3 + [409] * 3
+        assert len((await client.get(LORAS)).json()["data"]) == len(folders(tmp_path)) == 3
 
 
 @pytest.mark.parametrize(
@@ -179,12 +190,14 @@ async def test_paths_below_the_allowed_folders(studio: FakeStudio, tmp_path: Pat
     (allowed / "link").symlink_to(other)
     (allowed / "sub" / "out.safetensors").symlink_to(other / "adapter_model.safetensors")
     (allowed / "empty").mkdir()
+    (allowed / "circle").symlink_to(allowed / "circle")
 
     async def add_path(client: httpx.AsyncClient, path: str, name: str = "ink") -> httpx.Response:
         return await client.post(LORAS, json={"model": MODEL, "name": name, "path": path})
 
     async with client_of(build(studio, tmp_path / "data", lora_folders=(allowed,))) as client:
         outside = ["../other", str(other), "link", "sub/out.safetensors", "nowhere", "empty", "a\0b", "owner/name", "/"]
+        outside += ["circle", "long" * 999]
         for path in outside:
             assert error_of(await add_path(client, path)) == (400, "invalid_value", "path"), path
         assert studio.loaded == {}

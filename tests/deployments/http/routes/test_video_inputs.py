@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from deployments.clips.clips import Clips
+from deployments.http.context import ApiContext
 from pipelines.media.clip import encode_clip
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.routes.test_videos import finished
@@ -81,6 +82,14 @@ async def test_length_rate_and_size_are_what_the_request_says(client: httpx.Asyn
     assert levels(studio) == pytest.approx([*LEVELS[::2][:5]], abs=TOLERANCE)
     request = studio.performed[-1]
     assert (request.width, request.height, request.num_frames, request.strength) == (64, 64, 5, 0.75)
+
+
+async def test_a_clip_whose_nearest_size_is_no_fixed_point(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    """The nearest size of 32x146 is 32x144, and that of 32x144 is 32x128: it is chosen once."""
+    file = encode_clip(np.full((5, 146, 32, 3), 90, np.uint8), FPS)
+    record = await made(client, await client.post(VIDEOS, json={"prompt": "a", "video": data_url(file, "video/mp4")}))
+    assert record["size"] == "32x144"
+    assert levels(studio) == pytest.approx([90] * 5, abs=TOLERANCE)
 
 
 async def test_a_model_that_goes_on_from_a_clip_makes_its_own_length(
@@ -253,6 +262,28 @@ async def test_frames_of_requests_under_way_take_no_more_memory_than_there_is(
         may_go.set()
         assert (await first).status_code == 200
         assert (await client.post(VIDEOS, json=body)).status_code == 200
+
+
+async def test_a_file_by_its_id_takes_memory_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, may_go, decode = asyncio.Event(), asyncio.Event(), ApiContext._decoded
+
+    async def slow(*args: Any) -> Any:
+        if not entered.is_set():
+            entered.set()
+            await may_go.wait()
+        return await decode(*args)
+
+    monkeypatch.setattr(ApiContext, "_decoded", slow)
+    limits: dict[str, Any] = {"max_body_bytes": 2 * len(FILE), "max_open_upload_bytes": len(FILE)}
+    async with client_of(build(FakeStudio(takes_clips=True), tmp_path, **limits)) as client:
+        form: dict[str, Any] = {"data": {"purpose": "user_data"}, "files": {"file": ("a.mp4", FILE)}}
+        body = {"prompt": "a", "video": (await client.post("/v1/files", **form)).json()["id"]}
+        first = asyncio.create_task(client.post(VIDEOS, json=body))
+        async with asyncio.timeout(PATIENCE_S):
+            await entered.wait()
+        assert error_of(await client.post(VIDEOS, json=body), 503)["code"] == "server_full"
+        may_go.set()
+        assert (await first).status_code == 200
 
 
 async def test_models_say_that_they_take_clips(client: httpx.AsyncClient) -> None:

@@ -298,3 +298,40 @@ def test_frames_that_grow_are_no_way_round_the_limit() -> None:
     assert read(file.getvalue()).num_frames == 2
     error = refusal(file.getvalue(), PictureLimits(max_video_pixels=2 * WIDTH * HEIGHT))
     assert error.code in ("bad_video", "video_too_large")
+
+
+def of_boxes(container: str, flags: str) -> bytes:
+    """Return a clip whose index is as ``flags`` of FFmpeg say."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=container, options={"movflags": flags}) as output:
+        stream: Any = output.add_stream("libx264", rate=FPS)
+        stream.height, stream.width, stream.pix_fmt = HEIGHT, WIDTH, "yuv420p"
+        for level in LEVELS:
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(grey(level), format="rgba")))
+        output.mux(stream.encode(None))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("flags", ["write_colr", "frag_keyframe+empty_moov", "dash"])
+def test_indices_of_fragments_are_read(flags: str) -> None:
+    data = of_boxes("mp4", flags)
+    assert (b"sidx" in data) == (flags == "dash")
+    assert levels(read(data)) == pytest.approx(LEVELS, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags", "number", "told"),
+    [
+        (b"stsz", "write_colr", 1 << 28, "268435456 samples and 1 edits"),
+        (b"trun", "frag_keyframe+empty_moov", 1 << 28, "268435456 samples"),
+        (b"elst", "write_colr", 1 << 24, "6 samples and 16777216 edits"),
+    ],
+)
+def test_a_small_file_with_a_large_index_is_refused(kind: bytes, flags: str, number: int, told: str) -> None:
+    """It would take gigabytes."""
+    data = of_boxes("mov", flags)
+    at = data.index(kind) + 8
+    head = (1).to_bytes(4, "big") if kind == b"stsz" else b""  # all samples are of one byte
+    data = data[:at] + head + number.to_bytes(4, "big") + data[at + len(head) + 4 :]
+    error = refusal(data)
+    assert (error.code, told in str(error)) == ("video_too_large", True)
