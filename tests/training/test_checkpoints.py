@@ -80,11 +80,12 @@ def test_one_seed_gives_one_picture(flux: Any) -> None:
 LIKENESS = float(load_config("laptop").app.models[0].recipes["four-steps"].likeness or 0)
 ADAPTER = CHECKPOINTS / "flux-shapes" / "recipes" / "four-steps.safetensors"
 
+WITH_ADAPTER = ("--adapter", str(ADAPTER))
+
 
 def scored(num_prompts: int, *options: str) -> dict[str, Any]:
-    """What the evaluation says of four steps, with the shipped adapter or without it."""
-    steps = ("--model", "flux-shapes", "--steps", "4", "--likeness", "--prompts", str(num_prompts))
-    return evaluate(options_of([*steps, *options]))
+    """What the evaluation says of so many held-out prompts."""
+    return evaluate(options_of(["--model", "flux-shapes", "--prompts", str(num_prompts), *options]))
 
 
 def test_the_adapter_brings_four_steps_near_to_twenty(flux: Any) -> None:
@@ -100,8 +101,8 @@ def test_the_adapter_brings_four_steps_near_to_twenty(flux: Any) -> None:
 @pytest.mark.slow
 def test_four_steps_with_the_adapter_are_right() -> None:
     """At least nine in ten of what 20 steps show, in two steps as well, where the model itself fails."""
-    own, adapted = scored(48, "--steps", "20"), scored(48, "--adapter", str(ADAPTER))
-    two, adapted_two = scored(48, "--steps", "2"), scored(48, "--adapter", str(ADAPTER), "--steps", "2")
+    own, adapted = scored(48), scored(48, "--steps", "4", "--likeness", *WITH_ADAPTER)
+    two, adapted_two = scored(48, "--steps", "2"), scored(48, "--steps", "2", *WITH_ADAPTER)
     shares = [one["checks"]["all"]["share"] for one in (own, adapted, two, adapted_two)]
     assert min(shares[1], shares[3]) >= 0.9 * shares[0]
     assert shares[2] < 0.85 * shares[0]

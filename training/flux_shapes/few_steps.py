@@ -8,6 +8,7 @@ the latents lie on the teacher's paths, half on the student's own, so that it le
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 from collections import deque
 from dataclasses import dataclass, replace
@@ -48,7 +49,8 @@ ADAPTED = rf"(single_)?transformer_blocks\..*\.({'|'.join(LAYERS)})"
 """Every linear layer of the blocks."""
 MAIN_SHARE = 0.7
 """Share of the steps that show the main size."""
-ROUNDS_KEPT = 32
+NUM_ROUNDS = 32
+"""Rounds of lessons in the store of each size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,14 +73,14 @@ def noise_levels(size: Size, num_steps: int) -> Tensor:
 
 
 class Lessons:
-    """The newest lessons of each size. `teacher` and `student` share the text encoders' weights."""
+    """The newest lessons of each size. `teacher` and `student` have the same text encoders."""
 
     def __init__(self, teacher: FluxModel, student: FluxModel, args: argparse.Namespace, device: str) -> None:
         self.teacher, self.student, self.args, self.device = teacher, student, args, device
         self.rng, self.calls = random.Random(args.seed), 0
         captions = captioned_stills(args.captions, args.seed).captions
         self.clip_ids, self.t5_ids = (ids.to(device) for ids in (token_ids(one, captions) for one in args.tokenizers))
-        self.kept: dict[Size, deque[Lesson]] = {size: deque(maxlen=ROUNDS_KEPT * args.num_steps) for size in SIZES}
+        self.store: dict[Size, deque[Lesson]] = {size: deque(maxlen=NUM_ROUNDS * args.num_steps) for size in SIZES}
 
     def text(self, row_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return the encoded captions of these rows."""
@@ -110,7 +112,7 @@ class Lessons:
                 velocity = self.velocity(self.teacher, end, torch.full_like(sigma_B, sigma), text)
                 end = end + (following - sigma) * unpack(velocity, height, width)
             mean = pack(end - latents) / (levels[-1] - levels[0])
-            self.kept[size].append(Lesson(latents_BCHW=latents, sigma_B=sigma_B, velocity_BSD=mean, row_B=row_B))
+            self.store[size].append(Lesson(latents_BCHW=latents, sigma_B=sigma_B, velocity_BSD=mean, row_B=row_B))
             own = self.velocity(self.student, latents[:half], sigma_B[:half], (text[0][:half], text[1][:half]))
             own = latents[:half] + (levels[-1] - levels[0]) * unpack(own, height, width)
             latents = torch.cat([own, end[half:]])
@@ -118,16 +120,16 @@ class Lessons:
     def loss(self) -> Tensor:
         """Return the squared error of the student's velocity over a batch of lessons, some of them new."""
         size = self.next_size()
-        if self.calls % self.args.refresh_every == 0 or not self.kept[size]:
+        if self.calls % self.args.refresh_every == 0 or not self.store[size]:
             self.refresh(size)
         self.calls += 1
-        kept, batch = self.kept[size], self.args.batch
-        index = torch.randint(len(kept) * batch, (batch,)).tolist()
-        picked = [(kept[number // batch], number % batch) for number in index]
-        latents = torch.stack([lesson.latents_BCHW[place] for lesson, place in picked])
-        sigma_B = torch.stack([lesson.sigma_B[place] for lesson, place in picked])
-        target = torch.stack([lesson.velocity_BSD[place] for lesson, place in picked])
-        row_B = torch.stack([lesson.row_B[place] for lesson, place in picked])
+        store, batch = self.store[size], self.args.batch
+        index = torch.randint(len(store) * batch, (batch,)).tolist()
+        examples = [(store[number // batch], number % batch) for number in index]
+        latents = torch.stack([lesson.latents_BCHW[place] for lesson, place in examples])
+        sigma_B = torch.stack([lesson.sigma_B[place] for lesson, place in examples])
+        target = torch.stack([lesson.velocity_BSD[place] for lesson, place in examples])
+        row_B = torch.stack([lesson.row_B[place] for lesson, place in examples])
         prediction = self.velocity(self.student, latents, sigma_B, self.text(row_B))
         return (prediction - target).square().mean()
 
@@ -154,10 +156,14 @@ def accelerate(model: FluxModel, device: str) -> FluxModel:
 
 def train(args: argparse.Namespace) -> None:
     """Run the training and export the averaged adapter."""
+    if args.teacher_steps % args.num_steps:
+        raise ValueError(
+            f"teacher-steps is {args.teacher_steps}; it must be a multiple of num-steps, which is {args.num_steps}"
+        )
     prepare(args.seed)
     device, _ = device_of(args)
-    teacher, args.tokenizers = start(args.checkpoint)
-    student = with_adapter(start(args.checkpoint)[0], args.rank)
+    teacher, args.tokenizers = start(args.start)
+    student = with_adapter(copy.deepcopy(teacher), args.rank)
     teacher.requires_grad_(False)
     lessons = Lessons(accelerate(teacher, device), accelerate(student, device), args, device)
     budget = replace(budget_of(args, args.out), decay_from=0.3)
@@ -169,8 +175,7 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = run_options(__doc__, minutes=12.0, learning_rate=2e-3)
-    parser.set_defaults(batch=16)
-    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT)
+    parser.set_defaults(batch=16, start=CHECKPOINT)
     parser.add_argument("--export", type=Path, required=True, help="folder of the adapter")
     parser.add_argument("--captions", type=int, default=20_000)
     parser.add_argument("--rank", type=int, default=16)
