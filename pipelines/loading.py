@@ -132,18 +132,26 @@ def _download(hub_id: str, files: list[str]) -> Path:
         ) from error
 
 
+def local_path(source: str) -> Path:
+    """Return the file or folder of ``source``, perhaps a shipped checkpoint's; a hub id's does not exist."""
+    return SHIPPED / source if not Path(source).exists() and (SHIPPED / source).is_dir() else Path(source)
+
+
 def resolve_file(source: str, name: str, usual: tuple[str, ...], *, beside: tuple[str, ...] = ()) -> Path:
-    """Return the safetensors file of ``source``: itself, or ``name`` in a folder or a repository of the hub.
+    """Return the safetensors file of ``source``: itself, or ``name`` in a folder, a shipped checkpoint or a hub id.
 
     Without a ``name``, return one of the ``usual`` names or the only file. Files ``beside`` it are downloaded as well.
     ValueError lists the files.
     """
-    path = Path(source)
+    path = local_path(source)
     if path.is_file():
         return path
     if not path.is_dir():
         if not _HUB_ID.fullmatch(source):
-            raise ValueError(f"no adapter {source!r}: give a safetensors file, a folder, or a hub id like owner/name")
+            raise ValueError(
+                f"no adapter {source!r}: give a safetensors file, a folder, a hub id like owner/name, or "
+                f"{_shipped_names()}"
+            )
         path = _download(source, [*((name,) if name else usual), *beside])
     if name and (path / name).is_file():
         return path / name

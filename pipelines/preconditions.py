@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from pipelines.checkpoint import Checkpoint
 from pipelines.directory import DENOISERS, GGUF, gguf_in, part_class, part_folder, quantiser_of, read_config, read_index
-from pipelines.loading import resolve_file
+from pipelines.loading import local_path, resolve_file
 from pipelines.lora.source import ADAPTER_FILES, LoraSource
 
 INDEX = "*.safetensors.index.json"
@@ -37,7 +37,7 @@ def adapter_problems(checkpoint: Checkpoint, sources: Iterable[LoraSource]) -> I
         if source.part and part_class(checkpoint.path, source.part) is None:
             yield f"an adapter for part {source.part!r}, which the model does not have"
         if (
-            Path(source.path).exists()
+            local_path(source.path).exists()
             or source.path.startswith(("/", ".", "~"))
             or source.path.endswith(".safetensors")
         ):

@@ -22,7 +22,7 @@ class Recipe:
     """Defaults of the requests that name it. Empty and None: as the model has them."""
 
     path: str = ""
-    """Its adapter: a file, a folder or a hub id. It has the recipe's name."""
+    """Its adapter: a file, a folder, a shipped checkpoint's name or a hub id. It has the recipe's name."""
     file: str = ""
     """The file in that folder or repository."""
     path_2: str = ""

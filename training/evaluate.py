@@ -9,12 +9,14 @@ import json
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import skimage.metrics
 import torch
 from diffusers import FluxPipeline, WanPipeline
 
@@ -162,6 +164,28 @@ def paint_videos(pipeline: Any, prompts: list[str], args: argparse.Namespace, se
     return [(video * 255).round().astype(np.uint8) for video in videos]
 
 
+def likeness(pipeline: Any, args: argparse.Namespace, wording: str) -> dict[str, float]:
+    """Return SSIM (Wang et al., 2004; mean, lowest) and PSNR (median) of stills to those of the same seeds that the
+    model paints with its own steps and without the adapter."""
+    prompts = [text for _, text in held_out_prompts(args.prompts, args.seed, wording)]
+    given = _paint(pipeline, prompts, args)
+    own = argparse.Namespace(**vars(args) | {"steps": None, "guidance": None})
+    if args.adapter:
+        pipeline.disable_lora()
+    expected = _paint(pipeline, prompts, own)
+    if args.adapter:
+        pipeline.enable_lora()
+    metrics: Any = skimage.metrics  # its functions have no types
+    pairs = list(zip(given, expected, strict=True))
+    ssim = [metrics.structural_similarity(one, other, channel_axis=-1) for one, other in pairs]
+    psnr_db = np.median([metrics.peak_signal_noise_ratio(other, one) for one, other in pairs])
+    return {
+        "ssim": round(float(np.mean(ssim)), 4),
+        "lowest_ssim": round(float(min(ssim)), 4),
+        "psnr_db": round(float(psnr_db), 2),
+    }
+
+
 def _batches(prompts: list[Any], size: int) -> list[list[Any]]:
     return [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
@@ -194,11 +218,16 @@ def summary(scored: list[tuple[str, Checks]]) -> dict[str, dict[str, float]]:
     return {name: {"share": round(sum(r) / len(r), 4), "prompts": len(r)} for name, r in results.items()}
 
 
-def load(model: str, checkpoint: Path | None = None, dtype: torch.dtype = torch.float32) -> Any:
-    """Returns diffusers' own pipeline of a model, the shipped one unless another checkpoint is given."""
+def load(
+    model: str, checkpoint: Path | None = None, dtype: torch.dtype = torch.float32, adapter: Path | None = None
+) -> Any:
+    """Returns diffusers' own pipeline of a model, the shipped one unless another checkpoint is given, perhaps with a
+    LoRA adapter."""
     pipeline: Any = FluxPipeline if model == "flux-shapes" else WanPipeline
     pipeline = pipeline.from_pretrained(checkpoint or CHECKPOINTS / model, torch_dtype=dtype)
     pipeline.set_progress_bar_config(disable=True)
+    if adapter:
+        pipeline.load_lora_weights(adapter.parent, weight_name=adapter.name)
     return pipeline
 
 
@@ -217,19 +246,25 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     """Paints and judges the held-out prompts, prints those that failed if asked to, and returns settings and shares:
     those of the first wording and length as "checks", and of each further one under its name."""
     args = with_shipped_settings(args, args.model)
-    pipeline = load(args.model, args.checkpoint, getattr(torch, args.dtype)).to(args.device)
-    start_s, names, shares = time.monotonic(), iter(["checks"]), {}
+    pipeline = load(args.model, args.checkpoint, getattr(torch, args.dtype), args.adapter).to(args.device)
+    start_s, names = time.monotonic(), iter(["checks"])
+    shares: dict[str, dict[str, Any]] = {}
     for wording, tokens in product(args.wordings, args.lengths):
         name = next(names, f"checks ({wording} wording, {tokens} tokens)")
         shares[name] = summary(_score(pipeline, argparse.Namespace(**vars(args) | {"tokens": tokens}), wording))
+    if args.likeness:
+        shares["likeness"] = likeness(pipeline, args, args.wordings[0])
     settings = {name: getattr(args, name) for name in SETTINGS}
     return {**settings, "wall_s": round(time.monotonic() - start_s, 1), **shares}
 
 
-def main() -> None:
+def options_of(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options in `words`, by default those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=("flux-shapes", "wan-shapes"), required=True)
     parser.add_argument("--checkpoint", type=Path, help="default: the shipped one")
+    parser.add_argument("--adapter", type=Path, help="file of a LoRA adapter")
+    parser.add_argument("--likeness", action="store_true", help="of stills to those of the model's own steps, too")
     parser.add_argument("--prompts", type=int, default=240)
     parser.add_argument("--batch", type=int, default=24)
     for name, kind in (("--height", int), ("--width", int), ("--steps", int), ("--guidance", float)):
@@ -240,7 +275,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--verbose", action="store_true", help="print the prompts that failed")
-    print(json.dumps(evaluate(parser.parse_args())))
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    print(json.dumps(evaluate(options_of())))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``troupe demo``: make a picture, an edit of it and a clip through the HTTP server, with the shipped models."""
+"""``troupe demo``: make a picture, the same by a recipe, an edit and a clip over HTTP, with the shipped models."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from deployments.cli.progress import console, started_temporarily
 from deployments.cli.serving import load_config
 
 PICTURE = ("a small red circle above a large blue square on a white background", "picture.png")
+BY_RECIPE = (PICTURE[0], "recipe.png")
 EDIT = ("make the circle green", "edited.png")
 CLIP = ("a green triangle moves from left to right on a black background", "clip.mp4")
 
 
 def demo(out: Path, seed: int = 0) -> None:
-    """Write ``picture.png``, ``edited.png`` and ``clip.mp4`` to ``out``; print their paths and timings."""
+    """Write two pictures, an edit and a clip to ``out``; print their paths and timings."""
     start_s = time.perf_counter()
     with started_temporarily(load_config("laptop")) as url, Client(url) as client:
         console.print(f"started in {time.perf_counter() - start_s:.1f} s")
         models, picture = client.models(), out / PICTURE[1]
-        for (prompt, name), model, images in (
-            (PICTURE, _first(models, "image"), []),
-            (EDIT, _first(models, "image", edits=True), [picture]),
-            (CLIP, _first(models, "video"), []),
+        drawing = _first(models, "image")
+        for (prompt, name), options, images in (
+            (PICTURE, {"model": drawing}, []),
+            (BY_RECIPE, {"model": drawing, "recipe": _recipe(models, drawing)}, []),
+            (EDIT, {"model": _first(models, "image", edits=True)}, [picture]),
+            (CLIP, {"model": _first(models, "video")}, []),
         ):
-            generate(client, prompt, out / name, {"model": model, "seed": seed}, images)
+            generate(client, prompt, out / name, {**options, "seed": seed}, images)
     console.print(f"everything took {time.perf_counter() - start_s:.1f} s")
 
 
@@ -39,3 +42,8 @@ def _first(models: Iterable[Mapping[str, Any]], kind: str, *, edits: bool = Fals
         for model in models
         if model["kind"] == kind and bool(model["defaults"].get("min_pictures")) is edits
     )
+
+
+def _recipe(models: Iterable[Mapping[str, Any]], name: str) -> str:
+    """Return the first recipe of the model ``name``."""
+    return next(str(recipe) for model in models if model["id"] == name for recipe in model["recipes"])

@@ -17,7 +17,7 @@ from engines.core.parcel import Shapes
 from engines.core.storage import device_name, file_about
 from engines.gang.eta.measured_times import MeasuredTimes, StepTimes
 from engines.gang.eta.prediction import rough_step_s
-from pipelines.loading import HUB_FILES
+from pipelines.loading import HUB_FILES, local_path
 from pipelines.request import MediaRequest
 from pipelines.single_file import split_source
 
@@ -120,8 +120,9 @@ def _single_files(model: ModelConfig) -> Iterable[Path]:
     if file is not None:
         yield file
     for lora in model.adapters:
-        path = Path(lora.path)
-        yield from sorted(path.glob("*.safetensors")) if path.is_dir() else [path] if path.is_file() else []
+        path = local_path(lora.path)
+        files = [path] if path.is_file() else [*path.glob("*.safetensors"), *([path / lora.file] if lora.file else [])]
+        yield from sorted({file for file in files if file.is_file()})
 
 
 def _state(path: Path) -> tuple[str, int, int | str]:

@@ -85,8 +85,8 @@ def autotuned_engine(
         return _configured(make(strategy=decision.specs), decision, options)
     step, lock = choosing.typical_step(), GangLock(choosing.lock)
     with lock.held():
-        settings: dict[str, Any] = {"device": model.device, "num_branches": max(len(step), MIN_BRANCHES)}
-        plans = forecasts(model, precision=scheme_of(precision) or "native", attention=attention, **settings, **gang)
+        gang |= {"device": model.device, "num_branches": max(len(step), MIN_BRANCHES)}
+        plans = forecasts(model, precision=scheme_of(precision) or "native", attention=attention, **gang)
     branches = step if model.weights is None else ()
     sizes = [size for size in plans if size > 1 and (choosing.every_team or size == max(plans))] if branches else []
     candidates = (spec for size in sizes for plan in plans[size] for spec in plan.shortlist())
@@ -103,7 +103,7 @@ def autotuned_engine(
     if engine.division.has_teams_for(decision.specs):
         engine.division.use(decision.specs)
     else:  # another gang decided first, for a strategy that was no candidate here
-        fast_weights = engine.fast_weights
+        fast_weights = engine.fast_weights  # released by close
         engine.close()
         engine = make(strategy=decision.specs, fast_weights=fast_weights)
     return _configured(engine, decision, options)

@@ -21,7 +21,7 @@ class LoraSource:
     """An adapter, by its place and use. Adapters for several parts may share a name."""
 
     path: str
-    """A file, a folder or a hub id."""
+    """A file, a folder, the name of a shipped checkpoint or a hub id."""
     file: str = ""
     """The file in that folder or repository."""
     name: str = ""

@@ -22,7 +22,7 @@ INK_2 = {"name": "ink", "path": "b.safetensors", "scale": 0.7, "part": "transfor
 def served_with(loras: Any, **denoiser: Any) -> Any:
     document = copy.deepcopy(LAPTOP)
     model = document["applications"][0]["args"]["models"][0]
-    model["loras"] = loras
+    model |= {"loras": loras, "recipes": {}}
     model["denoiser"] |= denoiser
     return parse_config(document).app
 

@@ -55,6 +55,7 @@ def outputs(notebook: nbformat.NotebookNode, kind: str) -> list[str]:
 NOTEBOOK = ROOT / "notebooks" / "01_first_picture.ipynb"
 YOUR_OWN = ROOT / "notebooks" / "02_your_own_model.ipynb"
 UNDER_LOAD = ROOT / "notebooks" / "03_under_load.ipynb"
+RECIPES = ROOT / "notebooks" / "05_recipes.ipynb"
 CLUSTER = ROOT / "notebooks" / "06_cluster.ipynb"
 
 
@@ -135,6 +136,25 @@ def test_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for plot in outputs(notebook, "image/png"):
         assert np.ptp(np.asarray(Image.open(io.BytesIO(b64decode(plot))).convert("RGB"))) > 100
     assert len(outputs(notebook, "image/png")) == 2
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe is listed, and its pictures are more right and nearer to those of 20 steps than without it."""
+    monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path))
+    notebook = read(RECIPES)
+    run(notebook, tmp_path)
+    printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
+    assert "flux-shapes:four-steps" in printed
+    rows = re.findall(r"^(.+?) +(\d+) +[\d.]+ +([\d.]+) +([\d.]+)$", printed, re.M)
+    steps, right, ssim = ({row[0]: float(row[column]) for row in rows} for column in (1, 2, 3))
+    assert list(steps.values()) == [20, 4, 4, 2, 2]
+    assert right["four-steps"] >= 0.9 * right["20 steps"]
+    assert ssim["four-steps"] > ssim["4 steps"]
+    assert right["four-steps, 2 steps"] > right["2 steps"]
+    (grid,) = outputs(notebook, "image/png")
+    assert np.ptp(np.asarray(Image.open(io.BytesIO(b64decode(grid))).convert("RGB"))) > 100
 
 
 @pytest.mark.ray

@@ -100,12 +100,15 @@ def test_demo_paints_edits_and_films(url: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("deployments.cli.demo.started_temporarily", lambda config: nullcontext(url))
     result = troupe("demo", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    for name in ("picture.png", "edited.png", "clip.mp4"):
+    for name in ("picture.png", "recipe.png", "edited.png", "clip.mp4"):
         assert_is_media((tmp_path / name).read_bytes())
         (line,) = [line for line in result.output.splitlines() if line.startswith(str(tmp_path / name))]
         assert all(stage in line for stage in ("queue", "encode", "denoise", "decode", "total"))
     assert result.output.count(f"step {NUM_STEPS} of {NUM_STEPS}") >= 3
-    before, after = (np.asarray(Image.open(tmp_path / name)).astype(int) for name in ("picture.png", "edited.png"))
+    assert "step 4 of 4" in result.output
+    names = ("picture.png", "recipe.png", "edited.png")
+    before, by_recipe, after = (np.asarray(Image.open(tmp_path / name)).astype(int) for name in names)
+    assert 0 < np.abs(by_recipe - before).mean() < 5, "it is another picture, but hardly"
     assert 2 < np.abs(after - before).mean() < 20, "one shape has another colour"
 
 

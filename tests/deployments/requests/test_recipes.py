@@ -21,8 +21,8 @@ from deployments.requests.rules import choose_steps
 from deployments.requests.validation import validated
 from deployments.service.interface import ModelCard
 from pipelines.checkpoint import Checkpoint
-from pipelines.loading import PUBLISHED
-from pipelines.lora.source import LoraSource
+from pipelines.loading import PUBLISHED, resolve_file, resolve_path
+from pipelines.lora.source import ADAPTER_FILES, LoraSource
 from pipelines.recipes import Recipe, merged
 from pipelines.request import Lora, MediaRequest
 from pipelines.solver import Solver, SolverLimits
@@ -150,6 +150,43 @@ def test_a_configuration_names_recipes_and_their_adapters() -> None:
     assert card.loras == (Lora(name="two", scale=0.5),)
     body = with_recipe(validated(ImageBody, {"prompt": "a", "recipe": "few"}), card)
     assert (body.num_inference_steps, body.flow_shift) == (4, 2.0)
+
+
+def test_the_laptops_model_lists_its_recipe() -> None:
+    app = parse_config(LAPTOP).app
+    model, by_recipe, *_ = Model.all_of(make_cards(app)["flux-shapes"])
+    (source,) = app.models[0].adapters
+    assert adapter_bytes(source) < 3_000_000
+    assert (by_recipe.id, model.loras) == ("flux-shapes:four-steps", ())
+    changed = model.recipes["four-steps"]
+    assert 0.9 < changed.pop("likeness") < 1
+    assert changed == {
+        "num_inference_steps": 4,
+        "guidance_scale": 3.5,
+        "lora": [{"name": "four-steps", "scale": 1.0}],
+    }
+
+
+def adapter_bytes(source: LoraSource) -> int:
+    return resolve_file(source.path, source.file, ADAPTER_FILES).stat().st_size
+
+
+@pytest.mark.torch
+def test_the_laptops_recipe_equals_diffusers() -> None:
+    """Its picture is that of diffusers' own pipeline with the adapter and the settings of the configuration."""
+    from engines.core.tensors import relative_difference
+    from tests.pipelines.lora.support.jobs import TOLERANCE, Setting, expected, painted
+
+    app = parse_config(LAPTOP).app
+    (source,) = app.models[0].adapters
+    cards, body = make_cards(app), {"prompt": "a yellow star", "model": "flux-shapes", "size": "64x64", "seed": 3}
+    plain, by_recipe = (handle_request(cards, "id", {**body, **more})[0] for more in ({}, {"recipe": "four-steps"}))
+    plain = replace(plain, num_inference_steps=by_recipe.num_inference_steps)
+    folder, file = resolve_path("flux-shapes"), resolve_file(source.path, source.file, ADAPTER_FILES)
+    ours = painted(folder, app.models[0].adapters, [plain, by_recipe], Setting())
+    for latents, request, adapters in zip(ours, (plain, by_recipe), ((), ((file, 1.0),)), strict=True):
+        assert relative_difference(latents, expected(folder, request, adapters)) <= TOLERANCE
+    assert relative_difference(ours[1], ours[0]) > 0.05, "the adapter is there"
 
 
 @pytest.mark.parametrize(

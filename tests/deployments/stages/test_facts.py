@@ -44,9 +44,10 @@ def folder(tmp_path: Path) -> Path:
         "transformer/config.json",
         "transformer/weights.safetensors",
         "lora/a.safetensors",
+        "loras/new/b.safetensors",
     ):
         path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
         os.utime(path, (1000.0, 1000.0))
     return tmp_path
@@ -58,7 +59,8 @@ def replaced(path: Path) -> None:
 
 
 def facts_of(folder: Path) -> dict[str, str]:
-    model = ModelConfig(name="m", path=str(folder), loras=[LoraSource(path=str(folder / "lora"))])
+    named = LoraSource(name="b", path=str(folder / "loras"), file="new/b.safetensors")
+    model = ModelConfig(name="m", path=str(folder), loras=[LoraSource(path=str(folder / "lora")), named])
     return measured_times.model_facts(model, folder)
 
 
@@ -68,6 +70,7 @@ def facts_of(folder: Path) -> dict[str, str]:
         ("transformer/weights.safetensors", True),
         ("transformer/config.json", True),
         ("lora/a.safetensors", True),
+        ("loras/new/b.safetensors", True),
         ("README.md", False),
         ("transformer/log.out", False),
     ],

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
-from pipelines.lora.source import LoraSource
+from pipelines.loading import SHIPPED, resolve_file
+from pipelines.lora.source import ADAPTER_FILES, LoraSource
+from pipelines.preconditions import adapter_problems
 from pipelines.run import load_pipeline
 from tests.pipelines.lora.support.tiny_lora import adapted, reference, request_of, write_lora, write_peft
 from tests.pipelines.support.checkpoints import tiny
@@ -169,3 +171,19 @@ def test_which_file_is_meant(small: Callable[[str], Path], tmp_path: Path) -> No
         painted(folder, LoraSource(path="nowhere"))
     with pytest.raises(ValueError, match="not in the hub cache"):
         painted(folder, LoraSource(path="owner/nothing"))
+
+
+def test_a_shipped_checkpoint_is_a_folder_of_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its name, unless there is a folder of this name; a file that it does not have is told before the start."""
+    name, file = "flux-shapes", "recipes/four-steps.safetensors"
+    assert resolve_file(name, file, ADAPTER_FILES) == SHIPPED / name / file
+    assert list(adapter_problems(Checkpoint.open(name), [LoraSource(path=name, file=file)])) == []
+    (problem,) = adapter_problems(Checkpoint.open(name), [LoraSource(path=name, file="a.safetensors")])
+    assert "Say file: NAME" in problem
+    with pytest.raises(ValueError, match=r"no adapter 'other-shapes': .* or one of flux-shapes"):
+        resolve_file("other-shapes", "", ADAPTER_FILES)
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / name / file
+    own.parent.mkdir(parents=True)
+    own.touch()
+    assert resolve_file(name, file, ADAPTER_FILES).resolve() == own
