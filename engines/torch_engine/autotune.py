@@ -94,8 +94,7 @@ def autotuned_engine(
     tuner = Autotuner(model, engine, branches, plans, lock)
     for size in sizes:
         tuner.tune_strategy(size)
-    exchange = tuner.fastest_exchange(peer_memory=options.peer_memory == "auto")
-    specs = engine.division.specs
+    exchange, specs = tuner.fastest_exchange(peer_memory=options.peer_memory == "auto"), engine.division.specs
     fastest = Decision(specs=specs, exchange=exchange, estimates=estimates_of(plans, specs))
     decision = from_rank_0(lambda: file.write(fastest, tuner.times_ms))
     fields = {"file": str(file.path), "times_ms": tuner.times_ms}
