@@ -291,7 +291,7 @@ class Checkpoint:
         """The loaded pipeline of diffusers, for models that run as a whole."""
         from pipelines.whole_pipeline import load_whole
 
-        return load_whole(cast("WholeSpec", self.spec), str(self.path), self.device, self.dtype)
+        return load_whole(cast("WholeSpec", self.spec), self.path, self.device, self.dtype)
 
     def _whole_denoiser(self) -> DenoiserModel:
         """Return all models of a whole pipeline, for their memory; its own engine calls none of them itself."""

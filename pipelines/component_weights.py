@@ -29,10 +29,10 @@ READS = (Tensor.item, Tensor.__float__, Tensor.tolist)
 """Methods with which a translation reads a tensor, such as an alpha, as a number."""
 
 
-def load_folder(spec: Any, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+def load_folder(spec: Any, folder: Path, device: torch.device, dtype: torch.dtype, *, dequantise: bool = True) -> Any:
     """Return the model of ``spec``, a component of diffusers' modular pipelines, whose files are in ``folder``.
 
-    Weights of a library's quantiser are dequantised in diffusers' models, and stay quantised in those of transformers.
+    Weights of a library's quantiser are dequantised in diffusers' models if requested, in those of transformers never.
     ValueError names tensors if files and model do not match, or a value is not finite.
     """
     kind, quantiser = spec.type_hint, quantiser_of(folder)
@@ -62,7 +62,7 @@ def load_folder(spec: Any, folder: Path, device: torch.device, dtype: torch.dtyp
         missing=[*report["missing_keys"], *mismatched],
         unread=unread if is_own else _names_of_present_modules(model, unread),
     )
-    if quantiser and not is_own:
+    if quantiser and not (is_own and dequantise):
         return model
     if quantiser:
         model = model.dequantize()

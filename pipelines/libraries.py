@@ -53,16 +53,23 @@ def _import_without_extras() -> None:
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Suppress Python's warnings, and logs of diffusers and transformers below errors, inside the block.
+    """Suppress warnings, transformers' progress bars, and both libraries' logs below errors, inside the block.
 
-    Both are imported here, since each sets its level at import.
+    Both libraries are imported here, since each sets its level at import.
     """
     names = ("diffusers", "transformers")
     for name in names:
         importlib.import_module(name)
+    bars = importlib.import_module("transformers.utils.logging")
+    had_bars = bars.is_progress_bar_enabled()
     with log_level(logging.ERROR, *names), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        bars.disable_progress_bar()
+        try:
+            yield
+        finally:
+            if had_bars:
+                bars.enable_progress_bar()
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from safetensors import SafetensorError, safe_open
 
@@ -12,6 +13,9 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.directory import DENOISERS, GGUF, gguf_in, part_class, part_folder, quantiser_of, read_config, read_index
 from pipelines.loading import local_path, resolve_file
 from pipelines.lora.source import ADAPTER_FILES, LoraSource
+
+if TYPE_CHECKING:
+    from pipelines.models.generic.whole import WholeSpec
 
 INDEX = "*.safetensors.index.json"
 PLAIN, PLAIN_BLOCK = "AutoencoderKL", "UpDecoderBlock2D"
@@ -22,6 +26,15 @@ GGUF_MAGIC = b"GGUF"
 
 def weight_problems(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield the problems of the weights in the folder and in the single file beside it, one sentence each."""
+    problems = [*_files_problems(checkpoint)]
+    yield from problems
+    if checkpoint.spec.is_whole and not problems:
+        from pipelines.whole_pipeline import part_problems
+
+        yield from part_problems(cast("WholeSpec", checkpoint.spec), checkpoint.path)
+
+
+def _files_problems(checkpoint: Checkpoint) -> Iterator[str]:
     parts = (part for part, entry in read_index(checkpoint.path).items() if isinstance(entry, list))
     for part in parts:
         is_replaced = checkpoint.file is not None and part in DENOISERS

@@ -9,28 +9,38 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from threading import Semaphore, Thread
 from typing import Any
 
 import numpy as np
 import torch
+from diffusers import ConfigMixin, ModelMixin
 from diffusers.guiders.guider_utils import BaseGuidance
+from diffusers.modular_pipelines.modular_pipeline_utils import ComponentSpec
+from diffusers.pipelines.pipeline_loading_utils import simple_get_class_obj
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 from numpy.typing import NDArray
 from PIL.Image import Image
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from engines.core.engine import JobFailedError
+from engines.core.logs import log_level
 from engines.core.model import Branch
 from pipelines.blocks.decoder import BlocksDecoder, DecodedMedia
 from pipelines.blocks.encoder import BlocksEncoder, Conditioning
 from pipelines.blocks.opened import inputs_of
 from pipelines.blocks.sampler import BlocksSampler, check_finite
+from pipelines.component_weights import has_scales, load_folder
 from pipelines.defaults import Defaults
+from pipelines.directory import gguf_in, quantiser_of
+from pipelines.libraries import quiet_libraries
 from pipelines.models.generic.whole import CONTROL_SCALE, REFERENCES, WholeSpec
 from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaRequest
 
@@ -384,11 +394,59 @@ class WholeDecoder(BlocksDecoder):
         return self.decode(latents, request)
 
 
-def load_whole(spec: WholeSpec, path: str, device: torch.device, dtype: torch.dtype) -> Any:
-    """Return the pipeline with its weights, as a user loads it, without progress bars."""
-    pipeline = spec.pipeline_class.from_pretrained(path, dtype=dtype).to(device)
+def load_whole(spec: WholeSpec, path: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """Return the pipeline in the folder ``path`` with its weights, without progress bars.
+
+    Weights are those that a user loads. ValueError names tensors that are missing, unread or not finite, and the part.
+    """
+    parts = {name: _load_part(name, kind, path, device, dtype) for name, kind in _model_classes(spec, path).items()}
+    with log_level(logging.ERROR, "diffusers.pipelines.pipeline_loading_utils"):  # it warns of parts that are given
+        pipeline = spec.pipeline_class.from_pretrained(str(path), dtype=dtype, **parts).to(device)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def part_problems(spec: WholeSpec, path: Path) -> Iterator[str]:
+    """Yield why parts in the folder ``path`` cannot be loaded: tensors that are missing, unread or of another shape.
+
+    No values are kept. Parts whose values a library converts are left out.
+    """
+    for name, kind in _model_classes(spec, path).items():
+        folder = path / name
+        is_scaled = not issubclass(kind, ModelMixin) and has_scales(folder)
+        if quantiser_of(folder) or gguf_in(folder) or is_scaled:
+            continue
+        try:
+            with quiet_libraries():
+                _load_part(name, kind, path, torch.device("meta"), torch.bfloat16)
+        except ValueError as error:
+            yield str(error)
+
+
+def _model_classes(spec: WholeSpec, path: Path) -> Mapping[str, Any]:
+    """Return the classes of the models that the pipeline takes from the folder ``path``.
+
+    A class without a configuration is a list of models, such as several control networks: it loads these itself.
+    ValueError if a library lacks a class.
+    """
+    taken = inspect.signature(spec.pipeline_class.__init__).parameters
+    index = spec.pipeline_class.load_config(str(path))
+    models = (name for name in taken if index.get(name) and (path / name / "config.json").is_file())
+    classes = {name: _class_of(path / name, *index[name]) for name in models if index[name][0] is not None}
+    own = {name: kind for name, kind in classes.items() if issubclass(kind, nn.Module)}
+    return {name: kind for name, kind in own.items() if issubclass(kind, ConfigMixin | PreTrainedModel)}
+
+
+def _class_of(folder: Path, library: str, name: str) -> Any:
+    try:
+        return simple_get_class_obj(library, name)
+    except AttributeError as error:
+        raise ValueError(f"{folder} needs {name}, which this {library} lacks: install a release that has it") from error
+
+
+def _load_part(name: str, kind: Any, path: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    spec = ComponentSpec(name=name, type_hint=kind, pretrained_model_name_or_path=str(path), subfolder=name)
+    return load_folder(spec, path / name, device, dtype, dequantise=False)
 
 
 def parts_of(pipeline: Any) -> Mapping[str, nn.Module]:

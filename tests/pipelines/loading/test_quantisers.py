@@ -10,14 +10,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from diffusers import TorchAoConfig, ZImageTransformer2DModel
+from diffusers import PixArtTransformer2DModel, TorchAoConfig, ZImageTransformer2DModel
 from transformers import Qwen3Model
 from transformers import TorchAoConfig as EncoderConfig
 
 from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
 from pipelines.preconditions import weight_problems
-from tests.pipelines.support.checkpoints import tiny_models
+from tests.pipelines.support.checkpoints import tiny_models, tiny_whole
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +73,21 @@ def test_a_gang_that_quantises_reads_the_same_values(quantised: Path) -> None:
         for again in (False, True)
     ]
     assert all(weight.equal(states[1][name]) for name, weight in states[0].items())
+
+
+def test_parts_of_a_pipeline_without_blocks_stay_quantised(tmp_path: Path) -> None:
+    """It runs as a user loads it."""
+    torchao: Any = pytest.importorskip("torchao.quantization", reason="pip install torchao")
+    folder = tiny_whole.pixart_sigma(tmp_path / "model")
+    settings = {"quantization_config": TorchAoConfig(torchao.Int8WeightOnlyConfig()), "dtype": torch.float32}
+    kind: Any = PixArtTransformer2DModel
+    model = kind.from_pretrained(folder / "transformer", **settings)
+    shutil.rmtree(folder / "transformer")
+    model.save_pretrained(folder / "transformer")
+    checkpoint = Checkpoint(folder, "cpu", torch.float32)
+    loaded = checkpoint.denoiser().modules["transformer"]
+    assert {type(x.data).__name__ for x in loaded.parameters()} == {"Tensor", "Int8Tensor"}
+    assert not [*weight_problems(checkpoint)]
 
 
 def test_an_estimate_counts_what_a_rank_holds(plain: Path, quantised: Path) -> None:

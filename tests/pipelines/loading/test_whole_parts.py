@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pipelines.checkpoint import Checkpoint
-from tests.pipelines.support.checkpoints import tiny_models, tiny_others
+from pipelines.directory import CLASSIC_INDEX
+from pipelines.preconditions import weight_problems
+from tests.pipelines.support.checkpoints import tiny_models, tiny_others, tiny_whole
 from tests.pipelines.support.checkpoints.damage import Tensors, changed
 
 LOAD: dict[str, Callable[[Checkpoint], Any]] = {
@@ -26,6 +29,12 @@ PARTS = [*LOAD, SLICED]
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.z_image(tmp_path_factory.mktemp("z_image"))
+
+
+@pytest.fixture(scope="module")
+def called(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline without blocks, which runs by its own call."""
+    return tiny_whole.sana(tmp_path_factory.mktemp("sana"))
 
 
 def load(part: str, folder: Path) -> Any:
@@ -89,6 +98,35 @@ def test_a_damaged_part_is_told_with_the_tensors_name(base: Path, tmp_path: Path
     told = re.escape(message.format(name=name, layer=name.removesuffix(".weight")))
     with pytest.raises(ValueError, match=rf"damaged.*{told}"):
         load(part, folder)
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "transformer"])
+@pytest.mark.parametrize("fault", ["missing", "unread", "NaN", "shape"])
+def test_a_damaged_part_of_a_pipeline_without_blocks_is_told(
+    called: Path, tmp_path: Path, part: str, fault: str
+) -> None:
+    """At start, and before it where the heads of files show the fault."""
+    change, message = FAULTS[fault]
+    name = a_weight(load_file(next((called / part).glob("*.safetensors"))))
+    checkpoint = Checkpoint(changed(called, part, tmp_path / "damaged", change))
+    told = rf"damaged/{part}.*" + re.escape(message.format(name=name, layer=name.removesuffix(".weight")))
+    with pytest.raises(ValueError, match=told):
+        checkpoint.denoiser()
+    problems = [*weight_problems(checkpoint)]
+    assert [bool(re.search(told, problem)) for problem in problems] == ([] if fault == "NaN" else [True])
+
+
+def test_no_problem_is_told_of_a_sound_pipeline_without_blocks(called: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert [*weight_problems(Checkpoint(called))] == []
+    assert capfd.readouterr().err == ""
+
+
+def test_a_class_that_no_library_has_is_told(called: Path, tmp_path: Path) -> None:
+    folder = changed(called, "vae", tmp_path / "model", dict)
+    index = folder / CLASSIC_INDEX
+    index.write_text(index.read_text().replace("AutoencoderDC", "AutoencoderOfTomorrow"))
+    with pytest.raises(ValueError, match=r"model/vae needs AutoencoderOfTomorrow, which this diffusers lacks"):
+        Checkpoint(folder).denoiser()
 
 
 def test_a_head_that_an_encoder_goes_without_is_no_loss(base: Path, tmp_path: Path) -> None:
