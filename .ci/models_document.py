@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
-from models_facts import NOT_FOUND, UNPUBLISHED, beyond, counted, licence_of, seen, served, timed
+from models_facts import (
+    ERROR,
+    NOT_FOUND,
+    UNPUBLISHED,
+    beyond,
+    counted,
+    licence_of,
+    seen,
+    served,
+    swept,
+    timed,
+)
 from models_proofs import built, proofs
 from models_tables import replaced, table
 
@@ -239,7 +250,14 @@ def families() -> Iterator[tuple[str, ...]]:
         if not family_of(name):
             rows.setdefault(", ".join(in_words([name])) or NOT_TRIED, []).append(name)
     for words, members in rows.items():
-        yield ", ".join(dict.fromkeys(map(title_of, members))), words, "one rank a gang"
+        remark = "" if words == NOT_TRIED or any(map(ran_on_a_gpu, members)) else "; not seen on a GPU"
+        yield ", ".join(dict.fromkeys(map(title_of, members))), f"{words}{remark}", "one rank a gang"
+
+
+def ran_on_a_gpu(name: str) -> bool:
+    """Return whether a published model of the pipeline was seen on a GPU."""
+    models = {model for model in published_models() if pipeline_of(model) == name}
+    return any(one["model"] in models and ERROR not in one for one in swept())
 
 
 def title_of(name: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from benchmarks.sweep.kept import ERROR, Kept, Result
+from benchmarks.sweep.kept import DECODE_ERROR, ERROR, Kept, Result
 from engines.core.model import DenoiserModel
 from engines.parallel.pipeline import pipeline_blocks
 from pipelines.checkpoint import Checkpoint
@@ -148,6 +148,7 @@ def said(result: Result) -> str:
         return f"{result['date']}, {where}: failed ({reason[:MOST_SAID]})"
     faults = [] if result["captured"] else ["not captured"]
     faults += [] if result["same_bytes"] else ["not the same bytes twice"]
+    faults += ["not decoded"] if DECODE_ERROR in result else []
     part = "" if result["through"] == "application" else f"{result['through']} alone"
     notes = ", ".join(filter(None, (part, *faults)))
     return f"{result['date']}, {where}, {result['size']}: {result['step_ms']} ms" + (f" ({notes})" if notes else "")

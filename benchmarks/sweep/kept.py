@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 ERROR = "error"
+DECODE_ERROR = "decode_error"
+"""Key of the reason why latents were not decoded, beside the steps' times."""
 
 Result = dict[str, Any]
 

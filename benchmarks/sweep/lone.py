@@ -27,6 +27,7 @@ from benchmarks.distributed import start_distributed
 from benchmarks.models.folders import write_vae
 from benchmarks.models.published import SEED, PublishedModel
 from benchmarks.sweep.asked import Asked, turn_of
+from benchmarks.sweep.kept import DECODE_ERROR
 from benchmarks.timing import rank_synchronize
 from engines.torch_engine.engine import TorchEngine
 from pipelines.blocks.blank import blank_conditioning
@@ -113,7 +114,7 @@ def decoded(
                 decoder.decode(latents, request)
             return {"decode_ms": round(1e3 * (time.perf_counter() - start_s), 1)}
         except Exception as error:  # the steps tell something without it
-            return {"decode_error": f"{type(error).__name__}: {error}"[:1000]}
+            return {DECODE_ERROR: f"{type(error).__name__}: {error}"[:1000]}
 
 
 def main() -> None:

@@ -44,8 +44,8 @@ class Finding:
 
 
 def print_report(config: str | None = None, *, as_json: bool = False) -> bool:
-    """Print all findings. Return whether the CPU path is complete and ``config`` can run."""
-    own = [] if config is None else _configuration(config)
+    """Print all findings. Return whether the CPU path is complete, and ``config`` (any by default) can run."""
+    own = _environment() if config is None else _configuration(config)
     findings = [*_software(), *_bytecode(), *_devices(), *_engines(), *_models(), *_privacy(), *own]
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -260,6 +260,15 @@ def _privacy() -> list[Finding]:
         )
         return [Finding(subject="privacy", detail=detail, ok=False)]
     return [Finding(subject="privacy", detail="other users of this machine can read nothing that is kept", ok=True)]
+
+
+def _environment() -> list[Finding]:
+    """Return what this machine and environment do not allow, whatever is served."""
+    from deployments.cli.preflight import environment_problems
+    from deployments.cli.serving import load_config
+
+    problems = environment_problems(load_config("laptop"))
+    return [Finding(subject="environment", detail=problem, ok=False) for problem in problems]
 
 
 def _models() -> list[Finding]:

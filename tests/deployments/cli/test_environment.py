@@ -40,9 +40,10 @@ def test_a_data_directory_that_refuses_to_be_written(data: Path, name: str) -> N
     assert str(data / name) in problem
     assert "set TROUPE_DATA_DIR to another folder" in problem
     assert_one_line(troupe("serve", "laptop", "--port", "0", "--metrics-port", "0"), str(data), "cannot be written")
-    doctor = troupe("doctor", "--config", "laptop")
-    assert doctor.exit_code == 1
-    assert "cannot be written" in " ".join(doctor.output.replace("│", " ").split())
+    for config in (["--config", "laptop"], *([[]] if not name else [])):
+        doctor = troupe("doctor", *config)
+        assert doctor.exit_code == 1
+        assert "cannot be written" in " ".join(doctor.output.replace("│", " ").split())
 
 
 def test_all_that_is_wrong_is_said_at_once(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
