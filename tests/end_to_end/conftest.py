@@ -19,6 +19,8 @@ from tests.support.ports import own_port
 __all__ = ["models", "official", "url"]
 
 PICTURES, CLIPS, EDITS = "flux-shapes", "wan-shapes", "kontext-shapes"
+RECIPE = f"{PICTURES}:four-steps"
+"""A recipe is listed as a model of its own."""
 NUM_STEPS = 8
 DEFAULTS = {
     PICTURES: {"num_inference_steps": NUM_STEPS},

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from tests.deployments.support.commands import assert_one_line, troupe
-from tests.end_to_end.conftest import CLIPS, EDITS, PICTURES
+from tests.end_to_end.conftest import CLIPS, EDITS, PICTURES, RECIPE
 
 
 def test_a_picture(url: str, tmp_path: Path) -> None:
@@ -39,7 +39,10 @@ def test_models(url: str) -> None:
 MISTAKES = {
     "size": (["--size", "63x64", "--out", "a.png"], "size is 63x64: width and height must be positive multiples"),
     "steps": (["--steps", "0", "--out", "a.png"], "num_inference_steps is 0"),
-    "model": (["--model", "dall-e", "--out", "a.png"], f"no model dall-e; served: {PICTURES}, {CLIPS}, {EDITS}"),
+    "model": (
+        ["--model", "dall-e", "--out", "a.png"],
+        f"no model dall-e; served: {PICTURES}, {RECIPE}, {CLIPS}, {EDITS}",
+    ),
     "ending": (["--out", "a.gif"], f"{PICTURES} makes pictures: --out must end in .png, .jpg, .jpeg, .webp"),
     "picture": (["--model", PICTURES, "--out", "a.mp4"], f"{PICTURES} makes pictures: --out must end in .png"),
     "clip": (["--model", CLIPS, "--out", "a.png"], f"{CLIPS} makes clips: --out must end in .mp4"),

@@ -39,7 +39,7 @@ from tests.deployments.support.live import (
     stream_of,
     wait_until,
 )
-from tests.end_to_end.conftest import CLIPS, EDITS, NUM_RUNNING, PICTURES, SMALL_CLIP, WARM_SIZE
+from tests.end_to_end.conftest import CLIPS, EDITS, NUM_RUNNING, PICTURES, RECIPE, SMALL_CLIP, WARM_SIZE
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 
@@ -48,7 +48,7 @@ def test_health_and_models(url: str, official: openai.OpenAI) -> None:
     assert httpx.get(f"{url}/health", timeout=TIMEOUT_S).status_code == 200
     listed: list[Any] = official.models.list().data
     kinds = {model.id: model.kind for model in listed}
-    assert kinds == {PICTURES: "image", CLIPS: "video", EDITS: "image"}
+    assert kinds == {PICTURES: "image", RECIPE: "image", CLIPS: "video", EDITS: "image"}
 
 
 def test_a_seed_fixes_the_bytes_and_the_picture_is_that_of_the_bare_pipeline(
