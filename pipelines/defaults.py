@@ -119,7 +119,7 @@ class Defaults:
 
     @property
     def capabilities(self) -> tuple[str, ...]:
-        """What it makes of what, such as "text-to-video"."""
+        """Pairs of input and output that the model supports, such as "text-to-video"."""
         names = ["control"] if self.takes_control else []
         for kind, own in ((kind, self.of(kind)) for kind in self.kinds):
             is_of_text = not (own.min_pictures or own.needs_video)

@@ -187,7 +187,7 @@ class InputPictures:
     """Mode "L", white where to paint."""
     video: InputVideo | None = None
     control: InputPicture | None = None
-    """What the result follows: edges, depths, poses."""
+    """Edges, depths or poses that the result follows."""
 
     @property
     def num_bytes(self) -> int:

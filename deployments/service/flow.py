@@ -30,7 +30,7 @@ RETRY_PAUSE_S = 0.25
 LOAD_WITHIN_S = 300.0
 """For all gangs to read an adapter."""
 NOT_REACHED = (TimeoutError, DeploymentUnavailableError, *RETRYABLE)
-"""What a call to all gangs may raise; the second without any."""
+"""Errors of a call to all gangs; the second means that there are none."""
 
 logger = logging.getLogger("troupe.flow")
 

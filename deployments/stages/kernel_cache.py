@@ -7,8 +7,6 @@ folder, gangs share their decisions on strategies too. Whoever can write there c
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import platform
 from collections.abc import Iterator, Mapping
@@ -20,7 +18,7 @@ from deployments.config import ModelConfig
 from deployments.settings import Settings
 from deployments.stages.measured_times import FACTORS, software_facts
 from engines.core.logs import timed
-from engines.core.storage import device_name, write_once
+from engines.core.storage import device_name, facts_digest, write_once
 
 KERNELS, STRATEGIES = "kernels", "strategies"
 
@@ -69,7 +67,7 @@ def shared_kernels(model: ModelConfig, part: str, device: str) -> Iterator[None]
     if store is None:
         yield
         return
-    name = f"{KERNELS}/{model.name}_{part}_{_digest(_facts(model, part, device))}"
+    name = f"{KERNELS}/{model.name}_{part}_{facts_digest(_facts(model, part, device))}"
     is_known = _load(store, name)
     yield
     if not is_known:
@@ -88,10 +86,6 @@ def _facts(model: ModelConfig, part: str, device: str) -> Mapping[str, str]:
         "python": platform.python_version(),
         **software_facts(),
     }
-
-
-def _digest(facts: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _load(store: Store, name: str) -> bool:

@@ -66,9 +66,13 @@ def _rename_new(temporary: Path, path: Path) -> None:
 
 
 def file_about(folder: Path, name: str, facts: Mapping[str, object]) -> Path:
-    """Return the JSON file in ``folder`` for these ``facts``: ``name`` and a digest of the facts as JSON."""
-    digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
-    return folder / f"{name}_{digest}.json"
+    """Return the JSON file in ``folder`` for these ``facts``: ``name`` and their digest."""
+    return folder / f"{name}_{facts_digest(facts)}.json"
+
+
+def facts_digest(facts: Mapping[str, object]) -> str:
+    """Return 16 hexadecimal digits of SHA-256 over the facts as JSON."""
+    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
 
 
 @functools.cache

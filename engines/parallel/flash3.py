@@ -96,16 +96,21 @@ def load_package(device: torch.device) -> Any:
         return None
 
 
+def trial_call(dim: int, device: torch.device | str, is_masked: bool) -> tuple[list[Tensor], Tensor | None, str]:
+    """Return bfloat16 queries, keys and values with heads of ``dim``, a mask if it has one, and the call's name."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, rows, 2, dim, generator=generator).to(device, torch.bfloat16) for rows in (96, 160, 160)]
+    mask_BM = (torch.arange(160, device=device) % 3 > 0)[None] if is_masked else None
+    return inputs, mask_BM, f"heads of {dim}{' with a mask' if is_masked else ''}"
+
+
 def _supported_dims(package: Any, fallback: Kernel, device: torch.device | str, is_masked: bool) -> frozenset[int]:
     return frozenset(dim for dim in HEAD_DIMS if _agrees(package, fallback, dim, device, is_masked))
 
 
 def _agrees(package: Any, fallback: Kernel, dim: int, device: torch.device | str, is_masked: bool) -> bool:
     """Return whether the package takes heads of this dim and agrees with the fallback."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(1, rows, 2, dim, generator=generator).to(device, torch.bfloat16) for rows in (96, 160, 160)]
-    mask_BM = (torch.arange(160, device=device) % 3 > 0)[None] if is_masked else None
-    case = f"heads of {dim}{' with a mask' if is_masked else ''}"
+    inputs, mask_BM, case = trial_call(dim, device, is_masked)
     try:
         result = _attend(package, *inputs, mask_BM=mask_BM)
     except RuntimeError as error:  # the package was built without this head dim

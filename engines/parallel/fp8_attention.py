@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from engines.core.attention import Kernel, Prefix
 from engines.core.tensors import relative_difference
-from engines.parallel.flash3 import HEAD_DIMS, MIN_MASKED_KEYS, attend, attended_first, load_package
+from engines.parallel.flash3 import HEAD_DIMS, MIN_MASKED_KEYS, attend, attended_first, load_package, trial_call
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Fp8Inputs(NamedTuple):
     k_descale_BG: Tensor
     v_descale_BG: Tensor
     k_mean_BGD: Tensor
-    """What was subtracted from the keys."""
+    """Mean over the tokens, subtracted from the keys."""
 
 
 def quantise_heads(q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, mask_BM: Tensor | None = None) -> Fp8Inputs:
@@ -166,10 +166,7 @@ def _attend_fp8(
 
 def _agrees(package: Any, reference: Kernel, device: torch.device | str, dim: int, is_masked: bool) -> bool:
     """Return whether the package takes heads of this dim in float8 and agrees with the reference."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(1, rows, 2, dim, generator=generator).to(device, torch.bfloat16) for rows in (96, 160, 160)]
-    mask_BM = (torch.arange(160, device=device) % 3 > 0)[None] if is_masked else None
-    case = f"heads of {dim}{' with a mask' if is_masked else ''}"
+    inputs, mask_BM, case = trial_call(dim, device, is_masked)
     try:
         result = _attend_fp8(package, *inputs, mask_BM=mask_BM, dim=dim)
     except RuntimeError as error:  # the package was built without this head dim

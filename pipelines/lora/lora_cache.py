@@ -58,7 +58,7 @@ class LoraCache(Mapping[str, Addition]):
         self._recent: OrderedDict[str, LoadedLora] = OrderedDict()
         self._alive: WeakValueDictionary[str, LoadedLora] = WeakValueDictionary()
         self._removed: WeakValueDictionary[str, LoadedLora] = WeakValueDictionary()
-        """Those that requests still hold."""
+        """Removed adapters that requests still hold."""
         self._lock, self._reading = threading.RLock(), threading.Lock()
 
     def __getitem__(self, key: str) -> Addition:

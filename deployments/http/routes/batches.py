@@ -34,7 +34,7 @@ from deployments.requests.validation import field_error
 ENDPOINTS = ("/v1/images/generations", "/v1/images/edits", "/v1/videos")
 WINDOW_S = 86400
 PURPOSES = ("batch", "user_data")
-"""What a file may be handed in for: JSON lines of a batch, or a clip that requests name."""
+"""Purposes of an uploaded file: JSON lines of a batch, or a clip that requests name."""
 BATCH_PURPOSES = ("batch", "batch_output")
 JSON_LINES, BYTES = "application/jsonl", "application/octet-stream"
 FORM = "multipart/form-data"

@@ -41,7 +41,7 @@ class Sources:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceKind:
-    """What a source holds: its name in messages, an example of a URL, the code of one that is too large."""
+    """The kind of a source: its name in messages, an example of a URL, the error code of one that is too large."""
 
     name: str
     example: str

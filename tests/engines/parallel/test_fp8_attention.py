@@ -25,7 +25,7 @@ from engines.parallel.strategies import merge
 
 REFERENCE = fp8_reference(plain_attention)
 MAX_ERROR = 0.05
-"""Of a layer of unit queries, keys and values: three mantissa bits."""
+"""Bound for a layer of unit queries, keys and values: three mantissa bits."""
 
 
 def qkv(dim: int = 64, heads: int = 4, key_heads: int = 2, offset: float = 0.0) -> list[Tensor]:
@@ -128,7 +128,7 @@ def test_cpus_have_the_reference_and_other_devices_say_so() -> None:
 
 
 class Package:
-    """What fa3-fwd offers in float8: heads of 64 and 128. ``times`` of the right answer."""
+    """Fake of fa3-fwd in float8, for heads of 64 and 128. Answers are ``times`` the right one."""
 
     def __init__(self, times: float = 1.0) -> None:
         self.times = times

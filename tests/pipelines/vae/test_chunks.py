@@ -96,7 +96,7 @@ def test_a_chunk_comes_before_the_next_is_decoded(tiny_wan: Path) -> None:
 
 
 def test_the_next_chunk_is_issued_on_its_stream_before_a_chunk_is_copied(tiny_wan: Path) -> None:
-    """As on a GPU, with streams of the CPU: they have no effect, but one of them is the current one."""
+    """CPU streams stand for those of a GPU: they have no effect, but one of them is the current one."""
     decoder, latents, request = decoder_and_latents(tiny_wan)
     main, aside = torch.cpu.current_stream(), torch.cpu.Stream()
     decoder.__dict__["_aside"] = aside

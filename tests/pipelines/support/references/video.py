@@ -51,7 +51,7 @@ class Clip:
         return defaults.request(size, **{**words, **more})
 
     def images(self, request: MediaRequest) -> tuple[Image.Image, ...]:
-        """Of the clip's size, all different; ``Frames`` of a clip that comes along."""
+        """Return different pictures of the clip's size, or the ``Frames`` of an input clip."""
         if self.num_video_frames:
             return frames(request.width, request.height, self.num_video_frames)
         return tuple(picture(request.width, request.height, seed) for seed in range(self.num_pictures))
