@@ -19,6 +19,7 @@ from deployments.clips.webhooks import WebhookSettings
 from deployments.door.door_settings import DoorSettings
 from deployments.http.settings import ApiLimits
 from deployments.observability.metrics_settings import MetricsSettings
+from deployments.requests.bodies import Quality
 from deployments.requests.enhancer_config import PromptEnhancerConfig
 from deployments.stages.stage_config import STRICT, DataType, DecoderConfig, DenoiserConfig, EncoderConfig
 from pipelines.lora.source import LoraLimits, LoraSource, check_sources
@@ -80,6 +81,8 @@ class ModelConfig(_Config):
     """Rewrites prompts; None: that of ``api``, if there is one."""
     recipes: dict[str, Recipe] = {}
     """Defaults of requests that name one, by its name: those that ship with the family, or of one's own."""
+    qualities: dict[Quality, str] = {}
+    """Recipe that a request's ``quality`` stands for; the others change the number of steps alone."""
     share: str = ""
     """Name of a group of models whose gangs are on the same GPUs. Those that fit are awake, the others sleep in host
     memory. Empty: GPUs of its own."""

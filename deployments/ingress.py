@@ -59,6 +59,7 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
             aliases=model.aliases,
             loras=named(model.adapters),
             recipes=merged(model.recipes, checkpoint.spec.recipes(checkpoint.path)),
+            qualities=model.qualities,
             description=checkpoint.description,
             enhances_prompts=enhancers[model.name].default if model.name in enhancers else None,
             path="whole pipeline" if checkpoint.spec.is_whole else "blocks",

@@ -9,9 +9,10 @@ from pydantic import BaseModel, Field
 
 from deployments.clips.database import ClipRecord
 from deployments.http.streams import Event
+from deployments.requests.bodies import Quality
 from deployments.requests.model_choice import BEHIND
-from deployments.requests.recipe_choice import written
-from deployments.requests.rules import QUALITY_SHARES, Quality, quality_steps
+from deployments.requests.recipe_choice import steps_of_quality, written
+from deployments.requests.rules import QUALITY_SHARES
 from deployments.service.interface import ModelCard, ModelPath, Progress, StageTimes
 from pipelines.caching import CacheMode
 from pipelines.defaults import Defaults
@@ -50,6 +51,7 @@ class Model(BaseModel):
     recipes: dict[str, dict[str, Any]] = Field(
         description="Recipes that requests may name: the fields that each changes, and its likeness; beyond OpenAI."
     )
+    qualities: dict[Quality, str] = Field(description="The recipe that a quality stands for; beyond OpenAI.")
     parent: str | None = Field(default=None, description="The model that this one is, with an adapter; beyond OpenAI.")
     description: str = Field(description="What it draws, if its folder says so; beyond OpenAI.")
     sizes: tuple[str, ...] = Field(description="Good values of size; others within the limits may do. Beyond OpenAI.")
@@ -80,10 +82,11 @@ class Model(BaseModel):
             ),
             takes_loras=card.runtime_loras is not None,
             recipes={name: written(name, recipe, card) for name, recipe in card.recipes.items()},
+            qualities=dict(card.qualities),
             enhances_prompts=card.enhances_prompts,
             description=description.text,
             sizes=description.sizes_within(defaults),
-            steps={quality: quality_steps(quality, defaults) for quality in QUALITY_SHARES},
+            steps={quality: steps_of_quality(quality, card) for quality in QUALITY_SHARES},
             prompts=description.prompts,
             capabilities=defaults.capabilities,
             edits=defaults.edits,
@@ -97,7 +100,7 @@ class Model(BaseModel):
         model = cls.of(card)
         yield model
         for name in dict.fromkeys((*(lora.name for lora in card.loras), *card.recipes)):
-            nothing: dict[str, Any] = {"aliases": (), "loras": (), "recipes": {}}
+            nothing: dict[str, Any] = {"aliases": (), "loras": (), "recipes": {}, "qualities": {}}
             changes = {**nothing, "id": f"{card.name}{BEHIND}{name}", "parent": card.name}
             yield model.model_copy(update=changes)
 

@@ -231,6 +231,7 @@ Steps = Annotated[
     WithJsonSchema({"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": MAX_SOLVER_STEPS}),
 ]
 """Looked at together with the model."""
+Quality = Literal["low", "medium", "high"]
 WrittenQuality = Literal["auto", "low", "medium", "high", "standard", "hd"]
 ACCEPTED = "Accepted, without effect."
 STRENGTH = "How much of the picture or clip is painted anew, up to 1; for models that take it."

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from deployments.requests.bodies import MAX_SEED, EditBody, ImageBody
+from deployments.requests.bodies import MAX_SEED, EditBody, ImageBody, Quality
 from deployments.requests.request_errors import RequestError
-from deployments.requests.rules import QUALITIES, Quality, Requester, RequestRules, ResolvedRequest
+from deployments.requests.rules import QUALITIES, Requester, RequestRules, ResolvedRequest
 from deployments.service.interface import Output
 from pipelines.request import InputPictures, MediaRequest
 from pipelines.size import MAX_SIDES
@@ -23,6 +24,8 @@ class ImageRequest:
     pictures: InputPictures
     """Input pictures of each request."""
     output: Output
+    quality: Quality | None
+    """The quality that decided the steps, by a share of the model's or by a recipe; None if the client did."""
 
     @classmethod
     def of(cls, resolved: ResolvedRequest[ImageBody], requester: Requester, max_n: int) -> ImageRequest:
@@ -35,7 +38,13 @@ class ImageRequest:
         first = RequestRules(resolved.card).check(body, resolved.pictures, requester, body.partial_images or 0)
         check_seeds(first.seed, n)
         rest = (replace(first, request_id=f"{first.request_id}-{i}", seed=first.seed + i) for i in range(1, n))
-        return cls(body=body, requests=(first, *rest), pictures=resolved.pictures, output=image_output(body, first))
+        return cls(
+            body=body,
+            requests=(first, *rest),
+            pictures=resolved.pictures,
+            output=image_output(body, first),
+            quality=decisive_quality(body, resolved.card.qualities),
+        )
 
     @property
     def first(self) -> MediaRequest:
@@ -51,13 +60,6 @@ class ImageRequest:
     def is_edit(self) -> bool:
         """True for the route of edits, whose events have names of their own."""
         return isinstance(self.body, EditBody)
-
-    @property
-    def quality(self) -> Quality | None:
-        """The quality that decided the number of steps; None if the client gave the number."""
-        body = self.body
-        is_given = body.num_inference_steps is not None or bool(body.sigmas or body.timesteps)
-        return None if is_given else QUALITIES[body.quality or "auto"]
 
     @property
     def safety_identifier(self) -> str | None:
@@ -82,6 +84,15 @@ def check_stream_fields(body: ImageBody) -> None:
 def check_seeds(seed: int, n: int) -> None:
     if seed + n - 1 > MAX_SEED:
         raise RequestError(f"seed is {seed} and n is {n}: seed + n - 1 must be at most {MAX_SEED}", "seed")
+
+
+def decisive_quality(body: ImageBody, qualities: Mapping[Quality, str]) -> Quality | None:
+    """Return the quality that decided the steps; ``qualities`` are those that stand for a recipe."""
+    quality = QUALITIES[body.quality or "auto"]
+    if body.recipe is None and body.quality is not None and quality in qualities:
+        return quality
+    is_given = body.num_inference_steps is not None or bool(body.sigmas or body.timesteps)
+    return None if is_given else quality
 
 
 def image_output(body: ImageBody, request: MediaRequest) -> Output:

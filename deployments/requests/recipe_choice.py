@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from deployments.requests.bodies import ImageBody, MediaBody, VideoBody
+from deployments.requests.bodies import ImageBody, MediaBody, Quality, VideoBody
 from deployments.requests.model_choice import split_name
 from deployments.requests.request_errors import RequestError, shown
-from deployments.requests.rules import choose_scales, choose_solver, choose_steps
+from deployments.requests.rules import QUALITIES, choose_scales, choose_solver, choose_steps, quality_steps
 from deployments.requests.validation import validated
 from deployments.service.interface import ModelCard
-from pipelines.recipes import Recipe
+from pipelines.recipes import NO_RECIPE, Recipe
 
 B = TypeVar("B", bound=MediaBody)
 GROUPS = (("guidance_scale", "true_cfg_scale"), ("num_inference_steps", "sigmas", "timesteps"))
@@ -18,7 +18,7 @@ GROUPS = (("guidance_scale", "true_cfg_scale"), ("num_inference_steps", "sigmas"
 
 
 def with_recipe(body: B, card: ModelCard) -> B:
-    """Return ``body`` with the settings of the recipe that it names, in ``recipe`` or behind its model's name.
+    """Return ``body`` with the settings of its recipe: in ``recipe``, behind its model's name, or by its quality.
 
     RequestError for an unknown recipe, or two of them.
     """
@@ -33,14 +33,16 @@ def with_recipe(body: B, card: ModelCard) -> B:
     asked = {lora for lora, _ in body.lora or ()}
     loras = [(lora.name, lora.scale) for lora in recipe.loras(name, card.loras) if lora.name not in asked]
     changes |= {"lora": (*loras, *(body.lora or ())), "model": model if behind == name else body.model}
-    return body.model_copy(update=changes)
+    if body.recipe is None and behind != name:
+        changes["quality"] = QUALITIES[body.quality or "auto"]
+    return body.model_copy(update=changes | {"recipe": body.recipe or (name if behind == name else None)})
 
 
 def recipe_name(body: MediaBody, card: ModelCard) -> str | None:
-    """Return the name of the body's recipe; None if it names none."""
+    """Return the name of the body's recipe; None if it names none and its quality stands for none."""
     behind = split_name(body.model)[1]
     if body.recipe is None:
-        return behind if behind in card.recipes else None
+        return behind if behind in card.recipes else recipe_of_quality(body, card)
     if body.recipe not in card.recipes:
         known = ", ".join(card.recipes) or "none"
         message = f"{card.name} has no recipe {shown(body.recipe)}; its recipes: {known}"
@@ -48,6 +50,20 @@ def recipe_name(body: MediaBody, card: ModelCard) -> str | None:
     if behind in card.recipes and behind != body.recipe:
         raise RequestError(f"recipe is {shown(body.recipe)}, and model names {shown(behind)}; give one", "recipe")
     return body.recipe
+
+
+def recipe_of_quality(body: MediaBody, card: ModelCard) -> str | None:
+    """Return the recipe that the body's quality stands for. A number of steps wins over a quality left out."""
+    if body.quality in (None, "auto") and (body.num_inference_steps or body.sigmas or body.timesteps):
+        return None
+    return card.qualities.get(QUALITIES[body.quality or "auto"])
+
+
+def steps_of_quality(quality: Quality, card: ModelCard) -> int:
+    """Return the number of steps that ``quality`` stands for: its recipe's, or a share of the model's default."""
+    recipe = card.recipes.get(card.qualities.get(quality, ""), NO_RECIPE)
+    given = len(recipe.sigmas or recipe.timesteps) or recipe.num_inference_steps
+    return given or quality_steps(quality, card.defaults)
 
 
 def written(name: str, recipe: Recipe, card: ModelCard) -> dict[str, Any]:
@@ -58,7 +74,11 @@ def written(name: str, recipe: Recipe, card: ModelCard) -> dict[str, Any]:
 
 
 def check_recipes(card: ModelCard) -> None:
-    """Raise ValueError, which names the recipe, if the model refuses its settings."""
+    """Raise ValueError if the model refuses the settings of a recipe, or a quality stands for none of them."""
+    for quality, name in card.qualities.items():
+        if name not in card.recipes:
+            recipes = ", ".join(card.recipes) or "none"
+            raise ValueError(f"qualities.{quality} of {card.name} is {name!r}; the model's recipes: {recipes}")
     kind = VideoBody if card.defaults.kind == "video" else ImageBody
     known = [lora.name for lora in card.loras]
     for name, recipe in card.recipes.items():

@@ -8,9 +8,9 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, Literal, Protocol, TypeGuard, TypeVar
+from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
-from deployments.requests.bodies import BLANK, RANDOM_SEED, EditBody, MediaBody, VideoBody, WrittenQuality
+from deployments.requests.bodies import BLANK, RANDOM_SEED, EditBody, MediaBody, Quality, VideoBody, WrittenQuality
 from deployments.requests.model_choice import choose_loras
 from deployments.requests.pictures.sources import Sources
 from deployments.requests.pictures.video import VideoForm, VideoHead
@@ -24,7 +24,6 @@ from pipelines.solver import Solver
 RANDOM_SEED_BITS = 32
 TIERS: Mapping[str, ServiceTier] = {"auto": "default", "default": "default", "flex": "flex", "priority": "priority"}
 """Service tiers by the names that OpenAI gives them."""
-Quality = Literal["low", "medium", "high"]
 QUALITIES: Mapping[WrittenQuality, Quality] = {
     "auto": "medium",
     "low": "low",

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from deployments.requests.bodies import Quality
 from engines.gang.jobs.job import Progress as Progress
 from pipelines.defaults import Defaults
 from pipelines.description import NO_DESCRIPTION, Description
@@ -30,7 +31,8 @@ class ModelCard:
     """A served model: name in the API, family, the folder's mtime (Unix seconds), defaults and limits.
 
     ``aliases`` are other names of it in requests. ``loras`` are adapters that requests may name, each with its default
-    scale, ``recipes`` defaults of requests that name them. ``description``: what it draws, and examples.
+    scale, ``recipes`` defaults of requests that name them, ``qualities`` recipes that low, medium or high stand for.
+    ``description``: what it draws, and examples.
     ``enhances_prompts``: the default of ``enhance_prompt``; None without a prompt enhancer.
     ``path``: how steps are made, by diffusers' blocks or by the pipeline's own call. ``runtime_loras``: limits of
     adapters that clients add; None: they may add none.
@@ -43,6 +45,7 @@ class ModelCard:
     aliases: tuple[str, ...] = ()
     loras: tuple[Lora, ...] = ()
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    qualities: Mapping[Quality, str] = field(default_factory=dict)
     description: Description = NO_DESCRIPTION
     enhances_prompts: bool | None = None
     path: ModelPath = "blocks"

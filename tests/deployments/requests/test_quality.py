@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from deployments.requests.rules import Quality, quality_steps
+from deployments.requests.bodies import Quality
+from deployments.requests.rules import quality_steps
 from tests.deployments.support.fake_studio import PICTURES
 
 

@@ -112,12 +112,41 @@ def test_recipes_are_listed_with_what_they_change() -> None:
     ]
 
 
-@pytest.mark.parametrize("named", [{"recipe": "quick"}, {"model": "fake-pictures:quick"}], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "num_steps"),
+    [
+        ({"quality": "low"}, 2),
+        ({"quality": "low", "num_inference_steps": 5}, 5),
+        ({"quality": "hd"}, 3),
+        ({"num_inference_steps": 5}, 5),
+        ({"quality": "low", "recipe": "steps"}, 3),
+        ({}, PICTURES.num_inference_steps),
+    ],
+    ids=str,
+)
+def test_a_quality_stands_for_a_recipe(fields: dict[str, Any], num_steps: int) -> None:
+    card = replace(CARD, qualities={"low": "turbo", "high": "steps"})
+    request, *_ = handle_request({"flux": card}, "id", {"prompt": "a", **fields})
+    assert request.num_inference_steps == num_steps
+    by_low = fields.get("quality") == "low" and "recipe" not in fields
+    assert (request.loras == (Lora(name="turbo", scale=0.125),)) == by_low
+    assert Model.of(card).steps == {"low": 2, "medium": PICTURES.num_inference_steps, "high": 3}
+
+
+def test_the_default_quality_stands_for_one_too() -> None:
+    card = replace(CARD, qualities={"medium": "turbo"})
+    for fields, num_steps in (({}, 2), ({"quality": "auto"}, 2), ({"num_inference_steps": 5}, 5)):
+        request, *_ = handle_request({"flux": card}, "id", {"prompt": "a", **fields})
+        assert (request.num_inference_steps, bool(request.loras)) == (num_steps, num_steps == 2)
+
+
+@pytest.mark.parametrize("named", [{"recipe": "quick"}, {"model": "fake-pictures:quick"}, {"quality": "low"}], ids=str)
 async def test_http_knows_recipes(named: dict[str, Any], tmp_path: Path) -> None:
-    studio = FakeStudio(recipes={"quick": Recipe(num_inference_steps=1)})
+    studio = FakeStudio(recipes={"quick": Recipe(num_inference_steps=1)}, qualities={"low": "quick"})
     async with client_of(build(studio, tmp_path)) as client:
         answer = await client.post(IMAGES, json={"prompt": "a", **named})
         assert (answer.status_code, answer.json()["num_inference_steps"]) == (200, 1)
+        assert answer.json()["quality"] == named.get("quality")
         clip = await client.post("/v1/videos", json={"prompt": "a", "recipe": "quick"})
         assert clip.json()["num_inference_steps"] == 1
         listed = (await client.get("/v1/models/fake-pictures")).json()
@@ -205,6 +234,13 @@ def test_the_laptops_recipe_equals_diffusers() -> None:
 def test_what_cannot_be_is_told_before_anything_starts(recipes: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         make_cards(served_with(recipes))
+
+
+def test_a_quality_without_its_recipe_is_told_before_anything_starts() -> None:
+    document = copy.deepcopy(LAPTOP)
+    document["applications"][0]["args"]["models"][0] |= {"qualities": {"low": "few"}}
+    with pytest.raises(ValueError, match=r"qualities\.low of flux-shapes is 'few'; the model's recipes: four-steps"):
+        make_cards(parse_config(document).app)
 
 
 SHIPPED: dict[str, dict[str, int]] = {

@@ -12,6 +12,7 @@ import av
 import numpy as np
 from PIL import Image
 
+from deployments.requests.bodies import Quality
 from deployments.service.interface import Media, ModelCard, Output, Preview, Progress, Queued, StageTimes, StudioEvent
 from pipelines.defaults import Defaults
 from pipelines.description import usual_description
@@ -106,6 +107,7 @@ class FakeStudio:
     loras: dict[str, tuple[Lora, ...]] = field(default_factory=dict)
     enhances_prompts: bool | None = None
     recipes: dict[str, Recipe] = field(default_factory=dict)
+    qualities: dict[Quality, str] = field(default_factory=dict)
     runtime_loras: LoraLimits | None = None
     on_load: Callable[[Lora], None] = lambda lora: None
     loaded: dict[str, Lora] = field(default_factory=dict)
@@ -147,6 +149,7 @@ class FakeStudio:
                 loras=self.loras.get(name, ()),
                 enhances_prompts=self.enhances_prompts,
                 recipes=self.recipes,
+                qualities=self.qualities,
                 runtime_loras=self.runtime_loras,
             )
             for name, one in defaults.items()
