@@ -47,11 +47,6 @@ class Result:
     """Seconds by stage."""
 
 
-def kinds_of(model: Mapping[str, Any]) -> Sequence[str]:
-    """Return the kinds of media of a model's card, its primary kind first."""
-    return list(model["kinds"])
-
-
 class Client:
     """A connection to one server, whose ``url`` may end in /v1. ValueError names a proxy variable that is invalid."""
 

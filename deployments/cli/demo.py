@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.cli.client import Client
-from deployments.cli.generate import generate
+from deployments.cli.generate import Inputs, generate
 from deployments.cli.progress import console, started_temporarily
 from deployments.cli.serving import load_config
 
@@ -31,7 +31,7 @@ def demo(out: Path, seed: int = 0) -> None:
             (EDIT, {"model": _first(models, "image", edits=True)}, [picture]),
             (CLIP, {"model": _first(models, "video")}, []),
         ):
-            generate(client, prompt, out / name, {**options, "seed": seed}, images)
+            generate(client, prompt, out / name, {**options, "seed": seed}, Inputs(images=images))
     console.print(f"everything took {time.perf_counter() - start_s:.1f} s")
 
 

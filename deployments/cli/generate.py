@@ -3,41 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from deployments.cli.client import NO_FILES, Client, Files, Result, kinds_of
+from pydantic import TypeAdapter
+
+from deployments.cli.client import NO_FILES, Client, Files, Result
 from deployments.cli.progress import console, follow, timings_line
-from deployments.service.interface import Progress
+from deployments.requests.model_choice import Needs, choose_card, fitting_cards
+from deployments.service.interface import ModelCard, Progress
+from pipelines.defaults import Defaults
+from pipelines.request import MediaKind
 
 IMAGE_FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
-ENDINGS = {"video": (".mp4",), "image": tuple(IMAGE_FORMATS)}
+ENDINGS: Mapping[MediaKind, tuple[str, ...]] = {"video": (".mp4",), "image": tuple(IMAGE_FORMATS)}
 """File name extensions by kind."""
-NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 WORDS = {"video": "clips", "image": "pictures"}
 
 
-def generate(
-    client: Client,
-    prompt: str,
-    out: Path,
-    options: dict[str, Any],
-    images: Sequence[Path] = (),
-    mask: Path | None = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """Files that go with a prompt."""
+
+    images: Sequence[Path] = ()
+    mask: Path | None = None
+    control_image: Path | None = None
+    video: Path | None = None
+
+    def read(self) -> list[tuple[str, tuple[str, bytes]]]:
+        """Return their contents with their form fields. ValueError if one cannot be read."""
+        others = (("mask", self.mask), ("control_image", self.control_image), ("video", self.video))
+        named = [("image", path) for path in self.images] + [(name, path) for name, path in others if path is not None]
+        try:
+            return [(name, (path.name, path.read_bytes())) for name, path in named]
+        except OSError as error:
+            raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
+
+    def needs(self, options: Mapping[str, Any]) -> Needs:
+        """Return what these and ``options`` ask of a model."""
+        return Needs(
+            num_pictures=len(self.images),
+            has_mask=self.mask is not None,
+            strength=options.get("strength"),
+            num_layers=options.get("layers"),
+            has_video=self.video is not None,
+            has_control=self.control_image is not None,
+        )
+
+
+NO_INPUTS = Inputs()
+
+
+def generate(client: Client, prompt: str, out: Path, options: dict[str, Any], inputs: Inputs = NO_INPUTS) -> None:
     """Generate ``prompt``, show progress, and write ``out``, whose extension selects the kind.
 
-    ``images`` and ``mask`` are uploaded. ``options`` are fields of the API, with ``lora`` as NAME or NAME:SCALE.
+    ``inputs`` are uploaded. ``options`` are fields of the API, with ``lora`` as NAME or NAME:SCALE.
     Several pictures (``n``) or layers are written to numbered files.
     """
-    files = _read(images, mask)
+    files = inputs.read()
     if written := options.get("lora"):
         options = {**options, "lora": [_parse_lora(one) for one in written]}
-    model = _model(client, options.get("model"), out, len(images), options | ({} if mask is None else {"mask": mask}))
+    model = _model(client, options.get("model"), out, inputs.needs(options))
     kind = _kind(model, out)
     if kind == "image":
-        _check_mask(model, images, mask)
+        _check_mask(model, inputs)
     body = {"prompt": prompt, **options, "model": model["id"]}
     console.print(f"{model['id']}: {prompt}")
     num_layers = options.get("layers", model["defaults"].get("num_layers", 0))
@@ -61,77 +91,53 @@ def _parse_lora(written: str) -> dict[str, Any]:
         raise ValueError(f"--lora {written}: {scale!r} is no number; write NAME:SCALE") from None
 
 
-def _read(images: Sequence[Path], mask: Path | None) -> Files:
-    """Return the files with their form fields. ValueError if one cannot be read."""
-    named = [("image", path) for path in images] + ([] if mask is None else [("mask", mask)])
-    try:
-        return [(name, (path.name, path.read_bytes())) for name, path in named]
-    except OSError as error:
-        raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
+def _model(client: Client, name: str | None, out: Path, needs: Needs) -> dict[str, Any]:
+    """Return the model ``name``; without a name, the one that the server would take for ``out`` and ``needs``.
 
-
-def _model(
-    client: Client, name: str | None, out: Path, num_pictures: int, options: Mapping[str, Any] = NO_OPTIONS
-) -> dict[str, Any]:
-    """Return the model ``name``; without a name, the first that fits ``out``, the pictures and ``options``.
-
-    If none fits, return the first model. ValueError for an unknown name.
+    If none makes such a file, return the first model. ValueError for an unknown name.
     """
     models = client.models()
-    fitting = [model for model in models if _fits(model, out, num_pictures)]
-    if num_pictures:
-        fitting.sort(key=lambda model: _is_second_choice(model, num_pictures, options))
-    for model in models if name is not None else fitting or models:
-        if name is None or name in (model["id"], *model.get("aliases", ())):
+    kind: MediaKind | None = next((kind for kind, endings in ENDINGS.items() if out.suffix.lower() in endings), None)
+    cards = {model["id"]: _card(model) for model in models if not model.get("parent")}
+    if name is None and kind is not None and fitting_cards(cards, kind):
+        name = choose_card(cards, None, kind, needs).name
+    for model in models:
+        if name is None or name in (model["id"], *model["aliases"]):
             return model
     raise ValueError(f"no model {name}; served: {', '.join(model['id'] for model in models)}")
 
 
-def _fits(model: dict[str, Any], out: Path, num_pictures: int) -> bool:
-    kind = _kind_of(model, out)
-    if kind is None:
-        return False
-    limits = model["defaults"] if kind == kinds_of(model)[0] else model["picture_defaults"]
-    if limits.get("needs_video") or limits.get("takes_control"):
-        return False  # neither can be sent from here
-    return bool(limits.get("max_pictures")) if num_pictures else not limits.get("min_pictures")
+def _card(model: dict[str, Any]) -> ModelCard:
+    """Return the part of a model's card that choices depend on, from its answer in ``/v1/models``."""
+    defaults = TypeAdapter(Defaults).validate_python(model["defaults"])
+    return ModelCard(name=model["id"], family=model["family"], created=model["created"], defaults=defaults)
 
 
-def _is_second_choice(model: dict[str, Any], num_pictures: int, options: Mapping[str, Any]) -> bool:
-    """Return whether the model suits ``options`` less well, as in the server's ``Needs.rank``."""
-    limits = model["defaults"]
-    takes_mask = limits.get("takes_mask") if "mask" in options else not limits.get("needs_mask")
-    if num_pictures > limits.get("max_pictures", 0) or not takes_mask:
-        return True
-    if "strength" in options:
-        return not limits.get("takes_strength")
-    return not (limits.get("max_layers") if "layers" in options else model.get("edits"))
-
-
-def _check_mask(model: dict[str, Any], images: Sequence[Path], mask: Path | None) -> None:
+def _check_mask(model: dict[str, Any], inputs: Inputs) -> None:
     """Raise ValueError if the model needs a mask and there is none, or if it takes no mask."""
-    limits = model["defaults"]
-    if limits.get("needs_mask") and not (images and mask):
-        missing = " ".join(("--image FILE",) * (not images) + ("--mask FILE",) * (mask is None))
+    limits, mask = model["defaults"], inputs.mask
+    if limits["needs_mask"] and not (inputs.images and mask):
+        missing = " ".join(("--image FILE",) * (not inputs.images) + ("--mask FILE",) * (mask is None))
         raise ValueError(f"{model['id']} paints what a mask marks in a picture: add {missing}")
-    if mask is not None and not images:
+    if mask is not None and not inputs.images:
         raise ValueError("--mask says where to paint in a picture: add --image FILE")
-    if mask is not None and not limits.get("takes_mask"):
+    if mask is not None and not limits["takes_mask"]:
         raise ValueError(f"{model['id']} takes no mask: leave --mask out, or choose another --model")
 
 
-def _kind(model: dict[str, Any], out: Path) -> str:
+def _kind(model: dict[str, Any], out: Path) -> MediaKind:
     """Return the kind that the extension of ``out`` selects. ValueError if the model does not make it."""
     if kind := _kind_of(model, out):
         return kind
-    kinds = kinds_of(model)
+    kinds: list[MediaKind] = model["kinds"]
     made = " and ".join(WORDS[kind] for kind in kinds)
     allowed = ", ".join(ending for kind in kinds for ending in ENDINGS[kind])
     raise ValueError(f"{model['id']} makes {made}: --out must end in {allowed}, not {out.suffix.lower() or 'nothing'}")
 
 
-def _kind_of(model: dict[str, Any], out: Path) -> str | None:
-    return next((kind for kind in kinds_of(model) if out.suffix.lower() in ENDINGS[kind]), None)
+def _kind_of(model: dict[str, Any], out: Path) -> MediaKind | None:
+    kinds: list[MediaKind] = model["kinds"]
+    return next((kind for kind in kinds if out.suffix.lower() in ENDINGS[kind]), None)
 
 
 def _events(
@@ -142,8 +148,10 @@ def _events(
             raise ValueError(f"{body['model']} makes clips, one at a time: --n is for pictures")
         if any(name == "mask" for name, _ in files):
             raise ValueError(f"{body['model']} makes clips: --mask is for pictures")
-        pictures = [("input_reference", file) for _, file in files]
-        return client.clip({name: value for name, value in body.items() if name != "n"}, pictures)
+        named = [("input_reference" if name == "image" else name, file) for name, file in files]
+        return client.clip({name: value for name, value in body.items() if name != "n"}, named)
+    if any(name == "video" for name, _ in files):
+        raise ValueError(f"{out.name} is a picture: --video is for clips, with --out FILE.mp4")
     if not files and "strength" in body:
         raise ValueError("--strength is for input pictures: add --image FILE")
     return client.picture({**body, "output_format": IMAGE_FORMATS[out.suffix.lower()]}, files)

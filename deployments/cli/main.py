@@ -86,24 +86,27 @@ def generate(
     cache: CacheOption = None,
     image: ImageOption = None,
     mask: Annotated[Path | None, typer.Option(help=MASK_HELP)] = None,
-    strength: Annotated[float | None, typer.Option(help="Share of the picture to repaint, up to 1.")] = None,
+    control_image: Annotated[Path | None, typer.Option(help="A picture to follow: edges, depths, a pose.")] = None,
+    control_scale: Annotated[float | None, typer.Option(help="Weight of --control-image.")] = None,
+    video: Annotated[Path | None, typer.Option(help="A clip to change or to go on from.")] = None,
+    strength: Annotated[float | None, typer.Option(help="Share of the picture or clip to repaint, up to 1.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers to split a picture into, in numbered files.")] = None,
     config: ConfigOption = "",
     url: UrlOption = "",
     api_key_file: KeyOption = None,
     api_key: OldKeyOption = None,
 ) -> None:
-    """Make a picture or a clip from a prompt, with or without input pictures."""
-    from deployments.cli.generate import generate as run
+    """Make a picture or a clip from a prompt, with or without input files."""
+    from deployments.cli import generate as generating
 
     words = {"model": model, "size": size, "negative_prompt": negative_prompt, "lora": lora or None, "cache": cache}
-    words |= {"recipe": recipe}
     counts = {"num_inference_steps": steps, "seed": seed, "n": n, "num_frames": frames, "fps": fps, "layers": layers}
-    switches = {"generate_sound": sound, "enhance_prompt": enhance_prompt}
-    scales = {"guidance_scale": guidance_scale, "true_cfg_scale": true_cfg_scale, "strength": strength}
-    options = {name: value for name, value in {**words, **counts, **switches, **scales}.items() if value is not None}
+    others = {"generate_sound": sound, "enhance_prompt": enhance_prompt, "recipe": recipe, "strength": strength}
+    scales = {"guidance_scale": guidance_scale, "true_cfg_scale": true_cfg_scale, "control_scale": control_scale}
+    options = {name: value for name, value in {**words, **counts, **others, **scales}.items() if value is not None}
+    inputs = generating.Inputs(images=image or (), mask=mask, control_image=control_image, video=video)
     with _client(config, url, api_key_file) as client:
-        run(client, prompt, out, options, image or [], mask)
+        generating.generate(client, prompt, out, options, inputs)
 
 
 @app.command()

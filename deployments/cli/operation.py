@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import httpx
 from rich.table import Column, Table
 
-from deployments.cli.client import Client, kinds_of
+from deployments.cli.client import Client
 from deployments.cli.local import http_client
 from deployments.cli.progress import console
 from deployments.places import make_private, make_private_file
@@ -157,7 +157,7 @@ def print_status(url: str, api_key: str, metrics_url: str, *, as_json: bool = Fa
     table.columns[0].overflow = "fold"
     for model, state in health.items():
         numbers = (str(counts[column].get(model, 0)) if counts else UNKNOWN for column in GAUGES)
-        kinds = ", ".join(kinds_of(cards[model])) if model in cards else UNKNOWN
+        kinds = ", ".join(cards[model]["kinds"]) if model in cards else UNKNOWN
         table.add_row(model, kinds, *numbers, state)
     console.print(f"{url} is {'ready' if is_ready else 'not ready'}", soft_wrap=True)
     console.print(table)
@@ -170,7 +170,7 @@ def print_status(url: str, api_key: str, metrics_url: str, *, as_json: bool = Fa
 def _document(model: str, state: str, cards: Mapping[str, dict[str, Any]], counts: Counts) -> dict[str, Any]:
     """Return a model's state as a JSON object; unknown values are null."""
     numbers = {column: counts[column].get(model, 0) if counts else None for column in GAUGES}
-    return {"id": model, "kinds": list(kinds_of(cards[model])) if model in cards else None, **numbers, "state": state}
+    return {"id": model, "kinds": cards[model]["kinds"] if model in cards else None, **numbers, "state": state}
 
 
 def _counts(metrics_url: str) -> Counts:

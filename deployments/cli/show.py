@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from rich.table import Table
 
-from deployments.cli.client import Client, kinds_of
+from deployments.cli.client import Client
 from deployments.cli.progress import console
 from deployments.requests.request_errors import escaped
 from pipelines.media.metadata import PARAMETERS, Texts, read_texts, settings_in
@@ -113,7 +113,7 @@ def print_models(url: str, api_key: str, config: str, *, as_json: bool = False) 
 
 def _served(url: str, api_key: str) -> list[tuple[Any, ...]]:
     with Client(url, api_key) as client:
-        return [_row(model["id"], model["family"], kinds_of(model), model["defaults"]) for model in client.models()]
+        return [_row(model["id"], model["family"], model["kinds"], model["defaults"]) for model in client.models()]
 
 
 def _configured(config: str) -> list[tuple[Any, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,18 @@ import pytest
 from typer.testing import CliRunner
 
 from deployments.cli import generate, main
+from deployments.http.answers import Model
+from deployments.requests.model_choice import Needs
+from deployments.service.interface import ModelCard
+from pipelines.defaults import Defaults
+from tests.deployments.support.fake_studio import BEGUN_CLIPS, BOTH, CHANGED_CLIPS, CLIPS, CONTROLLED, EDITS, PICTURES
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, Any]:
     bodies: list[dict[str, Any]] = []
 
-    def record(
-        client: object, prompt: str, out: Path, options: dict[str, Any], images: list[Path], mask: Path | None
-    ) -> None:
-        files = {"images": images, "mask": mask}
+    def record(client: object, prompt: str, out: Path, options: dict[str, Any], inputs: generate.Inputs) -> None:
+        files = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
         bodies.append({"prompt": prompt, **options, **{name: value for name, value in files.items() if value}})
 
     monkeypatch.setattr(main, "_client", lambda *place: nullcontext())
@@ -68,6 +72,12 @@ def test_pictures_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+def test_a_control_and_a_clip_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--control-image", "a.png", "--control-scale", "0.7", "--video", "b.mp4")
+    expected = {"control_image": Path("a.png"), "control_scale": 0.7, "video": Path("b.mp4")}
+    assert asked(monkeypatch, *options) == {"prompt": "a red circle", **expected}
+
+
 def test_adapters_are_those_that_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--lora", "watercolour", "--lora", "ink:-0.5")
     assert asked(monkeypatch, *options) == {"prompt": "a red circle", "lora": ["watercolour", "ink:-0.5"]}
@@ -110,61 +120,56 @@ def test_another_ending_is_refused(kinds: list[str], name: str, message: str) ->
 
 
 class Served:
-    def __init__(self, *models: dict[str, Any]) -> None:
-        self._models = models
+    def __init__(self, **models: Defaults) -> None:
+        aliases = {"large": ("gpt-image-1",)}
+        self._cards = [
+            ModelCard(name=name, family="f", created=0, defaults=one, aliases=aliases.get(name, ()))
+            for name, one in models.items()
+        ]
 
     def models(self) -> list[dict[str, Any]]:
-        return [{"kinds": ["image"], "defaults": {}, **model} for model in self._models]
+        return [Model.of(card).model_dump(mode="json") for card in self._cards]
 
 
 def test_a_model_answers_to_its_other_names() -> None:
-    served: Any = Served({"id": "small"}, {"id": "large", "aliases": ["gpt-image-1"]})
-    found = [generate._model(served, name, Path("x.png"), 0)["id"] for name in (None, "large", "gpt-image-1")]
+    served: Any = Served(small=PICTURES, large=PICTURES)
+    found = [generate._model(served, name, Path("x.png"), Needs())["id"] for name in (None, "large", "gpt-image-1")]
     assert found == ["small", "large", "large"]
     with pytest.raises(ValueError, match="no model gpt-image-2; served: small, large"):
-        generate._model(served, "gpt-image-2", Path("x.png"), 0)
+        generate._model(served, "gpt-image-2", Path("x.png"), Needs())
 
 
 @pytest.mark.parametrize(
-    ("out", "num_pictures", "expected"),
+    ("out", "needs", "expected"),
     [
-        ("x.mp4", 0, "clips"),
-        ("x.mp4", 1, "begun clips"),
-        ("x.png", 0, "both"),
-        ("x.png", 2, "editor"),
-        ("x.gif", 0, "changing"),  # which then says what it makes
+        ("x.mp4", Needs(), "clips"),
+        ("x.mp4", Needs(num_pictures=1), "begun_clips"),
+        ("x.mp4", Needs(has_video=True), "changing"),
+        ("x.png", Needs(), "pictures"),
+        ("x.png", Needs(num_pictures=1), "editor"),
+        ("x.png", Needs(has_control=True), "following"),
+        ("x.gif", Needs(), "changing"),  # which then says what it makes
     ],
 )
-def test_without_a_name_it_is_the_first_that_fits(out: str, num_pictures: int, expected: str) -> None:
+def test_without_a_name_it_is_what_the_server_takes(out: str, needs: Needs, expected: str) -> None:
     served: Any = Served(
-        {"id": "changing", "kinds": ["video"], "defaults": {"needs_video": True, "max_video_frames": 81}},
-        {"id": "following", "defaults": {"takes_control": True}},
-        {"id": "clips", "kinds": ["video"]},
-        {"id": "begun clips", "kinds": ["video"], "defaults": {"min_pictures": 1, "max_pictures": 1}},
-        {"id": "editor", "defaults": {"min_pictures": 1, "max_pictures": 3}},
-        {"id": "both", "kinds": ["video", "image"], "defaults": {"min_pictures": 1}, "picture_defaults": {}},
-        {"id": "pictures"},
+        changing=CHANGED_CLIPS,
+        following=CONTROLLED,
+        clips=CLIPS,
+        begun_clips=BEGUN_CLIPS,
+        editor=EDITS,
+        pictures=PICTURES,
+        both=BOTH,
     )
-    assert generate._model(served, None, Path(out), num_pictures)["id"] == expected
+    assert generate._model(served, None, Path(out), needs)["id"] == expected
 
 
-@pytest.mark.parametrize(
-    ("num_pictures", "options", "expected"),
-    [
-        (1, {}, "one"),
-        (2, {}, "many"),
-        (1, {"mask": "m.png"}, "masked"),
-        (1, {"strength": 0.5}, "over"),
-        (1, {"layers": 2}, "apart"),
-        (5, {}, "masked"),
-    ],
-)
-def test_pictures_go_to_a_model_that_edits(num_pictures: int, options: dict[str, Any], expected: str) -> None:
-    served: Any = Served(
-        {"id": "masked", "edits": True, "defaults": {"max_pictures": 4, "takes_mask": True, "needs_mask": True}},
-        {"id": "over", "edits": False, "defaults": {"max_pictures": 1, "takes_strength": True}},
-        {"id": "apart", "edits": False, "defaults": {"min_pictures": 1, "max_pictures": 1, "max_layers": 4}},
-        {"id": "one", "edits": True, "defaults": {"max_pictures": 1}},
-        {"id": "many", "edits": True, "defaults": {"min_pictures": 1, "max_pictures": 3, "takes_mask": True}},
-    )
-    assert generate._model(served, None, Path("x.png"), num_pictures, options)["id"] == expected
+def test_files_have_the_names_of_the_form(tmp_path: Path) -> None:
+    paths = {name: tmp_path / f"{name}.bin" for name in ("image", "mask", "control_image", "video")}
+    for name, path in paths.items():
+        path.write_bytes(name.encode())
+    image, *others = paths.items()
+    inputs = generate.Inputs(images=(image[1],), **dict(others))
+    assert inputs.read() == [(name, (f"{name}.bin", name.encode())) for name in paths]
+    with pytest.raises(ValueError, match=r"gone\.png cannot be read: No such file"):
+        generate.Inputs(images=(tmp_path / "gone.png",)).read()

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from deployments.cli.client import Client
-from deployments.cli.generate import generate
+from deployments.cli.generate import Inputs, generate
 from deployments.requests.handle import handle_request
 from deployments.requests.request_errors import RequestError
 from tests.deployments.http.conftest import build, client_of
@@ -132,7 +132,7 @@ def test_the_command_writes_every_layer(url: str, tmp_path: Path, options: dict[
     (tmp_path / "in.png").write_bytes(FILE)
     with Client(url) as client:
         fields = {"model": "fake-layers", "seed": 7, **options}
-        generate(client, "", tmp_path / "out" / "picture.png", fields, [tmp_path / "in.png"])
+        generate(client, "", tmp_path / "out" / "picture.png", fields, Inputs(images=[tmp_path / "in.png"]))
     names = [f"picture-{number}.png" for number in range(1, num_files + 1)] if num_files > 1 else ["picture.png"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     assert opacity((tmp_path / "out" / names[0]).read_bytes()) == 255
