@@ -19,6 +19,7 @@ from deployments.service.interface import Progress
 from engines.gang.errors import GangBrokenError
 from pipelines.request import InputPicture, Lora, MediaRequest
 from tests.deployments.http.conftest import build, serving
+from tests.deployments.http.routes.test_video_inputs import FILE as CLIP
 from tests.deployments.support.commands import assert_one_line, troupe
 from tests.deployments.support.fake_studio import FakeStudio, colour
 from tests.deployments.support.files import file_of, noise
@@ -144,6 +145,24 @@ def test_a_clip_begins_with_a_picture(tmp_path: Path) -> None:
         assert troupe("generate", "a red circle", *args, "--url", url).exit_code == 0
         assert_one_line(troupe("generate", "a", *args, "--mask", args[3], "--url", url), "--mask is for pictures")
     assert [inputs.pictures for inputs in studio.inputs] == [(InputPicture.of(picture),)]
+
+
+def test_clips_and_controls_go_to_the_models_that_take_them(tmp_path: Path) -> None:
+    studio, control = FakeStudio(takes_clips=True, takes_control=True), noise(48, 32)
+    (tmp_path / "a.mp4").write_bytes(CLIP)
+    (tmp_path / "a.png").write_bytes(file_of(control))
+    with serving(build(studio, tmp_path)) as url:
+        for option, name in (("--video", "a.mp4"), ("--control-image", "a.png")):
+            out = str(tmp_path / f"out-{name}")
+            result = troupe("generate", "a", option, str(tmp_path / name), "--out", out, "--url", url)
+            assert result.exit_code == 0, result.output
+        clip = ("--video", str(tmp_path / "a.mp4"), "--out", str(tmp_path / "b.png"), "--url", url)
+        assert_one_line(troupe("generate", "a", *clip), "b.png is a picture: --video is for clips")
+    assert [request.model for request in studio.performed] == ["fake-changed-clips", "fake-controlled"]
+    changed, controlled = studio.inputs
+    assert changed.video is not None
+    assert changed.video.num_frames == studio.performed[0].num_video_frames == 9
+    assert controlled.control == InputPicture.of(control)
 
 
 VIDEO = {"id": "video_1", "num_inference_steps": 4, "progress": 0, "eta_s": None, "seed": 5}
