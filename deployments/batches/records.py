@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from sqlalchemy import delete, or_, select, update
+from sqlalchemy import delete, func, or_, select, update
 
 from deployments.database.database import Database, first_free, insert_into, row_of
 from deployments.database.tables import BatchRow, FileRow
@@ -77,6 +77,12 @@ class BatchStore:
         values = {"id": file_id, "key_hash": key_hash, "filename": filename, "purpose": purpose, "num_bytes": num_bytes}
         insert = insert_into(FileRow, self.database.engine).values(**values, created_at_s=time.time())
         return _file_record(await row_of(self.database.engine, insert.returning(*FileRow.__table__.c)))
+
+    async def stored_bytes(self, key_hash: str) -> int:
+        """Return the size of all files of a key."""
+        query = select(func.coalesce(func.sum(FileRow.num_bytes), 0)).where(FileRow.key_hash == key_hash)
+        async with self.database.engine.connect() as connection:
+            return int(await connection.scalar(query) or 0)
 
     async def file(self, file_id: str, key_hash: str | None) -> FileRecord | None:
         files = await self._files(FileRow.id == file_id, key_hash)

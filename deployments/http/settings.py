@@ -35,6 +35,9 @@ class ApiLimits(PictureLimits):
 
     An adapter that a client adds has at most ``max_lora_bytes``; one may be named by its path in ``lora_folders``.
 
+    The files that one key hands in under ``/v1/files``, and those of its batches, take at most ``max_stored_bytes``
+    until it deletes some.
+
     What was made with one key is there for no other, unless ``share_between_keys`` says so.
     """
 
@@ -53,6 +56,7 @@ class ApiLimits(PictureLimits):
     key_limits: tuple[KeyLimits, ...] = ()
     max_lora_bytes: int = 512 << 20
     lora_folders: tuple[Path, ...] = ()
+    max_stored_bytes: int = 16 << 30
 
     def __post_init__(self) -> None:
         PictureLimits.__post_init__(self)
@@ -66,6 +70,7 @@ class ApiLimits(PictureLimits):
             "max_open_requests",
             "max_watchers",
             "max_lora_bytes",
+            "max_stored_bytes",
         )
         _check_all("allowed_hosts", self.allowed_hosts, HOST, "* or a name without port, such as gpu1.example.com")
         _check_all("allowed_origins", self.allowed_origins, ORIGIN, "* or as browsers send it: https://example.com")

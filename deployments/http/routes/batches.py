@@ -215,10 +215,13 @@ def batch_routes(context: ApiContext) -> APIRouter:
 def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
     authorized, store = Depends(context.authorize), context.batches
 
-    @router.post("/v1/files", responses=error_documents(400, 401, 403, 408, 413, 415, 503, 507), openapi_extra=UPLOAD)
+    @router.post(
+        "/v1/files", responses=error_documents(400, 401, 403, 408, 409, 413, 415, 503, 507), openapi_extra=UPLOAD
+    )
     async def create_file(request: Request, requester: Requester = authorized) -> FileObject:
         """Hand in a file of JSON lines for a batch, or a clip that requests name by the file's id."""
         filename, data, purpose = await read_file_form(request)
+        await _check_place(context, requester, len(data))
         file_id = f"file-{uuid4().hex}"
         await asyncio.to_thread(context.contents.write, file_id, data)
         return FileObject.of(await store.add_file(requester.key, filename, purpose, len(data), file_id))
@@ -254,6 +257,14 @@ def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
         await asyncio.to_thread(context.contents.remove, record.id)
         await store.remove_file(record.id)
         return FileDeleted(id=record.id)
+
+
+async def _check_place(context: ApiContext, requester: Requester, num_bytes: int) -> None:
+    """Raise ApiError 409 if the requester's files leave no place for one of ``num_bytes``."""
+    limit, stored = context.settings.max_stored_bytes, await context.batches.stored_bytes(requester.key)
+    if stored + num_bytes > limit:
+        message = f"The file has {num_bytes} bytes, and files of {stored} are here; all may have {limit}: delete some"
+        raise ApiError(409, message, param="file", code="too_many_files")
 
 
 FILE_SCHEMA: dict[str, Any] = {

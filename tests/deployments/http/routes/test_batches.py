@@ -213,3 +213,16 @@ async def test_what_is_refused(studio: FakeStudio, tmp_path: Path) -> None:
         error = error_of(await client.post("/v1/batches", json=body | {"input_file_id": clip.json()["id"]}), 400)
         assert (error["param"], "the purpose user_data" in error["message"]) == ("input_file_id", True)
     assert studio.performed == []
+
+
+async def test_a_key_stores_as_much_as_it_may(tmp_path: Path) -> None:
+    alpha, beta = ({"Authorization": f"Bearer {key}"} for key in ("alpha", "beta"))
+    form: Any = {"files": {"file": ("a.mp4", b"0123")}, "data": {"purpose": "user_data"}}
+    async with client_of(build(FakeStudio(), tmp_path, api_keys=("alpha", "beta"), max_stored_bytes=10)) as client:
+        first, second = [(await client.post("/v1/files", headers=alpha, **form)).json()["id"] for _ in range(2)]
+        error = error_of(await client.post("/v1/files", headers=alpha, **form), 409)
+        assert (error["code"], "files of 8 are here; all may have 10" in error["message"]) == ("too_many_files", True)
+        assert (await client.post("/v1/files", headers=beta, **form)).is_success
+        assert (await client.delete(f"/v1/files/{first}", headers=alpha)).is_success
+        assert (await client.post("/v1/files", headers=alpha, **form)).is_success
+        assert (await client.get(f"/v1/files/{second}/content", headers=alpha)).content == b"0123"
