@@ -36,8 +36,17 @@ killed, since it may be stopped. Idle replicas wake up once a second, not ten ti
 """
 LOCAL_ENVIRONMENT: Mapping[str, str] = {"SCAN_EVENT_DIR_INTERVAL_SECONDS": "3600"}
 """Ray's agent scans for dashboard events, by default every two seconds."""
-LOCAL_SYSTEM: Mapping[str, Any] = {"task_events_report_interval_ms": 0, "kill_worker_timeout_milliseconds": 500}
-"""No task events, which only a dashboard shows. A stopped process is killed after half a second, not five."""
+LOCAL_SYSTEM: Mapping[str, Any] = {
+    "task_events_report_interval_ms": 0,
+    "kill_worker_timeout_milliseconds": 500,
+    "grpc_client_check_connection_status_interval_milliseconds": 100,
+    "core_worker_rpc_server_reconnect_timeout_base_s": 0,
+}
+"""No task events, which only a dashboard shows. A stopped process is killed after half a second, not five.
+
+A caller that died is noticed at once, not after two to three seconds. Until then it blocks the replica whose stream to
+it has ended, which answers no health check.
+"""
 logger = logging.getLogger("troupe.serving")
 
 
