@@ -35,6 +35,7 @@ from deployments.door.haproxy import PictureQueue, find_binary
 from deployments.heartbeat import ANSWER_WITHIN_S, Heartbeat
 from deployments.names import APPLICATION, INGRESS, url_at
 from deployments.ray_private import application_status, controller_answers, restart_controller
+from deployments.stages.measured_times import WHOLE_START, start_times_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 READY_DEADLINE_S = 900.0
@@ -99,13 +100,16 @@ def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reas
             check(config)
         elif serve.status().proxies:
             raise ValueError("Ray Serve is already running in this cluster, at an address of its own: `serve shutdown`")
-        entrance = stack.enter_context(Entrance.opened(config))
+        starts, began_s = start_times_of(config.app), time.monotonic()
+        entrance = stack.enter_context(Entrance.opened(config, starts.get(WHOLE_START) or 0.0))
         if is_local:
             stack.enter_context(local_cluster(config))
         else:
             stack.callback(serve.shutdown)
         _deploy(config, entrance)
         wait_ready(entrance.url, on_wait, ready_deadline_s(config))
+        starts.learn(WHOLE_START, time.monotonic() - began_s)
+        starts.save()
         stack.enter_context(Heartbeat("Serve's controller", _controller_answers, restart_controller))
         stack.callback(end_application, entrance, config.app.door.drain_s)
         yield entrance.url
@@ -123,8 +127,11 @@ class Entrance:
 
     @classmethod
     @contextmanager
-    def opened(cls, config: ServeConfig) -> Iterator[Entrance]:
-        """Listen at the configured address until the block ends. ValueError if it is taken."""
+    def opened(cls, config: ServeConfig, start_s: float = 0.0) -> Iterator[Entrance]:
+        """Listen at the configured address until the block ends. ValueError if it is taken.
+
+        The start of the application is expected to take ``start_s``.
+        """
         host = config.http_options.host
         listener = listen(host, config.http_options.port)
         port = int(listener.getsockname()[1])
@@ -138,7 +145,8 @@ class Entrance:
             backend = (LOOPBACK, own_port)
             api = config.app.api
             queue = PictureQueue.of(config.app)
-            with Door(listener, backend, config.app.door, api.trusted_proxies, queue, api.allowed_origins) as door:
+            origins = api.allowed_origins
+            with Door(listener, backend, config.app.door, api.trusted_proxies, queue, origins, start_s) as door:
                 yield cls(url=url, backend=backend, door=door)
 
 
