@@ -36,6 +36,7 @@ from deployments.service.readiness import Readiness
 from deployments.service.retries import RECOVERY_DEADLINE_S
 from deployments.service.run import StageHandles
 from deployments.settings import Settings
+from deployments.stages.measured_times import start_times_of
 from deployments.stages.stage_config import DenoiserConfig
 from deployments.usage.accounts import Accounts
 from deployments.usage.deployed_keeper import DeployedKeeper
@@ -133,7 +134,7 @@ class Ingress:
         cards = make_cards(config)
         patience_s = {model.name: patience_for(model.denoiser) for model in config.models}
         self._accounts = make_accounts(config, keeper)
-        readiness = Readiness(deployments, names_on_demand(config, stages), deployed)
+        readiness = Readiness(deployments, names_on_demand(config, stages), deployed, start_times_of(config))
         limits = {
             model.name: QueueLimits(max_jobs=model.max_jobs, max_wait_s=model.denoiser.max_wait_s)
             for model in config.models

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from deployments.app import REPLICA_CPUS
@@ -36,8 +38,21 @@ killed, since it may be stopped. Idle replicas wake up once a second, not ten ti
 """
 LOCAL_ENVIRONMENT: Mapping[str, str] = {"SCAN_EVENT_DIR_INTERVAL_SECONDS": "3600"}
 """Ray's agent scans for dashboard events, by default every two seconds."""
-LOCAL_SYSTEM: Mapping[str, Any] = {"task_events_report_interval_ms": 0, "kill_worker_timeout_milliseconds": 500}
-"""No task events, which only a dashboard shows. A stopped process is killed after half a second, not five."""
+LOCAL_SYSTEM: Mapping[str, Any] = {
+    "task_events_report_interval_ms": 0,
+    "kill_worker_timeout_milliseconds": 500,
+    "grpc_client_check_connection_status_interval_milliseconds": 100,
+    "core_worker_rpc_server_reconnect_timeout_base_s": 0,
+}
+"""No task events, which only a dashboard shows. A stopped process is killed after half a second, not five.
+
+A caller that died is noticed at once, not after two to three seconds. Until then it blocks the replica whose stream to
+it has ended, which answers no health check.
+"""
+SERVERS = ("gcs_server", "raylet")
+"""Names of Ray's own processes, in the order of their start; the raylet starts all others."""
+SHUTDOWN_WITHIN_S = 10.0
+
 logger = logging.getLogger("troupe.serving")
 
 
@@ -51,7 +66,7 @@ def local_cluster(config: ServeConfig) -> Iterator[None]:
     with prepared() as temp_dir, ExitStack() as stack:
         if config.app.fork_workers:
             stack.enter_context(forking_cluster())
-        stack.callback(ray.shutdown)
+        stack.callback(shut_down)
         with interrupts_later(), without_optional_servers(), processes_in_own_sessions():
             init_local(  # `serve deploy` is for running clusters
                 temp_dir,
@@ -64,6 +79,33 @@ def local_cluster(config: ServeConfig) -> Iterator[None]:
                 logging_level=logging.WARNING,
             )
         yield
+
+
+def shut_down() -> None:
+    """End the cluster. Kill its servers if one of them does not answer: Ray waits for ever for a stopped raylet."""
+    ending = Limited(ray.shutdown)
+    if ending.ends_within(SHUTDOWN_WITHIN_S):
+        return
+    logger.warning("Ray does not end and is killed", extra={"waited_s": SHUTDOWN_WITHIN_S})
+    servers = [process for process in psutil.Process().children() if process.name() in SERVERS]
+    # The raylet comes last: Ray ends this process with it.
+    for process in (*(one for server in servers for one in server.children(recursive=True)), *servers):
+        with suppress(psutil.Error):
+            process.kill()
+    ending.ends_within(SHUTDOWN_WITHIN_S)
+
+
+class Limited:
+    """Blocking ``work`` in a thread of its own, which may never end and has no event loop (a notebook has one)."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._thread = threading.Thread(target=work, daemon=True)
+        self._thread.start()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the end of ``work``, no longer than ``seconds``. Return whether it has ended."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
 
 def num_logical_cpus(config: ServeConfig) -> int:

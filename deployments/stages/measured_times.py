@@ -8,14 +8,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deployments.config import ModelConfig
+from deployments.config import AppConfig, ModelConfig
 from deployments.names import own_version
 from deployments.service.interface import MediaFormat, Output
 from deployments.settings import Settings
 from engines.core.estimates import StepEstimates
 from engines.core.parcel import Shapes
 from engines.core.storage import device_name, file_about
-from engines.gang.eta.measured_times import MeasuredTimes, StepTimes
+from engines.gang.eta.measured_times import MeasuredTimes, StepTimes, TimeKey
 from engines.gang.eta.prediction import rough_step_s
 from pipelines.loading import HUB_FILES, local_path
 from pipelines.request import MediaRequest
@@ -39,6 +39,8 @@ NEEDED = ("torch", "diffusers", "transformers")
 OPTIONAL = ("triton", "fa3-fwd", "tensorrt", "tensorrt-rtx-cu13-libs")
 """Packages that steps use if installed."""
 BLOBS = "blobs"
+WHOLE_START: TimeKey = ("", 0)
+"""Key of the time from the command until all models of an application are ready."""
 
 DecodeKey = tuple[MediaFormat, int]
 """Format of the file, and pixels of all frames or layers."""
@@ -82,6 +84,17 @@ def step_times_of(
         **({"estimates": "of the cost model"} if estimates else {}),
     }
     return StepTimes(file_about(Settings().data_dir / "step_times", model.name, facts))
+
+
+def start_times_of(app: AppConfig) -> MeasuredTimes:
+    """Return the measured starts of an application's models, by ``start_key``, and of the whole (``WHOLE_START``)."""
+    facts = {"models": [model.model_dump(mode="json") for model in app.models], **software_facts()}
+    return MeasuredTimes(file_about(Settings().data_dir / "start_times", "application", facts), "starts")
+
+
+def start_key(model: str) -> TimeKey:
+    """Return the key of the start of ``model``."""
+    return model, 1
 
 
 def estimates_s_of(request: MediaRequest, encoded: Shapes, estimates: StepEstimates | None) -> dict[int, float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from pybase64 import b64encode_as_string
@@ -29,9 +29,9 @@ from deployments.http.answers import (
 from deployments.http.context import ApiContext
 from deployments.http.errors import answer_to
 from deployments.http.hosts import base_url
-from deployments.http.idempotency import REPLAYED
+from deployments.http.idempotency import REPLAYED, Turn
 from deployments.http.measures import SpentSeconds, enhancer_header, eta_header, measures
-from deployments.http.streams import ClientGoneError, Event, start_stream, until_disconnect
+from deployments.http.streams import STREAM_HEADERS, ClientGoneError, Event, start_stream, until_disconnect
 from deployments.requests.bodies import ImageBody
 from deployments.requests.images import ImageRequest
 from deployments.requests.rules import Requester, ResolvedRequest
@@ -47,21 +47,29 @@ async def draw(
 ) -> Response:
     """Return what ``resolved`` asks for: one JSON object, or a stream of events.
 
-    The JSON object is the earlier one, if the same request with the same ``idempotency_key`` came before.
+    The JSON object is the earlier one, if the same request with the same ``idempotency_key`` came before. The stream
+    then has the events of the finished pictures alone.
     """
-    key, limit = None if resolved.body.stream else idempotency_key, context.settings.max_images_per_request
-    async with context.known.turn(request.url.path, requester, key, resolved.body) as turn:
+    limit = context.settings.max_images_per_request
+    async with AsyncExitStack() as stack:
+        known = context.known.turn(request.url.path, requester, idempotency_key, resolved.body)
+        turn = await stack.enter_async_context(known)
         if turn.answer is not None:
-            return Response(turn.answer, media_type="application/json", headers=dict(REPLAYED))
+            return _replayed(turn.answer, is_stream=bool(resolved.body.stream))
         max_n = min(limit, context.accounts.limits_of(requester.key).max_concurrent or limit)
         pictures = ImageRequest.of(resolved, requester, max_n)
         gang_in_s = await context.check_ready(resolved.card.name)
         if pictures.first.enhance_prompt:
             context.admission.check_place(pictures.first.model, gang_in_s)
             pictures = pictures.with_prompt_of(await context.enhanced(request, pictures.first))
-        drawing = Drawing(context=context, pictures=pictures, request_id=requester.request_id, gang_in_s=gang_in_s)
+        drawing = Drawing(
+            context=context, pictures=pictures, request_id=requester.request_id, gang_in_s=gang_in_s, turn=turn
+        )
         if pictures.body.stream:
-            return await start_stream(drawing.events(), request.receive, context.settings, lambda: drawing.headers)
+            events, receive = drawing.events(), request.receive
+            stream = await start_stream(events, receive, context.settings, lambda: drawing.headers)
+            stream.at_end = stack.pop_all()
+            return stream
         with drawing.failures():
             media = await until_disconnect(request.receive, drawing.media())
             # In a thread: megabytes, for which others would wait.
@@ -69,6 +77,13 @@ async def draw(
         await context.known.keep(turn, answer)
     headers = measures([one.timings for one in media], pictures.first.cache) | enhancer_header(pictures.first)
     return Response(answer, media_type="application/json", headers=headers)
+
+
+def _replayed(answer: bytes, *, is_stream: bool) -> Response:
+    """Return an earlier answer: one JSON object, or the last events of a stream."""
+    if is_stream:
+        return Response(answer, media_type="text/event-stream", headers={**STREAM_HEADERS, **REPLAYED})
+    return Response(answer, media_type="application/json", headers=dict(REPLAYED))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,9 +95,13 @@ class Drawing:
     request_id: str
     gang_in_s: float
     """Seconds until a gang begins new work."""
+    turn: Turn = field(default_factory=Turn)
+    """Under which the last events of a stream are kept."""
     _spent: SpentSeconds = field(default_factory=SpentSeconds, init=False)
     _queued: list[tuple[int, Queued]] = field(default_factory=list, init=False)
     """Places in queues by picture, in the order of their events."""
+    _finished: list[bytes] = field(default_factory=list, init=False)
+    """The last events of each finished picture, encoded."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -107,8 +126,17 @@ class Drawing:
             async with self._performed() as performed:
                 async for index, event in performed:
                     self._spent.update(index, event)
-                    for one in self._translated(index, event):
+                    translated = self._translated(index, event)
+                    if isinstance(event, Media) and self.turn.name:
+                        await self._keep(translated)
+                    for one in translated:
                         yield one
+
+    async def _keep(self, last: Sequence[Event]) -> None:
+        """Take the last events of a picture; keep those of all before the client has the last ones."""
+        self._finished.append(await asyncio.to_thread(lambda: b"".join(event.encode() for event in last)))
+        if len(self._finished) == len(self.pictures.requests):
+            await self.context.known.keep(self.turn, b"".join(self._finished))
 
     @contextmanager
     def failures(self) -> Iterator[None]:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 import yaml
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+from deployments.cli import progress
 from deployments.cli.configuration import config_for, to_yaml
 from deployments.cli.preflight import warnings
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
 from pipelines.loading import SHIPPED, hub_id_of, published_models
-from tests.deployments.support.commands import assert_one_line, troupe
+from tests.deployments.support.commands import assert_one_line, config_file, troupe
 
 FLUX, KLEIN, WAN = "FLUX.1-dev", "FLUX.2-klein-4B", "Wan2.1-T2V-14B"
 
@@ -103,6 +105,24 @@ def test_warns_of_stages_on_cpu_cores_beside_ranks_with_gpus() -> None:
     (warning,) = warnings(config_with(denoiser=gang, stages="together"))
     assert "GPUs, and text_encoder on CPU" in warning
     assert not list(warnings(config_with(denoiser={"num_ranks": 1})))
+
+
+def test_serve_and_doctor_print_the_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(config: ServeConfig) -> NoReturn:
+        raise ValueError("the start")
+
+    monkeypatch.setattr(progress, "started", stop)
+    monkeypatch.delenv("TROUPE_API_KEYS_FILE", raising=False)
+    monkeypatch.delenv("TROUPE_API_KEYS", raising=False)
+    file = config_file(config_with(denoiser={"num_ranks": 1, "gpus_per_rank": 1}), tmp_path)
+    first, second, *others = troupe("serve", file, "--host", "0.0.0.0", "--metrics-port", "0").stderr.splitlines()
+    assert first.startswith("troupe: warning: anybody who reaches 0.0.0.0 can use this server")
+    assert second.startswith(
+        "troupe: warning: the model flux-shapes: its ranks have GPUs, and text_encoder and decoder"
+    )
+    assert others == ["troupe: the start"]
+    report = troupe("doctor", "--config", file, "--json").stdout
+    assert "warning: the model flux-shapes: its ranks have GPUs, and text_encoder and decoder on CPU cores" in report
 
 
 def config_with(**model: object) -> ServeConfig:

@@ -1,4 +1,4 @@
-"""What blocks and is refused in an event loop runs beside one, and where it is without one."""
+"""What blocks has a thread without an event loop, and a limit."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import threading
 
 import pytest
 
-from deployments.cli.serving import outside_loops
+from deployments.cli.cluster import Limited
+from tests.support.patience import PATIENCE_S
 
 
-def refuse_in_a_loop() -> None:
-    with pytest.raises(RuntimeError, match="no running event loop"):
-        asyncio.get_running_loop()
-    threads.append(threading.current_thread())
+async def test_work_has_no_event_loop() -> None:
+    found: list[threading.Thread] = []
+
+    def refuse_in_a_loop() -> None:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            asyncio.get_running_loop()
+        found.append(threading.current_thread())
+
+    assert Limited(refuse_in_a_loop).ends_within(PATIENCE_S)
+    assert found != [threading.current_thread()]
 
 
-threads: list[threading.Thread] = []
-
-
-async def test_in_a_loop_it_runs_beside_it() -> None:
-    outside_loops(refuse_in_a_loop)
-    assert threads.pop() is not threading.current_thread()
-
-
-def test_without_a_loop_it_runs_here() -> None:
-    outside_loops(refuse_in_a_loop)
-    assert threads.pop() is threading.current_thread()
+def test_work_that_does_not_end_is_left() -> None:
+    may_end = threading.Event()
+    work = Limited(lambda: may_end.wait(PATIENCE_S))
+    assert not work.ends_within(0.0)
+    may_end.set()
+    assert work.ends_within(PATIENCE_S)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import av
@@ -92,8 +92,30 @@ def test_a_clip_outlives_a_server_that_is_killed(clips: Path) -> None:
             assert finish(http, clip_id) == finish(http, undisturbed)
 
 
-def test_a_clip(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["ray::ServeController", "raylet"])
+def test_a_server_ends_while_a_process_hangs(clips: Path, victim: str) -> None:
+    with short_folder() as folder, serve(clips, folder) as server:
+        server.wait_for(SERVING)
+        (hanging,) = (process for process in started_by(server) if name_of(process).startswith(victim))
+        hanging.suspend()
+        server.terminate()
+        code = server.wait()
+        assert not name_of(hanging)
+    assert code == 143 or victim == "raylet", "without its raylet, Ray itself ends the process"
+
+
+def name_of(process: psutil.Process) -> str:
+    """The title without folders; empty if the process has ended."""
+    with suppress(psutil.Error):
+        return str((process.cmdline() or [""])[0]).rpartition("/")[2].strip()
+    return ""
+
+
+def test_a_clip_beside_proxies(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TROUPE_API_KEY", KEY)
+    for name, value in PROXIES.items():
+        monkeypatch.setenv(name, value)
     out = tmp_path / "clip.mp4"
     wanted = ("--steps", "3", "--seed", "7", "--out", str(out))
     result = troupe("generate", "a red circle", *wanted, "--url", url)
@@ -136,6 +158,7 @@ def test_it_is_found_and_looked_at(server: Command, url: str, monkeypatch: pytes
     assert seen[-1].exit_code == 0, seen[-1].output
     assert f"{url} is ready" in seen[-1].output
     assert "clips" in troupe("clips").output
+    assert re.search(r"clips +│", troupe("models", "--url", url).output)
     assert f"Metrics: http://127.0.0.1:{METRICS_PORT}/metrics" in server.output
 
 

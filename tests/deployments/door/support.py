@@ -84,11 +84,12 @@ def doored(
     trusted_proxies: tuple[str, ...] = (),
     queue: PictureQueue | None = None,
     allowed_origins: tuple[str, ...] = (),
+    start_s: float = 0.0,
 ) -> Iterator[tuple[Door, httpx.Client]]:
     listener = listen("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with (
-        Door(listener, address, settings, trusted_proxies, queue, allowed_origins) as door,
+        Door(listener, address, settings, trusted_proxies, queue, allowed_origins, start_s) as door,
         httpx.Client(base_url=url, timeout=PATIENCE_S) as client,
     ):
         yield door, client

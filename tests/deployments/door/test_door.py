@@ -129,23 +129,6 @@ def test_with_nobody_behind_it_answers_at_once() -> None:
         assert_error(client.get("/health"), 503, "server_unavailable")
 
 
-def test_a_server_that_dies_under_a_request() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as dying, doored(dying.getsockname()) as (_, client):
-
-        def die() -> None:
-            while True:
-                connection, _ = dying.accept()
-                with connection:
-                    if connection.recv(1000).startswith(b"POST"):
-                        return
-                    connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
-
-        thread = threading.Thread(target=die)
-        thread.start()
-        assert_error(client.post(IMAGES, content=b"a"), 502, "server_lost")
-        thread.join()
-
-
 def test_a_replica_that_dies_under_a_request(client: httpx.Client) -> None:
     """Ray's proxy answers 500 then, and not in JSON."""
     answer = client.get("/broken")

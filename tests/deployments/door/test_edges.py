@@ -12,9 +12,11 @@ from http.server import BaseHTTPRequestHandler
 import httpx
 import pytest
 
+from deployments.door import door as doors
 from deployments.door import haproxy
 from deployments.door.door_settings import DoorSettings
 from deployments.door.haproxy import PictureQueue
+from deployments.names import FULL_HEADER
 from tests.deployments.door.support import SETTINGS, Backend, address_of, assert_error, doored, handled, served
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
@@ -178,6 +180,47 @@ def test_allowed_pages_read_what_the_door_says(backend: Backend, allowed: tuple[
         too_large = client.get("/", headers={"Origin": PAGE, "X-Long": "a" * SETTINGS.max_head_bytes})
         assert (too_large.status_code, too_large.headers["access-control-allow-origin"]) == (431, told)
         assert "access-control-allow-origin" not in client.get("/").headers
+
+
+class Full(BaseHTTPRequestHandler):
+    """Has no place for a picture."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.answer(200)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(429)
+
+    def answer(self, status: int) -> None:
+        self.send_response(status)
+        for name, value in (("Content-Length", "0"), ("X-By", "application"), (FULL_HEADER, "5")):
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_allowed_pages_read_that_all_places_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(haproxy, "REFUSAL_MS", round(1000 * PATIENCE_S))
+    with handled(Full) as address, doored(address, queue=QUEUE, allowed_origins=(PAGE,)) as (_, client):
+        headers = {"Origin": PAGE}
+        assert client.post(IMAGES, content=b"{}", headers=headers).headers["x-by"] == "application"
+        refused = client.post(IMAGES, content=b"{}", headers=headers)
+        assert_error(refused, 429, "queue_full")
+        assert refused.headers["access-control-allow-origin"] == PAGE
+        assert "Retry-After" in refused.headers["access-control-expose-headers"].split(",")
+
+
+def test_allowed_pages_read_that_nothing_came_in_time(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "render", lambda *parts: haproxy.render(*parts).replace("server 24h", "server 200ms"))
+    with served(backend) as address, doored(address, allowed_origins=(PAGE,)) as (_, client):
+        late = client.get("/slow", headers={"Origin": PAGE})
+        assert_error(late, 504, "server_timeout")
+        assert late.headers["access-control-allow-origin"] == PAGE
 
 
 @pytest.mark.parametrize("origin", ["http://other.example", "http://UI.example:3000", f"{PAGE}, http://other.example"])

@@ -41,7 +41,7 @@ def test_few_connections_on_a_listener_whose_descriptor_is_a_high_number(backend
 
 def test_the_limit_is_what_files_allow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 1024))
-    assert haproxy.max_connections(DoorSettings()) == 480
+    assert haproxy.max_connections(DoorSettings()) == 240, "each takes two descriptors in each of two frontends"
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, resource.RLIM_INFINITY))
     assert haproxy.max_connections(DoorSettings()) == DoorSettings().max_connections
 

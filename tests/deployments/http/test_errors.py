@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
-from collections.abc import AsyncGenerator, Iterator
+import shutil
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,17 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from deployments.observability.metrics import REQUEST_FAILURES
+from deployments.service.flow import DeployedStudio
 from deployments.service.interface import ModelUnavailableError, Output, StudioEvent
+from deployments.service.readiness import Readiness
+from engines.core.engine import JobFailedError
 from engines.gang.errors import GangBrokenError, QueueFullError
+from engines.gang.jobs.job import Progress
 from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
 from tests.deployments.http.conftest import build, client_of, serving
 from tests.deployments.http.support.bad_bodies import BAD_IMAGES, BAD_VIDEOS
+from tests.deployments.service.support.set_stages import Stages
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S
 
@@ -71,6 +80,46 @@ async def test_bad_video_request(untouched: FastAPI, case: str, as_form: bool) -
     assert error["param"] == param
     assert message in error["message"]
     assert not PYTHON.search(error["message"])
+
+
+class Ready(Readiness):
+    async def not_ready(self, max_age_s: float = 0.0) -> Mapping[str, str]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "code"),
+    [
+        (JobFailedError("the latents of this request are not finite"), 500, "job_failed"),
+        (ValueError("the latents of this request are not finite with the adapters ink"), 400, "invalid_value"),
+    ],
+)
+async def test_a_picture_that_is_not_finite_is_told_and_counted(
+    tmp_path: Path, failure: Exception, status: int, code: str
+) -> None:
+    name = "fake-pictures"
+    step = Progress(job_id="j", step=1, num_steps=2, step_ms=1.0, num_ranks=2)
+    stages: Any = Stages([step, failure])
+    studio: Any = DeployedStudio(FakeStudio().cards(), {name: stages}, Ready({name: ()}))
+    count = REQUEST_FAILURES.labels(name, type(failure).__name__)
+    before = [sample.value for metric in count.collect() for sample in metric.samples]
+    async with client_of(build(studio, tmp_path)) as client:
+        error = error_of(await client.post(IMAGES, json={"prompt": "a", "model": name}), status)
+    assert (error["code"], error["message"].endswith(str(failure))) == (code, True)
+    after = [sample.value for metric in count.collect() for sample in metric.samples]
+    assert after[0] == before[0] + 1
+    assert stages.num_attempts == 1
+
+
+async def test_health_says_that_the_data_folder_refuses(client: httpx.AsyncClient, tmp_path: Path) -> None:
+    assert (await client.get("/health")).json()["storage"] == "ok"
+    shutil.rmtree(tmp_path / "videos", ignore_errors=True)
+    (tmp_path / "videos").touch()
+    until_s = time.monotonic() + PATIENCE_S
+    while (health := (await client.get("/health")).json())["storage"] == "ok" and time.monotonic() < until_s:
+        await asyncio.sleep(0.05)
+    assert "cannot be used: Not a directory" in health["storage"]
+    assert health["status"] == "ready", "pictures are made"
 
 
 async def test_bad_forms(client: httpx.AsyncClient) -> None:

@@ -17,11 +17,14 @@ from deployments.http import idempotency
 from deployments.http.idempotency import KnownRequests, Turn, fingerprint_of, name_of
 from deployments.requests.bodies import ImageBody
 from deployments.requests.rules import Requester
+from engines.core.engine import JobFailedError
+from pipelines.request import MediaRequest
 from tests.deployments.http.conftest import build, client_of, serving
 from tests.deployments.http.test_disconnect import until
 from tests.deployments.http.test_errors import error_of
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.deployments.support.files import file_of, noise
+from tests.support.patience import PATIENCE_S
 
 IMAGES, EDITS, VIDEOS = "/v1/images/generations", "/v1/images/edits", "/v1/videos"
 FILES = {"image": ("a.png", file_of(noise(32, 32)), "image/png")}
@@ -49,6 +52,56 @@ async def test_pictures_are_drawn_once(client: httpx.AsyncClient, studio: FakeSt
     assert (error["code"], error["param"]) == ("idempotency_key_reused", "Idempotency-Key")
     assert (await client.post(path, **sent(path, prompt="a"))).content != first.content
     assert (await client.post(path, **sent(path, prompt="b"), headers={"Idempotency-Key": "8"})).status_code == 200
+
+
+@pytest.mark.parametrize("path", [IMAGES, EDITS])
+async def test_a_stream_is_drawn_once(client: httpx.AsyncClient, studio: FakeStudio, path: str) -> None:
+    asked = sent(path, prompt="a", stream=True, n=2, partial_images=1)
+    first, again = [await client.post(path, **asked, headers=KEY) for _ in range(2)]
+    kind = "image_edit" if path == EDITS else "image_generation"
+    names = [line for line in first.text.splitlines() if line.startswith("event: ")]
+    assert {f"event: {kind}.partial_image", f"event: {kind}.completed"} <= {*names}
+    last = [block for block in first.text.split("\n\n") if block.startswith(f"event: {kind}.completed")]
+    assert [block for block in again.text.split("\n\n") if block] == last, "the same bytes, without previews"
+    assert len(last) == 2
+    assert again.headers["content-type"] == first.headers["content-type"]
+    assert (len(studio.performed), again.headers["idempotent-replayed"]) == (2, "true")
+    assert error_of(await client.post(path, **sent(path, prompt="b", stream=True), headers=KEY), 409)
+
+
+async def test_of_two_streams_at_once_one_is_drawn(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    studio.permits = asyncio.Semaphore(0)
+    body = {"prompt": "a", "stream": True}
+    both = [asyncio.create_task(client.post(IMAGES, json=body, headers=KEY)) for _ in range(2)]
+    await until(lambda: len(studio.performed) == 1)
+    for _ in range(8):
+        studio.permits.release()
+    first, second = await asyncio.gather(*both)
+    assert second.text in first.text
+    assert "image_generation.completed" in second.text
+    assert len(studio.performed) == 1
+
+
+async def test_a_stream_that_fails_is_not_kept(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    body, failures = {"prompt": "a", "stream": True, "stream_progress": True}, [JobFailedError("no such luck")]
+
+    def fail(request: MediaRequest, step: int) -> None:
+        if step == 2 and failures:
+            raise failures.pop()
+
+    studio.at_step = fail
+    assert "job_failed" in (await client.post(IMAGES, json=body, headers=KEY)).text
+    assert "image_generation.completed" in (await client.post(IMAGES, json=body, headers=KEY)).text
+
+
+def test_a_stream_that_is_left_is_drawn_anew(studio: FakeStudio, tmp_path: Path) -> None:
+    body = {"prompt": "a", "stream": True, "stream_progress": True, "num_inference_steps": 50}
+    with serving(build(studio, tmp_path)) as url:
+        with httpx.stream("POST", f"{url}{IMAGES}", json=body, headers=KEY) as answer:
+            next(answer.iter_lines())
+        again = httpx.post(f"{url}{IMAGES}", json=body, headers=KEY, timeout=PATIENCE_S)
+    assert "image_generation.completed" in again.text
+    assert (len(studio.performed), len(studio.closed)) == (2, 1)
 
 
 def test_a_clip_of_the_official_client_is_made_once(studio: FakeStudio, tmp_path: Path) -> None:

@@ -122,3 +122,26 @@ async def test_no_key_is_on_the_disk(studio: FakeStudio, tmp_path: Path, caplog:
     assert all(key.encode() not in path.read_bytes() for path in files)
     assert any(hash_of(key).encode() in path.read_bytes() for path in files)
     assert key not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "status", "start"),
+    [
+        ({}, 200, "http://pictures.example:81/v1/files/"),
+        ({"public_url": "https://own.example"}, 200, "https://own.example/v1/files/"),
+        ({"allowed_hosts": ("own.example",)}, 403, ""),
+        ({"allowed_hosts": ("pictures.example",)}, 200, "http://pictures.example:81/v1/files/"),
+    ],
+)
+async def test_urls_have_the_name_that_the_keys_holder_sent(
+    studio: FakeStudio, tmp_path: Path, settings: dict[str, Any], status: int, start: str
+) -> None:
+    """Unless there is a public one; names are limited by ``allowed_hosts``, and others than holders get no URL."""
+    body, host = {"prompt": "a", "response_format": "url"}, {"Host": "pictures.example:81"}
+    async with client_of(build(studio, tmp_path, api_keys=KEYS, **settings)) as client:
+        answer = await client.post(IMAGES, json=body, headers=by("alpha") | host)
+        assert answer.status_code == status
+        assert status != 200 or answer.json()["data"][0]["url"].startswith(start)
+        stranger = await client.post(IMAGES, json=body, headers=by("gamma") | host)
+        assert stranger.status_code == (401 if status == 200 else 403)
+        assert "pictures.example:81/" not in stranger.text

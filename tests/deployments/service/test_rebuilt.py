@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import pytest
 
+from deployments.config import AppConfig
 from deployments.service.interface import STATUS_MAX_AGE_S
 from deployments.service.readiness import POLL_S, RETRY_AFTER_S, Readiness
+from deployments.stages.measured_times import start_times_of
 from tests.deployments.service.support.controller import MODELS, Clock, Controller, settled
+from tests.support.patience import PATIENCE_S
 
 
 async def test_how_long_a_model_was_missing_says_when_it_may_be_back(controller: Controller, clock: Clock) -> None:
@@ -36,6 +42,29 @@ async def test_of_a_first_start_nobody_is_told_to_come_all_the_time(controller: 
         told_s.append(models.retry_after_s("m"))
         clock.now_s += 2.0
     assert told_s == [max(RETRY_AFTER_S, 2.0 * number) for number in range(30)]
+
+
+async def test_a_start_is_expected_to_take_as_long_as_the_one_before(
+    controller: Controller, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path))
+    config = AppConfig.model_validate({"models": [{"name": "m"}]})
+    controller.is_running = False
+    first = Readiness(MODELS, start_times=start_times_of(config))
+    assert list(await first.not_ready()) == ["m"]
+    clock.now_s += 40.0
+    controller.is_running = True
+    assert await settled(first) == {}
+    async with asyncio.timeout(PATIENCE_S):
+        while not list(tmp_path.rglob("*.json")):
+            await asyncio.sleep(0.01)
+    controller.is_running = False
+    again = Readiness(MODELS, start_times=start_times_of(config))
+    clock.now_s += 10.0
+    assert list(await again.not_ready()) == ["m"]
+    assert again.retry_after_s("m") == 30.0
+    other = AppConfig.model_validate({"models": [{"name": "m", "path": "elsewhere"}]})
+    assert Readiness(MODELS, start_times=start_times_of(other)).retry_after_s("m") == RETRY_AFTER_S
 
 
 async def test_a_replica_that_was_there_before_tells_nothing_of_starts(controller: Controller, clock: Clock) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -118,8 +119,22 @@ class Breaking:
 
 
 async def test_a_health_check_under_way_fails_as_soon_as_the_gang_breaks() -> None:
-    denoiser = Unstarted(_gang=Breaking(), _had_check=False, _check=None)
+    denoiser = Unstarted(_gang=Breaking(), _checked_s=-math.inf, _check=None)
     await denoiser.check_health()  # Serve waits for the first one before it lets requests in
+    with pytest.raises(GangBrokenError):
+        await denoiser.check_health()
+
+
+async def test_health_checks_that_were_held_up_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray starts no call while a hanging ingress owes an answer; Serve's timeout goes on meanwhile."""
+    now_s = 100.0
+    monkeypatch.setattr(stage, "time", SimpleNamespace(monotonic=lambda: now_s))
+    gang = Breaking()
+    denoiser = Unstarted(_gang=gang, _checked_s=now_s, _check=None)
+    now_s += 4.0
+    await asyncio.gather(*(denoiser.check_health() for _ in range(3)))
+    assert not gang.is_broken, "none of them waited"
+    now_s += 1.1
     with pytest.raises(GangBrokenError):
         await denoiser.check_health()
 
@@ -140,7 +155,7 @@ class Slow:
 async def test_health_checks_that_overlap_share_their_result() -> None:
     """As after a blocked event loop: Serve gives a check up and sends the next one."""
     gang = Slow()
-    denoiser = Unstarted(_gang=gang, _had_check=False, _check=None)
+    denoiser = Unstarted(_gang=gang, _checked_s=-math.inf, _check=None)
     checks = [asyncio.ensure_future(denoiser.check_health()) for _ in range(2)]
     await asyncio.sleep(0)
     gang.is_checked.set()
