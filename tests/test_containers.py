@@ -17,7 +17,7 @@ import yaml
 from pydantic_core import MultiHostUrl
 
 from deployments.cli.preflight import environment_problems
-from deployments.cli.serving import DELETE_WITHIN_S, DRAIN_MARGIN_S, load_config
+from deployments.cli.serving import end_limit_s, load_config
 from deployments.config import HttpOptions, ServeConfig
 from deployments.database.database import database_url
 from deployments.door.door_settings import DoorSettings
@@ -159,8 +159,8 @@ def test_mounted_files_are_there(compose: dict[str, Any]) -> None:
 
 
 def test_it_leaves_the_server_the_time_to_end(compose: dict[str, Any]) -> None:
-    assert compose["services"]["troupe"]["stop_grace_period"] == "2m"
-    assert DoorSettings().drain_s + DRAIN_MARGIN_S + DELETE_WITHIN_S < 120
+    assert compose["services"]["troupe"]["stop_grace_period"] == "3m"
+    assert end_limit_s(DoorSettings().drain_s) < 180
 
 
 def test_prometheus_and_grafana_find_what_they_show(compose: dict[str, Any], config: ServeConfig) -> None:

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from deployments.cli.cluster import SERVE_ENVIRONMENT
-from deployments.cli.serving import DELETE_WITHIN_S, DRAIN_MARGIN_S, load_config, parse_config
+from deployments.cli.serving import end_limit_s, load_config, parse_config
 from deployments.config import ServeConfig
 from deployments.door.door_settings import DoorSettings
 from deployments.settings import PREFIX, Settings
@@ -220,7 +220,7 @@ def test_pods_run_without_rights(name: str) -> None:
 
 
 def test_pods_have_the_time_to_end() -> None:
-    needed_s = DoorSettings().drain_s + DRAIN_MARGIN_S + DELETE_WITHIN_S
+    needed_s = end_limit_s(DoorSettings().drain_s)
     assert all(pod["terminationGracePeriodSeconds"] > needed_s for name, pod in pods().items() if name != "door")
 
 

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from deployments.cli.cluster import SHUTDOWN_WITHIN_S
 from deployments.cli.preflight import environment_problems
-from deployments.cli.serving import DELETE_WITHIN_S, DRAIN_MARGIN_S, STORED_WITHIN_S, load_config
+from deployments.cli.serving import end_limit_s, load_config
 from deployments.door.door_settings import DoorSettings
 from deployments.forked_workers import END_WITHIN_S
 from tests.deployments.support.commands import assert_one_line, troupe
@@ -47,8 +46,7 @@ def test_its_command_is_ours(unit: Unit) -> None:
 def test_it_leaves_the_server_the_time_to_end(unit: Unit) -> None:
     service = unit["Service"]
     assert service["KillMode"] == "mixed", "Ray's processes end when the server has drained"
-    limits_s = (STORED_WITHIN_S, DoorSettings().drain_s, 2 * DRAIN_MARGIN_S, DELETE_WITHIN_S, 2 * SHUTDOWN_WITHIN_S)
-    assert float(service["TimeoutStopSec"]) > sum(limits_s) + END_WITHIN_S
+    assert float(service["TimeoutStopSec"]) > end_limit_s(DoorSettings().drain_s) + END_WITHIN_S
     assert "143" in service["SuccessExitStatus"].split()
 
 

@@ -23,7 +23,7 @@ from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from deployments.app import build_app
 from deployments.cli.client import PASSING
-from deployments.cli.cluster import Limited, local_cluster
+from deployments.cli.cluster import SHUTDOWN_WITHIN_S, Limited, local_cluster
 from deployments.cli.local import http_client
 from deployments.cli.preflight import check, with_metrics_port
 from deployments.config import AppConfig, ServeConfig
@@ -148,6 +148,11 @@ class Entrance:
             origins = api.allowed_origins
             with Door(listener, backend, config.app.door, api.trusted_proxies, queue, origins, start_s) as door:
                 yield cls(url=url, backend=backend, door=door)
+
+
+def end_limit_s(drain_s: float) -> float:
+    """Return how long a server may take to end: all its limits, the last that of the cluster itself."""
+    return STORED_WITHIN_S + drain_s + 2 * DRAIN_MARGIN_S + DELETE_WITHIN_S + 2 * SHUTDOWN_WITHIN_S
 
 
 def end_application(entrance: Entrance, drain_s: float) -> None:
