@@ -174,7 +174,7 @@ def test_a_folder(pictures: Path) -> None:
     assert document("--model", str(pictures), "--size", "64x64")["tokens"]["image"] == 64
 
 
-ALONE = ("ideogram-4", "stable-diffusion-3.5-medium", "stable-diffusion-xl-base-1.0")
+ALONE = ("stable-diffusion-3.5-medium", "stable-diffusion-xl-base-1.0")
 """On one rank a gang."""
 QUICK = ("ERNIE-Image", "Helios-Base", "Qwen-Image-2.1", "Z-Image")
 """Those whose forwards ask for what "meta" tensors have not, and one of another model's architecture."""
@@ -193,9 +193,7 @@ def test_every_published_model_is_known(name: str) -> None:
     assert found["chosen"] != "single"
 
 
-CLASSES = dict(
-    zip(ALONE, ("Ideogram4Transformer2DModel", "SD3Transformer2DModel", "UNet2DConditionModel"), strict=True)
-)
+CLASSES = dict(zip(ALONE, ("SD3Transformer2DModel", "UNet2DConditionModel"), strict=True))
 
 
 @pytest.mark.slow
@@ -208,7 +206,6 @@ def test_a_model_whose_tokens_are_not_divided_is_given_no_such_way() -> None:
     ("model", "weights", "gib", "parts"),
     [
         ("stable-diffusion-xl-base-1.0", "2.6 B parameters, 4.8 GiB on the one rank", 4.8, "and fit 139.0 GiB"),
-        ("ideogram-4", "18.6 B parameters, 34.6 GiB on the one rank", 34.6, "without text_encoder, of unknown size"),
     ],
 )
 def test_of_a_model_whose_steps_nobody_knows_it_says_what_it_weighs(
