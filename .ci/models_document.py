@@ -6,7 +6,7 @@ PYTHONPATH=. python .ci/models_document.py
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ FAMILIES = {
     "z_image": "Z-Image, Z-Image-Turbo",
     "krea2": "Krea 2",
     "ernie_image": "ERNIE-Image",
+    "ideogram4": "Ideogram 4",
     "sd3": "Stable Diffusion 3, 3.5",
     "wan": "Wan 2.1, 2.2",
     "hunyuan_video": "HunyuanVideo 1.5",
@@ -89,7 +90,6 @@ FAMILIES = {
 """Titles of families. A key is a folder of `pipelines/models/`."""
 OTHERS = {
     "StableDiffusionXL": "Stable Diffusion XL",
-    "Ideogram4": "Ideogram 4",
     "Anima": "Anima",
     "WanAnimate2": "Wan Animate 2",
 }
@@ -244,14 +244,20 @@ def families() -> Iterator[tuple[str, ...]]:
         members = [name for name in names() if family_of(name) == family]
         assert members, f"no pipeline of family {family}"
         known = {way for name in members for way in strategies(transformer_of(name)).split(", ")}
-        yield title, ", ".join(in_words(members)), ", ".join(way for way in STRATEGIES if way in known - {"hybrid"})
+        words = ", ".join(in_words(members)) + remark(members)
+        yield title, words, ", ".join(way for way in STRATEGIES if way in known - {"hybrid"})
     rows: dict[str, list[str]] = {}
     for name in names():
         if not family_of(name):
             rows.setdefault(", ".join(in_words([name])) or NOT_TRIED, []).append(name)
     for words, members in rows.items():
-        remark = "" if words == NOT_TRIED or any(map(ran_on_a_gpu, members)) else "; not seen on a GPU"
-        yield ", ".join(dict.fromkeys(map(title_of, members))), f"{words}{remark}", "one rank a gang"
+        words += "" if words == NOT_TRIED else remark(members)
+        yield ", ".join(dict.fromkeys(map(title_of, members))), words, "one rank a gang"
+
+
+def remark(members: Iterable[str]) -> str:
+    """Return what the cell of these pipelines says if none of their models was seen on a GPU."""
+    return "" if any(map(ran_on_a_gpu, members)) else "; not seen on a GPU"
 
 
 def ran_on_a_gpu(name: str) -> bool:

@@ -143,12 +143,16 @@ class InputPicture:
 
     def on_white(self) -> Image:
         """Return the picture in RGB, blended onto white: colours under transparency are arbitrary, often black."""
+        return self.over("white")
+
+    def over(self, colour: str) -> Image:
+        """Return the picture in RGB, blended onto a colour that Pillow knows by name or as ``#rrggbb``."""
         from PIL import Image
 
         image = self.image()
         if self.mode != "RGBA":
             return image.convert("RGB")
-        ground = Image.new("RGBA", image.size, "white")
+        ground = Image.new("RGBA", image.size, colour)
         return Image.alpha_composite(ground, image).convert("RGB")
 
     def cut_to(self, width: int, height: int) -> InputPicture:
@@ -194,6 +198,15 @@ class InputPictures:
         """Memory of all pixels."""
         others = (self.mask, self.video, self.control)
         return sum(len(one.data) for one in (*self.pictures, *others) if one is not None)
+
+    def over(self, colour: str) -> InputPictures:
+        """Return the pictures with ``colour`` in place of their transparency."""
+
+        def opaque(picture: InputPicture) -> InputPicture:
+            return InputPicture.of(picture.over(colour)) if picture.mode == "RGBA" else picture
+
+        control = None if self.control is None else opaque(self.control)
+        return replace(self, pictures=tuple(map(opaque, self.pictures)), control=control)
 
     def cut_to(self, width: int, height: int) -> InputPictures:
         """Return the pictures in RGB and of that size: scaled to cover it, then cropped around the centre."""

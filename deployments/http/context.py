@@ -113,6 +113,7 @@ class ApiContext:
             if read is not None and sources.video is not None:
                 sources = replace(sources, video=await read(sources.video))
             pictures = await self._decoded(sources, partial(rules.video_form, body))
+            pictures = pictures if body.ground is None else await asyncio.to_thread(pictures.over, body.ground)
         return ResolvedRequest(card=card, body=body, pictures=pictures)
 
     async def _decoded(self, sources: Sources, form_of: FormOf) -> InputPictures:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
+from PIL import ImageColor
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -149,6 +150,27 @@ VIDEO_SENTENCE = (
 MAX_SOLVER_STEPS = 1000
 STEPS_SENTENCE = "it must be a list of 1 to 1000 numbers, such as [1.0, 0.75, 0.5, 0.25]"
 LORA_SENTENCE = 'it must be a list such as [{"name": "watercolour", "scale": 0.8}]; scale may be left out'
+
+
+RESULT_BACKGROUNDS = ("opaque", "auto", "transparent")
+"""OpenAI's values, which are about the result."""
+BACKGROUNDS = (*RESULT_BACKGROUNDS, *sorted(ImageColor.colormap))
+HEX_COLOUR = "#[0-9a-fA-F]{6}"
+
+
+def _background(written: str) -> str:
+    if written not in BACKGROUNDS and re.fullmatch(HEX_COLOUR, written) is None:
+        raise PydanticCustomError(
+            "background", "it must be opaque, auto, or the colour beneath transparent input pictures: navy, #ff8800"
+        )
+    return written
+
+
+Background = Annotated[
+    str,
+    AfterValidator(_background),
+    WithJsonSchema({"type": "string", "anyOf": [{"enum": BACKGROUNDS}, {"pattern": f"^{HEX_COLOUR}$"}]}),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,8 +359,10 @@ class MediaBody(PeerFields):
         description="Seconds within which it must be done: refused with 429 at once if it will not be.",
     )
     style: Annotated[Literal["vivid", "natural"], NoEffect("vivid")] | None = Field(None, description=ACCEPTED)
-    background: Annotated[Literal["opaque", "auto"], NoEffect("auto")] | None = Field(
-        None, description="Always opaque."
+    background: Background | None = Field(
+        None,
+        description="A colour (navy, #ff8800) beneath transparent parts of input pictures, instead of white. "
+        "opaque, auto and transparent are about the result, which is opaque but for layers.",
     )
     moderation: Annotated[Literal["low", "auto"], NoEffect("low")] | None = Field(
         None, description="Accepted; there is no moderation."
@@ -346,6 +370,11 @@ class MediaBody(PeerFields):
     user: Annotated[Name, NoEffect("somebody")] | None = Field(
         None, description="Given back as safety_identifier, with pictures."
     )
+
+    @property
+    def ground(self) -> str | None:
+        """The colour beneath transparent input pictures; None: white, or none in layers."""
+        return None if self.background in (None, *RESULT_BACKGROUNDS) else self.background
 
     @property
     def sources(self) -> Sources:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, get_args
 
-from deployments.requests.bodies import EditBody, VideoBody
+from deployments.requests.bodies import EditBody, MediaBody, VideoBody
 from deployments.requests.images import ImageRequest
 from deployments.requests.model_choice import Needs, choose_card, find_card
 from deployments.requests.pictures.limits import PictureLimits
@@ -48,12 +48,17 @@ def handle_request(
         video = with_recipe(validated(VideoBody, fields), card)
         if video.webhook is not None:
             raise RequestError("webhook has no effect here: a handle hears of the end itself; leave it out", "webhook")
-        pictures = unpack(rules.check_sources(video), limits, partial(rules.video_form, video))
+        pictures = grounded(video, unpack(rules.check_sources(video), limits, partial(rules.video_form, video)))
         return rules.check(video, pictures, requester, NUM_PREVIEWS), Output(format="mp4"), pictures
     body = with_recipe(validated(EditBody, {**fields, "stream": True}), card)
-    pictures = unpack(rules.check_sources(body), limits)
+    pictures = grounded(body, unpack(rules.check_sources(body), limits))
     images = ImageRequest.of(ResolvedRequest(card=card, body=body, pictures=pictures), requester, max_n=1)
     return images.first, images.output, pictures
+
+
+def grounded(body: MediaBody, pictures: InputPictures) -> InputPictures:
+    """Return ``pictures`` over the colour that ``body`` names, if any."""
+    return pictures if body.ground is None else pictures.over(body.ground)
 
 
 def card_for(cards: Mapping[str, ModelCard], model: Any, kind: Any, fields: Mapping[str, Any] = NOTHING) -> ModelCard:

@@ -108,8 +108,6 @@ def image_output(body: ImageBody, request: MediaRequest) -> Output:
             "output_format is jpeg, which knows no transparency, and layers are transparent; set it to png or webp"
         )
         raise RequestError(message, "output_format")
-    if request.num_layers and body.background == "opaque":
-        raise RequestError("background is opaque, but layers are transparent; leave it out", "background")
     compression = 100 if body.output_compression is None else body.output_compression
     if image_format == "png" and compression != 100:
         message = f"output_compression is {compression}, but png is lossless; set output_format to jpeg or webp"

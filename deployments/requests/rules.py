@@ -124,6 +124,7 @@ class RequestRules:
             with blaming(_body_field(name, body)):
                 check()
         check_negative_prompt(request)
+        check_background(body, request)
         num_steps = self.card.defaults.num_steps_of(request)
         return replace(request, preview_steps=preview_steps(num_steps, num_previews))
 
@@ -304,6 +305,14 @@ def _useless_scale(scale: float, true_cfg_scale: float | None, card: ModelCard) 
         f"guidance_scale is {scale:g} and true_cfg_scale {true_cfg_scale:g}; {card.name} has one guidance, which both "
         "name: give one of them"
     )
+
+
+def check_background(body: MediaBody, request: MediaRequest) -> None:
+    """Raise RequestError if a transparent result is asked of a model that makes none, or an opaque one of layers."""
+    if body.background == "transparent" and not request.num_layers:
+        raise RequestError("background is transparent, but what this model makes is opaque; leave it out", "background")
+    if body.background == "opaque" and request.num_layers:
+        raise RequestError("background is opaque, but layers are transparent; leave it out", "background")
 
 
 def check_negative_prompt(request: MediaRequest) -> None:

@@ -15,7 +15,7 @@ import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from torch import Tensor, nn
 
-from engines.core.attention import Kernel
+from engines.core.attention import Kernel, Prefix
 from engines.core.shard_plan import LayerRule
 
 
@@ -41,6 +41,23 @@ def set_kernel(module: nn.Module, kernel: Kernel, local: tuple[str, ...] = ()) -
         num_attentions += 1
     if not num_attentions:
         raise ValueError(f"no attention of {type(module).__name__} can be given a kernel")
+
+
+def unmasked(kernel: Kernel) -> Kernel:
+    """Return ``kernel`` without its mask: one prompt needs none, and it rules out the fastest attention."""
+
+    def attend(
+        q_BLHD: Tensor,
+        k_BMGD: Tensor,
+        v_BMGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return kernel(q_BLHD, k_BMGD, v_BMGD, prefix=prefix)
+
+    return attend
 
 
 def dispatch(

@@ -298,7 +298,8 @@ class OpenedPipeline:
         return self.load_part(name) if part.__module__.startswith("diffusers.") else None
 
     def _stand_in(self, name: str) -> StandIn:
-        parts = {part: getattr(self._outline(name), part) for part in self.spec.block_modules}
+        outline = self._outline(name) if self.spec.block_modules else None
+        parts = {part: getattr(outline, part) for part in self.spec.block_modules}
         config, blank = self.part_config(name), self.spec.blank_prediction
         return StandIn(name, self.part_class(name), config, self.models_device, self.dtype, blank, parts)
 

@@ -21,6 +21,7 @@ FAMILY_FOLDERS = {
     "FluxTransformer2DModel": "flux",
     "HeliosTransformer3DModel": "helios",
     "HunyuanVideo15Transformer3DModel": "hunyuan_video",
+    "Ideogram4Transformer2DModel": "ideogram4",
     "Krea2Transformer2DModel": "krea2",
     "LTX2VideoTransformer3DModel": "ltx2",
     "LTXVideoTransformer3DModel": "ltx",

@@ -13,9 +13,9 @@ from pipelines.directory import read_config
 from pipelines.models.spec import PICTURE, Config, ModelSpec, num_patches
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
-    from engines.core.attention import Kernel, Prefix
+    from engines.core.attention import Kernel
     from engines.core.model import Arguments
 
 TOKENS = "tokens"
@@ -35,23 +35,6 @@ SHARD_PLAN = ShardPlan(
     linears=(),
     free=("text_bth", "text_lens"),
 )
-
-
-def unmasked(kernel: Kernel) -> Kernel:
-    """Return ``kernel`` without its mask: one prompt needs none, and it rules out the fastest attention."""
-
-    def attend(
-        q_BLHD: Tensor,
-        k_BMGD: Tensor,
-        v_BMGD: Tensor,
-        /,
-        *,
-        mask_BM: Tensor | None = None,
-        prefix: Prefix | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return kernel(q_BLHD, k_BMGD, v_BMGD, prefix=prefix)
-
-    return attend
 
 
 def _patch(path: Path) -> int:
@@ -77,7 +60,7 @@ class ErnieImageSpec(ModelSpec):
     def set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
         from pipelines.blocks import attention
 
-        attention.set_kernel(module, unmasked(kernel))
+        attention.set_kernel(module, attention.unmasked(kernel))
 
     def defaults(self, path: Path) -> Defaults:
         """Return the defaults of diffusers' blocks."""

@@ -28,6 +28,8 @@ BLOCKS = "transformer_blocks"
 MAX_TOKENS = 1024
 WITHOUT_FAST_STEP = ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope", "guidance_embeds")
 """Settings of transformers that the hand-ordered step does not support."""
+NOTHING_TO_AVOID = " "
+"""The negative prompt of all cards, with which ``true_cfg_scale`` is 4.0."""
 PROMPT_WINDOW = 64
 """Padded prompts have a multiple of this many tokens."""
 
@@ -138,8 +140,14 @@ class QwenImageSpec(TextAndImageSpec):
         return {} if self.defaults(path).max_layers else RECIPES
 
     def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
-        """Return English (as on the card), not Chinese, for a model that describes pictures."""
-        return {"use_en_prompt": True} if request.num_layers else {}
+        """Return the cards' settings: a negative prompt of one space, and English for one that describes pictures.
+
+        Diffusers' pipelines guide beside a negative prompt only, and their blocks beside an empty one.
+        """
+        inputs: dict[str, Any] = {"use_en_prompt": True} if request.num_layers else {}
+        if request.true_cfg_scale > 1 and request.negative_prompt is None:
+            inputs["negative_prompt"] = NOTHING_TO_AVOID
+        return inputs
 
     def fast_weights(self, config: Config) -> ArrangeWeights | None:
         return None if any(config.get(name) for name in WITHOUT_FAST_STEP) else self.arrange_fast

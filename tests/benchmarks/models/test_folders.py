@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from pipelines.directory import read_config, read_index
 from pipelines.loading import resolve_configuration
 from pipelines.run import load_pipeline
 from pipelines.size import Size
-from tests.pipelines.support.checkpoints import tiny, tiny_cosmos, tiny_hunyuan
+from tests.pipelines.support.checkpoints import tiny, tiny_cosmos, tiny_hunyuan, tiny_minimax
 from tests.pipelines.support.checkpoints.tiny_qwen import qwen_vl
 
 
@@ -113,6 +115,27 @@ def test_what_decodes_has_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(folders, "_save", lambda model, folder: made.append(f"{folder.name}: {type(model).__name__}"))
     folders.write_vae("LTX-2", tmp_path / "vae", torch.device("meta"))
     assert sorted(made) == ["audio_vae: AutoencoderKLLTX2Audio", "vae: AutoencoderKLLTX2Video", "vocoder: LTX2Vocoder"]
+
+
+def test_what_decodes_has_the_statistics_that_a_configuration_leaves_to_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The published configuration of MiniMax-H3's sound has no mean of its latents."""
+    published = without_weights(tiny_minimax.minimax_h3(tmp_path / "published"))
+    file = published / "audio_vae" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({key: x for key, x in config.items() if not key.startswith("latents_")}))
+    (published / "modular_model_index.json").unlink()
+    shutil.copy(resolve_configuration("MiniMax-H3") / "model_index.json", published)
+    monkeypatch.setattr(folders, "resolve_configuration", lambda name: published)
+    folders.write_vae("MiniMax-H3", tmp_path / "written", torch.device("cpu"))
+    checkpoint = Checkpoint(tmp_path / "written")
+    request = checkpoint.defaults.request(Size(width=64, height=32, num_frames=120), num_inference_steps=1)
+    sizes = {"latents": (1, 4, 37, 2, 4), "audio_latents": (2, 4, 207)}
+    latents = {name: torch.zeros(size) for name, size in sizes.items()}
+    media = checkpoint.decoder().decode_all({**latents, "output_type": "pt"}, request)
+    assert media.frames_FHWC.shape == (120, 32, 64, 3)
+    assert media.sound is not None
 
 
 def test_a_model_whose_encoders_are_not_known_is_an_error(tmp_path: Path) -> None:

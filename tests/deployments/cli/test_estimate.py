@@ -73,23 +73,27 @@ def test_quantised_linears_are_faster_and_take_the_place_of_the_others() -> None
 
 
 FLUX_1, KLEIN = ("--model", "FLUX.1-dev"), ("--model", "FLUX.2-klein-4B")
+SQUARE = ("--size", "1024x1024")
+CLIP = ("--model", "HunyuanVideo-1.5-480p_t2v", "--size", "848x480x121")
 
 
 @pytest.mark.parametrize(
     ("args", "measured_s"),
     [
-        ((*FLUX_1, "--steps", "28", "--machine", "h200"), 3.51),
-        ((*FLUX_1, "--steps", "28", "--machine", "h200", "--ranks", "2"), 2.05),
-        ((*FLUX_1, "--steps", "28", "--machine", "h100", "--ranks", "4"), 1.15),
-        ((*KLEIN, "--steps", "4", "--machine", "h100"), 0.38),
+        ((*FLUX_1, *SQUARE, "--steps", "28", "--machine", "h200"), 3.51),
+        ((*FLUX_1, *SQUARE, "--steps", "28", "--machine", "h200", "--ranks", "2"), 2.05),
+        ((*FLUX_1, *SQUARE, "--steps", "28", "--machine", "h100", "--ranks", "4"), 1.15),
+        ((*KLEIN, *SQUARE, "--steps", "4", "--machine", "h100"), 0.38),
+        ((*CLIP, "--steps", "8", "--machine", "h200"), 41.7),
     ],
 )
-def test_a_whole_picture_takes_about_what_was_measured(args: tuple[str, ...], measured_s: float) -> None:
+def test_a_whole_picture_or_clip_takes_about_what_was_measured(args: tuple[str, ...], measured_s: float) -> None:
     """Through HTTP, within a quarter: benchmarks/reports/application_one_h200_2026-11-24.md,
     application_h200_2026-11-23.md, quad_h100_2026-11-26.md and sweep.jsonl."""
-    request = document(*args, "--size", "1024x1024")["request"]
+    request = document(*args)["request"]
     assert request["total_s"] == pytest.approx(measured_s, rel=0.25)
-    parts = request["encode_s"] + request["num_steps"] * request["step_s"] + request["decode_s"]
+    encode_s = request["encode_s"] or 0.0  # of an encoder whose size no configuration has
+    parts = encode_s + request["num_steps"] * request["step_s"] + request["decode_s"]
     assert request["total_s"] == pytest.approx(parts)
     assert "waiting" in request["not_counted"]
 
@@ -174,7 +178,7 @@ def test_a_folder(pictures: Path) -> None:
     assert document("--model", str(pictures), "--size", "64x64")["tokens"]["image"] == 64
 
 
-ALONE = ("ideogram-4", "stable-diffusion-3.5-medium", "stable-diffusion-xl-base-1.0")
+ALONE = ("stable-diffusion-3.5-medium", "stable-diffusion-xl-base-1.0")
 """On one rank a gang."""
 QUICK = ("ERNIE-Image", "Helios-Base", "Qwen-Image-2.1", "Z-Image")
 """Those whose forwards ask for what "meta" tensors have not, and one of another model's architecture."""
@@ -193,9 +197,7 @@ def test_every_published_model_is_known(name: str) -> None:
     assert found["chosen"] != "single"
 
 
-CLASSES = dict(
-    zip(ALONE, ("Ideogram4Transformer2DModel", "SD3Transformer2DModel", "UNet2DConditionModel"), strict=True)
-)
+CLASSES = dict(zip(ALONE, ("SD3Transformer2DModel", "UNet2DConditionModel"), strict=True))
 
 
 @pytest.mark.slow
@@ -208,7 +210,6 @@ def test_a_model_whose_tokens_are_not_divided_is_given_no_such_way() -> None:
     ("model", "weights", "gib", "parts"),
     [
         ("stable-diffusion-xl-base-1.0", "2.6 B parameters, 4.8 GiB on the one rank", 4.8, "and fit 139.0 GiB"),
-        ("ideogram-4", "18.6 B parameters, 34.6 GiB on the one rank", 34.6, "without text_encoder, of unknown size"),
     ],
 )
 def test_of_a_model_whose_steps_nobody_knows_it_says_what_it_weighs(

@@ -6,6 +6,7 @@ import pickle
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from deployments.requests.handle import handle_request
 from deployments.requests.pictures.limits import PictureLimits
@@ -49,6 +50,19 @@ def test_the_kind_decides_where_a_model_makes_both(fields: dict[str, Any], made:
 )
 def test_without_a_model_pictures_choose_one(field: str, model: str) -> None:
     assert handle_request(WITH_PICTURES, "id", {"prompt": "a", field: FILE})[0].model == model
+
+
+@pytest.mark.parametrize(("field", "model"), [("image", "fake-edits"), ("input_reference", "fake-begun-clips")])
+@pytest.mark.parametrize(("background", "colour"), [("navy", "navy"), ("#ff8800", "#ff8800"), ("auto", None)])
+def test_a_colour_lies_beneath_transparent_pictures(
+    field: str, model: str, background: str, colour: str | None
+) -> None:
+    clear = noise(48, 32, "RGBA")
+    fields = {"prompt": "a", "model": model, "background": background, field: file_of(clear)}
+    _, _, given = handle_request(WITH_PICTURES, "id", fields)
+    ground = None if colour is None else Image.new("RGBA", clear.size, colour)
+    expected = clear if ground is None else Image.alpha_composite(ground, clear).convert("RGB")
+    assert given.pictures == (InputPicture.of(expected),)
 
 
 @pytest.mark.parametrize(("kind", "model"), [("image", "fake-pictures"), ("video", "fake-clips")])

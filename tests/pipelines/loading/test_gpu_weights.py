@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from engines.parallel.weight_files import files_of
 from engines.quantization.linear import weights_to_quantise
 from pipelines import gpu_weights
 from pipelines.blocks.footprint import ForwardMeter
+from pipelines.blocks.opened import OpenedPipeline
+from pipelines.checkpoint import Checkpoint
+from pipelines.directory import part_class
 from pipelines.gpu_weights import fill, read_tensors
 from pipelines.loading import SHIPPED
 from pipelines.models.flux.spec import SHARD_PLAN
+from pipelines.models.registry import FAMILY_FOLDERS
+from tests.pipelines.support.checkpoints import (
+    tiny,
+    tiny_cosmos,
+    tiny_flux3,
+    tiny_helios,
+    tiny_minimax,
+    tiny_others,
+)
 
 CPU = torch.device("cpu")
 FLUX = SHIPPED / "flux-shapes" / "transformer"
@@ -85,6 +100,66 @@ def test_a_model_is_as_diffusers_loads_it(dtype: torch.dtype) -> None:
         assert x.dtype == dtype
         assert torch.equal(x, expected.state_dict()[name]), name
     assert all(x.device == CPU for x in model.buffers())
+
+
+def own_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """Return what diffusers' own class has after loading the transformer in bfloat16."""
+    kind = getattr(diffusers, str(part_class(folder, "transformer")))
+    model = kind.from_pretrained(folder / "transformer", torch_dtype=torch.bfloat16)
+    return {name: x.dtype for name, x in model.state_dict().items()}
+
+
+def read_whole(folder: Path) -> nn.Module:
+    return Checkpoint(folder, CPU, torch.bfloat16).denoiser().modules["transformer"]
+
+
+def read_as_on_gpus(folder: Path) -> nn.Module:
+    opened = OpenedPipeline(folder, CPU, torch.bfloat16)
+    module: nn.Module = opened._read_part("transformer", folder / "transformer", None)
+    return module
+
+
+def read_sliced(folder: Path) -> nn.Module:
+    model = Checkpoint(folder, CPU, torch.bfloat16).denoiser(sliced=True)
+    assert model.weights is not None
+    model.weights.fill("transformer", model.modules["transformer"], {})
+    return model.modules["transformer"]
+
+
+def read_from_one_file(folder: Path) -> nn.Module:
+    """The file has all tensors in bfloat16, as its makers have them."""
+    (file,) = (folder / "transformer").glob("*.safetensors")
+    one = folder / "one.safetensors"
+    save_file({name: x.bfloat16() for name, x in load_file(file).items()}, one)
+    checkpoint = Checkpoint.open(f"{one}@{folder}", device=CPU, dtype=torch.bfloat16)
+    return checkpoint.denoiser().modules["transformer"]
+
+
+IN_PARTS: dict[str, Callable[[Path], Path]] = {
+    "wan": partial(tiny.wan, expand_timesteps=True),
+    "cosmos": tiny_cosmos.cosmos,
+    "flux3": tiny_flux3.flux3,
+    "helios": tiny_helios.helios,
+    "krea2": tiny_others.krea2,
+    "minimax": tiny_minimax.minimax_h3,
+}
+"""Families whose class keeps some modules in float32."""
+READERS = (read_whole, read_as_on_gpus, read_sliced)
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_what_a_class_keeps_in_float32_is_so_however_it_is_read(name: str, tmp_path: Path) -> None:
+    folder = IN_PARTS[name](tmp_path)
+    expected = own_dtypes(folder)
+    assert set(expected.values()) == {torch.float32, torch.bfloat16}
+    for read in (*READERS, read_from_one_file) if name == "wan" else READERS:
+        found = {key: x.dtype for key, x in read(folder).state_dict().items()}
+        assert found == expected, read.__name__
+
+
+def test_no_other_family_has_modules_in_float32() -> None:
+    kept = {name for name in FAMILY_FOLDERS if getattr(diffusers, name)._keep_in_fp32_modules}
+    assert {FAMILY_FOLDERS[name] for name in kept} == {"mini_max_h3" if one == "minimax" else one for one in IN_PARTS}
 
 
 def test_weights_on_the_host_stay_in_the_files() -> None:

@@ -89,6 +89,21 @@ def encoder(folder: Path) -> Tensors:
     return dict(Checkpoint(folder).text_encoder()._pipeline.text_encoder.state_dict())
 
 
+def auto_encoder(folder: Path) -> Tensors:
+    return dict(Checkpoint(folder).decoder()._pipeline.vae.state_dict())
+
+
+def test_an_auto_encoder_is_what_its_file_stands_for(base: Path, tmp_path: Path) -> None:
+    """Only the layers of its attention are scaled; there are some."""
+    folder = changed(base, "vae", tmp_path / "scaled", lambda x: marked(scaled(x, ".scale_weight")))
+    (file,) = (base / "vae").glob("*.safetensors")
+    written = scaled(load_file(file), ".scale_weight")
+    assert sum(x.dtype == torch.float8_e4m3fn for x in written.values()) >= 4
+    expected, read = by_hand(written, ".scale_weight"), auto_encoder(folder)
+    assert read.keys() == expected.keys()
+    assert all(torch.equal(read[name], x) for name, x in expected.items())
+
+
 @pytest.mark.parametrize("part", ["text_encoder", "transformer"])
 def test_a_scale_may_lie_in_another_shard(base: Path, tmp_path: Path, part: str) -> None:
     folder = changed(base, part, tmp_path / "scaled", lambda x: marked(scaled(x, ".scale_weight")))

@@ -7,6 +7,7 @@ from fractions import Fraction
 
 import av
 import numpy as np
+import pytest
 from av.filter import Graph
 
 from pipelines.media.clip import encode_clip, group_length
@@ -60,6 +61,15 @@ def test_every_number_of_frames_has_its_rate() -> None:
         assert (num, rate, len(durations)) == (num, Fraction(FPS), 1)
         assert times == [index * next(iter(durations)) for index in range(num)]  # type: ignore[operator]
         assert num_frames_again(data) == num
+
+
+@pytest.mark.parametrize("fps", [8, 12, 15, 16, 25, 30, 60, 120])
+def test_a_short_last_group_has_the_rate_of_the_others(fps: int) -> None:
+    """Whole groups, and last ones of one or two frames."""
+    for num in (2, 17, 97, 121, 122):
+        rate, durations, times = read(encode_clip(MOVING[:num], fps))
+        assert (num, rate, len(durations)) == (num, Fraction(fps), 1)
+        assert times == [index * next(iter(durations)) for index in range(num)]  # type: ignore[operator]
 
 
 def test_every_rate_is_the_files() -> None:

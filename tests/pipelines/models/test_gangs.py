@@ -57,7 +57,7 @@ NEGATIVE: Mapping[str, Any] = {"negative_prompt": "blue"}
 
 CASES = {
     "flux2 klein": Case(make=tiny_models.flux2_klein, tensor=True),
-    "qwen": Case(make=tiny_models.qwen_image, tensor=True),
+    "qwen": Case(make=tiny_models.qwen_image, tensor=True, changes={"negative_prompt": " "}),
     "qwen without guidance, with sigmas": Case(
         make=tiny_models.qwen_image, changes={"true_cfg_scale": 1.0, "solver": Solver(sigmas=(1.0, 0.4))}
     ),

@@ -27,7 +27,7 @@ from tests.pipelines.models.test_gangs import (
     request_of,
     without_exchange,
 )
-from tests.pipelines.support.checkpoints import tiny, tiny_models, tiny_unknown
+from tests.pipelines.support.checkpoints import tiny, tiny_models, tiny_others, tiny_unknown
 from tests.pipelines.support.references.own_call import own_latents
 
 DIVIDED = {
@@ -74,7 +74,10 @@ def test_one_rank_gives_the_pipelines_own_latents(name: str, folders: Callable[[
     assert relative_difference(latents, own_latents(folder, request)) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("make", "num_steps"), [(tiny_unknown.sdxl, 2), (tiny_unknown.ideogram4, 48)])
+@pytest.mark.parametrize(
+    ("make", "num_steps"),
+    [(tiny_unknown.sdxl, 2), pytest.param(tiny_others.ideogram4, 48, marks=pytest.mark.slow)],
+)
 def test_a_u_net_and_two_transformers_a_step(
     make: Callable[[Path], Path], num_steps: int, folders: Callable[[Any], Path]
 ) -> None:

@@ -56,10 +56,14 @@ CASES = {
     "flux2 klein base, two pictures": PictureCase(
         make=tiny_pictures.flux2_klein_base, tensor=True, guidance=True, pictures=TWO
     ),
-    "qwen": PictureCase(make=tiny_qwen.qwen, tensor=True, num_steps=4, changes={"strength": 0.7}),
-    "qwen, the strength of its own": PictureCase(make=tiny_qwen.qwen, num_steps=4),
+    "qwen": PictureCase(make=tiny_qwen.qwen, tensor=True, num_steps=4, changes={"strength": 0.7, **NEGATIVE}),
+    "qwen, the strength of its own": PictureCase(make=tiny_qwen.qwen, num_steps=4, changes=NEGATIVE),
     "qwen, a mask": PictureCase(
-        make=tiny_qwen.qwen, has_mask=True, num_steps=4, changes={"strength": 0.7}, own={"output_type": "pil"}
+        make=tiny_qwen.qwen,
+        has_mask=True,
+        num_steps=4,
+        changes={"strength": 0.7, **NEGATIVE},
+        own={"output_type": "pil"},
     ),
     "qwen edit": PictureCase(make=tiny_qwen.qwen_edit),
     "qwen edit, a mask": PictureCase(
@@ -74,7 +78,11 @@ CASES = {
     "qwen edit plus, one picture": PictureCase(make=tiny_qwen.qwen_edit_plus),
     "qwen edit plus, two pictures": PictureCase(make=tiny_qwen.qwen_edit_plus, tensor=True, pictures=TWO),
     "qwen layered": PictureCase(
-        make=tiny_qwen.qwen_layered, tensor=True, sides=(1, 2), pictures=((60, 31),), changes={"num_layers": 3}
+        make=tiny_qwen.qwen_layered,
+        tensor=True,
+        sides=(1, 2),
+        pictures=((60, 31),),
+        changes={"num_layers": 3, **NEGATIVE},
     ),
     "sd 3": PictureCase(make=tiny_others.sd3, tensor=True, num_steps=4, changes={"strength": 0.7, **NEGATIVE}),
     "sd 3, the strength of its own": PictureCase(make=tiny_others.sd3, num_steps=4, changes=NEGATIVE),

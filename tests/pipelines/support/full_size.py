@@ -32,11 +32,11 @@ from pipelines.request import MediaRequest
 from tests.pipelines.support.pretend_gpu import GPU, GpuTensor, PretendGpu, put_on_gpu
 from tests.pipelines.support.real_configs import model_of
 
-Kind = tuple[type[nn.Module], int, tuple[str, ...]]
+Kind = tuple[Any, ...]
+"""What a trace of a block depends on: the classes of its modules, and which arguments a call has."""
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
-NUM_TOKENS = 512
 MAX_VALUES = 10**5
 NUM_SIZES = 6
 """Numbers that Stable Diffusion XL is told of its picture, beside the prompt."""
@@ -65,11 +65,11 @@ def _light(x: Any) -> Any:
 def _blank(opened: OpenedPipeline, request: MediaRequest, num_tokens: int) -> Conditioning:
     """As its encoders' outputs are shaped, also for classes that no file here says it of."""
     if opened.spec.has_known_conditioning:
-        return blank_conditioning(opened, request, num_tokens)
+        blank = blank_conditioning(opened, request, num_tokens)
+        return replace(
+            blank, values={key: _light(x) if isinstance(x, Tensor) else x for key, x in blank.values.items()}
+        )
     config = opened.part_config(opened.transformers[0])
-    if "llm_features_dim" in config:
-        values = {"text_features": torch.zeros(1, NUM_TOKENS, config["llm_features_dim"]), "text_lengths": [NUM_TOKENS]}
-        return Conditioning(values=values, kinds={}, dtype=torch.float32)
     pooled = config["projection_class_embeddings_input_dim"] - NUM_SIZES * config["addition_time_embed_dim"]
     prompt = {
         "prompt_embeds": torch.zeros(1, 77, config["cross_attention_dim"]),
@@ -138,7 +138,8 @@ class Recorded:
         def watched(*args: Any, **kwargs: Any) -> Any:
             given = tuple(name for name, value in sorted(kwargs.items()) if value is not None)
             shapes = tree_map(_shape, (args, kwargs))
-            self.calls.setdefault((type(block), len(args), given), (block, *shapes))
+            classes = tuple((name, type(inner)) for name, inner in block.named_modules())
+            self.calls.setdefault((classes, len(args), given), (block, *shapes))
             return forward(*args, **kwargs)
 
         return watched

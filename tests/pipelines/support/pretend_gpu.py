@@ -7,6 +7,7 @@ graph refuses is noted: copies from and to the host, tensors of Python values, v
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +23,8 @@ GPU = torch.device("lazy", 0)
 """A device type without a backend, which torch tries to start nothing of."""
 _aten = torch.ops.aten
 READS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
+MAX_VALUES = 10**7
+"""Tensors of more zeros have their shapes alone: they would take gigabytes."""
 SIZED_BY_VALUES = {_aten.nonzero.default, _aten.masked_select.default, _aten._unique2.default}
 INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 
@@ -84,6 +87,8 @@ class PretendGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_recording = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not types and not _is_gpu((kwargs or {}).get("device")):  # nothing but tensors of the host
+            return func(*args, **(kwargs or {}))
         noted: list[str] = []
         try:
             return _run(func, args, kwargs or {}, noted)
@@ -114,7 +119,7 @@ def _run(func: Any, args: Any, kwargs: Mapping[str, Any], noted: list[str]) -> A
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     mine = [x for x in tensors if isinstance(x, GpuTensor)]
     asked = kwargs.get("device")
-    target = None if asked is None else torch.device(asked).type == GPU.type
+    target = None if asked is None else _is_gpu(asked)
     noted += _refused(func, args, kwargs, tensors, mine, target)
     has_shapes_alone = any(x.values.is_meta for x in mine)
     owners = {id(x.values): x for x in mine}
@@ -127,7 +132,9 @@ def _run(func: Any, args: Any, kwargs: Mapping[str, Any], noted: list[str]) -> A
 
     named = dict(tree_map(inner, kwargs))
     if target or (mine and asked is not None):
-        named["device"] = torch.device("meta" if has_shapes_alone or any(x.is_meta for x in tensors) else "cpu")
+        is_vast = func is _aten.zeros.default and math.prod(args[0]) > MAX_VALUES
+        is_light = has_shapes_alone or is_vast or any(x.is_meta for x in tensors)
+        named["device"] = torch.device("meta" if is_light else "cpu")
     if func is _aten.repeat_interleave.Tensor and has_shapes_alone:
         raise RuntimeError("repeat_interleave without output_size")
     result = func(*tree_map(inner, args), **named)
@@ -137,6 +144,10 @@ def _run(func: Any, args: Any, kwargs: Mapping[str, Any], noted: list[str]) -> A
         return owners.get(id(x)) if id(x) in owners else GpuTensor(x) if isinstance(x, Tensor) and on_gpu else x
 
     return tree_map(outer, result)
+
+
+def _is_gpu(device: Any) -> bool:
+    return device is not None and torch.device(device).type == GPU.type
 
 
 def _refused(

@@ -52,6 +52,15 @@ ONE = InputPictures(pictures=BOTH.pictures[:1])
 WITH_MASK = InputPictures(pictures=ONE.pictures, mask=InputPicture.of(Image.fromarray(PAINTED)))
 
 
+async def test_a_colour_lies_beneath_a_transparent_picture(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    clear = noise(48, 32, "RGBA")
+    fields = {"prompt": "a", "model": "fake-edits", "background": "navy"}
+    answer = await client.post(EDITS, data=fields, files={"image": ("a.png", file_of(clear), "image/png")})
+    assert answer.status_code == 200, answer.text
+    expected = Image.alpha_composite(Image.new("RGBA", clear.size, "navy"), clear).convert("RGB")
+    assert inputs_of(studio).pictures == (InputPicture.of(expected),)
+
+
 def test_a_picture_of_the_official_client(official: openai.OpenAI, studio: FakeStudio) -> None:
     answer = official.images.edit(
         image=("whatever.txt", FILES[0], "text/plain"),

@@ -31,13 +31,14 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "Flux3Transformer2DModel": (tiny_flux3.flux3, ALONE),
     "HeliosTransformer3DModel": (tiny_helios.helios, REGION),
     "HunyuanVideo15Transformer3DModel": (tiny_hunyuan.hunyuan_video, MASK),
+    "Ideogram4Transformer2DModel": (tiny_others.ideogram4, REGION),
     "Krea2Transformer2DModel": (tiny_others.krea2, MASK),
     "QwenImage21Transformer2DModel": (tiny_qwen.qwen21, PROMPT),
     "ZImageTransformer2DModel": (tiny_models.z_image, REGION),
 }
 
 
-SLOW = ("ErnieImageTransformer2DModel", "HeliosTransformer3DModel")
+SLOW = ("ErnieImageTransformer2DModel", "HeliosTransformer3DModel", "Ideogram4Transformer2DModel")
 """Z-Image is refused for the same."""
 
 

@@ -69,6 +69,12 @@ def chunks(folder: Path, request: MediaRequest, images: Images, change: Change) 
     return {"latents": torch.cat(state.get("latent_chunks"), dim=2)}
 
 
+def turbo(folder: Path, request: MediaRequest, images: Images, change: Change) -> Latents:
+    """Of Ideogram 4, by the preset for few steps."""
+    schedule = {"guidance_schedule": (7.0,) * (request.num_inference_steps - 1) + (3.0,), "mu": 0.5, "std": 1.75}
+    return {"latents": own_state(folder, request, change=change, **schedule).get("latents")}
+
+
 def one_step_more(folder: Path, request: MediaRequest, images: Images, change: Change) -> Latents:
     """Of MiniMax H3: diffusers counts the end of the last step as one."""
     state = own_state(folder, request, change=change, num_inference_steps=request.num_inference_steps + 1)
@@ -101,7 +107,7 @@ MODELS = {
     "sdxl": Model(make=tiny_unknown.sdxl, divided=None),
     "krea 2": Model(make=tiny_others.krea2, is_long=True),
     "ernie": Model(make=tiny_others.ernie_image),
-    "ideogram 4": Model(make=tiny_unknown.ideogram4, divided=None, changes={"num_inference_steps": 48}, is_long=True),
+    "ideogram 4": Model(make=tiny_others.ideogram4, reference=turbo, is_long=True),
     "flux 3": Model(
         make=tiny_flux3.flux3,
         reference=as_given,

@@ -175,3 +175,22 @@ def _qwen3_vl(*, num_layers: int) -> Any:
     }
     torch.manual_seed(0)
     return shake(Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=vision)))
+
+
+CONTENT = "{% for message in messages %}{{ message['content'][0]['text'] }}{% endfor %}"
+
+
+def ideogram4(path: Path) -> Path:
+    from diffusers import Ideogram4Pipeline, Ideogram4Transformer2DModel
+
+    sizes = {"in_channels": 16, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": NUM_HEADS}
+    inner = {"intermediate_size": 64, "adaln_dim": 16, "llm_features_dim": 13 * HIDDEN, "mrope_section": (4, 2, 2)}
+    Ideogram4Pipeline(
+        scheduler=flow(use_dynamic_shifting=False),
+        vae=flux2_auto_encoder(),
+        text_encoder=_qwen3_vl(num_layers=36),
+        tokenizer=chat_tokenizer(CONTENT),
+        transformer=shake(Ideogram4Transformer2DModel(**sizes, **inner)),
+        unconditional_transformer=shake(Ideogram4Transformer2DModel(**sizes, **inner), seed=4),
+    ).save_pretrained(path)
+    return path

@@ -5,18 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.pipelines.support.checkpoints.parts import (
-    HIDDEN,
     NUM_HEADS,
     auto_encoder,
     chat_tokenizer,
     clip,
     flow,
-    flux2_auto_encoder,
     shake,
     t5,
     tokenizer,
 )
-from tests.pipelines.support.checkpoints.tiny_others import PROJECTED, _qwen3_vl
+from tests.pipelines.support.checkpoints.tiny_others import PROJECTED
 
 
 def ltx(path: Path) -> Path:
@@ -82,24 +80,5 @@ def sdxl(path: Path, *, in_channels: int = 4) -> Path:
         tokenizer=tokenizer(),
         text_encoder_2=clip(16, 2, PROJECTED),
         tokenizer_2=tokenizer(),
-    ).save_pretrained(path)
-    return path
-
-
-CONTENT = "{% for message in messages %}{{ message['content'][0]['text'] }}{% endfor %}"
-
-
-def ideogram4(path: Path) -> Path:
-    from diffusers import Ideogram4Pipeline, Ideogram4Transformer2DModel
-
-    sizes = {"in_channels": 16, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": NUM_HEADS}
-    inner = {"intermediate_size": 64, "adaln_dim": 16, "llm_features_dim": 13 * HIDDEN, "mrope_section": (4, 2, 2)}
-    Ideogram4Pipeline(
-        scheduler=flow(use_dynamic_shifting=False),
-        vae=flux2_auto_encoder(),
-        text_encoder=_qwen3_vl(num_layers=36),
-        tokenizer=chat_tokenizer(CONTENT),
-        transformer=shake(Ideogram4Transformer2DModel(**sizes, **inner)),
-        unconditional_transformer=shake(Ideogram4Transformer2DModel(**sizes, **inner), seed=4),
     ).save_pretrained(path)
     return path
