@@ -80,6 +80,10 @@ class ModelConfig(_Config):
     """Rewrites prompts; None: that of ``api``, if there is one."""
     recipes: dict[str, Recipe] = {}
     """Defaults of requests that name one, by its name: those that ship with the family, or of one's own."""
+    memory_gib: PositiveFloat | None = None
+    """Memory of each GPU: what does not fit is made to, by the cheapest savings; None: nothing is changed."""
+    allow_quantization: bool = False
+    """Savings of ``memory_gib`` may quantise the transformer, if no lossless ones suffice."""
     share: str = ""
     """Name of a group of models whose gangs are on the same GPUs. Those that fit are awake, the others sleep in host
     memory. Empty: GPUs of its own."""
@@ -99,6 +103,23 @@ class ModelConfig(_Config):
         self.denoiser.check_engine(
             self.dtype, merges="" in names, switches=any(names) or self.runtime_loras is not None
         )
+        return self
+
+    @model_validator(mode="after")
+    def _check_memory(self) -> Self:
+        if self.allow_quantization and self.memory_gib is None:
+            raise ValueError("allow_quantization has no effect without memory_gib: give it as well, or leave it out")
+        if self.memory_gib is None:
+            return self
+        if self.share:
+            raise ValueError(
+                f"memory_gib is for a model with GPUs of its own, and share is {self.share}: limit the group by "
+                f"shares.{self.share}.memory_gib"
+            )
+        if self.denoiser.engine != "torch":
+            raise ValueError(
+                f"memory_gib needs engine: torch, and engine is {self.denoiser.engine}: remove one of them"
+            )
         return self
 
     @model_validator(mode="after")
@@ -125,6 +146,7 @@ class ModelConfig(_Config):
             ("loras", self.adapters, ((),)),
             ("runtime_loras", self.runtime_loras, (None,)),
             ("base", self.base, ("",)),
+            ("memory_gib", self.memory_gib, (None,)),
             ("text_encoder.compile", self.text_encoder.compile, (False,)),
             ("decoder.compile", decoder.compile, (False,)),
             ("decoder.memory_gib", decoder.memory_gib, (None,)),

@@ -50,6 +50,9 @@ class Model(BaseModel):
     recipes: dict[str, dict[str, Any]] = Field(
         description="Recipes that requests may name: the fields that each changes, and its likeness; beyond OpenAI."
     )
+    memory: dict[str, Any] | None = Field(
+        description="What memory_gib chose to fit the model into GPUs, and its predicted cost; beyond OpenAI."
+    )
     parent: str | None = Field(default=None, description="The model that this one is, with an adapter; beyond OpenAI.")
     description: str = Field(description="What it draws, if its folder says so; beyond OpenAI.")
     sizes: tuple[str, ...] = Field(description="Good values of size; others within the limits may do. Beyond OpenAI.")
@@ -81,6 +84,7 @@ class Model(BaseModel):
             takes_loras=card.runtime_loras is not None,
             recipes={name: written(name, recipe, card) for name, recipe in card.recipes.items()},
             enhances_prompts=card.enhances_prompts,
+            memory=None if card.memory is None else dict(card.memory),
             description=description.text,
             sizes=description.sizes_within(defaults),
             steps={quality: quality_steps(quality, defaults) for quality in QUALITY_SHARES},
