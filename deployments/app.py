@@ -76,8 +76,7 @@ def build_app(args: AppConfig) -> serve.Application:
         graceful_shutdown_timeout_s=DRAIN_S,
         **INGRESS_HEALTH,
     )
-    groups = {name: _share_spec(name, args) for model in args.models if (name := model.share)}
-    models = {model.name: _bind_model(model, args, pythons, groups.get(model.share)) for model in args.models}
+    models = {model.name: _bind_model(model, args, pythons, _share_spec(model, args)) for model in args.models}
     return ingress.bind(args, models, _bind_accounts(args, pythons), deployed_models(args), memory)
 
 
@@ -100,8 +99,13 @@ def _without_scale(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update=sections)
 
 
-def _share_spec(name: str, args: AppConfig) -> ShareSpec:
-    return ShareSpec(name=name, config=args.shares.get(name, ShareConfig()), models=args.sharing(name))
+def _share_spec(model: ModelConfig, args: AppConfig) -> ShareSpec | None:
+    """Return the group of ``model``, its own if its encoder takes turns; None if its weights never sleep."""
+    if not model.sleeps:
+        return None
+    name, models = (model.share, args.sharing(model.share)) if model.share else (model.name, (_without_scale(model),))
+    config = args.shares.get(name, ShareConfig())
+    return ShareSpec(name=name if model.share else f"turns-of-{name}", config=config, models=models)
 
 
 def _actor(level: Level, pythons: Pythons, **options: Any) -> dict[str, Any]:

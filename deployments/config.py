@@ -123,6 +123,17 @@ class ModelConfig(_Config):
         return self
 
     @model_validator(mode="after")
+    def _check_turns(self) -> Self:
+        if not self.text_encoder.takes_turns:
+            return self
+        if self.share:
+            raise ValueError(f"text_encoder.takes_turns has no effect beside share: {self.share}: remove one of them")
+        if self.stages == "together":
+            raise ValueError("text_encoder.takes_turns needs stages: apart, as it sleeps without the decoder")
+        check_sleeping(self)
+        return self
+
+    @model_validator(mode="after")
     def _check_decoder(self) -> Self:
         if self.stages == "together" and self.decoder != DecoderConfig():
             raise ValueError(
@@ -156,6 +167,11 @@ class ModelConfig(_Config):
             if given not in allowed:
                 needed = " or ".join(repr(one) for one in allowed)
                 yield f"{key} is {given!r}; {family} runs as a whole pipeline on one rank: it must be {needed}"
+
+    @property
+    def sleeps(self) -> bool:
+        """True if its weights sleep at times: those of a share group, or of an encoder that takes turns."""
+        return bool(self.share) or self.text_encoder.takes_turns
 
     @property
     def adapters(self) -> tuple[LoraSource, ...]:
@@ -246,7 +262,7 @@ class AppConfig(_Config):
 
     models: tuple[ModelConfig, ...] = Field(min_length=1)
     shares: dict[str, ShareConfig] = {}
-    """Limits of the groups that models ``share``, by name."""
+    """Limits of the groups that models ``share``, by name, and of models whose encoder takes turns, by the model's."""
     fork_workers: bool = True
     """Fork workers, where possible, from one process per node that has imported their libraries."""
     max_ranks: PositiveInt | None = None
@@ -292,7 +308,7 @@ class AppConfig(_Config):
     @model_validator(mode="after")
     def _check_shares(self) -> Self:
         named = {model.share for model in self.models if model.share}
-        if unknown := self.shares.keys() - named:
+        if unknown := self.shares.keys() - named - {model.name for model in self.models if model.sleeps}:
             raise ValueError(f"shares has {', '.join(sorted(unknown))}, which no model shares: say share: in models")
         for name in named:
             check_share(name, self.sharing(name))
@@ -308,17 +324,22 @@ def check_share(name: str, models: tuple[ModelConfig, ...]) -> None:
     if len(models) == 1:
         raise ValueError(f"share: {name} is said by {models[0].name} alone: give it to another model too, or remove it")
     for model in models:
-        stages = {"denoiser": model.denoiser, "text_encoder": model.text_encoder, "decoder": model.decoder}
-        for stage, config in stages.items():
-            if config.autoscaling is not None or config.num_replicas != 1:
-                raise ValueError(f"{model.name}: {stage} has one replica without autoscaling where models share GPUs")
-        if model.denoiser.engine != "torch":
-            raise ValueError(f"{model.name}: models that share GPUs need engine: torch, whose weights can sleep")
-        if model.denoiser.num_nodes != 1:
-            raise ValueError(f"{model.name}: models that share GPUs are on one node: remove num_nodes")
+        check_sleeping(model)
     if len({model.denoiser.gpus_per_rank for model in models}) > 1:
         given = ", ".join(f"{model.name} {model.denoiser.gpus_per_rank:g}" for model in models)
         raise ValueError(f"models that share GPUs need the same gpus_per_rank; share: {name} has {given}")
+
+
+def check_sleeping(model: ModelConfig) -> None:
+    """Raise ValueError if the weights of ``model`` cannot sleep."""
+    stages = {"denoiser": model.denoiser, "text_encoder": model.text_encoder, "decoder": model.decoder}
+    for stage, config in stages.items():
+        if config.autoscaling is not None or config.num_replicas != 1:
+            raise ValueError(f"{model.name}: {stage} has one replica without autoscaling where models share GPUs")
+    if model.denoiser.engine != "torch":
+        raise ValueError(f"{model.name}: models that share GPUs need engine: torch, whose weights can sleep")
+    if model.denoiser.num_nodes != 1:
+        raise ValueError(f"{model.name}: models that share GPUs are on one node: remove num_nodes")
 
 
 class ServeConfig(_Config):

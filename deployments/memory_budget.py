@@ -8,11 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from importlib.util import find_spec
 
 from deployments.cli.estimate import Estimate, EstimateOptions, make_estimate
-from deployments.cli.fit import APART, GIB, ON_CPU, SHARED, Fit
+from deployments.cli.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit
 from deployments.cli.savings import Budget, BudgetRules, choose_savings
-from deployments.config import AppConfig, ModelConfig
+from deployments.config import AppConfig, ModelConfig, check_sleeping
 from engines.core.spec import scheme_of
 from pipelines.libraries import quiet_libraries
 
@@ -37,22 +38,39 @@ def applied(budget: Budget, model: ModelConfig) -> ModelConfig:
 
 def rules_for(model: ModelConfig, quantised: Iterable[str]) -> BudgetRules:
     """Return what the configuration of ``model`` allows on a GPU with rates for the ``quantised`` precisions."""
-    denoiser, encoder = model.denoiser, model.text_encoder
+    denoiser = model.denoiser
     own = scheme_of(denoiser.precision) or "native"
     others = quantised if model.allow_quantization and denoiser.precision == "auto" else ()
-    places: tuple[str, ...] = (SHARED, ON_CPU)
-    if model.stages == "together" or not denoiser.gpus_per_rank:
-        places = (SHARED,)
-    elif not encoder.num_gpus:
-        places = (ON_CPU,)
-    elif encoder.num_gpus >= 1:
-        places = (APART,)
     return BudgetRules(
-        places=places,
+        places=_places(model),
         precisions=(own, *(name for name in others if name != own)),
         strategy=denoiser.strategy,
-        offloads=False,
+        offloads=bool(denoiser.gpus_per_rank),
+        num_offloaded=denoiser.num_offloaded,
     )
+
+
+def _places(model: ModelConfig) -> tuple[str, ...]:
+    """Return where the encoder may be, its configured place first."""
+    encoder = model.text_encoder
+    if model.stages == "together" or not model.denoiser.gpus_per_rank:
+        return (SHARED,)
+    if not encoder.num_gpus:
+        return (ON_CPU,)
+    if encoder.num_gpus >= 1:
+        return (APART,)
+    if encoder.takes_turns:
+        return (TURNS,)
+    return (SHARED, TURNS, ON_CPU) if _can_sleep(model) else (SHARED, ON_CPU)
+
+
+def _can_sleep(model: ModelConfig) -> bool:
+    """Return whether weights may sleep: the configuration allows it, and the package for GPUs is here."""
+    try:
+        check_sleeping(model)
+    except ValueError:
+        return False
+    return find_spec("torch_memory_saver") is not None
 
 
 def machine_like(memory_gib: float) -> str:

@@ -298,7 +298,7 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
 
 def _sleep(config: ServeConfig) -> Iterator[str]:
     """Yield what weights on GPUs lack to sleep."""
-    sharing = [model.name for model in config.app.models if model.share and model.denoiser.gpus_per_rank]
+    sharing = [model.name for model in config.app.models if model.sleeps and model.denoiser.gpus_per_rank]
     if sharing and find_spec("torch_memory_saver") is None:
         yield f"{', '.join(sharing)} share GPUs, which needs torch-memory-saver: {install_hint('sleep')}"
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from deployments.cli.fit import DECODE_LIMIT_GIB, GIB, ON_CPU, SHARED, TURNS, Fit, RequestTimes
 from engines.core.spec import ParallelSpec
+from engines.gang.arbiter import LINGER_S
 
 if TYPE_CHECKING:
     from engines.planner.cost_model import Cost
@@ -38,13 +39,14 @@ class Saving:
 class BudgetRules:
     """What a configuration allows."""
 
-    places: tuple[str, ...] = (SHARED, ON_CPU)
+    places: tuple[str, ...] = (SHARED, TURNS, ON_CPU)
     """Places of the encoder; the first is the configured one."""
     precisions: tuple[str, ...] = ("native",)
     """Precisions of the linears; the first is the configured one."""
     strategy: str = "auto"
-    offloads: bool = False
-    """Blocks of the transformer may be in host memory."""
+    offloads: bool = True
+    """More blocks of the transformer may be in host memory than the ``num_offloaded`` that are configured."""
+    num_offloaded: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,19 +121,21 @@ def _order(budget: Budget) -> tuple[Any, ...]:
 
 
 def _budgets(fit: Fit, times: RequestTimes, memory_gib: float, rules: BudgetRules) -> Iterator[Budget]:
+    rules = replace(rules, num_offloaded=min(rules.num_offloaded, fit.step.counted.num_repeated))
     steps = list(_steps(fit, rules))
-    base_ms = min(cost.total_ms for cost, precision, blocks in steps if precision == rules.precisions[0] and not blocks)
+    own = (rules.precisions[0], rules.num_offloaded)
+    base_ms = min(cost.total_ms for cost, *given in steps if tuple(given) == own)
     limits = (False, True) if fit.parts.limited < fit.parts.decode else (False,)
     for cost, precision, blocks in steps:
         extra_s = times.num_steps * (cost.total_ms - base_ms) / 1e3
-        own = tuple(_of_step(cost, precision, blocks, rules, extra_s))
+        of_step = tuple(_of_step(cost, precision, blocks, rules, extra_s))
         for place in rules.places:
             for limited in limits:
                 yield Budget(
                     memory_gib=memory_gib,
                     num_bytes=fit.parts.fullest_bytes(cost.memory_bytes, place, limited=limited),
                     host_bytes=fit.num_ranks * cost.host_bytes + (fit.asleep_bytes(cost) if place == TURNS else 0),
-                    savings=(*_beside(fit, times, cost, place, rules, limited=limited), *own),
+                    savings=(*_beside(fit, times, cost, place, rules, limited=limited), *of_step),
                     unknown=fit.unknown,
                     figures=fit.machine.name,
                 )
@@ -149,16 +153,14 @@ def _steps(fit: Fit, rules: BudgetRules) -> Iterator[tuple[Cost, str, int]]:
         specs = [spec for spec in specs if (spec.tensor, spec.pipeline) == (given.tensor, given.pipeline)]
     for precision in rules.precisions:
         for spec in specs:
-            for blocks in _numbers_of_blocks(counted.num_repeated) if _offloads(spec, rules) else (0,):
+            for blocks in _numbers_of_blocks(counted.num_repeated, rules) if not spec.divides_weights else (0,):
                 yield predict(counted, work, spec, machine, precision, offloaded_blocks=blocks), precision, blocks
 
 
-def _offloads(spec: ParallelSpec, rules: BudgetRules) -> bool:
-    return rules.offloads and not spec.divides_weights
-
-
-def _numbers_of_blocks(num_blocks: int) -> list[int]:
-    return sorted({-(-num_blocks * part // OFFLOAD_PARTS) for part in range(OFFLOAD_PARTS + 1)})
+def _numbers_of_blocks(num_blocks: int, rules: BudgetRules) -> list[int]:
+    own = rules.num_offloaded
+    parts = range(OFFLOAD_PARTS + 1) if rules.offloads else ()
+    return sorted({own, *(number for part in parts if (number := -(-num_blocks * part // OFFLOAD_PARTS)) > own)})
 
 
 def _of_step(cost: Cost, precision: str, blocks: int, rules: BudgetRules, extra_s: float) -> Iterator[Saving]:
@@ -168,7 +170,7 @@ def _of_step(cost: Cost, precision: str, blocks: int, rules: BudgetRules, extra_
         found.append(Saving(key="denoiser.strategy", value=cost.spec.name, extra_s=0.0))
     if precision != rules.precisions[0]:
         found.append(Saving(key="denoiser.precision", value=precision, extra_s=0.0, is_lossy=True))
-    if blocks:
+    if blocks != rules.num_offloaded:
         found.append(Saving(key="denoiser.torch.offloaded_blocks", value=blocks, extra_s=0.0))
     if found:
         found[-1] = replace(found[-1], extra_s=extra_s)
@@ -179,9 +181,10 @@ def _beside(
     fit: Fit, times: RequestTimes, cost: Cost, place: str, rules: BudgetRules, *, limited: bool
 ) -> Iterator[Saving]:
     """Yield the savings of encoder and decoder."""
-    if place == TURNS:
+    if place == TURNS and rules.places[0] != TURNS:
         moved = fit.parts.encoder + fit.parts.decoder + cost.weight_bytes
-        yield Saving(key="text_encoder.takes_turns", value=True, extra_s=moved / fit.machine.host_bytes_per_s)
+        extra_s = LINGER_S + moved / fit.machine.host_bytes_per_s
+        yield Saving(key="text_encoder.takes_turns", value=True, extra_s=extra_s)
     if place == ON_CPU and rules.places[0] != ON_CPU:
         extra_s = max(0.0, times.encode_flops / CPU_FLOPS - (times.encode_s or 0.0))
         yield Saving(key="text_encoder.num_gpus", value=0, extra_s=extra_s)

@@ -18,6 +18,9 @@ ELEMENTWISE_PASSES = 36
 """Reads and writes of the hidden state by a compiled block outside products and attention (norms, modulation, rotary
 embedding, residuals); fitted to a 57-block model on one GPU."""
 
+EAGER_PASSES = 90
+"""The same for an eager block, as with offloaded blocks. Assumed, not measured."""
+
 FAST_PASSES = 9.6
 """The same for a hand-ordered step: a dual block has 12 (two norms of 4, q and k normed in place), a single one 8.
 Most models have twice as many single blocks."""
@@ -88,7 +91,8 @@ class StepCost:
         return self.profile.num_attentions * self.machine.attention_s(flops, min(queries, per_turn))
 
     def elementwise_s(self) -> float:
-        passes = ELEMENTWISE_PASSES / (2 if self.spec.tensor > 1 else 1)  # about half of them are inside split layers
+        passes: float = EAGER_PASSES if self.offloaded_blocks else ELEMENTWISE_PASSES
+        passes = passes / (2 if self.spec.tensor > 1 else 1)  # about half of them are inside split layers
         passes = FAST_PASSES if self._is_fast else passes
         passes += self._layout_passes() / self.spec.tensor
         return self.profile.num_attentions * passes * self.hidden_bytes / self.machine.copy_bytes_per_s

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.cli.fit import GIB, ON_CPU, SHARED, Fit, RequestTimes, StageMemory
+from deployments.cli.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit, RequestTimes, StageMemory
 from deployments.cli.savings import Budget, BudgetRules, Saving, choose_savings
 from deployments.config import AppConfig, ModelConfig
 from deployments.ingress import make_cards
@@ -18,8 +18,9 @@ from engines.planner.forecast import forecast
 from engines.planner.machine import MACHINES
 from engines.planner.profile import ModelProfile, StreamCost
 
-LOSSLESS = BudgetRules()
-QUANTISING = BudgetRules(precisions=("native", "fp8", "int8"))
+ALL = BudgetRules()
+LOSSLESS = BudgetRules(places=(SHARED, ON_CPU), offloads=False)
+QUANTISING = replace(LOSSLESS, precisions=("native", "fp8", "int8"))
 MACHINE = MACHINES["rtx-4090"]
 TIMES = RequestTimes(num_steps=28, step_s=0.5, encode_s=0.1, decode_s=0.2, encode_flops=5e12)
 PARTS = StageMemory(encoder=9 * GIB, decoder=GIB // 4, decode=4 * GIB, limited=2 * GIB, whole=4 * GIB)
@@ -65,19 +66,47 @@ def test_nothing_is_changed_where_all_fits() -> None:
     assert "no savings needed" in budget.sentence()
 
 
-@pytest.mark.parametrize("memory_gib", [29, 20, 18])
-def test_what_is_chosen_fits_and_is_the_cheapest(memory_gib: float) -> None:
-    """Each saving is needed, or fitting without it would cost more."""
-    budget = chosen(memory_gib)
+@pytest.mark.parametrize("memory_gib", [29, 24, 20, 16, 12, 8])
+def test_what_is_chosen_fits_and_less_memory_costs_more(memory_gib: float) -> None:
+    budget = chosen(memory_gib, ALL)
     assert budget.savings
     assert budget.num_bytes <= 0.9 * memory_gib * GIB
-    assert budget.extra_s >= chosen(memory_gib + 1).extra_s
+    assert budget.extra_s >= chosen(memory_gib + 1, ALL).extra_s
+    assert not budget.is_lossy
+
+
+def test_blocks_are_offloaded_as_far_as_needed() -> None:
+    """Two buffers stay on the GPU; what copies cost shows once they take longer than a forward."""
+    rules = BudgetRules(places=(SHARED,))
+    some, every = chosen(24, rules), chosen(20, rules)
+    (few,), (many,) = ([one.value for one in budget.savings if "offloaded" in one.key] for budget in (some, every))
+    assert 0 < few < many <= 40
+    weights = fit(24).total_bytes - some.num_bytes
+    limit = 2 * GIB if "decoder.memory_gib" in keys(some) else 0
+    assert weights - limit == pytest.approx((few - 2) / 40 * 11 * GIB, rel=0.01)
+    assert some.host_bytes == pytest.approx(few / 40 * 11 * GIB, rel=0.01)
+    slow = replace(fit(20), step=replace(fit(20).step, machine=replace(fit(20).machine, host_bytes_per_s=1e9)))
+    budget = choose_savings(slow, TIMES, 20, rules)
+    (number,) = (one.value for one in budget.savings if "offloaded" in one.key)
+    copies_s = 28 * number / 40 * 11 * GIB / 1e9
+    assert 0.9 * copies_s < budget.extra_s < copies_s + 3, "for each of 28 steps, less what other work hides"
+
+
+def test_an_encoder_takes_turns_where_both_do_not_fit() -> None:
+    rules = BudgetRules(places=(SHARED, TURNS, ON_CPU), offloads=False)
+    budget = chosen(24, rules)
+    assert keys(budget) == ["text_encoder.takes_turns"]
+    moved = PARTS.encoder + PARTS.decoder + COUNTED.weight_bytes
+    assert budget.extra_s == pytest.approx(0.25 + moved / MACHINE.host_bytes_per_s)
+    assert budget.num_bytes == fit(24).total_bytes - PARTS.encoder
+    assert budget.host_bytes == moved
+    assert not chosen(24, replace(rules, places=(TURNS,))).savings, "as it is configured"
 
 
 def test_decoder_before_encoder() -> None:
     """Strips cost seconds, an encoder on CPU cores a minute and more."""
     assert keys(chosen(29)) == ["decoder.memory_gib"]
-    on_cpu = chosen(20, BudgetRules(places=(SHARED, ON_CPU)))
+    on_cpu = chosen(20)
     assert keys(on_cpu) == ["text_encoder.num_gpus"]
     assert on_cpu.extra_s == pytest.approx(5e12 / 5e10 - 0.1)
 
@@ -93,7 +122,7 @@ def test_lossless_savings_come_first_however_slow() -> None:
 
 
 def test_nothing_lossy_without_permission() -> None:
-    only_shared = BudgetRules(places=(SHARED,))
+    only_shared = BudgetRules(places=(SHARED,), offloads=False)
     with pytest.raises(ValueError, match="allow_quantization: true"):
         chosen(24, only_shared)
     assert chosen(24, replace(only_shared, precisions=("native", "fp8"))).is_lossy
@@ -109,7 +138,7 @@ def test_ranks_divide_the_weights_where_that_is_cheapest() -> None:
     budget = chosen(24, replace(QUANTISING, places=(SHARED,)), num_ranks=2)
     assert "denoiser.strategy" in keys(budget)
     assert not budget.is_lossy
-    named = chosen(24, BudgetRules(places=(SHARED,), strategy="tensor"), num_ranks=2)
+    named = chosen(24, BudgetRules(places=(SHARED,), strategy="tensor", offloads=False), num_ranks=2)
     assert "denoiser.strategy" not in keys(named)
 
 
@@ -117,6 +146,7 @@ def model(**changes: Any) -> ModelConfig:
     return ModelConfig.model_validate({"name": "flux-shapes", **changes})
 
 
+ON_ONE_GPU = {"denoiser": {"num_ranks": 1, "gpus_per_rank": 0.8}, "text_encoder": {"num_gpus": 0.1}}
 ON_GPU = {"denoiser": {"gpus_per_rank": 0.8}, "text_encoder": {"num_gpus": 0.1}, "decoder": {"num_gpus": 0.1}}
 
 
@@ -126,11 +156,12 @@ def test_savings_are_keys_of_the_configuration() -> None:
         Saving(key="decoder.memory_gib", value=2, extra_s=0.5),
         Saving(key="denoiser.precision", value="fp8", extra_s=-0.25, is_lossy=True),
     )
-    budget = Budget(memory_gib=12, num_bytes=10 * GIB, host_bytes=0, savings=savings, figures="a GPU")
-    changed = applied(budget, model(memory_gib=12, **ON_GPU))
+    further = Saving(key="denoiser.torch.offloaded_blocks", value=3, extra_s=0.0)
+    budget = Budget(memory_gib=12, num_bytes=10 * GIB, host_bytes=0, savings=(*savings, further), figures="a GPU")
+    changed = applied(budget, model(memory_gib=12, **ON_ONE_GPU))
     assert (changed.text_encoder.num_gpus, changed.decoder.memory_gib, changed.denoiser.precision) == (0, 2, "fp8")
-    assert changed.denoiser.gpus_per_rank == 0.8
-    assert "text_encoder.num_gpus: 0, decoder.memory_gib: 2, denoiser.precision: fp8" in budget.sentence()
+    assert (changed.denoiser.gpus_per_rank, changed.denoiser.num_offloaded) == (0.8, 3)
+    assert "text_encoder.num_gpus: 0, decoder.memory_gib: 2, denoiser.precision: fp8, denoiser" in budget.sentence()
     assert "+1.2 s a request (predicted for a GPU), other pixels" in budget.sentence()
 
 
@@ -143,6 +174,13 @@ def test_the_configuration_says_what_may_change() -> None:
     assert rules_for(model(memory_gib=8, allow_quantization=True, **native), quantised).precisions == ("native",)
     assert rules_for(model(memory_gib=8, **{**ON_GPU, "text_encoder": {}}), quantised).places == (ON_CPU,)
     assert rules_for(model(memory_gib=8), quantised).places == (SHARED,)
+    assert rules_for(model(memory_gib=8, **{**ON_GPU, "text_encoder": {"num_gpus": 1}}), quantised).places == (APART,)
+    turns = {**ON_GPU, "text_encoder": {"num_gpus": 0.1, "takes_turns": True}}
+    assert rules_for(model(memory_gib=8, **turns), quantised).places == (TURNS,)
+    two = {**ON_GPU, "decoder": {"num_gpus": 0.1, "num_replicas": 2}}
+    assert TURNS not in rules_for(model(memory_gib=8, **two), quantised).places, "one replica each can sleep"
+    offloading = {"gpus_per_rank": 0.8, "strategy": "ulysses", "torch": {"offloaded_blocks": 5}}
+    assert rules_for(model(memory_gib=8, **{**ON_GPU, "denoiser": offloading}), quantised).num_offloaded == 5
 
 
 @pytest.mark.parametrize(
@@ -152,6 +190,9 @@ def test_the_configuration_says_what_may_change() -> None:
         ({"memory_gib": 8, "share": "main"}, "shares.main.memory_gib"),
         ({"memory_gib": 8, "denoiser": {"engine": "tensorrt", "gpus_per_rank": 1}}, "memory_gib needs engine: torch"),
         ({"memory_gib": 0}, "greater than 0"),
+        ({"text_encoder": {"takes_turns": True}, "share": "main"}, "takes_turns has no effect beside share: main"),
+        ({"text_encoder": {"takes_turns": True}, "stages": "together"}, "takes_turns needs stages: apart"),
+        ({"text_encoder": {"takes_turns": True, "num_replicas": 2}}, "text_encoder has one replica"),
     ],
 )
 def test_what_does_not_go_together(changes: dict[str, Any], message: str) -> None:
