@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 from deployments.cli.estimate import Estimate, EstimateOptions, make_estimate
 from deployments.cli.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit
@@ -19,6 +20,8 @@ from pipelines.libraries import quiet_libraries
 
 USUAL_MACHINES = ("rtx-4090", "l40s", "h100", "h200")
 """Machines whose figures predict costs for a size of memory if no GPU is here, smallest first."""
+DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
+"""Where NVIDIA's driver describes each GPU. A process that asks CUDA would take memory of it."""
 
 logger = logging.getLogger("troupe.memory")
 
@@ -74,17 +77,24 @@ def _can_sleep(model: ModelConfig) -> bool:
 
 
 def machine_like(memory_gib: float) -> str:
-    """Return the known machine of this process's GPU; without one, the usual one with ``memory_gib``."""
-    import torch
-
+    """Return the known machine of this host's first GPU; without one, the usual one with ``memory_gib``."""
     from engines.planner.machine import MACHINES
 
-    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    here = [key for key in MACHINES if name and key.replace("-", " ") in name]
-    if here:
+    name = gpu_name().lower()
+    if here := [key for key in MACHINES if key.replace("-", " ") in name]:
         return max(here, key=len)
     large = (key for key in USUAL_MACHINES if MACHINES[key].memory_bytes >= 0.9 * memory_gib * GIB)
     return next(large, USUAL_MACHINES[-1])
+
+
+def gpu_name() -> str:
+    """Return the name of this host's first GPU as its driver has it, without use of CUDA; empty if there is none."""
+    for file in sorted(DRIVER_FOLDER.glob("*/information")):
+        for line in file.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key == "Model":
+                return value.strip()
+    return ""
 
 
 def budget_of(model: ModelConfig) -> Budget:

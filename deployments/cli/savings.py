@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 CPU_FLOPS = 5e10
 """FLOP/s of an encoder on one CPU core in float32. Assumed, not measured."""
+USUAL_TOKENS = 512
+"""Tokens of a prompt whose work is not counted."""
 LIMITED_DECODE = 1.0
 """More time of a decode in strips, as a multiple of a whole one. Assumed, not measured."""
 OFFLOAD_PARTS = 8
@@ -125,11 +127,12 @@ def _budgets(fit: Fit, times: RequestTimes, memory_gib: float, rules: BudgetRule
     steps = list(_steps(fit, rules))
     own = (rules.precisions[0], rules.num_offloaded)
     base_ms = min(cost.total_ms for cost, *given in steps if tuple(given) == own)
+    places = rules.places if fit.parts.encoder else rules.places[:1]  # what an unknown one costs is not known
     limits = (False, True) if fit.parts.limited < fit.parts.decode else (False,)
     for cost, precision, blocks in steps:
         extra_s = times.num_steps * (cost.total_ms - base_ms) / 1e3
         of_step = tuple(_of_step(cost, precision, blocks, rules, extra_s))
-        for place in rules.places:
+        for place in places:
             for limited in limits:
                 yield Budget(
                     memory_gib=memory_gib,
@@ -186,7 +189,8 @@ def _beside(
         extra_s = LINGER_S + moved / fit.machine.host_bytes_per_s
         yield Saving(key="text_encoder.takes_turns", value=True, extra_s=extra_s)
     if place == ON_CPU and rules.places[0] != ON_CPU:
-        extra_s = max(0.0, times.encode_flops / CPU_FLOPS - (times.encode_s or 0.0))
+        flops = times.encode_flops or USUAL_TOKENS * fit.parts.encoder  # two for each weight of two bytes
+        extra_s = max(0.0, flops / CPU_FLOPS - (times.encode_s or 0.0))
         yield Saving(key="text_encoder.num_gpus", value=0, extra_s=extra_s)
     if limited:
         extra_s = LIMITED_DECODE * (times.decode_s or 0.0)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from deployments import memory_budget
 from deployments.cli.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit, RequestTimes, StageMemory
 from deployments.cli.savings import Budget, BudgetRules, Saving, choose_savings
 from deployments.config import AppConfig, ModelConfig
+from deployments.http.answers import Model
 from deployments.ingress import make_cards
 from deployments.memory_budget import applied, budget_of, machine_like, rules_for, with_budgets
 from engines.planner.cost_model import Workload
@@ -111,6 +114,17 @@ def test_decoder_before_encoder() -> None:
     assert on_cpu.extra_s == pytest.approx(5e12 / 5e10 - 0.1)
 
 
+def test_an_encoder_of_unknown_size_stays() -> None:
+    """Neither what it saves nor what it costs elsewhere is known."""
+    unknown = fit(16)
+    unknown = replace(unknown, parts=replace(PARTS, encoder=0), unknown=("text_encoder",))
+    budget = choose_savings(unknown, replace(TIMES, encode_flops=0.0), 16, ALL)
+    assert not any(key.startswith("text_encoder") for key in keys(budget))
+    assert "not counted: text_encoder" in budget.sentence()
+    uncounted = choose_savings(fit(24), replace(TIMES, encode_flops=0.0), 24, LOSSLESS)
+    assert uncounted.extra_s > 60, "work that is not counted is not free"
+
+
 def test_lossless_savings_come_first_however_slow() -> None:
     rules = replace(QUANTISING, places=(SHARED, ON_CPU))
     slow = chosen(20, rules)
@@ -209,7 +223,8 @@ def test_a_model_that_fits_and_one_that_does_not() -> None:
     memory = {name: budget.document() for name, budget in budgets.items()}
     cards = make_cards(fitted, memory)
     assert cards["flux-shapes"].memory == {**memory["flux-shapes"], "memory_gib": 4.0, "savings": []}
-    assert cards["kontext-shapes"].memory is None
+    assert Model.of(cards["flux-shapes"]).memory == memory["flux-shapes"]
+    assert Model.of(cards["kontext-shapes"]).memory is None
     with pytest.raises(ValueError, match=r"the model flux-shapes: memory_gib is 1, .* [\d.]+ too many"):
         with_budgets(AppConfig.model_validate({"models": [{"name": "flux-shapes", "memory_gib": 1}]}))
 
@@ -222,9 +237,11 @@ def test_steps_that_are_not_known_before_a_request() -> None:
 @pytest.mark.parametrize(
     ("memory_gib", "name"), [(24, "rtx-4090"), (12, "rtx-4090"), (48, "l40s"), (80, "h100"), (192, "h200")]
 )
-def test_costs_are_those_of_a_known_card_of_that_size(memory_gib: float, name: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_costs_are_those_of_a_known_card_of_that_size(
+    memory_gib: float, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_budget, "DRIVER_FOLDER", tmp_path)
     assert machine_like(memory_gib) == name
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 4090")
+    (tmp_path / "0000:01:00.0").mkdir()
+    (tmp_path / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA GeForce RTX 4090\nIRQ:   \t\t 70\n")
     assert machine_like(memory_gib) == "rtx-4090"
