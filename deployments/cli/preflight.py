@@ -292,7 +292,7 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
     )
     eager_only = checkpoint.eager_only(is_split=model.denoiser.splits_tokens)
     model.denoiser.check_engine(model.dtype, eager_only=eager_only)
-    if model.memory_gib is not None:
+    if model.memory_gib is not None and not checkpoint.spec.is_whole:
         _ = budget_of(model)
 
 

@@ -127,7 +127,7 @@ def _budgets(fit: Fit, times: RequestTimes, memory_gib: float, rules: BudgetRule
     steps = list(_steps(fit, rules))
     own = (rules.precisions[0], rules.num_offloaded)
     base_ms = min(cost.total_ms for cost, *given in steps if tuple(given) == own)
-    places = rules.places if fit.parts.encoder else rules.places[:1]  # what an unknown one costs is not known
+    places = rules.places[:1] if fit.unknown else rules.places  # what an unknown encoder costs is not known
     limits = (False, True) if fit.parts.limited < fit.parts.decode else (False,)
     for cost, precision, blocks in steps:
         extra_s = times.num_steps * (cost.total_ms - base_ms) / 1e3
