@@ -1,4 +1,4 @@
-"""Write the table of docs/operate/cards.md: how many GPUs of each size of memory a published model takes.
+"""Write the tables of docs/operate/cards.md: the GPUs that a published model takes, and savings on one GPU.
 
 PYTHONPATH=. python .ci/models_cards.py
 """
@@ -14,7 +14,8 @@ from models_facts import swept
 from models_tables import replaced, table
 
 from deployments.cli.estimate import Estimate, EstimateOptions, WeightsAlone, make_estimate
-from deployments.cli.fit import GIB, Change, Fit, with_memory
+from deployments.cli.fit import GIB, Change, Fit, RequestTimes, with_memory
+from deployments.cli.savings import Budget, BudgetRules, choose_savings
 from engines.planner.cost_model import USABLE
 from engines.planner.forecast import forecast
 from engines.planner.machine import MACHINES
@@ -27,6 +28,13 @@ MOST_HELD = 1.6
 LETTERS = {"denoiser.strategy": "w", "denoiser.precision": "q", "decoder.memory_gib": "d", "text_encoder and": "e"}
 LETTERS["text_encoder.num_gpus"] = "c"
 TIGHT = "~"
+SAVING_LETTERS = {
+    "decoder.memory_gib": "d",
+    "text_encoder.takes_turns": "t",
+    "denoiser.torch.offloaded_blocks": "o",
+    "text_encoder.num_gpus": "c",
+    "denoiser.precision": "q",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +61,7 @@ CARDS = (
     Card(gb=141, machine="h200", hardware="H200"),
 )
 """A tenth is left for captured graphs and gaps, as `troupe estimate` leaves it."""
+SMALL_CARDS = CARDS[:5]
 
 
 @cache
@@ -86,11 +95,15 @@ def cell(model: str, card: Card) -> str:
     return said(found) + (TIGHT if found.num_bytes * MOST_HELD > card.gib * GIB else "")
 
 
-def smallest(estimate: Estimate, card: Card) -> Change | None:
+def fit_on(estimate: Estimate, card: Card) -> Fit:
     machine = with_memory(MACHINES[card.machine].for_ranks(1), card.gib)
     own = estimate.forecast
     step = forecast(own.counted, own.work, 1, machine, own.precision, must_fit=False)
-    fit: Fit = replace(estimate.fit, step=step)
+    return replace(estimate.fit, step=step)
+
+
+def smallest(estimate: Estimate, card: Card) -> Change | None:
+    fit = fit_on(estimate, card)
     if fit.fits:
         return Change(words=(), num_gpus=1, num_bytes=fit.total_bytes)
     return next(iter(fit.changes()), None)
@@ -99,6 +112,39 @@ def smallest(estimate: Estimate, card: Card) -> Change | None:
 def said(change: Change) -> str:
     letters = (letter for start, letter in LETTERS.items() for word in change.words if word.startswith(start))
     return " ".join((str(change.num_gpus), *letters))
+
+
+def savings_rows() -> Iterator[tuple[str, ...]]:
+    """Rows of what ``memory_gib`` chooses on one GPU, of models whose steps are known before a request."""
+    for model in published_models():
+        if isinstance(estimate := estimated(model), Estimate):
+            yield savings_row(model, estimate)
+
+
+def savings_row(model: str, estimate: Estimate) -> tuple[str, ...]:
+    marks = "[^encoder]" if estimate.fit.unknown else ""
+    return f"{model}{marks}", *(savings_cell(budget_on(estimate, card)) for card in SMALL_CARDS)
+
+
+def budget_on(estimate: Estimate, card: Card) -> Budget | None:
+    """Return what ``memory_gib`` chooses on one such card if it may quantise; None if nothing fits."""
+    fit = fit_on(estimate, card)
+    step_ms, num_steps = fit.step.chosen.total_ms, estimate.times.num_steps
+    times = RequestTimes.of(estimate.parts, fit.machine, estimate.request, num_steps, step_ms)
+    rules = BudgetRules(precisions=("native", *fit.machine.quantised))
+    try:
+        return choose_savings(fit, times, card.gb, rules)
+    except ValueError:
+        return None
+
+
+def savings_cell(budget: Budget | None) -> str:
+    if budget is None:
+        return "–"
+    if not budget.savings:
+        return "all fits"
+    letters = " ".join(SAVING_LETTERS[saving.key] for saving in budget.savings)
+    return f"{letters} {budget.extra_s:+.1f} s"
 
 
 def seen_on(model: str, hardware: str) -> set[int]:
@@ -125,6 +171,8 @@ def document(written: str) -> str:
     """Return ``written`` with its tables made anew."""
     fits = table(("model", "GiB estimated", *(f"{card.gb} GB" for card in CARDS)), map(row, published_models()))
     columns = ("model", "GPU", "estimated, GiB", "held at most, GiB", "held by estimated")
+    savings = table(("model", *(f"{card.gb} GB" for card in SMALL_CARDS)), savings_rows())
+    written = replaced(written, "savings", savings)
     return replaced(written, "cards", f"{fits}\n{table(columns, held())}")
 
 

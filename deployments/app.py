@@ -18,6 +18,7 @@ from deployments.autoscaling import DECIDE_EVERY_S, LOOK_BACK_S
 from deployments.config import AppConfig, ModelConfig, ShareConfig
 from deployments.forked_workers import Level, Pythons, worker_pythons
 from deployments.ingress import Ingress
+from deployments.memory_budget import with_budgets
 from deployments.names import ACCOUNTS, CODEC, INGRESS, STAGES, deployment_name
 from deployments.ray_private import deployment_names, with_version
 from deployments.request_router import REPLICAS_PER_REPORT_S, REPORT_EVERY_S
@@ -57,7 +58,12 @@ CODE = ("engines", "pipelines", "deployments")
 
 
 def build_app(args: AppConfig) -> serve.Application:
-    """Bind one ingress and, for each model, a text encoder, a denoiser (one gang per replica) and a decoder."""
+    """Bind one ingress and, for each model, a text encoder, a denoiser (one gang per replica) and a decoder.
+
+    ValueError for a model that does not fit its ``memory_gib``.
+    """
+    args, budgets = with_budgets(args)
+    memory = {name: budget.document() for name, budget in budgets.items()}
     pythons = worker_pythons() if args.fork_workers else {}
     ingress = _deployment(
         Ingress,
@@ -70,9 +76,8 @@ def build_app(args: AppConfig) -> serve.Application:
         graceful_shutdown_timeout_s=DRAIN_S,
         **INGRESS_HEALTH,
     )
-    groups = {name: _share_spec(name, args) for model in args.models if (name := model.share)}
-    models = {model.name: _bind_model(model, args, pythons, groups.get(model.share)) for model in args.models}
-    return ingress.bind(args, models, _bind_accounts(args, pythons), deployed_models(args))
+    models = {model.name: _bind_model(model, args, pythons, _share_spec(model, args)) for model in args.models}
+    return ingress.bind(args, models, _bind_accounts(args, pythons), deployed_models(args), memory)
 
 
 def _deployment(target: Callable[..., Any], *content: object, **options: Any) -> serve.Deployment:
@@ -94,8 +99,13 @@ def _without_scale(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update=sections)
 
 
-def _share_spec(name: str, args: AppConfig) -> ShareSpec:
-    return ShareSpec(name=name, config=args.shares.get(name, ShareConfig()), models=args.sharing(name))
+def _share_spec(model: ModelConfig, args: AppConfig) -> ShareSpec | None:
+    """Return the group of ``model``, its own if its encoder takes turns; None if its weights never sleep."""
+    if not model.sleeps:
+        return None
+    name, models = (model.share, args.sharing(model.share)) if model.share else (model.name, (_without_scale(model),))
+    config = args.shares.get(name, ShareConfig())
+    return ShareSpec(name=name if model.share else f"turns-of-{name}", config=config, models=models)
 
 
 def _actor(level: Level, pythons: Pythons, **options: Any) -> dict[str, Any]:

@@ -83,6 +83,10 @@ class ModelConfig(_Config):
     """Defaults of requests that name one, by its name: those that ship with the family, or of one's own."""
     qualities: dict[Quality, str] = {}
     """Recipe that a request's ``quality`` stands for; the others change the number of steps alone."""
+    memory_gib: PositiveFloat | None = None
+    """Memory of each GPU: what does not fit is made to, by the cheapest savings; None: nothing is changed."""
+    allow_quantization: bool = False
+    """Savings of ``memory_gib`` may quantise the transformer, if no lossless ones suffice."""
     share: str = ""
     """Name of a group of models whose gangs are on the same GPUs. Those that fit are awake, the others sleep in host
     memory. Empty: GPUs of its own."""
@@ -102,6 +106,34 @@ class ModelConfig(_Config):
         self.denoiser.check_engine(
             self.dtype, merges="" in names, switches=any(names) or self.runtime_loras is not None
         )
+        return self
+
+    @model_validator(mode="after")
+    def _check_memory(self) -> Self:
+        if self.allow_quantization and self.memory_gib is None:
+            raise ValueError("allow_quantization has no effect without memory_gib: give it as well, or leave it out")
+        if self.memory_gib is None:
+            return self
+        if self.share:
+            raise ValueError(
+                f"memory_gib is for a model with GPUs of its own, and share is {self.share}: limit the group by "
+                f"shares.{self.share}.memory_gib"
+            )
+        if self.denoiser.engine != "torch":
+            raise ValueError(
+                f"memory_gib needs engine: torch, and engine is {self.denoiser.engine}: remove one of them"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_turns(self) -> Self:
+        if not self.text_encoder.takes_turns:
+            return self
+        if self.share:
+            raise ValueError(f"text_encoder.takes_turns has no effect beside share: {self.share}: remove one of them")
+        if self.stages == "together":
+            raise ValueError("text_encoder.takes_turns needs stages: apart, as it sleeps without the decoder")
+        check_sleeping(self)
         return self
 
     @model_validator(mode="after")
@@ -128,6 +160,7 @@ class ModelConfig(_Config):
             ("loras", self.adapters, ((),)),
             ("runtime_loras", self.runtime_loras, (None,)),
             ("base", self.base, ("",)),
+            ("memory_gib", self.memory_gib, (None,)),
             ("text_encoder.compile", self.text_encoder.compile, (False,)),
             ("decoder.compile", decoder.compile, (False,)),
             ("decoder.memory_gib", decoder.memory_gib, (None,)),
@@ -137,6 +170,11 @@ class ModelConfig(_Config):
             if given not in allowed:
                 needed = " or ".join(repr(one) for one in allowed)
                 yield f"{key} is {given!r}; {family} runs as a whole pipeline on one rank: it must be {needed}"
+
+    @property
+    def sleeps(self) -> bool:
+        """True if its weights sleep at times: those of a share group, or of an encoder that takes turns."""
+        return bool(self.share) or self.text_encoder.takes_turns
 
     @property
     def adapters(self) -> tuple[LoraSource, ...]:
@@ -227,7 +265,7 @@ class AppConfig(_Config):
 
     models: tuple[ModelConfig, ...] = Field(min_length=1)
     shares: dict[str, ShareConfig] = {}
-    """Limits of the groups that models ``share``, by name."""
+    """Limits of the groups that models ``share``, by name, and of models whose encoder takes turns, by the model's."""
     fork_workers: bool = True
     """Fork workers, where possible, from one process per node that has imported their libraries."""
     max_ranks: PositiveInt | None = None
@@ -273,7 +311,7 @@ class AppConfig(_Config):
     @model_validator(mode="after")
     def _check_shares(self) -> Self:
         named = {model.share for model in self.models if model.share}
-        if unknown := self.shares.keys() - named:
+        if unknown := self.shares.keys() - named - {model.name for model in self.models if model.sleeps}:
             raise ValueError(f"shares has {', '.join(sorted(unknown))}, which no model shares: say share: in models")
         for name in named:
             check_share(name, self.sharing(name))
@@ -289,17 +327,22 @@ def check_share(name: str, models: tuple[ModelConfig, ...]) -> None:
     if len(models) == 1:
         raise ValueError(f"share: {name} is said by {models[0].name} alone: give it to another model too, or remove it")
     for model in models:
-        stages = {"denoiser": model.denoiser, "text_encoder": model.text_encoder, "decoder": model.decoder}
-        for stage, config in stages.items():
-            if config.autoscaling is not None or config.num_replicas != 1:
-                raise ValueError(f"{model.name}: {stage} has one replica without autoscaling where models share GPUs")
-        if model.denoiser.engine != "torch":
-            raise ValueError(f"{model.name}: models that share GPUs need engine: torch, whose weights can sleep")
-        if model.denoiser.num_nodes != 1:
-            raise ValueError(f"{model.name}: models that share GPUs are on one node: remove num_nodes")
+        check_sleeping(model)
     if len({model.denoiser.gpus_per_rank for model in models}) > 1:
         given = ", ".join(f"{model.name} {model.denoiser.gpus_per_rank:g}" for model in models)
         raise ValueError(f"models that share GPUs need the same gpus_per_rank; share: {name} has {given}")
+
+
+def check_sleeping(model: ModelConfig) -> None:
+    """Raise ValueError if the weights of ``model`` cannot sleep."""
+    stages = {"denoiser": model.denoiser, "text_encoder": model.text_encoder, "decoder": model.decoder}
+    for stage, config in stages.items():
+        if config.autoscaling is not None or config.num_replicas != 1:
+            raise ValueError(f"{model.name}: {stage} has one replica without autoscaling where models share GPUs")
+    if model.denoiser.engine != "torch":
+        raise ValueError(f"{model.name}: models that share GPUs need engine: torch, whose weights can sleep")
+    if model.denoiser.num_nodes != 1:
+        raise ValueError(f"{model.name}: models that share GPUs are on one node: remove num_nodes")
 
 
 class ServeConfig(_Config):

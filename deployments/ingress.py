@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -45,9 +46,11 @@ from pipelines.directory import changed_at_s
 from pipelines.lora.source import named
 from pipelines.recipes import merged
 
+NO_MEMORY: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
-def make_cards(config: AppConfig) -> dict[str, ModelCard]:
-    """Return the cards of the served models, from configuration files only."""
+
+def make_cards(config: AppConfig, memory: Mapping[str, Mapping[str, Any]] = NO_MEMORY) -> dict[str, ModelCard]:
+    """Return the cards of the served models, from configuration files only. ``memory``: see ``ModelCard``, by model."""
     cards: dict[str, ModelCard] = {}
     enhancers = config.prompt_enhancers
     for model in config.models:
@@ -65,6 +68,7 @@ def make_cards(config: AppConfig) -> dict[str, ModelCard]:
             enhances_prompts=enhancers[model.name].default if model.name in enhancers else None,
             path="whole pipeline" if checkpoint.spec.is_whole else "blocks",
             runtime_loras=model.runtime_loras,
+            memory=memory.get(model.name),
         )
         check_recipes(cards[model.name])
     return cards
@@ -110,7 +114,7 @@ def make_accounts(config: AppConfig, keeper: DeploymentHandle[Any] | None) -> Ac
 class Ingress:
     """``stages`` maps model to stage to handle; ``keeper`` holds the accounts of limited keys.
 
-    The models ``deployed`` earlier are perhaps being replaced by a new version.
+    The models ``deployed`` earlier are perhaps being replaced by a new version. ``memory``: see ``make_cards``.
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class Ingress:
         stages: Mapping[str, Mapping[str, DeploymentHandle[Any]]],
         keeper: DeploymentHandle[Any] | None = None,
         deployed: Collection[str] = (),
+        memory: Mapping[str, Mapping[str, Any]] = NO_MEMORY,
     ) -> None:
         prepare_replica()
         self._config, self._settings = config, Settings()
@@ -131,7 +136,7 @@ class Ingress:
         for handle in [*handles_of_stages, *([] if keeper is None else [keeper])]:
             route_in_this_loop(handle)
         handles = {model.name: StageHandles(**stages[model.name]) for model in config.models}
-        cards = make_cards(config)
+        cards = make_cards(config, memory)
         patience_s = {model.name: patience_for(model.denoiser) for model in config.models}
         self._accounts = make_accounts(config, keeper)
         readiness = Readiness(deployments, names_on_demand(config, stages), deployed, start_times_of(config))

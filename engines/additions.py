@@ -126,11 +126,14 @@ class _Weight:
     """Its values at load."""
     writers: tuple[WriteWeight, ...]
     """Called with new values, float32 if something is added."""
+    device: torch.device
+    """Where sums are computed."""
     low_ranks: dict[str, LowRank] = field(default_factory=dict)
 
     def write(self, mix: Mix) -> None:
         amounts = [(amount, self.low_ranks[name]) for name, amount in mix if name in self.low_ranks]
-        value = add_products(self.base, amounts) if amounts else self.base
+        base = self.base.to(self.device)
+        value = add_products(base, amounts) if amounts else base
         for write in self.writers:
             write(value)
 
@@ -144,6 +147,8 @@ class _Parameters:
     slices: Mapping[str, Any]
     loaded: Mapping[str, nn.Parameter]
     writers: Writers
+    device: torch.device | None = None
+    """Where sums are computed; None: where the parameters are."""
 
     def low_ranks(self, addition: Addition) -> Iterator[tuple[str, LowRank]]:
         """Yield the low-rank products of ``addition`` by the parameters of this share, on their device."""
@@ -151,7 +156,7 @@ class _Parameters:
         for own, parameter in self.loaded.items() if ranks else ():
             whole = whole_parameter(self.slices, own)
             if whole in ranks and not parameter.is_meta:
-                yield own, _to_device(slice_low_rank(ranks[whole], self.slices, own), parameter.device)
+                yield own, _to_device(slice_low_rank(ranks[whole], self.slices, own), self.device or parameter.device)
 
     def weight(self, own: str) -> _Weight:
         """Return a weight that changes through writers, and whose parameter stays as loaded.
@@ -159,10 +164,11 @@ class _Parameters:
         Without writers, the parameter itself changes, and its values, which must be those at load, are copied.
         """
         parameter = self.loaded[own]
+        device = self.device or parameter.device
         if writers := self.writers.get(parameter) or _layer_writers(self.module, own, parameter):
-            return _Weight(base=parameter.detach(), writers=writers)
+            return _Weight(base=parameter.detach(), writers=writers, device=device)
         base = parameter.detach().clone(memory_format=torch.contiguous_format)
-        return _Weight(base=base, writers=(parameter.copy_,))
+        return _Weight(base=base, writers=(parameter.copy_,), device=device)
 
 
 class _Share:
@@ -212,10 +218,14 @@ class WeightSwitch:
     ``grows``: additions come to the mapping and leave it, perhaps on other threads, and ``items()`` returns a snapshot.
     Shares then keep the loaded parameters of all replaced layers. All shares know the same additions, since a share
     must be able to undo in common memory what another one did.
+
+    ``device``: sums are computed there, for parameters that may be in host memory.
     """
 
-    def __init__(self, additions: Mapping[str, Addition], *, grows: bool = False) -> None:
-        self._additions, self._grows = additions, grows
+    def __init__(
+        self, additions: Mapping[str, Addition], *, grows: bool = False, device: torch.device | None = None
+    ) -> None:
+        self._additions, self._grows, self._device = additions, grows, device
         self._known = set(dict(additions.items()))
         self._shares: dict[str, dict[Hashable, _Share]] = {}
 
@@ -238,7 +248,8 @@ class WeightSwitch:
         current = dict(self._additions.items())
         if gone := self._known - current.keys():
             self._change({}, gone)
-        new = _Share(_Parameters(name=name, module=module, slices=slices, loaded=loaded, writers=writers))
+        own = _Parameters(name=name, module=module, slices=slices, loaded=loaded, writers=writers, device=self._device)
+        new = _Share(own)
         new.take({known: current[known] for known in self._known})
         if not self._grows:
             new.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from deployments.cli.fit import usual_limit_gib
 from deployments.cli.serving import CONFIGS, load_config, parse_config, shipped_configs
 from deployments.config import ServeConfig
 from pipelines.defaults import Defaults
@@ -27,12 +28,21 @@ def is_config(name: str) -> bool:
     return is_file or path.suffix in ENDINGS or (CONFIGS / f"{name}.yaml").is_file()
 
 
-def config_for(name: str, num_ranks: int | None = None) -> ServeConfig:
+def config_for(
+    name: str, num_ranks: int | None = None, memory_gib: float | None = None, *, allow_quantization: bool = False
+) -> ServeConfig:
     """Return the configuration of that name, or one for the model ``name``.
 
-    ``num_ranks`` is for models only, by default the number of this machine's GPUs, at least 1. ValueError if ``name``
-    is neither, or if ranks are given with a config.
+    The other arguments are for models only. ``num_ranks`` is by default the number of this machine's GPUs, at least 1;
+    ``memory_gib`` and ``allow_quantization`` are keys of the model. ValueError if ``name`` is neither, or if one of
+    them is given with a config.
     """
+    if memory_gib is not None and not memory_gib > 0:
+        raise ValueError(f"--memory is {memory_gib:g}; it must be above 0, in GiB a GPU")
+    own: dict[str, Any] = {} if memory_gib is None else {"memory_gib": memory_gib}
+    own |= {"allow_quantization": True} if allow_quantization else {}
+    if own and is_config(name):
+        raise ValueError(f"--memory and --allow-quantization are for a model, and {name} is a config: change it")
     if is_config(name):
         if num_ranks is not None:
             raise ValueError(f"--ranks is for a model, and {name} is a config: change num_ranks in it")
@@ -44,9 +54,9 @@ def config_for(name: str, num_ranks: int | None = None) -> ServeConfig:
 
     num_gpus = torch.cuda.device_count()
     if num_gpus:
-        return _on_gpus(source, num_ranks or num_gpus)
+        return _on_gpus(source, num_ranks or num_gpus, own)
     gang = {"num_ranks": num_ranks or 1, "cpus_per_rank": 0.2, "engine": "torch", "strategy": "auto"}
-    return _config(source, {"stages": "together", "denoiser": gang})
+    return _config(source, {"stages": "together", "denoiser": gang} | own)
 
 
 def to_yaml(config: ServeConfig) -> str:
@@ -75,8 +85,11 @@ def _source(name: str) -> str:
     return with_base(str(file), base) if file else base
 
 
-def _on_gpus(source: str, num_ranks: int) -> ServeConfig:
-    """Return the settings of the shipped GPU configs, without decoder options that the model does not support."""
+def _on_gpus(source: str, num_ranks: int, own: dict[str, Any]) -> ServeConfig:
+    """Return the settings of the shipped GPU configs, without decoder options that the model does not support.
+
+    ``own`` are further keys of the model.
+    """
     path, no_options = resolve_configuration(source), {"compiled": False, "limits_memory": False, "num_devices": 1}
 
     def supports(**options: Any) -> bool:
@@ -105,7 +118,8 @@ def _on_gpus(source: str, num_ranks: int) -> ServeConfig:
         "ping_deadline_s": 2.5,
         "start_deadline_s": START_DEADLINE_S,
     }
-    return _config(source, {"dtype": "bfloat16", "text_encoder": encoder, "decoder": decoder, "denoiser": gang})
+    stages = {"text_encoder": encoder, "decoder": decoder, "denoiser": gang}
+    return _config(source, {"dtype": "bfloat16", **stages, **own})
 
 
 def _num_decoding(defaults: Defaults, num_ranks: int) -> int:
@@ -115,11 +129,6 @@ def _num_decoding(defaults: Defaults, num_ranks: int) -> int:
     from pipelines.vae.chunks import num_bands
 
     return min(num_ranks, max(2, num_bands(defaults.height)))
-
-
-def usual_limit_gib(num_ranks: int) -> int:
-    """Return the default ``decoder.memory_gib`` for ``num_ranks``; with several, two GPUs decode together."""
-    return 6 if num_ranks == 1 else 4
 
 
 def _config(source: str, model: dict[str, Any]) -> ServeConfig:

@@ -10,9 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deployments.cli.configuration import usual_limit_gib
-from deployments.cli.fit import GIB, Fit, RequestTimes, StageMemory, with_memory
-from deployments.cli.progress import console
+from deployments.cli.fit import GIB, Fit, RequestTimes, StageMemory, usual_limit_gib, with_memory
+from deployments.cli.savings import Budget, BudgetRules, choose_savings
 from deployments.settings import Settings
 from pipelines.libraries import quiet_libraries
 
@@ -179,6 +178,24 @@ def _estimate(
     )
 
 
+def budgets_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Budget | str]:
+    """Return what ``memory_gib`` would choose, without and with ``allow_quantization``, or why nothing fits.
+
+    Empty without a size of memory.
+    """
+    if options.memory_gib is None:
+        return {}
+    others = tuple(name for name in estimate.fit.machine.quantised if name != options.precision)
+    found: dict[str, Budget | str] = {}
+    for name, precisions in (("lossless", ()), ("allow_quantization", others)):
+        rules = BudgetRules(precisions=(options.precision, *precisions))
+        try:
+            found[name] = choose_savings(estimate.fit, estimate.times, options.memory_gib, rules)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
 def _limits_memory(checkpoint: Checkpoint) -> bool:
     from pipelines.preconditions import decoder_problems
 
@@ -225,7 +242,7 @@ def print_estimate(options: EstimateOptions, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(document, indent=1))
     else:
-        console.print("\n".join(lines), soft_wrap=True)
+        print("\n".join(lines))
 
 
 def lines_of(options: EstimateOptions, estimate: Estimate) -> list[str]:
@@ -237,11 +254,16 @@ def lines_of(options: EstimateOptions, estimate: Estimate) -> list[str]:
         f"{_attention(options, step.machine)}",
         *estimate.times.lines(request),
         *estimate.fit.lines(estimate.parts),
+        *(f"{name}: {_said(budget)}" for name, budget in budgets_of(options, estimate).items()),
         f"tokens: {tokens}; branches: {step.work.num_branches}; ranks: {options.num_ranks}; times are predicted",
         step.table(),
         step.machine.describe(),
         f"figures: {estimate.origin}",
     ]
+
+
+def _said(budget: Budget | str) -> str:
+    return budget if isinstance(budget, str) else f"memory_gib: {budget.memory_gib:g} chooses {budget.sentence()}"
 
 
 def _attention(options: EstimateOptions, machine: Machine) -> str:
@@ -275,6 +297,10 @@ def document_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Any]:
         "num_branches": step.work.num_branches,
         "request": estimate.times.document(),
         "memory": estimate.fit.document(estimate.parts),
+        "budgets": {
+            name: {"error": budget} if isinstance(budget, str) else budget.document()
+            for name, budget in budgets_of(options, estimate).items()
+        },
         "candidates": candidates,
         "chosen": step.chosen.spec.name,
         "reason": step.reason(),

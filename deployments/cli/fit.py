@@ -19,10 +19,9 @@ PROCESS_BYTES = GIB // 2
 """GPU memory of a process beside its tensors: CUDA context, kernels and libraries. Assumed, not measured."""
 DECODE_LIMIT_GIB = 2
 """The proposed ``decoder.memory_gib``."""
-WAKE_BANDWIDTH = 47e9
-"""Bytes per second from pinned host memory: 38 GiB took 0.86 s on an H100 (PCIe 5)."""
-SHARED, APART, ON_CPU = "shared", "apart", "on_cpu"
-"""Encoder and decoder on the first rank's GPU; on a GPU of their own; the encoder on CPU cores, the decoder shared."""
+SHARED, APART, ON_CPU, TURNS = "shared", "apart", "on_cpu", "turns"
+"""Encoder and decoder on the first rank's GPU; on a GPU of their own; the encoder on CPU cores, the decoder shared;
+all on the first rank's GPU, where the encoder is asleep while the others are awake, and they while it is."""
 MAX_RANKS = 8
 """Most proposed ranks, those of a usual host."""
 
@@ -37,6 +36,8 @@ class StageMemory:
     """One decode, beside weights."""
     limited: int
     """One decode within ``DECODE_LIMIT_GIB``, if the decoder supports a limit."""
+    whole: int = 0
+    """One decode without a limit."""
 
     @classmethod
     def of(cls, found: Footprint, *, limits: bool, usual_limit_gib: int) -> StageMemory:
@@ -47,6 +48,7 @@ class StageMemory:
             decoder=sum(size or 0 for size in found.decoder.values()),
             decode=min(decode, usual_limit_gib * GIB) if limits else decode,
             limited=min(decode, DECODE_LIMIT_GIB * GIB) if limits else decode,
+            whole=decode,
         )
 
     def fullest_bytes(self, rank_bytes: int, place: str = SHARED, *, limited: bool = False) -> int:
@@ -55,6 +57,8 @@ class StageMemory:
         rank, encode = rank_bytes + PROCESS_BYTES, self.encoder + PROCESS_BYTES
         if place == APART:
             return max(rank, encode + decode)
+        if place == TURNS:
+            return max(self.encoder, rank_bytes + decode - PROCESS_BYTES) + 3 * PROCESS_BYTES
         return rank + decode + (encode if place == SHARED else 0)
 
 
@@ -101,12 +105,16 @@ class Fit:
     @property
     def host_bytes(self) -> int:
         """Host memory of all weights while the model is asleep (``share``)."""
-        return self.num_ranks * self.step.chosen.weight_bytes + self.parts.encoder + self.parts.decoder
+        return self.asleep_bytes(self.step.chosen)
+
+    def asleep_bytes(self, cost: Cost) -> int:
+        """Return the host memory of all weights while ranks with ``cost`` and the other parts are asleep."""
+        return self.num_ranks * cost.weight_bytes + self.parts.encoder + self.parts.decoder
 
     @property
     def wake_s(self) -> float:
         """Seconds of a wake-up, the fullest GPU's."""
-        return (self.step.chosen.weight_bytes + self.parts.encoder + self.parts.decoder) / WAKE_BANDWIDTH
+        return (self.step.chosen.weight_bytes + self.parts.encoder + self.parts.decoder) / self.machine.host_bytes_per_s
 
     def changes(self) -> list[Change]:
         """Return changes with which all parts fit, one for each number of GPUs, fewest first."""
@@ -204,6 +212,11 @@ class Fit:
         }
 
 
+def usual_limit_gib(num_ranks: int) -> int:
+    """Return the default ``decoder.memory_gib`` for ``num_ranks``; with several, two GPUs decode together."""
+    return 6 if num_ranks == 1 else 4
+
+
 def with_memory(machine: Machine, memory_gib: float | None) -> Machine:
     """Return ``machine`` with another size of memory. ValueError for a size that is not positive."""
     if memory_gib is None:
@@ -224,6 +237,7 @@ class RequestTimes:
     step_s: float
     encode_s: float | None
     decode_s: float | None
+    encode_flops: float = 0.0
 
     @classmethod
     def of(
@@ -241,6 +255,7 @@ class RequestTimes:
             if prompt.flops
             else None,
             decode_s=None if decode is None else decode_s(machine, decode.flops, decode.moved_bytes),
+            encode_flops=num_prompts * prompt.flops,
         )
 
     @property

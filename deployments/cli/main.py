@@ -115,6 +115,10 @@ def serve(
         str, typer.Argument(help="A config file, the name of a shipped one, or a model: folder, file@base, hub id.")
     ] = "laptop",
     num_ranks: Annotated[int | None, typer.Option("--ranks", help="Ranks of a model's gang; all GPUs.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GiB of each GPU, which the model is made to fit.")] = None,
+    allow_quantization: Annotated[
+        bool, typer.Option("--allow-quantization", help="It may be quantised for --memory, if nothing lossless helps.")
+    ] = False,
     host: Annotated[str | None, typer.Option(help="Address to bind; 127.0.0.1 unless the config says else.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to bind.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Port of /metrics; 0 for none.")] = None,
@@ -130,7 +134,7 @@ def serve(
 
     chosen: dict[str, Any] = {name: value for name, value in (("host", host), ("port", port)) if value is not None}
     with errors():
-        settings = config_for(config, num_ranks).with_http(**chosen)
+        settings = config_for(config, num_ranks, memory, allow_quantization=allow_quantization).with_http(**chosen)
         if metrics_port is not None:
             settings = settings.with_metrics(metrics_port or None)
         if print_config:

@@ -15,6 +15,7 @@ from deployments.clips.settings import DATABASE
 from deployments.config import ModelConfig, ServeConfig
 from deployments.door.door import FOLDER as DOOR_FOLDER
 from deployments.door.door import listen
+from deployments.memory_budget import budget_of
 from deployments.observability.metrics_settings import DEFAULT_PORT
 from deployments.places import file_refusal, is_open_to_others, refusal
 from deployments.settings import Settings, process_environment
@@ -291,11 +292,13 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
     )
     eager_only = checkpoint.eager_only(is_split=model.denoiser.splits_tokens)
     model.denoiser.check_engine(model.dtype, eager_only=eager_only)
+    if model.memory_gib is not None and not checkpoint.spec.is_whole:
+        _ = budget_of(model)
 
 
 def _sleep(config: ServeConfig) -> Iterator[str]:
     """Yield what weights on GPUs lack to sleep."""
-    sharing = [model.name for model in config.app.models if model.share and model.denoiser.gpus_per_rank]
+    sharing = [model.name for model in config.app.models if model.sleeps and model.denoiser.gpus_per_rank]
     if sharing and find_spec("torch_memory_saver") is None:
         yield f"{', '.join(sharing)} share GPUs, which needs torch-memory-saver: {install_hint('sleep')}"
 

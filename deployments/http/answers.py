@@ -52,6 +52,9 @@ class Model(BaseModel):
         description="Recipes that requests may name: the fields that each changes, and its likeness; beyond OpenAI."
     )
     qualities: dict[Quality, str] = Field(description="The recipe that a quality stands for; beyond OpenAI.")
+    memory: dict[str, Any] | None = Field(
+        description="What memory_gib chose to fit the model into GPUs, and its predicted cost; beyond OpenAI."
+    )
     parent: str | None = Field(default=None, description="The model that this one is, with an adapter; beyond OpenAI.")
     description: str = Field(description="What it draws, if its folder says so; beyond OpenAI.")
     sizes: tuple[str, ...] = Field(description="Good values of size; others within the limits may do. Beyond OpenAI.")
@@ -84,6 +87,7 @@ class Model(BaseModel):
             recipes={name: written(name, recipe, card) for name, recipe in card.recipes.items()},
             qualities=dict(card.qualities),
             enhances_prompts=card.enhances_prompts,
+            memory=None if card.memory is None else dict(card.memory),
             description=description.text,
             sizes=description.sizes_within(defaults),
             steps={quality: steps_of_quality(quality, card) for quality in QUALITY_SHARES},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from deployments.requests.bodies import Quality
 from engines.gang.jobs.job import Progress as Progress
@@ -35,7 +35,7 @@ class ModelCard:
     ``description``: what it draws, and examples.
     ``enhances_prompts``: the default of ``enhance_prompt``; None without a prompt enhancer.
     ``path``: how steps are made, by diffusers' blocks or by the pipeline's own call. ``runtime_loras``: limits of
-    adapters that clients add; None: they may add none.
+    adapters that clients add; None: they may add none. ``memory``: what ``memory_gib`` chose, as a JSON object.
     """
 
     name: str
@@ -50,6 +50,7 @@ class ModelCard:
     enhances_prompts: bool | None = None
     path: ModelPath = "blocks"
     runtime_loras: LoraLimits | None = None
+    memory: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

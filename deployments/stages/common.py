@@ -136,7 +136,8 @@ class StageWeights:
         self._member: ThreadMember | None = None
         if spec.share is not None:
             self._gate = AwakeGate(memory.sleep, memory.wake)
-            self._member = ThreadMember(spec.share, spec.model.name, stage, self._gate, memory.use, memory.reserve)
+            name = f"{spec.model.name}/{stage}" if _takes_turns(spec, stage) else spec.model.name
+            self._member = ThreadMember(spec.share, name, stage, self._gate, memory.use, memory.reserve)
             self._member.may_load()
             memory.open(stage_devices(spec.stage)[0], asleep_folder())
 
@@ -167,6 +168,11 @@ class StageWeights:
         """Raise an error if they do not follow orders any more."""
         if self._member is not None:
             self._member.check()
+
+
+def _takes_turns(spec: StageSpec, stage: str) -> bool:
+    """Return whether a stage sleeps while the others of its model are awake, as a model of its own would."""
+    return stage == "text_encoder" and spec.model.text_encoder.takes_turns
 
 
 P = ParamSpec("P")

@@ -60,11 +60,14 @@ class LoadRankParts:
         from engines.core.weight_memory import WeightMemory
 
         memory, is_split = rank_resources().get(WeightMemory), is_sliced(self.model.denoiser, checkpoint)
-        if self.model.share:
+        if self.model.sleeps:
             memory.open(context.device, asleep_folder())
         with memory.region():
             denoiser = checkpoint.denoiser(
-                sliced=is_split, quantised=is_quantised(self.model.denoiser), typical=checkpoint.defaults.request()
+                sliced=is_split,
+                quantised=is_quantised(self.model.denoiser),
+                num_offloaded=self.model.denoiser.num_offloaded,
+                typical=checkpoint.defaults.request(),
             )
         for module in denoiser.modules.values():
             memory.hold(module)

@@ -142,6 +142,8 @@ class EncoderConfig(StageConfig):
 
     conditionings_mib: int = Field(default=64, ge=0)
     """Size of the cache of conditionings; 0 disables it."""
+    takes_turns: bool = False
+    """Its weights sleep in host memory while gang and decoder work, and theirs while it encodes, unless all fit."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -235,6 +237,11 @@ class DenoiserConfig(ScaledConfig, GangConfig):
         return self.torch is not None and self.torch.prompt_windows
 
     @property
+    def num_offloaded(self) -> int:
+        """Offloaded blocks of each transformer (``TorchOptions``)."""
+        return 0 if self.torch is None else self.torch.offloaded_blocks
+
+    @property
     def engine_options(self) -> TorchOptions | TensorRTOptions | None:
         """The section of the chosen engine; None for its defaults."""
         options: TorchOptions | TensorRTOptions | None = getattr(self, self.engine)
@@ -266,13 +273,17 @@ class DenoiserConfig(ScaledConfig, GangConfig):
 def must_slice(config: DenoiserConfig) -> bool | None:
     """Return whether ranks load slices; None if that depends on the model's size and the machine's memory.
 
-    ValueError if the engine cannot load slices.
+    ValueError if the engine cannot load slices, or blocks are offloaded as well.
     """
     can_slice = config.engine != "tensorrt" and config.num_ranks > 1
     if config.load == "sliced" and not can_slice:
         raise ValueError(
             f"load: sliced needs the engine torch and several ranks, not {config.engine} on {config.num_ranks}"
         )
+    if config.num_offloaded:
+        if config.load == "sliced":
+            raise ValueError("load: sliced divides the weights, torch.offloaded_blocks needs whole ones: remove one")
+        return False
     if config.load != "auto" or not can_slice:
         return config.load == "sliced"
     if config.strategy == "auto":

@@ -99,20 +99,7 @@ class HostCopy:
     def _allocate(self, size: int, is_pinned: bool) -> HostPiece:
         if not is_pinned:
             return HostPiece(self._file_piece(size), is_pinned=False)
-        memory = mmap.mmap(-1, size)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults; the kernel may decline
-        bytes_B = torch.frombuffer(memory, dtype=torch.uint8)
-        return HostPiece(bytes_B, is_pinned=self._device.type != "cuda" or self._register(bytes_B))
-
-    def _register(self, bytes_B: Tensor) -> bool:
-        """Pin the pages for CUDA. Return whether that worked: the container may limit locked memory."""
-        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self._device):
-            error = int(cudart.cudaHostRegister(bytes_B.data_ptr(), bytes_B.numel(), 0))
-        if error:
-            logger.warning("%d bytes cannot be pinned (CUDA error %d): copies are slower", bytes_B.numel(), error)
-        return not error
+        return pinned_memory(size, self._device)
 
     def _file_piece(self, size: int) -> Tensor:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -123,3 +110,22 @@ class HostCopy:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def pinned_memory(num_bytes: int, device: torch.device) -> HostPiece:
+    """Return host memory that copies from and to ``device`` read directly. On a CPU it is not pinned."""
+    memory = mmap.mmap(-1, num_bytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults; the kernel may decline
+    bytes_B = torch.frombuffer(memory, dtype=torch.uint8)
+    return HostPiece(bytes_B, is_pinned=device.type != "cuda" or _register(bytes_B, device))
+
+
+def _register(bytes_B: Tensor, device: torch.device) -> bool:
+    """Pin the pages for CUDA. Return whether that worked: the container may limit locked memory."""
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        error = int(cudart.cudaHostRegister(bytes_B.data_ptr(), bytes_B.numel(), 0))
+    if error:
+        logger.warning("%d bytes cannot be pinned (CUDA error %d): copies are slower", bytes_B.numel(), error)
+    return not error

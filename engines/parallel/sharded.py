@@ -20,6 +20,7 @@ from engines.parallel.collectives import Axis
 from engines.parallel.copies import weight_sharing_copy
 from engines.parallel.local_attention import local_kernel
 from engines.parallel.mesh import Team
+from engines.parallel.offload import BlockOffload, offloaded_blocks, offloaded_weights
 from engines.parallel.pipeline import Stage, block_weights, other_stages
 from engines.parallel.strategies import MakeKernel, team_kernel
 from engines.parallel.tensor import split_weights
@@ -62,14 +63,20 @@ class ShardedModel:
         make_kernel: MakeKernel = team_kernel,
         quantises: bool = False,
         attention: str = "auto",
+        num_offloaded: int = 0,
     ) -> None:
-        """``quantises``: ``on_new_module`` quantises the large layers, whose weights are read to the host."""
+        """``quantises``: ``on_new_module`` quantises the large layers, whose weights are read to the host.
+
+        ``num_offloaded`` blocks of each module stay on the host (``BlockOffload``). Teams divide no weights then.
+        """
         self._model = model
         self._hooks = {name: TokenHooks(module, model.plan) for name, module in model.modules.items()}
         # Counted now: layers of the module may be swapped later, on some ranks before others.
         self._weights = {name: block_weights(module, model.plan) for name, module in model.modules.items()}
         self._shares: dict[_Key, _Share] = {}
-        self._switch = WeightSwitch(model.additions, grows=model.additions_change)
+        self._num_offloaded, self._offloads = num_offloaded, list[BlockOffload]()
+        device = model.device if num_offloaded else None
+        self._switch = WeightSwitch(model.additions, grows=model.additions_change, device=device)
         self._memory = rank_resources().get(WeightMemory)
         self._memory.before_sleep(self._switch.reset_all)
         self._fast_modules: set[str] = set()
@@ -89,6 +96,9 @@ class ShardedModel:
 
     def close(self) -> None:
         """Restore the model: no hooks, the local kernel, and the layers that a next engine needs for additions."""
+        for offload in self._offloads:
+            offload.close()
+        self._offloads.clear()
         self._switch.clear()
         self._memory.forget(self._switch.reset_all)
         kernels, local = rank_resources().get(KernelsInModules), self._local_kernel()
@@ -164,12 +174,16 @@ class ShardedModel:
             weights.fill(name, module, slices, leave_out=left_out, on_host=on_host)
         changed = {*changed_parameters(module, self._model, name, slices)}
         loaded = {own: parameter for own, parameter in module.named_parameters() if parameter in changed}
-        move_from_host(loaded.values(), self._model.device)
+        stay = offloaded_weights(module, plan, self._num_offloaded) if self._num_offloaded else ()
+        move_from_host((each for own, each in loaded.items() if own not in stay), self._model.device)
         if module is whole:
             linears = ((own, layer) for own, layer in whole.named_modules() if isinstance(layer, nn.Linear))
             self._changed_layers += [(whole, own, layer) for own, layer in linears if layer.weight in changed]
         if self._on_new_module is not None:
             self._on_new_module(name, module, plan)
+        if self._num_offloaded:
+            blocks = offloaded_blocks(module, plan, self._num_offloaded)
+            self._offloads.append(BlockOffload(blocks, self._model.device))
         self._memory.hold(module)  # before its tensors have aliases
         if self._model.switches:
             self._switch.hold(name, _key(name, team), module, slices, loaded=loaded)

@@ -50,10 +50,14 @@ class Cost:
     exchange_ms: float
     memory_bytes: int
     weight_bytes: int
+    offload_ms: float = 0.0
+    """Copies of offloaded blocks that no other work hides."""
+    host_bytes: int = 0
+    """Host memory of offloaded blocks, on each rank."""
 
     @property
     def total_ms(self) -> float:
-        return self.products_ms + self.attention_ms + self.elementwise_ms + self.exchange_ms
+        return self.products_ms + self.attention_ms + self.elementwise_ms + self.exchange_ms + self.offload_ms
 
 
 def candidates(profile: ModelProfile, num_ranks: int, num_branches: int) -> list[ParallelSpec]:
@@ -72,18 +76,28 @@ def candidates(profile: ModelProfile, num_ranks: int, num_branches: int) -> list
 
 
 def predict(
-    profile: ModelProfile, work: Workload, spec: ParallelSpec, machine: Machine, precision: str = "native"
+    profile: ModelProfile,
+    work: Workload,
+    spec: ParallelSpec,
+    machine: Machine,
+    precision: str = "native",
+    *,
+    offloaded_blocks: int = 0,
 ) -> Cost:
     """Predict one step: time of its parts on one rank, and of exchanges that nothing hides.
 
     A pipeline of s stages takes n + s - 1 turns for n forwards, each as long as a stage's share of the blocks. With
-    parallel branches, the part of the team with most branches counts.
+    parallel branches, the part of the team with most branches counts. ``offloaded_blocks`` of each module are copied
+    from the host for each forward.
     """
-    step = StepCost(profile, TokenLayout(lengths=work.lengths, num_chunks=spec.context), spec, machine, precision)
+    assert not (offloaded_blocks and spec.divides_weights), "ranks with divided weights offload none"
+    layout = TokenLayout(lengths=work.lengths, num_chunks=spec.context)
+    step = StepCost(profile, layout, spec, machine, precision, offloaded_blocks)
     forwards = -(-work.num_branches // spec.guidance) * work.batch
     turns = (forwards + spec.pipeline - 1) / spec.pipeline
     handing_on_s = (spec.pipeline - 1) * step.handing_on_s()
     ends_s = forwards * step.prediction_s() + work.batch * step.guidance_s()
+    forward_s = step.products_s() + step.attention_s() + step.elementwise_s() + step.exchange_s()
     return Cost(
         spec=spec,
         products_ms=1e3 * turns * step.products_s(),
@@ -92,6 +106,8 @@ def predict(
         exchange_ms=1e3 * (turns * step.exchange_s() + handing_on_s + ends_s),
         memory_bytes=step.memory_bytes(),
         weight_bytes=int(step.weight_bytes()),
+        offload_ms=1e3 * forwards * max(0.0, step.streaming_s() - forward_s),
+        host_bytes=int(step.host_bytes()),
     )
 
 

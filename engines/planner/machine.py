@@ -7,6 +7,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 
+HOST_BANDWIDTH = 47e9
+"""Bytes per second from pinned host memory: 38 GiB took 0.86 s on an H100 (PCIe 5.0, 16 lanes)."""
+
 Rates = tuple[tuple[int, float], ...]
 """(tokens, FLOP/s), in ascending order of tokens."""
 
@@ -46,6 +49,8 @@ class Machine:
     """Precision of the attention that was timed (``engines.core.spec.ATTENTIONS``)."""
     fast_path: bool = False
     """Whether engines run a family's hand-ordered step there."""
+    host_bytes_per_s: float = HOST_BANDWIDTH
+    """Speed of copies from pinned host memory; of a measured machine, an H100's."""
     source: str = ""
     """Document of published figures; empty if measured."""
 
@@ -181,6 +186,8 @@ cool). float8 includes its quantisation. int8 products alone are no faster than 
 
 TERA, GIGA = 1e12, 1e9
 NVLINK, PCIE = "NVLink", "PCIe"
+PCIE_4, PCIE_5 = 32 * GIGA, 64 * GIGA
+"""Bytes per second of 16 lanes, per direction."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,8 +195,8 @@ class PublishedFigures:
     """Published figures of a GPU. Rates are dense FLOP/s, without sparsity, accumulated in float32 (int8 in int32).
 
     A rate of 0 means that the GPU has no such product. ``memory_gib`` is less the part that error correction takes, if
-    it has no memory of its own. ``link_bytes_per_s``: between two GPUs of a host, per direction. ``source``: the
-    document.
+    it has no memory of its own. ``link_bytes_per_s``: between two GPUs of a host, per direction. ``host_bytes_per_s``:
+    from the host's memory. ``source``: the document.
     """
 
     name: str
@@ -201,6 +208,7 @@ class PublishedFigures:
     memory_gib: float
     link: str
     link_bytes_per_s: float
+    host_bytes_per_s: float = PCIE_5
 
 
 _H200 = PublishedFigures(
@@ -241,6 +249,7 @@ def from_published(figures: PublishedFigures) -> Machine:
         },
         quantised={name: scaled(H200.quantised[name], *rates) for name, rates in own.items() if rates[0]},
         fast_path=True,
+        host_bytes_per_s=HOST_BANDWIDTH * figures.host_bytes_per_s / _H200.host_bytes_per_s,
     )
 
 
@@ -250,6 +259,7 @@ def _figures(
     tera_flop: tuple[float, float, float],
     memory: tuple[float, float],
     link: tuple[str, float],
+    host_bytes_per_s: float = PCIE_4,
 ) -> PublishedFigures:
     """Convert ``tera_flop`` of bf16, fp8 and int8, ``memory`` in GiB and GB/s, and ``link`` in GB/s per direction."""
     bf16, fp8, int8 = (TERA * rate for rate in tera_flop)
@@ -263,15 +273,16 @@ def _figures(
         memory_bytes_per_s=memory[1] * GIGA,
         link=link[0],
         link_bytes_per_s=link[1] * GIGA,
+        host_bytes_per_s=host_bytes_per_s,
     )
 
 
 ADA, BLACKWELL = "NVIDIA Ada GPU architecture white paper", "NVIDIA RTX Blackwell GPU architecture white paper"
 A100, H100 = "NVIDIA A100 data sheet", "NVIDIA H100 data sheet"
 PUBLISHED: Mapping[str, PublishedFigures] = {
-    "b200": _figures("B200", "NVIDIA DGX B200 data sheet", (2250, 4500, 4500), (180, 8000), (NVLINK, 900)),
-    "h100": _figures("H100 SXM", H100, (989, 1979, 1979), (80, 3350), (NVLINK, 450)),
-    "h100-pcie": _figures("H100 PCIe", H100, (756, 1513, 1513), (80, 2000), (PCIE, 64)),
+    "b200": _figures("B200", "NVIDIA DGX B200 data sheet", (2250, 4500, 4500), (180, 8000), (NVLINK, 900), PCIE_5),
+    "h100": _figures("H100 SXM", H100, (989, 1979, 1979), (80, 3350), (NVLINK, 450), PCIE_5),
+    "h100-pcie": _figures("H100 PCIe", H100, (756, 1513, 1513), (80, 2000), (PCIE, 64), PCIE_5),
     "a100": _figures("A100 80 GB SXM", A100, (312, 0, 624), (80, 2039), (NVLINK, 300)),
     "a100-40gb": _figures("A100 40 GB SXM", A100, (312, 0, 624), (40, 1555), (NVLINK, 300)),
     "a100-pcie": _figures("A100 80 GB PCIe", A100, (312, 0, 624), (80, 1935), (PCIE, 32)),
@@ -279,7 +290,7 @@ PUBLISHED: Mapping[str, PublishedFigures] = {
     "l4": _figures("L4", "NVIDIA L4 data sheet", (121, 242, 242), (22.5, 300), (PCIE, 32)),
     "rtx-3090": _figures("RTX 3090", "NVIDIA Ampere GA102 white paper", (71, 0, 284), (24, 936), (PCIE, 32)),
     "rtx-4090": _figures("RTX 4090", ADA, (165.2, 330.3, 660.6), (24, 1008), (PCIE, 32)),
-    "rtx-5090": _figures("RTX 5090", BLACKWELL, (209.5, 419, 838), (32, 1792), (PCIE, 64)),
+    "rtx-5090": _figures("RTX 5090", BLACKWELL, (209.5, 419, 838), (32, 1792), (PCIE, 64), PCIE_5),
 }
 """By the name of ``--machine``. Error correction takes a sixteenth of the memory of L40S and L4."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -64,6 +65,11 @@ class ModelProfile:
     changed_weight_bytes: int = 0
     """Weights that additions change, whose loaded values are held beside those that steps read."""
     num_blocks: int
+    """Blocks that a pipeline may be cut between; 0 if it cannot."""
+    num_repeated: int = 0
+    """Repeated blocks of each module, and the bytes of the largest (``largest_block_bytes``)."""
+    largest_block_bytes: int = 0
+    num_modules: int = 1
     has_fast_path: bool = False
     divides_tokens: bool = True
     """Whether ranks may have a share of the tokens each."""
@@ -140,8 +146,8 @@ def profile(model: DenoiserModel) -> ModelProfile:
     source = model.modules[branch.module]
     module = weightless_copy(source)
     inputs = {name: on_cpu(x) for name, x in branch.inputs.items()}
-    lengths = dict(model.stream_lengths(branch.arguments))
-    counter = _Counter(_names_by_length(lengths), model.plan, batch=branch.batch)
+    names = _names_by_length(dict(model.stream_lengths(branch.arguments)))
+    counter = _Counter(names, model.plan, batch=branch.batch)
     model.set_kernel(module, counter.attend)
     out_features = 0
 
@@ -156,7 +162,7 @@ def profile(model: DenoiserModel) -> ModelProfile:
         _run_first_only(module.get_submodule(name), counter)
     with torch.device("cpu"), torch.no_grad():
         model.forward(module, {**branch.constants, **inputs})
-    num_key_heads, modules = counter.num_key_heads or model.num_heads, model.modules.values()
+    num_key_heads = counter.num_key_heads or model.num_heads
     return ModelProfile(
         num_heads=model.num_heads,
         num_key_heads=num_key_heads,
@@ -167,16 +173,28 @@ def profile(model: DenoiserModel) -> ModelProfile:
         once_flops=counter.once_flops,
         num_reductions=counter.num_reductions,
         out_features=out_features,
-        weight_bytes=sum(_weight_bytes(each) for each in modules),
-        block_weight_bytes=sum(_weight_bytes(one) for each in modules for one in model.plan.blocks_of(each)),
         split_weight_bytes=counter.split_weight_bytes * len(model.modules),
         tensor_unit=_tensor_unit(model, source, num_key_heads),
         largest_weight_bytes=counter.largest_weight_bytes,
-        changed_weight_bytes=_changed_bytes(model),
-        num_blocks=min(len(pipeline_blocks(each, model.plan)) for each in modules),
         has_fast_path=model.fast is not None and model.weights is None,
         divides_tokens=bool(model.plan.shards),
+        **_sizes_of_blocks(model),
     )
+
+
+def _sizes_of_blocks(model: DenoiserModel) -> dict[str, int]:
+    """Return the fields of a ``ModelProfile`` about modules, their weights and their blocks."""
+    modules = model.modules.values()
+    block_bytes = [[_weight_bytes(block) for block in model.plan.blocks_of(each)] for each in modules]
+    return {
+        "weight_bytes": sum(map(_weight_bytes, modules)),
+        "block_weight_bytes": sum(map(sum, block_bytes)),
+        "changed_weight_bytes": _changed_bytes(model),
+        "num_blocks": min(len(pipeline_blocks(each, model.plan)) for each in modules),
+        "num_repeated": max(map(len, block_bytes)),
+        "largest_block_bytes": max(itertools.chain(*block_bytes), default=0),
+        "num_modules": len(modules),
+    }
 
 
 def _tensor_unit(model: DenoiserModel, source: nn.Module, num_key_heads: int) -> int:

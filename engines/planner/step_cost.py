@@ -18,6 +18,9 @@ ELEMENTWISE_PASSES = 36
 """Reads and writes of the hidden state by a compiled block outside products and attention (norms, modulation, rotary
 embedding, residuals); fitted to a 57-block model on one GPU."""
 
+EAGER_PASSES = 90
+"""The same for an eager block, as with offloaded blocks. Assumed, not measured."""
+
 FAST_PASSES = 9.6
 """The same for a hand-ordered step: a dual block has 12 (two norms of 4, q and k normed in place), a single one 8.
 Most models have twice as many single blocks."""
@@ -37,7 +40,8 @@ LIVE_COPIES = 24
 class StepCost:
     """Costs of all blocks as if the rank ran them all; a pipeline divides them by its stages.
 
-    ``precision`` is that of the linears: "native", or a measured scheme.
+    ``precision`` is that of the linears: "native", or a measured scheme. The ``offloaded_blocks`` of each module are in
+    host memory and copied for each forward.
     """
 
     profile: ModelProfile
@@ -45,6 +49,7 @@ class StepCost:
     spec: ParallelSpec
     machine: Machine
     precision: str = "native"
+    offloaded_blocks: int = 0
 
     @property
     def own_tokens(self) -> int:
@@ -86,7 +91,8 @@ class StepCost:
         return self.profile.num_attentions * self.machine.attention_s(flops, min(queries, per_turn))
 
     def elementwise_s(self) -> float:
-        passes = ELEMENTWISE_PASSES / (2 if self.spec.tensor > 1 else 1)  # about half of them are inside split layers
+        passes: float = EAGER_PASSES if self.offloaded_blocks else ELEMENTWISE_PASSES
+        passes = passes / (2 if self.spec.tensor > 1 else 1)  # about half of them are inside split layers
         passes = FAST_PASSES if self._is_fast else passes
         passes += self._layout_passes() / self.spec.tensor
         return self.profile.num_attentions * passes * self.hidden_bytes / self.machine.copy_bytes_per_s
@@ -95,6 +101,7 @@ class StepCost:
     def _is_fast(self) -> bool:
         """Whether the engine would run the hand-ordered step: with whole weights, not in int8."""
         is_supported = self.precision in ("native", "fp8") and not self.spec.divides_weights
+        is_supported = is_supported and not self.offloaded_blocks
         return self.profile.has_fast_path and self.machine.fast_path and is_supported
 
     @property
@@ -160,16 +167,42 @@ class StepCost:
         return self.machine.exchange_s("all_gather", self.spec.guidance, size_bytes)
 
     def weight_bytes(self) -> float:
-        """Return a rank's share of the weights, once all are loaded.
+        """Return a rank's share of the weights on its device, once all are loaded.
 
         Quantised layers replace the original ones. The loaded values of weights that additions change stay as well.
+        Offloaded blocks take the memory of two, one of which is copied while the other runs.
         """
+        changed = self.profile.changed_weight_bytes / self.spec.tensor
+        blocks = (self._block_bytes() + changed) / self.spec.pipeline
+        whole = self.profile.weight_bytes - self.profile.block_weight_bytes + blocks
+        return whole - self._offloaded_share * blocks + self._buffer_bytes()
+
+    def streaming_s(self) -> float:
+        """Return the time to copy the offloaded blocks of one forward from the host."""
+        offloaded_bytes = self._offloaded_share * self._block_bytes() / self.profile.num_modules
+        return offloaded_bytes / self.machine.host_bytes_per_s
+
+    def host_bytes(self) -> float:
+        """Return the host memory of the offloaded blocks of all modules."""
+        return self._offloaded_share * (self._block_bytes() + self.profile.changed_weight_bytes)
+
+    @property
+    def _offloaded_share(self) -> float:
+        return self.offloaded_blocks / max(1, self.profile.num_repeated)
+
+    def _block_bytes(self) -> float:
+        """Return the bytes of a rank's share of all blocks, in the precision of steps."""
         split = self.profile.split_weight_bytes / self.spec.tensor
         if self.precision != "native":
             split /= self.profile.element_bytes
-        split += self.profile.changed_weight_bytes / self.spec.tensor
-        blocks = self.profile.block_weight_bytes - self.profile.split_weight_bytes + split
-        return self.profile.weight_bytes - self.profile.block_weight_bytes + blocks / self.spec.pipeline
+        return self.profile.block_weight_bytes - self.profile.split_weight_bytes + split
+
+    def _buffer_bytes(self) -> float:
+        """Return the memory that offloaded blocks take turns in."""
+        if not self.offloaded_blocks:
+            return 0.0
+        scale = self._block_bytes() / self.profile.block_weight_bytes
+        return scale * OFFLOAD_BUFFERS * self.profile.largest_block_bytes * self.profile.num_modules
 
     def loading_bytes(self) -> float:
         """Return the most bytes of a rank's share while it is read: layers are quantised one after another."""
@@ -184,6 +217,9 @@ class StepCost:
         gathered = 2 * self.hidden_bytes * self.spec.allgather_kv if self.spec.allgather_kv > 1 else 0.0
         return int(max(self.weight_bytes() + LIVE_COPIES * self.hidden_bytes + gathered, self.loading_bytes()))
 
+
+OFFLOAD_BUFFERS = 2
+"""Buffers for offloaded blocks of a module: one is filled while the block in the other runs."""
 
 QUANTISING_COPIES = 4
 """Size of a layer while it is quantised, in its own dtype: its copy from the host, and float32 values."""

@@ -6,7 +6,7 @@ from a calibration. Plain PyTorch: Inductor fuses the quantisation into the oper
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -196,9 +196,25 @@ class Int8Linear(QuantLinear):
 LAYERS: Mapping[Scheme, type[QuantLinear]] = {"fp8": Float8Linear, "int8": Int8Linear}
 
 
-def swap_linears(module: nn.Module, plan: ShardPlan, scheme: Scheme, amax: Mapping[str, float] | None = None) -> int:
-    """Quantise in place the large linears that ``plan`` names; return how many. See ``replace_linears``."""
-    return replace_linears(module, plan, LAYERS[scheme], amax)
+def swap_linears(
+    module: nn.Module,
+    plan: ShardPlan,
+    scheme: Scheme,
+    amax: Mapping[str, float] | None = None,
+    on_host: Collection[str] = (),
+) -> int:
+    """Quantise in place the large linears that ``plan`` names; return how many. See ``replace_linears``.
+
+    Layers whose weights have a name in ``on_host`` are moved there, each as soon as it is quantised.
+    """
+    offloaded = {id(weight) for name, weight in module.named_parameters() if name in on_host}
+
+    def make(linear: nn.Linear, amax: float | None) -> nn.Module:
+        is_offloaded = id(linear.weight) in offloaded
+        layer = LAYERS[scheme](linear, amax)
+        return layer.to("cpu") if is_offloaded else layer
+
+    return replace_linears(module, plan, make, amax)
 
 
 def _with_bias(product_RN: Tensor, bias_N: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from engines.core.model import DenoiserModel, dtype_of
 from engines.core.spec import ParallelSpec, scheme_of
 from engines.parallel.division import TeamSpecs
 from engines.parallel.mesh import Groups
+from engines.parallel.offload import offloaded_weights
 from engines.parallel.pipeline import pipeline_blocks
 from engines.parallel.tensor import split_features
 from engines.planner.auto import choose_specs, possible_team_sizes
@@ -42,6 +44,8 @@ class TorchChoices:
     exchange: ExchangeRules = field(default_factory=ExchangeRules)
     """The default until steps are timed."""
     prompt_windows: bool = False
+    offloaded_blocks: int = 0
+    """See ``TorchOptions``. Blocks are not compiled, and steps neither hand-ordered nor captured."""
 
 
 def resolve(
@@ -58,9 +62,11 @@ def resolve(
     """Return concrete choices for a model on a device. ``ValueError`` if they are impossible.
 
     Blocks are ``compiled``, and steps ``fast``, on CUDA by default. On the CPU compiled blocks were slower than eager
-    ones, and took 20 s per shape.
+    ones, and took 20 s per shape. With offloaded blocks, steps are eager.
     """
     on_gpu = device.type == "cuda"
+    if options.offloaded_blocks:
+        compiled, fast, capture = False, False, False
     if on_gpu and scheme_of(precision) == "fp8":
         _check_capability(precision, device)
     has_fast = model.fast is not None and model.weights is None and precision in ("auto", "native", "fp8")
@@ -74,6 +80,7 @@ def resolve(
         capture=capture and on_gpu,
         exchange=usual_exchange(options),
         prompt_windows=options.prompt_windows,
+        offloaded_blocks=options.offloaded_blocks,
     )
 
 
@@ -131,22 +138,27 @@ def check_spec(model: DenoiserModel, spec: ParallelSpec) -> None:
     )
 
 
-def memory_floor(model: DenoiserModel, precision: str) -> MemoryFloor:
+def memory_floor(model: DenoiserModel, precision: str, num_offloaded: int = 0) -> MemoryFloor:
     """Return the steps' least memory and the smallest rank's, equal on all ranks, which all make the call.
 
-    Quantised weights count one byte each.
+    Quantised weights count one byte each, those of offloaded blocks none.
     """
     available = torch.tensor(memory_bytes(model.device), device=model.device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(available, op=dist.ReduceOp.MIN)
     modules = model.modules.values()
     dtype_bytes = dtype_of(next(iter(modules))).itemsize
-    weight_bytes = sum(weight.nbytes for module in modules for weight in module.parameters())
+    weight_bytes = sum(_held_bytes(module, model, num_offloaded) for module in modules)
     return MemoryFloor(
         available_bytes=int(available),
         weight_bytes=weight_bytes if precision == "native" else weight_bytes // dtype_bytes,
         token_bytes=model.num_heads * model.head_dim * dtype_bytes,
     )
+
+
+def _held_bytes(module: nn.Module, model: DenoiserModel, num_offloaded: int) -> int:
+    elsewhere = offloaded_weights(module, model.plan, num_offloaded) if num_offloaded else ()
+    return sum(weight.nbytes for name, weight in module.named_parameters() if name not in elsewhere)
 
 
 def _check_capability(precision: str, device: torch.device) -> None:

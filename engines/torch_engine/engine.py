@@ -21,6 +21,7 @@ from engines.core.spec import ParallelSpec, scheme_of
 from engines.parallel.division import Division, TeamSpecs, exchange_predictions, forward_fails_alone, shape_of
 from engines.parallel.early_start import gang_groups
 from engines.parallel.mesh import Team
+from engines.parallel.offload import offloaded_weights
 from engines.parallel.sharded import ShardedModel
 from engines.quantization.calibration import load_calibration
 from engines.quantization.linear import move_from_host, swap_linears
@@ -93,12 +94,13 @@ class TorchEngine:
         )
         self.division = Division(specs, model.plan, others=others, **gang)
         self._model = model
-        self._memory = memory_floor(model, self.config.precision)
+        self._memory = memory_floor(model, self.config.precision, self.config.offloaded_blocks)
         self._fitting_shapes, self._run_shapes = (LRUCache[None](MAX_SEEN_SHAPES) for _ in range(2))
         self._was_warm, quantises = False, self.config.precision != "native"
         make_kernel = kernel_by_length(self.config.exchange, self.device, self.dtype)
+        modules: dict[str, Any] = {"quantises": quantises, "num_offloaded": self.config.offloaded_blocks}
         self._sharded = ShardedModel(
-            model, self._prepare_module, make_kernel=make_kernel, quantises=quantises, attention=attention
+            model, self._prepare_module, make_kernel=make_kernel, attention=attention, **modules
         )
         self._steps = StepRunner(model, self._sharded, config=self.config, device=self.device, weights=fast_weights)
         if quantises and model.weights is None:
@@ -211,10 +213,12 @@ class TorchEngine:
     def _prepare_module(self, name: str, module: nn.Module, plan: ShardPlan) -> None:
         """Quantise the layers and compile the blocks of a module without a fast path."""
         if scheme := scheme_of(self.config.precision):
-            path = self.config.calibration
+            path, num_offloaded = self.config.calibration, self.config.offloaded_blocks
+            amax = None if path is None else load_calibration(Path(path), name)
+            stay = offloaded_weights(module, plan, num_offloaded) if num_offloaded else frozenset()
             with self.device:
-                swap_linears(module, plan, scheme, None if path is None else load_calibration(Path(path), name))
-            move_from_host(module.parameters(), self.device)
+                swap_linears(module, plan, scheme, amax, on_host=stay)
+            move_from_host((x for own, x in module.named_parameters() if own not in stay), self.device)
         if self.config.compile_blocks:
             compile_blocks(module, plan)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 
 if TYPE_CHECKING:
     from engines.core.engine import RankContext
+
+logger = logging.getLogger(__name__)
 
 
 def load_torch_engine(
@@ -39,6 +42,9 @@ def load_torch_engine(
     """
     options = options or TorchOptions()
     make = partial(TorchEngine, precision=precision, attention=attention, options=options)
+    if options.offloaded_blocks:
+        fields = {"rank": context.rank, "offloaded_blocks": options.offloaded_blocks}
+        logger.info("steps run eagerly, since blocks are copied from host memory for each", extra=fields)
     if model.device.type == "cuda":
         freeze_garbage_collection()
     if strategy == "auto" and choosing is not None and context.num_ranks > 1:

@@ -18,6 +18,9 @@ class TorchOptions:
     """File of ``troupe calibrate``, for static scales."""
     peer_memory: bool | Literal["auto"] = "auto"
     """Ranks write into each other's memory if that works. False: NCCL alone. "auto": as timed steps decide."""
+    offloaded_blocks: int = 0
+    """So many blocks of each transformer stay in host memory, and are copied to the device for their forwards. Steps
+    run eagerly then."""
     prompt_windows: bool = False
     """Hand-ordered steps pad prompts, so that many lengths share a captured step; attention gets a mask."""
 
@@ -33,5 +36,18 @@ def check(choice: EngineChoice) -> None:
             f"precision is {choice.precision!r} and torch.calibration {str(options.calibration)!r}: fp8-static and "
             "int8-static need a file that `troupe calibrate` wrote, and nothing else takes one"
         )
+    _check_offload(options.offloaded_blocks, choice)
     if choice.strategy != "auto":
         ParallelSpec.of(choice.strategy, choice.num_ranks)
+
+
+def _check_offload(number: int, choice: EngineChoice) -> None:
+    if number < 0:
+        raise ValueError(f"torch.offloaded_blocks is {number}; it must be 0 (none) or more")
+    if not number or choice.num_ranks == 1:
+        return
+    if choice.strategy == "auto" or ParallelSpec.of(choice.strategy, choice.num_ranks).divides_weights:
+        raise ValueError(
+            f"torch.offloaded_blocks is {number} and strategy {choice.strategy!r}: blocks are offloaded on ranks with "
+            "whole weights; name a strategy that shares tokens or branches alone, such as ulysses"
+        )

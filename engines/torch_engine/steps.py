@@ -154,7 +154,8 @@ class StepRunner:
         return _Step(prepare=prepare, function=lambda tensors: fast(tensors[latents], tensors))
 
     def _module_step(self, like: Branch, team: Team) -> _Step:
-        hoist = None if team.spec.divides_weights else self._model.hoisted
+        runs_apart = team.spec.divides_weights or self._config.offloaded_blocks  # layers outside their blocks' forwards
+        hoist = None if runs_apart else self._model.hoisted
         module, constants = like.module, like.constants
 
         def prepare(branch: Branch) -> StepTensors:

@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,9 +21,8 @@ from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from PIL.Image import Image
 from torch import nn
 
-from engines.core.shard_plan import ShardPlan
 from engines.parallel.weight_files import files_of
-from engines.quantization.linear import move_from_host, weights_to_quantise
+from engines.quantization.linear import move_from_host
 from pipelines.blocks.stand_in import StandIn
 from pipelines.blocks.tree import Sections
 from pipelines.component_weights import check_finite, file_of, has_scales, load_folder
@@ -33,6 +32,9 @@ from pipelines.models.registry import load_spec
 from pipelines.models.spec import ModelSpec
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest
 from pipelines.single_file import load_single_file
+
+WeightsOnHost = Callable[[nn.Module], Collection[str]]
+"""Returns the names of the weights of a transformer that stay on the host, to be quantised or offloaded."""
 
 FRAME_RATES = ("frame_rate", "fps")
 LAST = "last_image"
@@ -185,37 +187,35 @@ class OpenedPipeline:
             setattr(pipeline, name, self._stand_in(name))
         return pipeline
 
-    def load_part(self, name: str, plan: ShardPlan | None = None) -> Any:
-        """Return the loaded part.
-
-        With the ``plan`` of a transformer that will be quantised, its large weights stay on the host.
-        """
+    def load_part(self, name: str, stays: WeightsOnHost | None = None) -> Any:
+        """Return the loaded part. Weights whose names ``stays`` returns of it stay on the host."""
         spec = self.pipeline.get_component_spec(name)
         if not issubclass(spec.type_hint, nn.Module):
             return _load_small_part(spec)
         if self._file is not None and name in self.transformers:
             if len(self.transformers) > 1:
                 raise ValueError(f"{self._file} is one transformer, and {self.path} has {', '.join(self.transformers)}")
-            return self._load_file(name, self._file, plan)
+            return self._load_file(name, self._file, stays)
         folder = part_folder(self.path, name)
         if name in self.transformers and (file := gguf_in(folder)) is not None:
-            return self._load_file(name, file, plan)
+            return self._load_file(name, file, stays)
         if name in self.transformers and (quantiser := quantiser_of(folder)):
-            device = self.models_device if quantiser == "bitsandbytes" else self._loading_device(plan)  # it needs a GPU
-            return self._placed(load_folder(spec, folder, device, self.dtype), plan)
+            needs_gpu = quantiser == "bitsandbytes"
+            device = self.models_device if needs_gpu else self._loading_device(stays)
+            return self._placed(load_folder(spec, folder, device, self.dtype), stays)
         is_on_gpu = self.models_device.type == "cuda" and name in self.transformers
         is_read_here = issubclass(spec.type_hint, ModelMixin) and (is_on_gpu or has_scales(folder))
-        if is_read_here and (model := self._read_part(name, folder, plan)) is not None:
+        if is_read_here and (model := self._read_part(name, folder, stays)) is not None:
             return model
         dtype = torch.float32 if name in self.spec.float32_parts else self.dtype
         return load_folder(spec, folder, self.models_device, dtype).eval().requires_grad_(False)
 
-    def _read_part(self, name: str, folder: Path, plan: ShardPlan | None) -> Any:
+    def _read_part(self, name: str, folder: Path, stays: WeightsOnHost | None) -> Any:
         """Return the model as diffusers loads it, but faster; None for files that only diffusers can read."""
         with init_empty_weights():
             model = self.outline(name)
         try:
-            fill(model, files_of(folder), self.models_device, weights_to_quantise(model, plan) if plan else ())
+            fill(model, files_of(folder), self.models_device, stays(model) if stays else ())
         except ValueError as error:
             if has_scales(folder):
                 raise ValueError(f"{folder} cannot be read: {error}") from error
@@ -224,18 +224,18 @@ class OpenedPipeline:
         check_finite(model, lambda weight: file_of(folder, weight))
         return model
 
-    def _load_file(self, name: str, file: Path, plan: ShardPlan | None) -> Any:
+    def _load_file(self, name: str, file: Path, stays: WeightsOnHost | None) -> Any:
         folder = part_folder(self.path, name)
-        kind, device = self.part_class(name), self._loading_device(plan)
-        return self._placed(load_single_file(kind, file, folder, device, self.dtype), plan)
+        kind, device = self.part_class(name), self._loading_device(stays)
+        return self._placed(load_single_file(kind, file, folder, device, self.dtype), stays)
 
-    def _loading_device(self, plan: ShardPlan | None) -> torch.device:
-        return torch.device("cpu") if plan else self.models_device
+    def _loading_device(self, stays: WeightsOnHost | None) -> torch.device:
+        return torch.device("cpu") if stays else self.models_device
 
-    def _placed(self, model: Any, plan: ShardPlan | None) -> Any:
-        """Return ``model`` in the dtypes of a loaded one, with all but the weights to quantise on the device."""
+    def _placed(self, model: Any, stays: WeightsOnHost | None) -> Any:
+        """Return ``model`` in the dtypes of a loaded one, on the device with all weights but those that stay."""
         model = self.as_loaded(model)
-        on_host = weights_to_quantise(model, plan) if plan else ()
+        on_host = stays(model) if stays else ()
         move_from_host((each for own, each in model.named_parameters() if own not in on_host), self.models_device)
         move_buffers(model, self.models_device)
         return model

@@ -39,6 +39,12 @@ def test_a_row_is_what_the_program_estimates(program: ModuleType, model: str) ->
     assert rows()[model] == f"| {' | '.join(program.row(model))} |", COMMAND
 
 
+@pytest.mark.parametrize("model", QUICK[:1])
+def test_savings_are_what_the_program_chooses(program: ModuleType, model: str) -> None:
+    line = f"| {' | '.join(program.savings_row(model, program.estimated(model)))} |"
+    assert line in DOCUMENT.read_text().splitlines(), COMMAND
+
+
 @pytest.mark.slow
 def test_it_is_up_to_date(program: ModuleType) -> None:
     written = DOCUMENT.read_text()

@@ -71,6 +71,17 @@ def test_has_cpu_ranks_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.http_options.port == 9001
 
 
+def test_has_the_memory_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    shown = troupe("serve", KLEIN, "--memory", "12", "--allow-quantization", "--print-config")
+    assert shown.exit_code == 0, shown.output
+    (model,) = parse_config(yaml.safe_load(shown.stdout)).app.models
+    assert (model.memory_gib, model.allow_quantization, model.denoiser.gpus_per_rank) == (12, True, 0.8)
+    assert_one_line(troupe("serve", KLEIN, "--memory", "0", "--print-config"), "it must be above 0, in GiB a GPU")
+    assert_one_line(troupe("serve", "laptop", "--memory", "8", "--print-config"), "laptop is a config: change it")
+    assert_one_line(troupe("serve", KLEIN, "--allow-quantization", "--print-config"), "without memory_gib")
+
+
 def test_takes_one_file_beside_its_base(tmp_path: Path) -> None:
     file = tmp_path / "my tune.safetensors"
     file.touch()

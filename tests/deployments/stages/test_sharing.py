@@ -1,4 +1,7 @@
-"""Two models that take turns: what each gives alone, though a sleeping rank and the arbiter are killed."""
+"""Two models that take turns: what each gives alone, though a sleeping rank and the arbiter are killed.
+
+A third one has its GPUs alone, offloads blocks, and its encoder takes turns with its gang.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,25 @@ from tests.deployments.support.bare import assert_same_picture, bare_frames
 from tests.deployments.support.live import config_of, live, log_lines, picture, pixels_of, rank_pids, wait_until
 from tests.support.fenced import ROOT
 
-ONE, TWO = "one", "two"
-MODELS = dict.fromkeys((ONE, TWO), ROOT / "pipelines" / "checkpoints" / "flux-shapes")
+ONE, TWO, THREE = "one", "two", "three"
+FOLDER = ROOT / "pipelines" / "checkpoints" / "flux-shapes"
+MODELS = dict.fromkeys((ONE, TWO), FOLDER)
 NUM_RANKS = {ONE: 2, TWO: 1}
+GANG_ALONE_GIB = 0.027
+"""Room for transformer and decoder, 27.4 MB in float32, but not for the text encoders (2.9 MB) beside them."""
 
 
 def config() -> ServeConfig:
     """Each model fits the memory alone, both together do not. Half of their weights may be pinned."""
-    document = config_of(MODELS).model_dump(mode="json")
+    document = config_of({**MODELS, THREE: FOLDER}).model_dump(mode="json")
     args = document["applications"][0]["args"]
-    for model in args["models"]:
+    *sharing, alone = args["models"]
+    for model in sharing:
         model |= {"share": "cores", "stages": "together"}
         model["denoiser"]["num_ranks"] = NUM_RANKS[model["name"]]
-    args["shares"] = {"cores": {"memory_gib": 0.07, "host_memory_gib": 0.05}}
+    alone |= {"stages": "apart", "text_encoder": {"takes_turns": True}}
+    alone["denoiser"] |= {"num_ranks": 1, "torch": {"offloaded_blocks": 2}}
+    args["shares"] = {"cores": {"memory_gib": 0.07, "host_memory_gib": 0.05}, THREE: {"memory_gib": GANG_ALONE_GIB}}
     return parse_config(document)
 
 
@@ -92,3 +101,16 @@ def test_a_killed_arbiter_and_a_killed_sleeping_rank_lose_nothing(url: str, alon
     assert_as_alone(url, alone)
     assert rank_pids(ONE) != asleep
     assert rank_pids(TWO) == others, "the GPUs are still held without the arbiter"
+
+
+def test_an_encoder_takes_turns_with_its_gang(url: str, alone: dict[tuple[str, int], Any]) -> None:
+    """Its weights sleep while the gang works, and the gang's while it encodes. A known prompt wakes no encoder."""
+    for seed, num_swaps in ((0, 1), (1, 1)):
+        assert_same_picture(pixels_of(picture(url, model=THREE, seed=seed)), alone[ONE, seed])
+        assert num_wake_ups(THREE) == num_swaps
+    picture(url, model=THREE, prompt="a large red circle")
+    assert num_wake_ups(THREE) == 2
+
+
+def num_wake_ups(model: str) -> int:
+    return sum(line["phase"] == "gang: wake" and line["model"] == model for line in log_lines("phase is over"))

@@ -1,0 +1,197 @@
+"""Savings with which all parts of a model fit into ``memory_gib`` of each GPU, chosen by predicted costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from deployments.cli.fit import DECODE_LIMIT_GIB, GIB, ON_CPU, SHARED, TURNS, Fit, RequestTimes
+from engines.core.spec import ParallelSpec
+from engines.gang.arbiter import LINGER_S
+
+if TYPE_CHECKING:
+    from engines.planner.cost_model import Cost
+
+CPU_FLOPS = 5e10
+"""FLOP/s of an encoder on one CPU core in float32. Assumed, not measured."""
+USUAL_TOKENS = 512
+"""Tokens of a prompt whose work is not counted."""
+LIMITED_DECODE = 1.0
+"""More time of a decode in strips, as a multiple of a whole one. Assumed, not measured."""
+OFFLOAD_PARTS = 8
+"""Numbers of offloaded blocks that are tried: so many, in equal steps up to all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saving:
+    """A changed key of a model's configuration, such as ``decoder.memory_gib``, which saves memory."""
+
+    key: str
+    value: Any
+    extra_s: float
+    """Predicted seconds more for each request; below 0, it is faster."""
+    is_lossy: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.key}: {str(self.value).lower() if isinstance(self.value, bool) else self.value}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetRules:
+    """What a configuration allows."""
+
+    places: tuple[str, ...] = (SHARED, TURNS, ON_CPU)
+    """Places of the encoder; the first is the configured one."""
+    precisions: tuple[str, ...] = ("native",)
+    """Precisions of the linears; the first is the configured one."""
+    strategy: str = "auto"
+    offloads: bool = True
+    """More blocks of the transformer may be in host memory than the ``num_offloaded`` that are configured."""
+    num_offloaded: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """The memory of one model on its fullest GPU, after the chosen savings."""
+
+    memory_gib: float
+    num_bytes: int
+    host_bytes: int
+    """Host memory of all ranks' offloaded blocks, and of weights that sleep."""
+    savings: tuple[Saving, ...]
+    unknown: tuple[str, ...] = ()
+    """Parts of unknown size, which are not counted."""
+    figures: str = ""
+    """The machine whose figures predict the costs."""
+
+    @property
+    def extra_s(self) -> float:
+        return sum(saving.extra_s for saving in self.savings)
+
+    @property
+    def is_lossy(self) -> bool:
+        return any(saving.is_lossy for saving in self.savings)
+
+    def sentence(self) -> str:
+        """Return what was chosen and what it costs."""
+        without = f"; not counted: {', '.join(self.unknown)}" if self.unknown else ""
+        held = f"{self.num_bytes / GIB:.1f} GiB of {self.memory_gib:g} on the fullest GPU"
+        if not self.savings:
+            return f"no savings needed: {held}{without}"
+        host = f" and {self.host_bytes / GIB:.1f} GiB of host memory" if self.host_bytes else ""
+        costs = f"{self.extra_s:+.1f} s a request (predicted for {self.figures})"
+        pixels = "other pixels" if self.is_lossy else "no loss"
+        return f"{', '.join(map(str, self.savings))}: {held}{host}, {costs}, {pixels}{without}"
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON object of ``troupe estimate`` and ``/v1/models``."""
+        return {
+            "memory_gib": self.memory_gib,
+            "estimated_gib": round(self.num_bytes / GIB, 2),
+            "host_gib": round(self.host_bytes / GIB, 2),
+            "savings": [str(saving) for saving in self.savings],
+            "extra_s": round(self.extra_s, 2),
+            "is_lossy": self.is_lossy,
+            "figures": self.figures,
+            "not_counted": list(self.unknown),
+        }
+
+
+def choose_savings(fit: Fit, times: RequestTimes, memory_gib: float, rules: BudgetRules) -> Budget:
+    """Return the savings with the least predicted time with which all parts fit; any lossless ones before lossy ones.
+
+    ValueError, with the missing memory, if none do. ``fit`` is of a machine with ``memory_gib``.
+    """
+    found = list(_budgets(fit, times, memory_gib, rules))
+    fitting = [budget for budget in found if budget.num_bytes <= fit.usable_bytes]
+    if fitting:
+        return min(fitting, key=_order)
+    least = min(found, key=lambda budget: (budget.num_bytes, _order(budget)))
+    missing = (least.num_bytes - fit.usable_bytes) / GIB
+    savings = f"with {', '.join(map(str, least.savings))}" if least.savings else "without savings"
+    lossy = "" if len(rules.precisions) > 1 else ", allow_quantization: true"
+    raise ValueError(
+        f"memory_gib is {memory_gib:g}, of which {fit.usable_bytes / GIB:.1f} are usable; {savings} the fullest GPU "
+        f"holds {least.num_bytes / GIB:.1f} GiB, {missing:.1f} too many: take a larger card, more ranks, a smaller size"
+        f"{lossy} or a smaller model"
+    )
+
+
+def _order(budget: Budget) -> tuple[Any, ...]:
+    return budget.is_lossy, round(budget.extra_s, 3), len(budget.savings), budget.sentence()
+
+
+def _budgets(fit: Fit, times: RequestTimes, memory_gib: float, rules: BudgetRules) -> Iterator[Budget]:
+    rules = replace(rules, num_offloaded=min(rules.num_offloaded, fit.step.counted.num_repeated))
+    steps = list(_steps(fit, rules))
+    own = (rules.precisions[0], rules.num_offloaded)
+    base_ms = min(cost.total_ms for cost, *given in steps if tuple(given) == own)
+    places = rules.places[:1] if fit.unknown else rules.places  # what an unknown encoder costs is not known
+    limits = (False, True) if fit.parts.limited < fit.parts.decode else (False,)
+    for cost, precision, blocks in steps:
+        extra_s = times.num_steps * (cost.total_ms - base_ms) / 1e3
+        of_step = tuple(_of_step(cost, precision, blocks, rules, extra_s))
+        for place in places:
+            for limited in limits:
+                yield Budget(
+                    memory_gib=memory_gib,
+                    num_bytes=fit.parts.fullest_bytes(cost.memory_bytes, place, limited=limited),
+                    host_bytes=fit.num_ranks * cost.host_bytes + (fit.asleep_bytes(cost) if place == TURNS else 0),
+                    savings=(*_beside(fit, times, cost, place, rules, limited=limited), *of_step),
+                    unknown=fit.unknown,
+                    figures=fit.machine.name,
+                )
+
+
+def _steps(fit: Fit, rules: BudgetRules) -> Iterator[tuple[Cost, str, int]]:
+    """Yield each division of the step with its precision and number of offloaded blocks."""
+    from engines.planner.cost_model import candidates, predict
+
+    counted, work = fit.step.counted, fit.step.work
+    machine = fit.machine.for_ranks(fit.num_ranks)
+    specs = candidates(counted, fit.num_ranks, work.num_branches)
+    if rules.strategy != "auto":
+        given = ParallelSpec.of(rules.strategy, fit.num_ranks)
+        specs = [spec for spec in specs if (spec.tensor, spec.pipeline) == (given.tensor, given.pipeline)]
+    for precision in rules.precisions:
+        for spec in specs:
+            for blocks in _numbers_of_blocks(counted.num_repeated, rules) if not spec.divides_weights else (0,):
+                yield predict(counted, work, spec, machine, precision, offloaded_blocks=blocks), precision, blocks
+
+
+def _numbers_of_blocks(num_blocks: int, rules: BudgetRules) -> list[int]:
+    own = rules.num_offloaded
+    parts = range(OFFLOAD_PARTS + 1) if rules.offloads else ()
+    return sorted({own, *(number for part in parts if (number := -(-num_blocks * part // OFFLOAD_PARTS)) > own)})
+
+
+def _of_step(cost: Cost, precision: str, blocks: int, rules: BudgetRules, extra_s: float) -> Iterator[Saving]:
+    """Yield the savings of ranks; all their time counts as that of the last."""
+    found: list[Saving] = []
+    if rules.strategy == "auto" and cost.spec.num_ranks > 1 and (cost.spec.divides_weights or blocks):
+        found.append(Saving(key="denoiser.strategy", value=cost.spec.name, extra_s=0.0))
+    if precision != rules.precisions[0]:
+        found.append(Saving(key="denoiser.precision", value=precision, extra_s=0.0, is_lossy=True))
+    if blocks != rules.num_offloaded:
+        found.append(Saving(key="denoiser.torch.offloaded_blocks", value=blocks, extra_s=0.0))
+    if found:
+        found[-1] = replace(found[-1], extra_s=extra_s)
+    yield from found
+
+
+def _beside(
+    fit: Fit, times: RequestTimes, cost: Cost, place: str, rules: BudgetRules, *, limited: bool
+) -> Iterator[Saving]:
+    """Yield the savings of encoder and decoder."""
+    if place == TURNS and rules.places[0] != TURNS:
+        moved = fit.parts.encoder + fit.parts.decoder + cost.weight_bytes
+        extra_s = LINGER_S + moved / fit.machine.host_bytes_per_s
+        yield Saving(key="text_encoder.takes_turns", value=True, extra_s=extra_s)
+    if place == ON_CPU and rules.places[0] != ON_CPU:
+        flops = times.encode_flops or USUAL_TOKENS * fit.parts.encoder  # two for each weight of two bytes
+        extra_s = max(0.0, flops / CPU_FLOPS - (times.encode_s or 0.0))
+        yield Saving(key="text_encoder.num_gpus", value=0, extra_s=extra_s)
+    if limited:
+        extra_s = LIMITED_DECODE * (times.decode_s or 0.0)
+        yield Saving(key="decoder.memory_gib", value=DECODE_LIMIT_GIB, extra_s=extra_s)

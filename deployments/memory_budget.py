@@ -1,0 +1,157 @@
+"""Models with ``memory_gib``: their configuration with the savings that make them fit.
+
+The estimate takes seconds and needs torch, so only models with this key are estimated.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from deployments.cli.estimate import Estimate, EstimateOptions, make_estimate
+from deployments.cli.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit
+from deployments.cli.savings import Budget, BudgetRules, choose_savings
+from deployments.config import AppConfig, ModelConfig, check_sleeping
+from engines.core.spec import scheme_of
+from pipelines.libraries import quiet_libraries
+
+USUAL_MACHINES = ("rtx-4090", "l40s", "h100", "h200")
+"""Machines whose figures predict costs for a size of memory if no GPU is here, smallest first."""
+DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
+"""Where NVIDIA's driver describes each GPU. A process that asks CUDA would take memory of it."""
+
+logger = logging.getLogger("troupe.memory")
+
+
+def applied(budget: Budget, model: ModelConfig) -> ModelConfig:
+    """Return ``model`` with the savings of ``budget``."""
+    document = model.model_dump()
+    for saving in budget.savings:
+        *sections, name = saving.key.split(".")
+        section = document
+        for each in sections:
+            section[each] = section[each] or {}
+            section = section[each]
+        section[name] = saving.value
+    return ModelConfig.model_validate(document)
+
+
+def rules_for(model: ModelConfig, quantised: Iterable[str]) -> BudgetRules:
+    """Return what the configuration of ``model`` allows on a GPU with rates for the ``quantised`` precisions."""
+    denoiser = model.denoiser
+    own = scheme_of(denoiser.precision) or "native"
+    others = quantised if model.allow_quantization and denoiser.precision == "auto" else ()
+    return BudgetRules(
+        places=_places(model),
+        precisions=(own, *(name for name in others if name != own)),
+        strategy=denoiser.strategy,
+        offloads=bool(denoiser.gpus_per_rank),
+        num_offloaded=denoiser.num_offloaded,
+    )
+
+
+def _places(model: ModelConfig) -> tuple[str, ...]:
+    """Return where the encoder may be, its configured place first."""
+    encoder = model.text_encoder
+    if model.stages == "together" or not model.denoiser.gpus_per_rank:
+        return (SHARED,)
+    if not encoder.num_gpus:
+        return (ON_CPU,)
+    if encoder.num_gpus >= 1:
+        return (APART,)
+    if encoder.takes_turns:
+        return (TURNS,)
+    return (SHARED, TURNS, ON_CPU) if _can_sleep(model) else (SHARED, ON_CPU)
+
+
+def _can_sleep(model: ModelConfig) -> bool:
+    """Return whether weights may sleep: the configuration allows it, and the package for GPUs is here."""
+    try:
+        check_sleeping(model)
+    except ValueError:
+        return False
+    return find_spec("torch_memory_saver") is not None
+
+
+def machine_like(memory_gib: float) -> str:
+    """Return the known machine of this host's first GPU; without one, the usual one with ``memory_gib``."""
+    from engines.planner.machine import MACHINES
+
+    name = gpu_name().lower()
+    if here := [key for key in MACHINES if key.replace("-", " ") in name]:
+        return max(here, key=len)
+    large = (key for key in USUAL_MACHINES if MACHINES[key].memory_bytes >= 0.9 * memory_gib * GIB)
+    return next(large, USUAL_MACHINES[-1])
+
+
+def gpu_name() -> str:
+    """Return the name of this host's first GPU as its driver has it, without use of CUDA; empty if there is none."""
+    for file in sorted(DRIVER_FOLDER.glob("*/information")):
+        for line in file.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key == "Model":
+                return value.strip()
+    return ""
+
+
+def budget_of(model: ModelConfig) -> Budget:
+    """Return the budget of a model with ``memory_gib``. ValueError if it does not fit, or its steps are unknown."""
+    assert model.memory_gib is not None
+    denoiser = model.denoiser
+    sizes = sorted(denoiser.warm_sizes, key=lambda size: size.width * size.height * (size.num_frames or 1))
+    options = EstimateOptions(
+        model=model.source,
+        num_ranks=denoiser.num_ranks,
+        size=str(sizes[-1]) if sizes else None,
+        dtype=model.dtype if denoiser.gpus_per_rank or model.dtype != "auto" else "float32",
+        precision=scheme_of(denoiser.precision) or "native",
+        machine=machine_like(model.memory_gib),
+        memory_gib=model.memory_gib,
+    )
+    with quiet_libraries():
+        estimate = make_estimate(options)
+    if not isinstance(estimate, Estimate):
+        raise ValueError(f"memory_gib is {model.memory_gib:g}, but {estimate.reason}: leave it out")
+    fit = _with_adapters(_with_limit(estimate.fit, model), model)
+    return choose_savings(fit, estimate.times, model.memory_gib, rules_for(model, fit.machine.quantised))
+
+
+def _with_limit(fit: Fit, model: ModelConfig) -> Fit:
+    """Return ``fit`` with the configured limit of decodes, and without a decoder if that is on CPU cores."""
+    stage = model.text_encoder if model.stages == "together" else model.decoder
+    if model.denoiser.gpus_per_rank and not stage.num_gpus:
+        return replace(fit, parts=replace(fit.parts, decoder=0, decode=0, limited=0))
+    limited = fit.parts.limited if model.stages == "apart" else fit.parts.whole
+    limit = model.decoder.memory_bytes
+    decode = fit.parts.whole if limit is None else min(fit.parts.whole, limit)
+    return replace(fit, parts=replace(fit.parts, decode=decode, limited=min(limited, decode)))
+
+
+def _with_adapters(fit: Fit, model: ModelConfig) -> Fit:
+    """Return ``fit`` with the loaded values of all blocks beside them if adapters change at run time."""
+    if model.runtime_loras is None and not any(source.name for source in model.adapters):
+        return fit
+    counted = replace(fit.step.counted, changed_weight_bytes=fit.step.counted.block_weight_bytes)
+    return replace(fit, step=replace(fit.step, counted=counted))
+
+
+def with_budgets(args: AppConfig) -> tuple[AppConfig, dict[str, Budget]]:
+    """Return the configuration with the savings of its models with ``memory_gib``, and these models' budgets.
+
+    ValueError names a model that does not fit.
+    """
+    budgets: dict[str, Budget] = {}
+    models: list[ModelConfig] = []
+    for model in args.models:
+        if model.memory_gib is not None:
+            try:
+                budgets[model.name] = budget = budget_of(model)
+            except ValueError as error:
+                raise ValueError(f"the model {model.name}: {error}") from error
+            logger.info("memory of %s: %s", model.name, budget.sentence(), extra=budget.document())
+            model = applied(budget, model)
+        models.append(model)
+    return args.model_copy(update={"models": tuple(models)}), budgets

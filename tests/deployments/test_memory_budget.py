@@ -1,0 +1,247 @@
+"""What ``memory_gib`` chooses, by predicted costs, and how the configuration takes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deployments import memory_budget
+from deployments.cli.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit, RequestTimes, StageMemory
+from deployments.cli.savings import Budget, BudgetRules, Saving, choose_savings
+from deployments.config import AppConfig, ModelConfig
+from deployments.http.answers import Model
+from deployments.ingress import make_cards
+from deployments.memory_budget import applied, budget_of, machine_like, rules_for, with_budgets
+from engines.planner.cost_model import Workload
+from engines.planner.forecast import forecast
+from engines.planner.machine import MACHINES
+from engines.planner.profile import ModelProfile, StreamCost
+
+ALL = BudgetRules()
+LOSSLESS = BudgetRules(places=(SHARED, ON_CPU), offloads=False)
+QUANTISING = replace(LOSSLESS, precisions=("native", "fp8", "int8"))
+MACHINE = MACHINES["rtx-4090"]
+TIMES = RequestTimes(num_steps=28, step_s=0.5, encode_s=0.1, decode_s=0.2, encode_flops=5e12)
+PARTS = StageMemory(encoder=9 * GIB, decoder=GIB // 4, decode=4 * GIB, limited=2 * GIB, whole=4 * GIB)
+COUNTED = ModelProfile(
+    num_heads=24,
+    num_key_heads=24,
+    head_dim=128,
+    num_attentions=40,
+    dtype=torch.bfloat16,
+    streams={"image": StreamCost(split_flops=12e9, whole_flops=1e9, reduced_features=80 * 3072)},
+    once_flops=1e9,
+    num_reductions=80,
+    out_features=64,
+    weight_bytes=12 * GIB,
+    block_weight_bytes=11 * GIB,
+    split_weight_bytes=10 * GIB,
+    tensor_unit=24,
+    num_blocks=40,
+    num_repeated=40,
+    largest_block_bytes=11 * GIB // 40,
+)
+
+
+def fit(memory_gib: float, num_ranks: int = 1) -> Fit:
+    """A transformer of 12 GiB with an encoder of 9 and a decoder, 27.1 GiB in all on a GPU of this size."""
+    machine = replace(MACHINE.for_ranks(num_ranks), memory_bytes=int(memory_gib * GIB))
+    step = forecast(COUNTED, Workload(lengths=(("image", 4096),)), num_ranks, machine, must_fit=False)
+    return Fit(step=step, num_ranks=num_ranks, parts=PARTS, unknown=())
+
+
+def chosen(memory_gib: float, rules: BudgetRules = LOSSLESS, num_ranks: int = 1) -> Budget:
+    return choose_savings(fit(memory_gib, num_ranks), TIMES, memory_gib, rules)
+
+
+def keys(budget: Budget) -> list[str]:
+    return [saving.key for saving in budget.savings]
+
+
+def test_nothing_is_changed_where_all_fits() -> None:
+    budget = chosen(48)
+    assert (budget.savings, budget.extra_s, budget.is_lossy) == ((), 0.0, False)
+    assert budget.num_bytes == fit(48).total_bytes
+    assert "no savings needed" in budget.sentence()
+
+
+@pytest.mark.parametrize("memory_gib", [29, 24, 20, 16, 12, 8])
+def test_what_is_chosen_fits_and_less_memory_costs_more(memory_gib: float) -> None:
+    budget = chosen(memory_gib, ALL)
+    assert budget.savings
+    assert budget.num_bytes <= 0.9 * memory_gib * GIB
+    assert budget.extra_s >= chosen(memory_gib + 1, ALL).extra_s
+    assert not budget.is_lossy
+
+
+def test_blocks_are_offloaded_as_far_as_needed() -> None:
+    """Two buffers stay on the GPU; what copies cost shows once they take longer than a forward."""
+    rules = BudgetRules(places=(SHARED,))
+    some, every = chosen(24, rules), chosen(20, rules)
+    (few,), (many,) = ([one.value for one in budget.savings if "offloaded" in one.key] for budget in (some, every))
+    assert 0 < few < many <= 40
+    weights = fit(24).total_bytes - some.num_bytes
+    limit = 2 * GIB if "decoder.memory_gib" in keys(some) else 0
+    assert weights - limit == pytest.approx((few - 2) / 40 * 11 * GIB, rel=0.01)
+    assert some.host_bytes == pytest.approx(few / 40 * 11 * GIB, rel=0.01)
+    slow = replace(fit(20), step=replace(fit(20).step, machine=replace(fit(20).machine, host_bytes_per_s=1e9)))
+    budget = choose_savings(slow, TIMES, 20, rules)
+    (number,) = (one.value for one in budget.savings if "offloaded" in one.key)
+    copies_s = 28 * number / 40 * 11 * GIB / 1e9
+    assert 0.9 * copies_s < budget.extra_s < copies_s + 3, "for each of 28 steps, less what other work hides"
+
+
+def test_an_encoder_takes_turns_where_both_do_not_fit() -> None:
+    rules = BudgetRules(places=(SHARED, TURNS, ON_CPU), offloads=False)
+    budget = chosen(24, rules)
+    assert keys(budget) == ["text_encoder.takes_turns"]
+    moved = PARTS.encoder + PARTS.decoder + COUNTED.weight_bytes
+    assert budget.extra_s == pytest.approx(0.25 + moved / MACHINE.host_bytes_per_s)
+    assert budget.num_bytes == fit(24).total_bytes - PARTS.encoder
+    assert budget.host_bytes == moved
+    assert not chosen(24, replace(rules, places=(TURNS,))).savings, "as it is configured"
+
+
+def test_decoder_before_encoder() -> None:
+    """Strips cost seconds, an encoder on CPU cores a minute and more."""
+    assert keys(chosen(29)) == ["decoder.memory_gib"]
+    on_cpu = chosen(20)
+    assert keys(on_cpu) == ["text_encoder.num_gpus"]
+    assert on_cpu.extra_s == pytest.approx(5e12 / 5e10 - 0.1)
+
+
+def test_an_encoder_of_unknown_size_stays() -> None:
+    """Neither what it saves nor what it costs elsewhere is known."""
+    unknown = fit(16)
+    unknown = replace(unknown, parts=replace(PARTS, encoder=0), unknown=("text_encoder",))
+    budget = choose_savings(unknown, replace(TIMES, encode_flops=0.0), 16, ALL)
+    assert not any(key.startswith("text_encoder") for key in keys(budget))
+    assert "not counted: text_encoder" in budget.sentence()
+    uncounted = choose_savings(fit(24), replace(TIMES, encode_flops=0.0), 24, LOSSLESS)
+    assert uncounted.extra_s > 60, "work that is not counted is not free"
+
+
+def test_lossless_savings_come_first_however_slow() -> None:
+    rules = replace(QUANTISING, places=(SHARED, ON_CPU))
+    slow = chosen(20, rules)
+    assert not slow.is_lossy
+    lossy = chosen(24, replace(rules, places=(SHARED,)))
+    assert lossy.is_lossy
+    assert keys(lossy)[-1] == "denoiser.precision"
+    assert "other pixels" in lossy.sentence()
+
+
+def test_nothing_lossy_without_permission() -> None:
+    only_shared = BudgetRules(places=(SHARED,), offloads=False)
+    with pytest.raises(ValueError, match="allow_quantization: true"):
+        chosen(24, only_shared)
+    assert chosen(24, replace(only_shared, precisions=("native", "fp8"))).is_lossy
+
+
+def test_the_error_says_how_much_is_missing() -> None:
+    with pytest.raises(ValueError, match=r"memory_gib is 6, of which 5\.4 are usable; with .*GiB, [\d.]+ too many"):
+        choose_savings(fit(6), TIMES, 6, QUANTISING)
+
+
+def test_ranks_divide_the_weights_where_that_is_cheapest() -> None:
+    """The division is named, since a start on a larger card would choose another one."""
+    budget = chosen(24, replace(QUANTISING, places=(SHARED,)), num_ranks=2)
+    assert "denoiser.strategy" in keys(budget)
+    assert not budget.is_lossy
+    named = chosen(24, BudgetRules(places=(SHARED,), strategy="tensor", offloads=False), num_ranks=2)
+    assert "denoiser.strategy" not in keys(named)
+
+
+def model(**changes: Any) -> ModelConfig:
+    return ModelConfig.model_validate({"name": "flux-shapes", **changes})
+
+
+ON_ONE_GPU = {"denoiser": {"num_ranks": 1, "gpus_per_rank": 0.8}, "text_encoder": {"num_gpus": 0.1}}
+ON_GPU = {"denoiser": {"gpus_per_rank": 0.8}, "text_encoder": {"num_gpus": 0.1}, "decoder": {"num_gpus": 0.1}}
+
+
+def test_savings_are_keys_of_the_configuration() -> None:
+    savings = (
+        Saving(key="text_encoder.num_gpus", value=0, extra_s=1.0),
+        Saving(key="decoder.memory_gib", value=2, extra_s=0.5),
+        Saving(key="denoiser.precision", value="fp8", extra_s=-0.25, is_lossy=True),
+    )
+    further = Saving(key="denoiser.torch.offloaded_blocks", value=3, extra_s=0.0)
+    budget = Budget(memory_gib=12, num_bytes=10 * GIB, host_bytes=0, savings=(*savings, further), figures="a GPU")
+    changed = applied(budget, model(memory_gib=12, **ON_ONE_GPU))
+    assert (changed.text_encoder.num_gpus, changed.decoder.memory_gib, changed.denoiser.precision) == (0, 2, "fp8")
+    assert (changed.denoiser.gpus_per_rank, changed.denoiser.num_offloaded) == (0.8, 3)
+    assert "text_encoder.num_gpus: 0, decoder.memory_gib: 2, denoiser.precision: fp8, denoiser" in budget.sentence()
+    assert "+1.2 s a request (predicted for a GPU), other pixels" in budget.sentence()
+
+
+def test_the_configuration_says_what_may_change() -> None:
+    quantised = ("fp8", "int8")
+    assert rules_for(model(memory_gib=8, **ON_GPU), quantised).precisions == ("native",)
+    allowed = model(memory_gib=8, allow_quantization=True, **ON_GPU)
+    assert rules_for(allowed, quantised).precisions == ("native", "fp8", "int8")
+    native = {**ON_GPU, "denoiser": {"gpus_per_rank": 0.8, "precision": "native"}}
+    assert rules_for(model(memory_gib=8, allow_quantization=True, **native), quantised).precisions == ("native",)
+    assert rules_for(model(memory_gib=8, **{**ON_GPU, "text_encoder": {}}), quantised).places == (ON_CPU,)
+    assert rules_for(model(memory_gib=8), quantised).places == (SHARED,)
+    assert rules_for(model(memory_gib=8, **{**ON_GPU, "text_encoder": {"num_gpus": 1}}), quantised).places == (APART,)
+    turns = {**ON_GPU, "text_encoder": {"num_gpus": 0.1, "takes_turns": True}}
+    assert rules_for(model(memory_gib=8, **turns), quantised).places == (TURNS,)
+    two = {**ON_GPU, "decoder": {"num_gpus": 0.1, "num_replicas": 2}}
+    assert TURNS not in rules_for(model(memory_gib=8, **two), quantised).places, "one replica each can sleep"
+    offloading = {"gpus_per_rank": 0.8, "strategy": "ulysses", "torch": {"offloaded_blocks": 5}}
+    assert rules_for(model(memory_gib=8, **{**ON_GPU, "denoiser": offloading}), quantised).num_offloaded == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"allow_quantization": True}, "allow_quantization has no effect without memory_gib"),
+        ({"memory_gib": 8, "share": "main"}, "shares.main.memory_gib"),
+        ({"memory_gib": 8, "denoiser": {"engine": "tensorrt", "gpus_per_rank": 1}}, "memory_gib needs engine: torch"),
+        ({"memory_gib": 0}, "greater than 0"),
+        ({"text_encoder": {"takes_turns": True}, "share": "main"}, "takes_turns has no effect beside share: main"),
+        ({"text_encoder": {"takes_turns": True}, "stages": "together"}, "takes_turns needs stages: apart"),
+        ({"text_encoder": {"takes_turns": True, "num_replicas": 2}}, "text_encoder has one replica"),
+    ],
+)
+def test_what_does_not_go_together(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        model(**changes)
+
+
+def test_a_model_that_fits_and_one_that_does_not() -> None:
+    """The shipped model is small; three processes take 1.5 GiB."""
+    args = AppConfig.model_validate({"models": [{"name": "flux-shapes", "memory_gib": 4}, {"name": "kontext-shapes"}]})
+    fitted, budgets = with_budgets(args)
+    assert fitted == args
+    assert list(budgets) == ["flux-shapes"]
+    memory = {name: budget.document() for name, budget in budgets.items()}
+    cards = make_cards(fitted, memory)
+    assert cards["flux-shapes"].memory == {**memory["flux-shapes"], "memory_gib": 4.0, "savings": []}
+    assert Model.of(cards["flux-shapes"]).memory == memory["flux-shapes"]
+    assert Model.of(cards["kontext-shapes"]).memory is None
+    with pytest.raises(ValueError, match=r"the model flux-shapes: memory_gib is 1, .* [\d.]+ too many"):
+        with_budgets(AppConfig.model_validate({"models": [{"name": "flux-shapes", "memory_gib": 1}]}))
+
+
+def test_steps_that_are_not_known_before_a_request() -> None:
+    with pytest.raises(ValueError, match=r"memory_gib is 8, but a step of .* is not known"):
+        budget_of(model(name="xl", path="stable-diffusion-xl-base-1.0", memory_gib=8, denoiser={"num_ranks": 1}))
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "name"), [(24, "rtx-4090"), (12, "rtx-4090"), (48, "l40s"), (80, "h100"), (192, "h200")]
+)
+def test_costs_are_those_of_a_known_card_of_that_size(
+    memory_gib: float, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_budget, "DRIVER_FOLDER", tmp_path)
+    assert machine_like(memory_gib) == name
+    (tmp_path / "0000:01:00.0").mkdir()
+    (tmp_path / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA GeForce RTX 4090\nIRQ:   \t\t 70\n")
+    assert machine_like(memory_gib) == "rtx-4090"
