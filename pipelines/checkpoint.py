@@ -105,7 +105,8 @@ class Checkpoint:
 
         ``is_split``: the ranks share the tokens.
         """
-        reason = self.spec.eager_only or (self.spec.eager_split if is_split else "")
+        follows = "runs with a control network" if self.spec.control_part and self.defaults.takes_control else ""
+        reason = self.spec.eager_only or (self.spec.eager_split if is_split else "") or follows
         return f"{transformer_class(self.path)} {reason}" if reason else ""
 
     @cached_property
@@ -318,8 +319,12 @@ class Checkpoint:
         if self.file is not None:
             raise ValueError(f"every rank would read its share of {self.file}, which is read whole: say load: whole")
         empty = self.weightless()
-        folders = {part: part_folder(self.path, part) for part in empty.modules}
-        for part, module in empty.modules.items():
+        modules, control = dict(empty.modules), self._opened.control_part
+        folders = {part: part_folder(self.path, part) for part in modules}
+        if control:
+            modules |= {f"{part}.{control}": module.get_submodule(control) for part, module in empty.modules.items()}
+            folders |= {f"{part}.{control}": part_folder(self.path, control) for part in empty.modules}
+        for part, module in modules.items():
             if kind := quantiser_of(folders[part]) or (gguf_in(folders[part]) and "GGUF"):
                 raise ValueError(f"{folders[part]} has weights of {kind}, which are read whole: say load: whole")
             check_names(module, folders[part])

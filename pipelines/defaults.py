@@ -63,7 +63,8 @@ class Defaults:
     keeps_length: bool = False
     """The result has as many frames as the clip that came along."""
     takes_control: bool = False
-    """Requests must have a control picture, and may have its ``control_scale``."""
+    """Requests may have a control picture, and its ``control_scale``; with ``needs_control`` they must have one."""
+    needs_control: bool = False
     control_scale: float = 0.0
     """Default weight of the control; 0: it is fixed."""
     takes_control_guidance: bool = False
@@ -311,7 +312,7 @@ class Defaults:
     def check_control(self, has_control: bool) -> None:
         if has_control and not self.takes_control:
             raise ValueError("a control picture came along; this model takes none: leave control_image out")
-        if self.takes_control and not has_control:
+        if self.needs_control and not has_control:
             raise ValueError("this model follows a control picture, and none came along: send one as control_image")
 
     def check_control_scale(self, request: MediaRequest) -> None:

@@ -23,7 +23,7 @@ QUANTIZATION = "quantization_config"
 """Key in the configuration of a part that a library has quantised."""
 PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao"}
 """Packages by the names that configurations have for quantisers."""
-CLASSIC, MODULAR, FROM_PICTURE = "Pipeline", "ModularPipeline", "ImageToVideo"
+CLASSIC, MODULAR, FROM_PICTURE, CONTROLLED = "Pipeline", "ModularPipeline", "ImageToVideo", "ControlNet"
 """Parts of the names of pipeline classes."""
 OWN_INPUTS = ("VideoToVideo", "Control")
 """Parts of the names of pipelines that take what modular blocks for the same transformer do not."""
@@ -187,7 +187,8 @@ def _modular_class(path: Path, name: str) -> Any:
     import diffusers
     from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
 
-    modular = name if name.endswith(MODULAR) else name.removesuffix(CLASSIC).removesuffix(FROM_PICTURE) + MODULAR
+    plain = name.removesuffix(CLASSIC).removesuffix(FROM_PICTURE).removesuffix(CONTROLLED)
+    modular = name if name.endswith(MODULAR) else plain + MODULAR
     special = (make(read_index(path)) for make in MODULAR_PIPELINE_MAPPING.values() if make() == modular)
     return getattr(diffusers, next(special, modular), None) if modular != MODULAR else None
 

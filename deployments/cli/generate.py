@@ -92,7 +92,7 @@ def _fits(model: dict[str, Any], out: Path, num_pictures: int) -> bool:
     if kind is None:
         return False
     limits = model["defaults"] if kind == kinds_of(model)[0] else model["picture_defaults"]
-    if limits.get("needs_video") or limits.get("takes_control"):
+    if limits.get("needs_video") or limits.get("needs_control"):
         return False  # neither can be sent from here
     return bool(limits.get("max_pictures")) if num_pictures else not limits.get("min_pictures")
 

@@ -76,7 +76,7 @@ class RequestRules:
         RequestError if the model takes another number of pictures or no mask. It is checked before any is decoded.
         """
         sources, defaults = body.sources, self.card.defaults
-        if not body.picture_fields and (defaults.min_pictures or defaults.takes_control):
+        if not body.picture_fields and (defaults.min_pictures or defaults.needs_control):
             what = "changes" if defaults.min_pictures else "follows"
             message = f"{self.card.name} {what} pictures: send them along, to POST /v1/images/edits"
             raise RequestError(message, "model")

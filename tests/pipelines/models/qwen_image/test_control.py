@@ -1,0 +1,139 @@
+"""Qwen-Image with a control network on gangs of Gloo ranks, against diffusers' pipeline as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor
+
+from engines.core.tensors import relative_difference
+from engines.parallel.division import shape_of
+from engines.torch_engine.engine import TorchEngine
+from pipelines.checkpoint import Checkpoint
+from pipelines.request import MediaRequest
+from pipelines.run import load_pipeline
+from tests.engines.support.gloo import gang
+from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
+from tests.pipelines.support.checkpoints import tiny_qwen
+from tests.pipelines.support.references.picture_cases import CONTROL_SIZE, PictureCase, drawn, pictures_of, request_of
+from tests.pipelines.support.references.picture_cases import ran as ran
+from training.latents import pack
+
+SETTINGS = {"control_scale": 0.6, "control_guidance_start": 0.2, "control_guidance_end": 0.8}
+CASE = PictureCase(
+    make=tiny_qwen.qwen_controlled,
+    pictures=(),
+    has_control=True,
+    num_steps=4,
+    changes={"negative_prompt": "blue and green", **SETTINGS},
+)
+STRATEGIES = {1: ("ulysses",), 2: (*CONTEXT, "tensor", "guidance"), 4: ("hybrid", "tensor2xulysses2")}
+
+
+@pytest.fixture(scope="module")
+def folder(folders: Callable[[Any], Path]) -> Path:
+    return folders(CASE.make)
+
+
+@pytest.fixture(scope="module")
+def own(folder: Path) -> Tensor:
+    """Latents of the classic pipeline, as tokens."""
+    return own_latents(folder, request_of(CASE, folder))
+
+
+def own_latents(folder: Path, request: MediaRequest) -> Tensor:
+    pipeline = diffusers.QwenImageControlNetPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    latents: Tensor = pipeline(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        true_cfg_scale=request.true_cfg_scale,
+        width=request.width,
+        height=request.height,
+        num_inference_steps=request.num_inference_steps,
+        control_image=drawn(*CONTROL_SIZE, seed=7),
+        controlnet_conditioning_scale=request.control_scale,
+        control_guidance_start=request.control_guidance_start,
+        control_guidance_end=request.control_guidance_end,
+        generator=torch.Generator().manual_seed(request.seed),
+        max_sequence_length=1024,
+        output_type="latent",
+    ).images
+    return latents
+
+
+def denoised(folder: Path, strategy: str) -> Tensor:
+    checkpoint = Checkpoint(folder)
+    engine = TorchEngine(checkpoint.denoiser(), strategy=strategy)
+    latents: Tensor = ran(load_pipeline(checkpoint, engine), checkpoint, CASE)["latents"]
+    return pack(latents[:, :, 0])
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_latents_equal_those_of_the_classic_pipeline(num_ranks: int, folder: Path, own: Tensor) -> None:
+    assert own.std() > 0.1
+    for strategy in STRATEGIES[num_ranks]:
+        for latents in gang(num_ranks).run(denoised, folder, strategy):
+            assert relative_difference(latents, own) <= TOLERANCE, strategy
+
+
+@pytest.mark.parametrize(
+    "change", [{"control_scale": 0.0}, {"control_guidance_start": 0.0}, {"control_guidance_end": 1.0}]
+)
+def test_each_setting_of_the_control_matters(change: dict[str, Any], folder: Path, own: Tensor) -> None:
+    other = own_latents(folder, replace(request_of(CASE, folder), **change))
+    assert relative_difference(other, own) > 10 * TOLERANCE
+
+
+def test_steps_of_any_weight_share_a_shape(folder: Path) -> None:
+    """One captured step serves them: the weight is an input, and the network is part of the step."""
+    checkpoint = Checkpoint(folder)
+    pipeline, request = load_pipeline(checkpoint), request_of(CASE, folder)
+    states = list(pipeline.states(request, pictures_of(CASE)))[:-1]
+    branches = [pipeline.sampler.branches(state)[0] for state in states]
+    assert [float(branch.inputs["control.scale"]) for branch in branches] == pytest.approx([0, 0.6, 0.6, 0])
+    assert len(set(map(shape_of, branches))) == 1
+
+
+def test_without_a_control_picture_it_draws_as_without_the_network(
+    folder: Path, folders: Callable[[Any], Path]
+) -> None:
+    case = replace(CASE, has_control=False, changes={})
+    request = request_of(case, folder)
+    with_network = load_pipeline(Checkpoint(folder)).denoise(request)["latents"]
+    assert torch.equal(with_network, load_pipeline(Checkpoint(folders(tiny_qwen.qwen))).denoise(request)["latents"])
+
+
+def test_a_folder_with_the_network_says_what_it_takes(folder: Path, folders: Callable[[Any], Path]) -> None:
+    defaults, plain = Checkpoint(folder).defaults, Checkpoint(folders(tiny_qwen.qwen)).defaults
+    assert defaults.capabilities == (*plain.capabilities, "control")
+    assert (defaults.control_scale, defaults.takes_control_guidance, defaults.needs_control) == (1.0, True, False)
+    with pytest.raises(ValueError, match="takes none: leave control_image out"):
+        plain.request(has_control=True)
+
+
+def test_the_network_counts_as_the_gangs_memory(folder: Path) -> None:
+    """The encoder, which reads its class alone, loads no weights of it."""
+    checkpoint = Checkpoint(folder)
+    module = checkpoint.denoiser().modules["transformer"]
+    assert checkpoint.weights_bytes() == sum(weight.nbytes for weight in module.parameters())
+    assert any(name.startswith("controlnet.") for name, _ in module.named_parameters())
+    kinds = [type(one).__name__ for one in checkpoint.text_encoder().modules]
+    assert "AutoencoderKLQwenImage" in kinds
+    assert "QwenImageControlNetModel" not in kinds
+
+
+def test_a_network_that_takes_a_mask_is_refused(folder: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(folder, tmp_path / "masked")
+    file = path / "controlnet" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "extra_condition_channels": 4}))
+    with pytest.raises(ValueError, match="QwenImageControlNetInpaintPipeline"):
+        _ = Checkpoint(path).defaults
