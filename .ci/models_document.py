@@ -188,9 +188,10 @@ def workflows(name: str) -> list[str]:
     spec = load_spec(transformer_of(name).__name__)
     spec.patch_blocks(blocks)
     try:
-        return list(blocks.available_workflows)
+        flows = blocks.available_workflows
     except NotImplementedError:
         return []
+    return [flow for flow in flows if not (spec.control_part and flow.startswith(spec.control_part))]
 
 
 @cache

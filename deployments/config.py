@@ -21,6 +21,7 @@ from deployments.http.settings import ApiLimits
 from deployments.observability.metrics_settings import MetricsSettings
 from deployments.requests.enhancer_config import PromptEnhancerConfig
 from deployments.stages.stage_config import STRICT, DataType, DecoderConfig, DenoiserConfig, EncoderConfig
+from pipelines.control_network import with_network
 from pipelines.lora.source import LoraLimits, LoraSource, check_sources
 from pipelines.recipes import Recipe, check_recipe_name
 from pipelines.request import MetadataLevel
@@ -69,6 +70,8 @@ class ModelConfig(_Config):
     """A shipped checkpoint's name, a diffusers directory, a hub id, or a transformer as one file."""
     base: str = ""
     """All other parts of a model with a transformer file, as a directory, name or hub id."""
+    controlnet: str = ""
+    """A control network that is not in the model's directory, as a directory or hub id."""
     aliases: tuple[ModelName, ...] = ()
     """Further names in requests, for clients with a fixed one ("gpt-image-1")."""
     dtype: DataType = "auto"
@@ -125,6 +128,7 @@ class ModelConfig(_Config):
             ("loras", self.adapters, ((),)),
             ("runtime_loras", self.runtime_loras, (None,)),
             ("base", self.base, ("",)),
+            ("controlnet", self.controlnet, ("",)),
             ("text_encoder.compile", self.text_encoder.compile, (False,)),
             ("decoder.compile", decoder.compile, (False,)),
             ("decoder.memory_gib", decoder.memory_gib, (None,)),
@@ -152,7 +156,7 @@ class ModelConfig(_Config):
 
     @property
     def source(self) -> str:
-        return with_base(self.path or self.name, self.base)
+        return with_network(with_base(self.path or self.name, self.base), self.controlnet)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from engines.core.engine import Engine
 from engines.core.model import Branch, DenoiserModel
+from pipelines.control_network import split_network
 from pipelines.defaults import Defaults, with_own_defaults
 from pipelines.description import Description, read_description
 from pipelines.directory import gguf_in, part_folder, quantiser_of
@@ -70,10 +71,18 @@ class Checkpoint:
     ) -> Checkpoint:
         """Open a folder, a shipped checkpoint, a hub id (downloaded if needed), or ``FILE@BASE`` (``single_file``).
 
-        ``weights=False`` skips the download of weights. ValueError names the attempts.
+        Each may have a control network apart (``control_network``). ``weights=False`` skips the download of weights.
+        ValueError names the attempts.
         """
-        file, _ = split_source(source)
-        return cls(resolve_path(source, weights=weights), device, dtype, loras, file, runtime_loras)
+        model, network = split_network(source)
+        file, _ = split_source(model)
+        checkpoint = cls(resolve_path(source, weights=weights), device, dtype, loras, file, runtime_loras)
+        if network and (checkpoint.spec.is_whole or not checkpoint.defaults.takes_control):
+            raise ValueError(
+                f"{network} is a control network, and {checkpoint.spec.family} follows none by its blocks: leave "
+                "controlnet out, or take a folder that diffusers' ControlNet pipeline has saved"
+            )
+        return checkpoint
 
     @classmethod
     def of_configuration(

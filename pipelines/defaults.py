@@ -319,6 +319,11 @@ class Defaults:
         if request.control_scale is not None and not self.control_scale:
             allowed = "this model has none to set" if self.takes_control else "this model takes no control picture"
             raise ValueError(f"control_scale is {request.control_scale:g}; {allowed}: leave it out")
+        if request.control_scale is not None and not request.has_control:
+            raise ValueError(
+                f"control_scale is {request.control_scale:g}, and no control picture came along: send one as "
+                "control_image, or leave it out"
+            )
 
     def check_control_guidance(self, request: MediaRequest) -> None:
         start, end = request.control_guidance_start, request.control_guidance_end
@@ -326,6 +331,11 @@ class Defaults:
             return
         if not self.takes_control_guidance:
             raise ValueError("control_guidance_start and control_guidance_end are not for this model; leave them out")
+        if not request.has_control:
+            raise ValueError(
+                "control_guidance_start and control_guidance_end are for a control picture, and none came along: send "
+                "one as control_image, or leave them out"
+            )
         start, end = start or 0.0, 1.0 if end is None else end
         if not 0 <= start < end <= 1:
             allowed = "it must be from 0 to 1 and below control_guidance_end"

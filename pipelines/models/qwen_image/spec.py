@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 TEXT, IMAGE = "text", "image"
 BLOCKS, NETWORK = "transformer_blocks", "controlnet"
-CONTROLLED = "QwenImageControlNetPipeline"
+NETWORK_CLASS, CONTROLLED = "QwenImageControlNetModel", "QwenImageControlNetPipeline"
 MAX_TOKENS = 1024
 RESIDUALS = "controlnet_block_samples"
 """Argument of the transformer for what a control network adds to the tokens between its blocks."""
@@ -189,6 +189,8 @@ class QwenImageSpec(TextAndImageSpec):
 
 
 def _control(path: Path) -> Mapping[str, Any]:
+    if (kind := part_class(path, NETWORK)) != NETWORK_CLASS:
+        raise ValueError(f"the {NETWORK} of {path} is a {kind}; this model follows a {NETWORK_CLASS}: take such a one")
     if read_config(path, NETWORK).get("extra_condition_channels"):
         raise ValueError(
             f"the {NETWORK} of {path} takes a mask beside the control picture: name QwenImageControlNetInpaintPipeline "

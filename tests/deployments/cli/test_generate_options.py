@@ -138,7 +138,7 @@ def test_a_model_answers_to_its_other_names() -> None:
 def test_without_a_name_it_is_the_first_that_fits(out: str, num_pictures: int, expected: str) -> None:
     served: Any = Served(
         {"id": "changing", "kinds": ["video"], "defaults": {"needs_video": True, "max_video_frames": 81}},
-        {"id": "following", "defaults": {"takes_control": True}},
+        {"id": "following", "defaults": {"takes_control": True, "needs_control": True}},
         {"id": "clips", "kinds": ["video"]},
         {"id": "begun clips", "kinds": ["video"], "defaults": {"min_pictures": 1, "max_pictures": 1}},
         {"id": "editor", "defaults": {"min_pictures": 1, "max_pictures": 3}},

@@ -18,6 +18,8 @@ from engines.core.tensors import relative_difference
 from engines.parallel.division import shape_of
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
+from pipelines.control_network import with_network
+from pipelines.directory import changed_at_s, read_index
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
@@ -118,6 +120,9 @@ def test_a_folder_with_the_network_says_what_it_takes(folder: Path, folders: Cal
     assert (defaults.control_scale, defaults.takes_control_guidance, defaults.needs_control) == (1.0, True, False)
     with pytest.raises(ValueError, match="takes none: leave control_image out"):
         plain.request(has_control=True)
+    for setting in SETTINGS:
+        with pytest.raises(ValueError, match=r"no.* came along: send one as control_image"):
+            defaults.request(has_control=False, **{setting: 0.5})
 
 
 def test_the_network_counts_as_the_gangs_memory(folder: Path) -> None:
@@ -137,3 +142,54 @@ def test_a_network_that_takes_a_mask_is_refused(folder: Path, tmp_path: Path) ->
     file.write_text(json.dumps({**json.loads(file.read_text()), "extra_condition_channels": 4}))
     with pytest.raises(ValueError, match="QwenImageControlNetInpaintPipeline"):
         _ = Checkpoint(path).defaults
+
+
+@pytest.fixture
+def apart(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A folder without a control network, and one of the network alone."""
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
+    model = shutil.copytree(folder, tmp_path / "model")
+    network = shutil.move(model / "controlnet", tmp_path / "network")
+    index = model / "model_index.json"
+    own = {**json.loads(index.read_text()), "_class_name": "QwenImagePipeline"}
+    del own["controlnet"]
+    index.write_text(json.dumps(own))
+    return model, network
+
+
+def test_a_network_may_lie_apart(folder: Path, apart: tuple[Path, Path]) -> None:
+    model, network = apart
+    assert not Checkpoint(model).defaults.takes_control
+    source = with_network(str(model), str(network))
+    joined = Checkpoint.open(source)
+    assert Checkpoint.open(source).path == joined.path
+    assert changed_at_s(joined.path) == changed_at_s(model)
+    request = request_of(CASE, folder)
+    assert joined.defaults == Checkpoint(folder).defaults
+    pairs = (load_pipeline(one).denoise(request, pictures_of(CASE)) for one in (joined, Checkpoint(folder)))
+    here, whole = (pair["latents"] for pair in pairs)
+    assert torch.equal(here, whole)
+
+
+def test_a_model_that_changes_is_joined_again(apart: tuple[Path, Path]) -> None:
+    model, network = apart
+    source = with_network(str(model), str(network))
+    before = Checkpoint.open(source)
+    (model / "troupe.json").write_text(json.dumps({"num_inference_steps": 7}))
+    index = model / "model_index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), "_diffusers_version": "0.0"}))
+    after = Checkpoint.open(source)
+    assert (after.path, after.defaults.num_inference_steps) == (before.path, 7)
+    assert read_index(after.path)["_diffusers_version"] == "0.0"
+
+
+def test_other_networks_and_models_are_refused(apart: tuple[Path, Path], folders: Callable[[Any], Path]) -> None:
+    model, network = apart
+    with pytest.raises(ValueError, match="is no control network of diffusers"):
+        Checkpoint.open(with_network(str(model), str(model)))
+    with pytest.raises(ValueError, match="give a folder of diffusers, or a hub id"):
+        Checkpoint.open(with_network(str(model), "nowhere"))
+    with pytest.raises(ValueError, match="follows a QwenImageControlNetModel"):
+        Checkpoint.open(with_network(str(model), str(model / "vae")))
+    with pytest.raises(ValueError, match="follows none by its blocks"):
+        Checkpoint.open(with_network(str(folders(tiny_qwen.qwen_edit)), str(network)))
