@@ -169,11 +169,11 @@ WORDS = {
     "picture to picture": ("image2image", "img2img", "image_conditioned"),
     "inpainting": ("inpaint",),
     "text to clip": ("text2video", "t2va"),
-    "picture to clip": ("image2video", "flf2v", "fl2va"),
+    "picture to clip": ("image2video", "flf2v", "fl2va", "condition$"),
     "clip to clip": ("video2video",),
     "sound": ("sound", "t2va"),
 }
-"""Meaning of the names of workflows."""
+"""Meaning of the names of workflows, as patterns in them."""
 NOT_SERVED = ("controlnet", "ip_adapter", "action", "ref2", "in_context")
 """Marks of workflows for which no request brings what they want."""
 
@@ -192,7 +192,7 @@ def beyond(declared: Iterable[str], words: Iterable[str]) -> list[str]:
 
 
 def _meant(flow: str) -> set[str]:
-    return {word for word, marks in WORDS.items() if any(mark in flow for mark in marks)}
+    return {word for word, marks in WORDS.items() if any(re.search(mark, flow) for mark in marks)}
 
 
 def _is_marked(flow: str) -> bool:

@@ -51,6 +51,9 @@ class Defaults:
     max_steps: int
     max_pictures: int = 0
     min_pictures: int = 0
+    takes_frame_indices: bool = False
+    """Requests may say to which frames their pictures belong; without it, one is the first, and two the first and last.
+    """
     takes_mask: bool = False
     """Requests may have a mask with their picture; with ``needs_mask`` they must."""
     needs_mask: bool = False
@@ -141,7 +144,7 @@ class Defaults:
         frame = {"num_frames": 1, "fps": 0, "frame_multiple": 1, "max_frames": 1, "min_frames": 1}
         words = {"max_pictures": 0, "min_pictures": 0, "takes_mask": False, "needs_mask": False}
         words |= {"max_video_frames": 0, "min_video_frames": 1, "needs_video": False, "keeps_length": False}
-        words |= {"takes_both": False}
+        words |= {"takes_both": False, "takes_frame_indices": False}
         whole = {"takes_strength": False, "frames_per_chunk": 0, "first_chunk_steps": 1, "make_sound": False}
         changes: dict[str, Any] = {**size, **frame, **words, **whole}
         return replace(self, kind=kind, **changes)
@@ -196,6 +199,7 @@ class Defaults:
         yield "num_frames", partial(self.check_num_frames, request.num_frames)
         yield "num_inference_steps", partial(self.check_num_steps, request.num_inference_steps)
         yield "num_pictures", partial(self.check_num_pictures, number)
+        yield "frame_indices", partial(self.check_frame_indices, request)
         yield "has_mask", partial(self.check_mask, number, has_mask)
         yield "num_video_frames", partial(self.check_video, request.num_video_frames, number, request.num_frames)
         yield "has_control", partial(self.check_control, request.has_control)
@@ -283,6 +287,34 @@ class Defaults:
     def check_num_pictures(self, number: int) -> None:
         if not self.min_pictures <= number <= self.max_pictures:
             raise ValueError(f"{counted(number, *PICTURES)} came along; this model takes {self._allowed_pictures()}")
+
+    def check_frame_indices(self, request: MediaRequest) -> None:
+        indices, number = request.frame_indices, request.num_pictures
+        if not self.takes_frame_indices:
+            if indices:
+                raise ValueError("frame_indices are not for this model: leave them out")
+            return
+        if not indices and number > 2:
+            raise ValueError(f"{number} pictures came along: say in frame_indices to which frames they belong")
+        if indices and len(indices) != number:
+            raise ValueError(f"frame_indices has {len(indices)} numbers, and {counted(number, *PICTURES)} came along")
+        if wrong := [one for one in indices if not -request.num_frames <= one < request.num_frames]:
+            allowed = f"from 0 to {request.num_frames - 1}, or from -{request.num_frames} to -1, counted from the end"
+            raise ValueError(f"frame_indices has {wrong[0]}; it must be {allowed}")
+        if len(set(self.keyframes(request))) < number:
+            raise ValueError(
+                f"two pictures belong to one place of the clip: frame 0 is one, then each {self.frame_multiple} frames "
+                "are; give frame_indices further apart, a longer clip, or fewer pictures"
+            )
+
+    def keyframes(self, request: MediaRequest) -> tuple[int, ...]:
+        """Return the place of each input picture, counted in frames of latents: 0, then ``frame_multiple`` frames each.
+
+        Without ``frame_indices`` they are the first and the last.
+        """
+        indices = request.frame_indices or (0, -1)[: request.num_pictures]
+        frames = (one + request.num_frames if one < 0 else one for one in indices)
+        return tuple(-(-frame // self.frame_multiple) for frame in frames)
 
     def check_mask(self, num_pictures: int, has_mask: bool) -> None:
         if has_mask and not (self.takes_mask and num_pictures):

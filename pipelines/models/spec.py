@@ -207,6 +207,10 @@ class ModelSpec(ABC):
         """Return pipeline inputs that are no request field of the same name."""
         return {}
 
+    def place_pictures(self, path: Path, request: MediaRequest, images: Sequence[Any]) -> Mapping[str, Any]:
+        """Return pipeline inputs that say where in the clip the pictures are; empty: they are its ``image``."""
+        return {}
+
     def pad_conditioning(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return encoded prompts padded to shared lengths, so that they share a captured step. Needs torch."""
         return values
