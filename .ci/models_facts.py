@@ -36,6 +36,7 @@ LICENCES = {
     "FLUX.1-schnell": APACHE,
     "FLUX.2-dev": FLUX,
     "FLUX.2-klein-4B": APACHE,
+    "FLUX.2-klein-9B": FLUX,
     "Helios": APACHE,
     "HunyuanVideo-1.5": HUNYUAN,
     "Krea-2": KREA,
@@ -200,7 +201,7 @@ def _is_marked(flow: str) -> bool:
 
 
 def _brief(flow: str) -> str:
-    return next((f"{mark}_…" for mark in ("ip_adapter", "controlnet") if flow.startswith(mark)), flow)
+    return next((f"{mark}_…" for mark in ("ip_adapter", "controlnet_union", "controlnet") if flow.startswith(mark)), flow)
 
 
 REPORTS = Path(__file__).parents[1] / "benchmarks" / "reports"
