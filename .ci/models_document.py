@@ -6,6 +6,7 @@ PYTHONPATH=. python .ci/models_document.py
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -191,7 +192,7 @@ def workflows(name: str) -> list[str]:
         flows = blocks.available_workflows
     except NotImplementedError:
         return []
-    return [flow for flow in flows if not (spec.control_part and flow.startswith(spec.control_part))]
+    return [flow for flow in flows if not spec.control_part or not re.match(f"{spec.control_part}_(?!union)", flow)]
 
 
 @cache

@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +38,7 @@ from pipelines.single_file import load_single_file
 FRAME_RATES = ("frame_rate", "fps")
 LAST = "last_image"
 PICTURES = ("image", LAST)
+CONTROL_PICTURE = "control_image"
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 SCALES = ("scale_factor_spatial", "scale_factor_temporal")
 UNLIMITED = 10**6
@@ -66,7 +68,7 @@ def inputs_of(request: MediaRequest, names: Collection[str], pictures: InputPict
         "use_kv_cache": False,  # stand-ins for the transformer have none
         **dict.fromkeys(FRAME_RATES, request.fps),
         "video": None if video is None else video.frames(),
-        "control_image": None if control is None else control.cut_to(request.width, request.height).image(),
+        CONTROL_PICTURE: None if control is None else control.cut_to(request.width, request.height).image(),
         "controlnet_conditioning_scale": request.control_scale,
         "control_guidance_start": request.control_guidance_start,
         "control_guidance_end": request.control_guidance_end,
@@ -197,7 +199,7 @@ class OpenedPipeline:
         for name in self.transformers:
             setattr(pipeline, name, self._stand_in(name))
         if self.control_part:
-            getattr(pipeline, self.control_part).forward = _control_call
+            getattr(pipeline, self.control_part).forward = _RecordedControl(self.spec)
         return pipeline
 
     def load_part(self, name: str, plan: ShardPlan | None = None) -> Any:
@@ -332,10 +334,14 @@ class OpenedPipeline:
         return StandIn(name, self.part_class(name), config, self.models_device, self.dtype, blank, parts)
 
 
-def _control_call(**call: Any) -> dict[str, Any]:
-    """Return the arguments of a control network's call, which reach the transformer in place of its residuals."""
-    call.pop("return_dict", None)
-    return call
+@dataclass(frozen=True, slots=True)
+class _RecordedControl:
+    """Takes the calls of a control network, which the transformer's forward makes; see ``control_residuals``."""
+
+    spec: ModelSpec
+
+    def __call__(self, *_args: Any, return_dict: bool = True, **call: Any) -> Any:
+        return self.spec.control_residuals(call)
 
 
 def modules_of(pipeline: Any) -> tuple[nn.Module, ...]:

@@ -78,10 +78,10 @@ def _generic_spec(class_name: str) -> ModelSpec:
     if module_class is None:
         raise ValueError(f"diffusers has no class {class_name}, and no family here knows it")
     from pipelines.models.generic.converted import ConvertedSpec, can_be_divided
-    from pipelines.models.generic.spec import GenericSpec
+    from pipelines.models.generic.spec import U_NET, GenericSpec, UNetSpec
 
     if can_be_divided(module_class):
         logger.warning("%s has no family here: it is divided by diffusers' own plan, if at all", class_name)
         return ConvertedSpec(module_class)
     logger.warning("%s has no family here, and no plan in diffusers: it runs on one rank a gang", class_name)
-    return GenericSpec(module_class)
+    return UNetSpec(module_class) if U_NET in class_name.lower() else GenericSpec(module_class)

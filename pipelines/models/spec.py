@@ -166,6 +166,10 @@ class ModelSpec(ABC):
         """Return zeros in the shapes of a request's encoded pictures and control picture. Needs torch."""
         return {}
 
+    def control_residuals(self, call: Mapping[str, Any]) -> Any:
+        """Return what stands for the residuals of a control network's ``call`` in that of the transformer."""
+        return call
+
     def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the blocks' ``call`` in the form for the engine. ``step``: inputs of the step's blocks."""
         return call

@@ -68,7 +68,7 @@ async def test_a_picture_at_a_frame(client: httpx.AsyncClient, studio: FakeStudi
     by_json = {"json": {**written, "input_reference": URL, "frame_indices": [-1]}}
     by_form = {"data": {**written, "frame_indices": "[-1]"}, "files": {"input_reference": FILE}}
     for body in (by_json, by_form):
-        answer = await client.post("/v1/videos/sync", **body)  # type: ignore[arg-type]
+        answer = await client.post("/v1/videos/sync", **body)
         assert answer.status_code == 200, answer.text
         request = studio.performed.pop()
         assert (request.frame_indices, request.num_pictures) == ((-1,), 1)

@@ -122,7 +122,7 @@ def test_a_folder_with_the_network_says_what_it_takes(folder: Path, folders: Cal
         plain.request(has_control=True)
     for setting in SETTINGS:
         with pytest.raises(ValueError, match=r"no.* came along: send one as control_image"):
-            defaults.request(has_control=False, **{setting: 0.5})
+            defaults.request(None, **{"has_control": False, setting: 0.5})
 
 
 def test_the_network_counts_as_the_gangs_memory(folder: Path) -> None:
@@ -149,7 +149,7 @@ def apart(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
     """A folder without a control network, and one of the network alone."""
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
     model = shutil.copytree(folder, tmp_path / "model")
-    network = shutil.move(model / "controlnet", tmp_path / "network")
+    network = Path(shutil.move(model / "controlnet", tmp_path / "network"))
     index = model / "model_index.json"
     own = {**json.loads(index.read_text()), "_class_name": "QwenImagePipeline"}
     del own["controlnet"]
