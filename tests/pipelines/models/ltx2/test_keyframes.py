@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from engines.core.tensors import relative_difference
+from engines.parallel.mesh import team_of_one
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
@@ -23,6 +24,7 @@ from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import TOLERANCE
 from tests.pipelines.support.checkpoints import tiny_ltx
+from tests.pipelines.support.full_size import Recorded, first_step, model_on_gpu
 from tests.pipelines.support.references.own_call import silence
 from tests.pipelines.support.references.video import denoised, picture, pictures_of
 
@@ -107,8 +109,14 @@ def own_guided(name: str, folder: Path, request: MediaRequest) -> Any:
     )
 
 
-@pytest.mark.parametrize("num_ranks", STRATEGIES)
-@pytest.mark.parametrize("name", PLACES)
+SIZES = [
+    pytest.param(name, num_ranks, marks=[] if num_ranks == 1 or name == "three" else [pytest.mark.slow])
+    for name in PLACES
+    for num_ranks in STRATEGIES
+]
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), SIZES)
 def test_latents_equal_those_of_the_classic_pipeline(name: str, num_ranks: int, folder: Path) -> None:
     expected, request = own_latents(name, folder), request_of(name, folder)
     assert expected.std() > 0.1
@@ -168,6 +176,15 @@ def test_blank_pictures_have_the_shapes_of_real_ones(folder: Path) -> None:
         shapes = [{name: x.shape for name, x in branch.inputs.items()} for branch in (blank, one)]
         assert shapes[0]["hidden_states"] == shapes[1]["hidden_states"] == (1, 18 + 2 * 6, 4)
         assert shapes[0].keys() == shapes[1].keys()
+
+
+@torch.no_grad()
+def test_a_step_at_full_size_is_what_a_gpu_can_record() -> None:
+    """It mixes nothing of the host with the device; the last picture is appended, with a timestep of its own."""
+    branch = first_step("LTX-2", num_pictures=2)[0]
+    assert branch.inputs["timestep"].numel() == 16 * 16 * 24 + 16 * 24
+    recorded = Recorded(model_on_gpu("LTX-2"), branch, team_of_one()).run()
+    assert (recorded.found, recorded.is_recorded) == ([], True)
 
 
 @pytest.mark.parametrize(

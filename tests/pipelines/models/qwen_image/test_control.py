@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines.core.spec import ParallelSpec
 from engines.core.tensors import relative_difference
 from engines.parallel.division import shape_of
+from engines.tensorrt_engine.export.trace import offline_team
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.control_network import with_network
@@ -25,6 +27,7 @@ from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.support.checkpoints import tiny_qwen
+from tests.pipelines.support.full_size import Recorded, first_step, model_on_gpu
 from tests.pipelines.support.references.picture_cases import CONTROL_SIZE, PictureCase, drawn, pictures_of, request_of
 from tests.pipelines.support.references.picture_cases import ran as ran
 from training.latents import pack
@@ -142,6 +145,24 @@ def test_a_network_that_takes_a_mask_is_refused(folder: Path, tmp_path: Path) ->
     file.write_text(json.dumps({**json.loads(file.read_text()), "extra_condition_channels": 4}))
     with pytest.raises(ValueError, match="QwenImageControlNetInpaintPipeline"):
         _ = Checkpoint(path).defaults
+
+
+@pytest.mark.parametrize(
+    "strategy", ["tensor2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("ulysses", "ulysses2"))]
+)
+@torch.no_grad()
+def test_a_step_at_full_size_is_what_a_gpu_can_record(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It begins on the device, copies nothing from the host or to it, and reads no values back."""
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "QwenImageControlNetModel", "num_layers": 5}))
+    name = with_network("Qwen-Image", str(tmp_path))
+    branch, model = first_step(name)[0], model_on_gpu(name)
+    assert branch.inputs["control.controlnet_cond"].shape == branch.inputs["hidden_states"].shape
+    with offline_team(ParallelSpec.of(strategy, int(strategy[-1]) if strategy[-1].isdigit() else 1)) as team:
+        recorded = Recorded(model, branch, team).run()
+    assert (recorded.found, recorded.is_recorded) == ([], True)
 
 
 @pytest.fixture
