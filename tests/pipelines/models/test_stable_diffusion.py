@@ -257,7 +257,8 @@ def test_a_control_network_beside_sdxl_gives_the_latents_of_the_classic_pipeline
     ).images
     latents = pipeline.sampler.latents(states[-1])["latents"]
     assert relative_difference(latents, expected) <= TOLERANCE
-    plain = replace(request, has_control=False, **dict.fromkeys(SETTINGS))
+    unset: dict[str, Any] = dict.fromkeys(SETTINGS)
+    plain = replace(request, has_control=False, **unset)
     assert torch.equal(
         pipeline.denoise(plain)["latents"], load_pipeline(Checkpoint(folder / "sdxl")).denoise(plain)["latents"]
     )

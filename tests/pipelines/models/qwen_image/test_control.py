@@ -214,3 +214,11 @@ def test_other_networks_and_models_are_refused(apart: tuple[Path, Path]) -> None
         Checkpoint.open(with_network(str(model), str(model / "vae")))
     with pytest.raises(ValueError, match="follows none by its blocks"):
         Checkpoint.open(with_network("flux-shapes", str(network)))
+
+
+def test_no_pipeline_and_no_export_with_a_network(folder: Path, folders: Callable[[Any], Path]) -> None:
+    """Its residuals are added between blocks, where stages meet; its step was exported by nobody."""
+    assert "runs with a control network" in Checkpoint(folder).eager_only(is_split=False)
+    assert not Checkpoint(folders(tiny_qwen.qwen)).eager_only(is_split=False)
+    with pytest.raises(RuntimeError, match="ValueError: .*pipeline"):
+        gang(2).run(denoised, folder, "pipeline")
