@@ -103,6 +103,11 @@ def part_folder(path: Path, part: str) -> Path:
     return (Path(elsewhere) if Path(elsewhere).is_dir() else _cached(elsewhere)) / inner
 
 
+def has_part(path: Path, part: str) -> bool:
+    """Return whether a part with a configuration is there: a modular index names all that blocks may have."""
+    return part_class(path, part) is not None and (part_folder(path, part) / "config.json").is_file()
+
+
 def repositories(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the hub repositories, each with a folder in it, of parts that are not local."""
     if not (path / MODULAR_INDEX).is_file():

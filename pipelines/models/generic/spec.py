@@ -16,7 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ShardPlan
 from pipelines.defaults import Defaults
-from pipelines.directory import CLASSIC, DENOISERS, MODULAR, open_modular, part_class, read_config, read_index
+from pipelines.directory import (
+    CLASSIC,
+    DENOISERS,
+    MODULAR,
+    has_part,
+    open_modular,
+    part_class,
+    read_config,
+    read_index,
+)
 from pipelines.models.generic.outline import empty, repeated_blocks
 from pipelines.models.spec import CONTROL, Config, ModelSpec, blank_like, check_channels
 from pipelines.recipes import Recipe
@@ -180,7 +189,7 @@ class UNetSpec(GenericSpec):
 
     def controls(self, path: Path) -> Mapping[str, Any]:
         """Return values for control pictures. ValueError for a network of another class."""
-        kind = part_class(path, NETWORK)
+        kind = part_class(path, NETWORK) if has_part(path, NETWORK) else None
         if kind not in (None, NETWORK_CLASS):
             raise ValueError(
                 f"the {NETWORK} of {path} is a {kind}; this model follows a {NETWORK_CLASS}: take such a one"

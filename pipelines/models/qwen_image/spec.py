@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
-from pipelines.directory import part_class, read_config, read_index
+from pipelines.directory import has_part, part_class, read_config, read_index
 from pipelines.image_sizes import clip_vae_scale
 from pipelines.models.linears import joint_attention_linears, mlp_linears
 from pipelines.models.spec import CONTROL, PICTURE, Config, TextAndImageSpec, lazy
@@ -158,7 +158,7 @@ class QwenImageSpec(TextAndImageSpec):
             strength=0.9,
             max_tokens=MAX_TOKENS,
         )
-        if part_class(path, NETWORK) is not None and name not in EDITORS:
+        if has_part(path, NETWORK) and name not in EDITORS:
             defaults = replace(defaults, **_control(path))
         return replace(defaults, **EDITORS[name]) if name in EDITORS else defaults
 
