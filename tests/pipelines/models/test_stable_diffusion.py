@@ -15,13 +15,14 @@ import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import ImageOps
+from torch import Tensor
 
 from engines.core.packing import joined, pack, unpack
 from engines.core.tensors import relative_difference
 from engines.parallel.division import shape_of
 from pipelines.checkpoint import Checkpoint
 from pipelines.control_network import with_network
-from pipelines.request import InputPicture
+from pipelines.request import InputPicture, MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from tests.pipelines.support.checkpoints import tiny_others, tiny_unknown, tiny_whole
 from tests.pipelines.support.references.picture_cases import (
@@ -217,12 +218,33 @@ def controlled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, P
     return folder, folder / "controlnet"
 
 
+def classic_control(folder: Path, request: MediaRequest) -> Tensor:
+    """Latents of the classic pipeline with the control picture of the case."""
+    import diffusers
+
+    own = diffusers.StableDiffusionXLControlNetPipeline.from_pretrained(folder)
+    own.set_progress_bar_config(disable=True)
+    latents: Tensor = own(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        image=drawn(*CONTROL_SIZE, seed=7),
+        height=request.height,
+        width=request.width,
+        num_inference_steps=request.num_inference_steps,
+        guidance_scale=request.true_cfg_scale,
+        controlnet_conditioning_scale=request.control_scale,
+        control_guidance_start=request.control_guidance_start,
+        control_guidance_end=request.control_guidance_end,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="latent",
+    ).images
+    return latents
+
+
 def test_a_control_network_beside_sdxl_gives_the_latents_of_the_classic_pipeline(
     controlled: tuple[Path, Path],
 ) -> None:
-    """By blocks, on a rank that captures steps: any weight has the same shape."""
-    import diffusers
-
+    """By blocks. A step has one shape for all weights, so that one captured step serves them."""
     folder, network = controlled
     checkpoint = Checkpoint.open(with_network(str(folder / "sdxl"), str(network)))
     assert not checkpoint.spec.is_whole
@@ -239,22 +261,7 @@ def test_a_control_network_beside_sdxl_gives_the_latents_of_the_classic_pipeline
     branches = [pipeline.sampler.branches(state)[0] for state in states[:-1]]
     assert [float(branch.inputs["control.scale"]) for branch in branches] == pytest.approx([0, 0.6, 0.6, 0])
     assert len(set(map(shape_of, branches))) == 1
-    own = diffusers.StableDiffusionXLControlNetPipeline.from_pretrained(folder)
-    own.set_progress_bar_config(disable=True)
-    expected = own(
-        prompt=request.prompt,
-        negative_prompt=request.negative_prompt,
-        image=drawn(*CONTROL_SIZE, seed=7),
-        height=request.height,
-        width=request.width,
-        num_inference_steps=request.num_inference_steps,
-        guidance_scale=request.true_cfg_scale,
-        controlnet_conditioning_scale=request.control_scale,
-        control_guidance_start=request.control_guidance_start,
-        control_guidance_end=request.control_guidance_end,
-        generator=torch.Generator().manual_seed(request.seed),
-        output_type="latent",
-    ).images
+    expected = classic_control(folder, request)
     latents = pipeline.sampler.latents(states[-1])["latents"]
     assert relative_difference(latents, expected) <= TOLERANCE
     unset: dict[str, Any] = dict.fromkeys(SETTINGS)

@@ -220,5 +220,5 @@ def test_no_pipeline_and_no_export_with_a_network(folder: Path, folders: Callabl
     """Its residuals are added between blocks, where stages meet; its step was exported by nobody."""
     assert "runs with a control network" in Checkpoint(folder).eager_only(is_split=False)
     assert not Checkpoint(folders(tiny_qwen.qwen)).eager_only(is_split=False)
-    with pytest.raises(RuntimeError, match="ValueError: .*pipeline"):
+    with pytest.raises(RuntimeError, match=r"ValueError: .*pipeline"):
         gang(2).run(denoised, folder, "pipeline")
