@@ -201,7 +201,8 @@ def _is_marked(flow: str) -> bool:
 
 
 def _brief(flow: str) -> str:
-    return next((f"{mark}_…" for mark in ("ip_adapter", "controlnet_union", "controlnet") if flow.startswith(mark)), flow)
+    marks = ("ip_adapter", "controlnet_union", "controlnet")
+    return next((f"{mark}_…" for mark in marks if flow.startswith(mark)), flow)
 
 
 REPORTS = Path(__file__).parents[1] / "benchmarks" / "reports"
