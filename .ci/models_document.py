@@ -6,6 +6,7 @@ PYTHONPATH=. python .ci/models_document.py
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -188,9 +189,10 @@ def workflows(name: str) -> list[str]:
     spec = load_spec(transformer_of(name).__name__)
     spec.patch_blocks(blocks)
     try:
-        return list(blocks.available_workflows)
+        flows = blocks.available_workflows
     except NotImplementedError:
         return []
+    return [flow for flow in flows if not spec.control_part or not re.match(f"{spec.control_part}_(?!union)", flow)]
 
 
 @cache

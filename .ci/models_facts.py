@@ -36,6 +36,7 @@ LICENCES = {
     "FLUX.1-schnell": APACHE,
     "FLUX.2-dev": FLUX,
     "FLUX.2-klein-4B": APACHE,
+    "FLUX.2-klein-9B": FLUX,
     "Helios": APACHE,
     "HunyuanVideo-1.5": HUNYUAN,
     "Krea-2": KREA,
@@ -169,11 +170,11 @@ WORDS = {
     "picture to picture": ("image2image", "img2img", "image_conditioned"),
     "inpainting": ("inpaint",),
     "text to clip": ("text2video", "t2va"),
-    "picture to clip": ("image2video", "flf2v", "fl2va"),
+    "picture to clip": ("image2video", "flf2v", "fl2va", "condition$"),
     "clip to clip": ("video2video",),
     "sound": ("sound", "t2va"),
 }
-"""Meaning of the names of workflows."""
+"""Meaning of the names of workflows, as patterns in them."""
 NOT_SERVED = ("controlnet", "ip_adapter", "action", "ref2", "in_context")
 """Marks of workflows for which no request brings what they want."""
 
@@ -192,7 +193,7 @@ def beyond(declared: Iterable[str], words: Iterable[str]) -> list[str]:
 
 
 def _meant(flow: str) -> set[str]:
-    return {word for word, marks in WORDS.items() if any(mark in flow for mark in marks)}
+    return {word for word, marks in WORDS.items() if any(re.search(mark, flow) for mark in marks)}
 
 
 def _is_marked(flow: str) -> bool:
@@ -200,7 +201,8 @@ def _is_marked(flow: str) -> bool:
 
 
 def _brief(flow: str) -> str:
-    return next((f"{mark}_…" for mark in ("ip_adapter", "controlnet") if flow.startswith(mark)), flow)
+    marks = ("ip_adapter", "controlnet_union", "controlnet")
+    return next((f"{mark}_…" for mark in marks if flow.startswith(mark)), flow)
 
 
 REPORTS = Path(__file__).parents[1] / "benchmarks" / "reports"

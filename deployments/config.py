@@ -22,6 +22,7 @@ from deployments.observability.metrics_settings import MetricsSettings
 from deployments.requests.bodies import Quality
 from deployments.requests.enhancer_config import PromptEnhancerConfig
 from deployments.stages.stage_config import STRICT, DataType, DecoderConfig, DenoiserConfig, EncoderConfig
+from pipelines.control_network import with_network
 from pipelines.lora.source import LoraLimits, LoraSource, check_sources
 from pipelines.recipes import Recipe, check_recipe_name
 from pipelines.request import MetadataLevel
@@ -70,6 +71,8 @@ class ModelConfig(_Config):
     """A shipped checkpoint's name, a diffusers directory, a hub id, or a transformer as one file."""
     base: str = ""
     """All other parts of a model with a transformer file, as a directory, name or hub id."""
+    controlnet: str = ""
+    """A control network that is not in the model's directory, as a directory or hub id."""
     aliases: tuple[ModelName, ...] = ()
     """Further names in requests, for clients with a fixed one ("gpt-image-1")."""
     dtype: DataType = "auto"
@@ -161,6 +164,7 @@ class ModelConfig(_Config):
             ("runtime_loras", self.runtime_loras, (None,)),
             ("base", self.base, ("",)),
             ("memory_gib", self.memory_gib, (None,)),
+            ("controlnet", self.controlnet, ("",)),
             ("text_encoder.compile", self.text_encoder.compile, (False,)),
             ("decoder.compile", decoder.compile, (False,)),
             ("decoder.memory_gib", decoder.memory_gib, (None,)),
@@ -193,7 +197,7 @@ class ModelConfig(_Config):
 
     @property
     def source(self) -> str:
-        return with_base(self.path or self.name, self.base)
+        return with_network(with_base(self.path or self.name, self.base), self.controlnet)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

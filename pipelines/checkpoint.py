@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from engines.core.engine import Engine
 from engines.core.model import Branch, DenoiserModel
+from pipelines.control_network import split_network
 from pipelines.defaults import Defaults, with_own_defaults
 from pipelines.description import Description, read_description
 from pipelines.directory import gguf_in, part_folder, quantiser_of
@@ -71,10 +72,18 @@ class Checkpoint:
     ) -> Checkpoint:
         """Open a folder, a shipped checkpoint, a hub id (downloaded if needed), or ``FILE@BASE`` (``single_file``).
 
-        ``weights=False`` skips the download of weights. ValueError names the attempts.
+        Each may have a control network apart (``control_network``). ``weights=False`` skips the download of weights.
+        ValueError names the attempts.
         """
-        file, _ = split_source(source)
-        return cls(resolve_path(source, weights=weights), device, dtype, loras, file, runtime_loras)
+        model, network = split_network(source)
+        file, _ = split_source(model)
+        checkpoint = cls(resolve_path(source, weights=weights), device, dtype, loras, file, runtime_loras)
+        if network and (checkpoint.spec.is_whole or not checkpoint.defaults.takes_control):
+            raise ValueError(
+                f"{network} is a control network, and {checkpoint.spec.family} follows none by its blocks: leave "
+                "controlnet out, or take a folder that diffusers' ControlNet pipeline has saved"
+            )
+        return checkpoint
 
     @classmethod
     def of_configuration(
@@ -106,7 +115,8 @@ class Checkpoint:
 
         ``is_split``: the ranks share the tokens.
         """
-        reason = self.spec.eager_only or (self.spec.eager_split if is_split else "")
+        follows = "runs with a control network" if self.spec.control_part and self.defaults.takes_control else ""
+        reason = self.spec.eager_only or (self.spec.eager_split if is_split else "") or follows
         return f"{transformer_class(self.path)} {reason}" if reason else ""
 
     @cached_property
@@ -334,8 +344,12 @@ class Checkpoint:
         if self.file is not None:
             raise ValueError(f"every rank would read its share of {self.file}, which is read whole: say load: whole")
         empty = self.weightless()
-        folders = {part: part_folder(self.path, part) for part in empty.modules}
-        for part, module in empty.modules.items():
+        modules, control = dict(empty.modules), self._opened.control_part
+        folders = {part: part_folder(self.path, part) for part in modules}
+        if control:
+            modules |= {f"{part}.{control}": module.get_submodule(control) for part, module in empty.modules.items()}
+            folders |= {f"{part}.{control}": part_folder(self.path, control) for part in empty.modules}
+        for part, module in modules.items():
             if kind := quantiser_of(folders[part]) or (gguf_in(folders[part]) and "GGUF"):
                 raise ValueError(f"{folders[part]} has weights of {kind}, which are read whole: say load: whole")
             check_names(module, folders[part])

@@ -51,6 +51,9 @@ class Defaults:
     max_steps: int
     max_pictures: int = 0
     min_pictures: int = 0
+    takes_frame_indices: bool = False
+    """Requests may say to which frames their pictures belong; without it, one is the first, and two the first and last.
+    """
     takes_mask: bool = False
     """Requests may have a mask with their picture; with ``needs_mask`` they must."""
     needs_mask: bool = False
@@ -63,7 +66,8 @@ class Defaults:
     keeps_length: bool = False
     """The result has as many frames as the clip that came along."""
     takes_control: bool = False
-    """Requests must have a control picture, and may have its ``control_scale``."""
+    """Requests may have a control picture, and its ``control_scale``; with ``needs_control`` they must have one."""
+    needs_control: bool = False
     control_scale: float = 0.0
     """Default weight of the control; 0: it is fixed."""
     takes_control_guidance: bool = False
@@ -140,7 +144,7 @@ class Defaults:
         frame = {"num_frames": 1, "fps": 0, "frame_multiple": 1, "max_frames": 1, "min_frames": 1}
         words = {"max_pictures": 0, "min_pictures": 0, "takes_mask": False, "needs_mask": False}
         words |= {"max_video_frames": 0, "min_video_frames": 1, "needs_video": False, "keeps_length": False}
-        words |= {"takes_both": False}
+        words |= {"takes_both": False, "takes_frame_indices": False}
         whole = {"takes_strength": False, "frames_per_chunk": 0, "first_chunk_steps": 1, "make_sound": False}
         changes: dict[str, Any] = {**size, **frame, **words, **whole}
         return replace(self, kind=kind, **changes)
@@ -195,6 +199,7 @@ class Defaults:
         yield "num_frames", partial(self.check_num_frames, request.num_frames)
         yield "num_inference_steps", partial(self.check_num_steps, request.num_inference_steps)
         yield "num_pictures", partial(self.check_num_pictures, number)
+        yield "frame_indices", partial(self.check_frame_indices, request)
         yield "has_mask", partial(self.check_mask, number, has_mask)
         yield "num_video_frames", partial(self.check_video, request.num_video_frames, number, request.num_frames)
         yield "has_control", partial(self.check_control, request.has_control)
@@ -283,6 +288,34 @@ class Defaults:
         if not self.min_pictures <= number <= self.max_pictures:
             raise ValueError(f"{counted(number, *PICTURES)} came along; this model takes {self._allowed_pictures()}")
 
+    def check_frame_indices(self, request: MediaRequest) -> None:
+        indices, number = request.frame_indices, request.num_pictures
+        if not self.takes_frame_indices:
+            if indices:
+                raise ValueError("frame_indices are not for this model: leave them out")
+            return
+        if not indices and number > 2:
+            raise ValueError(f"{number} pictures came along: say in frame_indices to which frames they belong")
+        if indices and len(indices) != number:
+            raise ValueError(f"frame_indices has {len(indices)} numbers, and {counted(number, *PICTURES)} came along")
+        if wrong := [one for one in indices if not -request.num_frames <= one < request.num_frames]:
+            allowed = f"from 0 to {request.num_frames - 1}, or from -{request.num_frames} to -1, counted from the end"
+            raise ValueError(f"frame_indices has {wrong[0]}; it must be {allowed}")
+        if len(set(self.keyframes(request))) < number:
+            raise ValueError(
+                f"two pictures belong to one place of the clip: frame 0 is one, then each {self.frame_multiple} frames "
+                "are; give frame_indices further apart, a longer clip, or fewer pictures"
+            )
+
+    def keyframes(self, request: MediaRequest) -> tuple[int, ...]:
+        """Return the place of each input picture, counted in frames of latents: 0, then ``frame_multiple`` frames each.
+
+        Without ``frame_indices`` they are the first and the last.
+        """
+        indices = request.frame_indices or (0, -1)[: request.num_pictures]
+        frames = (one + request.num_frames if one < 0 else one for one in indices)
+        return tuple(-(-frame // self.frame_multiple) for frame in frames)
+
     def check_mask(self, num_pictures: int, has_mask: bool) -> None:
         if has_mask and not (self.takes_mask and num_pictures):
             raise ValueError(f"this model takes {'a mask with a picture' if self.takes_mask else 'no mask'}")
@@ -311,13 +344,18 @@ class Defaults:
     def check_control(self, has_control: bool) -> None:
         if has_control and not self.takes_control:
             raise ValueError("a control picture came along; this model takes none: leave control_image out")
-        if self.takes_control and not has_control:
+        if self.needs_control and not has_control:
             raise ValueError("this model follows a control picture, and none came along: send one as control_image")
 
     def check_control_scale(self, request: MediaRequest) -> None:
         if request.control_scale is not None and not self.control_scale:
             allowed = "this model has none to set" if self.takes_control else "this model takes no control picture"
             raise ValueError(f"control_scale is {request.control_scale:g}; {allowed}: leave it out")
+        if request.control_scale is not None and not request.has_control:
+            raise ValueError(
+                f"control_scale is {request.control_scale:g}, and no control picture came along: send one as "
+                "control_image, or leave it out"
+            )
 
     def check_control_guidance(self, request: MediaRequest) -> None:
         start, end = request.control_guidance_start, request.control_guidance_end
@@ -325,6 +363,11 @@ class Defaults:
             return
         if not self.takes_control_guidance:
             raise ValueError("control_guidance_start and control_guidance_end are not for this model; leave them out")
+        if not request.has_control:
+            raise ValueError(
+                "control_guidance_start and control_guidance_end are for a control picture, and none came along: send "
+                "one as control_image, or leave them out"
+            )
         start, end = start or 0.0, 1.0 if end is None else end
         if not 0 <= start < end <= 1:
             allowed = "it must be from 0 to 1 and below control_guidance_end"

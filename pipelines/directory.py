@@ -23,7 +23,7 @@ QUANTIZATION = "quantization_config"
 """Key in the configuration of a part that a library has quantised."""
 PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao"}
 """Packages by the names that configurations have for quantisers."""
-CLASSIC, MODULAR, FROM_PICTURE = "Pipeline", "ModularPipeline", "ImageToVideo"
+CLASSIC, MODULAR, FROM_PICTURE, CONTROLLED = "Pipeline", "ModularPipeline", "ImageToVideo", "ControlNet"
 """Parts of the names of pipeline classes."""
 OWN_INPUTS = ("VideoToVideo", "Control")
 """Parts of the names of pipelines that take what modular blocks for the same transformer do not."""
@@ -101,6 +101,11 @@ def part_folder(path: Path, part: str) -> Path:
     if elsewhere is None or (here.is_dir() and any(here.iterdir())):
         return here
     return (Path(elsewhere) if Path(elsewhere).is_dir() else _cached(elsewhere)) / inner
+
+
+def has_part(path: Path, part: str) -> bool:
+    """Return whether a part with a configuration is there: a modular index names all that blocks may have."""
+    return part_class(path, part) is not None and (part_folder(path, part) / "config.json").is_file()
 
 
 def repositories(path: Path) -> Iterator[tuple[str, str]]:
@@ -187,7 +192,8 @@ def _modular_class(path: Path, name: str) -> Any:
     import diffusers
     from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
 
-    modular = name if name.endswith(MODULAR) else name.removesuffix(CLASSIC).removesuffix(FROM_PICTURE) + MODULAR
+    plain = name.removesuffix(CLASSIC).removesuffix(FROM_PICTURE).removesuffix(CONTROLLED)
+    modular = name if name.endswith(MODULAR) else plain + MODULAR
     special = (make(read_index(path)) for make in MODULAR_PIPELINE_MAPPING.values() if make() == modular)
     return getattr(diffusers, next(special, modular), None) if modular != MODULAR else None
 

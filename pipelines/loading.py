@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipelines.control_network import joined_folder, split_network
 from pipelines.directory import CLASSIC_INDEX, MODULAR_INDEX, repositories
 from pipelines.single_file import split_source
 
@@ -31,8 +32,12 @@ def resolve_path(source: str, *, weights: bool = True) -> Path:
     """Return the diffusers directory of ``source``: a folder, the name of a shipped checkpoint, or a hub id.
 
     A hub id is downloaded (or found in the hub cache), with ``weights`` if requested. So are parts that a modular index
-    places elsewhere. A single file (``single_file``) resolves to its base. ValueError says what to change.
+    places elsewhere. A single file (``single_file``) resolves to its base, and a model with a control network apart
+    (``control_network``) to a folder of both. ValueError says what to change.
     """
+    source, network = split_network(source)
+    if network:
+        return joined_folder(resolve_path(source, weights=weights), _resolve_network(network, weights=weights))
     _, source = split_source(source)
     if Path(source).is_dir():
         return _with_parts(Path(source), weights=weights)
@@ -43,12 +48,23 @@ def resolve_path(source: str, *, weights: bool = True) -> Path:
     raise ValueError(f"no model {source!r}: give a diffusers folder, a hub id like owner/name, or {_shipped_names()}")
 
 
+def _resolve_network(source: str, *, weights: bool) -> Path:
+    if Path(source).is_dir():
+        return Path(source)
+    if _HUB_ID.fullmatch(source):
+        return _download(source, [pattern for pattern in PART_FILES if weights or not pattern.endswith(".safetensors")])
+    raise ValueError(f"no control network {source!r}: give a folder of diffusers, or a hub id like owner/name")
+
+
 def resolve_configuration(source: str) -> Path:
     """Return a directory with the configuration files of ``source``; weights are not needed.
 
     ``source`` is a folder, a shipped checkpoint, a hub id, or a published model's name ("Wan2.1-T2V-14B", in any case).
     ValueError as for ``resolve_path``.
     """
+    source, network = split_network(source)
+    if network:
+        return joined_folder(resolve_configuration(source), _resolve_network(network, weights=False))
     _, source = split_source(source)
     name = source.rsplit("/", 1)[-1].lower().replace("-diffusers", "")
     names = {model.lower(): model for model in published_models()}

@@ -74,6 +74,8 @@ class MediaRequest:
     """Steps (1 = after the first) whose latents become previews."""
     num_pictures: int = 0
     """Number of ``InputPictures``, which only the encoder receives."""
+    frame_indices: tuple[int, ...] = ()
+    """Frame of the clip for each input picture, from its end if negative; empty: the model's own places."""
     has_mask: bool = False
     """A mask comes with the input pictures."""
     num_video_frames: int = 0

@@ -41,7 +41,7 @@ from pipelines.component_weights import has_scales, load_folder
 from pipelines.defaults import Defaults
 from pipelines.directory import gguf_in, quantiser_of
 from pipelines.libraries import quiet_libraries
-from pipelines.models.generic.whole import CONTROL_SCALE, REFERENCES, WholeSpec
+from pipelines.models.generic.whole import REFERENCES, WholeSpec
 from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaRequest
 
 PICTURES, VIDEO, FRAMES, CALL = "pictures", "video_FHWC", "frames_FHWC", "call"
@@ -276,22 +276,11 @@ class WholeSampler(BlocksSampler):
         scales = {"guidance_scale": request.guidance_scale, "true_cfg_scale": request.true_cfg_scale}
         if not self._whole.has_distilled_scale:
             scales = {"guidance_scale": request.true_cfg_scale}
-        inputs |= self._control(request, pictures)
+        if pictures.control is not None and self._whole.control == "image":
+            inputs["image"] = pictures.control.cut_to(request.width, request.height).image()
         if REFERENCES in names and pictures.pictures:
             inputs[REFERENCES] = [picture.on_white() for picture in pictures.pictures]
         return {**inputs, **{name: scale for name, scale in scales.items() if name in names}, "output_type": "pil"}
-
-    def _control(self, request: MediaRequest, pictures: InputPictures) -> dict[str, Any]:
-        """Return the arguments for the control picture, which is cut to the size of the request."""
-        if self._whole.control is None or pictures.control is None:
-            return {}
-        values = {
-            self._whole.control: pictures.control.cut_to(request.width, request.height).image(),
-            CONTROL_SCALE: request.control_scale,
-            "control_guidance_start": request.control_guidance_start,
-            "control_guidance_end": request.control_guidance_end,
-        }
-        return {name: value for name, value in values.items() if value is not None}
 
 
 def _call(pipeline: Any, inputs: Mapping[str, Any], progress: CallProgress, pause: Callable[[], None]) -> Any:

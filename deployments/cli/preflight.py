@@ -21,6 +21,7 @@ from deployments.places import file_refusal, is_open_to_others, refusal
 from deployments.settings import Settings, process_environment
 from deployments.stages.stage_config import DenoiserConfig, ScaledConfig, StageConfig, must_slice
 from pipelines.checkpoint import Checkpoint
+from pipelines.control_network import split_network
 from pipelines.preconditions import adapter_problems, decoder_problems, weight_problems
 from pipelines.single_file import split_source
 
@@ -278,7 +279,7 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
     if checkpoint.spec.is_whole:
         yield from model.whole_problems(checkpoint.spec.family)
     yield from adapter_problems(checkpoint, model.adapters)
-    _, base = split_source(model.source)
+    _, base = split_source(split_network(model.source)[0])
     if Path(base).is_dir():  # a hub's weights may not be downloaded yet
         yield from weight_problems(checkpoint)
     if must_slice(model.denoiser) and checkpoint.file is not None:

@@ -110,4 +110,5 @@ def request_from_json(text: str) -> MediaRequest:
         name: tuple(value) if isinstance(value, list) else value for name, value in written.items()
     }
     solver = Solver(**settings)
-    return MediaRequest(**fields | {"preview_steps": tuple(fields["preview_steps"]), "loras": loras, "solver": solver})
+    lists = {name: tuple(fields.get(name, ())) for name in ("preview_steps", "frame_indices")}
+    return MediaRequest(**fields | lists | {"loras": loras, "solver": solver})

@@ -138,6 +138,18 @@ def _steps(written: object) -> tuple[float, ...]:
     return tuple(map(float, written))
 
 
+def _frame_indices(written: object) -> tuple[int, ...]:
+    """In a form it is the text of its JSON."""
+    if isinstance(written, str):
+        with suppress(ValueError):
+            written = from_json(written, allow_inf_nan=False)
+    if not isinstance(written, list | tuple) or not 0 < len(written) <= MAX_FRAME_INDICES:
+        raise PydanticCustomError("frame_indices", FRAMES_SENTENCE)
+    if not all(isinstance(one, int) and _is_number(one) for one in written):
+        raise PydanticCustomError("frame_indices", FRAMES_SENTENCE)
+    return tuple(written)
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_COUNT
 
@@ -148,6 +160,8 @@ VIDEO_SENTENCE = (
     '{"id": that of a clip of /v1/videos}'
 )
 MAX_SOLVER_STEPS = 1000
+MAX_FRAME_INDICES = 64
+FRAMES_SENTENCE = "it must be a list of 1 to 64 whole numbers, one for each picture, such as [0, 40, -1]"
 STEPS_SENTENCE = "it must be a list of 1 to 1000 numbers, such as [1.0, 0.75, 0.5, 0.25]"
 LORA_SENTENCE = 'it must be a list such as [{"name": "watercolour", "scale": 0.8}]; scale may be left out'
 
@@ -254,6 +268,12 @@ Steps = Annotated[
 ]
 """Looked at together with the model."""
 Quality = Literal["low", "medium", "high"]
+FrameIndices = Annotated[
+    tuple[int, ...],
+    PlainValidator(_frame_indices),
+    WithJsonSchema({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": MAX_FRAME_INDICES}),
+]
+"""The same."""
 WrittenQuality = Literal["auto", "low", "medium", "high", "standard", "hd"]
 ACCEPTED = "Accepted, without effect."
 STRENGTH = "How much of the picture or clip is painted anew, up to 1; for models that take it."
@@ -457,7 +477,14 @@ class VideoBody(MediaBody):
 
     picture_fields = ("input_reference", "video")
 
-    input_reference: Pictures | None = Field(None, description="The picture to begin with: PNG, JPEG or WebP.")
+    input_reference: Pictures | None = Field(
+        None, description="The picture to begin with, or several at frames: PNG, JPEG or WebP."
+    )
+    frame_indices: FrameIndices | None = Field(
+        None,
+        description="The frame of each picture, counted from 0, or from the end with -1; for models that take it. In a "
+        "form: the text of the JSON.",
+    )
     video: Video | None = Field(
         None, description="The clip to change or to go on from: MP4, MOV, WebM or GIF, or the id of a file or a clip."
     )

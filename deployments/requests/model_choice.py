@@ -51,7 +51,7 @@ class Needs:
         takes_strength = defaults.takes_strength or self.strength is None
         takes_layers = defaults.max_layers > 0 or self.num_layers is None
         suits = defaults.edits or self.num_pictures == 0 or self.strength is not None or self.num_layers is not None
-        takes_control = defaults.takes_control == self.has_control
+        takes_control = defaults.takes_control if self.has_control else not defaults.needs_control
         return (
             not (takes_number and takes_video and takes_control),
             not (takes_mask and takes_strength and takes_layers),

@@ -75,7 +75,7 @@ class RequestRules:
         RequestError if the model takes another number of pictures or no mask. It is checked before any is decoded.
         """
         sources, defaults = body.sources, self.card.defaults
-        if not body.picture_fields and (defaults.min_pictures or defaults.takes_control):
+        if not body.picture_fields and (defaults.min_pictures or defaults.needs_control):
             what = "changes" if defaults.min_pictures else "follows"
             message = f"{self.card.name} {what} pictures: send them along, to POST /v1/images/edits"
             raise RequestError(message, "model")
@@ -154,10 +154,7 @@ class RequestRules:
             guidance_scale=guidance_scale,
             true_cfg_scale=defaults.guidance_beside(body.negative_prompt, true_cfg_scale),
             seed=choose_seed(body),
-            num_pictures=len(pictures.pictures),
-            has_mask=pictures.mask is not None,
-            num_video_frames=0 if video is None else video.num_frames,
-            **choose_control(body, pictures),
+            **choose_inputs(body, pictures),
             strength=body.strength if isinstance(body, EditBody | VideoBody) else None,
             num_layers=choose_layers(body, defaults),
             loras=choose_loras(body.model, body.lora or (), self.card),
@@ -229,11 +226,19 @@ def choose_enhancement(body: MediaBody, card: ModelCard) -> bool | None:
     return default if default is None or is_wanted is None else is_wanted
 
 
-def choose_control(body: MediaBody, pictures: InputPictures) -> dict[str, Any]:
-    """Return what ``body`` says of its control picture, as fields of ``MediaRequest``."""
+def choose_inputs(body: MediaBody, pictures: InputPictures) -> dict[str, Any]:
+    """Return what comes along with ``body``, and what it says of it, as fields of ``MediaRequest``."""
+    inputs = {
+        "num_pictures": len(pictures.pictures),
+        "has_mask": pictures.mask is not None,
+        "num_video_frames": 0 if pictures.video is None else pictures.video.num_frames,
+    }
+    if isinstance(body, VideoBody):
+        return {**inputs, "frame_indices": body.frame_indices or ()}
     if not isinstance(body, EditBody):
-        return {}
+        return inputs
     return {
+        **inputs,
         "has_control": pictures.control is not None,
         "control_scale": body.control_scale,
         "control_guidance_start": body.control_guidance_start,

@@ -17,6 +17,7 @@ from engines.core.parcel import Shapes
 from engines.core.storage import device_name, file_about
 from engines.gang.eta.measured_times import MeasuredTimes, StepTimes, TimeKey
 from engines.gang.eta.prediction import rough_step_s
+from pipelines.control_network import split_network
 from pipelines.loading import HUB_FILES, local_path
 from pipelines.request import MediaRequest
 from pipelines.single_file import split_source
@@ -129,7 +130,7 @@ def _files_of(folder: Path) -> Iterable[Path]:
 
 def _single_files(model: ModelConfig) -> Iterable[Path]:
     """Yield weights outside the folder: a single-file transformer, and local adapters."""
-    file, _ = split_source(model.source)
+    file, _ = split_source(split_network(model.source)[0])
     if file is not None:
         yield file
     for lora in model.adapters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,10 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFiles:
-    """Safetensors in one folder per module, whole or sharded with an index. ``device`` receives the weights."""
+    """Safetensors in one folder per module, whole or sharded with an index. ``device`` receives the weights.
+
+    A submodule with a folder of its own, as ``module.submodule``, is read from that one.
+    """
 
     folders: Mapping[str, Path]
     device: torch.device
@@ -72,10 +75,12 @@ class WeightFiles:
         """
         excluded = {id(each) for unused in leave_out for each in unused.modules()}
         with ExitStack() as stack:
-            files = _OpenFiles(self.folders[name], stack)
+            inner = [own.removeprefix(f"{name}.") for own in self.folders if own.startswith(f"{name}.")]
+            files = {own: _OpenFiles(self.folders[f"{name}.{own}"], stack, own) for own in inner}
+            files[""] = _OpenFiles(self.folders[name], stack)
             for prefix, owner in module.named_modules():
                 if id(owner) not in excluded:
-                    self._fill_one(owner, prefix, slices, files, on_host)
+                    self._fill_one(owner, prefix, slices, files.get(prefix.split(".")[0], files[""]), on_host)
 
     def _fill_one(
         self,
@@ -112,12 +117,12 @@ class WeightFiles:
 
 
 class _OpenFiles:
-    """The files of one folder, each opened at first use."""
+    """The files of one folder, each opened at first use. ``prefix`` is the name of its submodule."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.folder, self._stack = folder, stack
+    def __init__(self, folder: Path, stack: ExitStack, prefix: str = "") -> None:
+        self.folder, self._stack, self._prefix = folder, stack, prefix and f"{prefix}."
         self._open: dict[str, Any] = {}
-        self._file_of = tensor_files(folder)
+        self._file_of = {f"{self._prefix}{name}": file for name, file in tensor_files(folder).items()}
         if not self._file_of:
             raise ValueError(
                 f"{folder} has neither {NAME} nor {INDEX}: weights can only be read slice by slice from those"
@@ -148,7 +153,7 @@ class _OpenFiles:
         try:
             if file not in self._open:
                 self._open[file] = self._stack.enter_context(safe_open(self.folder / file, framework="pt"))
-            return part.read(self._open[file])
+            return replace(part, name=part.name.removeprefix(self._prefix)).read(self._open[file])
         except Exception as error:
             raise ValueError(f"{self.folder / file}: {part.name} cannot be read ({error})") from error
 

@@ -56,6 +56,7 @@ class BlocksProbe:
             true_cfg_scale=2.0 if self._supports_guidance() else 1.0,
             seed=PROBE_SEED,
             num_pictures=self.defaults.min_pictures,
+            has_control=self.defaults.takes_control,
             num_layers=self.defaults.num_layers,
         )
         branches = first_step(self.opened, request, PROBE_TOKENS, torch.Generator().manual_seed(PROBE_SEED))
@@ -99,7 +100,7 @@ def blank_conditioning(
     if negative is not None and _has_guiders(opened):
         values |= {f"negative_{name}": x for name, x in negative.items()}
         negative = None
-    if request.num_pictures:
+    if request.num_pictures or request.has_control:
         pictures = opened.spec.blank_pictures(opened.path, request)
         values |= {name: _fill(x, generator) for name, x in pictures.items()}
     return Conditioning(values=values, kinds={}, dtype=torch.float32, negative=negative)

@@ -8,15 +8,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from engines.core.parcel import Shapes
 from pipelines.blocks import arguments, tree
 from pipelines.blocks.compilation import compile_calls, compile_encoders
 from pipelines.blocks.denoiser import guiders_of, set_scale
-from pipelines.blocks.opened import TOKENIZERS, OpenedPipeline, modules_of
+from pipelines.blocks.opened import CONTROL_PICTURE, TOKENIZERS, OpenedPipeline, modules_of
 from pipelines.blocks.state import NoiseState
 from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
 
@@ -106,6 +108,8 @@ class BlocksEncoder:
         elif self.max_tokens:
             inputs |= {name: self._truncate(inputs[name]) for name in PROMPTS if name in inputs}
         state = self._opened.state(inputs)
+        if CONTROL_PICTURE in inputs and CONTROL_PICTURE in self._later_inputs:  # ranks read it, and get no pictures
+            state.set(CONTROL_PICTURE, _pixels(inputs[CONTROL_PICTURE]))
         generator = inputs.get("generator")
         before = None if generator is None else NoiseState.of(generator)
         tree.run(self._opened.blocks, [(name,) for name in self._sections], self._pipeline, state)
@@ -119,7 +123,8 @@ class BlocksEncoder:
         """Return the encoding blocks' outputs that later blocks read."""
         blocks = [self._opened.blocks.sub_blocks[name] for name in self._sections]
         outputs = dict.fromkeys(output.name for block in blocks for output in block.intermediate_outputs)
-        names = [name for name in outputs if name in self._later_inputs and state.get(name) is not None]
+        names = [name for name in (*outputs, CONTROL_PICTURE) if name in self._later_inputs]
+        names = [name for name in names if state.get(name) is not None]
         return {name: on_cpu(state.get(name)) for name in names}
 
     def _truncate(self, prompt: str) -> str:
@@ -141,6 +146,11 @@ class BlocksEncoder:
         """The tokenizer with the largest limit, which may be inside an image processor."""
         parts = [one for name in (*TOKENIZERS, "processor") if (one := getattr(self._pipeline, name, None)) is not None]
         return max((getattr(one, "tokenizer", one) for one in parts), key=lambda one: int(one.model_max_length))
+
+
+def _pixels(image: Image) -> Tensor:
+    """Return an RGB picture as (1, 3, height, width), from 0 to 1."""
+    return torch.from_numpy(np.asarray(image, dtype=np.float32) / 255).permute(2, 0, 1)[None]
 
 
 def on_cpu(value: Any) -> Any:

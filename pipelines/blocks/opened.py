@@ -7,6 +7,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +30,7 @@ from pipelines.component_weights import check_finite, file_of, has_scales, load_
 from pipelines.directory import gguf_in, open_modular, part_class, part_folder, quantiser_of, read_config, read_index
 from pipelines.gpu_weights import fill, move_buffers
 from pipelines.models.registry import load_spec
-from pipelines.models.spec import ModelSpec
+from pipelines.models.spec import CONTROL, ModelSpec
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest
 from pipelines.single_file import load_single_file
 
@@ -39,6 +40,7 @@ WeightsOnHost = Callable[[nn.Module], Collection[str]]
 FRAME_RATES = ("frame_rate", "fps")
 LAST = "last_image"
 PICTURES = ("image", LAST)
+CONTROL_PICTURE = "control_image"
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 SCALES = ("scale_factor_spatial", "scale_factor_temporal")
 UNLIMITED = 10**6
@@ -49,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 def inputs_of(request: MediaRequest, names: Collection[str], pictures: InputPictures = NO_PICTURES) -> dict[str, Any]:
     """Return the inputs among ``names`` that ``request`` sets; ``pictures`` are given to the encoder only."""
-    video = pictures.video
+    video, control = pictures.video, pictures.control
     mask = None if pictures.mask is None else pictures.mask.image()
     inputs: dict[str, Any] = {
         "prompt": request.prompt,
@@ -68,6 +70,10 @@ def inputs_of(request: MediaRequest, names: Collection[str], pictures: InputPict
         "use_kv_cache": False,  # stand-ins for the transformer have none
         **dict.fromkeys(FRAME_RATES, request.fps),
         "video": None if video is None else video.frames(),
+        CONTROL_PICTURE: None if control is None else control.cut_to(request.width, request.height).image(),
+        "controlnet_conditioning_scale": request.control_scale,
+        "control_guidance_start": request.control_guidance_start,
+        "control_guidance_end": request.control_guidance_end,
         **_picture_inputs([_image(picture, request) for picture in pictures.pictures], mask, names),
     }
     if request.true_cfg_scale > 1:
@@ -115,6 +121,9 @@ class OpenedPipeline:
     def inputs_of(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> dict[str, Any]:
         """Return the inputs that ``request`` sets; ``pictures`` are given to the encoder only."""
         named, own = inputs_of(request, self.inputs, pictures), self.spec.pipeline_inputs(self.path, request)
+        images = [_image(picture, request) for picture in pictures.pictures]
+        if placed := self.spec.place_pictures(self.path, request, images):
+            return {**{name: value for name, value in named.items() if name not in PICTURES}, **own, **placed}
         return {**named, **own, **{name: named[name] for name in PICTURES if name in named}}
 
     def input_names(self, sections: Iterable[str]) -> frozenset[str]:
@@ -133,6 +142,12 @@ class OpenedPipeline:
     def transformers(self) -> tuple[str, ...]:
         """Names of the parts whose forwards the gang makes: denoisers of the loop that have weights."""
         return tuple(name for name in self._denoisers if name not in self.spec.unused_parts)
+
+    @cached_property
+    def control_part(self) -> str:
+        """Name of the control network, which runs in the transformer's forward; empty if the folder has none."""
+        name = self.spec.control_part
+        return name if name in self.parts_of((self.sections.denoise,)) else ""
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -185,10 +200,18 @@ class OpenedPipeline:
         pipeline = self._with_parts(lambda name: None if name in self.transformers else self._outline(name))
         for name in self.transformers:
             setattr(pipeline, name, self._stand_in(name))
+        if self.control_part:
+            getattr(pipeline, self.control_part).forward = _RecordedControl(self.spec)
         return pipeline
 
     def load_part(self, name: str, stays: WeightsOnHost | None = None) -> Any:
-        """Return the loaded part. Weights whose names ``stays`` returns of it stay on the host."""
+        """Return the loaded part, a transformer with its control network as a submodule.
+
+        Weights whose names ``stays`` returns of it stay on the host.
+        """
+        return self._with_control(name, self._load_part(name, stays), self.load_part)
+
+    def _load_part(self, name: str, stays: WeightsOnHost | None = None) -> Any:
         spec = self.pipeline.get_component_spec(name)
         if not issubclass(spec.type_hint, nn.Module):
             return _load_small_part(spec)
@@ -213,7 +236,7 @@ class OpenedPipeline:
     def _read_part(self, name: str, folder: Path, stays: WeightsOnHost | None) -> Any:
         """Return the model as diffusers loads it, but faster; None for files that only diffusers can read."""
         with init_empty_weights():
-            model = self.outline(name)
+            model = self._part_outline(name)
         try:
             fill(model, files_of(folder), self.models_device, stays(model) if stays else ())
         except ValueError as error:
@@ -243,8 +266,17 @@ class OpenedPipeline:
     def outline(self, name: str) -> Any:
         """Return the model from its configuration, without weight values, in the dtypes of a loaded one.
 
-        Under fake tensors, or ``init_empty_weights``, it takes no memory.
+        A transformer has its control network. Under fake tensors, or ``init_empty_weights``, it takes no memory.
         """
+        return self._with_control(name, self._part_outline(name), self._part_outline)
+
+    def _with_control(self, name: str, model: Any, make: Callable[[str], Any]) -> Any:
+        """Return ``model``; if it is a transformer, with the control network of the folder that ``make`` returns."""
+        if self.control_part and name in self.transformers:
+            model.add_module(self.control_part, make(self.control_part))
+        return model
+
+    def _part_outline(self, name: str) -> Any:
         return self.as_loaded(self.part_class(name).from_config(dict(read_config(self.path, name))))
 
     def as_loaded(self, model: Any) -> Any:
@@ -260,7 +292,8 @@ class OpenedPipeline:
         parameters = inspect.signature(spec.type_hint.__init__).parameters.values()
         defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
         settings = {key: value for key, value in read_index(self.path).items() if not isinstance(value, list | dict)}
-        return FrozenDict(defaults | dict(config) | {"pipeline": settings})
+        control = {CONTROL: read_config(self.path, self.control_part)} if self.control_part else {}
+        return FrozenDict(defaults | dict(config) | control | {"pipeline": settings})
 
     def parts_of(self, sections: Iterable[str]) -> tuple[str, ...]:
         """Return the names of the parts in the folder that these blocks may use."""
@@ -271,9 +304,10 @@ class OpenedPipeline:
     def loaded_parts(self, sections: Iterable[str]) -> tuple[str, ...]:
         """Return the parts that encoder or decoder loads for these blocks.
 
-        Transformers are the gang's: blocks outside the loop read their configuration or positions only.
+        Transformers and control networks are the gang's: blocks outside the loop read their configuration or
+        positions only.
         """
-        return tuple(name for name in self.parts_of(sections) if name not in self._denoisers)
+        return tuple(name for name in self.parts_of(sections) if name not in (*self._denoisers, self.control_part))
 
     def _is_in_folder(self, name: str) -> bool:
         spec = self.pipeline.get_component_spec(name)
@@ -294,7 +328,7 @@ class OpenedPipeline:
         part = self.part_class(name)
         if issubclass(part, ModelMixin):
             with init_empty_weights():
-                return self.outline(name)
+                return self._part_outline(name)
         return self.load_part(name) if part.__module__.startswith("diffusers.") else None
 
     def _stand_in(self, name: str) -> StandIn:
@@ -302,6 +336,16 @@ class OpenedPipeline:
         parts = {part: getattr(outline, part) for part in self.spec.block_modules}
         config, blank = self.part_config(name), self.spec.blank_prediction
         return StandIn(name, self.part_class(name), config, self.models_device, self.dtype, blank, parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _RecordedControl:
+    """Takes the calls of a control network, which the transformer's forward makes; see ``control_residuals``."""
+
+    spec: ModelSpec
+
+    def __call__(self, *_args: Any, return_dict: bool = True, **call: Any) -> Any:
+        return self.spec.control_residuals(call)
 
 
 def modules_of(pipeline: Any) -> tuple[nn.Module, ...]:

@@ -94,6 +94,7 @@ def _fields(request: MediaRequest, layer: int | None) -> dict[str, Any]:
         "strength": request.strength,
         "generate_sound": request.sound,
         "num_pictures": request.num_pictures or None,
+        "frame_indices": list(request.frame_indices) or None,
         "has_mask": request.has_mask or None,
         "num_video_frames": request.num_video_frames or None,
         "has_control": request.has_control or None,

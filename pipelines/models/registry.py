@@ -41,8 +41,12 @@ def spec_of(path: Path) -> ModelSpec:
     ValueError for other folders and unknown classes.
     """
     name = transformer_class(path)
-    has_family = name in FAMILY_FOLDERS and not has_own_inputs(path)
+    has_family = name in FAMILY_FOLDERS and (not has_own_inputs(path) or _follows_control(path, load_spec(name)))
     return (None if has_family else _whole_spec(path)) or load_spec(name)
+
+
+def _follows_control(path: Path, spec: ModelSpec) -> bool:
+    return read_index(path).get("_class_name") in spec.control_pipelines
 
 
 def transformer_class(path: Path) -> str:
@@ -75,10 +79,10 @@ def _generic_spec(class_name: str) -> ModelSpec:
     if module_class is None:
         raise ValueError(f"diffusers has no class {class_name}, and no family here knows it")
     from pipelines.models.generic.converted import ConvertedSpec, can_be_divided
-    from pipelines.models.generic.spec import GenericSpec
+    from pipelines.models.generic.spec import U_NET, GenericSpec, UNetSpec
 
     if can_be_divided(module_class):
         logger.warning("%s has no family here: it is divided by diffusers' own plan, if at all", class_name)
         return ConvertedSpec(module_class)
     logger.warning("%s has no family here, and no plan in diffusers: it runs on one rank a gang", class_name)
-    return GenericSpec(module_class)
+    return UNetSpec(module_class) if U_NET in class_name.lower() else GenericSpec(module_class)

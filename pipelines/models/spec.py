@@ -52,7 +52,11 @@ def blank_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
 
 
 Config = Mapping[str, Any]
-"""A transformer's ``config.json``, with the defaults of its class; "pipeline" holds the settings of its pipeline."""
+"""A transformer's ``config.json``, with the defaults of its class.
+
+"pipeline" holds the settings of its pipeline, and "control" the configuration of its control network, if it has one.
+"""
+CONTROL = "control"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,10 @@ class ModelSpec(ABC):
     """Submodules of the transformer, without weights, that diffusers' blocks use."""
     unused_parts: tuple[str, ...] = ()
     """Transformers of the folder that no request needs; they are not loaded."""
+    control_part: str = ""
+    """Part of the pipeline with a control network. It is a submodule of the transformer, whose ``forward`` calls it."""
+    control_pipelines: tuple[str, ...] = ()
+    """Pipelines with such a part that the modular blocks serve."""
     float32_parts: tuple[str, ...] = ()
     """Parts of the pipeline that are float32 whatever the transformer's dtype is."""
     short_prompts: tuple[int, ...] = ()
@@ -155,8 +163,12 @@ class ModelSpec(ABC):
         raise ValueError(f"the conditioning of {self.family} is not known before there is a request")
 
     def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
-        """Return zeros in the shapes of a request's encoded pictures. Needs torch."""
+        """Return zeros in the shapes of a request's encoded pictures and control picture. Needs torch."""
         return {}
+
+    def control_residuals(self, call: Mapping[str, Any]) -> Any:
+        """Return what stands for the residuals of a control network's ``call`` in that of the transformer."""
+        return call
 
     def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the blocks' ``call`` in the form for the engine. ``step``: inputs of the step's blocks."""
@@ -197,6 +209,10 @@ class ModelSpec(ABC):
 
     def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
         """Return pipeline inputs that are no request field of the same name."""
+        return {}
+
+    def place_pictures(self, path: Path, request: MediaRequest, images: Sequence[Any]) -> Mapping[str, Any]:
+        """Return pipeline inputs that say where in the clip the pictures are; empty: they are its ``image``."""
         return {}
 
     def pad_conditioning(self, values: Mapping[str, Any]) -> Mapping[str, Any]:

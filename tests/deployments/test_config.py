@@ -23,7 +23,7 @@ from deployments.cli.serving import (
     parse_config,
     ready_deadline_s,
 )
-from deployments.config import AppConfig, ServeConfig
+from deployments.config import AppConfig, ModelConfig, ServeConfig
 from deployments.stages.stage_config import DenoiserConfig, StageConfig
 from engines.core.spec import PRECISIONS, is_static
 from engines.gang.gang_config import GangConfig
@@ -107,6 +107,12 @@ def test_a_key_of_the_application_is_no_key_of_a_file() -> None:
 def test_models_need_different_names() -> None:
     with pytest.raises(ValidationError, match="must differ"):
         AppConfig.model_validate({"models": [{"name": "flux-shapes"}, {"name": "flux-shapes"}]})
+
+
+def test_a_control_network_is_part_of_a_models_source() -> None:
+    model = {"name": "a", "path": "x.safetensors", "base": "owner/model", "controlnet": "owner/network"}
+    assert ModelConfig.model_validate(model).source == "x.safetensors@owner/model+controlnet@owner/network"
+    assert ModelConfig.model_validate({"name": "a"}).source == "a"
 
 
 def test_stages_together_are_one_deployment_and_have_one_section() -> None:

@@ -133,7 +133,9 @@ def test_what_is_declared_and_not_served_is_said(program: ModuleType) -> None:
         "in_context",
     ]
     flows = ["controlnet_text2image", "controlnet_union_text2image", "ip_adapter_controlnet_text2image"]
-    assert program.beyond(flows, words) == ["controlnet_…", "ip_adapter_…"]
+    assert program.beyond(flows, words) == ["controlnet_…", "controlnet_union_…", "ip_adapter_…"]
+    assert program.beyond(["condition"], ["picture to clip"]) == [], "pictures at given frames"
+    assert program.beyond(["condition"], words) == ["condition"]
 
 
 @pytest.mark.parametrize(

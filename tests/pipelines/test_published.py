@@ -36,6 +36,7 @@ NEWER = {
     "FLUX.1-Kontext-dev": 11_901_408_320,
     "FLUX.2-dev": 32_223_281_152,
     "FLUX.2-klein-4B": 3_875_544_576,
+    "FLUX.2-klein-9B": 9_078_581_248,
     "Helios-Base": 14_341_611_584,
     "HunyuanVideo-1.5-480p_i2v": 8_326_608_160,
     "HunyuanVideo-1.5-480p_t2v": 8_326_608_160,
@@ -44,10 +45,12 @@ NEWER = {
     "Krea-2-Raw": 12_820_454_476,
     "Krea-2-Turbo": 12_820_454_476,
     "LTX-2": 18_876_174_592,
+    "LTX-2.3": 18_988_838_144,
     "LTX-Video": 1_923_385_472,
     "MiniMax-H3": 33_140_215_040,
     "Qwen-Image": 20_430_401_088,
     "Qwen-Image-2.1": 7_115_124_736,
+    "Qwen-Image-2512": 20_430_401_088,
     "Qwen-Image-Edit": 20_430_401_088,
     "Qwen-Image-Edit-2509": 20_430_401_088,
     "Qwen-Image-Edit-2511": 20_430_401_088,
@@ -68,16 +71,19 @@ NEWER = {
 """Parameters of the transformers (of Stable Diffusion XL the U-Net).
 
 Cards and papers say, in billions: Cosmos 3 16 (with an encoder of pictures, which no generation uses) and 64,
-ERNIE-Image 8, FLUX.1 12, FLUX.2 32 and 4, Helios 14, HunyuanVideo 8.3, Krea 2 12, LTX-2 19, LTX-Video 2, MiniMax-H3 33,
+ERNIE-Image 8, FLUX.1 12, FLUX.2 32, 4 and 9, Helios 14, HunyuanVideo 8.3, Krea 2 12, LTX-2 19, LTX-2.3 22 (3 of them
+of its connectors, an encoder's part here), LTX-Video 2, MiniMax-H3 33,
 Qwen-Image 20 and 7, Wan 16 and twice 14, Z-Image 6, Stable Diffusion 3 2, 8 and 2.5, Stable Diffusion XL 2.6; one of
 Ideogram 4's two transformers is a file of 9.28 GB in fp8.
 
-Wan, LTX-Video, LTX-2, HunyuanVideo 1.5 and MiniMax-H3 are as in
+Wan, LTX-Video, LTX-2 and 2.3, HunyuanVideo 1.5 and MiniMax-H3 are as in
 ``scripts/convert_{wan,ltx,ltx2,hunyuan_video1_5,minimax_h3}_to_diffusers.py`` of huggingface/diffusers, but for
 HunyuanVideo's ``task_type``, which that script has wrong for 480p from text: it is in the model's name. Cosmos 3 Nano
 is as in the ``config.json`` of nvidia/Cosmos3-Nano; its schedule's shift is that of diffusers' page about it. Super
 has the sizes of ``Qwen3-VL-32B-Instruct.json``, of which NVIDIA/cosmos-framework builds it. FLUX.1 Kontext is FLUX.1
-dev for another pipeline. Qwen-Image's editors are Qwen-Image for others, 2511 and Layered with the switches that
+dev for another pipeline. FLUX.2 klein 9B has the sizes of ``Klein9BParams`` in ``src/flux2/model.py`` of
+black-forest-labs/flux2. Qwen-Image-2512 is Qwen-Image with other weights, called alike on QwenLM/Qwen-Image's page.
+Qwen-Image's editors are Qwen-Image for others, 2511 and Layered with the switches that
 diffusers' transformer has for them. FLUX.3, Helios, Ideogram 4, Krea 2, Qwen-Image 2.1 and its auto-encoder have the
 sizes that are the defaults of diffusers' classes. ERNIE-Image, Stable Diffusion 3 and XL are as in the
 ``config.json`` of theirs, as others quote it. Where no schedule was found, diffusers' defaults stand for it.
@@ -101,6 +107,7 @@ OF_CARDS: dict[str, dict[str, float]] = {
     "FLUX.1-Kontext-dev": {GUIDANCE: 2.5},
     "FLUX.1-schnell": {STEPS: 4, GUIDANCE: 0.0},
     "FLUX.2-klein-4B": {STEPS: 4, GUIDANCE: 1.0},
+    "FLUX.2-klein-9B": {STEPS: 4, GUIDANCE: 1.0},
     "Krea-2-Turbo": {STEPS: 8, GUIDANCE: 0.0},
     "Qwen-Image-Edit-2509": {STEPS: 40},
     "Qwen-Image-Edit-2511": {STEPS: 40},

@@ -16,9 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ShardPlan
 from pipelines.defaults import Defaults
-from pipelines.directory import CLASSIC, DENOISERS, MODULAR, open_modular, part_class, read_config, read_index
+from pipelines.directory import (
+    CLASSIC,
+    DENOISERS,
+    MODULAR,
+    has_part,
+    open_modular,
+    part_class,
+    read_config,
+    read_index,
+)
 from pipelines.models.generic.outline import empty, repeated_blocks
-from pipelines.models.spec import Config, ModelSpec, blank_like, check_channels
+from pipelines.models.spec import CONTROL, Config, ModelSpec, blank_like, check_channels
 from pipelines.recipes import Recipe
 from pipelines.solver import NOISE, SIGMAS, TIMESTEPS
 
@@ -70,6 +79,11 @@ class Prediction(tuple[Any, ...]):
         return self[0]
 
 
+NETWORK, NETWORK_CLASS = "controlnet", "ControlNetModel"
+RESIDUALS, MIDDLE = "down_block_additional_residuals", "mid_block_additional_residual"
+"""Arguments of a U-Net for what a control network adds to its features."""
+
+
 class GenericSpec(ModelSpec):
     """A class that runs whole, on one rank a gang, with its own attention."""
 
@@ -77,8 +91,6 @@ class GenericSpec(ModelSpec):
 
     def __init__(self, module_class: Any) -> None:
         self.module_class, self.family = module_class, str(module_class.__name__)
-        if U_NET in self.family.lower():
-            self.schedulers, self.schedules = tuple(NOISE), (SIGMAS, TIMESTEPS)
 
     def shard_plan(self, config: Config) -> ShardPlan:
         """Return a plan that cuts nothing; its blocks, which compile, are the class's repeated ones."""
@@ -156,12 +168,60 @@ class GenericSpec(ModelSpec):
             max_steps=100,
             max_pictures=int("image" in inputs),
             **_masks(path),
+            **self.controls(path),
             takes_mask="mask_image" in inputs,
             takes_strength="strength" in inputs,
             strength=float(_first(inputs.get("strength"), 1.0)),
             rounds_steps_down=part_class(path, U_NET) is not None,
             max_tokens=int(_first(inputs.get("max_sequence_length"), 0)),
         )
+
+    def controls(self, path: Path) -> Mapping[str, Any]:
+        """Return values for control pictures: none."""
+        return {}
+
+
+class UNetSpec(GenericSpec):
+    """A U-Net whose pipeline has modular blocks (Stable Diffusion XL). It may have a control network."""
+
+    control_part = NETWORK
+    schedulers, schedules = tuple(NOISE), (SIGMAS, TIMESTEPS)
+
+    def controls(self, path: Path) -> Mapping[str, Any]:
+        """Return values for control pictures. ValueError for a network of another class."""
+        kind = part_class(path, NETWORK) if has_part(path, NETWORK) else None
+        if kind not in (None, NETWORK_CLASS):
+            raise ValueError(
+                f"the {NETWORK} of {path} is a {kind}; this model follows a {NETWORK_CLASS}: take such a one"
+            )
+        return {"takes_control": True, "control_scale": 1.0, "takes_control_guidance": True} if kind else {}
+
+    def control_residuals(self, call: Mapping[str, Any]) -> Any:
+        """Return the arguments that only the network has, in the form of residuals: a list, and one tensor."""
+        import torch
+
+        scale = torch.tensor(float(call["conditioning_scale"]))
+        return [call["controlnet_cond"], scale], scale
+
+    def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the call with the control picture and its weight in place of residuals."""
+        kept = {name: value for name, value in call.items() if name not in (RESIDUALS, MIDDLE)}
+        if not (residuals := call.get(RESIDUALS)):
+            return kept
+        return {**kept, CONTROL: dict(zip(("controlnet_cond", "scale"), residuals, strict=True))}
+
+    def forward(self, module: nn.Module, call: Mapping[str, Any]) -> Tensor:
+        """Return the noise. The control network, a part of the step, runs first."""
+        kept = {name: value for name, value in call.items() if name != CONTROL}
+        if (control := call.get(CONTROL)) is None:
+            return super().forward(module, kept)
+        own = ("sample", "timestep", "encoder_hidden_states", "added_cond_kwargs")
+        shared = {name: kept[name] for name in own if name in kept}
+        network: Any = module.get_submodule(NETWORK)
+        down, middle = network(**shared, controlnet_cond=control["controlnet_cond"], return_dict=False)
+        # In float32: as a tensor, the weight would be rounded to the dtype of the residuals before it is applied.
+        *scaled, last = ((x.float() * control["scale"]).to(x.dtype) for x in (*down, middle))
+        return super().forward(module, {**kept, RESIDUALS: tuple(scaled), MIDDLE: last})
 
 
 def call_defaults(path: Path) -> dict[str, Any]:

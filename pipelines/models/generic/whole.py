@@ -115,6 +115,7 @@ class WholeSpec(GenericSpec):
             takes_mask=has_picture and "mask_image" in inputs,
             needs_mask=has_picture and "mask_image" in inputs and self._needs_picture,
             takes_control=self.control is not None,
+            needs_control=self.control is not None,
             control_scale=float(inputs.get(CONTROL_SCALE) or 0.0),
             takes_control_guidance=self.control is not None and "control_guidance_start" in inputs,
             max_video_frames=max_frames if "video" in inputs else 0,

@@ -6,7 +6,7 @@ which are split; all ranks compute the same from them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 VIDEO = "video"
 MAX_TOKENS = 1024
 """The pipeline's own limit."""
+MAX_KEYFRAMES = 8
+"""Each adds the tokens of a frame of latents."""
 SOUND_RATE = 25
 """Tokens of sound a second."""
 BLOCKS = "transformer_blocks"
@@ -110,14 +112,38 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
         channels = (config["out_channels"], config["audio_out_channels"])
         return blank_like(clip, (*clip.shape[:2], channels[0])), blank_like(sound, (*sound.shape[:2], channels[1]))
 
+    def place_pictures(self, path: Path, request: MediaRequest, images: Sequence[Any]) -> Mapping[str, Any]:
+        """Return conditions at places in the clip; one picture that begins it is image-to-video's."""
+        places = self.defaults(path).keyframes(request) if images else ()
+        if places in ((), (0,)):
+            return {}
+        from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
+
+        pairs = zip(images, places, strict=True)
+        return {"conditions": [LTX2VideoCondition(frames=image, index=place) for image, place in pairs]}
+
+    def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
+        blank, places = super().blank_pictures(path, request), self.defaults(path).keyframes(request)
+        if places in ((), (0,)):
+            return blank
+        number = len(places)
+        return {
+            "condition_latents": [blank["image_latents"]] * number,
+            "condition_strengths": [1.0] * number,
+            "condition_indices": list(places),
+            "condition_pixel_frames": [1] * number,
+        }
+
     def estimate_final(self, loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:
-        """Return the finished latents that guidance mixes here; a first picture has no noise."""
+        """Return the finished latents that guidance mixes here; pictures have no noise."""
         clip = getattr(loop_state, "noise_pred_video", None)
         if clip is None:
             return None
         mask, latents = getattr(loop_state, "conditioning_mask", None), loop_state.latents
         clip = clip if clip.shape == latents.shape else clip.flatten(2).mT
-        estimate = clip if mask is None else latents.where(mask[..., None] > 0, clip.to(latents.dtype))
+        if mask is not None and mask.ndim < latents.ndim:  # that of conditions has the dim of features
+            mask = mask[..., None]
+        estimate = clip if mask is None else latents.where(mask > 0, clip.to(latents.dtype))
         return {"latents": estimate, "audio_latents": loop_state.noise_pred_audio}
 
     def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
@@ -126,7 +152,8 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
 
     def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
         frames = 1 + (latents["num_frames"] - 1) // config["vae_scale_factors"][0]
-        return {"latents": latents["latents"][:, : latents["latents"].shape[1] // frames], "num_frames": 1}
+        num_tokens = latents.get("base_token_count", latents["latents"].shape[1])  # pictures at frames follow these
+        return {"latents": latents["latents"][:, : num_tokens // frames], "num_frames": 1}
 
     def recipes(self, path: Path) -> Mapping[str, Recipe]:
         """Return the distilled adapter's."""
@@ -149,7 +176,8 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
             frame_multiple=temporal,
             max_pixels=1920 * 1088,
             max_frames=257,
-            max_pictures=1,
+            max_pictures=MAX_KEYFRAMES,
+            takes_frame_indices=True,
             make_sound=True,
             max_tokens=MAX_TOKENS,
         )

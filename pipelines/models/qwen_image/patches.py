@@ -18,6 +18,7 @@ from diffusers.modular_pipelines.qwenimage.modular_blocks_qwenimage_edit import 
 from torch import Tensor
 
 from pipelines.blocks.tree import replace_blocks
+from pipelines.models.qwen_image.spec import RESIDUALS
 from pipelines.models.spec import first_output
 
 
@@ -67,7 +68,25 @@ def patch_blocks(blocks: Any) -> None:
 
 def forward(module: Any, call: Mapping[str, Any]) -> Tensor:
     """Return the velocity of the painted picture and of the pictures to edit, (B, N, C)."""
-    return _with_two_times(module, **call) if module.config.zero_cond_t else first_output(module, call)
+    if module.config.zero_cond_t:
+        return _with_two_times(module, **call)
+    return first_output(module, _with_residuals(module, **call))
+
+
+def _with_residuals(module: Any, control: Mapping[str, Tensor] | None = None, **call: Any) -> Mapping[str, Any]:
+    """Return the call with what the control network adds to the image tokens, one tensor for several blocks."""
+    if control is None:
+        return call
+    samples = module.controlnet(
+        hidden_states=call["hidden_states"],
+        timestep=call["timestep"],
+        img_shapes=call["img_shapes"],
+        encoder_hidden_states=control["encoder_hidden_states"],
+        controlnet_cond=control["controlnet_cond"],
+        return_dict=False,
+    )
+    # In float32: as a tensor, the weight would be rounded to the dtype of the samples before it is applied.
+    return {**call, RESIDUALS: [(x_BNC.float() * control["scale"]).to(x_BNC.dtype) for x_BNC in samples]}
 
 
 def _with_two_times(

@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
+from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
-from pipelines.directory import read_config, read_index
+from pipelines.directory import has_part, part_class, read_config, read_index
 from pipelines.image_sizes import clip_vae_scale
 from pipelines.models.linears import joint_attention_linears, mlp_linears
-from pipelines.models.spec import PICTURE, Config, TextAndImageSpec, lazy
+from pipelines.models.spec import CONTROL, PICTURE, Config, TextAndImageSpec, lazy
 from pipelines.recipes import Recipe
 from pipelines.request import MediaRequest
 from pipelines.solver import SIGMAS
@@ -24,19 +24,26 @@ if TYPE_CHECKING:
     from engines.core.model import ArrangeWeights
 
 TEXT, IMAGE = "text", "image"
-BLOCKS = "transformer_blocks"
+BLOCKS, NETWORK = "transformer_blocks", "controlnet"
+NETWORK_CLASS, CONTROLLED = "QwenImageControlNetModel", "QwenImageControlNetPipeline"
 MAX_TOKENS = 1024
-WITHOUT_FAST_STEP = ("zero_cond_t", "use_additional_t_cond", "use_layer3d_rope", "guidance_embeds")
+RESIDUALS = "controlnet_block_samples"
+"""Argument of the transformer for what a control network adds to the tokens between its blocks."""
+WITHOUT_FAST_STEP = (CONTROL, "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope", "guidance_embeds")
 """Settings of transformers that the hand-ordered step does not support."""
 NOTHING_TO_AVOID = " "
 """The negative prompt of all cards, with which ``true_cfg_scale`` is 4.0."""
 PROMPT_WINDOW = 64
 """Padded prompts have a multiple of this many tokens."""
 
-LINEARS = (
-    *joint_attention_linears(f"{BLOCKS}.*.attn"),
-    *mlp_linears(f"{BLOCKS}.*.img_mlp", f"{BLOCKS}.*.txt_mlp"),
-)
+
+def linears_of(blocks: str) -> tuple[ColumnLinear | RowLinear, ...]:
+    """Return the linears of repeated blocks that a tensor axis splits."""
+    return (
+        *joint_attention_linears(f"{blocks}.*.attn"),
+        *mlp_linears(f"{blocks}.*.img_mlp", f"{blocks}.*.txt_mlp"),
+    )
+
 
 SHARD_PLAN = ShardPlan(
     streams=(TEXT, IMAGE),
@@ -49,11 +56,23 @@ SHARD_PLAN = ShardPlan(
         TokenShard(module="pos_embed", where="output", key=1, dim=0, stream=TEXT),
     ),
     gathers=(TokenGather(module="proj_out", dim=1, stream=IMAGE),),
-    linears=LINEARS,
+    linears=linears_of(BLOCKS),
     carried=("encoder_hidden_states", "hidden_states"),
     free=("encoder_hidden_states", "encoder_hidden_states_mask"),
 )
+CONTROL_PLAN = replace(
+    SHARD_PLAN,
+    shards=(
+        *SHARD_PLAN.shards,
+        TokenShard(module=f"{NETWORK}.controlnet_blocks.*", where="input", key="input", dim=1, stream=IMAGE),
+    ),
+    linears=(*SHARD_PLAN.linears, *linears_of(f"{NETWORK}.{BLOCKS}")),
+    carried=(),
+)
+"""With a control network, which every rank runs over all tokens: guidance gives it another prompt than the transformer.
 
+Its residuals are added between blocks, where stages of a pipeline would lose them.
+"""
 
 EDITOR: Mapping[str, Any] = {"min_pictures": 1, "strength_needs_mask": True}
 WITHOUT_MASKS: Mapping[str, Any] = {"min_pictures": 1, "takes_mask": False, "takes_strength": False, "strength": 1.0}
@@ -96,10 +115,15 @@ class QwenImageSpec(TextAndImageSpec):
     schedulers = ("euler", "unipc")
     schedules = (SIGMAS,)
     plan = SHARD_PLAN
+    control_part, control_pipelines = NETWORK, (CONTROLLED,)
+    local_attention = (f"{NETWORK}.{BLOCKS}.*.attn",)
     arrange_fast = staticmethod(partial(lazy("pipelines.models.qwen_image.fast:QwenWeights"), window=PROMPT_WINDOW))
     windowed_prompts = (PROMPT_WINDOW, 2 * PROMPT_WINDOW)
     forward = lazy("pipelines.models.qwen_image.patches:forward")
     patch_blocks = lazy("pipelines.models.qwen_image.patches:patch_blocks")
+
+    def shard_plan(self, config: Config) -> ShardPlan:
+        return CONTROL_PLAN if CONTROL in config else SHARD_PLAN
 
     def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
         import torch
@@ -116,10 +140,13 @@ class QwenImageSpec(TextAndImageSpec):
         unit, channels = clip_vae_scale(path, 3), read_config(path, "transformer").get("out_channels", 16)
         shape = (1, channels, 1, request.height // unit, request.width // unit)
         pictures = [torch.zeros(shape).movedim(2, 1 if request.num_layers else 2) for _ in range(request.num_pictures)]
-        return {"image_latents": pictures if "Plus" in read_index(path)["_class_name"] else pictures[0]}
+        control = {"control_image_latents": torch.zeros(shape)} if request.has_control else {}
+        if not pictures:
+            return control
+        return {**control, "image_latents": pictures if "Plus" in read_index(path)["_class_name"] else pictures[0]}
 
     def defaults(self, path: Path) -> Defaults:
-        """Return Qwen-Image's; an editor takes pictures."""
+        """Return Qwen-Image's; an editor takes pictures. ValueError for a control network that takes a mask as well."""
         name = str(read_index(path).get("_class_name"))
         defaults = replace(
             PICTURE,
@@ -133,6 +160,8 @@ class QwenImageSpec(TextAndImageSpec):
             strength=0.9,
             max_tokens=MAX_TOKENS,
         )
+        if has_part(path, NETWORK) and name not in EDITORS:
+            defaults = replace(defaults, **_control(path))
         return replace(defaults, **EDITORS[name]) if name in EDITORS else defaults
 
     def recipes(self, path: Path) -> Mapping[str, Recipe]:
@@ -153,8 +182,29 @@ class QwenImageSpec(TextAndImageSpec):
         return None if any(config.get(name) for name in WITHOUT_FAST_STEP) else self.arrange_fast
 
     def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the call without the mask of its one prompt: it masks nothing, and rules out the fastest attention."""
-        return {name: value for name, value in call.items() if name != "encoder_hidden_states_mask"}
+        """Return the call without the mask of its one prompt: it masks nothing, and rules out the fastest attention.
+
+        The control network's call keeps its own arguments; the weight becomes a tensor, so that one captured step
+        serves all weights.
+        """
+        kept = {name: value for name, value in call.items() if name != "encoder_hidden_states_mask"}
+        if (control := kept.pop(RESIDUALS, None)) is None:
+            return kept
+        import torch
+
+        own = {name: control[name] for name in ("controlnet_cond", "encoder_hidden_states")}
+        return {**kept, CONTROL: {**own, "scale": torch.tensor(float(control["conditioning_scale"]))}}
+
+
+def _control(path: Path) -> Mapping[str, Any]:
+    if (kind := part_class(path, NETWORK)) != NETWORK_CLASS:
+        raise ValueError(f"the {NETWORK} of {path} is a {kind}; this model follows a {NETWORK_CLASS}: take such a one")
+    if read_config(path, NETWORK).get("extra_condition_channels"):
+        raise ValueError(
+            f"the {NETWORK} of {path} takes a mask beside the control picture: name QwenImageControlNetInpaintPipeline "
+            "in the folder's index"
+        )
+    return {"takes_control": True, "control_scale": 1.0, "takes_control_guidance": True}
 
 
 SPEC = QwenImageSpec()

@@ -62,6 +62,39 @@ async def test_a_clip_in_one_request(client: httpx.AsyncClient, studio: FakeStud
         assert studio.inputs.pop() == ONE
 
 
+async def test_a_picture_at_a_frame(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    """In JSON, and as text of a form."""
+    written = {"prompt": "a", "num_frames": 17}
+    by_json = {"json": {**written, "input_reference": URL, "frame_indices": [-1]}}
+    by_form = {"data": {**written, "frame_indices": "[-1]"}, "files": {"input_reference": FILE}}
+    for body in (by_json, by_form):
+        answer = await client.post("/v1/videos/sync", **body)
+        assert answer.status_code == 200, answer.text
+        request = studio.performed.pop()
+        assert (request.frame_indices, request.num_pictures) == ((-1,), 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"frame_indices": [17]}, "frame_indices has 17; it must be from 0 to 16, or from -17 to -1"),
+        ({"frame_indices": [0, 1]}, "frame_indices has 2 numbers, and 1 picture came along"),
+        ({"frame_indices": "first"}, "it must be a list of 1 to 64 whole numbers"),
+        ({"frame_indices": []}, "it must be a list of 1 to 64 whole numbers"),
+        ({"frame_indices": [0.5]}, "it must be a list of 1 to 64 whole numbers"),
+        ({"frame_indices": [True]}, "it must be a list of 1 to 64 whole numbers"),
+        ({"frame_indices": [10**30]}, "it must be a list of 1 to 64 whole numbers"),
+    ],
+)
+async def test_a_picture_at_a_frame_that_cannot_be(
+    client: httpx.AsyncClient, fields: dict[str, Any], message: str
+) -> None:
+    body = {"prompt": "a", "num_frames": 17, "input_reference": URL, **fields}
+    error = error_of(await client.post("/v1/videos", json=body), 400)
+    assert error["param"] == "frame_indices"
+    assert message in error["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

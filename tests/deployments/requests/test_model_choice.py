@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from deployments.requests.model_choice import Needs, choose_card
@@ -70,6 +72,19 @@ def test_a_picture_goes_to_the_model_that_was_published_for_it(
 ) -> None:
     """By the models' own pages: Kontext and Edit change pictures, FLUX.1 paints over them, Layered takes them apart."""
     assert choose_card(published, None, "image", needs).name == name
+
+
+def test_a_model_that_may_go_without_a_control_picture_takes_both_kinds_of_requests() -> None:
+    plain = FakeStudio().cards()["fake-pictures"].defaults
+    follows = replace(plain, takes_control=True, control_scale=1.0)
+    known = {"needs": replace(follows, needs_control=True), "follows": follows, "plain": plain}
+    cards = {name: ModelCard(name=name, family="", created=0, defaults=one) for name, one in known.items()}
+    assert choose_card(cards, None, "image", Needs(has_control=True)).name == "needs"
+    assert choose_card(cards, None, "image").name == "follows"
+    del cards["needs"]
+    backwards = dict(reversed(cards.items()))
+    assert choose_card(backwards, None, "image").name == "plain"
+    assert choose_card(backwards, None, "image", Needs(has_control=True)).name == "follows"
 
 
 BOTH = FakeStudio(makes_both=True).cards()

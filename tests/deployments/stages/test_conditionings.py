@@ -56,6 +56,7 @@ MATTERS: dict[str, Any] = {
     "guidance_scale": REQUEST.guidance_scale + 1,
     "true_cfg_scale": REQUEST.true_cfg_scale + 1,
     "num_pictures": REQUEST.num_pictures + 1,
+    "frame_indices": (0, -1),
     "has_mask": True,
     "num_video_frames": 5,
     "has_control": True,

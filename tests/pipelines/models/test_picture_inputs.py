@@ -39,6 +39,7 @@ TOLERANCE = 1e-4
 """Relative, in float32: sums are made in another order."""
 TWO = ((64, 72), (70, 85))
 FOUR = (*TWO, (80, 64), (96, 70))
+CONTROL = {"control_scale": 0.6, "control_guidance_end": 0.7}
 
 CASES = {
     "flux": PictureCase(make=tiny_pictures.flux, tensor=True, num_steps=4, changes={"strength": 0.7}),
@@ -63,6 +64,22 @@ CASES = {
         has_mask=True,
         num_steps=4,
         changes={"strength": 0.7, **NEGATIVE},
+        own={"output_type": "pil"},
+    ),
+    "qwen, a picture and a control": PictureCase(
+        make=tiny_qwen.qwen_controlled,
+        tensor=True,
+        guidance=True,
+        has_control=True,
+        num_steps=4,
+        changes={"strength": 0.7, **CONTROL},
+    ),
+    "qwen, a mask and a control": PictureCase(
+        make=tiny_qwen.qwen_controlled,
+        has_mask=True,
+        has_control=True,
+        num_steps=4,
+        changes={"strength": 0.7, **CONTROL},
         own={"output_type": "pil"},
     ),
     "qwen edit": PictureCase(make=tiny_qwen.qwen_edit),

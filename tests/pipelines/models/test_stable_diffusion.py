@@ -15,14 +15,25 @@ import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import ImageOps
+from torch import Tensor
 
 from engines.core.packing import joined, pack, unpack
 from engines.core.tensors import relative_difference
+from engines.parallel.division import shape_of
 from pipelines.checkpoint import Checkpoint
-from pipelines.request import InputPicture
+from pipelines.control_network import with_network
+from pipelines.request import InputPicture, MediaRequest
 from pipelines.run import Pipeline, load_pipeline
-from tests.pipelines.support.checkpoints import tiny_others, tiny_unknown
-from tests.pipelines.support.references.picture_cases import PictureCase, images_of, mask_of, pictures_of, request_of
+from tests.pipelines.support.checkpoints import tiny_others, tiny_unknown, tiny_whole
+from tests.pipelines.support.references.picture_cases import (
+    CONTROL_SIZE,
+    PictureCase,
+    drawn,
+    images_of,
+    mask_of,
+    pictures_of,
+    request_of,
+)
 
 TOLERANCE = 1e-4
 PIXELS = (40, 24)
@@ -194,3 +205,95 @@ def test_a_job_moves_between_ranks(name: str, loaded: Callable[[Any], tuple[Chec
         state = pipeline.sampler.advance(state, pipeline.engine.predict(pipeline.sampler.branches(state), (0,)))
     finished, expected = (pipeline.sampler.latents(one)["latents"] for one in (state, last))
     assert relative_difference(finished, expected) <= 1e-5
+
+
+SETTINGS = {"control_scale": 0.6, "control_guidance_start": 0.2, "control_guidance_end": 0.8}
+
+
+@pytest.fixture
+def controlled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """A folder that the classic pipeline saved, and its network alone."""
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
+    folder = tiny_whole.sdxl_controlled(tmp_path / "model")
+    return folder, folder / "controlnet"
+
+
+def classic_control(folder: Path, request: MediaRequest) -> Tensor:
+    """Latents of the classic pipeline with the control picture of the case."""
+    import diffusers
+
+    own = diffusers.StableDiffusionXLControlNetPipeline.from_pretrained(folder)
+    own.set_progress_bar_config(disable=True)
+    latents: Tensor = own(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        image=drawn(*CONTROL_SIZE, seed=7),
+        height=request.height,
+        width=request.width,
+        num_inference_steps=request.num_inference_steps,
+        guidance_scale=request.true_cfg_scale,
+        controlnet_conditioning_scale=request.control_scale,
+        control_guidance_start=request.control_guidance_start,
+        control_guidance_end=request.control_guidance_end,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="latent",
+    ).images
+    return latents
+
+
+def test_a_control_network_beside_sdxl_gives_the_latents_of_the_classic_pipeline(
+    controlled: tuple[Path, Path],
+) -> None:
+    """By blocks. A step has one shape for all weights, so that one captured step serves them."""
+    folder, network = controlled
+    checkpoint = Checkpoint.open(with_network(str(folder / "sdxl"), str(network)))
+    assert not checkpoint.spec.is_whole
+    assert checkpoint.defaults.capabilities == ("text-to-image", "image-to-image", "control")
+    case = PictureCase(
+        make=tiny_whole.sdxl_controlled,
+        pictures=(),
+        has_control=True,
+        num_steps=4,
+        changes={"negative_prompt": "blue", **SETTINGS},
+    )
+    request, pipeline = request_of(case, checkpoint.path), load_pipeline(checkpoint)
+    states = list(pipeline.states(request, pictures_of(case)))
+    branches = [pipeline.sampler.branches(state)[0] for state in states[:-1]]
+    assert [float(branch.inputs["control.scale"]) for branch in branches] == pytest.approx([0, 0.6, 0.6, 0])
+    assert len(set(map(shape_of, branches))) == 1
+    expected = classic_control(folder, request)
+    latents = pipeline.sampler.latents(states[-1])["latents"]
+    assert relative_difference(latents, expected) <= TOLERANCE
+    unset: dict[str, Any] = dict.fromkeys(SETTINGS)
+    plain = replace(request, has_control=False, **unset)
+    assert torch.equal(
+        pipeline.denoise(plain)["latents"], load_pipeline(Checkpoint(folder / "sdxl")).denoise(plain)["latents"]
+    )
+
+
+def test_with_a_picture_and_a_mask_a_control_matters(controlled: tuple[Path, Path]) -> None:
+    folder, network = controlled
+    checkpoint = Checkpoint.open(with_network(str(folder / "sdxl"), str(network)))
+    pipeline = load_pipeline(checkpoint)
+    for has_mask in (False, True):
+        case = PictureCase(
+            make=tiny_whole.sdxl_controlled,
+            pictures=((80, 48),),
+            has_mask=has_mask,
+            has_control=True,
+            num_steps=4,
+            changes={"strength": 0.7},
+        )
+        request = request_of(case, checkpoint.path)
+        made, without = (
+            pipeline.denoise(replace(request, control_scale=scale), pictures_of(case))["latents"]
+            for scale in (1.0, 0.0)
+        )
+        plain = replace(case, has_control=False)
+        other = pipeline.denoise(replace(request, has_control=False), pictures_of(plain))["latents"]
+        assert relative_difference(without, other) <= TOLERANCE
+        assert relative_difference(made, other) > 10 * TOLERANCE
+
+
+def test_a_folder_of_the_classic_pipeline_with_a_network_runs_as_before(controlled: tuple[Path, Path]) -> None:
+    assert Checkpoint(controlled[0]).spec.is_whole

@@ -72,6 +72,18 @@ def qwen_layered(path: Path) -> Path:
     return qwen(path, "QwenImageLayeredPipeline", qwen_auto_encoder(z_dim=6, num_channels=4), **settings)
 
 
+def qwen_controlled(path: Path) -> Path:
+    """With a control network of one layer, for a transformer of two."""
+    from diffusers import QwenImageControlNetModel, QwenImageControlNetPipeline, QwenImagePipeline
+
+    parts = QwenImagePipeline.from_pretrained(qwen(path)).components
+    network = QwenImageControlNetModel.from_transformer(
+        parts["transformer"], num_layers=1, attention_head_dim=16, num_attention_heads=4
+    )
+    QwenImageControlNetPipeline(**parts, controlnet=shake(network, seed=5)).save_pretrained(path)
+    return path
+
+
 class QwenProcessor:
     """What ``Qwen2VLProcessor`` does, which needs torchvision even to be made."""
 

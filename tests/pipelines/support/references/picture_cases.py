@@ -39,6 +39,7 @@ class PictureCase:
     sides: tuple[int, int] = (3, 5)
     pictures: tuple[tuple[int, int], ...] = ((40, 48),)
     has_mask: bool = False
+    has_control: bool = False
     tensor: bool = False
     guidance: bool = False
     num_steps: int = 2
@@ -72,13 +73,18 @@ def images_of(case: PictureCase) -> list[Image.Image]:
 
 def pictures_of(case: PictureCase) -> InputPictures:
     mask = InputPicture.of(mask_of(*case.pictures[0])) if case.has_mask else None
-    return InputPictures(pictures=tuple(map(InputPicture.of, images_of(case))), mask=mask)
+    control = InputPicture.of(drawn(*CONTROL_SIZE, seed=7)) if case.has_control else None
+    return InputPictures(pictures=tuple(map(InputPicture.of, images_of(case))), mask=mask, control=control)
+
+
+CONTROL_SIZE = (80, 48)
+"""Of a control picture: the size of the requests with one, for which no picture is cut."""
 
 
 def request_of(case: PictureCase, folder: Path) -> MediaRequest:
     defaults = Checkpoint(folder).defaults
     height, width = (side * defaults.size_multiple for side in case.sides)
-    fixed = {"num_pictures": len(case.pictures), "has_mask": case.has_mask, "seed": 5}
+    fixed = {"num_pictures": len(case.pictures), "has_mask": case.has_mask, "has_control": case.has_control, "seed": 5}
     steps = {"num_inference_steps": case.num_steps}
     return defaults.request(
         Size(width=width, height=height), **{"prompt": "a red circle", **steps, **fixed, **case.changes}
@@ -126,6 +132,9 @@ def own(case_name: str, make_case: Callable[[str], PictureCase], folder: Path) -
         given["mask_image"] = mask_of(*case.pictures[0])
     if request.strength is not None:
         given["strength"] = request.strength
+    if case.has_control:
+        given |= {"control_image": drawn(*CONTROL_SIZE, seed=7), "control_guidance_end": request.control_guidance_end}
+        given["controlnet_conditioning_scale"] = request.control_scale
     with small_pictures():
         given |= {"max_area": request.width * request.height, "layers": request.num_layers}
         return own_state(folder, request, **given, **case.own)

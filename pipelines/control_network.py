@@ -1,0 +1,68 @@
+"""A model with a control network that is stored apart from it.
+
+Its name is ``MODEL+controlnet@NETWORK``, both as folders or hub ids. All that reads a checkpoint sees one diffusers
+folder: links to the parts of the model and to the network, and an index that has both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from pipelines.directory import CLASSIC_INDEX, MODULAR_INDEX, read_index
+
+PART = "controlnet"
+SEPARATOR = f"+{PART}@"
+LIBRARY, FOLDERS = "troupe", "controlled"
+"""Place of such folders in the Hugging Face cache."""
+
+
+def with_network(source: str, network: str) -> str:
+    """Return the name of the model ``source`` with a control network, or ``source`` if ``network`` is empty."""
+    return f"{source}{SEPARATOR}{network}" if network else source
+
+
+def split_network(source: str) -> tuple[str, str]:
+    """Return the model's own name and that of its control network, which is empty without one."""
+    model, _, network = source.partition(SEPARATOR)
+    return model, network
+
+
+def joined_folder(model: Path, network: Path) -> Path:
+    """Return the diffusers folder with the parts of ``model`` and the control network in ``network``.
+
+    It is made at the first call, and the same for equal folders. ValueError if ``model`` has a modular index, or
+    ``network`` is not a model of diffusers.
+    """
+    from huggingface_hub import cached_assets_path
+
+    model, network = model.resolve(), network.resolve()
+    index = json.dumps(_index(model, network), indent=2)
+    name = hashlib.sha256(f"{model}\n{network}".encode()).hexdigest()[:16]
+    folder = Path(cached_assets_path(LIBRARY, FOLDERS, name))
+    targets = {path.name: path for path in model.iterdir() if path.name not in (CLASSIC_INDEX, PART)}
+    for name, target in {**targets, PART: network}.items():
+        with suppress(FileExistsError):
+            (folder / name).symlink_to(target)
+    written, own = folder / CLASSIC_INDEX, (model / CLASSIC_INDEX).stat()
+    if not written.is_file() or written.read_text() != index or written.stat().st_mtime_ns != own.st_mtime_ns:
+        new = folder / f"{CLASSIC_INDEX}.{os.getpid()}"
+        new.write_text(index)
+        os.utime(new, ns=(own.st_atime_ns, own.st_mtime_ns))
+        new.replace(written)  # atomic: other processes may make the same folder
+    return folder
+
+
+def _index(model: Path, network: Path) -> dict[str, object]:
+    if (model / MODULAR_INDEX).is_file():
+        raise ValueError(f"{model} has a modular index: name the control network there, as its part {PART}")
+    file = network / "config.json"
+    kind = json.loads(file.read_text()).get("_class_name") if file.is_file() else None
+    if kind is None:
+        raise ValueError(
+            f"{network} is no control network of diffusers: give a folder with its config.json and weights, or a hub id"
+        )
+    return {**read_index(model), PART: ["diffusers", kind]}
