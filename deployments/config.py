@@ -19,8 +19,8 @@ from deployments.clips.webhooks import WebhookSettings
 from deployments.door.door_settings import DoorSettings
 from deployments.http.settings import ApiLimits
 from deployments.observability.metrics_settings import MetricsSettings
-from deployments.requests.bodies import Quality
 from deployments.requests.enhancer_config import PromptEnhancerConfig
+from deployments.requests.fields import Quality
 from deployments.stages.stage_config import STRICT, DataType, DecoderConfig, DenoiserConfig, EncoderConfig
 from pipelines.control_network import with_network
 from pipelines.lora.source import LoraLimits, LoraSource, check_sources

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 
 from deployments.clips.database import ClipRecord
 from deployments.http.streams import Event
-from deployments.requests.bodies import Quality
+from deployments.requests.fields import Quality
 from deployments.requests.model_choice import BEHIND
 from deployments.requests.recipe_choice import steps_of_quality, written
 from deployments.requests.rules import QUALITY_SHARES

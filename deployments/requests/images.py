@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from deployments.requests.bodies import MAX_SEED, EditBody, ImageBody, Quality
+from deployments.requests.bodies import EditBody, ImageBody
+from deployments.requests.fields import MAX_SEED, Quality
 from deployments.requests.request_errors import RequestError
 from deployments.requests.rules import QUALITIES, Requester, RequestRules, ResolvedRequest
 from deployments.service.interface import Output

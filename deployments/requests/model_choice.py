@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from deployments.requests.bodies import AskedLora, EditBody, MediaBody, VideoBody
+from deployments.requests.bodies import EditBody, MediaBody, VideoBody
+from deployments.requests.fields import AskedLora
 from deployments.requests.request_errors import RequestError, shown
 from deployments.service.interface import ModelCard
 from pipelines.defaults import Defaults

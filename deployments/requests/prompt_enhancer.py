@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from deployments.observability.metrics import observe_enhancement
-from deployments.requests.bodies import Prompt
 from deployments.requests.enhancer_config import PromptEnhancerConfig
+from deployments.requests.fields import Prompt
 from pipelines.request import EnhancerOutcome, MediaRequest
 
 if TYPE_CHECKING:

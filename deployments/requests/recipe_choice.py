@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from deployments.requests.bodies import ImageBody, MediaBody, Quality, VideoBody
+from deployments.requests.bodies import ImageBody, MediaBody, VideoBody
+from deployments.requests.fields import Quality
 from deployments.requests.model_choice import split_name
 from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.rules import QUALITIES, choose_scales, choose_solver, choose_steps, quality_steps

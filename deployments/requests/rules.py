@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
-from deployments.requests.bodies import BLANK, RANDOM_SEED, EditBody, MediaBody, Quality, VideoBody, WrittenQuality
+from deployments.requests.bodies import EditBody, MediaBody, VideoBody
+from deployments.requests.fields import BLANK, RANDOM_SEED, Quality, WrittenQuality
 from deployments.requests.model_choice import choose_loras
 from deployments.requests.pictures.sources import Sources
 from deployments.requests.pictures.video import VideoForm, VideoHead

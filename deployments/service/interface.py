@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from deployments.requests.bodies import Quality
+from deployments.requests.fields import Quality
 from engines.gang.jobs.job import Progress as Progress
 from pipelines.defaults import Defaults
 from pipelines.description import NO_DESCRIPTION, Description

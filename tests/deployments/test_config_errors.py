@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from deployments.cli.serving import CONFIGS, parse_config
+from deployments.config import ModelConfig
 from deployments.requests.validation import nearest_name
 from tests.deployments.support.commands import assert_one_line, troupe
 
@@ -61,10 +62,7 @@ CASES: list[tuple[Callable[[dict[str, Any]], Any], list[str]]] = [
     ),
     (
         lambda document: models(document)[0].update(warm=1),
-        [
-            "models.flux-shapes.warm is no key here: known: name, path, base, aliases, dtype, loras, "
-            "runtime_loras, prompt_enhancer, recipes, share, stages, text_encoder, denoiser, decoder"
-        ],
+        [f"models.flux-shapes.warm is no key here: known: {', '.join(ModelConfig.model_fields)}"],
     ),
     (
         lambda document: models(document)[0]["denoiser"].update(num_ranks="two"),

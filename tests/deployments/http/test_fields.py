@@ -10,7 +10,8 @@ import httpx
 import openai
 import pytest
 
-from deployments.requests.bodies import EditBody, ImageBody, MediaBody, NoEffect, VideoBody
+from deployments.requests.bodies import EditBody, ImageBody, MediaBody, VideoBody
+from deployments.requests.fields import NoEffect
 from pipelines.request import MediaRequest
 from tests.deployments.http.routes.test_images import IMAGES
 from tests.deployments.http.routes.test_videos import finished, make

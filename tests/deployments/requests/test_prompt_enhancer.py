@@ -18,8 +18,8 @@ from pydantic import ValidationError
 
 from deployments.asyncio_tools import cancel
 from deployments.http.routes.batches import InnerRequests
-from deployments.requests.bodies import MAX_PROMPT_CHARS
 from deployments.requests.enhancer_config import PromptEnhancerConfig
+from deployments.requests.fields import MAX_PROMPT_CHARS
 from deployments.requests.handle import handle_request
 from deployments.requests.prompt_enhancer import MAX_ANSWER_BYTES, PromptEnhancers, prompt_in
 from pipelines.media.metadata import MetadataWriter, settings_in

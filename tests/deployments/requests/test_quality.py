@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from deployments.requests.bodies import Quality
+from deployments.requests.fields import Quality
 from deployments.requests.rules import quality_steps
 from tests.deployments.support.fake_studio import PICTURES
 

@@ -12,7 +12,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from deployments.requests.bodies import Quality
+from deployments.requests.fields import Quality
 from deployments.service.interface import Media, ModelCard, Output, Preview, Progress, Queued, StageTimes, StudioEvent
 from pipelines.defaults import Defaults
 from pipelines.description import usual_description
