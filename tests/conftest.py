@@ -31,7 +31,7 @@ UNKNOWN_DURATION_S = 30.0
 """Assumed for a new file, which so comes early: a long one at the end would leave one process without work."""
 
 RARE_SEARCHES = (20_000, 10, 10)
-"""New objects before a search for garbage, and searches of a generation before one of the next; Python has 700 first."""
+"""New objects, and searches of a generation, before the next search for garbage. Python has 700 of the first."""
 NUM_CLUSTER_CPUS = 8
 """More than the machine may have: tests ask for fractions of a CPU, and are mostly waiting."""
 

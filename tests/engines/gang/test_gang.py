@@ -305,6 +305,6 @@ async def test_all_ranks_load_an_addition_or_say_why_not(gang: Gang) -> None:
     assert isinstance(done, JobDone)
     assert_equal(done.latents.open(), reference_latents(request))
     await gang.remove_addition("ink")
-    with pytest.raises(GangBrokenError, match="rank [01] failed: KeyError: 'ink'"):
+    with pytest.raises(GangBrokenError, match=r"rank [01] failed: KeyError: 'ink'"):
         await gang.remove_addition("ink")  # this fake is strict, so that it shows that all ranks were told
     assert gang.broken is None, "a call beside the steps breaks no gang"
