@@ -103,10 +103,12 @@ def assert_is_media(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("command", ["troupe --help", "troupe models", "troupe doctor"])
-def test_command_of_the_readme(command: str, tmp_path: Path) -> None:
+def test_command_of_the_readme(command: str) -> None:
     assert any(line.startswith(command) for block in BLOCKS for line in block.text.splitlines())
-    output = run("sh", command, tmp_path)
-    assert {"troupe --help": "generate", "troupe models": "flux-shapes", "troupe doctor": "Python"}[command] in output
+    result = troupe(*command.split()[1:])
+    assert result.exit_code == 0, result.output
+    named = {"troupe --help": "generate", "troupe models": "flux-shapes", "troupe doctor": "Python"}
+    assert named[command] in result.output
 
 
 def test_demo_paints_edits_and_films(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
