@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -53,15 +54,22 @@ def speed_up_norms(module: nn.Module) -> None:
             child.forward = _type_preserving(child)
 
 
-@torch.compile(dynamic=True)
 def _rms_norm(x: Tensor, gain: Tensor) -> Tensor:
     normed: Tensor = (functional.normalize(x.float(), dim=1) * gain).to(x.dtype)
     return normed
 
 
+@cache
+def _compiled_rms_norm() -> Callable[[Tensor, Tensor], Tensor]:
+    """Compile it once, when it is first needed: the import of the compiler takes seconds."""
+    compiled: Callable[[Tensor, Tensor], Tensor] = torch.compile(_rms_norm, dynamic=True)
+    return compiled
+
+
 def _type_preserving(norm: Any) -> Callable[[Tensor], Tensor]:
     if type(norm).__name__ == "WanRMS_norm":  # one graph for all widths: the gain is no parameter, so no constant
-        return lambda x: _rms_norm(x, norm.gamma * norm.scale)
+        rms_norm = _compiled_rms_norm()
+        return lambda x: rms_norm(x, norm.gamma * norm.scale)
     forward = norm.forward
 
     def preserving(x: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ def create_api(
         redoc_url=None,
     )
     for routes in ROUTES:
-        app.include_router(routes(context))
+        app.router.routes += routes(context).routes  # `include_router` makes each route twice, and matches it twice
     add_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     add_guards(app, settings, studio, drain or Drain())

@@ -27,10 +27,11 @@ EDIT_EVENTS = (QueuedPicture, PartialEdit, CompletedEdit, StepProgress, ErrorEve
 VIDEO_EVENTS = (VideoEvent, ErrorEvent)
 WITH_PICTURES: tuple[type[MediaBody], ...] = (EditBody, VideoBody)
 UNSEEN_MODELS: tuple[type[BaseModel], ...] = tuple(
-    dict.fromkeys((ImageBody, *WITH_PICTURES, *IMAGE_EVENTS, *EDIT_EVENTS, VideoEvent))
+    dict.fromkeys((ImageBody, *WITH_PICTURES, *IMAGE_EVENTS, *EDIT_EVENTS, VideoEvent, ErrorBody))
 )
-"""Bodies that routes read by themselves, and events: FastAPI does not see them."""
+"""Bodies that routes read by themselves, events, and errors: FastAPI does not see them."""
 REFERENCE = "#/components/schemas/{model}"
+ERROR_CONTENT = {"application/json": {"schema": {"$ref": REFERENCE.format(model=ErrorBody.__name__)}}}
 ERRORS = {
     400: "A value is missing, unknown, or not allowed; `param` says which",
     401: "The API key is missing or not known",
@@ -130,10 +131,14 @@ def header_documents(*names: str) -> dict[str, Any]:
 
 
 def error_documents(*statuses: int, has_work: bool = False) -> Responses:
-    """``has_work``: ranks work for the route, and had perhaps when it failed."""
+    """Return the OpenAPI documents of errors by status.
+
+    ``has_work``: ranks work for the route, and had perhaps when it failed. The schema is a reference: of a ``model``
+    FastAPI would make a validator for each status of each route.
+    """
     if has_work:
         statuses = (*statuses, 500)
-    return {status: _error_document(status, has_work=has_work) | {"model": ErrorBody} for status in statuses}
+    return {status: _error_document(status, has_work=has_work) | {"content": ERROR_CONTENT} for status in statuses}
 
 
 def _error_document(status: int, *, has_work: bool = False) -> dict[str, Any]:
@@ -246,8 +251,7 @@ def _complete(operation: dict[str, Any]) -> None:
     """Add what all routes share: two errors, the request id, and the optional key."""
     responses = operation["responses"]
     responses.pop("422", None)  # this API answers 400
-    error = {"application/json": {"schema": _reference(ErrorBody)}}
-    everywhere = {str(status): _error_document(status) | {"content": error} for status in EVERYWHERE}
+    everywhere = {str(status): _error_document(status) | {"content": ERROR_CONTENT} for status in EVERYWHERE}
     operation["responses"] = responses = everywhere | responses
     for response in responses.values():
         response["headers"] = header_documents("X-Request-Id") | response.get("headers", {})

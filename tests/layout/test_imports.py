@@ -167,6 +167,52 @@ def test_specs_of_families_are_read_without_torch() -> None:
     assert done.stdout == "set()\n"
 
 
+WITH_TORCH = {"accelerate", "diffusers", "peft", "torch"}
+
+
+def imported_at_once(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Yield what a file imports when it is imported: not inside functions, nor for types alone."""
+    for node in nodes:
+        match node:
+            case ast.Import(names=names):
+                yield from (alias.name for alias in names)
+            case ast.ImportFrom(module=str(module), names=names):
+                yield module
+                yield from (f"{module}.{alias.name}" for alias in names)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                pass
+            case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+                pass
+            case _:
+                yield from imported_at_once(ast.iter_child_nodes(node))
+
+
+@cache
+def next_modules(module: str) -> frozenset[str]:
+    """Return what the file of ``module`` imports at once; nothing of a module from elsewhere."""
+    path = ROOT / module.replace(".", "/")
+    files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+    return frozenset(name for file in files for name in imported_at_once(tree_of(str(file.relative_to(ROOT))).body))
+
+
+def reached(module: str) -> set[str]:
+    """Return all modules that the import of ``module`` imports, as far as files of this repository say so."""
+    seen, waiting = set[str](), {module}
+    while waiting:
+        seen |= waiting
+        waiting = {name for one in waiting for name in next_modules(one)} - seen
+    return seen
+
+
+def test_unit_tests_import_no_torch() -> None:
+    """``make test-unit`` refuses it while it runs; this finds it in every run. Tests may import it inside."""
+    listed = [line for line in (ROOT / "tests/unit.txt").read_text().split() if not line.startswith("-")]
+    files = [name for name in python_files("tests") if name.startswith(tuple(listed)) and "/test_" in name]
+    assert len(files) > len(listed)
+    modules = {name: name.removesuffix(".py").replace("/", ".") for name in files}
+    assert {name: found for name, module in modules.items() if (found := WITH_TORCH & reached(module))} == {}
+
+
 def test_http_is_known_to_deployments_alone() -> None:
     assert (
         forbidden_imports(python_files("engines", "pipelines"), lambda _, module: top(module) in HTTP_LIBRARIES) == []

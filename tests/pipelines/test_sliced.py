@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,13 @@ ALL = (0, 1, 2, 3)
 STRATEGIES = ["tensor", "tensor2xulysses2", "pipeline2xtensor2", "guidance2xtensor2", "pipeline2xring2"]
 
 
-@pytest.fixture(scope="module", params=["flux", "wan"])
+MAKERS: dict[str, Callable[[Path], Path]] = {"flux": tiny.flux, "wan": tiny.wan}
+
+
+@pytest.fixture(scope="module", params=MAKERS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A diffusers directory whose transformer lies in many files."""
-    makers: dict[str, Callable[[Path], Path]] = {"flux": tiny.flux, "wan": tiny.wan}
-    return in_many_files(makers[request.param](tmp_path_factory.mktemp(request.param)))
+    return in_many_files(MAKERS[request.param](tmp_path_factory.mktemp(request.param)))
 
 
 def in_many_files(path: Path) -> Path:
@@ -47,7 +50,16 @@ def in_many_files(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def in_turn(strategies: Sequence[str]) -> list[Any]:
+    """Each strategy with each model; in every run with one of them, in turn."""
+    turns = itertools.product(enumerate(strategies), enumerate(MAKERS))
+    return [
+        pytest.param(name, strategy, marks=[pytest.mark.slow] if (number + place) % 2 else [])
+        for (number, strategy), (place, name) in turns
+    ]
+
+
+@pytest.mark.parametrize(("folder", "strategy"), in_turn(STRATEGIES), indirect=["folder"])
 def test_the_answer_is_that_of_the_whole_model_and_a_rank_holds_and_reads_its_share(
     folder: Path, strategy: str
 ) -> None:
@@ -149,7 +161,7 @@ def test_weights_and_buffers_are_those_of_the_loaded_model_to_the_bit(folder: Pa
             assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.parametrize("strategy", ["tensor", "pipeline2xtensor2", "auto"])
+@pytest.mark.parametrize(("folder", "strategy"), in_turn(["tensor", "pipeline2xtensor2", "auto"]), indirect=["folder"])
 def test_a_gang_checks_itself_at_start(folder: Path, strategy: str) -> None:
     assert gang(4).run(load_checked, folder, strategy, False) == ["checked"] * 4
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import patch
@@ -27,12 +25,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("branches", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_floor_comes_before_the_times_and_counts_every_branch(folder: str, branches: int) -> None:
+def test_the_floor_comes_before_the_times_and_counts_every_branch(
+    folder: str, branches: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     sizes = ["--size", "96x96", "--tokens", "20", "--repeats", "2", "--branches", str(branches)]
-    command = [sys.executable, "-m", "benchmarks.model_step", folder, *sizes, "--makers", "eager", "ours"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    _, floor, *results, last = ended.stdout.splitlines()
+    called = patch.object(sys, "argv", ["benchmarks.model_step", folder, *sizes, "--makers", "eager", "ours"])
+    no_gpu = patch("torch.cuda.is_available", return_value=False)
+    with called, no_gpu, patch("os._exit", side_effect=SystemExit) as end, pytest.raises(SystemExit):
+        main()
+    end.assert_called_once_with(0)
+    _, floor, *results, last = capsys.readouterr().out.splitlines()
     assert f"branches {branches}, batch 1, ranks 1" in floor
     assert "floor_ms" in floor
     assert [json.loads(line)["maker"] for line in results] == ["diffusers eager", "ours, ulysses"]

@@ -16,6 +16,7 @@ from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation
 from engines.gang.policies.arrival import Arrival as ArrivalPolicy
 from engines.gang.policies.policy import POLICIES, Policy, make_policy
 from engines.gang.policies.shortest import Shortest
+from tests.engines.gang.support.plans import policies_and_gangs
 
 NUM_STEPS = 28
 
@@ -93,8 +94,7 @@ def test_under_load_nearly_all_are_done_in_three_times_their_lone_time() -> None
     assert shares["arrival"] < 0.7
 
 
-@pytest.mark.parametrize("elastic", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "elastic"), policies_and_gangs())
 def test_finish_times_are_predicted(policy: str, elastic: bool) -> None:
     """To a tenth, for the median picture that waits in a gang of which twice as much is asked as there is, if no other
     comes; of one team, where no step begins before the one before it has ended, nearly all to the step."""

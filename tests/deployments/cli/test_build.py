@@ -11,7 +11,10 @@ from typer.testing import CliRunner, Result
 from deployments.cli.main import app
 from engines.tensorrt_engine.build.bindings import load_bindings
 from tests.deployments.support.commands import command
+from tests.engines.tensorrt_engine.conftest import translations
 from tests.pipelines.support.checkpoints import tiny
+
+__all__ = ["translations"]
 
 CROSS_COMPILES = hasattr(load_bindings().api, "ComputeCapability")
 needs_cross_compiler = pytest.mark.skipif(not CROSS_COMPILES, reason="this TensorRT builds for the GPU it runs on")

@@ -32,7 +32,10 @@ from engines.tensorrt_engine.run.runtime import PreflightError
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
 from pipelines.size import Size
+from tests.engines.tensorrt_engine.conftest import translations
 from tests.engines.tensorrt_engine.support.gloo_runner import GlooRunner
+
+__all__ = ["translations"]
 
 PUBLISHED = Path(pipelines.__file__).parent / "published"
 CPU, SM89 = torch.device("cpu"), Target.parse("sm89")

@@ -11,7 +11,7 @@ from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
 from engines.gang.gang_config import GangConfig
 from engines.gang.jobs.job import JobDone, JobEvent
-from tests.engines.gang.support.fakes import FakeRequest, fake_job
+from tests.engines.gang.support.plans import job
 from tests.engines.gang.support.set_clock import SetClock, SetRanks, remote, settled
 
 
@@ -40,8 +40,7 @@ async def test_a_gang_that_ends_finishes_what_has_begun_and_hands_on_the_rest(mo
     gang = Gang(config, ranks.actors, infos=(), team_sizes=(2,), model="ends", clock=clock)
 
     async def run(name: str) -> JobEvent:
-        job = fake_job(name, FakeRequest(seed=0, num_steps=2))
-        return [event async for group in gang.submit_grouped(job, every_s=0.0) for event in group][-1]
+        return [event async for group in gang.submit_grouped(job(name, 2), every_s=0.0) for event in group][-1]
 
     running, waiting = (asyncio.ensure_future(run(name)) for name in ("running", "waiting"))
     await settled()

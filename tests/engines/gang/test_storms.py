@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from engines.gang.gang import Gang
 from engines.gang.gang_config import GangConfig
-from engines.gang.policies.policy import POLICIES
-from tests.engines.gang.support.plans import num_steps_left
+from tests.engines.gang.support.plans import num_steps_left, policies_and_gangs
 from tests.engines.gang.support.storm import NUM_RANKS, Client, Storm, clients, nothing_to_kill
 from tests.engines.gang.support.virtual_time import CALL_S, GpuRanks, run_in_virtual_time
 from tests.support.unhurried import UNHURRIED
@@ -60,8 +59,7 @@ def assert_nothing_is_left(gang: Gang, ranks: GpuRanks) -> None:
     assert {step.job_id for step in steps} <= ended | dropped
 
 
-@pytest.mark.parametrize("elastic", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "elastic"), policies_and_gangs())
 @settings(**UNHURRIED, max_examples=NUM_STORMS, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(seed=st.integers(0, 10**6), num_deaths=st.integers(0, 3))
 def test_every_job_has_one_end(policy: str, elastic: bool, seed: int, num_deaths: int) -> None:

@@ -18,8 +18,9 @@ from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang import Gang
 from engines.gang.gang_config import GangConfig
 from engines.gang.jobs.job import Job, JobQueued
-from engines.gang.policies.policy import POLICIES, make_policy
+from engines.gang.policies.policy import make_policy
 from tests.engines.gang.support.fakes import FakeRequest, fake_job
+from tests.engines.gang.support.plans import policies_and_gangs
 from tests.engines.gang.support.virtual_time import LOOK_S, MOVE_S, GpuRanks, run_in_virtual_time, virtual_gang
 
 NUM_RANKS, NUM_STEPS, NUM_ARRIVALS = 2, 28, 60
@@ -82,8 +83,7 @@ async def went_through(
         return await asyncio.gather(*(one(gang, number, arrival) for number, arrival in enumerate(load)))
 
 
-@pytest.mark.parametrize("elastic", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "elastic"), policies_and_gangs())
 def test_a_load_ends_and_takes_what_is_simulated(policy: str, elastic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
     load = arrivals(seed=1)

@@ -75,6 +75,7 @@ def gang(num_ranks: int) -> Gang:
 
 def _serve(pipe: Connection, rank: int, num_ranks: int, port: int) -> None:
     gc.freeze()  # what was preloaded stays: a search for garbage would copy its pages besides
+    gc.set_threshold(20_000)  # as in the tests' own process
     torch.set_num_threads(1)
     patience = timedelta(seconds=PATIENCE_S)
     store = dist.TCPStore("127.0.0.1", port, num_ranks, timeout=patience)  # type: ignore[attr-defined]

@@ -50,6 +50,7 @@ async def after_a_step(gang: Gang, name: str) -> asyncio.Task[GangBrokenError]:
     return task
 
 
+@pytest.mark.slow  # every run has both halves: what the runtime raises, and a rank whose engine raises
 async def test_a_rank_that_cannot_enqueue_breaks_the_gang_before_any_deadline(
     ray_cluster: None, tmp_path: Path
 ) -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.step_plan import StepPlan
-from engines.gang.policies.policy import POLICIES, find_policy, make_policy
-from tests.engines.gang.support.plans import num_steps_left, scheduler
+from engines.gang.policies.policy import find_policy, make_policy
+from tests.engines.gang.support.plans import num_steps_left, policies_and_gangs, scheduler
 from tests.support.unhurried import UNHURRIED
 
 COMES = st.lists(
@@ -42,8 +42,7 @@ def plans_of(policy: str, comes: list[tuple[int, float, str, int]], *, elastic: 
     return plans
 
 
-@pytest.mark.parametrize("elastic", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("policy", "elastic"), policies_and_gangs())
 @settings(**UNHURRIED)
 @given(comes=COMES)
 def test_every_job_ends_and_plans_are_made_again(

@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.jobs.step_plan import StepPlan
+from engines.gang.policies.policy import POLICIES
+
+
+def policies_and_gangs() -> list[Any]:
+    """Each policy, and whether teams change. The quick tests have every policy where they do, and one where not."""
+    first, *_ = POLICIES
+    return [
+        pytest.param(policy, elastic, marks=[] if elastic or policy == first else [pytest.mark.slow])
+        for policy in POLICIES
+        for elastic in (False, True)
+    ]
 
 
 def job(job_id: str, num_steps: int = 3, previews: tuple[int, ...] = ()) -> Job:

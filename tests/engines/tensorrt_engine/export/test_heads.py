@@ -39,7 +39,7 @@ def with_key_heads(model: DenoiserModel, number: int) -> DenoiserModel:
         ("ulysses", 3, 2),  # both: heads that the ranks do not divide, and fewer key heads than ranks
         pytest.param("ulysses", 3, 8, marks=pytest.mark.slow),
         pytest.param("ulysses", 4, 2, marks=pytest.mark.slow),
-        ("ulysses3xring2", 6, 4),
+        pytest.param("ulysses3xring2", 6, 4, marks=pytest.mark.slow),
         ("allgather_kv", 2, 2),
     ],
 )

@@ -98,13 +98,23 @@ def own_latents(folder: Path, name: str) -> Tensor:
     return latents
 
 
-@pytest.mark.parametrize("num_ranks", STRATEGIES)
+QUICK = {(1, "ulysses"), (2, "ring"), (2, "guidance"), (4, "ulysses"), (4, "hybrid"), (4, "tensor2xulysses2")}
+"""Each way to divide it, once; the others that divide tokens are in the slow tests."""
+TEAMS = [
+    pytest.param(num_ranks, strategy, marks=[] if (num_ranks, strategy) in QUICK else [pytest.mark.slow])
+    for num_ranks, several in STRATEGIES.items()
+    for strategy in several
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "strategy"), TEAMS)
 @pytest.mark.parametrize("name", ALL)
-def test_latents_equal_the_pipelines_own(name: str, num_ranks: int, folders: Callable[[Any], Path]) -> None:
+def test_latents_equal_the_pipelines_own(
+    name: str, num_ranks: int, strategy: str, folders: Callable[[Any], Path]
+) -> None:
     folder = folders(CASES[name].make)
-    for strategy in STRATEGIES[num_ranks]:
-        for latents in gang(num_ranks).run(denoised, folder, name, strategy):
-            assert relative_difference(latents, own_latents(folder, name)) <= TOLERANCE, strategy
+    for latents in gang(num_ranks).run(denoised, folder, name, strategy):
+        assert relative_difference(latents, own_latents(folder, name)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
