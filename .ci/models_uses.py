@@ -17,7 +17,6 @@ from tests.pipelines.lora.test_runtime_loras import CASES
 
 COLUMNS = ("models", "recipes", "clip along", "control picture", "adapters", "at run time", "quantised files")
 RECIPES_TEST = "../deployments/requests/test_recipes.py"
-RUNTIME_TEST = "lora/test_runtime_loras.py"
 CLIP_MARKS, CONTROL_MARKS = ("InputVideo", "num_video_frames"), ("has_control",)
 """Names in files of tests that compare results with diffusers'."""
 QUANTISED_TESTS = ("test_gguf.py", "test_scaled_files.py", "test_single_file.py")
@@ -41,7 +40,7 @@ class Family:
             self._if_any(lambda one: one.max_video_frames > 0, self._marked(CLIP_MARKS)),
             self._control(),
             _all_of(file for file, built in with_adapters().items() if built & self.pipelines) or UNPROVED,
-            _all_of((RUNTIME_TEST,) if with_runtime_adapters() & self.pipelines else ()) or UNPROVED,
+            _all_of(file for file, built in with_runtime_adapters().items() if built & self.pipelines) or UNPROVED,
             _all_of(f"loading/{file}" for file in QUANTISED_TESTS if built_in(file) & self.pipelines) or UNPROVED,
         )
 
@@ -63,21 +62,25 @@ class Family:
         return _all_of(file for file in sorted(found) if any(mark in (TESTS / file).read_text() for mark in marks))
 
 
-@cache
 def with_adapters() -> dict[str, frozenset[str]]:
     """Return the pipelines whose adapters are compared with diffusers' own, by the file of tests."""
-    tested = {
-        "lora/test_every_model.py": [model.make for model in every_model.MODELS.values()],
-        "lora/test_jobs.py": list(jobs.MODELS.values()),
-    }
-    return {file: frozenset(opened(make).pipeline for make in makers) for file, makers in tested.items()}
+    return {"lora/test_every_model.py": of_every_model(), "lora/test_jobs.py": opened_by(*jobs.MODELS.values())}
+
+
+def with_runtime_adapters() -> dict[str, frozenset[str]]:
+    """Return the pipelines on which adapters that come at run time are compared with configured ones."""
+    tested = (jobs.MODELS[name] for name, _ in CASES)
+    return {"lora/test_every_model.py": of_every_model(), "lora/test_runtime_loras.py": opened_by(*tested)}
+
+
+def of_every_model() -> frozenset[str]:
+    return opened_by(*(model.make for model in every_model.MODELS.values()))
 
 
 @cache
-def with_runtime_adapters() -> frozenset[str]:
-    """Return the pipelines on which adapters that come at run time are compared with configured ones."""
-    tested = {jobs.MODELS[name] for name, _ in CASES}
-    return frozenset(opened(make).pipeline for make in tested)
+def opened_by(*makers: Callable[[Path], Path]) -> frozenset[str]:
+    """Return the pipelines of what ``makers`` write."""
+    return frozenset(opened(make).pipeline for make in makers)
 
 
 @cache
