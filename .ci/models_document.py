@@ -27,6 +27,8 @@ from models_facts import (
 )
 from models_proofs import built, proofs
 from models_tables import replaced, table
+from models_uses import COLUMNS as USE_COLUMNS
+from models_uses import Family
 
 from engines.core.shard_plan import ShardPlan
 from engines.core.spec import STRATEGIES
@@ -108,7 +110,21 @@ def document(written: str) -> str:
 
 def with_pipelines(written: str) -> str:
     """Make all but the table of published models, whose weights take long to count."""
-    return replaced(written, "pipelines", table(COLUMNS, filter(None, map(row, names()))))
+    uses = table(USE_COLUMNS, (family.row() for family in used()))
+    return replaced(replaced(written, "uses", uses), "pipelines", table(COLUMNS, filter(None, map(row, names()))))
+
+
+def used() -> Iterator[Family]:
+    """Yield the families, and the pipelines without one, by their titles."""
+    titles = {name: FAMILIES.get(family_of(name)) or title_of(name) for name in names()}
+    for title in dict.fromkeys((*FAMILIES.values(), *OTHERS.values())):
+        members = [name for name in names() if titles[name] == title]
+        yield Family(
+            title=title,
+            pipelines=frozenset(members),
+            models=tuple(model for model in published_models() if pipeline_of(model) in members),
+            defaults=tuple(one for name in members for one in defaults_of(name)),
+        )
 
 
 @cache

@@ -158,8 +158,13 @@ def builders(module: str, name: str) -> Iterator[tuple[str, str]]:
 def build(module: str, name: str) -> Built:
     make = _builder(module, name)
     assert make is not None
+    return opened(make)
+
+
+def opened(make: Callable[[Path], Path]) -> Built:
+    """Run a builder, and open what it writes."""
     with tempfile.TemporaryDirectory() as folder:
-        path = make(Path(folder) / name)
+        path = make(Path(folder) / "model")
         return Built(pipeline=type(open_modular(path)).__name__, defaults=Checkpoint(path).defaults)
 
 

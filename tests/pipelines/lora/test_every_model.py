@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -11,10 +11,10 @@ import pytest
 from torch import Tensor
 
 from engines.core.tensors import relative_difference
-from pipelines.lora.source import LoraSource
+from pipelines.lora.source import LoraLimits, LoraSource
 from tests.engines.support.gloo import gang
 from tests.pipelines.lora.support.every_model import MODELS, latents_of, painted
-from tests.pipelines.lora.support.jobs import NONE, ONE, TOLERANCE
+from tests.pipelines.lora.support.jobs import NONE, ONE, TOLERANCE, folder_of
 from tests.pipelines.lora.support.tiny_lora import loader, write_lora
 
 SCALE = ONE[0].scale
@@ -34,6 +34,8 @@ class Written:
 
     folder: Path
     adapter: Path
+    later: str
+    """Folder of the same adapter when it comes at run time."""
     own: Callable[[float], Mapping[str, Tensor]]
 
 
@@ -52,7 +54,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written
                 change = loader({adapter: scale} if scale else {})
                 return latents_of(model.reference(folder, request, model.images(request), change))
 
-        return Written(folder=folder, adapter=adapter, own=own)
+        return Written(folder=folder, adapter=adapter, later=folder_of(adapter, top / "later"), own=own)
 
     return make
 
@@ -64,18 +66,19 @@ def differences(mine: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list
 
 @pytest.mark.parametrize(("name", "num_ranks"), CASES)
 def test_jobs_in_turns_equal_diffusers(name: str, num_ranks: int, written: Callable[[str], Written]) -> None:
+    """With one of the configuration, and the same one when it comes at run time."""
     here = written(name)
-    named = (LoraSource(name="one", path=str(here.adapter)),)
+    named, later = (LoraSource(name="one", path=str(here.adapter)),), (replace(ONE[0], name="new", folder=here.later),)
     turns, bare = (
-        gang(num_ranks).run(painted, name, here.folder, sources, mixes)
-        for sources, mixes in ((named, (NONE, ONE, NONE)), ((), (NONE,)))
+        gang(num_ranks).run(painted, name, here.folder, sources, mixes, limits)
+        for sources, mixes, limits in ((named, (NONE, ONE, later), LoraLimits()), ((), (NONE,), None))
     )
-    for (plain, one, again), (without,) in zip(turns, bare, strict=True):
+    for (plain, one, new), (without,) in zip(turns, bare, strict=True):
         assert max(differences(plain, here.own(0.0))) <= TOLERANCE
         assert max(differences(one, here.own(SCALE))) <= TOLERANCE
         assert min(differences(one, plain)) > 0.02, "the adapter is there"
-        for job in (plain, again):
-            assert all(job[key].equal(latents) for key, latents in without.items()), "nothing of other jobs is left"
+        assert all(plain[key].equal(latents) for key, latents in without.items()), "nothing of other jobs is left"
+        assert all(new[key].equal(latents) for key, latents in one.items())
 
 
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if not model.is_long])

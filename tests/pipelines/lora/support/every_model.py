@@ -16,7 +16,8 @@ from torch import Tensor
 
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
-from pipelines.lora.source import LoraSource
+from pipelines.lora.lora_cache import LoraCache
+from pipelines.lora.source import LoraLimits, LoraSource
 from pipelines.models.helios import spec as helios
 from pipelines.request import Lora, MediaRequest
 from tests.pipelines.support.checkpoints import (
@@ -136,20 +137,31 @@ MODELS = {
 
 
 def painted(
-    name: str, folder: Path, sources: tuple[LoraSource, ...], mixes: tuple[tuple[Lora, ...], ...]
+    name: str,
+    folder: Path,
+    sources: tuple[LoraSource, ...],
+    mixes: tuple[tuple[Lora, ...], ...],
+    limits: LoraLimits | None = None,
 ) -> list[dict[str, Tensor]]:
-    """The latents of a job with each of ``mixes``, a step of each in turns, by all ranks there are."""
-    model, checkpoint = MODELS[name], Checkpoint(folder, loras=sources)
+    """The latents of a job with each of ``mixes``, a step of each in turns, by all ranks there are.
+
+    With ``limits``, adapters may come at run time.
+    """
+    model, checkpoint = MODELS[name], Checkpoint(folder, loras=sources, runtime_loras=limits)
     ranks = tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
-    engine = TorchEngine(checkpoint.denoiser(), strategy=model.divided or "ulysses")
+    denoiser = checkpoint.denoiser()
+    engine = TorchEngine(denoiser, strategy=model.divided or "ulysses")
     request, sampler = model.request(folder), checkpoint.sampler()
     with model.world():
         encoded = checkpoint.text_encoder().encode(request, pictures_of(model.images(request)))
     conditioning = pickle.loads(pickle.dumps(encoded))
-    states = [sampler.begin(replace(request, loras=mix), conditioning) for mix in mixes]
+    requests = [replace(request, loras=mix) for mix in mixes]
+    held = [denoiser.additions.for_request(one) for one in requests if isinstance(denoiser.additions, LoraCache)]
+    states = [sampler.begin(one, conditioning) for one in requests]
     for _ in range(sampler.num_steps(states[0])):
         states = [sampler.advance(state, engine.predict(sampler.branches(state), ranks)) for state in states]
     engine.close()
+    assert limits is None or len(held) == len(requests)
     return [latents_of(sampler.latents(state)) for state in states]
 
 
