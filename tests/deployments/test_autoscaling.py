@@ -78,13 +78,19 @@ def assert_right(data: bytes, seed: int) -> None:
     assert_same_picture(pixels_of(data), bare_frames(MODELS, seed=seed)[0])
 
 
+def nodes_of_newest_gang(cluster: FakeNodes, model: str) -> list[str]:
+    """Return the nodes of its ranks; none if a rank is gone."""
+    nodes, (*_, pids) = cluster.nodes_of_ranks(), cluster.rank_pids(model)
+    return [nodes[pid] for pid in pids] if nodes.keys() >= set(pids) else []
+
+
 def test_with_no_gang_and_no_node_a_request_gets_both_and_its_picture(
     cluster: FakeNodes, url: str, first: dict[str, bytes]
 ) -> None:
     assert is_healthy(url)
     with asked_for(url, [first["pictures"]]):
-        wait_until(lambda: cluster.gangs(GANGS), "the gang, which nobody had told to stay")
-        (node_id,) = cluster.gangs(GANGS).values()
+        gangs = wait_until(lambda: cluster.gangs(GANGS), "the gang, which nobody had told to stay")
+        (node_id,) = gangs.values()
         (node,) = [node for node in cluster.workers() if node.node_id == node_id]
         assert node.node_type == "gpu4", "the smallest that holds the gang"
     assert_right(first["pictures"], seed=0)
@@ -92,9 +98,7 @@ def test_with_no_gang_and_no_node_a_request_gets_both_and_its_picture(
 
 def test_a_gang_over_two_nodes_paints_a_picture(cluster: FakeNodes, url: str, first: dict[str, bytes]) -> None:
     with asked_for(url, [first["wide"]], model="wide"):
-        wait_until(lambda: cluster.gangs("Denoiser-wide"), "the gang, which nobody had told to stay")
-        nodes = cluster.nodes_of_ranks()
-        node_ids = [nodes[pid] for pid in cluster.rank_pids("wide")[-1]]
+        node_ids = wait_until(lambda: nodes_of_newest_gang(cluster, "wide"), "the gang, which nobody had told to stay")
         assert len(set(node_ids)) == 2
         assert set(node_ids) <= {node.node_id for node in cluster.workers()}, "neither is the head"
     assert_right(first["wide"], seed=0)
@@ -104,8 +108,7 @@ def test_a_gang_over_two_nodes_paints_a_picture(cluster: FakeNodes, url: str, fi
 def test_a_node_that_dies_under_load_costs_no_request(cluster: FakeNodes, url: str, pictures: list[bytes]) -> None:
     num_lost = len(cluster.lost_requests())
     with asked_for(url, pictures, num_clients=NUM_CLIENTS, **LONG):
-        wait_until(lambda: cluster.gangs(GANGS), "a gang")
-        node_id = next(iter(cluster.gangs(GANGS).values()))
+        node_id = next(iter(wait_until(lambda: cluster.gangs(GANGS), "a gang").values()))
         next(node.raylet for node in cluster.workers() if node.node_id == node_id).kill()
         wait_until(lambda: len(cluster.lost_requests()) > num_lost, "Ray notices, and requests lose their gang")
         wait_until(lambda: set(cluster.gangs(GANGS).values()) - {node_id}, "a gang on another node")

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
@@ -28,6 +28,7 @@ from deployments.config import ServeConfig
 from tests.engines.gang.support.helpers import num_placement_groups
 from tests.support.patience import PATIENCE_S
 
+T = TypeVar("T")
 TIMEOUT_S = 2 * PATIENCE_S
 """An answer may wait for 59 others, for a gang that is rebuilt, or for its first node: up to 50 s on busy cores."""
 POLL_S, LATEST_POLL_S = 0.05, 0.5
@@ -214,10 +215,8 @@ def rank_pids(model: str) -> list[int]:
     return pids
 
 
-def wait_until(
-    holds: Callable[[], object], what: str, *, at_once: bool = False, patience_s: float = PATIENCE_S
-) -> None:
-    """Returns once ``holds()``; AssertionError after ``patience_s``.
+def wait_until(holds: Callable[[], T], what: str, *, at_once: bool = False, patience_s: float = PATIENCE_S) -> T:
+    """Returns what holds once ``holds()`` does; AssertionError after ``patience_s``.
 
     What takes long to look at is looked at less often, so that what is waited for has the cores; ``at_once``: it is
     not, for what holds for a moment only.
@@ -225,8 +224,8 @@ def wait_until(
     end_s = time.monotonic() + patience_s
     while True:
         begin_s = time.monotonic()
-        if holds():
-            return
+        if found := holds():
+            return found
         now_s = time.monotonic()
         assert now_s < end_s, f"not within {patience_s:g} s: {what}"
         time.sleep(POLL_S if at_once else max(POLL_S, min(LATEST_POLL_S, LOOKS_TO_PAUSE * (now_s - begin_s))))
