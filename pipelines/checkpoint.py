@@ -271,8 +271,9 @@ class Checkpoint:
     ) -> tuple[tuple[Branch, ...], ...]:
         """Return a step for each size and each of ``modules``, in order, with the model's usual number of branches.
 
-        If requests may have a control picture, there is one with it and one without. If steps grow, there is one of each kind. Models with prompt windows, or engines that pad (``fills_prompts``),
-        add short prompts. Empty if conditioning is unknown before a request (``ModelSpec.blank_conditioning``).
+        If requests may have a control picture, there is one with it and one without. If steps grow, there is one of
+        each kind. Models with prompt windows, or engines that pad (``fills_prompts``), add short prompts. Empty if
+        conditioning is unknown before a request (``ModelSpec.blank_conditioning``).
         """
         if not self.spec.has_known_conditioning:
             logger.info("no warm-up before the first request: conditioning of %s is unknown", self.spec.family)
