@@ -271,15 +271,18 @@ class Checkpoint:
     ) -> tuple[tuple[Branch, ...], ...]:
         """Return a step for each size and each of ``modules``, in order, with the model's usual number of branches.
 
-        If steps grow, there is one of each kind. Models with prompt windows, or engines that pad (``fills_prompts``),
-        add short prompts. Empty if conditioning is unknown before a request (``ModelSpec.blank_conditioning``).
+        If requests may have a control picture, there is one with it and one without. If steps grow, there is one of
+        each kind. Models with prompt windows, or engines that pad (``fills_prompts``), add short prompts. Empty if
+        conditioning is unknown before a request (``ModelSpec.blank_conditioning``).
         """
         if not self.spec.has_known_conditioning:
             logger.info("no warm-up before the first request: conditioning of %s is unknown", self.spec.family)
             return ()
         short = (*self.spec.short_prompts, *(self.spec.windowed_prompts if fills_prompts else ()))
         names, prompts = tuple(modules), (self.defaults.max_tokens, *short)
-        requests = [self.defaults.request(size) for size in sizes]
+        defaults = self.defaults
+        controls = {defaults.takes_control, defaults.needs_control}
+        requests = [defaults.request(size, has_control=one) for size in sizes for one in sorted(controls, reverse=True)]
         states = (self._begin(request, num_tokens) for request in requests for num_tokens in prompts)
         steps = [step for state in states for step in self._sampler.kinds(state)]
         return tuple(tuple(replace(branch, module=name) for branch in step) for step in steps for name in names)

@@ -9,15 +9,29 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from pipelines.directory import CLASSIC_INDEX, MODULAR_INDEX, read_index
+from pipelines.directory import CLASSIC_INDEX, MODULAR_INDEX, has_part, part_class, read_index
 
 PART = "controlnet"
 SEPARATOR = f"+{PART}@"
 LIBRARY, FOLDERS = "troupe", "controlled"
 """Place of such folders in the Hugging Face cache."""
+
+
+def control_defaults(path: Path, network_class: str) -> Mapping[str, Any]:
+    """Return the fields of ``Defaults`` for the control network of a folder; empty if it has none.
+
+    ValueError for a network of another class.
+    """
+    if not has_part(path, PART):
+        return {}
+    if (kind := part_class(path, PART)) != network_class:
+        raise ValueError(f"the {PART} of {path} is a {kind}; this model follows a {network_class}: take such a one")
+    return {"takes_control": True, "control_scale": 1.0, "takes_control_guidance": True}
 
 
 def with_network(source: str, network: str) -> str:

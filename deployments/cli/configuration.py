@@ -11,6 +11,7 @@ import yaml
 from deployments.cli.fit import usual_limit_gib
 from deployments.cli.serving import CONFIGS, load_config, parse_config, shipped_configs
 from deployments.config import ServeConfig
+from pipelines.control_network import split_network, with_network
 from pipelines.defaults import Defaults
 from pipelines.loading import SHIPPED, hub_id_of, resolve_configuration
 from pipelines.preconditions import decoder_problems
@@ -75,14 +76,15 @@ def to_yaml(config: ServeConfig) -> str:
 
 def _source(name: str) -> str:
     """Return the ``path`` of the model ``name``. ValueError if there is no such model."""
+    model, network = split_network(name)
     try:
-        file, base = split_source(name)
+        file, base = split_source(model)
         if not Path(base).is_dir() and not (SHIPPED / base).is_dir():
             base = hub_id_of(base)
     except ValueError as error:
         problem = f"{name} is neither a file nor a shipped config ({shipped_configs()}), nor a model"
         raise ValueError(f"{problem}: {error}") from error
-    return with_base(str(file), base) if file else base
+    return with_network(with_base(str(file), base) if file else base, network)
 
 
 def _on_gpus(source: str, num_ranks: int, own: dict[str, Any]) -> ServeConfig:
@@ -132,9 +134,11 @@ def _num_decoding(defaults: Defaults, num_ranks: int) -> int:
 
 
 def _config(source: str, model: dict[str, Any]) -> ServeConfig:
+    source, network = split_network(source)
     file, base = split_source(source)
     own: dict[str, Any] = {"name": _name(file.stem if file else Path(base).resolve().name)}
     own |= {"path": str(file), "base": base} if file else {"path": base}
+    own |= {"controlnet": network} if network else {}
     application = {
         "name": "troupe",
         "route_prefix": "/",

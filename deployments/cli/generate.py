@@ -146,8 +146,9 @@ def _events(
     if kind == "video":
         if body.get("n", 1) > 1:
             raise ValueError(f"{body['model']} makes clips, one at a time: --n is for pictures")
-        if any(name == "mask" for name, _ in files):
-            raise ValueError(f"{body['model']} makes clips: --mask is for pictures")
+        for field in ("mask", "control_image"):
+            if any(name == field for name, _ in files):
+                raise ValueError(f"{body['model']} makes clips: --{field.replace('_', '-')} is for pictures")
         named = [("input_reference" if name == "image" else name, file) for name, file in files]
         return client.clip({name: value for name, value in body.items() if name != "n"}, named)
     if any(name == "video" for name, _ in files):

@@ -56,6 +56,8 @@ REFUSAL_MS = 1000
 SPARE_FILES = 64
 BACK = "back"
 """Key of the map with the predicted end of the outage."""
+MAX_RETRY_S = 3600
+"""Longest ``Retry-After`` while the application is away."""
 BODY_DEADLINE_S = 30.0
 """Where the application's own deadline is unknown."""
 CHECK_S = 3.0
@@ -341,7 +343,7 @@ def _choice(settings: DoorSettings, wiring: Wiring, may_half_close: Sequence[str
 def _predicted_waits(wiring: Wiring) -> Iterator[str]:
     """Yield rules for ``Retry-After`` while the application is away: until it is expected.
 
-    If it is late, as long again as it is late.
+    If it is late, as long again as it is late. Waits are at most ``MAX_RETRY_S``, also after the clock was set.
     """
     yield "    acl is_away nbsrv(application) eq 0"
     yield "    acl is_error status 502 503"
@@ -351,6 +353,8 @@ def _predicted_waits(wiring: Wiring) -> Iterator[str]:
         yield f"    http-after-response set-var(txn.{name}) {value} if {is_known}"
         is_longer = f"{{ var(txn.{name}) -m int gt {RETRY_S} }}"
         yield f"    http-after-response set-header Retry-After %[var(txn.{name})] if {is_longer}"
+        is_too_long = f"{{ var(txn.{name}) -m int gt {MAX_RETRY_S} }}"
+        yield f"    http-after-response set-header Retry-After {MAX_RETRY_S} if {is_too_long}"
 
 
 def _origins(wiring: Wiring) -> Iterator[str]:

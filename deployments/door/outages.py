@@ -13,18 +13,20 @@ STOPPED = "0"
 class Outages:
     """Outages of the application, of which its start is the first; that is expected to take ``start_s``.
 
-    ``clock`` gives Unix time, as HAProxy's ``date`` does.
+    ``date`` gives Unix time, as HAProxy's ``date`` does. It may jump, so durations are those of ``clock``.
     """
 
-    def __init__(self, start_s: float, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
-        self._expected_s = start_s
+    def __init__(
+        self, start_s: float, date: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._date, self._clock = date, clock
+        self._expected_s, self._back_s = start_s, round(date() + start_s)
         self._since_s: float | None = clock()
 
     @property
     def back_s(self) -> int:
         """When the application is expected, as a Unix time; 0 while it is there."""
-        return 0 if self._since_s is None else round(self._since_s + self._expected_s)
+        return 0 if self._since_s is None else self._back_s
 
     def note(self, is_there: bool) -> bool:
         """Record whether the application is there. Return whether that changed."""
@@ -33,7 +35,7 @@ class Outages:
             self._expected_s, self._since_s = now_s - self._since_s, None
             return True
         if not is_there and self._since_s is None:
-            self._since_s = now_s
+            self._since_s, self._back_s = now_s, round(self._date() + self._expected_s)
             return True
         return False
 

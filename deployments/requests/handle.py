@@ -85,4 +85,5 @@ def needs_of_fields(fields: Mapping[str, Any]) -> Needs:
         num_layers=fields.get("layers"),
         has_video=fields.get("video") is not None,
         has_control=fields.get("control_image") is not None,
+        has_frame_indices=fields.get("frame_indices") is not None,
     )

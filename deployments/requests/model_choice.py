@@ -28,6 +28,7 @@ class Needs:
     num_layers: int | None = None
     has_video: bool = False
     has_control: bool = False
+    has_frame_indices: bool = False
 
     @classmethod
     def of(cls, body: MediaBody) -> Needs:
@@ -39,6 +40,7 @@ class Needs:
             num_layers=body.layers if isinstance(body, EditBody) else None,
             has_video=body.sources.video is not None,
             has_control=body.sources.control is not None,
+            has_frame_indices=isinstance(body, VideoBody) and body.frame_indices is not None,
         )
 
     def rank(self, defaults: Defaults) -> tuple[bool, ...]:
@@ -51,11 +53,12 @@ class Needs:
         takes_mask = defaults.takes_mask if self.has_mask else not defaults.needs_mask
         takes_strength = defaults.takes_strength or self.strength is None
         takes_layers = defaults.max_layers > 0 or self.num_layers is None
+        takes_places = defaults.takes_frame_indices or not self.has_frame_indices
         suits = defaults.edits or self.num_pictures == 0 or self.strength is not None or self.num_layers is not None
         takes_control = defaults.takes_control if self.has_control else not defaults.needs_control
         return (
             not (takes_number and takes_video and takes_control),
-            not (takes_mask and takes_strength and takes_layers),
+            not (takes_mask and takes_strength and takes_layers and takes_places),
             not suits,
         )
 

@@ -314,11 +314,17 @@ def _useless_scale(scale: float, true_cfg_scale: float | None, card: ModelCard) 
 
 
 def check_background(body: MediaBody, request: MediaRequest) -> None:
-    """Raise RequestError if a transparent result is asked of a model that makes none, or an opaque one of layers."""
+    """Raise RequestError if a transparent result is asked of a model that makes none, or an opaque one of layers.
+
+    Also for a colour without input pictures, beneath which it would be.
+    """
     if body.background == "transparent" and not request.num_layers:
         raise RequestError("background is transparent, but what this model makes is opaque; leave it out", "background")
     if body.background == "opaque" and request.num_layers:
         raise RequestError("background is opaque, but layers are transparent; leave it out", "background")
+    if body.ground is not None and not (request.num_pictures or request.has_control):
+        message = f"background is {body.ground}, the colour beneath transparent input pictures, and none came along"
+        raise RequestError(f"{message}; send them, or leave it out", "background")
 
 
 def check_negative_prompt(request: MediaRequest) -> None:

@@ -130,11 +130,16 @@ class BlockOffload:
         """Memory of the blocks on the host."""
         return sum(block.host_B.nbytes for block in self._blocks)
 
-    def close(self) -> None:
-        """Leave the blocks in host memory, without hooks."""
+    def forget_copies(self) -> None:
+        """Copy each block again at its next forward: the buffers may lose their values (``WeightMemory.sleep``)."""
         self._leave_running()
         if self._stream is not None:
             self._stream.synchronize()
+        self._held = [None] * NUM_BUFFERS
+
+    def close(self) -> None:
+        """Leave the blocks in host memory, without hooks."""
+        self.forget_copies()
         for handle in self._handles:
             handle.remove()
 

@@ -97,6 +97,7 @@ class ShardedModel:
     def close(self) -> None:
         """Restore the model: no hooks, the local kernel, and the layers that a next engine needs for additions."""
         for offload in self._offloads:
+            self._memory.forget(offload.forget_copies)
             offload.close()
         self._offloads.clear()
         self._switch.clear()
@@ -183,7 +184,8 @@ class ShardedModel:
             self._on_new_module(name, module, plan)
         if self._num_offloaded:
             blocks = offloaded_blocks(module, plan, self._num_offloaded)
-            self._offloads.append(BlockOffload(blocks, self._model.device))
+            self._offloads.append(offload := BlockOffload(blocks, self._model.device))
+            self._memory.before_sleep(offload.forget_copies)
         self._memory.hold(module)  # before its tensors have aliases
         if self._model.switches:
             self._switch.hold(name, _key(name, team), module, slices, loaded=loaded)

@@ -51,6 +51,11 @@ def blank_like(x: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     return x.new_zeros(()).expand(x.shape if shape is None else shape)
 
 
+def scale_residual(residual: Tensor, scale: Tensor) -> Tensor:
+    """Return a control network's ``residual`` times ``scale``, in its dtype, to which the scale is not rounded."""
+    return (residual.float() * scale).to(residual.dtype)
+
+
 Config = Mapping[str, Any]
 """A transformer's ``config.json``, with the defaults of its class.
 

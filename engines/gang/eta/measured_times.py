@@ -52,6 +52,8 @@ class MeasuredTimes:
         self._file, self._what, self._shortest = file, what, shortest
         self._num_first, self._num_needed = num_first, num_needed
         self._known = self._read()
+        self._changed: set[TimeKey] = set()
+        """Keys whose times were measured here; of the others, another process may have written newer times."""
         self._newest: defaultdict[TimeKey, deque[float]] = defaultdict(lambda: deque(maxlen=NUM_NEWEST))
         self._estimates: dict[TimeKey, float | None] = {}
         """Estimates of the keys measured since the last update."""
@@ -93,6 +95,7 @@ class MeasuredTimes:
             times_s = {key: self._time_s(key) for key in self._estimates}
             news = {key: time_s for key, time_s in times_s.items() if self._is_news(key, time_s)}
             self._known = _merged(self._known, {key: (time_s, self._estimates[key]) for key, time_s in news.items()})
+            self._changed.update(news)
             self._estimates.clear()
             for key in [*self._newest][:-MAX_KEYS]:
                 del self._newest[key]
@@ -104,7 +107,9 @@ class MeasuredTimes:
             return
         with self._writing:
             nested: defaultdict[str, dict[str, MeasuredTime]] = defaultdict(dict)
-            for (name, number), time in _merged(self._read(), self.known).items():
+            known = self.known
+            own = {key: time for key, time in known.items() if key in self._changed}
+            for (name, number), time in _merged(_merged(known, self._read()), own).items():
                 nested[name][str(number)] = time
             try:
                 write_atomically(self._file, json.dumps(nested, indent=1).encode())

@@ -15,19 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ShardPlan
+from pipelines.control_network import PART, control_defaults
 from pipelines.defaults import Defaults
 from pipelines.directory import (
     CLASSIC,
     DENOISERS,
     MODULAR,
-    has_part,
     open_modular,
     part_class,
     read_config,
     read_index,
 )
 from pipelines.models.generic.outline import empty, repeated_blocks
-from pipelines.models.spec import CONTROL, Config, ModelSpec, blank_like, check_channels
+from pipelines.models.spec import CONTROL, Config, ModelSpec, blank_like, check_channels, scale_residual
 from pipelines.recipes import Recipe
 from pipelines.solver import NOISE, SIGMAS, TIMESTEPS
 
@@ -79,7 +79,6 @@ class Prediction(tuple[Any, ...]):
         return self[0]
 
 
-NETWORK, NETWORK_CLASS = "controlnet", "ControlNetModel"
 RESIDUALS, MIDDLE = "down_block_additional_residuals", "mid_block_additional_residual"
 """Arguments of a U-Net for what a control network adds to its features."""
 
@@ -184,17 +183,12 @@ class GenericSpec(ModelSpec):
 class UNetSpec(GenericSpec):
     """A U-Net whose pipeline has modular blocks (Stable Diffusion XL). It may have a control network."""
 
-    control_part = NETWORK
+    control_part = PART
     schedulers, schedules = tuple(NOISE), (SIGMAS, TIMESTEPS)
 
     def controls(self, path: Path) -> Mapping[str, Any]:
         """Return values for control pictures. ValueError for a network of another class."""
-        kind = part_class(path, NETWORK) if has_part(path, NETWORK) else None
-        if kind not in (None, NETWORK_CLASS):
-            raise ValueError(
-                f"the {NETWORK} of {path} is a {kind}; this model follows a {NETWORK_CLASS}: take such a one"
-            )
-        return {"takes_control": True, "control_scale": 1.0, "takes_control_guidance": True} if kind else {}
+        return control_defaults(path, "ControlNetModel")
 
     def control_residuals(self, call: Mapping[str, Any]) -> Any:
         """Return the arguments that only the network has, in the form of residuals: a list, and one tensor."""
@@ -217,10 +211,9 @@ class UNetSpec(GenericSpec):
             return super().forward(module, kept)
         own = ("sample", "timestep", "encoder_hidden_states", "added_cond_kwargs")
         shared = {name: kept[name] for name in own if name in kept}
-        network: Any = module.get_submodule(NETWORK)
+        network: Any = module.get_submodule(PART)
         down, middle = network(**shared, controlnet_cond=control["controlnet_cond"], return_dict=False)
-        # In float32: as a tensor, the weight would be rounded to the dtype of the residuals before it is applied.
-        *scaled, last = ((x.float() * control["scale"]).to(x.dtype) for x in (*down, middle))
+        *scaled, last = (scale_residual(x, control["scale"]) for x in (*down, middle))
         return super().forward(module, {**kept, RESIDUALS: tuple(scaled), MIDDLE: last})
 
 

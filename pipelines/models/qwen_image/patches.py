@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipelines.blocks.tree import replace_blocks
 from pipelines.models.qwen_image.spec import RESIDUALS
-from pipelines.models.spec import first_output
+from pipelines.models.spec import first_output, scale_residual
 
 
 class RequestSizeStep(QwenImageEditResizeStep):  # type: ignore[misc]  # diffusers has no types
@@ -85,8 +85,7 @@ def _with_residuals(module: Any, control: Mapping[str, Tensor] | None = None, **
         controlnet_cond=control["controlnet_cond"],
         return_dict=False,
     )
-    # In float32: as a tensor, the weight would be rounded to the dtype of the samples before it is applied.
-    return {**call, RESIDUALS: [(x_BNC.float() * control["scale"]).to(x_BNC.dtype) for x_BNC in samples]}
+    return {**call, RESIDUALS: [scale_residual(x_BNC, control["scale"]) for x_BNC in samples]}
 
 
 def _with_two_times(

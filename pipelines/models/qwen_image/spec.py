@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
+from pipelines.control_network import PART as NETWORK
+from pipelines.control_network import control_defaults
 from pipelines.defaults import Defaults
-from pipelines.directory import has_part, part_class, read_config, read_index
+from pipelines.directory import read_config, read_index
 from pipelines.image_sizes import clip_vae_scale
 from pipelines.models.linears import joint_attention_linears, mlp_linears
 from pipelines.models.spec import CONTROL, PICTURE, Config, TextAndImageSpec, lazy
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from engines.core.model import ArrangeWeights
 
 TEXT, IMAGE = "text", "image"
-BLOCKS, NETWORK = "transformer_blocks", "controlnet"
+BLOCKS = "transformer_blocks"
 NETWORK_CLASS, CONTROLLED = "QwenImageControlNetModel", "QwenImageControlNetPipeline"
 MAX_TOKENS = 1024
 RESIDUALS = "controlnet_block_samples"
@@ -160,7 +162,7 @@ class QwenImageSpec(TextAndImageSpec):
             strength=0.9,
             max_tokens=MAX_TOKENS,
         )
-        if has_part(path, NETWORK) and name not in EDITORS:
+        if name not in EDITORS:
             defaults = replace(defaults, **_control(path))
         return replace(defaults, **EDITORS[name]) if name in EDITORS else defaults
 
@@ -197,14 +199,13 @@ class QwenImageSpec(TextAndImageSpec):
 
 
 def _control(path: Path) -> Mapping[str, Any]:
-    if (kind := part_class(path, NETWORK)) != NETWORK_CLASS:
-        raise ValueError(f"the {NETWORK} of {path} is a {kind}; this model follows a {NETWORK_CLASS}: take such a one")
-    if read_config(path, NETWORK).get("extra_condition_channels"):
+    defaults = control_defaults(path, NETWORK_CLASS)
+    if defaults and read_config(path, NETWORK).get("extra_condition_channels"):
         raise ValueError(
             f"the {NETWORK} of {path} takes a mask beside the control picture: name QwenImageControlNetInpaintPipeline "
             "in the folder's index"
         )
-    return {"takes_control": True, "control_scale": 1.0, "takes_control_guidance": True}
+    return defaults
 
 
 SPEC = QwenImageSpec()

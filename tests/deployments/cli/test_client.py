@@ -143,7 +143,8 @@ def test_a_clip_begins_with_a_picture(tmp_path: Path) -> None:
     with serving(build(studio, tmp_path)) as url:
         args = ("--model", "fake-begun-clips", "--image", str(tmp_path / "a.png"), "--out", str(tmp_path / "a.mp4"))
         assert troupe("generate", "a red circle", *args, "--url", url).exit_code == 0
-        assert_one_line(troupe("generate", "a", *args, "--mask", args[3], "--url", url), "--mask is for pictures")
+        for option in ("--mask", "--control-image"):
+            assert_one_line(troupe("generate", "a", *args, option, args[3], "--url", url), f"{option} is for pictures")
     assert [inputs.pictures for inputs in studio.inputs] == [(InputPicture.of(picture),)]
 
 

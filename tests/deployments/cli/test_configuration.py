@@ -87,6 +87,8 @@ def test_takes_one_file_beside_its_base(tmp_path: Path) -> None:
     file.touch()
     (model,) = config_for(f"{file}@flux-shapes", 1).app.models
     assert (model.name, model.path, model.base) == ("my-tune", str(file), "flux-shapes")
+    (model,) = config_for(source := f"{file}@flux-shapes+controlnet@{tmp_path}", 1).app.models
+    assert (model.base, model.controlnet, model.source) == ("flux-shapes", str(tmp_path), source)
 
 
 def test_a_config_is_a_config_still(tmp_path: Path) -> None:

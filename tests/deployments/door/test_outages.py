@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler
 import httpx
 import pytest
 
-from deployments.door.haproxy import PictureQueue
+from deployments.door.haproxy import BACK, MAX_RETRY_S, PictureQueue
 from deployments.door.outages import Outages
 from tests.deployments.door.support import Backend, assert_error, doored, handled, served
 from tests.deployments.support.live import wait_until
@@ -105,7 +105,7 @@ def test_requests_wait_for_an_application_that_was_there(backend: Backend, path:
 
 def test_an_outage_is_expected_to_take_as_long_as_the_last_one() -> None:
     now_s = 1000.0
-    outages = Outages(60.0, lambda: now_s)
+    outages = Outages(60.0, lambda: now_s, lambda: now_s)
     assert outages.back_s == 1060
     now_s += 90.0
     assert outages.note(is_there=True)
@@ -115,6 +115,16 @@ def test_an_outage_is_expected_to_take_as_long_as_the_last_one() -> None:
     assert outages.note(is_there=False)
     assert outages.back_s == 1590 + 90
     assert not outages.note(is_there=False)
+
+
+@pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_does_not_change_how_long_an_outage_took(jump_s: float) -> None:
+    date_s, now_s = 1000.0, 0.0
+    outages = Outages(60.0, lambda: date_s, lambda: now_s)
+    date_s, now_s = 1090.0 + jump_s, 90.0
+    assert outages.note(is_there=True)
+    assert outages.note(is_there=False)
+    assert outages.back_s == date_s + 90
 
 
 def test_nobody_is_told_to_come_before_the_application(backend: Backend) -> None:
@@ -132,5 +142,6 @@ def test_nobody_is_told_to_come_before_the_application(backend: Backend) -> None
             assert client.get("/").status_code == 200
             door._outages._expected_s = 500.0
         wait_until(lambda: 400 < told_s("/health") <= 500, "as long as the last time")
-        door._outages._since_s = 0.0
-        assert client.get("/").status_code == 503
+        for back_s in (1, 2**31):
+            assert door._ask(f"set map {door._wiring.back} {BACK} {back_s}", PATIENCE_S)
+            assert told_s() == MAX_RETRY_S, "the clock was set"

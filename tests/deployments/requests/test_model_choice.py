@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from deployments.requests.bodies import VideoBody
+from deployments.requests.handle import needs_of_fields
 from deployments.requests.model_choice import Needs, choose_card
 from deployments.requests.request_errors import RequestError
 from deployments.service.interface import ModelCard
@@ -85,6 +87,19 @@ def test_a_model_that_may_go_without_a_control_picture_takes_both_kinds_of_reque
     backwards = dict(reversed(cards.items()))
     assert choose_card(backwards, None, "image").name == "plain"
     assert choose_card(backwards, None, "image", Needs(has_control=True)).name == "follows"
+
+
+def test_pictures_at_frames_go_to_a_model_that_takes_them_there() -> None:
+    places = FakeStudio(takes_pictures=True).cards()["fake-begun-clips"].defaults
+    begun = replace(places, takes_frame_indices=False)
+    cards = {
+        name: ModelCard(name=name, family="", created=0, defaults=one)
+        for name, one in (("begun", begun), ("places", places))
+    }
+    asked = VideoBody(prompt="a", input_reference=(b"",), frame_indices=(0,))
+    for needs in (Needs.of(asked), needs_of_fields(asked.model_dump())):
+        assert choose_card(cards, None, "video", needs).name == "places"
+    assert choose_card(cards, None, "video", replace(needs, has_frame_indices=False)).name == "begun"
 
 
 BOTH = FakeStudio(makes_both=True).cards()

@@ -60,6 +60,7 @@ BAD_IMAGES: dict[str, tuple[str | bytes, str | None, str]] = {
     "format": ('{"prompt": "a", "output_format": "gif"}', "output_format", "it must be png, jpeg or webp"),
     "quality": ('{"prompt": "a", "quality": "best"}', "quality", "auto, low, medium, high, standard or hd"),
     "transparent": ('{"prompt": "a", "background": "transparent"}', "background", "this model makes is opaque"),
+    "beneath nothing": ('{"prompt": "a", "background": "navy"}', "background", "and none came along; send them"),
     "no colour": ('{"prompt": "a", "background": "#12345"}', "background", "it must be opaque, auto, or the colour"),
     "style": ('{"prompt": "a", "style": "cubist"}', "style", "it must be vivid or natural"),
     "switch of a peer": (

@@ -54,6 +54,16 @@ def test_two_keep_what_both_measured(file: Path) -> None:
     assert times_in(file).known.keys() == {ONE, OTHER}
 
 
+def test_a_time_that_was_only_read_does_not_replace_a_newer_one(file: Path) -> None:
+    heard(first := times_in(file), ONE, 0.1)
+    first.save()
+    readers = [times_in(file), times_in(file)]
+    for times, key, seconds in zip(readers, (ONE, OTHER), (0.5, 0.2), strict=True):
+        heard(times, key, seconds)
+        times.save()
+    assert {key: time_s for key, (time_s, _) in times_in(file).known.items()} == {ONE: 0.5, OTHER: 0.2}
+
+
 @pytest.mark.parametrize(
     "text", ["no JSON", "[1, 2]", '{"png": 3}', '{"png": {"many": [1.0, null]}}', '{"png": {"64": 1.0}}']
 )

@@ -24,6 +24,7 @@ from pipelines.control_network import with_network
 from pipelines.directory import changed_at_s, read_index
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
+from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.support.checkpoints import tiny_qwen
@@ -115,6 +116,17 @@ def test_without_a_control_picture_it_draws_as_without_the_network(
     request = request_of(case, folder)
     with_network = load_pipeline(Checkpoint(folder)).denoise(request)["latents"]
     assert torch.equal(with_network, load_pipeline(Checkpoint(folders(tiny_qwen.qwen))).denoise(request)["latents"])
+
+
+def test_gangs_warm_up_for_both(folder: Path, folders: Callable[[Any], Path]) -> None:
+    numbers = []
+    for path in (folder, folders(tiny_qwen.qwen)):
+        checkpoint = Checkpoint(path)
+        steps = checkpoint.first_steps([Size(width=64, height=64)], ["transformer"])
+        numbers.append([any(name.startswith("control.") for name in step[0].inputs) for step in steps])
+    with_network, plain = numbers
+    assert plain == [False] * len(plain)
+    assert with_network == [True] * len(plain) + plain
 
 
 def test_a_folder_with_the_network_says_what_it_takes(folder: Path, folders: Callable[[Any], Path]) -> None:
