@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import sqlite3
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import aiosqlite
 from sqlalchemy import URL, ColumnElement, Connection, Dialect, Executable, Row, ScalarSelect, event, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import ExceptionContext, make_url
@@ -27,6 +31,8 @@ CONNECT_TIMEOUT_S = 5.0
 COMMAND_TIMEOUT_S = 30.0
 """The same time as ``busy_timeout`` of SQLite."""
 POSTGRES_OPTIONS = {"timeout": CONNECT_TIMEOUT_S, "command_timeout": COMMAND_TIMEOUT_S}
+ROWS_AT_A_TIME = 64
+"""Rows that SQLite's thread hands over together, as in ``aiosqlite.connect``."""
 
 
 class Database:
@@ -118,8 +124,27 @@ async def open_database(text: str) -> AsyncEngine:
     return engine
 
 
+class SQLiteConnection(aiosqlite.Connection):
+    """A connection that may be stopped while it closes, as SQLAlchemy does when a call is cancelled twice.
+
+    aiosqlite's own would then wait for ever for a second stop, which its thread never reads.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(partial(sqlite3.connect, *args, **options), iter_chunk_size=ROWS_AT_A_TIME)
+        self._thread.daemon = True  # as SQLAlchemy makes that of its own connections
+        self._is_stopped = False
+
+    def stop(self) -> asyncio.Future[Any] | None:
+        """End the thread, and return what is done then; None if it was told before."""
+        if self._is_stopped:
+            return None
+        self._is_stopped = True
+        return super().stop()
+
+
 def _create_engine(url: URL) -> AsyncEngine:
-    options = POSTGRES_OPTIONS if url.drivername == DRIVERS["postgresql"] else {}
+    options = POSTGRES_OPTIONS if url.drivername == DRIVERS["postgresql"] else {"async_creator_fn": SQLiteConnection}
     try:
         return create_async_engine(url, pool_pre_ping=True, connect_args=options)
     except ModuleNotFoundError as error:

@@ -21,11 +21,12 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from deployments.clips.database import ClipError
 from deployments.clips.storage import StorageLostError
 from deployments.clips.store import Claims, ClipStore
-from deployments.database.database import Database, database_url, open_database
+from deployments.database.database import Database, SQLiteConnection, database_url, open_database
 from deployments.database.schema import HEAD, MIGRATIONS
 from deployments.database.tables import Base
 from tests.deployments.clips.test_claims import REQUEST
 from tests.deployments.support import postgresql as postgres
+from tests.support.patience import PATIENCE_S
 
 FIRST = """
     CREATE TABLE troupe_jobs (
@@ -186,3 +187,18 @@ async def test_a_cancelled_claim_keeps_no_lock(tmp_path: Path, monkeypatch: pyte
     assert found is not None
     assert found.attempts == 1, "the claim was written, whole"
     await engine.dispose()
+
+
+async def test_a_connection_that_is_stopped_while_it_closes_ends(tmp_path: Path) -> None:
+    """SQLAlchemy stops one whose graceful end is cancelled; nothing waits for that end, but a loop that closes does."""
+    engine = await open_database(f"sqlite:///{tmp_path / 'jobs.sqlite3'}")
+    async with engine.connect() as borrowed:
+        connection = (await borrowed.get_raw_connection()).driver_connection
+        assert isinstance(connection, SQLiteConnection)
+    await engine.dispose()
+    connection = await SQLiteConnection(str(tmp_path / "other.sqlite3"))
+    ending = asyncio.ensure_future(connection.close())
+    await asyncio.sleep(0)
+    connection.stop()
+    async with asyncio.timeout(PATIENCE_S):
+        await ending

@@ -106,4 +106,5 @@ def request_of(folder: Path, loras: tuple[Lora, ...] = ()) -> MediaRequest:
     multiple = defaults.size_multiple
     frames = 1 + defaults.frame_multiple if defaults.kind == "video" else None
     size = Size(width=5 * multiple, height=3 * multiple, num_frames=frames)
-    return defaults.request(size, prompt="a red circle", num_inference_steps=2, seed=5, loras=loras)
+    words = {"prompt": "a red circle"} | ({"negative_prompt": "blue"} if defaults.true_cfg_scale > 1 else {})
+    return defaults.request(size, **words, num_inference_steps=2, seed=5, loras=loras)
