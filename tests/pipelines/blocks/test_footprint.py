@@ -93,4 +93,4 @@ def test_a_decode_takes_about_what_was_measured(model: str, size: Size, measured
 
 def test_what_nobody_knows_is_said() -> None:
     assert encoders("Krea-2-Turbo")["text_encoder"] is None
-    assert found("ideogram-4").decode is None
+    assert found("stable-diffusion-xl-base-1.0").decode is None
