@@ -18,7 +18,9 @@ from tests.pipelines.support.checkpoints import tiny_models
 from tests.pipelines.support.references.own_call import own_latents
 from tests.pipelines.support.sample_requests import picture
 
-REQUEST = picture(prompt="a red circle", width=32, height=32, num_inference_steps=2, true_cfg_scale=2.0, negative_prompt="blue")
+REQUEST = picture(
+    prompt="a red circle", width=32, height=32, num_inference_steps=2, true_cfg_scale=2.0, negative_prompt="blue"
+)
 
 
 @pytest.fixture(scope="module")
