@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -20,7 +21,7 @@ class Outages:
         self, start_s: float, date: Callable[[], float] = time.time, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._date, self._clock = date, clock
-        self._expected_s, self._back_s = start_s, round(date() + start_s)
+        self._expected_s, self._back_s = start_s, math.ceil(date() + start_s)
         self._since_s: float | None = clock()
 
     @property
@@ -35,7 +36,7 @@ class Outages:
             self._expected_s, self._since_s = now_s - self._since_s, None
             return True
         if not is_there and self._since_s is None:
-            self._since_s, self._back_s = now_s, round(self._date() + self._expected_s)
+            self._since_s, self._back_s = now_s, math.ceil(self._date() + self._expected_s)
             return True
         return False
 
