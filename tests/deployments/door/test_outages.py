@@ -89,6 +89,7 @@ def test_the_clients_own_key_stays(client: httpx.Client) -> None:
     assert Dying.keys == ("mine", "mine")
 
 
+@pytest.mark.slow  # one run in thirty waited for the door's whole 30 s, and was refused
 @pytest.mark.parametrize("path", [IMAGES, CLIPS])
 def test_requests_wait_for_an_application_that_was_there(backend: Backend, path: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
