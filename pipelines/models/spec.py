@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engines.core.model import Arguments, ArrangeWeights, ModelInputs
     from engines.core.shard_plan import ShardPlan
     from pipelines.recipes import Recipe
-    from pipelines.request import MediaRequest
+    from pipelines.request import InputPicture, MediaRequest
 
 
 def check_channels(path: Path, part: str, given: int, taken: int | None = None) -> None:
@@ -216,7 +216,7 @@ class ModelSpec(ABC):
         """Return pipeline inputs that are no request field of the same name."""
         return {}
 
-    def place_pictures(self, path: Path, request: MediaRequest, images: Sequence[Any]) -> Mapping[str, Any]:
+    def place_pictures(self, path: Path, request: MediaRequest, pictures: Sequence[InputPicture]) -> Mapping[str, Any]:
         """Return pipeline inputs that say where in the clip the pictures are; empty: they are its ``image``."""
         return {}
 

@@ -17,7 +17,7 @@ from pipelines.models.linears import attention_linears, mlp_linears, query_key_n
 from pipelines.models.ltx.spec import LTXSpec, vae_scales
 from pipelines.models.spec import CLIP, Config, SeveralOutputsSpec, blank_like, lazy
 from pipelines.recipes import Recipe
-from pipelines.request import MediaRequest
+from pipelines.request import InputPicture, MediaRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,15 +112,15 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
         channels = (config["out_channels"], config["audio_out_channels"])
         return blank_like(clip, (*clip.shape[:2], channels[0])), blank_like(sound, (*sound.shape[:2], channels[1]))
 
-    def place_pictures(self, path: Path, request: MediaRequest, images: Sequence[Any]) -> Mapping[str, Any]:
+    def place_pictures(self, path: Path, request: MediaRequest, pictures: Sequence[InputPicture]) -> Mapping[str, Any]:
         """Return conditions at places in the clip; one picture that begins it is image-to-video's."""
-        places = self.defaults(path).keyframes(request) if images else ()
+        places = self.defaults(path).keyframes(request) if pictures else ()
         if places in ((), (0,)):
             return {}
         from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 
-        pairs = zip(images, places, strict=True)
-        return {"conditions": [LTX2VideoCondition(frames=image, index=place) for image, place in pairs]}
+        pairs = zip(pictures, places, strict=True)
+        return {"conditions": [LTX2VideoCondition(frames=one.on_white(), index=place) for one, place in pairs]}
 
     def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
         blank, places = super().blank_pictures(path, request), self.defaults(path).keyframes(request)
