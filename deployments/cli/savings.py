@@ -39,7 +39,7 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BudgetRules:
-    """What a configuration allows."""
+    """Limits that a configuration sets on savings."""
 
     places: tuple[str, ...] = (SHARED, TURNS, ON_CPU)
     """Places of the encoder; the first is the configured one."""
