@@ -19,8 +19,8 @@ class TorchOptions:
     peer_memory: bool | Literal["auto"] = "auto"
     """Ranks write into each other's memory if that works. False: NCCL alone. "auto": as timed steps decide."""
     offloaded_blocks: int = 0
-    """Number of blocks of each transformer that stay in host memory. Each is copied to the device for its forward. Above
-    0, steps run eagerly."""
+    """Number of blocks of each transformer that stay in host memory. Each is copied to the device for its forward.
+    Above 0, steps run eagerly."""
     prompt_windows: bool = False
     """Hand-ordered steps pad prompts, so that many lengths share a captured step; attention gets a mask."""
 
