@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 import aiosqlite
 from sqlalchemy import URL, ColumnElement, Connection, Dialect, Executable, Row, ScalarSelect, event, select
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine import ExceptionContext, make_url
+from sqlalchemy.engine import AdaptedConnection, ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.orm import InstrumentedAttribute
@@ -23,13 +24,15 @@ from deployments.database.tables import Base
 from deployments.places import make_private_file
 
 T = TypeVar("T")
-SQLITE_PRAGMAS = ("journal_mode = WAL", "busy_timeout = 30000", "synchronous = FULL")
-"""Readers do not wait for the writer, writers wait for each other, and commits survive a power cut."""
+SQLITE_PRAGMAS = ("busy_timeout = 30000", "synchronous = FULL", "journal_mode = WAL")
+"""Writers wait for each other, commits survive a power cut, and readers do not wait for the writer."""
 DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "postgres": "postgresql+asyncpg"}
 """Asynchronous drivers by the scheme of a URL that names none."""
 CONNECT_TIMEOUT_S = 5.0
 COMMAND_TIMEOUT_S = 30.0
 """The same time as ``busy_timeout`` of SQLite."""
+RETRY_LOCKED_S = 0.02
+"""Seconds between attempts to set up a connection to a locked database."""
 POSTGRES_OPTIONS = {"timeout": CONNECT_TIMEOUT_S, "command_timeout": COMMAND_TIMEOUT_S}
 ROWS_AT_A_TIME = 64
 """Rows that SQLite's thread hands over together, as in ``aiosqlite.connect``."""
@@ -165,11 +168,26 @@ def _connect(dialect: Dialect, _record: Any, arguments: list[Any], options: dict
         raise
 
 
-def _set_pragmas(connection: Any, record: Any) -> None:
-    cursor = connection.cursor()
+def _set_pragmas(connection: AdaptedConnection, record: Any) -> None:
+    connection.run_async(_execute_pragmas)
+
+
+async def _execute_pragmas(connection: aiosqlite.Connection) -> None:
+    """Execute all pragmas, and try again for ``COMMAND_TIMEOUT_S`` while the database is locked.
+
+    ``busy_timeout`` alone does not do: a new database's journal mode cannot change beside a writer, and SQLite refuses
+    that at once, since two that wait for each other would wait for ever.
+    """
+    end_s = time.monotonic() + COMMAND_TIMEOUT_S
     for pragma in SQLITE_PRAGMAS:
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
+        while True:
+            try:
+                await connection.execute_fetchall(f"PRAGMA {pragma}")
+                break
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > end_s:
+                    raise
+            await asyncio.sleep(RETRY_LOCKED_S)
 
 
 def _name_full_disk(context: ExceptionContext) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
 from collections.abc import AsyncIterator
+from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -150,6 +153,19 @@ async def test_pages_and_age(store: ClipStore) -> None:
     await claims.complete(await taken_by(claims), TIMINGS)
     assert await store.finished_before(time.time() + 1) == [clips[0].id]
     assert await store.finished_before(before_s) == []
+
+
+async def test_a_new_database_waits_for_another_that_writes_to_it(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.sqlite3"
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        opening = asyncio.create_task(open_store(f"sqlite:///{path}"))
+        await asyncio.sleep(0.2)
+        assert not opening.done()
+        other.execute("COMMIT")
+        store = await opening
+    assert await store.num_waiting() == 0
+    await store.engine.dispose()
 
 
 async def test_tables_made_by_two_at_once(database_url: str) -> None:
