@@ -26,15 +26,20 @@ from tests.support.patience import PATIENCE_S
 
 
 class Source:
-    """Yields numbers, one for each of ``gates``, each once its gate is open. ``is_closed`` at whatever end."""
+    """Yields numbers, one for each of ``gates``, each once its gate is open. ``is_closed`` at whatever end.
+
+    ``has_begun`` is set once it waits for its first gate: what never began is never closed either.
+    """
 
     def __init__(self, *numbers: int, failure: BaseException | None = None) -> None:
         self.gates = {number: asyncio.Event() for number in numbers}
         self.failure = failure
         self.is_closed = False
+        self.has_begun = asyncio.Event()
 
     async def run(self) -> AsyncGenerator[int]:
         try:
+            self.has_begun.set()
             for number, gate in self.gates.items():
                 await gate.wait()
                 yield number
@@ -89,11 +94,11 @@ async def test_a_cancelled_consumer_closes_all(by_group: bool) -> None:
     if by_group:
         async with create_task_group() as group:
             group.start_soon(consume)
-            await asyncio.sleep(0.01)
+            await asyncio.gather(*(source.has_begun.wait() for source in sources))
             group.cancel_scope.cancel()
     else:
         task = asyncio.create_task(consume())
-        await asyncio.sleep(0.01)
+        await asyncio.gather(*(source.has_begun.wait() for source in sources))
         task.cancel()
         await asyncio.wait((task,))
     assert all(source.is_closed for source in sources)
@@ -161,7 +166,7 @@ async def test_work_ends_with_what_it_depends_on() -> None:
             await anext(items)
 
     with pytest.raises(EndedError):
-        await unless(use(), asyncio.sleep(0.01))
+        await unless(use(), source.has_begun.wait())
     assert source.is_closed
 
 
@@ -173,7 +178,7 @@ async def test_what_work_depends_on_is_let_go_when_it_fails() -> None:
             await anext(items)
 
     async def fail() -> None:
-        await asyncio.sleep(0.01)
+        await source.has_begun.wait()
         raise OSError("away")
 
     with pytest.raises(OSError, match="away"):
