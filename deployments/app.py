@@ -18,11 +18,11 @@ from deployments.autoscaling import DECIDE_EVERY_S, LOOK_BACK_S
 from deployments.config import AppConfig, ModelConfig, ShareConfig
 from deployments.forked_workers import Level, Pythons, worker_pythons
 from deployments.ingress import Ingress
-from deployments.memory_budget import with_budgets
 from deployments.names import ACCOUNTS, CODEC, INGRESS, STAGES, deployment_name
 from deployments.ray_private import deployment_names, with_version
 from deployments.request_router import REPLICAS_PER_REPORT_S, REPORT_EVERY_S
 from deployments.sharing.share_actor import ShareSpec
+from deployments.sizing.memory_budget import with_budgets
 from deployments.stages.common import StageSpec
 from deployments.stages.denoiser import Denoiser
 from deployments.stages.devices import ALL_GPUS

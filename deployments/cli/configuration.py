@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from deployments.cli.fit import usual_limit_gib
 from deployments.cli.serving import CONFIGS, load_config, parse_config, shipped_configs
 from deployments.config import ServeConfig
+from deployments.sizing.fit import usual_limit_gib
 from pipelines.control_network import split_network, with_network
 from pipelines.defaults import Defaults
 from pipelines.loading import SHIPPED, hub_id_of, resolve_configuration

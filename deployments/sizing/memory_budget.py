@@ -11,10 +11,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from deployments.cli.estimate import Estimate, EstimateOptions, make_estimate
-from deployments.cli.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit
-from deployments.cli.savings import Budget, BudgetRules, choose_savings
 from deployments.config import AppConfig, ModelConfig, check_sleeping
+from deployments.sizing.estimate import Estimate, EstimateOptions, make_estimate
+from deployments.sizing.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit
+from deployments.sizing.savings import Budget, BudgetRules, choose_savings
 from engines.core.spec import scheme_of
 from pipelines.libraries import quiet_libraries
 

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deployments.cli.fit import GIB, Fit, RequestTimes, StageMemory, usual_limit_gib, with_memory
-from deployments.cli.savings import Budget, BudgetRules, choose_savings
 from deployments.settings import Settings
+from deployments.sizing.fit import GIB, Fit, RequestTimes, StageMemory, usual_limit_gib, with_memory
+from deployments.sizing.savings import Budget, BudgetRules, choose_savings
 from pipelines.libraries import quiet_libraries
 
 if TYPE_CHECKING:
