@@ -108,7 +108,8 @@ def estimate(
     gpus: Annotated[str | None, renamed_option("--gpus", "--ranks")] = None,
 ) -> None:
     """Estimate the seconds of a picture or clip, memory of all parts, and each strategy for a step."""
-    from deployments.sizing.estimate import EstimateOptions, print_estimate
+    from deployments.cli.estimate import print_estimate
+    from deployments.sizing.estimate import EstimateOptions
 
     with errors():
         options = EstimateOptions(

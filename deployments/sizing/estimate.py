@@ -1,19 +1,17 @@
-"""``troupe estimate``: seconds of a picture or clip, memory of all parts, and the cost of each strategy.
+"""Seconds of a picture or clip, memory of all parts, and the cost of each strategy, from configurations only.
 
 The chosen strategy is that of ``strategy: auto`` for the same machine and step.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deployments.settings import Settings
 from deployments.sizing.fit import GIB, Fit, RequestTimes, StageMemory, usual_limit_gib, with_memory
 from deployments.sizing.savings import Budget, BudgetRules, choose_savings
-from pipelines.libraries import quiet_libraries
 
 if TYPE_CHECKING:
     import torch
@@ -93,10 +91,6 @@ class WeightsAlone:
     parts: Footprint
     memory_bytes: int
 
-    def lines(self) -> list[str]:
-        weights = f"{self.num_parameters / 1e9:.1f} B parameters, {self.weight_bytes / GIB:.1f} GiB on the one rank"
-        return [f"{self.model}, {_name(self.dtype)}: {weights}", self.sentence, f"no time: {self.reason}"]
-
     @property
     def total_bytes(self) -> int:
         """Memory of weights and processes on one GPU."""
@@ -112,13 +106,6 @@ class WeightsAlone:
     @property
     def reason(self) -> str:
         return f"a step of {self.model} is not known before there is a request"
-
-    def document(self) -> dict[str, Any]:
-        """Return a JSON object with the keys of ``document_of``, without candidates."""
-        weights = {"num_parameters": self.num_parameters, "weight_bytes": self.weight_bytes}
-        weights |= {"total_bytes": self.total_bytes, "memory_bytes": self.memory_bytes}
-        model = {"model": self.model, "num_ranks": 1, "dtype": _name(self.dtype)}
-        return {**model, **weights, "candidates": [], "chosen": None, "reason": self.reason}
 
 
 def make_estimate(options: EstimateOptions) -> Estimate | WeightsAlone:
@@ -230,83 +217,6 @@ def measurement_file(counted: ModelProfile, kind: str, num_ranks: int, attention
     name = f"{kind}x{num_ranks}_{counted.num_heads}x{counted.head_dim}_{dtype}"
     name = name if attention == "auto" else f"{name}_attention_{attention}"
     return Settings().data_dir / "machines" / f"{name}.json"
-
-
-def print_estimate(options: EstimateOptions, *, as_json: bool) -> None:
-    with quiet_libraries():
-        estimate = make_estimate(options)
-    if isinstance(estimate, WeightsAlone):
-        document, lines = estimate.document(), estimate.lines()
-    else:
-        document, lines = document_of(options, estimate), lines_of(options, estimate)
-    if as_json:
-        print(json.dumps(document, indent=1))
-    else:
-        print("\n".join(lines))
-
-
-def lines_of(options: EstimateOptions, estimate: Estimate) -> list[str]:
-    request, step = estimate.request, estimate.forecast
-    frames = f", {request.num_frames} frames" if request.num_frames > 1 else ""
-    tokens = " + ".join(f"{number} {stream}" for stream, number in step.work.lengths)
-    return [
-        f"{options.model}, {request.width}x{request.height}{frames}, {_name(estimate.dtype)}, linears {step.precision}"
-        f"{_attention(options, step.machine)}",
-        *estimate.times.lines(request),
-        *estimate.fit.lines(estimate.parts),
-        *(f"{name}: {_said(budget)}" for name, budget in budgets_of(options, estimate).items()),
-        f"tokens: {tokens}; branches: {step.work.num_branches}; ranks: {options.num_ranks}; times are predicted",
-        step.table(),
-        step.machine.describe(),
-        f"figures: {estimate.origin}",
-    ]
-
-
-def _said(budget: Budget | str) -> str:
-    return budget if isinstance(budget, str) else f"memory_gib: {budget.memory_gib:g} chooses {budget.sentence()}"
-
-
-def _attention(options: EstimateOptions, machine: Machine) -> str:
-    """Return what is said about attention: nothing if it is in the model's dtype, and was timed so."""
-    if options.attention == machine.attention_precision:
-        return "" if options.attention == "auto" else f", attention {options.attention}"
-    return f", attention {options.attention} (its time is that of {machine.attention_precision}: no other is known)"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def document_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Any]:
-    """Return the estimate as a JSON object."""
-    step = estimate.forecast
-    candidates = [
-        {name: value for name, value in asdict(cost).items() if name != "spec"}
-        | {"strategy": cost.spec.name, "total_ms": cost.total_ms}
-        for cost in step.costs
-    ]
-    return {
-        "model": options.model,
-        "size": f"{estimate.request.width}x{estimate.request.height}",
-        "num_frames": estimate.request.num_frames,
-        "num_ranks": options.num_ranks,
-        "dtype": _name(estimate.dtype),
-        "precision": step.precision,
-        "attention": options.attention,
-        "tokens": dict(step.work.lengths),
-        "num_branches": step.work.num_branches,
-        "request": estimate.times.document(),
-        "memory": estimate.fit.document(estimate.parts),
-        "budgets": {
-            name: {"error": budget} if isinstance(budget, str) else budget.document()
-            for name, budget in budgets_of(options, estimate).items()
-        },
-        "candidates": candidates,
-        "chosen": step.chosen.spec.name,
-        "reason": step.reason(),
-        "machine": asdict(step.machine),
-        "origin": estimate.origin,
-    }
 
 
 def _has_gpus(num_ranks: int) -> bool:
