@@ -23,7 +23,7 @@ from deployments.service.interface import (
 )
 from deployments.service.readiness import Readiness
 from deployments.service.retries import MAX_LOSSES, RECOVERY_DEADLINE_S
-from deployments.stages.common import SentPicture, SentPictures
+from deployments.stages.common import SentMedia, SentPictures
 from engines.gang.errors import DEADLINE, GangBrokenError, QueueFullError, TooLateError
 from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, Progress
 from pipelines.request import InputPicture, InputPictures, Lora
@@ -193,7 +193,7 @@ async def test_pictures_go_to_the_encoder_alone() -> None:
         assert (sent_request, pictures.open()) == (request, inputs)
     assert set(stages.sent) == {"expected_s", "denoise", "decode"}
     for args in stages.sent.values():
-        assert not any(isinstance(one, InputPictures | SentPictures | SentPicture) for one in args)
+        assert not any(isinstance(one, InputPictures | SentPictures | SentMedia) for one in args)
 
 
 async def test_what_cannot_be_decoded_is_not_painted(events_of: Callable[..., Any]) -> None:
