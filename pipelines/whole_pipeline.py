@@ -47,7 +47,7 @@ from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaReque
 PICTURES, VIDEO, FRAMES, CALL = "pictures", "video_FHWC", "frames_FHWC", "call"
 FLOW = "FlowMatch"
 """Part of the names of schedulers whose prediction is a velocity."""
-UNPACK, DECODE = "_unpack_latents", "decode"
+UNPACK = "_unpack_latents"
 
 
 class _CallCancelled(BaseException):

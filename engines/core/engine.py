@@ -98,7 +98,7 @@ class EagerEngine:
     team_sizes: tuple[int, ...] = (1,)
     estimates: StepEstimates | None = None
 
-    def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> None:
+    def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
         """Do nothing."""
 
     def close(self) -> None:

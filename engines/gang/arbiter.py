@@ -194,10 +194,6 @@ class Arbiter:
                 future._work(step_s, at_s)
         return at_s - now_s
 
-    def fits(self, names: Iterable[str]) -> bool:
-        """Return whether these models fit together while all others are asleep."""
-        return not self._lacking(set(names))
-
     def _copy(self) -> Arbiter:
         copied = Arbiter(self.capacity)
         copied.sharers = {name: replace(sharer) for name, sharer in self.sharers.items()}

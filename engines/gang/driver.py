@@ -92,11 +92,6 @@ class Driver:
     def is_cold(self) -> bool:
         return self._watchdog.is_cold
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no job is open."""
-        return self._table.num_open == 0
-
     def report(self) -> GangReport:
         """Return the gang's work, for the number of gangs."""
         return self._admission.report()

@@ -113,11 +113,6 @@ class Gang:
         """Whether it takes jobs."""
         return self.broken is None
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no job is open."""
-        return self._driver.is_idle
-
     def report(self) -> GangReport:
         """Return the gang's work, for the number of gangs."""
         return self._driver.report()
@@ -152,11 +147,6 @@ class Gang:
         finally:
             self._driver.close(open_job)
 
-    @property
-    def is_awake(self) -> bool:
-        """Whether steps may run."""
-        return self._driver.rest.may_work
-
     async def sleep(self) -> tuple[MemoryUse, ...]:
         """Move the weights of all ranks to the host, after the steps in flight. Return each rank's memory use.
 
@@ -177,11 +167,6 @@ class Gang:
     def wake_s(self) -> float:
         """Predicted seconds until steps may run; 0 while they may."""
         return self._driver.rest.wake_up.total_s
-
-    @property
-    def swap_s(self) -> float:
-        """Duration of the last ``sleep`` or ``wake``."""
-        return self._driver.rest.swap_s
 
     async def reserve_host_memory(self, pinned: Sequence[int] | None) -> None:
         """Let each rank pin host memory in the background, at most its entry of ``pinned`` in bytes (None: all)."""

@@ -203,7 +203,6 @@ class Ledger:
         self._metrics.step_done(step_s, num_ranks)
         for job_step, job in zip(step.work.job_steps, step.jobs, strict=True):
             job.gpu_s += step_s * num_ranks / len(step.jobs)
-            job.step_s = step_s
             if step.was_warm and job_step.step not in job.job.idle_steps:
                 job.warm_step_s = step_s
 
@@ -255,7 +254,6 @@ class Ledger:
             job_id=job_id,
             step=done.step,
             num_steps=job.job.num_steps,
-            step_ms=None if job.step_s is None else 1e3 * job.step_s,
             num_ranks=num_ranks,
             eta_s=eta_s(job, done.step),
             gpu_s=job.gpu_s,

@@ -125,11 +125,6 @@ class BlockOffload:
         """Memory of the buffers."""
         return sum(buffer_B.nbytes for buffer_B in self._buffers)
 
-    @property
-    def host_bytes(self) -> int:
-        """Memory of the blocks on the host."""
-        return sum(block.host_B.nbytes for block in self._blocks)
-
     def forget_copies(self) -> None:
         """Copy each block again at its next forward: the buffers may lose their values (``WeightMemory.sleep``)."""
         self._leave_running()

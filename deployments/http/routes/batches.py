@@ -31,7 +31,6 @@ from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.rules import Requester
 from deployments.requests.validation import field_error
 
-ENDPOINTS = ("/v1/images/generations", "/v1/images/edits", "/v1/videos")
 WINDOW_S = 86400
 PURPOSES = ("batch", "user_data")
 """Purposes of an uploaded file: JSON lines of a batch, or a clip that requests name."""
