@@ -41,7 +41,7 @@ IdempotencyKey = Annotated[
     Header(
         alias="Idempotency-Key",
         max_length=255,
-        description="Of a request that may be sent twice: within a day it is made once, and answered alike.",
+        description="Key of a request that may be sent again: within a day it runs once, and all get the same answer.",
     ),
 ]
 
@@ -50,7 +50,7 @@ logger = logging.getLogger("troupe.api")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What is known of one request: ``answer`` is that of the same one before, None if there was none."""
+    """The state of one request: ``answer`` is the earlier answer to the same request, None if there is none."""
 
     name: str = ""
     fingerprint: str = ""
@@ -62,9 +62,8 @@ class Turn:
 class KnownRequests:
     """Answers in the database, by the keys of their requests, for ``lifetime_s`` each and ``max_bytes`` in all.
 
-    Of requests with one key that come at once, to whichever replica, the second waits for the first. An error is no
-    answer: the same request may be sent again. If a replica dies over a request, the next one may begin after
-    ``lease_s``.
+    If two requests with one key come at once, on any replicas, the second waits for the first. Errors are not stored:
+    the same request may be sent again. If a replica dies over a request, the next one may begin after ``lease_s``.
     """
 
     def __init__(

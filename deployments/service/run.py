@@ -125,8 +125,8 @@ class Run:
         """Follow the denoiser's stream to its end. If this is cancelled, so is the stream: the job stops everywhere.
 
         The denoiser gets a reference to the encoding and waits for it, so that the transfer overlaps. Errors of the
-        encoder are raised here. The reference is held until the end, so that the encoding is not freed. For a new size
-        the decoder says, while the encoder runs, whether the size fits and how long decoding will take.
+        encoder are raised here. The reference is held until the end, so that the encoding is not freed. For a new size,
+        the decoder predicts its time and checks that the size fits, while the encoder runs.
         """
         responses: list[Any] = [self.stages.text_encoder.encode.remote(self.request, SentPictures.of(self.pictures))]
         if is_new := self.decode_times.get(self._decoded_like) is None:

@@ -1,1 +1,1 @@
-"""What a model needs on a machine: memory of its parts, seconds of a request, and savings that make it fit."""
+"""Needs of a model on a machine: memory of its parts, seconds of a request, savings that make it fit."""

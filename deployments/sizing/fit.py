@@ -20,8 +20,10 @@ PROCESS_BYTES = GIB // 2
 DECODE_LIMIT_GIB = 2
 """The proposed ``decoder.memory_gib``."""
 SHARED, APART, ON_CPU, TURNS = "shared", "apart", "on_cpu", "turns"
-"""Encoder and decoder on the first rank's GPU; on a GPU of their own; the encoder on CPU cores, the decoder shared;
-all on the first rank's GPU, where the encoder is asleep while the others are awake, and they while it is."""
+"""Places of encoder and decoder.
+
+``SHARED``: on the first rank's GPU. ``APART``: on a GPU of their own. ``ON_CPU``: the encoder on CPU cores, the decoder
+on the first rank's GPU. ``TURNS``: as ``SHARED``, but either the encoder or the other parts are asleep."""
 MAX_RANKS = 8
 """Most proposed ranks, those of a usual host."""
 

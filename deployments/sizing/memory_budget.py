@@ -88,7 +88,7 @@ def machine_like(memory_gib: float) -> str:
 
 
 def gpu_name() -> str:
-    """Return the name of this host's first GPU as its driver has it, without use of CUDA; empty if there is none."""
+    """Return the driver's name of this host's first GPU, without CUDA; empty without a GPU."""
     for file in sorted(DRIVER_FOLDER.glob("*/information")):
         for line in file.read_text().splitlines():
             key, _, value = line.partition(":")
