@@ -1,7 +1,7 @@
 """Run a pipeline's own ``__call__`` as jobs of a gang: for pipelines without modular blocks (``generic.whole``).
 
-A job is a call in a thread of its own. It pauses after each step of its scheduler, so that a gang's step is the time
-from one pause to the next. The call has its own encoders and decoder: the stages around a gang pass values along.
+A job is a call in a thread of its own. It pauses after each step of its scheduler, and a gang's step lasts from one
+pause to the next. The call has its own encoders and decoder, so the stages around a gang pass values along.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ UNPACK = "_unpack_latents"
 
 
 class _CallCancelled(BaseException):
-    """Ends the thread of a call that nobody waits for. No ``Exception``, which a pipeline might catch."""
+    """Ends the thread of an abandoned call. It is no ``Exception``, since a pipeline might catch one."""
 
 
 @dataclass(slots=True, eq=False)

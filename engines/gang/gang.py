@@ -79,9 +79,9 @@ class Gang:
     ) -> Gang:
         """Spawn ranks in the replica's placement group, connect them, run ``load`` on each, then its result.
 
-        ``model`` is the name in logs and metrics. ``environment`` is called on each node for the variables of its
-        ranks' processes; ``python`` is their command and ``gpus`` their part of a GPU (``spawn_ranks``). ``step_times``
-        returns the step times measured on such ranks, given the ranks' estimates.
+        ``model`` is the name in logs and metrics. ``environment`` is called on each node and returns the variables of
+        its ranks' processes. ``python`` is their command, ``gpus`` their share of a GPU (``spawn_ranks``).
+        ``step_times`` returns the step times measured on such ranks, given the ranks' estimates.
 
         On an error, a missed start deadline (``GangBrokenError``) or cancellation, all started ranks are killed.
         Exceptions of ``load`` and of its result are raised here unchanged.

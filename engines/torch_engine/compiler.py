@@ -31,8 +31,8 @@ PRODUCTS = (operator.mul, torch.mul, "mul")
 def real_product(x_D2: Tensor, factor: Tensor) -> Tensor:
     """Return ``view_as_real(view_as_complex(x) * factor)``, shape (..., 2); ``factor`` is complex.
 
-    Each number is read in place, beside the other one of its pair, which compiles to one pass over whole rows. Two
-    joined halves would take four passes over every second number.
+    Both numbers of a pair are read in place, so it compiles to one pass over whole rows. Two joined halves would take
+    four passes over every second number.
     """
     cos, sin = (part.unsqueeze(-1) for part in torch.view_as_real(factor).unbind(-1))
     sign_2 = 2 * torch.arange(2, device=x_D2.device) - 1

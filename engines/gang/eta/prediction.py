@@ -13,8 +13,9 @@ SPEEDUP_EXPONENT = 0.8
 (2048 x 2048)."""
 
 NEAR = 8.0
-"""A measured step predicts steps whose estimates differ by up to this factor: 512 x 512 and 2048 x 2048 pixels were
-predicted from 1024 x 1024 within 7 % on H200s."""
+"""A measured step predicts steps whose estimates differ by up to this factor.
+
+On H200s, 512 x 512 and 2048 x 2048 pixels were predicted from 1024 x 1024 within 7 %."""
 
 USUAL_MOVE_S = 0.002
 """Default seconds of a change of a job's team: 0.9 and 1.2 ms measured on H200s (512 x 512 pixels)."""

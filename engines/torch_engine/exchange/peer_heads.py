@@ -1,4 +1,4 @@
-"""Ulysses without a collective: each rank writes into the others' memory, in the layout of the reader.
+"""Ulysses without a collective: each rank writes into its peers' memory, in the layout of the reader.
 
 Two ways to write. *Pushed*: the kernel that makes the data stores it straight into the peers' memory; nothing is left
 to do, but no product runs meanwhile. *Copied*: the kernel writes locally, and the copy engines transfer the data while
