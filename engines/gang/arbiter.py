@@ -1,6 +1,6 @@
 """Decides which of the models that share GPUs are awake. Pure: no clock, no tasks, no ranks.
 
-A model that is awake and has work keeps its turn until the work is done, or the turn is over and another model waits.
+An awake model with work keeps its turn until the work is done, or until the turn is over and another model waits.
 Swaps are never free, so a turn lasts a multiple of a swap's measured time.
 """
 
@@ -111,7 +111,7 @@ class Sharer:
 class Arbiter:
     """Decides for the models that share some GPUs. ``capacity`` is the usable memory of each device, in bytes.
 
-    The caller reports demands and states, then follows ``decide``: models that it omits go to sleep, and others wake
+    The caller reports demands and states, then follows ``decide``. Models that it omits go to sleep, and others wake
     up once there is room.
     """
 

@@ -1,7 +1,7 @@
 """Per-block compilation: one compiled function serves all blocks of a kind, so a deep model compiles in seconds.
 
-Complex products in traced code are rewritten as real ones. Inductor generates no code for complex tensors: rotary
-embeddings would leave float32 copies of queries and keys, with several extra kernels per block.
+Complex products in traced code are rewritten as real ones. Inductor generates no code for complex tensors. Rotary
+embeddings would make float32 copies of queries and keys, with several extra kernels per block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Step times of a rank: on its own process, or on a device that works on while the rank takes the next plan."""
+"""Step times of a rank: of its own process, or of a device that still works when the rank takes the next plan."""
 
 from __future__ import annotations
 
