@@ -110,7 +110,7 @@ class TorchEngine:
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
         """See ``Engine.predict``. Neighbouring branches of equal shape may run at the same time (guidance).
 
-        Raise ``ValueError`` for a step that certainly does not fit in memory, and ``JobFailedError`` for a step that the
+        Raise ``ValueError`` for a step that certainly does not fit in memory, and ``JobFailedError`` for one that the
         module cannot compute: both on all ranks and before any exchange.
         """
         self._check_memory(branches, ranks)
