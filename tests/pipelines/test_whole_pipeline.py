@@ -281,6 +281,7 @@ def test_a_job_that_is_dropped_ends_where_it_is(folders: Callable[[Make], Path])
     rank.jobs.execute(StepPlan(sequence=2, drops=("a",)))
     thread.join(PATIENCE_S)
     assert not thread.is_alive()
+    assert rank.jobs.job_ids == ()
 
 
 def test_a_fault_of_the_pipeline_fails_its_job_alone(folders: Callable[[Make], Path]) -> None:

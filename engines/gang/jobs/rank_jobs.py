@@ -99,6 +99,11 @@ class RankJobs:
         self._failures: list[JobFailure] = []
         self._was_warm, self._predicted = True, False
 
+    @property
+    def job_ids(self) -> tuple[str, ...]:
+        """Ids of the jobs that the rank holds."""
+        return tuple(self._residents)
+
     def admit(self, job: Job) -> None:
         """Hold a job until its first step, with its additions to the weights loaded. May be called on another thread.
 
