@@ -144,13 +144,13 @@ def trace(
 
 
 @contextmanager
-def offline_team(spec: ParallelSpec) -> Iterator[Team]:
+def offline_team(spec: ParallelSpec, rank: int = 0) -> Iterator[Team]:
     """Yield ``spec``'s team for a trace in one process; torch's fake process group replaces the other ranks."""
     if dist.is_initialized():
         raise ValueError("offline_team needs a process without torch.distributed: use the gang's own team instead")
-    dist.init_process_group("fake", rank=0, world_size=spec.num_ranks, store=fake_store())
+    dist.init_process_group("fake", rank=rank, world_size=spec.num_ranks, store=fake_store())
     try:
-        yield Teams(rank=0, num_ranks=spec.num_ranks, specs=(spec,), groups=Groups(spec.num_ranks)).team(
+        yield Teams(rank=rank, num_ranks=spec.num_ranks, specs=(spec,), groups=Groups(spec.num_ranks)).team(
             tuple(range(spec.num_ranks)), spec
         )
     finally:
