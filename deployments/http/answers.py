@@ -11,7 +11,7 @@ from deployments.clips.database import ClipRecord
 from deployments.http.streams import Event
 from deployments.requests.fields import Quality
 from deployments.requests.model_choice import BEHIND
-from deployments.requests.recipe_choice import steps_of_quality, written
+from deployments.requests.recipe_choice import recipe_document, steps_of_quality
 from deployments.requests.rules import QUALITY_SHARES
 from deployments.service.interface import ModelCard, ModelPath, Progress, StageTimes
 from pipelines.caching import CacheMode
@@ -84,7 +84,7 @@ class Model(BaseModel):
                 ModelLora(name=lora.name, scale=lora.scale) for lora in card.loras if lora.name not in card.recipes
             ),
             takes_loras=card.runtime_loras is not None,
-            recipes={name: written(name, recipe, card) for name, recipe in card.recipes.items()},
+            recipes={name: recipe_document(name, recipe, card) for name, recipe in card.recipes.items()},
             qualities=dict(card.qualities),
             enhances_prompts=card.enhances_prompts,
             memory=None if card.memory is None else dict(card.memory),

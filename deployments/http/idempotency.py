@@ -84,7 +84,7 @@ class KnownRequests:
         name = name_of(path, requester, key)
         async with self._turns.setdefault(name, asyncio.Lock()):  # here the next one need not look again and again
             fingerprint = await asyncio.to_thread(fingerprint_of, body)
-            turn = await self._taken(Turn(name=name, fingerprint=fingerprint))
+            turn = await self._wait_for_turn(Turn(name=name, fingerprint=fingerprint))
             if turn.fingerprint != fingerprint:
                 message = f"Idempotency-Key {shown(key)} came with another body before; give each request its own"
                 raise ApiError(409, message, param="Idempotency-Key", code="idempotency_key_reused")
@@ -109,7 +109,7 @@ class KnownRequests:
         except UNAVAILABLE as error:
             logger.warning("an answer cannot be kept for its Idempotency-Key: %s", error)
 
-    async def _taken(self, turn: Turn) -> Turn:
+    async def _wait_for_turn(self, turn: Turn) -> Turn:
         """Return the turn with the answer, or with this call as its owner, once no other works on the request."""
         while True:
             if mine := await taken(self._take(replace(turn, owner=secrets.token_hex(16))), self._forget):

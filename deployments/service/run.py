@@ -132,7 +132,7 @@ class Run:
         if is_new := self.decode_times.get(self._decoded_like) is None:
             responses.append(self.stages.decoder.expected_s.remote(self.request, self.output))
         try:
-            encoded = [await self._taken(object_ref(responses[0]), "text encoder")]
+            encoded = [await self._await_replica(object_ref(responses[0]), "text encoder")]
             if is_new:
                 self._decoder_estimate_s = await self._answer(responses[1])
             denoise = self.stages.denoiser.options(stream=True).denoise
@@ -140,7 +140,7 @@ class Run:
             request, decode_s = self._with_time_waited(), self._predicted_decode_s or 0.0  # unknown: no refusal
             stream: Any = denoise.remote(self.job_id, request, encoded, self.exclusive, decode_s, self.accepted)
             responses.append(stream)
-            await self._taken(object_ref_generator(stream), "denoiser")
+            await self._await_replica(object_ref_generator(stream), "denoiser")
             async for group in stream:
                 for event in group:
                     self._hear(event, publish)
@@ -197,13 +197,13 @@ class Run:
 
     async def _answer(self, response: Any) -> Any:
         try:
-            await self._taken(object_ref(response), "decoder")
+            await self._await_replica(object_ref(response), "decoder")
             return await response
         except BaseException:
             response.cancel()
             raise
 
-    async def _taken(self, reference: Awaitable[Any], stage: str) -> Any:
+    async def _await_replica(self, reference: Awaitable[Any], stage: str) -> Any:
         """Return the reference to the result once a replica has taken the request."""
         asked_s = time.perf_counter()
         try:

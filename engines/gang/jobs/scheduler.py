@@ -107,7 +107,7 @@ class Scheduler:
         free = self._gang.ranks if free is None else free
         if not self._teams_are_current or not self._gang.is_elastic:
             self._choose_teams(is_idle, now_s)
-        due = [(ranks, jobs) for ranks, jobs in self._served() if set(ranks).issubset(free)]
+        due = [(ranks, jobs) for ranks, jobs in self._teams_with_jobs() if set(ranks).issubset(free)]
         if not (due or self._drops):
             return None
         moves = tuple(move for ranks, jobs in due for entry in jobs if (move := _move_of(entry, ranks)))
@@ -214,7 +214,7 @@ class Scheduler:
 
     # Plans.
 
-    def _served(self) -> Iterator[tuple[Ranks, list[_Entry]]]:
+    def _teams_with_jobs(self) -> Iterator[tuple[Ranks, list[_Entry]]]:
         """Yield each team with its job and further jobs of the same shape."""
         served: set[str] = set()
         for entry in [entry for entry in self._entries.values() if entry.ranks]:
