@@ -31,7 +31,7 @@ class GangSleep:
         self._has_slept = False
         self._moved = asyncio.Event()
         self._wake_s = 0.0
-        """Duration of the last change, and of the last wake-up (until one was measured: of the last sleep)."""
+        """Duration of the last wake-up; until one was measured, of the last sleep."""
         self._awake_at_s = 0.0
         """When it is expected to be awake, while it is not."""
         self.uses: tuple[MemoryUse, ...] = ()
