@@ -34,8 +34,10 @@ logger = logging.getLogger(__name__)
 DEATH_WITHIN_S = 5.0
 """Wait for the death of killed ranks."""
 ANSWERS_WITHIN_S = 0.1
-"""Time in which answers that have come reach a check whose time is over. Ray blocks the event loop while a caller hangs
-to which a stream has ended; then answers and the end of the time come at once."""
+"""Time that a check still waits after its deadline for answers that have arrived.
+
+Ray blocks the event loop while the caller of an ended stream hangs. Afterwards the answers and the deadline come at
+once."""
 
 
 class Gang:

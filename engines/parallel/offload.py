@@ -1,6 +1,6 @@
-"""Blocks of a module in host memory: each is copied to the device one block ahead, and is there only while it runs.
+"""Blocks of a module in host memory: each is copied to the device one block ahead, and stays there only while it runs.
 
-Two buffers on the device take turns: while one block runs from the first, the next offloaded one is copied into the
+Two buffers on the device take turns. While one block runs from the first, the next offloaded one is copied into the
 second, on a stream of its own. The result has the same bytes as that of a module that is whole on the device.
 Offloaded blocks are spread evenly, so that the copies hide behind the blocks between them.
 """

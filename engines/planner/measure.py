@@ -157,7 +157,7 @@ class LocalRanks:
     def answer(self, within_s: float) -> Any:
         """Return rank 0's answer.
 
-        Raise RuntimeError with the last line of a rank's error as soon as one fails, or if all end without an answer.
+        Raise RuntimeError as soon as a rank fails, with the last line of its error, or if all end without an answer.
         Raise TimeoutError after ``within_s``.
         """
         end_s = time.monotonic() + within_s

@@ -15,8 +15,9 @@ from engines.planner.machine import Machine
 from engines.planner.profile import ModelProfile
 
 ELEMENTWISE_PASSES = 36
-"""Reads and writes of the hidden state by a compiled block outside products and attention (norms, modulation, rotary
-embedding, residuals); fitted to a 57-block model on one GPU."""
+"""Reads and writes of the hidden state by a compiled block outside products and attention.
+
+They are norms, modulation, rotary embedding and residuals. Fitted to a 57-block model on one GPU."""
 
 EAGER_PASSES = 90
 """The same for an eager block, as with offloaded blocks. Assumed, not measured."""

@@ -47,9 +47,9 @@ class Scheduler:
     """Plans steps in the order of its ``policy``, on all ranks or, if ``elastic``, on teams of ``team_sizes``.
 
     By default teams may have all sizes that tile the gang. The policy chooses them by the ``prediction`` of steps. A
-    job may be paused after any step for a more urgent one. At most ``max_running_jobs`` have begun at a time, since the
-    ranks hold their states; at that limit the most urgent of them continues. A job's state moves to ranks that lack it
-    before its step. Up to ``max_batch`` jobs of one shape on one team are served together. An exclusive job begins when
+    job may be paused after any step for a more urgent one. At most ``max_running_jobs`` have begun, since the ranks
+    hold their states. At that limit the most urgent of them continues. A job's state moves to ranks that lack it before
+    its step. Up to ``max_batch`` jobs of one shape on one team are served together. An exclusive job begins when
     all jobs before it have ended, and later ones wait for its end.
     """
 
