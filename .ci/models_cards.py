@@ -13,9 +13,9 @@ from pathlib import Path
 from models_facts import swept
 from models_tables import replaced, table
 
-from deployments.cli.estimate import Estimate, EstimateOptions, WeightsAlone, make_estimate
-from deployments.cli.fit import GIB, Change, Fit, RequestTimes, with_memory
-from deployments.cli.savings import Budget, BudgetRules, choose_savings
+from deployments.sizing.estimate import Estimate, EstimateOptions, WeightsAlone, make_estimate
+from deployments.sizing.fit import GIB, Change, Fit, RequestTimes, with_memory
+from deployments.sizing.savings import Budget, BudgetRules, choose_savings
 from engines.planner.cost_model import USABLE
 from engines.planner.forecast import forecast
 from engines.planner.machine import MACHINES

@@ -1,7 +1,7 @@
 """The application builder: from a validated configuration to bound Serve deployments.
 
-`serve deploy` validates a file's ``args`` by the annotation of ``build_app``, which must be a class, not its name:
-this file evaluates its annotations.
+`serve deploy` validates a file's ``args`` by the annotation of ``build_app``. It must be a class, not a string, so this
+file evaluates its annotations.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from deployments.autoscaling import DECIDE_EVERY_S, LOOK_BACK_S
 from deployments.config import AppConfig, ModelConfig, ShareConfig
 from deployments.forked_workers import Level, Pythons, worker_pythons
 from deployments.ingress import Ingress
-from deployments.memory_budget import with_budgets
 from deployments.names import ACCOUNTS, CODEC, INGRESS, STAGES, deployment_name
 from deployments.ray_private import deployment_names, with_version
 from deployments.request_router import REPLICAS_PER_REPORT_S, REPORT_EVERY_S
 from deployments.sharing.share_actor import ShareSpec
+from deployments.sizing.memory_budget import with_budgets
 from deployments.stages.common import StageSpec
 from deployments.stages.denoiser import Denoiser
 from deployments.stages.devices import ALL_GPUS
@@ -39,8 +39,8 @@ HEALTH: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 0.1,
 }
 INGRESS_HEALTH: dict[str, Any] = {**HEALTH, "health_check_period_s": 0.5, "health_check_timeout_s": 1.0}
-"""An ingress that hangs blocks each replica whose stream to it has ended: Ray waits in the replica's event loop until
-the last item is acknowledged. It is killed before such a replica misses three health checks."""
+"""A hanging ingress blocks each replica whose stream to it has ended, until it acknowledges the last item: Ray waits in
+the replica's event loop. The ingress is killed before such a replica misses three health checks."""
 INGRESS_SURGE_PERCENT = 1
 """One more replica than configured while a new version rolls out: a replica ends when its successor runs."""
 REPLICA_CPUS = 0.1
@@ -51,8 +51,9 @@ DRAIN_S = 600.0
 """Time that an ingress has to finish its requests, which may wait for a new gang. Also the time that a gang has to
 finish its jobs, if it scales by predicted work. Serve chooses which replica ends."""
 SHORT_DRAIN_S = 120.0
-"""The same of other gangs: no longer than the notice of a spot instance, and within ``RECOVERY_DEADLINE_S``, for which
-requests wait if the model has no other gang."""
+"""The same for other gangs: shorter than a spot instance's notice, and than ``RECOVERY_DEADLINE_S``.
+
+Requests wait that long if the model has no other gang."""
 CODE = ("engines", "pipelines", "deployments")
 """Packages whose code is part of each version."""
 

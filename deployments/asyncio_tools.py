@@ -1,7 +1,7 @@
 """Tasks and streams that end with their block.
 
-Task groups must not span the ``yield`` of an async generator: a failure inside would cancel the consumer, which may
-also resume the generator in another task.
+Task groups must not span the ``yield`` of an async generator. A failure inside would cancel the consumer, and the
+consumer may resume the generator in another task.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
 async def finish(work: Coroutine[Any, Any, T]) -> T:
     """Return the result of ``work``, which is not cut short.
 
-    If this call is cancelled meanwhile, raise CancelledError afterwards, also if ``work`` fails: a loop that survives
-    its errors would never end.
+    If this call is cancelled meanwhile, raise CancelledError afterwards, even if ``work`` fails. A caller that loops on
+    errors would never end otherwise.
     """
     task = asyncio.current_task()
     num_before = 0 if task is None else task.cancelling()

@@ -35,7 +35,7 @@ def describe_errors(error: ValidationError, document: Any, schema: type[BaseMode
     """
     errors = [one for one in error.errors() if not _follows(one, error.errors())]
     json_schema = schema.model_json_schema()
-    misspelt = {(*one["loc"][:-1], _meant(one, json_schema)) for one in errors if one["type"] in UNKNOWN}
+    misspelt = {(*one["loc"][:-1], _nearest_key(one, json_schema)) for one in errors if one["type"] in UNKNOWN}
     sentences: dict[str, list[str]] = {}
     for place, same in _by_value(errors, json_schema).items():
         if same[0]["type"] not in MISSING or place not in misspelt:
@@ -74,7 +74,7 @@ def _allowed(error: Mapping[str, Any], json_schema: Mapping[str, Any]) -> str:
 def _sentence(error: Mapping[str, Any], json_schema: Mapping[str, Any]) -> str:
     """Return the sentence after the path."""
     if error["type"] in UNKNOWN:
-        meant = _meant(error, json_schema)
+        meant = _nearest_key(error, json_schema)
         hint = f"did you mean {meant}?" if meant else f"known: {', '.join(_keys(json_schema, error['loc'][:-1]))}"
         return f" is no key here: {hint}"
     if error["type"] in MISSING:
@@ -84,7 +84,7 @@ def _sentence(error: Mapping[str, Any], json_schema: Mapping[str, Any]) -> str:
     return f" is {shown(error['input'])}: {formatted(error, CONFIG_SENTENCES)}"
 
 
-def _meant(error: Mapping[str, Any], json_schema: Mapping[str, Any]) -> str:
+def _nearest_key(error: Mapping[str, Any], json_schema: Mapping[str, Any]) -> str:
     """Return the known key that is nearest to an unknown one; empty if none is near."""
     return nearest_name(str(error["loc"][-1]), _keys(json_schema, error["loc"][:-1]))
 

@@ -150,8 +150,8 @@ class ForkedWorker:
 def _base_path() -> tuple[str, ...]:
     """Return ``sys.path`` as it is without PYTHONPATH.
 
-    Folders of installed packages stay, last as usual: an installed project is in one of them, and the zygote has it in
-    PYTHONPATH.
+    Folders of installed packages stay, last as usual. An installed project is in one of them, which the zygote has in
+    its PYTHONPATH.
     """
     added = {os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry}
     base = [entry for entry in sys.path if entry and os.path.abspath(entry) not in added]

@@ -156,7 +156,7 @@ class Ingress:
         """Serve Python handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
 
         Yield ``Queued``, ``Progress`` for every step, ``Preview`` (with ``partial_images``, and for clips), and finally
-        ``Media``. ``fields`` are those of the HTTP API, and ``kind`` (image or video) for models that make both;
+        ``Media``. ``fields`` are fields of the HTTP API, and ``kind`` (image or video) for models that make both.
         ValueError names an invalid one. Pictures (``image``, ``mask``, ``input_reference``) are the bytes of files.
         Cancelling the response stops the job on all ranks.
         """

@@ -154,7 +154,7 @@ def new_lora_id() -> str:
 
 
 def _with_loras(card: ModelCard, added: Mapping[str, Lora]) -> ModelCard:
-    """Return ``card`` with further adapters. Those of the configuration precede all others."""
+    """Return ``card`` with further adapters, after the adapters of the configuration."""
     if card.runtime_loras is None or not added:
         return card
     own_names = {*(lora.name for lora in card.loras), *card.recipes}

@@ -117,8 +117,8 @@ class _VersionedConfig(DeploymentConfig):
 def with_version(deployment: serve.Deployment, version: str) -> serve.Deployment:
     """Give ``deployment`` a version of its own, and return it.
 
-    Serve restarts the replicas of a new version. It gives all deployments of an application one version, which a
-    change of any argument changes, and no option sets it.
+    Serve restarts the replicas of a new version. It gives all deployments of an application one version, which changes
+    with any argument. No public option sets it.
     """
     options = {name: getattr(deployment._deployment_config, name) for name in DeploymentConfig.model_fields}
     deployment._deployment_config = _VersionedConfig.model_construct(**options | {"version": version})

@@ -3,8 +3,8 @@
 The shim requests a fork from the zygote (``deployments/zygote.py``), forwards signals to it, and exits with its status.
 Without a zygote for this worker, it executes Python itself and logs why.
 
-As the ``py_executable`` of a runtime environment it runs as ``worker_shim.py LEVEL SCRIPT ARGUMENTS…``. In place of
-Ray's ``setup_worker.py``, which imports all of Ray, it runs as
+A runtime environment with it as ``py_executable`` runs ``worker_shim.py LEVEL SCRIPT ARGUMENTS…``. In place of Ray's
+``setup_worker.py``, which imports all of Ray, it runs as
 ``worker_shim.py SCRIPT ARGUMENTS… --serialized-runtime-env-context=JSON``.
 
 It imports little, and of the standard library only: it runs once per worker.

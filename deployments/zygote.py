@@ -1,7 +1,7 @@
 """A process that has imported the libraries of workers, and is forked for each of them.
 
-``python -m deployments.zygote DIRECTORY LEVEL…`` listens on a socket ``DIRECTORY/LEVEL`` for each level: ``base`` has
-the libraries of every worker of Ray Serve, ``model`` also torch, diffusers and transformers. The client is
+``python -m deployments.zygote DIRECTORY LEVEL…`` listens on a socket ``DIRECTORY/LEVEL`` for each level. ``base`` has
+the libraries of every worker of Ray Serve; ``model`` adds torch, diffusers and transformers. The client is
 ``deployments/worker_shim.py``. A zygote does not import Ray, whose threads and signal handlers survive no fork. It
 starts no threads and does not initialize CUDA.
 """

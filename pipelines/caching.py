@@ -1,9 +1,9 @@
 """Steps that skip their forwards and reuse the previous prediction, chosen by the number of steps alone.
 
 Predictions change much in the first steps and little later (benchmarks/reports/step_cache_2cpu_2026-11-25.md). A later
-step may reuse the previous prediction. The pattern is fixed as in FORA (Selvaraju et al. 2024, arXiv:2407.01425), and
-only the last layer is cached, as in TaylorSeer's lite form (Liu et al. 2025, arXiv:2503.06923) at order 0. It depends
-on numbers only, so all ranks of a gang agree.
+step may reuse the previous prediction. The pattern is fixed as in FORA (Selvaraju et al. 2024, arXiv:2407.01425). Only
+the last layer is cached, as in TaylorSeer's lite form (Liu et al. 2025, arXiv:2503.06923) at order 0. The pattern
+depends on numbers only, so all ranks of a gang agree.
 """
 
 from __future__ import annotations

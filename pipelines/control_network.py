@@ -1,7 +1,7 @@
 """A model with a control network that is stored apart from it.
 
-Its name is ``MODEL+controlnet@NETWORK``, both as folders or hub ids. All that reads a checkpoint sees one diffusers
-folder: links to the parts of the model and to the network, and an index that has both.
+Its name is ``MODEL+controlnet@NETWORK``, both as folders or hub ids. It is opened as one diffusers folder with links to
+the parts of the model and to the network, and an index of both.
 """
 
 from __future__ import annotations

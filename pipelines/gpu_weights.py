@@ -94,7 +94,7 @@ class _Piece:
 
 
 def read_tensors(path: Path, device: torch.device, on_host: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return all tensors by name. Those ``on_host`` are views of the mapped file.
+    """Return all tensors by name. Tensors ``on_host`` are views of the mapped file.
 
     OSError, or ValueError if the file is invalid or truncated.
     """

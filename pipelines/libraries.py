@@ -39,8 +39,8 @@ def quick_imports() -> Iterator[None]:
 def _import_without_extras() -> None:
     """Import the modules that detect available packages, with some of them hidden.
 
-    transformers uses SciPy for losses of object detectors, and diffusers PEFT for adapters (here the engines do that).
-    diffusers' schedulers, a few of which need SciPy, import it on first use.
+    transformers uses SciPy for losses of object detectors. diffusers uses PEFT for adapters, which the engines do here.
+    A few of diffusers' schedulers need SciPy, and import it on first use.
     """
     if "diffusers" in sys.modules:
         return

@@ -32,8 +32,8 @@ def resolve_path(source: str, *, weights: bool = True) -> Path:
     """Return the diffusers directory of ``source``: a folder, the name of a shipped checkpoint, or a hub id.
 
     A hub id is downloaded (or found in the hub cache), with ``weights`` if requested. So are parts that a modular index
-    places elsewhere. A single file (``single_file``) resolves to its base, and a model with a control network apart
-    (``control_network``) to a folder of both. ValueError says what to change.
+    places elsewhere. A single file (``single_file``) resolves to its base. A model with a separate control network
+    (``control_network``) resolves to a folder of both. ValueError says what to change.
     """
     source, network = split_network(source)
     if network:

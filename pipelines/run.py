@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engines.core.engine import Engine
+from engines.core.engine import EagerEngine, Engine
 from engines.core.model import Branch, DenoiserModel
 from pipelines.blocks.decoder import BlocksDecoder
 from pipelines.blocks.encoder import BlocksEncoder
@@ -20,9 +20,9 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlainEngine:
-    """An ``Engine`` that calls the unsplit module: one rank, eager, one branch after the other."""
+@dataclass(frozen=True, kw_only=True)
+class PlainEngine(EagerEngine):
+    """Calls the unsplit module, one branch after the other."""
 
     model: DenoiserModel
 
@@ -31,25 +31,6 @@ class PlainEngine:
         assert len(ranks) == 1, "the plain engine runs on one rank"
         assert not any(branch.additions for branch in branches), "the plain engine runs the weights as they are"
         return tuple(self.model.forward(self.model.modules[branch.module], branch.arguments) for branch in branches)
-
-    def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> None:
-        """Do nothing."""
-
-    @property
-    def was_warm(self) -> bool:
-        return True
-
-    @property
-    def team_sizes(self) -> tuple[int, ...]:
-        return (1,)
-
-    @property
-    def estimates(self) -> None:
-        """No estimates."""
-        return None
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

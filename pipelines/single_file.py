@@ -55,7 +55,7 @@ def split_source(source: str) -> tuple[Path | None, str]:
     name, _, base = source.partition(suffix + AT)
     if not base:
         raise ValueError(
-            f"{source} is a transformer alone: say where the rest is, as base: FOLDER (or a hub id) in a "
+            f"{source} is a transformer alone: name the folder or hub id of the other parts, as base: FOLDER in a "
             f"configuration, or {source}{AT}FOLDER on the command line"
         )
     file = Path(name + suffix)

@@ -34,11 +34,6 @@ class Solver:
     boundary_ratio: float | None = None
     """Share of the training's timesteps below which the second transformer is used."""
 
-    @property
-    def num_steps(self) -> int:
-        """Number of steps that are given one by one."""
-        return len(self.sigmas or self.timesteps)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedScheduler:

@@ -1,7 +1,7 @@
 """Run a pipeline's own ``__call__`` as jobs of a gang: for pipelines without modular blocks (``generic.whole``).
 
-A job is a call in a thread of its own. It pauses after each step of its scheduler, so that a gang's step is the time
-from one pause to the next. The call has its own encoders and decoder: the stages around a gang pass values along.
+A job is a call in a thread of its own. It pauses after each step of its scheduler, and a gang's step lasts from one
+pause to the next. The call has its own encoders and decoder, so the stages around a gang pass values along.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engines.core.engine import JobFailedError
+from engines.core.engine import EagerEngine, JobFailedError
 from engines.core.logs import log_level
 from engines.core.model import Branch
 from pipelines.blocks.decoder import BlocksDecoder, DecodedMedia
@@ -47,11 +47,11 @@ from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaReque
 PICTURES, VIDEO, FRAMES, CALL = "pictures", "video_FHWC", "frames_FHWC", "call"
 FLOW = "FlowMatch"
 """Part of the names of schedulers whose prediction is a velocity."""
-UNPACK, DECODE = "_unpack_latents", "decode"
+UNPACK = "_unpack_latents"
 
 
 class _CallCancelled(BaseException):
-    """Ends the thread of a call that nobody waits for. No ``Exception``, which a pipeline might catch."""
+    """Ends the thread of an abandoned call. It is no ``Exception``, since a pipeline might catch one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -179,39 +179,19 @@ class WholeState:
     step: int = 0
 
 
-class WholeEngine:
-    """An ``Engine`` for one rank: a step's forwards, guidance and solver are the call's own."""
+class WholeEngine(EagerEngine):
+    """Takes the next step of each call: a step's forwards, guidance and solver are the call's own."""
 
     def __init__(self) -> None:
         self._warm: set[tuple[int, int, int]] = set()
-        self._was_warm = True
 
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> tuple[Tensor, ...]:
         """Return each call's latents after its next step. Errors of a pipeline fail the job, those of a device all."""
         shapes = {branch.constants["shape"] for branch in branches}
-        self._was_warm = shapes <= self._warm
+        self.was_warm = shapes <= self._warm
         predictions = tuple(_latents_after_step(branch.constants[CALL]) for branch in branches)
         self._warm |= shapes
         return predictions
-
-    def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> None:
-        """Do nothing: nothing is compiled."""
-
-    @property
-    def was_warm(self) -> bool:
-        return self._was_warm
-
-    @property
-    def team_sizes(self) -> tuple[int, ...]:
-        return (1,)
-
-    @property
-    def estimates(self) -> None:
-        """No estimates."""
-        return None
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def _latents_after_step(state: WholeState) -> Tensor:

@@ -139,7 +139,7 @@ def build(options: EngineBuildOptions) -> None:
         console.print("\n".join(report.lines()), soft_wrap=True)
 
 
-def engine_reports(options: EngineBuildOptions, *, visible: bool = True) -> list[EngineReport]:
+def engine_reports(options: EngineBuildOptions) -> list[EngineReport]:
     """Return reports of the engine files, which are built unless cached.
 
     ValueError if TensorRT does not support the options, BuildError if a build fails, KeyboardInterrupt after Ctrl-C.
@@ -173,7 +173,6 @@ def engine_reports(options: EngineBuildOptions, *, visible: bool = True) -> list
             target=target,
             weight_streaming=options.weight_streaming,
             strip_weights=options.strip_weights,
-            visible=visible,
         )
 
 

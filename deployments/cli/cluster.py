@@ -96,7 +96,7 @@ def shut_down() -> None:
 
 
 class Limited:
-    """Blocking ``work`` in a thread of its own, which may never end and has no event loop (a notebook has one)."""
+    """Blocking ``work`` in a thread, which may never end. A thread has no event loop, unlike a notebook."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._thread = threading.Thread(target=work, daemon=True)

@@ -40,7 +40,7 @@ def build_engine(
     strategy: Annotated[
         str, typer.Option(help="How a step is divided: ulysses, allgather_kv, hybrid, tensor ...")
     ] = "auto",
-    precision: Annotated[str, typer.Option(help="Of linears: native, fp8-static or int8-static.")] = "auto",
+    precision: Annotated[str, typer.Option(help="Precision of linears: native, fp8-static or int8-static.")] = "auto",
     target: Annotated[str, typer.Option(help="Compute capability, such as sm90; auto is this machine's GPU.")] = "auto",
     size: Annotated[list[str] | None, typer.Option(help="WIDTHxHEIGHT[xFRAMES]; several share an engine file.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, as in the configuration.")] = "auto",
@@ -99,7 +99,7 @@ def estimate(
         bool | None, typer.Option("--guidance/--no-guidance", help="True guidance: two branches a step.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    precision: Annotated[str, typer.Option(help="Of the linears: native, fp8 or int8.")] = "native",
+    precision: Annotated[str, typer.Option(help="Precision of linears: native, fp8 or int8.")] = "native",
     attention: Annotated[str, typer.Option(help="Precision of attention: auto or fp8.")] = "auto",
     machine: Annotated[str | None, typer.Option(help="h200, h100, l40s, rtx-4090 ..., or a file of --measure.")] = None,
     memory: Annotated[float | None, typer.Option(help="GiB of each GPU; the machine's.")] = None,
@@ -108,7 +108,8 @@ def estimate(
     gpus: Annotated[str | None, renamed_option("--gpus", "--ranks")] = None,
 ) -> None:
     """Estimate the seconds of a picture or clip, memory of all parts, and each strategy for a step."""
-    from deployments.cli.estimate import EstimateOptions, print_estimate
+    from deployments.cli.estimate import print_estimate
+    from deployments.sizing.estimate import EstimateOptions
 
     with errors():
         options = EstimateOptions(

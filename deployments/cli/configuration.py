@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from deployments.cli.fit import usual_limit_gib
 from deployments.cli.serving import CONFIGS, load_config, parse_config, shipped_configs
 from deployments.config import ServeConfig
+from deployments.sizing.fit import usual_limit_gib
 from pipelines.control_network import split_network, with_network
 from pipelines.defaults import Defaults
 from pipelines.loading import SHIPPED, hub_id_of, resolve_configuration
@@ -34,7 +34,7 @@ def config_for(
 ) -> ServeConfig:
     """Return the configuration of that name, or one for the model ``name``.
 
-    The other arguments are for models only. ``num_ranks`` is by default the number of this machine's GPUs, at least 1;
+    The other arguments are for models only. ``num_ranks`` defaults to the number of this machine's GPUs, at least 1.
     ``memory_gib`` and ``allow_quantization`` are keys of the model. ValueError if ``name`` is neither, or if one of
     them is given with a config.
     """
@@ -125,7 +125,7 @@ def _on_gpus(source: str, num_ranks: int, own: dict[str, Any]) -> ServeConfig:
 
 
 def _num_decoding(defaults: Defaults, num_ranks: int) -> int:
-    """Return how many GPUs decode together: two for a picture, for a clip all of the gang that have rows enough."""
+    """Return the number of GPUs that decode together: two for a picture, for a clip all with enough rows."""
     if defaults.kind == "image":
         return 2
     from pipelines.vae.chunks import num_bands

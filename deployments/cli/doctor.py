@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from deployments.cli.fit import GIB
 from deployments.cli.preflight import install_hint
 from deployments.cli.progress import console
 from deployments.config import ModelConfig, ServeConfig, ShareConfig
+from deployments.sizing.fit import GIB
 from engines.gang.share_group import USABLE
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def share_report(models: Sequence[ModelConfig], limits: ShareConfig) -> str:
 
 def _shared_memory(model: ModelConfig) -> tuple[int, int]:
     """Return the bytes of a model on its fullest GPU, and those of all its weights, estimated."""
-    from deployments.cli.estimate import PAPER_MACHINE, EstimateOptions, WeightsAlone, make_estimate
+    from deployments.sizing.estimate import PAPER_MACHINE, EstimateOptions, WeightsAlone, make_estimate
 
     num_ranks = model.denoiser.num_ranks
     dtype = model.dtype if model.dtype != "auto" or model.denoiser.gpus_per_rank else "float32"

@@ -1,260 +1,57 @@
-"""``troupe estimate``: seconds of a picture or clip, memory of all parts, and the cost of each strategy.
-
-The chosen strategy is that of ``strategy: auto`` for the same machine and step.
-"""
+"""``troupe estimate``: prints an estimate as lines, or as a JSON document."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from deployments.cli.fit import GIB, Fit, RequestTimes, StageMemory, usual_limit_gib, with_memory
-from deployments.cli.savings import Budget, BudgetRules, choose_savings
-from deployments.settings import Settings
+from deployments.sizing.estimate import Estimate, EstimateOptions, WeightsAlone, budgets_of, make_estimate
+from deployments.sizing.fit import GIB, Fit, RequestTimes
+from deployments.sizing.savings import Budget
 from pipelines.libraries import quiet_libraries
 
 if TYPE_CHECKING:
     import torch
 
-    from engines.core.model import DenoiserModel
-    from engines.planner.forecast import StepForecast
     from engines.planner.machine import Machine
-    from engines.planner.profile import ModelProfile
     from pipelines.blocks.footprint import Footprint
-    from pipelines.checkpoint import Checkpoint
-    from pipelines.defaults import Defaults
     from pipelines.request import MediaRequest
-    from pipelines.size import Size
-
-
-PAPER_MACHINE = "h200"
-GUIDED = 2.0
-"""Any scale above 1, which gives a step its second branch."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EstimateOptions:
-    """Options of the command line; None is the model's or the machine's own value."""
-
-    model: str
-    num_ranks: int
-    size: str | None = None
-    num_frames: int | None = None
-    guided: bool | None = None
-    dtype: str = "auto"
-    precision: str = "native"
-    attention: str = "auto"
-    machine: str | None = None
-    """Name of a known machine, or a file of a measurement."""
-    measure: bool = False
-    num_steps: int | None = None
-    memory_gib: float | None = None
-    """Memory of each GPU."""
-
-    def wanted_size(self, defaults: Defaults) -> Size:
-        from pipelines.size import Size
-
-        size = Size.parse(self.size) if self.size else Size(width=defaults.width, height=defaults.height)
-        return size if self.num_frames is None else replace(size, num_frames=self.num_frames)
-
-    def request(self, defaults: Defaults) -> MediaRequest:
-        guided = defaults.true_cfg_scale > 1 if self.guided is None else self.guided
-        scale = max(defaults.true_cfg_scale, GUIDED) if guided else 1.0
-        steps = {} if self.num_steps is None else {"num_inference_steps": self.num_steps}
-        avoided = "" if guided else None  # some models have guidance beside a negative prompt only
-        return defaults.request(self.wanted_size(defaults), true_cfg_scale=scale, negative_prompt=avoided, **steps)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
-    """Times and memory of one request on one machine."""
-
-    request: MediaRequest
-    dtype: torch.dtype
-    forecast: StepForecast
-    origin: str
-    """Source of the machine's figures."""
-    parts: Footprint
-    """Parts beside the transformer."""
-    fit: Fit
-    times: RequestTimes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightsAlone:
-    """Memory on one rank of a model whose steps are unknown before a request."""
-
-    model: str
-    dtype: torch.dtype
-    num_parameters: int
-    weight_bytes: int
-    parts: Footprint
-    memory_bytes: int
-
-    def lines(self) -> list[str]:
-        weights = f"{self.num_parameters / 1e9:.1f} B parameters, {self.weight_bytes / GIB:.1f} GiB on the one rank"
-        return [f"{self.model}, {_name(self.dtype)}: {weights}", self.sentence, f"no time: {self.reason}"]
-
-    @property
-    def total_bytes(self) -> int:
-        """Memory of weights and processes on one GPU."""
-        return StageMemory.of(self.parts, limits=False, usual_limit_gib=0).fullest_bytes(self.weight_bytes)
-
-    @property
-    def sentence(self) -> str:
-        fits = "fit" if self.total_bytes < self.memory_bytes else "do not fit"
-        unknown = f" (without {', '.join(self.parts.unknown)}, of unknown size)" if self.parts.unknown else ""
-        needs = f"weights of all parts and their processes take {self.total_bytes / GIB:.1f} GiB{unknown}"
-        return f"{needs} and {fits} {self.memory_bytes / GIB:.1f} GiB; the memory of a step is not known"
-
-    @property
-    def reason(self) -> str:
-        return f"a step of {self.model} is not known before there is a request"
-
-    def document(self) -> dict[str, Any]:
-        """Return a JSON object with the keys of ``document_of``, without candidates."""
-        weights = {"num_parameters": self.num_parameters, "weight_bytes": self.weight_bytes}
-        weights |= {"total_bytes": self.total_bytes, "memory_bytes": self.memory_bytes}
-        model = {"model": self.model, "num_ranks": 1, "dtype": _name(self.dtype)}
-        return {**model, **weights, "candidates": [], "chosen": None, "reason": self.reason}
-
-
-def make_estimate(options: EstimateOptions) -> Estimate | WeightsAlone:
-    """Return the estimate, from configurations only. ValueError if the model or the machine does not allow it."""
-    import torch
-
-    from engines.core.spec import check_attention_choice
-    from engines.torch_engine.config import check_divisible
-    from pipelines.checkpoint import Checkpoint
-    from pipelines.loading import resolve_dtype
-
-    check_attention_choice(options.attention)
-    if options.num_ranks < 1:
-        raise ValueError(f"--ranks is {options.num_ranks}; it must be at least 1")
-    on_cpu = options.measure and not _has_gpus(options.num_ranks)
-    dtype = resolve_dtype(options.dtype, torch.device("cpu") if on_cpu else torch.device("cuda"))
-    checkpoint = Checkpoint.of_configuration(options.model, "cpu", dtype)
-    model, request = checkpoint.weightless(), options.request(checkpoint.defaults)
-    check_divisible(model, "one that fits", options.num_ranks)
-    parts = Checkpoint.of_configuration(options.model, "meta", dtype).footprint(request)
-    if checkpoint.spec.has_known_conditioning:
-        return _estimate(options, checkpoint, model, request, parts)
-    weights = [weight for module in model.modules.values() for weight in module.parameters()]
-    return WeightsAlone(
-        model=options.model,
-        dtype=dtype,
-        num_parameters=sum(weight.numel() for weight in weights),
-        weight_bytes=sum(weight.nbytes for weight in weights),
-        parts=parts,
-        memory_bytes=_named_or_read(options.machine or PAPER_MACHINE, options.memory_gib).memory_bytes,
-    )
-
-
-def _estimate(
-    options: EstimateOptions, checkpoint: Checkpoint, model: DenoiserModel, request: MediaRequest, parts: Footprint
-) -> Estimate:
-    from engines.planner.forecast import forecast, workload
-    from engines.planner.profile import profile
-
-    counted = profile(model)
-    machine, origin = find_machine(options, counted)
-    machine = with_memory(machine.for_ranks(options.num_ranks), options.memory_gib)
-    work = workload(model, checkpoint.largest_step(request))
-    step = forecast(counted, work, options.num_ranks, machine, options.precision, must_fit=False)
-    num_steps = checkpoint.num_steps(request)
-    beside = StageMemory.of(
-        parts, limits=_limits_memory(checkpoint), usual_limit_gib=usual_limit_gib(options.num_ranks)
-    )
-    return Estimate(
-        request=request,
-        dtype=checkpoint.dtype,
-        forecast=step,
-        origin=origin,
-        parts=parts,
-        fit=Fit(step=step, num_ranks=options.num_ranks, parts=beside, unknown=parts.unknown),
-        times=RequestTimes.of(parts, machine, request, num_steps, step.chosen.total_ms),
-    )
-
-
-def budgets_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Budget | str]:
-    """Return what ``memory_gib`` would choose, without and with ``allow_quantization``, or why nothing fits.
-
-    Empty without a size of memory.
-    """
-    if options.memory_gib is None:
-        return {}
-    others = tuple(name for name in estimate.fit.machine.quantised if name != options.precision)
-    found: dict[str, Budget | str] = {}
-    for name, precisions in (("lossless", ()), ("allow_quantization", others)):
-        rules = BudgetRules(precisions=(options.precision, *precisions))
-        try:
-            found[name] = choose_savings(estimate.fit, estimate.times, options.memory_gib, rules)
-        except ValueError as error:
-            found[name] = str(error)
-    return found
-
-
-def _limits_memory(checkpoint: Checkpoint) -> bool:
-    from pipelines.preconditions import decoder_problems
-
-    return not list(decoder_problems(checkpoint.path, compiled=False, limits_memory=True, num_devices=1))
-
-
-def find_machine(options: EstimateOptions, counted: ModelProfile) -> tuple[Machine, str]:
-    """Return figures and their source: the option, an earlier measurement, a new one, or a known machine."""
-    from engines.planner.machine import MACHINES, Machine
-
-    if options.machine is not None:
-        is_known = options.machine.lower() in MACHINES
-        return _named_or_read(options.machine), f"the known machine {options.machine}" if is_known else options.machine
-    kind = "cuda" if _has_gpus(options.num_ranks) else "cpu"
-    file = measurement_file(counted, kind, options.num_ranks, options.attention)
-    if options.measure or (kind == "cuda" and not file.is_file()):
-        return _measure(counted, options, kind, file), f"measured now, kept in {file}"
-    if file.is_file():
-        return Machine.from_json(file.read_text()), f"measured before, kept in {file}"
-    return MACHINES[PAPER_MACHINE], f"the known machine {PAPER_MACHINE}; --measure takes this one's figures"
-
-
-def _named_or_read(name: str, memory_gib: float | None = None) -> Machine:
-    from engines.planner.machine import MACHINES
-
-    return with_memory(MACHINES.get(name.lower()) or _read(Path(name)), memory_gib)
-
-
-def measurement_file(counted: ModelProfile, kind: str, num_ranks: int, attention: str = "auto") -> Path:
-    """Return the file of a measurement, named by the model's sizes that it was made with."""
-    dtype = str(counted.dtype).removeprefix("torch.")
-    name = f"{kind}x{num_ranks}_{counted.num_heads}x{counted.head_dim}_{dtype}"
-    name = name if attention == "auto" else f"{name}_attention_{attention}"
-    return Settings().data_dir / "machines" / f"{name}.json"
 
 
 def print_estimate(options: EstimateOptions, *, as_json: bool) -> None:
     with quiet_libraries():
         estimate = make_estimate(options)
     if isinstance(estimate, WeightsAlone):
-        document, lines = estimate.document(), estimate.lines()
+        document, lines = _weights_document(estimate), _weights_lines(estimate)
     else:
-        document, lines = document_of(options, estimate), lines_of(options, estimate)
-    if as_json:
-        print(json.dumps(document, indent=1))
-    else:
-        print("\n".join(lines))
+        document, lines = _document(options, estimate), _lines(options, estimate)
+    print(json.dumps(document, indent=1) if as_json else "\n".join(lines))
 
 
-def lines_of(options: EstimateOptions, estimate: Estimate) -> list[str]:
+def _weights_lines(found: WeightsAlone) -> list[str]:
+    weights = f"{found.num_parameters / 1e9:.1f} B parameters, {found.weight_bytes / GIB:.1f} GiB on the one rank"
+    return [f"{found.model}, {_name(found.dtype)}: {weights}", found.sentence, f"no time: {found.reason}"]
+
+
+def _weights_document(found: WeightsAlone) -> dict[str, Any]:
+    """Return a JSON object with the keys of ``_document``, without candidates."""
+    weights = {"num_parameters": found.num_parameters, "weight_bytes": found.weight_bytes}
+    weights |= {"total_bytes": found.total_bytes, "memory_bytes": found.memory_bytes}
+    model = {"model": found.model, "num_ranks": 1, "dtype": _name(found.dtype)}
+    return {**model, **weights, "candidates": [], "chosen": None, "reason": found.reason}
+
+
+def _lines(options: EstimateOptions, estimate: Estimate) -> list[str]:
     request, step = estimate.request, estimate.forecast
     frames = f", {request.num_frames} frames" if request.num_frames > 1 else ""
     tokens = " + ".join(f"{number} {stream}" for stream, number in step.work.lengths)
     return [
         f"{options.model}, {request.width}x{request.height}{frames}, {_name(estimate.dtype)}, linears {step.precision}"
         f"{_attention(options, step.machine)}",
-        *estimate.times.lines(request),
-        *estimate.fit.lines(estimate.parts),
-        *(f"{name}: {_said(budget)}" for name, budget in budgets_of(options, estimate).items()),
+        *_times_lines(estimate.times, request),
+        *_fit_lines(estimate.fit, estimate.parts),
+        *(f"{name}: {_budget_line(budget)}" for name, budget in budgets_of(options, estimate).items()),
         f"tokens: {tokens}; branches: {step.work.num_branches}; ranks: {options.num_ranks}; times are predicted",
         step.table(),
         step.machine.describe(),
@@ -262,7 +59,24 @@ def lines_of(options: EstimateOptions, estimate: Estimate) -> list[str]:
     ]
 
 
-def _said(budget: Budget | str) -> str:
+def _times_lines(times: RequestTimes, request: MediaRequest) -> list[str]:
+    what = "picture" if request.kind == "image" or request.num_frames == 1 else "clip"
+    steps = f"{times.num_steps} steps x {1e3 * times.step_s:.1f} ms"
+    encode = "" if times.encode_s is None else f"encode {times.encode_s:.2f} s + "
+    decode = "" if times.decode_s is None else f" + decode {times.decode_s:.2f} s (within a factor of two)"
+    return [
+        f"one {what}: {times.total_s:.2f} s = {encode}{steps}{decode}",
+        f"not counted: {', '.join(times.not_counted)}",
+    ]
+
+
+def _fit_lines(fit: Fit, found: Footprint) -> list[str]:
+    shown = (f"{name} {'?' if size is None else f'{size:.1f}'}" for name, size in fit.gib(found).items())
+    asleep = f"asleep (share): {fit.host_bytes / GIB:.1f} GiB of pinned host memory, awake in {fit.wake_s:.2f} s"
+    return [f"GiB on the first GPU: {', '.join(shown)}", fit.sentence(), asleep]
+
+
+def _budget_line(budget: Budget | str) -> str:
     return budget if isinstance(budget, str) else f"memory_gib: {budget.memory_gib:g} chooses {budget.sentence()}"
 
 
@@ -277,7 +91,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def document_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Any]:
+def _document(options: EstimateOptions, estimate: Estimate) -> dict[str, Any]:
     """Return the estimate as a JSON object."""
     step = estimate.forecast
     candidates = [
@@ -307,29 +121,3 @@ def document_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Any]:
         "machine": asdict(step.machine),
         "origin": estimate.origin,
     }
-
-
-def _has_gpus(num_ranks: int) -> bool:
-    import torch
-
-    return torch.cuda.device_count() >= num_ranks
-
-
-def _measure(counted: ModelProfile, options: EstimateOptions, kind: str, file: Path) -> Machine:
-    from engines.planner.measure import measure_here
-
-    machine = measure_here(counted, options.num_ranks, kind, options.attention)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(machine.to_json())
-    return machine
-
-
-def _read(file: Path) -> Machine:
-    from engines.planner.machine import MACHINES, Machine
-
-    if not file.is_file():
-        raise ValueError(f"--machine {file} is no file, and no known machine; known: {', '.join(MACHINES)}")
-    try:
-        return Machine.from_json(file.read_text())
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} holds no machine's figures ({error!r}); --measure makes such a file") from error

@@ -74,8 +74,8 @@ def folder_problem(variables: Mapping[str, str]) -> str | None:
     too_long = len(os.fsencode(_longest_socket(base))) - MAX_SOCKET_BYTES
     if too_long > 0:
         return (
-            f"{named}, which is {too_long} bytes too long: Ray's sockets lie there, and the path of a socket "
-            f"has at most {MAX_SOCKET_BYTES} bytes; set RAY_TMPDIR to a shorter folder, such as /tmp"
+            f"{named}, which is {too_long} bytes too long: it has Ray's sockets, whose paths have at most "
+            f"{MAX_SOCKET_BYTES} bytes; set RAY_TMPDIR to a shorter folder, such as /tmp"
         )
     if reason := refusal(base):
         return f"{named}, for Ray's files: {reason}; set RAY_TMPDIR to a short path that can be written"

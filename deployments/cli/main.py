@@ -39,7 +39,7 @@ ConfigOption = Annotated[
 UrlOption = Annotated[str, typer.Option("--url", help="A running server; without it, one is started for this command.")]
 KeyOption = Annotated[Path | None, typer.Option("--api-key-file", help="The server's key; else TROUPE_API_KEY.")]
 OldKeyOption = Annotated[str | None, renamed_option("--api-key", "--api-key-file, or TROUPE_API_KEY outside,")]
-NegativeOption = Annotated[str | None, typer.Option(help="What to keep out; needs a --true-cfg-scale above 1.")]
+NegativeOption = Annotated[str | None, typer.Option(help="Things to avoid; needs a --true-cfg-scale above 1.")]
 MASK_HELP = "Where to paint in --image: transparent, or else white. Some models need it."
 GUIDANCE_HELP = (
     "Scale of the model's guidance: distilled, or else classifier-free. With both kinds, it is the distilled one."
@@ -276,7 +276,7 @@ rename_command(app, "plan", "estimate")
 
 
 def _target(url: str, config: str) -> tuple[str, str]:
-    """Return the URL of a server, or "" and a config: what is given, else the server that runs here, else laptop."""
+    """Return a server's URL, or "" and a config: the given one, else the server that runs here, else laptop."""
     from deployments.cli.operation import servers, the_server
 
     if not url and not config and servers():

@@ -15,10 +15,10 @@ from deployments.clips.settings import DATABASE
 from deployments.config import ModelConfig, ServeConfig
 from deployments.door.door import FOLDER as DOOR_FOLDER
 from deployments.door.door import listen
-from deployments.memory_budget import budget_of
 from deployments.observability.metrics_settings import DEFAULT_PORT
 from deployments.places import file_refusal, is_open_to_others, refusal
 from deployments.settings import Settings, process_environment
+from deployments.sizing.memory_budget import budget_of
 from deployments.stages.stage_config import DenoiserConfig, ScaledConfig, StageConfig, must_slice
 from pipelines.checkpoint import Checkpoint
 from pipelines.control_network import split_network

@@ -158,7 +158,7 @@ def end_limit_s(drain_s: float) -> float:
 def end_application(entrance: Entrance, drain_s: float) -> None:
     """Drain the application, with 503 for new requests; then delete it, and return when all replicas are gone.
 
-    The rest is skipped if a step takes too long, or if the raylet, which holds the object store, does not answer.
+    If a step takes too long, the rest is skipped; so it is if the raylet, which holds the object store, hangs.
     """
     if entrance.door is not None:
         entrance.door.drain()

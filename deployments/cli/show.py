@@ -100,7 +100,7 @@ def _format(value: object) -> str:
 
 def print_models(url: str, api_key: str, config: str, *, as_json: bool = False) -> None:
     """Print the models as a table or one JSON array."""
-    rows = _served(url, api_key) if url else _configured(config)
+    rows = _served_rows(url, api_key) if url else _configured_rows(config)
     if as_json:
         print(json.dumps([_document(row) for row in rows], indent=2))
         return
@@ -111,12 +111,12 @@ def print_models(url: str, api_key: str, config: str, *, as_json: bool = False) 
     console.print(table)
 
 
-def _served(url: str, api_key: str) -> list[tuple[Any, ...]]:
+def _served_rows(url: str, api_key: str) -> list[tuple[Any, ...]]:
     with Client(url, api_key) as client:
         return [_row(model["id"], model["family"], model["kinds"], model["defaults"]) for model in client.models()]
 
 
-def _configured(config: str) -> list[tuple[Any, ...]]:
+def _configured_rows(config: str) -> list[tuple[Any, ...]]:
     from dataclasses import asdict
 
     from deployments.cli.serving import load_config

@@ -62,8 +62,8 @@ def predicted_ends_s(
 ) -> dict[str, float | None]:
     """Return the predicted end (Unix seconds) of each of ``clips``, in queue order, by id.
 
-    The gangs of a model (one unless ``num_gangs`` has it) finish their running clips, then take the queued ones in
-    turn. After a clip of unknown duration, all are None.
+    A model has ``num_gangs``, by default one. Its gangs finish their running clips, then take the queued ones in turn.
+    After a clip of unknown duration, all are None.
     """
     by_model: defaultdict[str, list[OpenClip]] = defaultdict(list)
     for clip in clips:

@@ -62,8 +62,8 @@ def is_lost(failure: BaseException) -> bool:
 def data_folder(folder: Path, *, but: type[OSError] | tuple[()] = ()) -> Iterator[None]:
     """Raise StorageFullError or StorageLostError for an OSError of ``folder`` inside the block.
 
-    The folder is at fault then, not the content. Errors without a number (a picture that cannot be decoded),
-    those of one file alone, and the kind ``but`` pass unchanged.
+    Such an error comes from the folder, not the content. Errors without a number (an undecodable picture), errors of a
+    single file, and the kind ``but`` pass unchanged.
     """
     try:
         yield
@@ -108,8 +108,7 @@ def _write_to(folder: Path) -> None:
 class Orphans:
     """Folders in ``root`` without a record, and partly written files.
 
-    They are deleted after ``patience_s``: a file may still be written, and a wrong database URL may be noticed and
-    corrected in time.
+    They are deleted after ``patience_s``: a file may still be written, and a wrong database URL may be corrected.
     """
 
     root: Path

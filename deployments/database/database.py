@@ -57,7 +57,7 @@ class Database:
         self._engine = await open_database(self._url)
 
     async def close(self) -> None:
-        """Close all connections. What is called later opens new ones."""
+        """Close all connections. Later calls open new ones."""
         if self._engine is not None:
             await self._engine.dispose()
 
@@ -107,8 +107,8 @@ async def row_of(engine: AsyncEngine, statement: Executable) -> Row[Any] | None:
 async def open_database(text: str) -> AsyncEngine:
     """Return an engine whose tables are those of this version. ValueError for a URL that cannot be used.
 
-    The engine raises StorageFullError on a full disk, and StorageLostError if its server does not answer, or once its
-    file was deleted or replaced: SQLite would go on writing to the unlinked file.
+    The engine raises StorageFullError on a full disk, and StorageLostError if its server does not answer. It also
+    raises the latter once its file was deleted or replaced, where SQLite would go on writing to the unlinked file.
     """
     url = database_url(text)
     if url.get_backend_name() == "sqlite" and url.database:
@@ -175,8 +175,8 @@ def _set_pragmas(connection: AdaptedConnection, record: Any) -> None:
 async def _execute_pragmas(connection: aiosqlite.Connection) -> None:
     """Execute all pragmas, and try again for ``COMMAND_TIMEOUT_S`` while the database is locked.
 
-    ``busy_timeout`` alone does not do: a new database's journal mode cannot change beside a writer, and SQLite refuses
-    that at once, since two that wait for each other would wait for ever.
+    ``busy_timeout`` does not suffice. The journal mode of a new database cannot change beside a writer, and SQLite
+    refuses that at once, to avoid a deadlock.
     """
     end_s = time.monotonic() + COMMAND_TIMEOUT_S
     for pragma in SQLITE_PRAGMAS:

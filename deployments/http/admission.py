@@ -1,4 +1,4 @@
-"""How much may be under way at once. What is too much is refused at once, before anything is done for it."""
+"""Limits on what is under way at once. A request beyond a limit is refused before any work is done for it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SMOOTHING = 0.2
 
 
 class Admission:
-    """Places for pictures, by model, and for watchers of clips; ``memory`` for what clients send along.
+    """Places for pictures, by model, and for watchers of clips; ``memory`` for uploaded pictures and clips.
 
-    The limit on pictures is slightly above what the gangs of a model take: requests that a gang would refuse after
-    encoding are refused here at once. If no model has a place left, the refusal says so to the door.
+    The limit on pictures is slightly above what the gangs of a model take. A request that a gang would refuse after
+    encoding is refused here. If no model has a place left, the refusal tells the door.
     """
 
     def __init__(self, settings: ApiSettings) -> None:

@@ -1,4 +1,4 @@
-"""What the API answers, in OpenAI's shapes. Fields that OpenAI does not have carry a word in their description."""
+"""Answers of the API, in OpenAI's shapes. The description of a field that OpenAI lacks says so."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deployments.clips.database import ClipRecord
 from deployments.http.streams import Event
 from deployments.requests.fields import Quality
 from deployments.requests.model_choice import BEHIND
-from deployments.requests.recipe_choice import steps_of_quality, written
+from deployments.requests.recipe_choice import recipe_document, steps_of_quality
 from deployments.requests.rules import QUALITY_SHARES
 from deployments.service.interface import ModelCard, ModelPath, Progress, StageTimes
 from pipelines.caching import CacheMode
@@ -53,20 +53,20 @@ class Model(BaseModel):
     )
     qualities: dict[Quality, str] = Field(description="The recipe that a quality stands for; beyond OpenAI.")
     memory: dict[str, Any] | None = Field(
-        description="What memory_gib chose to fit the model into GPUs, and its predicted cost; beyond OpenAI."
+        description="Savings that memory_gib chose, and their predicted cost; beyond OpenAI."
     )
     parent: str | None = Field(default=None, description="The model that this one is, with an adapter; beyond OpenAI.")
-    description: str = Field(description="What it draws, if its folder says so; beyond OpenAI.")
+    description: str = Field(description="Subjects that the model draws, if its folder names them; beyond OpenAI.")
     sizes: tuple[str, ...] = Field(description="Good values of size; others within the limits may do. Beyond OpenAI.")
-    steps: dict[Quality, int] = Field(description="What each quality means in steps; beyond OpenAI.")
+    steps: dict[Quality, int] = Field(description="Steps of each quality; beyond OpenAI.")
     prompts: tuple[str, ...] = Field(description="Prompts to begin with; beyond OpenAI.")
     capabilities: tuple[str, ...] = Field(
-        description="What it makes of what, such as text-to-image or video-to-video; beyond OpenAI."
+        description="Kinds of requests, such as text-to-image or video-to-video; beyond OpenAI."
     )
     edits: bool = Field(description="Whether it changes pictures as the prompt says, not by strength; beyond OpenAI.")
     defaults: Defaults = Field(description="Defaults and limits; beyond OpenAI.")
     picture_defaults: Defaults | None = Field(
-        description="Those of pictures, of a model that makes clips and pictures; null of others. Beyond OpenAI."
+        description="Defaults of pictures, for a model that makes clips too; else null. Beyond OpenAI."
     )
 
     @classmethod
@@ -84,7 +84,7 @@ class Model(BaseModel):
                 ModelLora(name=lora.name, scale=lora.scale) for lora in card.loras if lora.name not in card.recipes
             ),
             takes_loras=card.runtime_loras is not None,
-            recipes={name: written(name, recipe, card) for name, recipe in card.recipes.items()},
+            recipes={name: recipe_document(name, recipe, card) for name, recipe in card.recipes.items()},
             qualities=dict(card.qualities),
             enhances_prompts=card.enhances_prompts,
             memory=None if card.memory is None else dict(card.memory),
@@ -143,7 +143,9 @@ class ImagesResponse(BaseModel):
     output_format: str
     size: str
     background: Background = "opaque"
-    quality: Quality | None = Field(description="What the steps were chosen by; null if num_inference_steps was given.")
+    quality: Quality | None = Field(
+        description="Quality that decided the steps; null if num_inference_steps was given."
+    )
     num_inference_steps: int = Field(description="beyond OpenAI")
     cache: CacheMode = Field(description=CACHE)
     safety_identifier: str | None = None

@@ -55,9 +55,9 @@ UPLOADS: dict[MediaKind, tuple[str, ...]] = {
 }
 ROUTES = (health_routes, model_routes, lora_routes, usage_routes, batch_routes, image_routes, video_routes, page_routes)
 DESCRIPTION = (
-    "Text to image and text to video. Works with OpenAI's clients; what goes beyond them is marked so. HEAD is there "
+    "Text to image and text to video. Works with OpenAI's clients; additions to their API are marked. HEAD is there "
     "wherever GET is. The door before the server refuses what is no request (`bad_request`), and heads that are too "
-    "large (431 `head_too_large`) or too slow (408 `request_timeout`); it answers for a server that is not there (503 "
+    "large (431 `head_too_large`) or too slow (408 `request_timeout`). It answers for a server that is not there (503 "
     "`server_unavailable`), died over a request (502 `server_lost`) or never answered (504 `server_timeout`)."
 )
 
@@ -72,8 +72,8 @@ def create_api(
 ) -> FastAPI:
     """Return the HTTP application. Its lifespan starts ``clips`` and stops them at its end.
 
-    ``drain`` is for who wants to end it with care; ``accounts`` are what ``studio`` keeps account in. ``enhancers`` are
-    those of the models whose cards say that there is one.
+    ``drain`` lets the caller end it gracefully. ``studio`` charges ``accounts``. ``enhancers`` belong to the models
+    whose cards name one.
     """
     accounts = accounts or Accounts(settings.key_limits)
     context = make_context(studio, settings, clips, accounts, enhancers or PromptEnhancers())

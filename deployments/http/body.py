@@ -1,7 +1,7 @@
 """Bodies of JSON and forms as checked types.
 
-FastAPI's own body parameters do less: they take UTF-16 and lone surrogates, read the body before the API key is
-checked, and know no 415. One route cannot take JSON as well as a form, and files of a form go to the disk.
+FastAPI's own body parameters accept UTF-16 and lone surrogates, and have no 415. They read the body before the API
+key is checked. One route cannot take JSON as well as a form, and files of a form go to the disk.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def content_type(request: Request) -> str:
 def check_content_type(request: Request, *allowed: str) -> None:
     """Raise ApiError 415 for a compressed body, or a content type that is not in ``allowed``.
 
-    A body without a type is none: browsers let any page send that to any server without asking it (Fetch Standard,
-    section 3.3), as they do forms.
+    A body without a type is refused. Any page may send one to any server, as it may send forms: browsers do not ask
+    the server first (Fetch Standard, section 3.3).
     """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("", "identity"):

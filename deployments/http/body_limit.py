@@ -13,7 +13,7 @@ from deployments.http.errors import ApiError
 
 BODY_METHODS = ("POST", "PUT", "PATCH")
 STRAY_BYTES = 1 << 16
-"""What is read of a body that came with another method, while its request is answered."""
+"""Bytes that are read of the body of any other method while its request is answered."""
 DRAIN_BYTES = 16 << 20
 DRAIN_S = 2.0
 
@@ -44,8 +44,8 @@ class BodyLimit:
 class _Body:
     """One request's body on its way to the application, and the answer on its way back.
 
-    A stray one belongs to a method that takes none. Too much of it counts as the end of the connection: an endless body
-    is no way to keep a stream of events open.
+    A stray body belongs to a method that takes none. Above the limit it counts as the end of the connection, so an
+    endless body cannot keep a stream of events open.
     """
 
     def __init__(self, receive: Receive, send: Send, *, max_bytes: int, deadline_s: float, is_stray: bool) -> None:

@@ -38,7 +38,7 @@ from deployments.usage.accounts import Accounts, KeyLimitGuard
 from pipelines.request import NO_PICTURES, InputPictures, MediaKind, MediaRequest
 
 BATCH_KEY = "troupe.batch_key"
-"""Key in the ASGI scope of the hash of the API key of a batch, in the requests that are made for it."""
+"""Key in the ASGI scope of a batch's requests; the value is the hash of the batch's API key."""
 BEARER = HTTPBearer(auto_error=False, description="Needed only if the server was started with API keys.")
 B = TypeVar("B", bound=MediaBody)
 ReadSource = Callable[[Source], Awaitable[Source]]
@@ -63,7 +63,7 @@ class ApiContext:
     loras: LoraStore
 
     async def authorize(self, request: Request, credentials: Credentials) -> Requester:
-        """Return who sent the request: a dependency of every route behind a key. ApiError 401 without a known one."""
+        """Return the sender: a dependency of every route that needs a key. ApiError 401 without a known key."""
         if self.settings.keys and credentials is None and BATCH_KEY not in request.scope:
             raise _refusal("An API key is needed: send it as Authorization: Bearer KEY", "missing_api_key")
         requester = await self.recognize(request, credentials)
@@ -72,7 +72,7 @@ class ApiContext:
         return requester
 
     async def recognize(self, request: Request, credentials: Credentials) -> Requester:
-        """Return who sent the request: a dependency of routes that need no key.
+        """Return the sender: a dependency of routes that need no key.
 
         An unknown key counts as none: it may be meant for a gateway in front of this server.
         """

@@ -1,4 +1,4 @@
-"""The end of a server's life: nothing new, a while for what is under way, and a last word for what has to be cut."""
+"""Shutdown of a server: no new requests, time for running ones to finish, and a last event for those that are cut."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Draining:
 
 
 class _Answer:
-    """What has been sent of an answer."""
+    """The part of an answer that has been sent."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

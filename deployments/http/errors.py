@@ -45,12 +45,12 @@ logger = logging.getLogger("troupe.api")
 GPU_HEADER = "X-Troupe-Gpu-Seconds"
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
 STATUSES = {"model_not_found": 404, "picture_too_large": 413, "video_too_large": 413}
-"""Of requests that are wrong, where it is not 400."""
+"""Status by error code of a wrong request; 400 for all others."""
 CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong: for people, for programs, and which parameter it was."""
+    """One error: a message for people, a code for programs, and the wrong parameter."""
 
     message: str
     type: str
@@ -65,7 +65,7 @@ class ErrorBody(BaseModel):
 
 
 class ErrorEvent(ErrorBody):
-    """What went wrong after a stream had begun. It is the last event."""
+    """An error after a stream has begun. It is the last event."""
 
     type: Literal["error"] = "error"
 

@@ -19,7 +19,7 @@ from deployments.requests.request_errors import RequestError, printable, shown
 
 MAX_FILES, MAX_FIELDS = 100, 100
 MAX_TEXT_BYTES = sys.maxsize
-"""Of a field: a text may hold a picture, and the body as a whole is bounded already."""
+"""Limit of a text field, which may hold a picture; the limit of the whole body holds already."""
 A_FILE = "(a file)"
 """In place of a file's content, where no field takes one."""
 BRACKETS = re.compile(r"\[(\d*|image_url|video_url|file_id|id)\]$")

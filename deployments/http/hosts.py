@@ -1,6 +1,6 @@
-"""By which names a server may be called, and the URLs that are made of them.
+"""Allowed host names of a server, and the URLs made of them.
 
-A page of the attacker's whose name was made to point to this machine (DNS rebinding) sends that name as ``Host``. It
+With DNS rebinding, an attacker's page has a name that points to this machine, and sends that name as ``Host``. It
 cannot send an address, nor a name that it does not own.
 """
 
@@ -76,9 +76,9 @@ def is_address(name: str) -> bool:
 def base_url(connection: HTTPConnection, settings: ApiSettings) -> str:
     """Return the server's URL as the client sees it, without a slash at the end.
 
-    That is ``public_url`` if there is one, else the name that the client used. ``HostCheck`` has looked at it: where
-    keys are asked for and no names are configured, it may be any that the holder of a key sent. What the
-    ``X-Forwarded`` headers say counts if they come from one of ``trusted_proxies``.
+    It is ``public_url`` if that is set, else the name that the client used, which ``HostCheck`` has checked. With keys
+    and without configured names, any name that came with a valid key is allowed. ``X-Forwarded`` headers count if they
+    come from one of ``trusted_proxies``.
     """
     if settings.public_url:
         return settings.public_url.rstrip("/")

@@ -41,7 +41,7 @@ IdempotencyKey = Annotated[
     Header(
         alias="Idempotency-Key",
         max_length=255,
-        description="Of a request that may be sent twice: within a day it is made once, and answered alike.",
+        description="Key of a request that may be sent again: within a day it runs once, and all get the same answer.",
     ),
 ]
 
@@ -50,7 +50,7 @@ logger = logging.getLogger("troupe.api")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What is known of one request: ``answer`` is that of the same one before, None if there was none."""
+    """The state of one request: ``answer`` is the earlier answer to the same request, None if there is none."""
 
     name: str = ""
     fingerprint: str = ""
@@ -62,9 +62,8 @@ class Turn:
 class KnownRequests:
     """Answers in the database, by the keys of their requests, for ``lifetime_s`` each and ``max_bytes`` in all.
 
-    Of requests with one key that come at once, to whichever replica, the second waits for the first. An error is no
-    answer: the same request may be sent again. If a replica dies over a request, the next one may begin after
-    ``lease_s``.
+    If two requests with one key come at once, on any replicas, the second waits for the first. Errors are not stored:
+    the same request may be sent again. If a replica dies over a request, the next one may begin after ``lease_s``.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class KnownRequests:
         name = name_of(path, requester, key)
         async with self._turns.setdefault(name, asyncio.Lock()):  # here the next one need not look again and again
             fingerprint = await asyncio.to_thread(fingerprint_of, body)
-            turn = await self._taken(Turn(name=name, fingerprint=fingerprint))
+            turn = await self._wait_for_turn(Turn(name=name, fingerprint=fingerprint))
             if turn.fingerprint != fingerprint:
                 message = f"Idempotency-Key {shown(key)} came with another body before; give each request its own"
                 raise ApiError(409, message, param="Idempotency-Key", code="idempotency_key_reused")
@@ -110,7 +109,7 @@ class KnownRequests:
         except UNAVAILABLE as error:
             logger.warning("an answer cannot be kept for its Idempotency-Key: %s", error)
 
-    async def _taken(self, turn: Turn) -> Turn:
+    async def _wait_for_turn(self, turn: Turn) -> Turn:
         """Return the turn with the answer, or with this call as its owner, once no other works on the request."""
         while True:
             if mine := await taken(self._take(replace(turn, owner=secrets.token_hex(16))), self._forget):

@@ -1,4 +1,4 @@
-"""One look at the database for all who watch clips, however many they are."""
+"""One poll of the database for all watchers of clips, however many there are."""
 
 from __future__ import annotations
 

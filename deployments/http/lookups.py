@@ -1,4 +1,4 @@
-"""Clips and files by their ids, for those who may see them, and the clip that a request names by id."""
+"""Look-ups of clips and files by id, within the client's rights, and of the clip that a request names."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ async def read_source(
 ) -> Source:
     """Return the content of the file or clip whose id ``source`` is, or else ``source`` itself.
 
-    Its bytes are reserved by ``take`` before they are read. ApiError 404 if there is none that the client may see, 409
-    for a clip without a file; RequestError for one that is too large.
+    Its bytes are reserved by ``take`` before they are read. ApiError 404 if the client may see no such file or clip,
+    409 for a clip without a file; RequestError if it is too large.
     """
     if not isinstance(source, str):
         return source

@@ -1,4 +1,4 @@
-"""What things took: headers of answers, and GET /v1/usage."""
+"""Measured times: headers of answers, and GET /v1/usage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens around every request: its id, the access log, an answer if all else fails."""
+"""Middleware of every request: its id, the access log, and the answer to an unhandled error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from deployments.observability.metrics import observe_answer
 from deployments.requests.rules import Requester
 
 CLIENT_GONE = 499
-"""What the access log says of a request whose client did not wait for the answer, as nginx has it."""
+"""Status in the access log if the client left before the answer, as in nginx."""
 MAX_ID_CHARS = 128
 SANE_REQUEST_ID = re.compile(rf"[A-Za-z0-9._:\-]{{1,{MAX_ID_CHARS}}}")
 
@@ -34,11 +34,11 @@ class RequestLog:
     """Gives each request an id (the client's own ``X-Request-Id`` if it is sane), answers with it, logs one line.
 
     The id and the arrival are a ``Requester`` in the scope. ``GET /health``, which is polled, is logged only when its
-    status changes. Without ``sends_request_id`` a proxy answers with the client's id, whatever it is: it is logged,
-    escaped and cut, and an id is sent only in place of an empty one. An unhandled exception becomes a 500 in OpenAI's
-    shape, and its traceback a log record.
+    status changes. Without ``sends_request_id`` the proxy in front returns the client's id, even an invalid one. That
+    id is logged, escaped and cut, and an id is sent only if the client's is empty. An unhandled exception becomes a 500
+    in OpenAI's shape, and its traceback a log record.
 
-    A proxy that dies under a request takes the connection with it: that is a client who is gone, no error.
+    A proxy that dies during a request closes the connection, which counts as a client that left, not as an error.
     """
 
     def __init__(self, app: ASGIApp, *, sends_request_id: bool) -> None:

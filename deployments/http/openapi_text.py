@@ -99,12 +99,12 @@ HEADERS = {
     "X-Troupe-Warm": "true or false: whether everything was prepared for the shape",
     "X-Troupe-Cache": "off, conservative or fast: which steps made no forwards",
     "X-Troupe-Same-Bytes": "true or false: whether the seed gives these bytes again; else the same picture",
-    GPU_HEADER: "How long ranks were at work in the steps, all of them added up; of an error, as far as is known",
-    "X-Troupe-Eta": "Seconds in which it was predicted to be done, when it came to the gang; of a clip that is not "
-    "done, from now; absent if nobody knew",
+    GPU_HEADER: "Rank-seconds of all steps; of an error, as far as they are known",
+    "X-Troupe-Eta": "Predicted seconds to the end, from its arrival at the gang; for an unfinished clip, from now; "
+    "absent without a prediction",
     "X-Troupe-Video-Id": "The clip's id",
-    "X-Troupe-Prompt-Enhancer": "What became of the prompt: revised, or why it was used as it came "
-    "(timeout, unreachable, refused, invalid); absent if no enhancer was asked",
+    "X-Troupe-Prompt-Enhancer": "revised, or why the prompt was used as it came "
+    "(timeout, unreachable, refused, invalid); absent without an enhancer",
     "Idempotent-Replayed": "true of an answer that is that to the same request before",
     "openai-poll-after-ms": "How long to wait before the next look",
 }

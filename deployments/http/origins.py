@@ -1,6 +1,6 @@
-"""Web pages that give orders: none but the server's own, unless the configuration says so.
+"""Requests from web pages of other origins are refused, unless the configuration allows the origin.
 
-Browsers send forms, and JSON that does not say so, to any server without asking it first, with a page of anybody's.
+Any page can make a browser send forms, and JSON without its content type, to any server without asking it first.
 The rule is that of Go's ``http.CrossOriginProtection``: https://words.filippo.io/csrf/ says why it is enough.
 """
 

@@ -52,7 +52,7 @@ class HeadAsGet:
         try:
             await self.app(asked, receive, send_head)
         finally:
-            scope["route"] = asked.get("route")  # for who counts answers by it
+            scope["route"] = asked.get("route")  # metrics count answers by it
 
 
 class WholeForOld:
@@ -92,17 +92,17 @@ def _whole(send: Send) -> Send:
 
 
 def is_head(request: Request) -> bool:
-    """Whether nobody reads the body of the answer."""
+    """Return whether the request is HEAD, whose answer has no body."""
     return IS_HEAD in request.scope
 
 
 class RangedFile(FileResponse):
-    """A file, the one range of it that was asked for, or 304 for who has it (RFC 9110, sections 13 and 14).
+    """A file, one range of it, or 304 for a client that has it already (RFC 9110, sections 13 and 14).
 
     It is one file from the first byte to the last, also if it is replaced or deleted meanwhile.
 
-    A range that makes no sense is ignored. Starlette by itself refuses that one, answers a range beyond the file
-    without an error's body (here it is ApiError 416), and takes several ranges, in one multipart body.
+    An invalid range is ignored, and a range beyond the file is ApiError 416. Starlette refuses the former, and answers
+    the latter without an error's body; it also serves several ranges, in one multipart body.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -20,25 +20,23 @@ ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True, kw_only=True)
 class ApiLimits(PictureLimits):
-    """What a configuration may say of the API. Without slots, since its section there has a second such parent.
+    """Configurable limits of the API. It has no slots, since its configuration section has a second such parent.
 
-    ``public_url`` replaces the host of the request in URLs that are handed out (behind a proxy that rewrites it). A
-    body has to be there ``body_deadline_s`` after its request. Where pictures may come along it may have
-    ``max_upload_bytes`` in place of ``max_body_bytes``; all that a replica holds of them at a time takes about
-    ``max_open_upload_bytes`` of memory. A replica works on ``max_open_requests`` at a time;
-    ``max_watchers`` of them may be streams of a clip's events.
+    ``public_url`` replaces the host of the request in URLs of answers (behind a proxy that rewrites it). A body must
+    arrive within ``body_deadline_s`` of its request. It has at most ``max_body_bytes``, or ``max_upload_bytes`` where
+    pictures are allowed. All open uploads of a replica take about ``max_open_upload_bytes`` of memory. A replica works
+    on ``max_open_requests`` at a time; ``max_watchers`` of them may be streams of a clip's events.
 
-    ``allowed_hosts`` are names that clients may call the server by, beside its own; pages of ``allowed_origins`` may
-    give it orders, beside its own; what ``trusted_proxies`` (addresses or networks) say of a client's host is believed.
+    ``allowed_hosts`` are names of the server beside its own. Pages of ``allowed_origins`` may send requests, beside its
+    own pages. ``X-Forwarded`` headers of ``trusted_proxies`` (addresses or networks) are believed.
 
-    ``key_limits`` say what keys may use, of all replicas together.
+    ``key_limits`` are limits of API keys, for all replicas together.
 
     An adapter that a client adds has at most ``max_lora_bytes``; one may be named by its path in ``lora_folders``.
 
-    The files that one key hands in under ``/v1/files``, and those of its batches, take at most ``max_stored_bytes``
-    until it deletes some.
+    Files that one key uploads under ``/v1/files``, and those of its batches, take at most ``max_stored_bytes``.
 
-    What was made with one key is there for no other, unless ``share_between_keys`` says so.
+    Results of one key are hidden from all others, unless ``share_between_keys`` is set.
     """
 
     max_body_bytes: int = 1 << 20
@@ -92,13 +90,12 @@ class ApiSettings(ApiLimits):
     """Limits and places of the API. ValueError if one cannot work.
 
     ``data_dir`` holds pictures served by URL and the clips. Without ``keys``, requests need none.
-    ``own_names`` are those of the machine. ``max_open_pictures`` has, for each model whose pictures are limited, how
-    many may be under way in a replica; ``is_only_replica`` says that no other one has further places.
-    ``max_files_bytes`` and ``file_lifetime_s`` bound what ``response_format=url`` leaves on the disk.
-    ``num_clip_previews`` are decoded on the way of each clip. A stream sends a comment every ``keepalive_s`` when
-    nothing happens, and answers after ``first_event_wait_s`` even if the job still waits; until then an error still has
-    its own HTTP status.
-    ``signed_urls``: URLs of object storage are handed out in place of what it holds.
+    ``own_names`` are names of the machine. ``max_open_pictures`` limits the pictures under way in a replica, by model;
+    ``is_only_replica``: no other replica has further places.
+    ``max_files_bytes`` and ``file_lifetime_s`` limit the files that ``response_format=url`` leaves on the disk.
+    ``num_clip_previews`` are decoded while each clip runs. An idle stream sends a comment every ``keepalive_s``. It is
+    answered after ``first_event_wait_s`` even if the job still waits; an error before that has its own HTTP status.
+    ``signed_urls``: answers have URLs of the object storage in place of its contents.
     ``sends_request_id`` is False where a proxy adds ``X-Request-Id`` to every answer already, as Ray Serve's does.
     """
 

@@ -85,8 +85,8 @@ async def start_stream(
 ) -> EventStream:
     """Return a response with ``events`` once the first is there, or ``first_event_wait_s`` is over.
 
-    ``headers`` is called then. What ``events`` raises until then is raised here, so that it gets its own HTTP status;
-    later it becomes an event named error.
+    ``headers`` is called then. An error of ``events`` before that is raised here, so that it has its own HTTP status; a
+    later one becomes an event named error.
     """
     upcoming, first = Upcoming(events), None
     try:

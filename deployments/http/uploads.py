@@ -31,10 +31,10 @@ async def read_upload(
     kind: MediaKind,
     adapt: Callable[[B], B] = as_it_is,
 ) -> ResolvedRequest[B]:
-    """Return the body, which ``adapt`` may change, with its model, of ``kind``, and what came along, decoded.
+    """Return the body, which ``adapt`` may change, with its model, of ``kind``, and its decoded pictures and clip.
 
-    Its bytes beyond the limit of other bodies, and those of a file that it names, take memory of ``Admission``
-    meanwhile. ApiError 503 without room.
+    Bytes beyond the limit of other bodies, and those of a file that it names, count in ``Admission.memory`` meanwhile.
+    ApiError 503 without room.
     """
     with context.admission.memory.taken() as take:
         receive = counting(request.receive, take, context.settings.max_body_bytes)

@@ -43,7 +43,7 @@ SWITCH = "Another server's switch: accepted while it is off."
 
 
 class PeerFields(BaseModel):
-    """Fields of other servers whose clients send them always. What would change the picture is refused."""
+    """Fields that clients of other servers always send. A value that would change the picture is refused."""
 
     generator_device: Annotated[Name, NoEffect("cuda")] | None = Field(
         None, description="Accepted: noise is drawn on the CPU, the same everywhere."
@@ -72,11 +72,11 @@ class MediaBody(PeerFields):
     picture_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that hold pictures, which are files in a form."""
 
-    prompt: Prompt = Field(description="What to draw, in words.", examples=["a small red circle, white background"])
+    prompt: Prompt = Field(description="The subject, in words.", examples=["a small red circle, white background"])
     model: Name | None = Field(
         None,
-        description="A name or alias from /v1/models, and NAME:ADAPTER with an adapter or a recipe of it; by default "
-        "the first of its kind that takes the pictures.",
+        description="A name or alias from /v1/models, or NAME:ADAPTER with one of its adapters or recipes. "
+        "By default the first model of the kind that takes the pictures.",
     )
     recipe: Name | None = Field(
         None, description="Defaults by their name in /v1/models; what the request says itself wins."
@@ -89,7 +89,7 @@ class MediaBody(PeerFields):
     width: Count | None = Field(None, description="Pixels, with height; instead of size.")
     height: Count | None = Field(None, description="Pixels, with width; instead of size.")
     negative_prompt: NegativePrompt | None = Field(
-        None, description="What to avoid; needs classifier-free guidance: true_cfg_scale above 1."
+        None, description="Things to avoid; needs classifier-free guidance: true_cfg_scale above 1."
     )
     seed: int | None = Field(
         None, ge=RANDOM_SEED, le=MAX_SEED, description="The same seed gives the same bytes; -1 takes a random one."
@@ -144,7 +144,7 @@ class MediaBody(PeerFields):
     background: Background | None = Field(
         None,
         description="A colour (navy, #ff8800) beneath transparent parts of input pictures, instead of white. "
-        "opaque, auto and transparent are about the result, which is opaque but for layers.",
+        "opaque, auto and transparent describe the result, which is opaque unless it has layers.",
     )
     moderation: Annotated[Literal["low", "auto"], NoEffect("low")] | None = Field(
         None, description="Accepted; there is no moderation."
@@ -183,7 +183,7 @@ class EditBody(ImageBody):
     picture_fields = ("image", "images", "mask", "control_image")
 
     prompt: OptionalPrompt = Field(
-        "", description="What to make of the pictures, in words; may be empty where the model describes them itself."
+        "", description="The wanted change, in words; may be empty where the model describes the pictures itself."
     )
     image: Pictures | None = Field(None, description="The pictures to change: PNG, JPEG or WebP, one or several.")
     images: Pictures | None = Field(None, description="The same as image, by its name in JSON.")
@@ -191,7 +191,7 @@ class EditBody(ImageBody):
         None, description="Where to paint, as large as the first picture: what is transparent in it, or else white."
     )
     control_image: Picture | None = Field(
-        None, description="What the result follows, for models that take it: edges, depths, a pose."
+        None, description="A picture that the result follows, for models that take it: edges, depths, a pose."
     )
     control_scale: float | None = Field(None, ge=0, le=10, description="Weight of the control picture.")
     control_guidance_start: float | None = Field(
@@ -248,7 +248,7 @@ class VideoBody(MediaBody):
         "form: the text of the JSON.",
     )
     video: Video | None = Field(
-        None, description="The clip to change or to go on from: MP4, MOV, WebM or GIF, or the id of a file or a clip."
+        None, description="The clip to change or to continue: MP4, MOV, WebM or GIF, or the id of a file or a clip."
     )
     strength: Strength | None = Field(None, description=STRENGTH)
     seconds: Seconds | None = Field(None, description="Length of the clip; the nearest that the model can make.")
@@ -260,7 +260,7 @@ class VideoBody(MediaBody):
     )
     webhook: Annotated[WebhookBody, BeforeValidator(_webhook)] | None = Field(
         None,
-        description="Who hears of its end by a signed request (Standard Webhooks). In a form: the text of the JSON.",
+        description="Receiver of a signed request at its end (Standard Webhooks). In a form: the text of the JSON.",
     )
     n: Annotated[Count, NoEffect(1)] | None = Field(None, description="Only 1: a request makes one clip.")
     num_outputs_per_prompt: Annotated[Count, NoEffect(1)] | None = Field(None, description="The same as n.")

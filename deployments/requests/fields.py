@@ -21,7 +21,7 @@ from pipelines.lora.source import MAX_SCALE, check_scale
 from pipelines.size import PIXELS
 
 MAX_SEED = 2**53 - 1
-"""Largest seed: every JSON reader keeps integers up to here exact, so the seed in an answer can be sent again."""
+"""Largest seed: every JSON reader keeps it exact, so the seed of an answer can be sent again."""
 MAX_PROMPT_CHARS = 32_000
 MAX_COUNT = 10**15 - 1
 RANDOM_SEED = -1
@@ -74,7 +74,7 @@ def _picture(written: object) -> bytes | str:
 
 
 def _video(written: object) -> bytes | str:
-    """Return the bytes of a file, the URL that holds them, or the id of a file or a clip, unchecked."""
+    """Return the bytes of a file, their data URL, or the id of a file or clip, unchecked."""
     if isinstance(written, Mapping) and len(written) == 1 and next(iter(written)) in VIDEO_KEYS:
         (written,) = written.values()
     if isinstance(written, bytes | str):

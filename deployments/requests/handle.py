@@ -37,8 +37,8 @@ def handle_request(
 ) -> tuple[MediaRequest, Output, InputPictures]:
     """Return one picture or clip from the fields of ``POST /v1/images/edits`` or ``POST /v1/videos``.
 
-    ``kind``, image or video, tells the two apart; its default is the model's own kind. Without ``model``, the first
-    served one is taken, of that kind, and for what comes along: bytes of files, or data URLs.
+    ``kind``, image or video, tells the two apart; its default is the model's own kind. Without ``model``, it is the
+    first served model of that kind that takes the inputs: bytes of files, or data URLs.
     RequestError names the wrong value and what is allowed. Decoding pictures takes time: not for an event loop.
     """
     fields, requester = dict(unfolded(fields)), Requester(request_id=request_id)

@@ -26,7 +26,7 @@ class ImageRequest:
     """Input pictures of each request."""
     output: Output
     quality: Quality | None
-    """The quality that decided the steps, by a share of the model's or by a recipe; None if the client did."""
+    """The quality that decided the steps; None if the client gave their number."""
 
     @classmethod
     def of(cls, resolved: ResolvedRequest[ImageBody], requester: Requester, max_n: int) -> ImageRequest:

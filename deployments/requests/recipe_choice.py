@@ -67,8 +67,8 @@ def steps_of_quality(quality: Quality, card: ModelCard) -> int:
     return given or quality_steps(quality, card.defaults)
 
 
-def written(name: str, recipe: Recipe, card: ModelCard) -> dict[str, Any]:
-    """Return what a recipe changes, for its users."""
+def recipe_document(name: str, recipe: Recipe, card: ModelCard) -> dict[str, Any]:
+    """Return the settings of a recipe as a JSON object, with its adapters."""
     loras = [{"name": lora.name, "scale": lora.scale} for lora in recipe.loras(name, card.loras)]
     likeness = {} if recipe.likeness is None else {"likeness": recipe.likeness}
     return {**recipe.settings, **({"lora": loras} if loras else {}), **likeness}

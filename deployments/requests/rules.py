@@ -1,4 +1,4 @@
-"""Rules that depend on the model: from a checked body and a model's card to the frozen request for the studio."""
+"""Rules that depend on the model: they turn a checked body and a model's card into a frozen request."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def choose_solver(body: MediaBody) -> Solver:
 
 
 def choose_steps(body: MediaBody, defaults: Defaults) -> int:
-    """Return the number of steps: as many as are given one by one, or the number, or what the quality stands for."""
+    """Return the number of steps: that of given sigmas or timesteps, the given number, or that of the quality."""
     if given := body.sigmas or body.timesteps:
         if body.num_inference_steps not in (None, len(given)):
             name = "sigmas" if body.sigmas else "timesteps"
@@ -362,8 +362,8 @@ def choose_size(body: MediaBody, defaults: Defaults, first: HasSize | None = Non
 def size_of(picture: HasSize, defaults: Defaults) -> tuple[int, int]:
     """Return the allowed size that is nearest to the size of ``picture``.
 
-    One larger than the model's default is scaled down to it: cameras give many times the pixels for which models were
-    made. Where the model ``enlarges_pictures``, a smaller one is scaled up.
+    A picture larger than the model's default is scaled down to it, since cameras have far more pixels than models are
+    made for. If the model ``enlarges_pictures``, a smaller one is scaled up.
     """
     excess = picture.width * picture.height / (defaults.width * defaults.height)
     scale = 1 / math.sqrt(excess if defaults.enlarges_pictures else max(1.0, excess))

@@ -54,9 +54,9 @@ NO_PATIENCE: Mapping[str, float] = MappingProxyType({})
 class DeployedStudio:
     """A ``Studio`` of Serve deployments: runs requests for all served models.
 
-    ``patience_s`` is how long requests for a model wait for a replica, where that is not RECOVERY_DEADLINE_S;
-    ``limits`` are those of its gangs, which hold for what waits for one, too. What requests cost is charged to
-    ``accounts``, by default to new ones.
+    ``patience_s``: by model, the seconds that requests wait for a replica, if not RECOVERY_DEADLINE_S. ``limits``: of
+    the model's gangs, which also hold for requests that wait for a gang. Costs are charged to ``accounts``, by default
+    to new ones.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class DeployedStudio:
             raise ModelUnavailableError(f"{model}: a gang broke while it loaded the adapter") from error
 
     async def remove_lora(self, model: str, lora: Lora) -> None:
-        """See ``Studio.remove_lora``. What no gang hears leaves its memory by itself."""
+        """See ``Studio.remove_lora``. A gang that does not hear of it evicts the adapter later."""
         try:
             asked = self._stages[model].denoiser.broadcast("remove_lora", lora)
             await asked.results_async(timeout_s=LOAD_WITHIN_S, return_exceptions=True)
@@ -189,7 +189,7 @@ class DeployedStudio:
     def _unwrapped(self, model: str) -> Iterator[None]:
         """Raise a deployment's own exception in place of Ray's wrapper, whose text is a coloured traceback.
 
-        What is not there says when it may be.
+        If a deployment is missing, the error has the predicted time until it is back.
         """
         try:
             yield

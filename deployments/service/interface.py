@@ -30,12 +30,12 @@ class Output:
 class ModelCard:
     """A served model: name in the API, family, the folder's mtime (Unix seconds), defaults and limits.
 
-    ``aliases`` are other names of it in requests. ``loras`` are adapters that requests may name, each with its default
-    scale, ``recipes`` defaults of requests that name them, ``qualities`` recipes that low, medium or high stand for.
-    ``description``: what it draws, and examples.
+    ``aliases``: its other names in requests. ``loras``: adapters that requests may name, with their default scales.
+    ``recipes``: defaults of requests that name them. ``qualities``: the recipes of low, medium or high.
+    ``description``: its subjects, and examples.
     ``enhances_prompts``: the default of ``enhance_prompt``; None without a prompt enhancer.
     ``path``: how steps are made, by diffusers' blocks or by the pipeline's own call. ``runtime_loras``: limits of
-    adapters that clients add; None: they may add none. ``memory``: what ``memory_gib`` chose, as a JSON object.
+    adapters that clients add; None: they may add none. ``memory``: the savings of ``memory_gib``, as a JSON object.
     """
 
     name: str
@@ -57,10 +57,9 @@ class ModelCard:
 class StageTimes:
     """Where the time of a request went, in seconds; ``total_s`` is wall-clock from start to end.
 
-    ``was_warm``: its denoising found everything ready for its shape, so that nothing of it was preparation.
-    ``gpu_s``: how long ranks were at work in its steps, all of them added up. ``eta_s``: what ``total_s`` was predicted
-    to be when it came to the gang; None if that would have been a guess. ``same_bytes``: the request gives the very
-    bytes whenever it comes; False of an elastic gang, where it gives the same picture.
+    ``was_warm``: denoising needed no compilation or graph capture. ``gpu_s``: rank-seconds of its steps. ``eta_s``:
+    ``total_s`` as predicted at its arrival at the gang; None without a prediction. ``same_bytes``: the same request
+    always gives the same bytes; False for an elastic gang, where it gives the same picture.
     """
 
     queue_s: float
@@ -100,8 +99,8 @@ class Preview:
 class Media:
     """The finished picture or clip; ``thumbnail`` is a WebP of the first frame for clips, else empty.
 
-    Of a picture in layers ``data`` is the lowest, and ``further`` are those above it. ``revised_prompt``: the prompt of
-    an enhancer, if it was used.
+    For a picture in layers, ``data`` is the lowest one, and ``further`` are those above it. ``revised_prompt``: the
+    prompt of an enhancer, if it was used.
     """
 
     data: bytes
@@ -168,9 +167,9 @@ class Studio(Protocol):
     ) -> AsyncGenerator[StudioEvent]:
         """Run one request with its ``pictures``. Yield ``Queued``, progress and previews, then exactly one ``Media``.
 
-        A gang that breaks under the job is rebuilt and the job run again (its progress starts over); after two broken
-        gangs ``GangBrokenError`` is raised. ``QueueFullError`` if too many jobs wait, ``ModelUnavailableError`` if a
-        stage cannot be started, or takes too long to.
+        If the gang breaks, it is rebuilt and the job runs again (its progress starts over). Raise ``GangBrokenError``
+        after two broken gangs, ``QueueFullError`` if too many jobs wait, and ``ModelUnavailableError`` if a stage
+        cannot be started in time.
         """
         ...
 

@@ -17,7 +17,7 @@ from deployments.stages.measured_times import start_key
 from engines.gang.eta.measured_times import MeasuredTimes
 
 POLL_S = 1.0
-"""While something is missing, and for a while after a gang was lost, the controller is asked this often at most."""
+"""Shortest interval between queries of the controller, while a replica is missing or after a gang was lost."""
 ANSWER_DEADLINE_S = 5.0
 """For the controller's answer: while it is being replaced there is none."""
 RETRY_AFTER_S = 2.0
@@ -29,13 +29,13 @@ logger = logging.getLogger("troupe.readiness")
 class Readiness:
     """Whether models can take requests. ``models`` has each model's deployments by name.
 
-    Those ``on_demand`` may have no replica until a request asks for one. The models ``deployed`` before this process
-    may be replaced by a new version. ``start_times`` are those of earlier starts, by model.
+    Deployments ``on_demand`` may have no replica until a request needs one. The models ``deployed`` before this process
+    may be replaced by a new version. ``start_times``: durations of earlier starts, by model.
 
-    To ask the controller takes CPU time here and there, and every request wants to know. So while all is
-    well the answer is the last known one, renewed behind the requests when it is old or a gang was lost; only while
-    something is missing do requests wait for a fresh one. While the controller does not answer, nothing is known to
-    have changed: replicas serve without it.
+    A query costs CPU time here and in the controller, and every request needs the answer. So requests use the last
+    known answer while all is well; it is renewed in the background when it is old or a gang was lost. Requests wait for
+    a new answer only while a replica is missing. If the controller does not answer, the last state counts: replicas
+    serve without it.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Readiness:
     def retry_after_s(self, model: str) -> float:
         """Return the predicted seconds until ``model`` is back: as long as its last outage.
 
-        What takes longer, or was never seen, is expected to take as long again as it is late already.
+        If it is later than that, or had no outage yet, it is expected to take as long again as it has taken so far.
         """
         if model not in self._missing_since_s:
             return RETRY_AFTER_S
@@ -167,8 +167,8 @@ def find_reasons(
 def takes_requests(deployment: DeploymentStatusOverview, *, on_demand: bool = False) -> bool:
     """Return whether a replica runs or the next request starts one (scaled to zero, or scaling up).
 
-    One that may have none (``on_demand``) takes requests also while its last one goes, or was lost and is replaced:
-    they wait as they do for the first. Not before it was deployed, nor when its replicas fail to start.
+    With ``on_demand``, a deployment also takes requests while its last replica stops or is replaced: they wait as for
+    the first one. It takes none before it was deployed, nor if its replicas fail to start.
     """
     if num_running(deployment) or deployment.status == "UPSCALING":
         return True

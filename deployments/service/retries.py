@@ -16,10 +16,11 @@ from pipelines.request import MediaRequest
 
 MAX_BROKEN_GANGS = 2
 MAX_LOSSES = 4
-"""Of objects on their way between deployments. A node that dies takes some along; more of them are a defect."""
+"""Objects that a request may lose on the way between deployments. A dead node explains a few, not more."""
 RECOVERY_DEADLINE_S = 180.0
-"""From the loss of a gang that ran the request, or the first loss, until a step of it must have run again; and for each
-deployment until a replica has taken the request."""
+"""Time from the loss of the gang, or the first loss, until a step of the request must have run again.
+
+It is also the limit for each deployment until a replica has taken the request."""
 MIN_WAIT_S = 10.0
 """A replica that is there takes a request within this, however busy its machine is."""
 HELD_S = 2.0

@@ -125,14 +125,14 @@ class Run:
         """Follow the denoiser's stream to its end. If this is cancelled, so is the stream: the job stops everywhere.
 
         The denoiser gets a reference to the encoding and waits for it, so that the transfer overlaps. Errors of the
-        encoder are raised here. The reference is held until the end, so that the encoding is not freed. For a new size
-        the decoder says, while the encoder runs, whether the size fits and how long decoding will take.
+        encoder are raised here. The reference is held until the end, so that the encoding is not freed. For a new size,
+        the decoder predicts its time and checks that the size fits, while the encoder runs.
         """
         responses: list[Any] = [self.stages.text_encoder.encode.remote(self.request, SentPictures.of(self.pictures))]
         if is_new := self.decode_times.get(self._decoded_like) is None:
             responses.append(self.stages.decoder.expected_s.remote(self.request, self.output))
         try:
-            encoded = [await self._taken(object_ref(responses[0]), "text encoder")]
+            encoded = [await self._await_replica(object_ref(responses[0]), "text encoder")]
             if is_new:
                 self._decoder_estimate_s = await self._answer(responses[1])
             denoise = self.stages.denoiser.options(stream=True).denoise
@@ -140,7 +140,7 @@ class Run:
             request, decode_s = self._with_time_waited(), self._predicted_decode_s or 0.0  # unknown: no refusal
             stream: Any = denoise.remote(self.job_id, request, encoded, self.exclusive, decode_s, self.accepted)
             responses.append(stream)
-            await self._taken(object_ref_generator(stream), "denoiser")
+            await self._await_replica(object_ref_generator(stream), "denoiser")
             async for group in stream:
                 for event in group:
                     self._hear(event, publish)
@@ -197,13 +197,13 @@ class Run:
 
     async def _answer(self, response: Any) -> Any:
         try:
-            await self._taken(object_ref(response), "decoder")
+            await self._await_replica(object_ref(response), "decoder")
             return await response
         except BaseException:
             response.cancel()
             raise
 
-    async def _taken(self, reference: Awaitable[Any], stage: str) -> Any:
+    async def _await_replica(self, reference: Awaitable[Any], stage: str) -> Any:
         """Return the reference to the result once a replica has taken the request."""
         asked_s = time.perf_counter()
         try:

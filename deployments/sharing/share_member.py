@@ -1,4 +1,4 @@
-"""A deployment of a model that shares GPUs: it reports its work, and sleeps and wakes when it is told to."""
+"""A deployment of a model that shares GPUs: it reports its work, and sleeps and wakes on command."""
 
 from __future__ import annotations
 

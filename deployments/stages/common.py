@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from engines.core.parcel import Parcel, Shapes
 from engines.gang.errors import QueueFullError
 from engines.gang.jobs.job import JobEvent
 from pipelines.checkpoint import Checkpoint
-from pipelines.request import InputPicture, InputPictures, InputVideo, MetadataLevel, Mode, ServiceTier
+from pipelines.request import InputPicture, InputPictures, InputVideo, MetadataLevel, ServiceTier
 
 if TYPE_CHECKING:
     from torch import nn
@@ -177,6 +177,7 @@ def _takes_turns(spec: StageSpec, stage: str) -> bool:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+M = TypeVar("M", InputPicture, InputVideo)
 
 
 class Workers:
@@ -199,61 +200,41 @@ class Workers:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SentPicture:
-    """One picture as an array, which Ray reads from the object store without a copy, as in a ``Parcel``."""
+class SentMedia(Generic[M]):
+    """A picture or clip with its bytes as an array, which Ray reads from the object store without a copy.
 
-    width: int
-    height: int
-    mode: Mode
+    A ``Parcel`` does the same for tensors.
+    """
+
+    form: M
+    """The picture or clip without its bytes."""
     pixels: NDArray[np.uint8]
 
     @classmethod
-    def of(cls, picture: InputPicture) -> Self:
-        pixels = np.frombuffer(picture.data, np.uint8)
-        return cls(width=picture.width, height=picture.height, mode=picture.mode, pixels=pixels)
+    def of(cls, media: M) -> SentMedia[M]:
+        return cls(form=replace(media, data=b""), pixels=np.frombuffer(media.data, np.uint8))
 
-    def open(self) -> InputPicture:
-        return InputPicture(width=self.width, height=self.height, mode=self.mode, data=self.pixels.tobytes())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SentVideo:
-    """``SentPicture`` for a clip."""
-
-    width: int
-    height: int
-    num_frames: int
-    fps: int
-    pixels: NDArray[np.uint8]
-
-    @classmethod
-    def of(cls, video: InputVideo) -> Self:
-        pixels = np.frombuffer(video.data, np.uint8)
-        size = {"width": video.width, "height": video.height}
-        return cls(**size, num_frames=video.num_frames, fps=video.fps, pixels=pixels)
-
-    def open(self) -> InputVideo:
-        size = {"width": self.width, "height": self.height}
-        return InputVideo(**size, num_frames=self.num_frames, fps=self.fps, data=self.pixels.tobytes())
+    def open(self) -> M:
+        return replace(self.form, data=self.pixels.tobytes())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SentPictures:
     """Pictures and clip of a request, sent by value to the encoder only (``engines.core.parcel``)."""
 
-    pictures: tuple[SentPicture, ...] = ()
-    mask: SentPicture | None = None
-    video: SentVideo | None = None
-    control: SentPicture | None = None
+    pictures: tuple[SentMedia[InputPicture], ...] = ()
+    mask: SentMedia[InputPicture] | None = None
+    video: SentMedia[InputVideo] | None = None
+    control: SentMedia[InputPicture] | None = None
 
     @classmethod
     def of(cls, inputs: InputPictures) -> Self:
         """Pack ``inputs`` without a copy."""
         return cls(
-            pictures=tuple(map(SentPicture.of, inputs.pictures)),
-            mask=None if inputs.mask is None else SentPicture.of(inputs.mask),
-            video=None if inputs.video is None else SentVideo.of(inputs.video),
-            control=None if inputs.control is None else SentPicture.of(inputs.control),
+            pictures=tuple(map(SentMedia.of, inputs.pictures)),
+            mask=None if inputs.mask is None else SentMedia.of(inputs.mask),
+            video=None if inputs.video is None else SentMedia.of(inputs.video),
+            control=None if inputs.control is None else SentMedia.of(inputs.control),
         )
 
     def open(self) -> InputPictures:

@@ -134,8 +134,8 @@ class Denoiser:
     ) -> AsyncGenerator[tuple[StageEvent, ...]]:
         """Yield events in groups, ``EVENTS_EVERY_S`` apart, ending with ``JobDone``. Closing cancels the job.
 
-        Each group costs a millisecond of CPU time in two processes. ``encoded`` is a list of one reference, so that
-        the call is sent before the encoder is done; the caller owns it until the job ends. ``exclusive``: run without
+        Each group costs a millisecond of CPU time in two processes. ``encoded`` is a list of one reference, which lets
+        the call start before the encoder is done. The caller owns it until the job ends. ``exclusive``: run without
         other jobs, after a gang broke under the request. ``decode_s``: predicted decode time, part of the deadline.
         ``accepted``: see ``Job``.
         """
@@ -219,9 +219,9 @@ class Denoiser:
     async def check_health(self) -> None:
         """Raise if the gang is broken. One ``Gang.check_health`` may span several calls.
 
-        A call ends within two seconds, so that only a hanging replica exceeds Serve's timeout. Calls after the first
-        last almost until the next one: Serve polls running checks ten times a second, and learns of a broken gang fast.
-        A call after a pause does not: Ray may have held it up, and Serve's timeout counts from when it was sent.
+        A call ends within two seconds, so that only a hanging replica exceeds Serve's timeout. Later calls last almost
+        until the next one: Serve polls running checks ten times a second, and so learns of a broken gang fast. A call
+        after a pause returns at once: Ray may have delayed it, and Serve's timeout counts from its sending.
         """
         waits = time.monotonic() - self._checked_s < LATE_S
         if self._member is not None and self._gang.is_whole:

@@ -1,8 +1,8 @@
 """Compiled kernels that nodes share: a new node neither compiles nor chooses among kernels again.
 
 ``TROUPE_KERNEL_CACHE`` names a folder that all nodes see, or object storage (``s3://bucket/prefix``). A process stores
-what PyTorch has compiled for it and the kernels that were chosen by time, so all nodes give the same bytes. In a
-folder, gangs share their decisions on strategies too. Whoever can write there can run code where it is read.
+its compiled kernels and the kernels that were chosen by time, so all nodes give the same bytes. In a folder, gangs
+share their decisions on strategies too. Write access to it allows running code on all nodes that read it.
 """
 
 from __future__ import annotations

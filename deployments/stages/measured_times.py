@@ -99,7 +99,7 @@ def start_key(model: str) -> TimeKey:
 
 
 def estimates_s_of(request: MediaRequest, encoded: Shapes, estimates: StepEstimates | None) -> dict[int, float]:
-    """Return the estimated seconds of a step by team size, up to a factor that all steps of the model share.
+    """Return the estimated seconds of a step by team size, up to one factor for all steps of the model.
 
     Without ``estimates`` of the cost model, the number of tokens decides, on one rank.
     """

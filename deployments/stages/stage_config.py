@@ -199,9 +199,9 @@ class DenoiserConfig(ScaledConfig, GangConfig):
     load: Literal["auto", "whole", "sliced"] = "auto"
     """Weights of each rank.
 
-    ``whole``: all of them, for teams of any size. ``sliced``: its share, for a model that fits no single device, with
-    the engine torch and a strategy that divides weights. ``auto``: ``sliced`` for such a strategy, or if the strategy
-    is "auto" and whole weights would not fit.
+    ``whole``: all of them, for teams of any size. ``sliced``: the rank's share, for a model that fits no single device.
+    It needs the engine torch and a strategy that divides weights. ``auto``: ``sliced`` for such a strategy, or if the
+    strategy is "auto" and whole weights would not fit.
     """
     warm_sizes: tuple[WrittenSize, ...] = ()
     """Sizes that are compiled and captured at start; on TensorRT one engine file takes all sizes between them."""

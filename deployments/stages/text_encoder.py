@@ -14,7 +14,6 @@ from deployments.observability.logs import request_context
 from deployments.stages.common import (
     NO_SENT_PICTURES,
     Encoded,
-    SentPicture,
     SentPictures,
     StageSpec,
     StageWeights,
@@ -61,12 +60,12 @@ class CacheKeys:
 
 def _digest(pictures: SentPictures) -> bytes:
     """Return SHA-256 over picture count, mask flag, shapes and pixels (zero-copy), those of a clip included."""
-    mask: tuple[SentPicture, ...] = () if pictures.mask is None else (pictures.mask,)
+    mask = () if pictures.mask is None else (pictures.mask,)
     control = () if pictures.control is None else (pictures.control,)
     sent = (*pictures.pictures, *control, *mask)
-    forms = [(one.width, one.height, one.mode, one.pixels.nbytes) for one in sent]
+    forms = [(one.form, one.pixels.nbytes) for one in sent]
     video = pictures.video
-    clip = None if video is None else (video.width, video.height, video.num_frames, video.fps)
+    clip = None if video is None else video.form
     digest = hashlib.sha256(repr((len(mask), len(control), forms, clip)).encode())
     for one in (*sent, *(() if video is None else (video,))):
         digest.update(one.pixels.data)

@@ -33,7 +33,7 @@ FORMATS: Mapping[MediaKind, tuple[MediaFormat, ...]] = {"image": ("png", "jpeg",
 
 
 def typical_requests(defaults: Defaults, sizes: tuple[Size, ...]) -> Iterator[tuple[MediaRequest, InputPictures]]:
-    """Yield a request without pictures if the model allows it, and one with pictures or a clip for each of ``sizes``.
+    """Yield a request without pictures, if the model allows it, and one with inputs for each of ``sizes``.
 
     Without sizes, clips have few frames: some encoders read all frames, which takes minutes on a CPU.
     """

@@ -30,10 +30,10 @@ logger = logging.getLogger("troupe.accounts")
 
 
 class Accounts:
-    """Accounts by the hash of a key ("" where keys are not asked for), at the replica ``replica``.
+    """Accounts of a replica, ``replica``, by the hash of a key ("" if the server needs no keys).
 
-    Keys without limits are counted here alone. For the others ``keeper`` (by default one in this process) counts all
-    replicas: it is called before a request begins, and hears of its end afterwards. ``clock`` gives seconds.
+    Keys without limits are counted here alone. For the others, ``keeper`` (by default one in this process) adds up all
+    replicas. It is called before a request begins, and is told the end later. ``clock`` gives seconds.
     """
 
     ledger: UsageLedger | None = None

@@ -57,5 +57,7 @@ class DeployedKeeper:
                     return await getattr(self._handle, method).remote(*args)
             except (RayActorError, DeploymentUnavailableError, TimeoutError) as error:
                 if time.monotonic() + RETRY_S > give_up_s:
-                    raise AccountsUnavailableError("nobody says now what this key may have; try again") from error
+                    raise AccountsUnavailableError(
+                        "the limits of this key are unknown for a moment; try again"
+                    ) from error
             await asyncio.sleep(RETRY_S)

@@ -16,8 +16,10 @@ from deployments.usage.quotas import Account, Balance, KeyLimits, LimitReachedEr
 LEASE_S = 15.0
 """A replica that was silent for so long is gone, and its reservations have ended."""
 GRACE_S = 0.25
-"""Time that a reservation waits for others to end. Requests that a client sends one after the other may reach different
-replicas, and the next one the keeper before it hears of the last one's end, for which no answer waits."""
+"""Time that a reservation waits for others to end.
+
+A client's next request may reach another replica. It may come to the keeper before the report of the last one's end,
+which is sent in the background."""
 
 
 class AccountsUnavailableError(Exception):
@@ -50,7 +52,7 @@ class AccountKeeper:
     def __init__(self, limits: Iterable[KeyLimits] = (), clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = tuple(limits), clock
         self._accounts: defaultdict[str, dict[str, Account]] = defaultdict(dict)
-        """By key and replica. What replicas have used that are gone still counts."""
+        """By key and replica. The use of replicas that are gone still counts."""
         self._heard_s: dict[str, float] = {}
         """Time of the last call, by replica."""
         self._reported = asyncio.Event()

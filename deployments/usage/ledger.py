@@ -53,7 +53,7 @@ class UsageLedger:
             self._writing = asyncio.get_running_loop().create_task(self._write_all(), context=Context())
 
     async def flush(self) -> None:
-        """Return once all is written. What cannot be written now is given up, and logged."""
+        """Return once all is written. Entries that cannot be written now are dropped and logged."""
         if self._writing is not None:
             self._is_ending = True
             await cancel(self._writing)

@@ -1,4 +1,4 @@
-"""What requests cost their keys, finished or not, and how they ended in metrics."""
+"""Charges for requests, finished or not, to their API keys, and metrics of their outcomes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ logger = logging.getLogger("troupe.flow")
 class UsageMeter:
     """Charges the GPU-seconds of requests to their keys, in ``accounts``.
 
-    A request pays if it finishes, and if its client cancels it, leaves, or makes it fail. What fails by the server's
-    doing (a broken gang, a defect) costs nothing.
+    A request pays if it finishes, and if its client cancels it, leaves, or makes it fail. A request that the server
+    fails (a broken gang, a defect) costs nothing.
     """
 
     def __init__(self, accounts: Accounts) -> None:

@@ -28,7 +28,7 @@ class LimitReachedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class KeyLimits:
-    """What an API key may use. ValueError for what cannot be."""
+    """Limits of an API key. ValueError for an invalid one."""
 
     key: str = EVERYBODY
     """The key's SHA-256 in hexadecimal digits, or its first eight or more. "*" is every key without an entry."""
@@ -92,7 +92,7 @@ def recent(charges: Iterable[Charge], now_s: float) -> list[Charge]:
 
 @dataclass(kw_only=True, slots=True)
 class Account:
-    """What one key uses through one replica of the API. Times are by one process's clock, in seconds."""
+    """Use of one key through one replica of the API. Times are of one process's clock, in seconds."""
 
     since: int
     """Unix time since when is counted."""
@@ -133,7 +133,7 @@ class Account:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Balance:
-    """What a key has used through all replicas of the API."""
+    """Use of a key through all replicas of the API."""
 
     since: int
     """Unix time since when is counted."""

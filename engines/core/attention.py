@@ -29,7 +29,7 @@ class Kernel(Protocol):
     keys (Milakov & Gimelshein 2018, arXiv:1805.02867).
 
     ``mask_BM`` is True for attended keys (None: all). If tokens are split, it covers the caller's keys only. ``prefix``
-    limits how far the caller's queries see (None: to the end), and places the caller's keys in the whole sequence.
+    limits the keys that the caller's queries see (None: all), and places the caller's keys in the whole sequence.
     All ranks of a team pass a mask or none does; likewise a prefix. A query without any key has an ``lse`` of -inf and
     a finite, meaningless ``out``.
     """

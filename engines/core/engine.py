@@ -91,6 +91,20 @@ class Engine(Protocol):
         ...
 
 
+class EagerEngine:
+    """An ``Engine`` for one rank but for ``predict``: nothing to compile, to estimate or to release."""
+
+    was_warm: bool = True
+    team_sizes: tuple[int, ...] = (1,)
+    estimates: StepEstimates | None = None
+
+    def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankContext:
     """A rank's number in its gang, the gang's size, and the rank's own device ("cuda:0", "cpu").

@@ -1,4 +1,4 @@
-"""Host memory for a copy of weights: pinned up to a limit, the rest in an unlinked file that the page cache serves."""
+"""Host memory for a copy of weights: pinned up to a limit, the rest in an unlinked file in the page cache."""
 
 from __future__ import annotations
 

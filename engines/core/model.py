@@ -142,10 +142,6 @@ class Schedule:
     find: Callable[[], Tensor]
     step: int
 
-    @classmethod
-    def of(cls, timesteps_S: Tensor, step: int) -> Schedule:
-        return cls(find=lambda: timesteps_S, step=step)
-
     @property
     def timesteps_S(self) -> Tensor:
         return self.find()

@@ -88,8 +88,8 @@ def code_digest(package: str) -> str:
 class HostLock:
     """A lock on the GPUs of a host: warm-ups share it, and a process that times steps holds it exclusively.
 
-    Processes that share a GPU slow each other down, and with them the ranks that exchange tensors. On two H200s, steps
-    of 66 and 75 ms took 104 and 114 ms during the warm-up of an encoder and a decoder.
+    Processes that share a GPU slow each other down, and the ranks that exchange tensors with them. On two H200s, the
+    warm-up of an encoder and a decoder slowed steps of 66 and 75 ms to 104 and 114 ms.
     """
 
     def __init__(self, folder: Path) -> None:

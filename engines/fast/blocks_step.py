@@ -29,8 +29,8 @@ from engines.fast.kernels import (
 class BlocksStep:
     """One step through all blocks. ``cos_LP`` and ``sin_LP`` rotate this rank's q and k; ``batch``: rows per token.
 
-    The two streams of a dual block meet only in attention. Between two attentions the context runs on its own CUDA
-    stream and uses the time and multiprocessors that the latents leave, above all while the latents' q, k and v travel.
+    The two streams of a dual block meet only in attention. Between two attentions, the context runs on its own CUDA
+    stream. It uses time and multiprocessors that the latents leave, mainly while the latents' q, k and v are exchanged.
     A rank's share of the context is small, and GEMMs of few rows leave a GPU mostly idle.
     """
 

@@ -1,7 +1,7 @@
 """The engine's services for a hand-ordered step: the team's exchange of heads, and side streams.
 
-Work that does not depend on an exchange runs on side streams, in the time and on the multiprocessors that the exchange
-leaves. Inside a CUDA graph a side stream becomes a parallel branch. On the CPU everything runs in program order.
+Work that does not depend on an exchange runs beside it on side streams, on the multiprocessors that it leaves. Inside
+a CUDA graph a side stream becomes a parallel branch. On the CPU everything runs in program order.
 
 Memory rule: memory allocated inside ``run()`` may be read after ``wait()`` and then dropped at once. The next ``run()``
 waits for the main stream before it can reuse the block.

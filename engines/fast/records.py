@@ -64,7 +64,7 @@ class Modulation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadNorms:
-    """Processing of q and k per head: bias, RMS norm with a weight by segment and by q or k, rotation of pairs."""
+    """Per head of q and k: bias, RMS norm (a weight for each segment, for q and for k), rotation of pairs."""
 
     weight_S2D: Tensor
     cos_LP: Tensor

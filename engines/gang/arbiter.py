@@ -1,6 +1,6 @@
-"""Which of the models that share GPUs are awake. Pure: no clock, no tasks, no ranks.
+"""Decides which of the models that share GPUs are awake. Pure: no clock, no tasks, no ranks.
 
-A model that is awake and has work keeps its turn until the work is done, or the turn is over and another model waits.
+An awake model with work keeps its turn until the work is done, or until the turn is over and another model waits.
 Swaps are never free, so a turn lasts a multiple of a swap's measured time.
 """
 
@@ -75,9 +75,9 @@ class Sharer:
     is_awake: bool = False
     """It holds its memory, at least in part."""
     waits_since_s: float | None = None
-    """Since when it is asleep and has work."""
+    """Time since which it is asleep and has work."""
     turn_since_s: float = -math.inf
-    """Begin of the turn; while nobody waits, turns do not count."""
+    """Begin of the turn, which counts only while another model waits."""
     busy_s: float = -math.inf
     """When it had work for the last time."""
     usual_backlog_s: float = SHORTEST_S
@@ -111,7 +111,7 @@ class Sharer:
 class Arbiter:
     """Decides for the models that share some GPUs. ``capacity`` is the usable memory of each device, in bytes.
 
-    The caller reports demands and states, then follows ``decide``: models that it omits go to sleep, and others wake
+    The caller reports demands and states, then follows ``decide``. Models that it omits go to sleep, and others wake
     up once there is room.
     """
 
@@ -175,8 +175,8 @@ class Arbiter:
     def wake_s(self, name: str, now_s: float, wanted: frozenset[str]) -> float:
         """Return the predicted seconds until a model is awake, if it has work from now on; 0 if it is awake.
 
-        ``wanted`` are the models that are to be awake now. ``decide`` says who wakes up next, as if no further work
-        came. Models that are awake share the devices' time. At most ``FORESEEN_S``, and the model's own wake-up.
+        ``wanted`` are the models that should be awake now. ``decide`` names the next ones, as if no further work came.
+        Models that are awake share the devices' time. The result is at most ``FORESEEN_S`` and the model's wake-up.
         """
         if self.sharers[name].is_awake and name in wanted:
             return 0.0
@@ -193,10 +193,6 @@ class Arbiter:
                 at_s += step_s
                 future._work(step_s, at_s)
         return at_s - now_s
-
-    def fits(self, names: Iterable[str]) -> bool:
-        """Return whether these models fit together while all others are asleep."""
-        return not self._lacking(set(names))
 
     def _copy(self) -> Arbiter:
         copied = Arbiter(self.capacity)

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from statistics import median
 
 LATE_SHARE, ALERT_SHARE = 0.02, 0.05
-"""Shares of requests that may wait longer than the target in steady traffic: with as many gangs as are wanted, and
-before more are wanted. Between the two the number stays."""
+"""Shares of requests that may wait longer than the target in steady traffic.
+
+The first holds for the wanted number of gangs. Above the second, more are wanted; in between, the number stays."""
 USUAL_START_S = 60.0
 """Seconds from the order of a gang until it takes jobs, before one was seen."""
 NUM_STARTS = 8
@@ -25,14 +26,16 @@ MIN_WINDOW_S, WINDOW_STARTS = 120.0, 2.0
 MIN_SPAN_S = 10.0
 """Arrivals of a shorter time are averaged over this."""
 MIN_HOLD_S, HOLD_STARTS = 10.0, 1.0
-"""A gang that is not needed stays for as many times the longest recent start, and at least so long.
+"""Seconds, at least, and multiples of the longest recent start, for which an unneeded gang stays.
 
 An idle gang that is kept for as long as a start takes costs at most twice the optimum (ski rental). Gandhi et al. 2012,
 "AutoScale: Dynamic, Robust Capacity Management for Multi-Tier Data Centers", delay the end of servers likewise.
 """
 CLEAR_STARTS = 2.0
-"""A backlog is cleared within this many starts of a gang. Its requests are late by then, so haste costs more than it
-gives: on a day of sudden rises 1 start took 2.7 % more GPU-hours than 2, for 0.2 points fewer late requests."""
+"""A backlog is cleared within this many starts of a gang.
+
+Its requests are late by then, so haste is expensive. On a day of sudden rises, 1 start took 2.7 % more GPU-hours than
+2, for 0.2 points fewer late requests."""
 MAX_CV2 = 3.0
 """Limit of the squared coefficient of variation of job times, which few jobs estimate badly."""
 NEWEST_PARTS, SIGNIFICANCE = (1 / 2, 1 / 4, 1 / 8), 4.0
@@ -211,8 +214,8 @@ class RecentMaximum:
 class GangScaler:
     """Chooses the number of gangs of one model.
 
-    Up: at once, if gangs that are ordered now would otherwise come too late for the target wait or for deadlines. Down:
-    when the last ``hold_s`` needed fewer, and never a gang with a job, unless ranks are granted to others.
+    It adds gangs at once, if later ones would miss the target wait or deadlines. It removes gangs when the last
+    ``hold_s`` needed fewer. A gang with a job stays, unless its ranks are granted to others.
     """
 
     def __init__(self, rules: ScalingRules) -> None:
@@ -311,10 +314,10 @@ class GangScaler:
         return max(MIN_WAIT_SHARE * self._rules.target_wait_s, min(self._rules.target_wait_s, spare_s))
 
     def _load(self, now_s: float, window_s: float, lead_s: float) -> float:
-        """Return the gangs that arrivals will keep busy when a gang that is ordered now runs.
+        """Return the number of gangs that arrivals will keep busy when a gang ordered now is ready.
 
-        This is their mean over ``window_s`` with the trend of a longer time, or the mean over the newest part of the
-        window if that exceeds it by more than the chance of Poisson arrivals.
+        It is the mean over ``window_s`` with the trend of a longer time. If the newest part of the window exceeds that
+        by more than Poisson noise, it is the mean of that part.
         """
         _, work_s, work_s2 = self._arrivals.between(now_s - window_s, now_s)
         span_s = self._arrivals.span_s(now_s, window_s)
@@ -336,7 +339,7 @@ class GangScaler:
 def gangs_needed(load: float, job_s: float, cv2: float, wait_s: float, *, at_most: int) -> tuple[int, int]:
     """Return the fewest gangs with which ``ALERT_SHARE``, and ``LATE_SHARE``, of jobs wait longer than ``wait_s``.
 
-    Erlang's C formula for ``load`` erlangs, whose exponential tail is scaled by the variation ``cv2`` of job times
+    It is Erlang's C formula for ``load`` erlangs. The exponential tail is scaled by the variation ``cv2`` of job times
     (Whitt 1993, "Approximations for the GI/G/m queue").
     """
     blocked, least = 1.0, at_most

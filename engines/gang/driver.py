@@ -38,8 +38,8 @@ def handed_on() -> GangBrokenError:
 class Driver:
     """Sends plans at most ``plans_ahead`` ahead of the reports, and turns reports into the jobs' events.
 
-    Requests only put jobs in and take events out. Serve cancels a request's child tasks recursively: a rank call in a
-    request's context could vanish on some ranks and hang the others. Tasks therefore have fresh contexts.
+    Requests only put jobs in and take events out. Serve cancels a request's child tasks recursively. A rank call in a
+    request's context could vanish on some ranks and hang the others, so tasks have fresh contexts.
     """
 
     def __init__(
@@ -91,11 +91,6 @@ class Driver:
     @property
     def is_cold(self) -> bool:
         return self._watchdog.is_cold
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no job is open."""
-        return self._table.num_open == 0
 
     def report(self) -> GangReport:
         """Return the gang's work, for the number of gangs."""

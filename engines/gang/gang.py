@@ -34,8 +34,10 @@ logger = logging.getLogger(__name__)
 DEATH_WITHIN_S = 5.0
 """Wait for the death of killed ranks."""
 ANSWERS_WITHIN_S = 0.1
-"""Time in which answers that have come reach a check whose time is over. Ray blocks the event loop while a caller hangs
-to which a stream has ended; then answers and the end of the time come at once."""
+"""Time that a check still waits after its deadline for answers that have arrived.
+
+Ray blocks the event loop while the caller of an ended stream hangs. Afterwards the answers and the deadline come at
+once."""
 
 
 class Gang:
@@ -79,9 +81,9 @@ class Gang:
     ) -> Gang:
         """Spawn ranks in the replica's placement group, connect them, run ``load`` on each, then its result.
 
-        ``model`` is the name in logs and metrics. ``environment`` is called on each node for the variables of its
-        ranks' processes; ``python`` is their command and ``gpus`` their part of a GPU (``spawn_ranks``). ``step_times``
-        returns the step times measured on such ranks, given the ranks' estimates.
+        ``model`` is the name in logs and metrics. ``environment`` is called on each node and returns the variables of
+        its ranks' processes. ``python`` is their command, ``gpus`` their share of a GPU (``spawn_ranks``).
+        ``step_times`` returns the step times measured on such ranks, given the ranks' estimates.
 
         On an error, a missed start deadline (``GangBrokenError``) or cancellation, all started ranks are killed.
         Exceptions of ``load`` and of its result are raised here unchanged.
@@ -112,11 +114,6 @@ class Gang:
     def is_whole(self) -> bool:
         """Whether it takes jobs."""
         return self.broken is None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no job is open."""
-        return self._driver.is_idle
 
     def report(self) -> GangReport:
         """Return the gang's work, for the number of gangs."""
@@ -152,11 +149,6 @@ class Gang:
         finally:
             self._driver.close(open_job)
 
-    @property
-    def is_awake(self) -> bool:
-        """Whether steps may run."""
-        return self._driver.rest.may_work
-
     async def sleep(self) -> tuple[MemoryUse, ...]:
         """Move the weights of all ranks to the host, after the steps in flight. Return each rank's memory use.
 
@@ -177,11 +169,6 @@ class Gang:
     def wake_s(self) -> float:
         """Predicted seconds until steps may run; 0 while they may."""
         return self._driver.rest.wake_up.total_s
-
-    @property
-    def swap_s(self) -> float:
-        """Duration of the last ``sleep`` or ``wake``."""
-        return self._driver.rest.swap_s
 
     async def reserve_host_memory(self, pinned: Sequence[int] | None) -> None:
         """Let each rank pin host memory in the background, at most its entry of ``pinned`` in bytes (None: all)."""

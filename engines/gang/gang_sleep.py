@@ -30,8 +30,8 @@ class GangSleep:
         self._is_asleep = self._wants_sleep = False
         self._has_slept = False
         self._moved = asyncio.Event()
-        self.swap_s = self._wake_s = 0.0
-        """Duration of the last change, and of the last wake-up (until one was measured: of the last sleep)."""
+        self._wake_s = 0.0
+        """Duration of the last wake-up; until one was measured, of the last sleep."""
         self._awake_at_s = 0.0
         """When it is expected to be awake, while it is not."""
         self.uses: tuple[MemoryUse, ...] = ()
@@ -80,12 +80,12 @@ class GangSleep:
             begun_s = self._clock.now_s()
             answers: list[MemoryUse] = await self._call("sleep" if sleeps else "wake")
             self.uses = tuple(answers) if sleeps else self.uses
-            self.swap_s = self._clock.now_s() - begun_s
-            self._wake_s = self._wake_s if sleeps and self._has_slept else self.swap_s
+            swap_s = self._clock.now_s() - begun_s
+            self._wake_s = self._wake_s if sleeps and self._has_slept else swap_s
             self._is_asleep, self._has_slept = sleeps, self._has_slept or sleeps
             self._ledger.interrupt()
-            self._metrics.swapped(is_asleep=sleeps, swap_s=self.swap_s)
-            log_phase("gang: sleep" if sleeps else "gang: wake", self.swap_s, model=self._metrics.model)
+            self._metrics.swapped(is_asleep=sleeps, swap_s=swap_s)
+            log_phase("gang: sleep" if sleeps else "gang: wake", swap_s, model=self._metrics.model)
             self._notify()
 
     def _notify(self) -> None:

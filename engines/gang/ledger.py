@@ -194,8 +194,8 @@ class Ledger:
     def _count(self, step: InFlightStep) -> None:
         """Charge a step to its jobs and the metrics.
 
-        A team on GPUs begins when its last rank is ready and ends together: its step time is the shortest, the rest
-        is waiting. On CPUs it is the longest: the lead rank also hands out latents.
+        A team on GPUs begins when its last rank is ready, and ends together. Its step time is the shortest of its
+        ranks', since the rest is waiting. On CPUs it is the longest: the lead rank also returns latents.
         """
         assert step.work is not None
         num_ranks = step.work.num_ranks
@@ -203,15 +203,14 @@ class Ledger:
         self._metrics.step_done(step_s, num_ranks)
         for job_step, job in zip(step.work.job_steps, step.jobs, strict=True):
             job.gpu_s += step_s * num_ranks / len(step.jobs)
-            job.step_s = step_s
             if step.was_warm and job_step.step not in job.job.idle_steps:
                 job.warm_step_s = step_s
 
     def _hear_interval(self, step: InFlightStep, work: Work, reports: Sequence[StepReport]) -> None:
         """Measure a step as the time between the ends of the job's previous step and its own.
 
-        A GPU reports a step when the one before it has ended, but a step with latents at its own end. The interval
-        between such a report and its neighbours covers two steps, or none, and is skipped.
+        A GPU reports a step when the previous one has ended, but a step with latents at its own end. Intervals next to
+        such a report cover two steps, or none, and are skipped.
         """
         lasts = [self._reported.get(rank) for rank in work.ranks]
         self._reported.update(dict.fromkeys(work.ranks, step))
@@ -255,7 +254,6 @@ class Ledger:
             job_id=job_id,
             step=done.step,
             num_steps=job.job.num_steps,
-            step_ms=None if job.step_s is None else 1e3 * job.step_s,
             num_ranks=num_ranks,
             eta_s=eta_s(job, done.step),
             gpu_s=job.gpu_s,

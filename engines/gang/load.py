@@ -104,7 +104,7 @@ def rank_gangs(
 ) -> list[Choice]:
     """Return the gangs by predicted finish of ``new``, the first one first; [] if nothing is known of its kind.
 
-    Ties go to the gang with less work, then to the earlier of ``loads``: the last one becomes idle, and may end.
+    Ties go to the gang with less work, then to the earlier one in ``loads``, so that the last gang can become idle.
     ``age_s``: age of a gang's report; ``sent``: jobs that were sent to a gang since.
     """
     known_s = (load.step_s[new.kind] for load in loads.values() if new.kind in load.step_s)

@@ -1,4 +1,4 @@
-"""Models that share GPUs: the states of their processes, whose turn it is to load, and who is to be awake. Pure.
+"""Models that share GPUs: the states of their processes, the next one to load, and the ones to be awake. Pure.
 
 Everything it knows comes with the next report of each process, so a new one continues where an old one ended.
 """

@@ -1,4 +1,4 @@
-"""Division of steps in a gang: the teams it may form, and the forwards that each member of a team makes."""
+"""Division of steps in a gang: its possible teams, and the forwards of each member of a team."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 At the first call a library connects ranks, loads kernels and creates handles: seconds altogether. All of that releases
 the interpreter's lock, so a thread does it while the main thread imports the model's library.
 
-Weights are loaded afterwards. A copy to the GPU waits for running work with the driver's lock held. That work may be an
+Weights are loaded afterwards. A copy to the GPU waits for running work with the driver's lock held. Such work may be an
 exchange whose peer waits for the same lock. One of two ranks once hung while loading weights; this cause is likely but
 not proved. The thread draws no random numbers. It must import nothing, because it could wait for a module that the main
 thread is importing.

@@ -30,8 +30,9 @@ MAX_ERROR = 0.02
 def with_flash3(fallback: Kernel, device: torch.device | str = "cuda") -> Kernel:
     """Return a bfloat16 kernel: FlashAttention-3 where the package supports the call, else ``fallback``.
 
-    ``fallback`` serves other head dims, prefixes, and masks of fewer than ``MIN_MASKED_KEYS`` keys. It is returned
-    itself if the GPU is not a Hopper, or the package is missing, fails to load or gives other answers (both logged).
+    ``fallback`` serves other head dims, prefixes, and masks of fewer than ``MIN_MASKED_KEYS`` keys. It is
+    returned itself if the GPU is no Hopper or the package is missing. So it is, with a log line, if the package fails
+    to load or gives other answers.
     """
     package = load_package(torch.device(device))
     if package is None:

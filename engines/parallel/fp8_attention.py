@@ -1,9 +1,9 @@
 """Attention in float8 (e4m3): FlashAttention-3's forward on Hopper GPUs, and its reference on CPUs.
 
-Keys are smoothed as in SageAttention 2 (arXiv:2411.10958): their mean over the tokens is subtracted, which no softmax
-sees, and its part of the log-sum-exp is added again. Queries, keys and values have one scale each per picture and key
-head, since FlashAttention-3 (arXiv:2407.08608) takes no finer ones. Scales are powers of 2. They change no mantissa, so
-a value rounds alike whatever its block is, but for those 2 ** 14 below the largest.
+Keys are smoothed as in SageAttention 2 (arXiv:2411.10958): their mean over the tokens is subtracted. This does not
+change the softmax, and its part of the log-sum-exp is added again. Queries, keys and values have one scale each per
+picture and key head, since FlashAttention-3 (arXiv:2407.08608) takes no finer ones. Scales are powers of 2. They change
+no mantissa, so a value rounds alike in every block, unless it is 2 ** 14 below the largest.
 """
 
 from __future__ import annotations

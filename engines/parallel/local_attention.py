@@ -25,8 +25,8 @@ def local_kernel(device: torch.device | str, dtype: torch.dtype, attention: str 
 
     ``attention`` is one of ``engines.core.spec.ATTENTIONS``. ValueError if the device has no kernel in float8.
 
-    CPU: flash. CUDA in half precision: cuDNN, or FlashAttention-2 where cuDNN has no kernel; in bfloat16
-    FlashAttention-3 if it is installed and works; in float32: the memory-efficient kernel, the only fused one for it.
+    CPU: flash. CUDA in half precision: cuDNN, or FlashAttention-2 where cuDNN has no kernel. CUDA in bfloat16:
+    FlashAttention-3 if it is installed and works. CUDA in float32: the memory-efficient kernel, the only fused one.
     Other devices: plain attention in float32.
     """
     if attention == "fp8":

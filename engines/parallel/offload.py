@@ -1,8 +1,8 @@
-"""Blocks of a module in host memory: each is copied to the device one block ahead, and is there only while it runs.
+"""Blocks of a module in host memory: each is copied to the device one block ahead, and stays there only while it runs.
 
-Two buffers on the device take turns: while one block runs from the first, the next offloaded one is copied into the
-second, on a stream of its own. Values and arithmetic are those of a module that is whole on the device, so are the
-bytes of its result. Offloaded blocks are spread evenly, so that the copies hide behind the blocks between them.
+Two buffers on the device take turns. While one block runs from the first, the next offloaded one is copied into the
+second, on a stream of its own. The result has the same bytes as that of a module that is whole on the device.
+Offloaded blocks are spread evenly, so that the copies hide behind the blocks between them.
 """
 
 from __future__ import annotations
@@ -124,11 +124,6 @@ class BlockOffload:
     def device_bytes(self) -> int:
         """Memory of the buffers."""
         return sum(buffer_B.nbytes for buffer_B in self._buffers)
-
-    @property
-    def host_bytes(self) -> int:
-        """Memory of the blocks on the host."""
-        return sum(block.host_B.nbytes for block in self._blocks)
 
     def forget_copies(self) -> None:
         """Copy each block again at its next forward: the buffers may lose their values (``WeightMemory.sleep``)."""

@@ -29,8 +29,9 @@ from engines.parallel.weight_files import slices_of
 from engines.quantization.linear import move_from_host, weights_to_quantise
 
 PrepareModule = Callable[[str, nn.Module, ShardPlan], None]
-"""Called once per module that will run, with its name, the module (or a copy with a share of its weights) and its
-plan. It compiles blocks, or swaps layers for faster equivalents."""
+"""Called once per module that will run: with its name, the module (or a copy with its share of weights), and its plan.
+
+It compiles blocks, or replaces layers by faster equivalents."""
 
 
 class KernelsInModules(WeakKeyDictionary[nn.Module, Kernel]):

@@ -79,7 +79,7 @@ class Machine:
     def for_ranks(self, num_ranks: int) -> Machine:
         """Return this machine with exchanges over each number of ranks that divides ``num_ranks``.
 
-        Unmeasured ones get the latency of the nearest number of ranks, and its speed for the bytes that leave a rank.
+        Unmeasured numbers get the latency of the nearest measured one, and its speed for the bytes that leave a rank.
         """
         sizes = [size for size in range(2, num_ranks + 1) if num_ranks % size == 0]
         added = {

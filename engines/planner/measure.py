@@ -25,6 +25,9 @@ from engines.parallel.mesh import Groups, Teams
 from engines.planner.machine import Line, Machine, Rates
 from engines.planner.profile import ModelProfile
 
+NUM_WARM, NUM_TIMED = 2, 7
+"""Calls before those that are timed, and calls that are."""
+
 
 def measure(profile: ModelProfile, teams: Teams, device: torch.device, attention: str = "auto") -> Machine:
     """Measure this machine with a model's sizes, in under a second on a GPU. Every rank of the gang makes the call.
@@ -127,15 +130,15 @@ def _exchange_s(exchange: Exchange, size_bytes: int, axis: Axis, device: torch.d
     return shortest_s(lambda: exchange(x, axis), device)
 
 
-def shortest_s(call: Callable[[], object], device: torch.device, num_warm: int = 2, num_timed: int = 7) -> float:
+def shortest_s(call: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of the fastest of some calls, including the device's work. Other load can only add time."""
     times = []
-    for number in range(num_warm + num_timed):
+    for number in range(NUM_WARM + NUM_TIMED):
         started = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        if number >= num_warm:
+        if number >= NUM_WARM:
             times.append(time.perf_counter() - started)
     return max(min(times), 1e-9)
 
@@ -154,7 +157,7 @@ class LocalRanks:
     def answer(self, within_s: float) -> Any:
         """Return rank 0's answer.
 
-        Raise RuntimeError with the last line of a rank's error as soon as one fails, or if all end without an answer.
+        Raise RuntimeError as soon as a rank fails, with the last line of its error, or if all end without an answer.
         Raise TimeoutError after ``within_s``.
         """
         end_s = time.monotonic() + within_s

@@ -1,7 +1,7 @@
 """Cost of one branch's step on one rank: seconds by kind of work, and bytes.
 
-``MemoryFloor`` is the least memory of a step, so that steps that cannot fit are refused: running out of memory inside a
-step breaks a gang, and the next one after it.
+``MemoryFloor`` is the least memory of a step. Steps that cannot fit are refused: running out of memory inside a step
+breaks the gang, and then the gang that repeats the step.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from engines.planner.machine import Machine
 from engines.planner.profile import ModelProfile
 
 ELEMENTWISE_PASSES = 36
-"""Reads and writes of the hidden state by a compiled block outside products and attention (norms, modulation, rotary
-embedding, residuals); fitted to a 57-block model on one GPU."""
+"""Reads and writes of the hidden state by a compiled block outside products and attention.
+
+They are norms, modulation, rotary embedding and residuals. Fitted to a 57-block model on one GPU."""
 
 EAGER_PASSES = 90
 """The same for an eager block, as with offloaded blocks. Assumed, not measured."""
@@ -225,8 +226,9 @@ QUANTISING_COPIES = 4
 """Size of a layer while it is quantised, in its own dtype: its copy from the host, and float32 values."""
 
 CERTAIN_COPIES = 5
-"""Hidden states that any block needs at once: the residual, queries, keys, values and attention's result; or the
-residual and the MLP's hidden layer. A usual engine has ``LIVE_COPIES``."""
+"""Hidden states that any block needs at once: the residual, queries, keys, values and attention's result.
+
+The residual and the MLP's hidden layer take as much. A usual engine has ``LIVE_COPIES``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -105,7 +105,7 @@ def _check_quantised_weights(engine: TorchEngine, *, rank: int) -> float:
 
 @torch.no_grad()
 def check_sliced(engine: TorchEngine, model: DenoiserModel, make: Callable[..., TorchEngine], *, rank: int) -> float:
-    """Compare a gang whose ranks cannot run the model alone with one rank, on as many blocks as it can hold.
+    """Compare the gang with one rank on a truncated model, where no rank can run the whole model alone.
 
     ``make`` returns an engine of a model for a ``strategy``. It gets ``model`` truncated to a block of each kind per
     stage, read from the same files. Team, strategy, exchanges and reading of weights are those of the whole model. All

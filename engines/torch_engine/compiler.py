@@ -1,7 +1,7 @@
 """Per-block compilation: one compiled function serves all blocks of a kind, so a deep model compiles in seconds.
 
-Complex products in traced code are rewritten as real ones. Inductor generates no code for complex tensors: rotary
-embeddings would leave float32 copies of queries and keys, with several extra kernels per block.
+Complex products in traced code are rewritten as real ones. Inductor generates no code for complex tensors. Rotary
+embeddings would make float32 copies of queries and keys, with several extra kernels per block.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ PRODUCTS = (operator.mul, torch.mul, "mul")
 def real_product(x_D2: Tensor, factor: Tensor) -> Tensor:
     """Return ``view_as_real(view_as_complex(x) * factor)``, shape (..., 2); ``factor`` is complex.
 
-    Each number is read in place, beside the other one of its pair, which compiles to one pass over whole rows. Two
-    joined halves would take four passes over every second number.
+    Both numbers of a pair are read in place, so it compiles to one pass over whole rows. Two joined halves would take
+    four passes over every second number.
     """
     cos, sin = (part.unsqueeze(-1) for part in torch.view_as_real(factor).unbind(-1))
     sign_2 = 2 * torch.arange(2, device=x_D2.device) - 1

@@ -35,7 +35,7 @@ from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE, StepRunner
 def predict_pipelined(sharded: ShardedModel, work: Iterable[tuple[Branch, Team]]) -> tuple[Tensor, ...]:
     """Return the predictions of the caller's forwards (with guidance: of all parts of the team's).
 
-    All forwards start before any prediction is exchanged, so that a stage overlaps with its neighbours: with n forwards
+    All forwards start before any prediction is exchanged, so that a stage overlaps with its neighbours. With n forwards
     on s stages, s - 1 of n + s - 1 turns are idle.
     """
     started = [(branch, team, _start(sharded, branch, team)) for branch, team in work]
@@ -110,8 +110,8 @@ class TorchEngine:
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
         """See ``Engine.predict``. Neighbouring branches of equal shape may run at the same time (guidance).
 
-        Raise ``ValueError``, on all ranks and before any exchange, for a step that certainly does not fit their memory,
-        and ``JobFailedError`` likewise for one that the module cannot compute.
+        Raise ``ValueError`` for a step that certainly does not fit in memory, and ``JobFailedError`` for one that the
+        module cannot compute: both on all ranks and before any exchange.
         """
         self._check_memory(branches, ranks)
         with forward_fails_alone():

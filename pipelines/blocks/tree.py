@@ -87,7 +87,7 @@ def leaves(blocks: Any, names: Iterable[str], state: PipelineState, outer: Path 
         block = block_at(blocks, path)
         inner: Iterable[str] = block.sub_blocks
         if isinstance(block, ConditionalPipelineBlocks):
-            chosen = _chosen(block, state)
+            chosen = _active_branch(block, state)
             inner = () if chosen is None else (chosen,)
         elif not block.sub_blocks:
             yield path
@@ -105,7 +105,7 @@ def run_until_loop(
     if isinstance(block, LoopSequentialPipelineBlocks):
         return path, ()
     if isinstance(block, ConditionalPipelineBlocks):
-        name = _chosen(block, state)
+        name = _active_branch(block, state)
         return None if name is None else run_until_loop(blocks, (*path, name), pipeline, state)
     if not _has_loop(block):
         block(pipeline, state)
@@ -119,7 +119,7 @@ def run_until_loop(
     return None
 
 
-def _chosen(block: Any, state: PipelineState) -> str | None:
+def _active_branch(block: Any, state: PipelineState) -> str | None:
     triggers = {name: state.get(name) for name in block.block_trigger_inputs if name is not None}
     name: str | None = block.select_block(**triggers) or block.default_block_name
     return name

@@ -1,7 +1,7 @@
 """Differences in adapter files that are no low-rank pairs: whole differences and Kronecker products (LoKr).
 
-Whole differences have keys that end in ``.diff`` for a weight, ``.diff_b`` for a bias and ``.diff_m`` for a modulation
-(LightX2V's documents on adapters; ComfyUI reads the first two).
+The keys of whole differences end in ``.diff`` for a weight, ``.diff_b`` for a bias and ``.diff_m`` for a modulation.
+LightX2V's documents on adapters define them; ComfyUI reads the first two.
 """
 
 from __future__ import annotations

@@ -53,10 +53,6 @@ class Layers:
     whole: Mapping[str, Tensor] = field(default_factory=dict)
     """Whole differences by parameter."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(layer_of(key) for key in self.tensors))
-
     def scale(self, layer: str, rank: int) -> float:
         """Return alpha / rank (rsLoRA: over its root, arXiv:2312.03732); 1 for files without alphas."""
         if not self.config:

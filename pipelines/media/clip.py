@@ -38,8 +38,9 @@ REMOVE_SEI = "filter_units=remove_types=6"
 
 MIN_GROUP, MAX_GROUP = 4, 12
 NUM_GROUPS = 8
-"""Groups of a clip, one a thread, limited by the cost of key frames: 81 moving frames of 832x480 take 500 kB as one
-group, 631 kB in groups of 12 and 724 kB in groups of 8."""
+"""Groups of a clip, one a thread. Their number is limited by the cost of key frames.
+
+81 moving frames of 832x480 take 500 kB as one group, 631 kB in groups of 12 and 724 kB in groups of 8."""
 
 
 def group_length(num_frames: int) -> int:

@@ -25,7 +25,7 @@ COLOUR_TYPES = {1: 0, 3: 2, 4: 6}
 """PNG colour type by number of channels: grey, RGB and RGBA."""
 BIT_DEPTH = 8
 SUB = 1
-"""The filter that replaces a value by its difference from the pixel to the left."""
+"""PNG filter "Sub": each value becomes its difference from the pixel to the left."""
 STRIP_BYTES = 2**18
 """Size of a strip's filtered rows; independent of the number of threads, so that the file's bytes are too."""
 ZLIB_HEADER = b"\x78\x01"

@@ -26,12 +26,9 @@ if TYPE_CHECKING:
     from pipelines.request import InputPicture, MediaRequest
 
 
-def check_channels(path: Path, part: str, given: int, taken: int | None = None) -> None:
-    """Raise ValueError if a part takes another number of channels than the pipeline passes.
-
-    ``taken`` is the part's number if its configuration has it under another key than ``in_channels``.
-    """
-    number = read_config(path, part).get("in_channels", given) if taken is None else taken
+def check_channels(path: Path, part: str, given: int) -> None:
+    """Raise ValueError if a part takes another number of channels than the pipeline passes."""
+    number = read_config(path, part).get("in_channels", given)
     if number != given:
         raise ValueError(
             f"the {part} of {path} takes {number} channels, and a {read_index(path).get('_class_name')} gives it "

@@ -1,9 +1,9 @@
 """Clips that causal auto-encoders decode in chunks, one latent frame after the other, also in bands of rows.
 
-The decoder's cache holds what the next frames need of those before. On several devices, all compute the first half of
-the decoder, in which attention sees the whole picture: it is small there, a few percent of the work. After it each
-device has its band and as many rows around it as the convolutions to come reach, fewer after each layer. The rows of a
-band are those of the whole, up to rounding, and devices exchange nothing.
+The decoder's cache holds the values of earlier frames that the next ones need. With several devices, each computes the
+whole first half of the decoder, whose attention sees the whole picture: a few percent of the work. Then each device has
+its band and the rows around it that later convolutions reach, fewer after each layer. The rows of a band equal those of
+a whole decode, up to rounding, and devices exchange nothing.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def decodes_in_chunks(vae: Any) -> bool:
 def decode_chunks(vae: Any, latents_BCFHW: Tensor, decoders: Sequence[Any] = ()) -> Iterator[Tensor]:
     """Yield the frames of each latent frame: together the exact values of ``vae.decode`` of the whole.
 
-    ``decoders`` are the decoder of ``vae`` and copies of it on other devices. As many of them as there are rows for
-    decode a band each: the same values up to rounding, on the latents' device.
+    ``decoders`` are the decoder of ``vae`` and copies of it on other devices. Each decodes a band, as far as there are
+    enough rows. The values are the same up to rounding, on the latents' device.
     """
     count = 1
     if len(decoders) > 1:
@@ -52,7 +52,7 @@ def num_bands(height: int) -> int:
 
 
 def decode_bands(vae: Any, latents_BCFHW: Tensor, decoders: Sequence[Any]) -> Iterator[Tensor]:
-    """Yield the same with a band on each of ``decoders``, however thin.
+    """Yield the same frames, with a band on each of ``decoders``, however thin.
 
     One thread starts a chunk on one device after the other: calls on GPUs return long before their work is done.
     """

@@ -5,8 +5,8 @@ Attention sees all pixels. So the bands are the rows of the whole, up to roundin
 
 One thread issues the work of all devices, layer by layer: calls on GPUs return long before their work is done, and the
 exchanges are the same every time. All edges are sent before any device starts the convolution that needs them.
-``Tensor.to`` from GPU to GPU copies on the source's current stream after both current streams have come so far, and the
-target's stream continues after it: what is read is complete, and memory that is written or freed later is not in use.
+``Tensor.to`` from GPU to GPU copies on the source's current stream, once both current streams have reached the call.
+The target's stream continues after the copy. So the copied data is complete, and no memory in use is written or freed.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def check_divisible(vae: Any) -> None:
 def distribute_pictures(decoders: Sequence[Any], limit_bytes: int | None, is_ready: Callable[[Tensor], bool]) -> None:
     """Have the first of ``decoders`` decode pictures with enough rows together with its copies on other devices.
 
-    A band that would take more than ``limit_bytes`` is decoded in strips. Latents for which the first is compiled, as
-    ``is_ready`` says, stay there if they fit: that takes as long as two devices that are not compiled.
+    A band that would take more than ``limit_bytes`` is decoded in strips. Latents for which the first is compiled
+    (``is_ready``) stay there if they fit: one compiled decoder is as fast as two plain ones.
     """
     first, whole = decoders[0], decoders[0].forward
     device_bytes = UNLIMITED_BYTES if limit_bytes is None else limit_bytes
@@ -111,6 +111,6 @@ def _check(whole: Tensor, bands: Tensor) -> None:
     similarity_db = float(10 * torch.log10(whole.float().var() / error))
     if not similarity_db >= MIN_SIMILARITY_DB:
         raise ValueError(
-            f"what several devices decode is {similarity_db:.0f} dB from what one does, and {MIN_SIMILARITY_DB:.0f} "
-            "are needed: leave decoder.num_devices out (or see whether these GPUs copy to each other as they should)"
+            f"the pixels of several devices and of one agree to {similarity_db:.0f} dB only, and "
+            f"{MIN_SIMILARITY_DB:.0f} are needed: leave decoder.num_devices out, or check copies between these GPUs"
         )

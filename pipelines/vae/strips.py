@@ -70,8 +70,8 @@ def check_fits(vae: Any, width: int, height: int, available_bytes: int) -> None:
     if needed > available_bytes:
         raise ValueError(
             f"to decode {width}x{height} pixels takes {needed / 2**30:.1f} GiB at least, and the decoder's GPU has "
-            f"{available_bytes / 2**30:.1f} GiB: ask for a smaller size, or serve the model with decoder.memory_gib, "
-            "with which large pictures are decoded in strips"
+            f"{available_bytes / 2**30:.1f} GiB: ask for a smaller size, or set decoder.memory_gib, which decodes "
+            "large pictures in strips"
         )
 
 

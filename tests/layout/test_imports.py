@@ -82,6 +82,17 @@ def test_nothing_that_is_served_imports_training_tests_or_benchmarks() -> None:
     assert forbidden_imports(python_files(*PACKAGES), lambda _, module: top(module) in for_developers) == []
 
 
+def is_command_line(_: str, module: str) -> bool:
+    return module.split(".")[:2] == ["deployments", "cli"]
+
+
+def test_what_is_served_does_not_need_the_command_line() -> None:
+    """What a command shares with the application is beside both: ``deployments/sizing`` for one."""
+    files = [name for name in python_files(*PACKAGES) if not name.startswith("deployments/cli/")]
+    assert forbidden_imports(files, is_command_line) == []
+    assert forbidden_imports(["deployments/cli/main.py"], is_command_line) != []
+
+
 def test_ray_is_known_to_deployments_and_gangs_alone() -> None:
     others = [name for name in python_files("engines", "pipelines") if not name.startswith("engines/gang/")]
     assert forbidden_imports(others, lambda _, module: top(module) == "ray") == []

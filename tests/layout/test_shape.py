@@ -7,7 +7,7 @@ from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from tests.layout.support.source import CODE, PACKAGES, python_files, tree_of
+from tests.layout.support.source import CODE, PACKAGES, ROOT, python_files, tree_of
 
 MAX_FILES = 23
 """Python files in one folder, ``__init__.py`` not counted: as in the widest of starlette's."""
@@ -41,6 +41,24 @@ def test_no_import_leads_back() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+
+
+def paths_of(tree: str) -> set[str]:
+    """Return the paths in the indented tree of a document, two spaces a level."""
+    paths, above = set[str](), list[str]()
+    for line in tree.splitlines():
+        above[(len(line) - len(line.lstrip())) // 2 :] = [line.split()[0]]
+        paths.add("".join(above))
+    return paths
+
+
+def test_the_architecture_names_every_folder() -> None:
+    """A stale tree sends a reader into the wrong room."""
+    text = (ROOT / "docs/inside/architecture.md").read_text()
+    paths = paths_of(text.partition("## Folders\n\n```\n")[2].partition("```")[0])
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+    folders = {"/".join(Path(name).parts[:2]) + "/" for name in python_files(*PACKAGES) if name.count("/") > 1}
+    assert folders - paths == set()
 
 
 def test_core_imports_nothing_else_of_engines() -> None:

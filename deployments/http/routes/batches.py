@@ -31,7 +31,6 @@ from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.rules import Requester
 from deployments.requests.validation import field_error
 
-ENDPOINTS = ("/v1/images/generations", "/v1/images/edits", "/v1/videos")
 WINDOW_S = 86400
 PURPOSES = ("batch", "user_data")
 """Purposes of an uploaded file: JSON lines of a batch, or a clip that requests name."""
@@ -204,7 +203,7 @@ def batch_routes(context: ApiContext) -> APIRouter:
 
     @router.post("/v1/batches/{batch_id}/cancel", responses=error_documents(401, 403, 404, 503))
     async def cancel_batch(batch_id: str, requester: Requester = authorized) -> BatchObject:
-        """End a batch. What is made by then is in its files."""
+        """Cancel a batch. Finished results are in its files."""
         await find_batch(context, requester, batch_id)
         await store.cancel(batch_id)
         return BatchObject.of(await find_batch(context, requester, batch_id))

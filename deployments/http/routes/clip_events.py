@@ -1,4 +1,4 @@
-"""What becomes of a clip, as events."""
+"""Progress of a clip, as a stream of events."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ STATUS_OF_FAILURES = {"invalid_value": 400, "too_late": 429, "gang_broken": 502,
 MAKING = (400, 401, 403, 404, 408, 409, 413, 415, 429, 502, 503, 507)
 """Errors of what makes clips."""
 POLL_MS = 500
-"""What clients that poll are told to wait between two looks."""
+"""Interval that polling clients are asked to keep."""
 
 
 def video_routes(context: ApiContext) -> APIRouter:
@@ -252,7 +252,7 @@ async def submit_clip(
 
 
 def webhook_of(context: ApiContext, body: VideoBody, requester: Requester) -> Webhook | None:
-    """Return who hears of the clip's end. RequestError if no message may go there."""
+    """Return the webhook for the clip's end. RequestError if no message may go there."""
     own = None if body.webhook is None else Webhook(url=body.webhook.url, secret=body.webhook.secret)
     try:
         return context.clips.webhook_for(own, requester.key)

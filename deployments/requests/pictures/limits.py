@@ -10,14 +10,14 @@ from deployments.requests.pictures.fetch import ORIGIN
 
 @dataclass(frozen=True, kw_only=True)
 class PictureLimits:
-    """What a configuration may say of pictures that come along. Without slots, since its section has further parents.
+    """Configurable limits of input pictures and clips. It has no slots, since its section has further parents.
 
-    There are ``max_input_pictures`` at most, each of ``max_picture_bytes`` as it was sent. All of one request, its mask
-    included, have ``max_picture_pixels`` together. No side is longer than ``max_picture_aspect`` times the other.
-    They are fetched from ``picture_origins`` alone, such as "https://images.example.com".
+    A request has at most ``max_input_pictures``, each of ``max_picture_bytes`` as sent, and ``max_picture_pixels`` in
+    all, its mask included. No side is longer than ``max_picture_aspect`` times the other. URLs must begin with one of
+    ``picture_origins``, such as "https://images.example.com".
 
-    A clip has at most ``max_video_bytes`` as it was sent, ``max_video_pixels`` a frame, and ``max_video_frames`` that
-    are decoded, within ``max_video_decode_s``.
+    A clip has at most ``max_video_bytes`` as sent and ``max_video_pixels`` a frame. At most ``max_video_frames`` are
+    decoded, within ``max_video_decode_s``.
     """
 
     max_input_pictures: int = 16

@@ -23,7 +23,7 @@ ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """What came along with one request, still packed. ``param`` is the field of the pictures, for messages."""
+    """Encoded pictures and clip of one request. ``param`` is the field of the pictures, for messages."""
 
     param: str
     pictures: tuple[Source, ...] = ()
@@ -41,7 +41,7 @@ class Sources:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceKind:
-    """The kind of a source: its name in messages, an example of a URL, the error code of one that is too large."""
+    """The kind of a source: its name in messages, an example of a URL, the error code if it is too large."""
 
     name: str
     example: str

@@ -31,9 +31,9 @@ COLOURED = ("L", "RGB", "RGBA", "CMYK")
 def unpack(sources: Sources, limits: PictureLimits, form_of: FormOf | None = None) -> InputPictures:
     """Return upright 8-bit pictures, "RGB" ("RGBA" with transparency), the mask, and the clip as ``form_of`` has it.
 
-    Metadata is dropped; palettes, CMYK, 16 bits and the colours of ICC profiles are converted. RequestError for what is
-    no still picture of the formats, is broken or above a limit, and for a mask that does not fit the first picture. It
-    takes time: not for an event loop.
+    Metadata is dropped; palettes, CMYK, 16 bits and the colours of ICC profiles are converted. RequestError for a file
+    that is no still picture of the formats, is broken or exceeds a limit, and for a mask that does not fit the first
+    picture. Call it outside event loops, since it takes time.
     """
     num_pictures = len(sources.pictures)
     if num_pictures > limits.max_input_pictures:
@@ -53,7 +53,7 @@ def _pictures(sources: Sources, limits: PictureLimits) -> InputPictures:
     files = [(param, bytes_of(source, param, limits)) for param, source in sources.all]
     waiting = deque((param, _opened(data, param)) for param, data in files)
     _check_heads(waiting, limits)
-    # One after the other, each out of the queue first: as few as can be are in memory in two forms.
+    # Each leaves the queue before it is converted, so that only one is in memory in two forms.
     pictures = tuple(_coloured(_upright(*waiting.popleft())) for _ in range(len(sources.pictures)))
     control = None if sources.control is None else _coloured(_upright(*waiting.popleft()))
     mask = _mask(_upright(*waiting.popleft()), pictures) if waiting else None
@@ -101,7 +101,7 @@ def _upright(param: str, image: Image) -> Image:
 def _as_srgb(image: Image, profile: bytes) -> Image:
     """Return the picture in sRGB, converted from its ICC ``profile``, with its opacity.
 
-    As it is where the profile is for another kind of picture, as grey ones in coloured files, or cannot be read.
+    The picture is unchanged if the profile cannot be read, or is for another kind, such as grey in a coloured file.
     """
     from PIL import ImageCms
 

@@ -1,8 +1,8 @@
-"""From the bytes of strangers to the frames of a clip, with PyAV (FFmpeg). Its sound is left out.
+"""Decoding of untrusted clips to frames, with PyAV (FFmpeg). Sound is dropped.
 
-FFmpeg opens one container, which the first bytes tell, with a few decoders and no protocol: a clip refers to nothing
-outside it. The frames that a request does not need are decoded, but neither converted nor kept. FFmpeg takes memory for
-as many frames as the index of an MP4 declares, so that number is checked before it opens the file.
+FFmpeg may open one container, known by its first bytes, with a few decoders and no protocol. So a clip cannot refer to
+other files. Frames that a request does not need are decoded, but neither converted nor stored. FFmpeg allocates memory
+for all frames that the index of an MP4 declares, so that number is checked before it opens the file.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _index_size(data: bytes, parts: Iterable[slice]) -> tuple[int, int]:
 
 
 def _parts(data: bytes) -> Iterator[tuple[slice, bool]]:
-    """Yield the parts of an MP4 or MOV file, each with whether it is media, in which FFmpeg reads no boxes."""
+    """Yield the parts of an MP4 or MOV file. The flag is True for media, in which FFmpeg reads no boxes."""
     at = 0
     while at < len(data):
         size, kind, head = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8], 8

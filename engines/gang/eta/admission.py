@@ -85,8 +85,8 @@ class JobAdmission:
     def _surely_asleep_s(self) -> float:
         """Return the seconds of the gang's sleep for which a job may be refused.
 
-        Without open jobs only the swap counts: a job must be accepted for the gang to get a turn, and its deadline may
-        bring the turn forward.
+        Without open jobs only the swap counts. The gang gets a turn only if a job is accepted, and the job's deadline
+        may bring that turn forward.
         """
         wake_up = self._wake_up()
         return wake_up.total_s if self._table.num_open else wake_up.swap_s

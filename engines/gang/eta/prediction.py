@@ -13,20 +13,22 @@ SPEEDUP_EXPONENT = 0.8
 (2048 x 2048)."""
 
 NEAR = 8.0
-"""A measured step predicts steps whose estimates differ by up to this factor: 512 x 512 and 2048 x 2048 pixels were
-predicted from 1024 x 1024 within 7 % on H200s."""
+"""A measured step predicts steps whose estimates differ by up to this factor.
+
+On H200s, 512 x 512 and 2048 x 2048 pixels were predicted from 1024 x 1024 within 7 %."""
 
 USUAL_MOVE_S = 0.002
 """Default seconds of a change of a job's team: 0.9 and 1.2 ms measured on H200s (512 x 512 pixels)."""
 
 LEAD_S, LEAD_SHARE = 0.1, 0.25
-"""The next step is sent this long, or this fraction of a step, before the end of the current one, to hide the call.
+"""Seconds, or fraction of a step, by which the next step is sent before the current one ends, to hide the call.
+
 A sent step cannot be changed, and a job that arrives meanwhile waits for it."""
 
 LINEAR_SHARE_TOKENS = 18_000
 """Tokens whose attention costs as much as their linears. Per token and layer these take 24 h² FLOP and attention 4 n
-h, so n = 6 h, here for width 3072. On one H200 FLUX.1-dev took 3.4 times as long at 1024 x 1024 pixels as at 512 x
-512, and 6.0 times as long again at 2048 x 2048; with 512 tokens of text this predicts 3.5 and 5.7."""
+h, so n = 6 h, here for width 3072. FLUX.1-dev on one H200 (512 tokens of text): 1024 x 1024 pixels took 3.4 times the
+time of 512 x 512, and 2048 x 2048 took 6.0 times the time of 1024 x 1024. This predicts 3.5 and 5.7."""
 
 TOKENS_PER_S = 40_000
 """A unit rather than a speed: measurements correct all estimates by one factor."""

@@ -26,7 +26,7 @@ class Simulation:
     """Asks the policy for order and teams like the scheduler, and advances all steps up to the next change at once.
 
     A change is the end of a job, or a change of order by the policy. The next job in order gets the ranks of an ended
-    job; for the first and the last ends the policy divides an elastic gang again.
+    job. At the first and the last ends, the policy divides an elastic gang again.
     """
 
     def __init__(

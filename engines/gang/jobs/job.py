@@ -80,8 +80,6 @@ class Progress:
     job_id: str = ""
     step: int
     num_steps: int
-    step_ms: float | None = None
-    """Time of the newest measured step: on a GPU an earlier one, None at first."""
     num_ranks: int = 0
     """0 where it is not known."""
     eta_s: float | None = None

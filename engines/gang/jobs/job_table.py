@@ -30,8 +30,6 @@ class OpenJob:
     was_warm: bool = True
     gpu_s: float = 0.0
     """Rank-seconds of all measured steps."""
-    step_s: float | None = None
-    """Time of the newest measured step."""
     warm_step_s: float | None = None
     """Time of the newest measured step that was warm and made a forward."""
     outcome: Outcome | None = None

@@ -101,6 +101,7 @@ class RankJobs:
 
     @property
     def job_ids(self) -> tuple[str, ...]:
+        """Ids of the jobs that the rank holds."""
         return tuple(self._residents)
 
     def admit(self, job: Job) -> None:

@@ -47,9 +47,9 @@ class Scheduler:
     """Plans steps in the order of its ``policy``, on all ranks or, if ``elastic``, on teams of ``team_sizes``.
 
     By default teams may have all sizes that tile the gang. The policy chooses them by the ``prediction`` of steps. A
-    job may be paused after any step for a more urgent one. At most ``max_running_jobs`` have begun at a time, since the
-    ranks hold their states; at that limit the most urgent of them continues. A job's state moves to ranks that lack it
-    before its step. Up to ``max_batch`` jobs of one shape on one team are served together. An exclusive job begins when
+    job may be paused after any step for a more urgent one. At most ``max_running_jobs`` have begun, since the ranks
+    hold their states. At that limit the most urgent of them continues. A job's state moves to ranks that lack it before
+    its step. Up to ``max_batch`` jobs of one shape on one team are served together. An exclusive job begins when
     all jobs before it have ended, and later ones wait for its end.
     """
 
@@ -107,7 +107,7 @@ class Scheduler:
         free = self._gang.ranks if free is None else free
         if not self._teams_are_current or not self._gang.is_elastic:
             self._choose_teams(is_idle, now_s)
-        due = [(ranks, jobs) for ranks, jobs in self._served() if set(ranks).issubset(free)]
+        due = [(ranks, jobs) for ranks, jobs in self._teams_with_jobs() if set(ranks).issubset(free)]
         if not (due or self._drops):
             return None
         moves = tuple(move for ranks, jobs in due for entry in jobs if (move := _move_of(entry, ranks)))
@@ -214,7 +214,7 @@ class Scheduler:
 
     # Plans.
 
-    def _served(self) -> Iterator[tuple[Ranks, list[_Entry]]]:
+    def _teams_with_jobs(self) -> Iterator[tuple[Ranks, list[_Entry]]]:
         """Yield each team with its job and further jobs of the same shape."""
         served: set[str] = set()
         for entry in [entry for entry in self._entries.values() if entry.ranks]:

@@ -1,4 +1,4 @@
-"""Step times of a rank: on its own process, or on a device that works on while the rank takes the next plan."""
+"""Step times of a rank: of its own process, or of a device that still works when the rank takes the next plan."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class TimedStep:
 class CudaStepTimer(StepTimer):
     """Times steps in the queue of a device. One step waits there while the previous one runs, to hide call overhead.
 
-    A rank continues when the previous step has ended or, if it returns latents, its own. Only the device's time counts,
-    from when it could begin a step to its end: a mark recorded before a step's calls is reached when the previous step
-    has ended, or at once. So neither waits of the host nor idle time of the device count. Moves come before the mark,
-    because all ranks meet for them.
+    A rank continues when the previous step has ended or, if it returns latents, its own. The time is that of the device
+    alone, from the moment when it can begin a step to the step's end. A mark recorded before a step's calls is reached
+    when the previous step has ended, or at once. So neither waits of the host nor idle time of the device count. Moves
+    come before the mark, because all ranks meet for them.
     """
 
     def __init__(self, new_mark: Callable[[], Mark]) -> None:

@@ -17,8 +17,8 @@ class Deadline:
     """Earliest deadline first among those that can still be met (EDF; Liu & Layland 1973).
 
     Late jobs follow by least predicted work left, with the ageing of ``Shortest``. In an elastic gang, teams minimize
-    the predicted number of late jobs, then the waits. Giving each job the smallest team that meets its deadline would
-    use up its spare time, so fewer are in time when others arrive (``docs/scale/policies.md`` has the figures).
+    the predicted number of late jobs, then the waits. The smallest team that meets a job's deadline would use up its
+    spare time, and more jobs would be late once others arrive (figures: ``docs/scale/policies.md``).
     """
 
     def __init__(self, max_overtaken: float = MAX_OVERTAKEN) -> None:

@@ -21,9 +21,9 @@ class Shortest:
     ageing.
 
     Ageing: a job that later ones have overtaken for ``max_overtaken`` / p times its lone time goes before all later
-    ones. So later jobs delay it by at most that many gang-seconds, plus the step in which the limit is reached. One
-    exception: if it has not begun by then and the gang holds its maximum of jobs, later ones that had begun continue
-    until there is room. Beyond that it waits only for earlier jobs.
+    ones. So later jobs delay it by at most that many gang-seconds, plus the step in which the limit is reached. There
+    is one exception. If the job has not begun by then, and the gang holds its maximum of jobs, later jobs that have
+    begun continue until there is room. Beyond that it waits only for earlier jobs.
     """
 
     def __init__(self, max_overtaken: float = MAX_OVERTAKEN) -> None:

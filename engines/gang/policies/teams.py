@@ -1,4 +1,4 @@
-"""Teams of an elastic gang: which jobs run side by side, on how many ranks each, by the predicted mean wait."""
+"""Teams of an elastic gang: the jobs that run side by side and their numbers of ranks, by the predicted mean wait."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def quickest_teams(
 ) -> Teams:
     """Return teams for the first of ``ordered``: the division of the gang with the shortest waits of all jobs.
 
-    Each division is simulated to the end (``finish_times_s``), with the most urgent jobs on its teams, and with running
-    jobs in place of the last of these: narrowed, if pausing them gains little. A team wider than its job can use gets
-    fewer ranks. At least one of ``ordered`` may run; the first ``num_first`` cede their places to no other. The number
-    of jobs later than ``limits_s`` (seconds from now) is minimized first.
+    Each division is simulated to the end (``finish_times_s``) with the most urgent jobs on its teams. It is simulated
+    again with running jobs, on fewer ranks, in place of the last of these, since a pause may gain little. A team wider
+    than its job can use gets fewer ranks. At least one of ``ordered`` may run; the first ``num_first`` keep their
+    places. The number of jobs later than ``limits_s`` (seconds from now) is minimized first.
     """
     near = [*ordered[:MAX_COMPARED], *(one for one in ordered[MAX_COMPARED:] if one.ranks or one.has_begun)]
     options = []

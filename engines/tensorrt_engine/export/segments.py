@@ -1,7 +1,7 @@
 """Segments of a core graph between its attentions, for a ring that runs in torch between them.
 
-Blocks of one type give segments of one kind, which share an engine file with weights as inputs. 57 attentions of two
-types give 58 segments of 5 kinds: start, first type, between the types, second type, end.
+Blocks of one type give segments of one kind, which share an engine file with weights as inputs. With 57 attentions of
+two types there are 58 segments of 5 kinds: start, first type, between the types, second type, end.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Dims: L own tokens, B batch, R = L × B rows (batch innermost), H heads, D head 
 rounded up. If W × h exceeds H, the last ranks exchange and attend surplus heads of undefined contents, whose results
 are dropped.
 
-If prompts are padded, the padding is masked. The mask is one of a step's tensors, so that a captured step serves
-prompts of all lengths with the same padded length.
+If prompts are padded, the padding is masked. The mask is a tensor of the step, so one captured step serves all prompts
+of the same padded length.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ AllGather-KV: copy engines bring every rank the keys and values of all; queries 
 are left out. Each rank receives 2 G x (W - 1) / W of a token's heads for every token; with grouped heads that is little
 compared with Ulysses: 2 (G + H) x (W - 1) / W for every W-th token.
 
-Dims: B batch, L own queries, K own keys, W ranks, D head dim; H and G heads of queries and of keys, h and g those of
-one rank in one part. Ulysses: M = W x L all queries, N = W x K all keys. AllGather-KV: M all keys.
+Dims: B batch, L own queries, K own keys, W ranks, D head dim. H and G are heads of queries and of keys; h and g are
+heads of one rank in one part. Ulysses: M = W x L all queries, N = W x K all keys. AllGather-KV: M all keys.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Ulysses without a collective: each rank writes into the others' memory, in the layout of the reader.
+"""Ulysses without a collective: each rank writes into its peers' memory, in the layout of the reader.
 
-Two ways to write. *Pushed*: the kernel that makes the data stores it straight into the peers' memory; nothing is left
-to do, but no product runs meanwhile. *Copied*: the kernel writes locally, and the copy engines transfer the data while
-products run on all multiprocessors. There is one barrier each way.
+There are two ways to write. *Pushed*: the kernel that makes the data stores it straight into the peers' memory. No
+other transfer is needed, but no product runs meanwhile. *Copied*: the kernel writes locally, and the copy engines
+transfer the data while products run on all multiprocessors. There is one barrier each way.
 
 One memory each way is enough: a rank writes into an inbox only after a barrier that its owner passes after reading it.
 Queries of a block are sent after the previous block's last barrier, which the owner reaches after attention. Results

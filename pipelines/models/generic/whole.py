@@ -1,7 +1,7 @@
 """A pipeline without modular blocks: its own ``__call__`` runs on one rank a gang.
 
-Capabilities come from the signature of the call, sizes from the configuration of its parts, or both from a folder's
-``troupe.json``.
+Capabilities come from the signature of the call, and sizes from the configuration of its parts. A folder's
+``troupe.json`` may give both.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class WholeSpec(GenericSpec):
 
     @property
     def _keeps_length(self) -> bool:
-        """True if the call makes as many frames as its clip has: it changes them, or fills a mask's share of each."""
+        """True if the result has as many frames as the input clip: the call changes them, or fills a mask in each."""
         return "num_frames" not in self.inputs or "mask" in self.inputs or "Edit" in self.family
 
     @property

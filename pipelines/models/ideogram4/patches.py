@@ -13,7 +13,7 @@ FEATURES, LENGTHS = "text_features", "text_lengths"
 
 
 class UnpaddedText(Ideogram4TextEncoderStep):  # type: ignore[misc]  # diffusers has no types
-    """Replaces a block whose features have 2048 tokens for every prompt, padded on the left: 436 MB in float32."""
+    """Replaces a block that pads every prompt to 2048 tokens, on the left: its features take 436 MB in float32."""
 
     def __call__(self, components: Any, state: PipelineState) -> Any:
         components, state = super().__call__(components, state)

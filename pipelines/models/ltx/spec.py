@@ -1,7 +1,7 @@
 """LTX-Video.
 
-The text stays whole on every rank (cross-attention needs all of it). A clip that begins with a picture has a timestep a
-token, 0 for the picture's; other clips have one for all tokens.
+The text stays whole on every rank (cross-attention needs all of it). A clip that begins with a picture has a timestep
+for each token, 0 for the picture's. Other clips have one timestep for all tokens.
 """
 
 from __future__ import annotations

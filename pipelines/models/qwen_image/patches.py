@@ -1,7 +1,7 @@
 """Patches of Qwen-Image in diffusers: pictures in the request's size, opacity for layers, and a capturable forward.
 
-If pictures to edit have a time of their own (``zero_cond_t``), diffusers' forward makes a tensor of Python values,
-which no CUDA graph records.
+If pictures to edit have a timestep of their own (``zero_cond_t``), diffusers' forward makes a tensor of Python values.
+No CUDA graph can record that.
 """
 
 from __future__ import annotations

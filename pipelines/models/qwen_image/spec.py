@@ -89,7 +89,7 @@ LAYERED: Mapping[str, Any] = {
     "num_layers": 4,
     "max_layers": 10,
 }
-"""Made for the pixels of 640 x 640 or 1024 x 1024, in any shape whose sides are multiples of 32."""
+"""The model was made for 640 x 640 or 1024 x 1024 pixels, in any shape with sides that are multiples of 32."""
 EDITORS: Mapping[str, Mapping[str, Any]] = {
     "QwenImageEditPipeline": EDITOR,
     "QwenImageEditInpaintPipeline": EDITOR,

@@ -106,7 +106,7 @@ def _encode_seen(module: Any, call: Mapping[str, Any], timestep: Tensor) -> dict
         return _blank(module, call)
     if torch.compiler.is_exporting():
         raise ValueError(
-            "in this model words and pictures to look at lie where a prompt says, which no TensorRT engine finds out: "
+            "this model has pictures between the words of a prompt, at places that no TensorRT engine can read: "
             "use engine: torch"
         )
     text_BTC, is_place_T = module.txt_in(call[TEXT]), call[PLACES][0]

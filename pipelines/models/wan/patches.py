@@ -1,8 +1,8 @@
 """Patches of diffusers' Wan blocks: the size of the last frame, and a first picture for Wan 2.2 TI2V.
 
-TI2V has a timestep a token, for which diffusers has no blocks. The arithmetic is that of ``WanImageToVideoPipeline``
-with ``expand_timesteps``: the picture's latents are the clip's first latent frame in every step, its tokens are at time
-0, and the finished latents begin with it. Without a picture the blocks work as for words.
+TI2V has a timestep for each token, for which diffusers has no blocks. The arithmetic is that of
+``WanImageToVideoPipeline`` with ``expand_timesteps``. The picture's latents are the clip's first latent frame in every
+step, with timestep 0, and the finished latents begin with them. Without a picture, the blocks work as for text.
 """
 
 from __future__ import annotations

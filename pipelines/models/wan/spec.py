@@ -130,11 +130,11 @@ def _picture_defaults(path: Path) -> Defaults:
 FOUR_STEPS = Recipe(scheduler="euler", sigmas=(1.0, 0.75, 0.5, 0.25), flow_shift=5.0, true_cfg_scale=1.0)
 """Shift 5, no guidance, and the timesteps 1000, 750, 500 and 250 before the shift.
 
-For Wan 2.2 from the configurations of Wan2.2-Lightning (wan/configs/wan_t2v_A14B.py and wan_i2v_A14B.py), whose files
-are high_noise_model.safetensors and low_noise_model.safetensors in a folder of lightx2v/Wan2.2-Lightning. For Wan 2.1
-from LightX2V (configs/distill/wan21/wan_t2v_distill_lora_4step_cfg.json); its file, in lightx2v/Wan2.1-Distill-Loras,
-is wan2.1_t2v_14b_lora_rank64_lightx2v_4step.safetensors. Its own solver draws new noise between these steps; here
-Euler's goes on with the old.
+Wan 2.2: the configurations of Wan2.2-Lightning (wan/configs/wan_t2v_A14B.py and wan_i2v_A14B.py). The files are
+high_noise_model.safetensors and low_noise_model.safetensors in a folder of lightx2v/Wan2.2-Lightning. Wan 2.1: LightX2V
+(configs/distill/wan21/wan_t2v_distill_lora_4step_cfg.json). The file, in lightx2v/Wan2.1-Distill-Loras, is
+wan2.1_t2v_14b_lora_rank64_lightx2v_4step.safetensors. LightX2V's solver draws new noise between these steps; Euler's
+keeps the old noise.
 """
 
 

@@ -98,7 +98,7 @@ async def test_a_picture_that_is_not_finite_is_told_and_counted(
     tmp_path: Path, failure: Exception, status: int, code: str
 ) -> None:
     name = "fake-pictures"
-    step = Progress(job_id="j", step=1, num_steps=2, step_ms=1.0, num_ranks=2)
+    step = Progress(job_id="j", step=1, num_steps=2, num_ranks=2)
     stages: Any = Stages([step, failure])
     studio: Any = DeployedStudio(FakeStudio().cards(), {name: stages}, Ready({name: ()}))
     count = REQUEST_FAILURES.labels(name, type(failure).__name__)

@@ -182,7 +182,7 @@ async def test_after_a_replica_that_died_over_a_request_another_makes_it(databas
     database, body, requester = Database(database_url), ImageBody(prompt="a"), Requester(request_id="r")
     await database.open()
     died, known = KnownRequests(database, lease_s=-1.0), KnownRequests(database)
-    turn = await died._taken(Turn(name=name_of("/x", requester, "k"), fingerprint=fingerprint_of(body)))
+    turn = await died._wait_for_turn(Turn(name=name_of("/x", requester, "k"), fingerprint=fingerprint_of(body)))
     async with known.turn("/x", requester, "k", body) as next_turn:
         assert next_turn.answer is None
         await died.keep(turn, b"of the dead")  # it was only slow: what counts is the one that has the turn

@@ -23,7 +23,7 @@ from deployments.service.interface import (
 )
 from deployments.service.readiness import Readiness
 from deployments.service.retries import MAX_LOSSES, RECOVERY_DEADLINE_S
-from deployments.stages.common import SentPicture, SentPictures
+from deployments.stages.common import SentMedia, SentPictures
 from engines.gang.errors import DEADLINE, GangBrokenError, QueueFullError, TooLateError
 from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, Progress
 from pipelines.request import InputPicture, InputPictures, Lora
@@ -32,7 +32,7 @@ from tests.deployments.support.fake_studio import EDITS, PICTURES
 from tests.deployments.support.files import noise
 from tests.support.patience import PATIENCE_S
 
-STEP = Progress(job_id="j", step=1, num_steps=1, step_ms=1.0, num_ranks=2)
+STEP = Progress(job_id="j", step=1, num_steps=1, num_ranks=2)
 DONE = JobDone(job_id="j", latents="latents", queue_s=0.0, denoise_s=1.0, was_warm=True)  # type: ignore[arg-type]
 BROKEN = GangBrokenError("rank 1 died", "death", in_flight=True)
 WAITED_BESIDE = GangBrokenError("rank 1 died", "death", in_flight=False)
@@ -193,7 +193,7 @@ async def test_pictures_go_to_the_encoder_alone() -> None:
         assert (sent_request, pictures.open()) == (request, inputs)
     assert set(stages.sent) == {"expected_s", "denoise", "decode"}
     for args in stages.sent.values():
-        assert not any(isinstance(one, InputPictures | SentPictures | SentPicture) for one in args)
+        assert not any(isinstance(one, InputPictures | SentPictures | SentMedia) for one in args)
 
 
 async def test_what_cannot_be_decoded_is_not_painted(events_of: Callable[..., Any]) -> None:

@@ -17,7 +17,7 @@ from engines.gang.jobs.job import JobDone, JobQueued, Progress
 from tests.deployments.service.support.set_stages import Stages
 from tests.deployments.support.fake_studio import PICTURES
 
-STEP = Progress(job_id="j", step=1, num_steps=1, step_ms=1.0, num_ranks=2)
+STEP = Progress(job_id="j", step=1, num_steps=1, num_ranks=2)
 DONE = JobDone(job_id="j", latents="latents", queue_s=0.0, denoise_s=1.0, was_warm=True)  # type: ignore[arg-type]
 GUESSED, KNOWN = JobQueued(job_id="j", eta_s=None), JobQueued(job_id="j", eta_s=2.0)
 REQUEST = PICTURES.request(model="m", prompt="a red circle")

@@ -18,7 +18,7 @@ from tests.deployments.service.support.set_stages import Stages
 from tests.deployments.support.fake_studio import PICTURES
 from tests.support.patience import PATIENCE_S
 
-STEP = Progress(job_id="j", step=1, num_steps=1, step_ms=1.0, num_ranks=2)
+STEP = Progress(job_id="j", step=1, num_steps=1, num_ranks=2)
 DONE = JobDone(job_id="j", latents="latents", queue_s=0.0, denoise_s=1.0, was_warm=True)  # type: ignore[arg-type]
 BROKEN = GangBrokenError("rank 1 died", "death", in_flight=True)
 FULL = QueueFullError(4, 1.0)

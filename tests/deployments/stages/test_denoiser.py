@@ -23,7 +23,7 @@ from pipelines.request import MediaRequest
 from tests.deployments.support.fake_studio import PICTURES
 
 ENCODED = Encoded(skeleton=b"", message=np.zeros(0, np.uint8), encode_s=0.5, shapes=(("prompt_embeds", (1, 7, 4)),))
-STEPS = [Progress(job_id="j", step=step, num_steps=2, step_ms=1.0, num_ranks=2) for step in (1, 2)]
+STEPS = [Progress(job_id="j", step=step, num_steps=2, num_ranks=2) for step in (1, 2)]
 
 
 class Unstarted(Denoiser):

@@ -27,9 +27,7 @@ from tests.support.patience import PATIENCE_S
 KEY = "k"
 ETA_S, DECODE_S = 20.0, 7.0
 QUEUED = JobQueued(job_id="j", eta_s=ETA_S)
-STEPS = [
-    Progress(job_id="j", step=step, num_steps=3, step_ms=1.0, num_ranks=2, gpu_s=1.5 * (step - 1)) for step in (1, 2, 3)
-]
+STEPS = [Progress(job_id="j", step=step, num_steps=3, num_ranks=2, gpu_s=1.5 * (step - 1)) for step in (1, 2, 3)]
 DONE = JobDone(job_id="j", latents="latents", queue_s=0.5, denoise_s=1.0, was_warm=True, gpu_s=4.5)  # type: ignore[arg-type]
 BROKEN = GangBrokenError("rank 1 died", "death", in_flight=True)
 

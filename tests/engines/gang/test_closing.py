@@ -52,5 +52,5 @@ async def test_a_gang_that_ends_finishes_what_has_begun_and_hands_on_the_rest(mo
     while not running.done():
         await ranks.finish_step(1.0)
     assert isinstance(running.result(), JobDone)
-    assert gang.is_idle
+    assert gang.demand().backlog_s == 0
     await gang.close()

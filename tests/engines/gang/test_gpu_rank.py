@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
-from engines.core.engine import RankContext
+from engines.core.engine import EagerEngine, RankContext
 from engines.core.model import Branch
 from engines.gang.communicator import Communicator
 from engines.gang.gang_config import RankParts
 from engines.gang.jobs.rank_jobs import RankJobs
 from engines.gang.jobs.step_plan import JobStep, StepPlan, Work
 from tests.engines.gang.support.fakes import FakeRequest, FakeSampler, FakeState, fake_job
-from tests.engines.support.bare_engine import BareEngine
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +24,7 @@ NUM_SLEEP_CYCLES = 1_000_000_000
 """About 0.5 s of a GPU at 2 GHz: the host is much sooner back."""
 
 
-class SleepingEngine(BareEngine):
+class SleepingEngine(EagerEngine):
     """Keeps the device busy, and returns at once, as a captured step does. ``ends`` are those of its steps."""
 
     def __init__(self) -> None:
@@ -64,7 +63,7 @@ CAPTURED_SLEEP_CYCLES = 100_000_000
 NUM_CAPTURED_STEPS, NUM_WARM_UPS = 28, 10
 
 
-class CapturedEngine(BareEngine):
+class CapturedEngine(EagerEngine):
     """Replays a captured graph that keeps the device busy. ``marks`` are around each of its steps."""
 
     def __init__(self) -> None:

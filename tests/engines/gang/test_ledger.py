@@ -226,7 +226,6 @@ class Seen:
     left_s: dict[str, float] = field(default_factory=dict)
     so_far_s: dict[str, list[float]] = field(default_factory=dict)
     rank_s: dict[str, float] = field(default_factory=dict)
-    step_ms: dict[str, list[float | None]] = field(default_factory=dict)
     counted_s: float = 0.0
 
 
@@ -265,7 +264,6 @@ async def _seen(requests: Sequence[Request], config: GangConfig, known: StepTime
                 seen.left_s[name] = await gang.spent_s(name)
                 return
             (seen.gpu_s[name],) = (event.gpu_s for event in events if isinstance(event, JobDone))
-            seen.step_ms[name] = [event.step_ms for event in events if isinstance(event, Progress)]
             seen.so_far_s[name] = [event.gpu_s for event in events if isinstance(event, Progress)]
 
         await asyncio.gather(*(one(number, request) for number, request in enumerate(requests)))
@@ -291,9 +289,6 @@ def test_a_job_took_what_its_steps_took(shape: str, is_known: bool) -> None:
     seen = seen_of(Request(at_s=0.0, shape=shape), known=known_times() if is_known else StepTimes())
     assert seen.rank_s["0"] == pytest.approx(2 * NUM_STEPS * ALL[shape][2]), "on both ranks"
     assert_told_right(seen)
-    first, *others = seen.step_ms["0"]
-    assert first is None, "its first step is under way"
-    assert others == pytest.approx([1e3 * ALL[shape][2]] * (NUM_STEPS - 1), rel=0.1)
     step_s = 2 * ALL[shape][2]
     assert seen.so_far_s["0"] == pytest.approx([*(step_s * i for i in range(NUM_STEPS - 1)), seen.gpu_s["0"]], rel=0.1)
 

@@ -50,7 +50,6 @@ def assert_steps_come_once(ranks: GpuRanks) -> None:
 def assert_nothing_is_left(gang: Gang, ranks: GpuRanks) -> None:
     """Neither in the table of jobs nor with the scheduler, its policy, or ranks that have begun a job."""
     driver = gang._driver
-    assert gang.is_idle
     assert driver._table.jobs == {}
     assert num_steps_left(driver._scheduler) == {}
     steps = [step for plan in ranks.plans.values() for work in plan.works for step in work.job_steps]

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.core.engine import RankContext
+from engines.core.engine import EagerEngine, RankContext
 from engines.core.model import Branch, DenoiserModel
 from engines.parallel.self_check import WrongAnswerError, self_check
 from engines.registry import load_engine
 from tests.engines.support import models
-from tests.engines.support.bare_engine import BareEngine
 from tests.engines.support.gloo import gang
 
 
@@ -79,7 +78,7 @@ def test_error_survives_pickling() -> None:
 def test_no_branch_may_be_anything_but_numbers() -> None:
     """The largest of 0.1 and NaN is 0.1 to Python."""
 
-    class SecondIsNaN(BareEngine):
+    class SecondIsNaN(EagerEngine):
         def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
             answers = torch.ones(len(branches), 4)
             if len(ranks) > 1:
@@ -92,7 +91,7 @@ def test_no_branch_may_be_anything_but_numbers() -> None:
 
 
 def test_a_model_of_which_no_step_is_known_is_not_checked(caplog: pytest.LogCaptureFixture) -> None:
-    class Uncalled(BareEngine):
+    class Uncalled(EagerEngine):
         def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
             raise AssertionError("there is nothing to predict")
 

@@ -32,7 +32,7 @@ def parts() -> tuple[Branch, Any, FastStep]:
 
 def at_step(branch: Branch, step: int, timesteps_S: torch.Tensor = TIMESTEPS_S) -> Branch:
     now_B = timesteps_S[step : step + 1].repeat(2)
-    schedule = Schedule.of(timesteps_S, step)
+    schedule = Schedule(find=lambda: timesteps_S, step=step)
     return replace(branch, inputs={**branch.inputs, "timestep": now_B}, schedule=schedule)
 
 

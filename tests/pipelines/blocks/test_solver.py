@@ -151,7 +151,7 @@ CASES = {f"{family}, {name}": case for family, cases in FAMILIES.items() for nam
 
 
 def request_of(case: Case, checkpoint: Checkpoint) -> MediaRequest:
-    defaults, steps = checkpoint.defaults, case.solver.num_steps or 3
+    defaults, steps = checkpoint.defaults, len(case.solver.sigmas or case.solver.timesteps) or 3
     height, width = (side * defaults.size_multiple for side in (3, 5))
     frames = None if defaults.kind == "image" else 1 + defaults.frame_multiple
     said = {"prompt": "a red circle", "seed": 5, "num_inference_steps": steps, "true_cfg_scale": case.scale}

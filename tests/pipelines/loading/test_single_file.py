@@ -91,7 +91,10 @@ def test_names_of_other_models_are_as_they_were() -> None:
 
 
 def test_a_file_needs_a_base_and_must_be_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tuned.safetensors is a transformer alone: say where the rest is, as base"):
+    with pytest.raises(
+        ValueError,
+        match=r"tuned.safetensors is a transformer alone: name the folder or hub id of the other parts, as base",
+    ):
         Checkpoint.open("tuned.safetensors")
     with pytest.raises(ValueError, match=r"there is no file .*tuned.safetensors"):
         Checkpoint.open(f"{tmp_path}/tuned.safetensors@flux-shapes")

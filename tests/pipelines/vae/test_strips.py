@@ -177,7 +177,7 @@ def test_whole_decodes_on_gpus_are_refused(tiny_flux: Path, tiny_wan: Path, monk
     small, large = (checkpoint.defaults.request(width=side, height=side) for side in (32, 1024))
     on_gpu = decoder_on("cuda", checkpoint.decoder(), monkeypatch)
     on_gpu.check_fits(small)
-    with pytest.raises(ValueError, match=r"ask for a smaller size, or serve the model with decoder\.memory_gib"):
+    with pytest.raises(ValueError, match=r"ask for a smaller size, or set decoder\.memory_gib"):
         on_gpu.check_fits(large)
     for decoder in (checkpoint.decoder(memory_bytes=1), clips.decoder()):
         decoder_on("cuda", decoder, monkeypatch).check_fits(large)

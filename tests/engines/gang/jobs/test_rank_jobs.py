@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engines.core.engine import RankContext
+from engines.core.engine import EagerEngine, RankContext
 from engines.core.model import Branch
 from engines.gang.gang_config import RankParts
 from engines.gang.jobs.rank_jobs import RankJobs
@@ -26,10 +26,9 @@ from tests.engines.gang.support.fakes import (
     reference_latents,
     strike,
 )
-from tests.engines.support.bare_engine import BareEngine
 
 
-class OneRankEngine(BareEngine):
+class OneRankEngine(EagerEngine):
     """Counts its forwards."""
 
     team_sizes = (1, 2)

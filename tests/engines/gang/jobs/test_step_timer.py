@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.core.engine import RankContext
+from engines.core.engine import EagerEngine, RankContext
 from engines.core.model import Branch
 from engines.gang.gang_config import RankParts
 from engines.gang.jobs.rank_jobs import RankJobs
 from engines.gang.jobs.step_plan import JobStep, Move, StepPlan, Work
 from engines.gang.jobs.step_timer import CudaStepTimer, StepTimer, step_timer
 from tests.engines.gang.support.fakes import FakeRequest, FakeSampler, FakeState, fake_job
-from tests.engines.support.bare_engine import BareEngine
 
 LAUNCH_S, SHORT_S, LONG_S = 0.002, 0.03, 4.0
 NUM_STEPS = 6
@@ -58,7 +57,7 @@ class SetMark:
         return 1e3 * (end._at_s - self._at_s)
 
 
-class DeviceEngine(BareEngine):
+class DeviceEngine(EagerEngine):
     """Gives the device as many seconds of work as the request says."""
 
     def __init__(self, device: Device) -> None:

@@ -25,7 +25,7 @@ from tests.pipelines.support.checkpoints.first_steps import first_step
 REGION = r"^the traced forward has a region of its own \(wrap_with_autocast\), which no engine can hold: use engine: "
 MASK = r"^this model masks keys \(text of several lengths\), which no TensorRT engine does: use engine: torch$"
 ALONE = "^this model has blocks that see one stream of tokens alone, which no TensorRT engine of several ranks does: "
-PROMPT = "^in this model words and pictures to look at lie where a prompt says, which no TensorRT engine finds out: "
+PROMPT = "^this model has pictures between the words of a prompt, at places that no TensorRT engine can read: "
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "ErnieImageTransformer2DModel": (tiny_others.ernie_image, REGION),
     "Flux3Transformer2DModel": (tiny_flux3.flux3, ALONE),

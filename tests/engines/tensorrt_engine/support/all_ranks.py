@@ -10,11 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engines.core.engine import EagerEngine
 from engines.core.model import Branch, DenoiserModel, ModelInputs
 from engines.core.spec import ParallelSpec
 from engines.tensorrt_engine.export.exported import EngineExport, export, rank_weights
 from engines.tensorrt_engine.export.trace import ChangeModule, DynamicDims, offline_team, unchanged
-from tests.engines.support.bare_engine import BareEngine
 from tests.engines.tensorrt_engine.support.simulate import Simulator
 
 
@@ -67,7 +67,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SimulatedEngine(BareEngine):
+class SimulatedEngine(EagerEngine):
     """An ``Engine``: one engine graph, run for all its ranks at each prediction, and ``rank``'s answer."""
 
     case: Case

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import LTX2ConditionPipeline, LTX2ModularPipeline, LTX2Pipeline
+from diffusers import LTX2ConditionPipeline, LTX2Pipeline
 from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from PIL import Image
 from torch import Tensor
@@ -25,7 +25,7 @@ from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import TOLERANCE
 from tests.pipelines.support.checkpoints import tiny_ltx
 from tests.pipelines.support.full_size import Recorded, first_step, model_on_gpu
-from tests.pipelines.support.references.own_call import silence
+from tests.pipelines.support.references import own_clips
 from tests.pipelines.support.references.video import denoised, picture, pictures_of
 
 Images = tuple[Image.Image, ...]
@@ -87,28 +87,6 @@ def own_latents(name: str, folder: Path) -> Tensor:
     return tokens
 
 
-def own_guided(name: str, folder: Path, request: MediaRequest) -> Any:
-    """The state of the modular pipeline after all passes of its own guiders."""
-    pipeline = LTX2ModularPipeline(pretrained_model_name_or_path=str(folder))
-    pipeline.load_components(dtype=torch.float32)
-    pipeline.guider.guidance_scale = request.true_cfg_scale
-    for block in pipeline.blocks.sub_blocks.values():
-        silence(block)
-    return pipeline(
-        conditions=conditions_of(name),
-        prompt=request.prompt,
-        negative_prompt=request.negative_prompt,
-        width=request.width,
-        height=request.height,
-        num_frames=request.num_frames,
-        frame_rate=request.fps,
-        num_inference_steps=request.num_inference_steps,
-        max_sequence_length=pipeline.tokenizer.model_max_length,
-        generator=torch.Generator().manual_seed(request.seed),
-        output_type="pt",
-    )
-
-
 SIZES = [
     pytest.param(name, num_ranks, marks=[] if num_ranks == 1 or name == "three" else [pytest.mark.slow])
     for name in PLACES
@@ -145,10 +123,11 @@ def test_each_picture_and_its_place_matter(folder: Path) -> None:
 def test_a_guided_clip_is_that_of_the_blocks_and_previews_have_its_size(folder: Path) -> None:
     request = request_of("three", folder, true_cfg_scale=3.0)
     pipeline = load_pipeline(Checkpoint(folder))
-    own, states = own_guided("three", folder, request), list(pipeline.states(request, pictures_of(images_of("three"))))
+    own = own_clips.sounding_blocks(folder, request, (), conditions=conditions_of("three"))
+    states = list(pipeline.states(request, pictures_of(images_of("three"))))
     latents = pipeline.sampler.latents(states[-1])
-    assert torch.equal(latents["latents"][:, : own.get("base_token_count")], own.get("latents"))
-    assert torch.equal(latents["audio_latents"], own.get("audio_latents"))
+    assert torch.equal(latents["latents"][:, : latents["base_token_count"]], own["latents"])
+    assert torch.equal(latents["audio_latents"], own["audio_latents"])
     frames = pipeline.decoder.decode(latents, request)
     assert (frames.shape, frames.dtype) == ((5, *SIDES, 3), np.dtype(np.uint8))
     preview = pipeline.decoder.preview(pipeline.sampler.preview(states[1]), request)

@@ -28,8 +28,10 @@ def timed_blocks(folder: Path, request: MediaRequest, images: Images, change: Ch
     return {"latents": own_state(folder, request, change=change, frame_rate=request.fps, **named).get("latents")}
 
 
-def sounding_blocks(folder: Path, request: MediaRequest, images: Images, change: Change = as_it_is) -> Latents:
-    """The same with sound, and with all passes of its own guiders; these have a scale each."""
+def sounding_blocks(
+    folder: Path, request: MediaRequest, images: Images, change: Change = as_it_is, **inputs: Any
+) -> Latents:
+    """The same with sound, and with all passes of its own guiders, which have a scale each. ``inputs`` are added."""
     from diffusers import LTX2ModularPipeline
 
     pipeline = LTX2ModularPipeline(pretrained_model_name_or_path=str(folder))
@@ -55,6 +57,7 @@ def sounding_blocks(folder: Path, request: MediaRequest, images: Images, change:
         generator=torch.Generator().manual_seed(request.seed),
         output_type="pt",
         **({"image": images[0]} if images else {}),
+        **inputs,
     )
     return {name: state.get(name) for name in ("latents", "audio_latents", "videos", "audio")}
 

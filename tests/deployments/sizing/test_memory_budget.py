@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from deployments import memory_budget
-from deployments.cli.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit, RequestTimes, StageMemory
-from deployments.cli.savings import Budget, BudgetRules, Saving, choose_savings
 from deployments.config import AppConfig, ModelConfig
 from deployments.http.answers import Model
 from deployments.ingress import make_cards
-from deployments.memory_budget import applied, budget_of, machine_like, rules_for, with_budgets
+from deployments.sizing import memory_budget
+from deployments.sizing.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit, RequestTimes, StageMemory
+from deployments.sizing.memory_budget import applied, budget_of, machine_like, rules_for, with_budgets
+from deployments.sizing.savings import Budget, BudgetRules, Saving, choose_savings
 from engines.planner.cost_model import Workload
 from engines.planner.forecast import forecast
 from engines.planner.machine import MACHINES

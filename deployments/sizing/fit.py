@@ -20,8 +20,10 @@ PROCESS_BYTES = GIB // 2
 DECODE_LIMIT_GIB = 2
 """The proposed ``decoder.memory_gib``."""
 SHARED, APART, ON_CPU, TURNS = "shared", "apart", "on_cpu", "turns"
-"""Encoder and decoder on the first rank's GPU; on a GPU of their own; the encoder on CPU cores, the decoder shared;
-all on the first rank's GPU, where the encoder is asleep while the others are awake, and they while it is."""
+"""Places of encoder and decoder.
+
+``SHARED``: on the first rank's GPU. ``APART``: on a GPU of their own. ``ON_CPU``: the encoder on CPU cores, the decoder
+on the first rank's GPU. ``TURNS``: as ``SHARED``, but either the encoder or the other parts are asleep."""
 MAX_RANKS = 8
 """Most proposed ranks, those of a usual host."""
 
@@ -191,11 +193,6 @@ class Fit:
         }
         return {name: None if size is None else size / GIB for name, size in sizes.items()}
 
-    def lines(self, found: Footprint) -> list[str]:
-        shown = (f"{name} {'?' if size is None else f'{size:.1f}'}" for name, size in self.gib(found).items())
-        asleep = f"asleep (share): {self.host_bytes / GIB:.1f} GiB of pinned host memory, awake in {self.wake_s:.2f} s"
-        return [f"GiB on the first GPU: {', '.join(shown)}", self.sentence(), asleep]
-
     def document(self, found: Footprint) -> dict[str, Any]:
         return {
             "fits": self.fits,
@@ -266,16 +263,6 @@ class RequestTimes:
     def not_counted(self) -> tuple[str, ...]:
         own = {"the prompt (its encoder or length is unknown)": self.encode_s, "the decode": self.decode_s}
         return (*(name for name, value in own.items() if value is None), *NEVER_COUNTED)
-
-    def lines(self, request: MediaRequest) -> list[str]:
-        what = "picture" if request.kind == "image" or request.num_frames == 1 else "clip"
-        steps = f"{self.num_steps} steps x {1e3 * self.step_s:.1f} ms"
-        encode = "" if self.encode_s is None else f"encode {self.encode_s:.2f} s + "
-        decode = "" if self.decode_s is None else f" + decode {self.decode_s:.2f} s (within a factor of two)"
-        return [
-            f"one {what}: {self.total_s:.2f} s = {encode}{steps}{decode}",
-            f"not counted: {', '.join(self.not_counted)}",
-        ]
 
     def document(self) -> dict[str, Any]:
         return asdict(self) | {"total_s": self.total_s, "not_counted": list(self.not_counted)}

@@ -11,10 +11,10 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from deployments.cli.estimate import Estimate, EstimateOptions, make_estimate
-from deployments.cli.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit
-from deployments.cli.savings import Budget, BudgetRules, choose_savings
 from deployments.config import AppConfig, ModelConfig, check_sleeping
+from deployments.sizing.estimate import Estimate, EstimateOptions, make_estimate
+from deployments.sizing.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit
+from deployments.sizing.savings import Budget, BudgetRules, choose_savings
 from engines.core.spec import scheme_of
 from pipelines.libraries import quiet_libraries
 
@@ -88,7 +88,7 @@ def machine_like(memory_gib: float) -> str:
 
 
 def gpu_name() -> str:
-    """Return the name of this host's first GPU as its driver has it, without use of CUDA; empty if there is none."""
+    """Return the driver's name of this host's first GPU, without CUDA; empty without a GPU."""
     for file in sorted(DRIVER_FOLDER.glob("*/information")):
         for line in file.read_text().splitlines():
             key, _, value = line.partition(":")

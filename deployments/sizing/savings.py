@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from deployments.cli.fit import DECODE_LIMIT_GIB, GIB, ON_CPU, SHARED, TURNS, Fit, RequestTimes
+from deployments.sizing.fit import DECODE_LIMIT_GIB, GIB, ON_CPU, SHARED, TURNS, Fit, RequestTimes
 from engines.core.spec import ParallelSpec
 from engines.gang.arbiter import LINGER_S
 

@@ -1,0 +1,245 @@
+"""Seconds of a picture or clip, memory of all parts, and the cost of each strategy, from configurations only.
+
+The chosen strategy is that of ``strategy: auto`` for the same machine and step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deployments.settings import Settings
+from deployments.sizing.fit import GIB, Fit, RequestTimes, StageMemory, usual_limit_gib, with_memory
+from deployments.sizing.savings import Budget, BudgetRules, choose_savings
+
+if TYPE_CHECKING:
+    import torch
+
+    from engines.core.model import DenoiserModel
+    from engines.planner.forecast import StepForecast
+    from engines.planner.machine import Machine
+    from engines.planner.profile import ModelProfile
+    from pipelines.blocks.footprint import Footprint
+    from pipelines.checkpoint import Checkpoint
+    from pipelines.defaults import Defaults
+    from pipelines.request import MediaRequest
+    from pipelines.size import Size
+
+
+PAPER_MACHINE = "h200"
+GUIDED = 2.0
+"""Any scale above 1, which gives a step its second branch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EstimateOptions:
+    """Options of the command line; None is the model's or the machine's own value."""
+
+    model: str
+    num_ranks: int
+    size: str | None = None
+    num_frames: int | None = None
+    guided: bool | None = None
+    dtype: str = "auto"
+    precision: str = "native"
+    attention: str = "auto"
+    machine: str | None = None
+    """Name of a known machine, or a file of a measurement."""
+    measure: bool = False
+    num_steps: int | None = None
+    memory_gib: float | None = None
+    """Memory of each GPU."""
+
+    def wanted_size(self, defaults: Defaults) -> Size:
+        from pipelines.size import Size
+
+        size = Size.parse(self.size) if self.size else Size(width=defaults.width, height=defaults.height)
+        return size if self.num_frames is None else replace(size, num_frames=self.num_frames)
+
+    def request(self, defaults: Defaults) -> MediaRequest:
+        guided = defaults.true_cfg_scale > 1 if self.guided is None else self.guided
+        scale = max(defaults.true_cfg_scale, GUIDED) if guided else 1.0
+        steps = {} if self.num_steps is None else {"num_inference_steps": self.num_steps}
+        avoided = "" if guided else None  # some models have guidance beside a negative prompt only
+        return defaults.request(self.wanted_size(defaults), true_cfg_scale=scale, negative_prompt=avoided, **steps)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """Times and memory of one request on one machine."""
+
+    request: MediaRequest
+    dtype: torch.dtype
+    forecast: StepForecast
+    origin: str
+    """Source of the machine's figures."""
+    parts: Footprint
+    """Parts beside the transformer."""
+    fit: Fit
+    times: RequestTimes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsAlone:
+    """Memory on one rank of a model whose steps are unknown before a request."""
+
+    model: str
+    dtype: torch.dtype
+    num_parameters: int
+    weight_bytes: int
+    parts: Footprint
+    memory_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Memory of weights and processes on one GPU."""
+        return StageMemory.of(self.parts, limits=False, usual_limit_gib=0).fullest_bytes(self.weight_bytes)
+
+    @property
+    def sentence(self) -> str:
+        fits = "fit" if self.total_bytes < self.memory_bytes else "do not fit"
+        unknown = f" (without {', '.join(self.parts.unknown)}, of unknown size)" if self.parts.unknown else ""
+        needs = f"weights of all parts and their processes take {self.total_bytes / GIB:.1f} GiB{unknown}"
+        return f"{needs} and {fits} {self.memory_bytes / GIB:.1f} GiB; the memory of a step is not known"
+
+    @property
+    def reason(self) -> str:
+        return f"a step of {self.model} is not known before there is a request"
+
+
+def make_estimate(options: EstimateOptions) -> Estimate | WeightsAlone:
+    """Return the estimate, from configurations only. ValueError if the model or the machine does not allow it."""
+    import torch
+
+    from engines.core.spec import check_attention_choice
+    from engines.torch_engine.config import check_divisible
+    from pipelines.checkpoint import Checkpoint
+    from pipelines.loading import resolve_dtype
+
+    check_attention_choice(options.attention)
+    if options.num_ranks < 1:
+        raise ValueError(f"--ranks is {options.num_ranks}; it must be at least 1")
+    on_cpu = options.measure and not _has_gpus(options.num_ranks)
+    dtype = resolve_dtype(options.dtype, torch.device("cpu") if on_cpu else torch.device("cuda"))
+    checkpoint = Checkpoint.of_configuration(options.model, "cpu", dtype)
+    model, request = checkpoint.weightless(), options.request(checkpoint.defaults)
+    check_divisible(model, "one that fits", options.num_ranks)
+    parts = Checkpoint.of_configuration(options.model, "meta", dtype).footprint(request)
+    if checkpoint.spec.has_known_conditioning:
+        return _estimate(options, checkpoint, model, request, parts)
+    weights = [weight for module in model.modules.values() for weight in module.parameters()]
+    return WeightsAlone(
+        model=options.model,
+        dtype=dtype,
+        num_parameters=sum(weight.numel() for weight in weights),
+        weight_bytes=sum(weight.nbytes for weight in weights),
+        parts=parts,
+        memory_bytes=_named_or_read(options.machine or PAPER_MACHINE, options.memory_gib).memory_bytes,
+    )
+
+
+def _estimate(
+    options: EstimateOptions, checkpoint: Checkpoint, model: DenoiserModel, request: MediaRequest, parts: Footprint
+) -> Estimate:
+    from engines.planner.forecast import forecast, workload
+    from engines.planner.profile import profile
+
+    counted = profile(model)
+    machine, origin = find_machine(options, counted)
+    machine = with_memory(machine.for_ranks(options.num_ranks), options.memory_gib)
+    work = workload(model, checkpoint.largest_step(request))
+    step = forecast(counted, work, options.num_ranks, machine, options.precision, must_fit=False)
+    num_steps = checkpoint.num_steps(request)
+    beside = StageMemory.of(
+        parts, limits=_limits_memory(checkpoint), usual_limit_gib=usual_limit_gib(options.num_ranks)
+    )
+    return Estimate(
+        request=request,
+        dtype=checkpoint.dtype,
+        forecast=step,
+        origin=origin,
+        parts=parts,
+        fit=Fit(step=step, num_ranks=options.num_ranks, parts=beside, unknown=parts.unknown),
+        times=RequestTimes.of(parts, machine, request, num_steps, step.chosen.total_ms),
+    )
+
+
+def budgets_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Budget | str]:
+    """Return what ``memory_gib`` would choose, without and with ``allow_quantization``, or why nothing fits.
+
+    Empty without a size of memory.
+    """
+    if options.memory_gib is None:
+        return {}
+    others = tuple(name for name in estimate.fit.machine.quantised if name != options.precision)
+    found: dict[str, Budget | str] = {}
+    for name, precisions in (("lossless", ()), ("allow_quantization", others)):
+        rules = BudgetRules(precisions=(options.precision, *precisions))
+        try:
+            found[name] = choose_savings(estimate.fit, estimate.times, options.memory_gib, rules)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def _limits_memory(checkpoint: Checkpoint) -> bool:
+    from pipelines.preconditions import decoder_problems
+
+    return not list(decoder_problems(checkpoint.path, compiled=False, limits_memory=True, num_devices=1))
+
+
+def find_machine(options: EstimateOptions, counted: ModelProfile) -> tuple[Machine, str]:
+    """Return figures and their source: the option, an earlier measurement, a new one, or a known machine."""
+    from engines.planner.machine import MACHINES, Machine
+
+    if options.machine is not None:
+        is_known = options.machine.lower() in MACHINES
+        return _named_or_read(options.machine), f"the known machine {options.machine}" if is_known else options.machine
+    kind = "cuda" if _has_gpus(options.num_ranks) else "cpu"
+    file = measurement_file(counted, kind, options.num_ranks, options.attention)
+    if options.measure or (kind == "cuda" and not file.is_file()):
+        return _measure(counted, options, kind, file), f"measured now, kept in {file}"
+    if file.is_file():
+        return Machine.from_json(file.read_text()), f"measured before, kept in {file}"
+    return MACHINES[PAPER_MACHINE], f"the known machine {PAPER_MACHINE}; --measure takes this one's figures"
+
+
+def _named_or_read(name: str, memory_gib: float | None = None) -> Machine:
+    from engines.planner.machine import MACHINES
+
+    return with_memory(MACHINES.get(name.lower()) or _read(Path(name)), memory_gib)
+
+
+def measurement_file(counted: ModelProfile, kind: str, num_ranks: int, attention: str = "auto") -> Path:
+    """Return the file of a measurement, named by the model's sizes that it was made with."""
+    dtype = str(counted.dtype).removeprefix("torch.")
+    name = f"{kind}x{num_ranks}_{counted.num_heads}x{counted.head_dim}_{dtype}"
+    name = name if attention == "auto" else f"{name}_attention_{attention}"
+    return Settings().data_dir / "machines" / f"{name}.json"
+
+
+def _has_gpus(num_ranks: int) -> bool:
+    import torch
+
+    return torch.cuda.device_count() >= num_ranks
+
+
+def _measure(counted: ModelProfile, options: EstimateOptions, kind: str, file: Path) -> Machine:
+    from engines.planner.measure import measure_here
+
+    machine = measure_here(counted, options.num_ranks, kind, options.attention)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(machine.to_json())
+    return machine
+
+
+def _read(file: Path) -> Machine:
+    from engines.planner.machine import MACHINES, Machine
+
+    if not file.is_file():
+        raise ValueError(f"--machine {file} is no file, and no known machine; known: {', '.join(MACHINES)}")
+    try:
+        return Machine.from_json(file.read_text())
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} holds no machine's figures ({error!r}); --measure makes such a file") from error
