@@ -249,7 +249,7 @@ def _global(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield f"    tune.bufsize {2 * settings.max_head_bytes}"
     yield "    tune.http.maxhdr 200"
     script = wiring.folder / "actions.lua"
-    script.write_text(lua_actions(wiring.backend, QUEUE_S))
+    script.write_text(lua_actions(QUEUE_S))
     yield from (HAS_LUA, f"    lua-load-per-thread {script}", ".endif")
     if wiring.queue is not None:
         yield from wiring.queue.variables()

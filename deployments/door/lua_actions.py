@@ -21,29 +21,30 @@ end)
 ASK_S, ASK_EVERY_S = 2, 1
 """Timeout and interval of the wait's own requests for ``LIVE``; each of HAProxy's threads sends some."""
 AWAIT = """\
-local asked_s, back_s = 0, 0
-local function is_live()
+local asked_s, back_s = -10, -10
+local function is_live(server)
   local socket = core.tcp()
   socket:settimeout(%(ask_s)d)
-  local is_sent = socket:connect("%(host)s", %(port)d) and socket:send("GET %(live)s HTTP/1.0\\r\\n\\r\\n")
+  local is_sent = socket:connect(server:get_addr()) and socket:send("GET %(live)s HTTP/1.0\\r\\n\\r\\n")
   local status = is_sent and socket:receive("*l")
   socket:close()
   return status and status:find("^HTTP/1%%.%%d 200")
 end
-local function is_back()
+local function is_back(server)
   local now_s = core.now().sec
   if now_s - asked_s >= %(every_s)d then
     asked_s = now_s
-    if is_live() then back_s = core.now().sec end
+    if is_live(server) then back_s = core.now().sec end
   end
   return core.now().sec - back_s <= %(every_s)d
 end
 core.register_action("await_application", {"http-req"}, function(txn)
   local end_s = core.now().sec + %(wait_s)d
   repeat
-    local status = core.backends.application.servers.proxy:get_stats().status
+    local server = core.backends.application.servers.proxy
+    local status = server:get_stats().status
     if not status:find("^DOWN") or not txn:get_var("proc.was_there") then return end
-    if is_back() then
+    if is_back(server) then
       txn:set_var("txn.is_back", true)
       return
     end
@@ -54,8 +55,6 @@ end)
 """The wait asks the application itself too. A health check without an answer ends only after its timeout."""
 
 
-def lua_actions(backend: tuple[str, int], wait_s: int) -> str:
-    """Return the script. Requests wait at most ``wait_s`` for the application at ``backend`` (host, port)."""
-    host, port = backend
-    values = {"host": host, "port": port, "live": LIVE, "every_s": ASK_EVERY_S, "ask_s": ASK_S, "wait_s": wait_s}
-    return HALF_CLOSE % HALF_CLOSE_MS + AWAIT % values
+def lua_actions(wait_s: int) -> str:
+    """Return the script. Requests wait at most ``wait_s`` for the application."""
+    return HALF_CLOSE % HALF_CLOSE_MS + AWAIT % {"live": LIVE, "every_s": ASK_EVERY_S, "ask_s": ASK_S, "wait_s": wait_s}
