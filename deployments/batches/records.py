@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from sqlalchemy import delete, func, or_, select, update
+from sqlalchemy import ScalarSelect, delete, func, literal, or_, select, true, update
 
 from deployments.database.database import Database, first_free, insert_into, row_of
 from deployments.database.tables import BatchRow, FileRow
@@ -73,16 +73,32 @@ class BatchStore:
     database: Database
     lease_s: float
 
-    async def add_file(self, key_hash: str, filename: str, purpose: str, num_bytes: int, file_id: str) -> FileRecord:
-        values = {"id": file_id, "key_hash": key_hash, "filename": filename, "purpose": purpose, "num_bytes": num_bytes}
-        insert = insert_into(FileRow, self.database.engine).values(**values, created_at_s=time.time())
-        return _file_record(await row_of(self.database.engine, insert.returning(*FileRow.__table__.c)))
+    async def add_file(
+        self, key_hash: str, filename: str, purpose: str, num_bytes: int, file_id: str, max_bytes: int | None = None
+    ) -> FileRecord | None:
+        """Record a file. Return None, and record nothing, if the key's files would then exceed ``max_bytes``.
+
+        Files that are added at the same moment, also by other replicas, are counted one after the other.
+        """
+        values = {
+            "id": file_id,
+            "key_hash": key_hash,
+            "filename": filename,
+            "purpose": purpose,
+            "num_bytes": num_bytes,
+            "created_at_s": time.time(),
+        }
+        columns = FileRow.__table__.c
+        fits = true() if max_bytes is None else _stored_bytes(key_hash) + num_bytes <= max_bytes
+        row = select(*(literal(value, columns[name].type) for name, value in values.items())).where(fits)
+        insert = insert_into(FileRow, self.database.engine).from_select(list(values), row).returning(*columns)
+        added = await row_of(self.database.engine, insert, lock=None if max_bytes is None else f"files of {key_hash}")
+        return None if added is None else _file_record(added)
 
     async def stored_bytes(self, key_hash: str) -> int:
         """Return the size of all files of a key."""
-        query = select(func.coalesce(func.sum(FileRow.num_bytes), 0)).where(FileRow.key_hash == key_hash)
         async with self.database.engine.connect() as connection:
-            return int(await connection.scalar(query) or 0)
+            return int(await connection.scalar(select(_stored_bytes(key_hash))) or 0)
 
     async def file(self, file_id: str, key_hash: str | None) -> FileRecord | None:
         files = await self._files(FileRow.id == file_id, key_hash)
@@ -170,6 +186,11 @@ class BatchStore:
         written = update(BatchRow).where(*mine).values(**values).returning(BatchRow.status)
         row = await row_of(self.database.engine, written)
         return None if row is None else row.status
+
+
+def _stored_bytes(key_hash: str) -> ScalarSelect[int]:
+    total = select(func.coalesce(func.sum(FileRow.num_bytes), 0)).where(FileRow.key_hash == key_hash)
+    return total.scalar_subquery()
 
 
 def _file_record(row: Any) -> FileRecord:

@@ -23,12 +23,21 @@ from deployments.places import make_folder
 from deployments.ray_private import init_local, processes_in_own_sessions, quiet_logs, without_optional_servers
 from deployments.settings import Settings, process_environment, set_defaults, variables_set
 
+CALLERS: Mapping[str, Any] = {
+    "grpc_client_check_connection_status_interval_milliseconds": 100,
+    "core_worker_rpc_server_reconnect_timeout_base_s": 0,
+}
+"""Ray's settings by which a caller that died is noticed at once, not after two to three seconds.
+
+Until then it blocks the replica whose stream to it has ended, which answers no health check.
+"""
 SERVE_ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "1.5",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "1000",
+    **{f"RAY_{name}": str(value) for name, value in CALLERS.items()},
 }
 """Variables for the start of a cluster's nodes, from which replicas inherit them.
 
@@ -41,14 +50,9 @@ LOCAL_ENVIRONMENT: Mapping[str, str] = {"SCAN_EVENT_DIR_INTERVAL_SECONDS": "3600
 LOCAL_SYSTEM: Mapping[str, Any] = {
     "task_events_report_interval_ms": 0,
     "kill_worker_timeout_milliseconds": 500,
-    "grpc_client_check_connection_status_interval_milliseconds": 100,
-    "core_worker_rpc_server_reconnect_timeout_base_s": 0,
+    **CALLERS,  # for this process too, which has read its environment before
 }
-"""No task events, which only a dashboard shows. A stopped process is killed after half a second, not five.
-
-A caller that died is noticed at once, not after two to three seconds. Until then it blocks the replica whose stream to
-it has ended, which answers no health check.
-"""
+"""No task events, which only a dashboard shows. A stopped process is killed after half a second, not five."""
 SERVERS = ("gcs_server", "raylet")
 """Names of Ray's own processes, in the order of their start; the raylet starts all others."""
 SHUTDOWN_WITHIN_S = 10.0

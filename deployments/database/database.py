@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import aiosqlite
-from sqlalchemy import URL, ColumnElement, Connection, Dialect, Executable, Row, ScalarSelect, event, select
+from sqlalchemy import URL, ColumnElement, Connection, Dialect, Executable, Row, ScalarSelect, event, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import AdaptedConnection, ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError
@@ -90,14 +90,18 @@ def first_free(key: InstrumentedAttribute[T], *conditions: ColumnElement[bool], 
     return first.with_for_update(skip_locked=True).scalar_subquery()
 
 
-async def row_of(engine: AsyncEngine, statement: Executable) -> Row[Any] | None:
+async def row_of(engine: AsyncEngine, statement: Executable, lock: str | None = None) -> Row[Any] | None:
     """Execute a statement with RETURNING, and return its row; None if it has none.
 
+    Statements with the same ``lock`` run one after the other. PostgreSQL needs that for those that write depending on
+    what others write; SQLite has one writer at a time.
     It is not cut short: a connection that is cancelled while it reads such a row keeps SQLite's lock.
     """
 
     async def execute() -> Row[Any] | None:
         async with engine.begin() as connection:
+            if lock is not None and engine.dialect.name == "postgresql":
+                await connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(lock, 0))))
             row: Row[Any] | None = (await connection.execute(statement)).one_or_none()
             return row
 

@@ -14,7 +14,7 @@ repeats it then (``retry-on``). HAProxy keeps requests that fit its buffer.
 
 A client that closes its side of the connection right after its request reads the answer (RFC 9112, section 9.6). One
 that closes it later is gone, and its request is cancelled. TCP does not distinguish the two, so the time does
-(``HALF_CLOSE_MS``).
+(``lua_actions``).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from deployments.door.answers import (
     write_pages,
 )
 from deployments.door.door_settings import DoorSettings
+from deployments.door.lua_actions import lua_actions
 from deployments.http.body_limit import STRAY_BYTES
 from deployments.http.origins import CORS_METHODS
 from deployments.names import FULL_HEADER, LIVE
@@ -85,29 +86,7 @@ RESENT = (
 """Lines of a backend whose server is the frontend ``again`` or ``lane``."""
 QUEUES_CLIP = "{ method POST } { path /v1/videos }"
 FORWARDED_HEADERS = ("x-forwarded-host", "x-forwarded-proto")
-HALF_CLOSE_MS = 10
-"""Time after a connection's first request in which its client may close its side and still be answered."""
-HALF_CLOSE = """\
-core.register_action("await_half_close", {"http-req"}, function(txn)
-  for _ = 1, %d do
-    if not txn.req:may_recv() then return end
-    core.msleep(1)
-  end
-end)
-core.register_action("note_half_close", {"http-req"}, function(txn)
-  if not txn.req:may_recv() then txn:set_var("txn.half_closed", true) end
-end)
-"""
-"""Two actions, since HAProxy ends one that waits when the client closes its side."""
-AWAIT = """\
-core.register_action("await_application", {"http-req"}, function(txn)
-  for _ = 1, %d do
-    local status = core.backends.application.servers.proxy:get_stats().status
-    if not status:find("^DOWN") or not txn:get_var("proc.was_there") then return end
-    core.msleep(100)
-  end
-end)
-"""
+IS_AWAY = "{ nbsrv(application) eq 0 } !{ var(txn.is_back) -m bool }"
 WAS_THERE = "    http-response set-var(proc.was_there) bool(true)"
 HALF_CLOSED = "{ var(txn.half_closed) -m bool }"
 HAS_LUA = ".if feature(LUA)"
@@ -192,7 +171,7 @@ def _queue_frontend(socket: str) -> Iterator[str]:
 def _into_application() -> Iterator[str]:
     """Yield the last rules of a second frontend: wait for an application that was there before."""
     yield from (HAS_LUA, "    http-request lua.await_application", ".endif")
-    yield f"    http-request {STOPPED.action} if {{ nbsrv(application) eq 0 }}"
+    yield f"    http-request {STOPPED.action} if {IS_AWAY}"
     yield "    default_backend application_again"
 
 
@@ -270,7 +249,7 @@ def _global(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     yield f"    tune.bufsize {2 * settings.max_head_bytes}"
     yield "    tune.http.maxhdr 200"
     script = wiring.folder / "actions.lua"
-    script.write_text(HALF_CLOSE % HALF_CLOSE_MS + AWAIT % (10 * QUEUE_S))
+    script.write_text(lua_actions(QUEUE_S))
     yield from (HAS_LUA, f"    lua-load-per-thread {script}", ".endif")
     if wiring.queue is not None:
         yield from wiring.queue.variables()
@@ -447,7 +426,8 @@ def _resending(settings: DoorSettings, wiring: Wiring) -> Iterator[str]:
     for status in (502, 503):
         yield f"    errorfile {status} {page}"
     yield f"    http-response {AGAIN.action} if {IS_LOST}"
-    yield f"    server proxy {host}:{port} track application/proxy"
+    # Without checks: its requests have waited until the application was there.
+    yield f"    server proxy {host}:{port}"
 
 
 def _ms(seconds: float) -> str:

@@ -220,10 +220,14 @@ def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
     async def create_file(request: Request, requester: Requester = authorized) -> FileObject:
         """Hand in a file of JSON lines for a batch, or a clip that requests name by the file's id."""
         filename, data, purpose = await read_file_form(request)
+        file_id, limit = f"file-{uuid4().hex}", context.settings.max_stored_bytes
         await _check_place(context, requester, len(data))
-        file_id = f"file-{uuid4().hex}"
         await asyncio.to_thread(context.contents.write, file_id, data)
-        return FileObject.of(await store.add_file(requester.key, filename, purpose, len(data), file_id))
+        file = await store.add_file(requester.key, filename, purpose, len(data), file_id, limit)
+        if file is None:  # another upload has taken the place since the check
+            await asyncio.to_thread(context.contents.remove, file_id)
+            raise await _no_place(context, requester, len(data))
+        return FileObject.of(file)
 
     @router.get("/v1/files", responses=error_documents(400, 401, 404, 503))
     async def list_files(query: Annotated[ListQuery, Query()], requester: Requester = authorized) -> FileList:
@@ -260,10 +264,14 @@ def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
 
 async def _check_place(context: ApiContext, requester: Requester, num_bytes: int) -> None:
     """Raise ApiError 409 if the requester's files leave no place for one of ``num_bytes``."""
+    if await context.batches.stored_bytes(requester.key) + num_bytes > context.settings.max_stored_bytes:
+        raise await _no_place(context, requester, num_bytes)
+
+
+async def _no_place(context: ApiContext, requester: Requester, num_bytes: int) -> ApiError:
     limit, stored = context.settings.max_stored_bytes, await context.batches.stored_bytes(requester.key)
-    if stored + num_bytes > limit:
-        message = f"The file has {num_bytes} bytes, and files of {stored} are here; all may have {limit}: delete some"
-        raise ApiError(409, message, param="file", code="too_many_files")
+    message = f"The file has {num_bytes} bytes, and files of {stored} are here; all may have {limit}: delete some"
+    return ApiError(409, message, param="file", code="too_many_files")
 
 
 FILE_SCHEMA: dict[str, Any] = {

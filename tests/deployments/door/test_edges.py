@@ -13,9 +13,10 @@ import httpx
 import pytest
 
 from deployments.door import door as doors
-from deployments.door import haproxy
+from deployments.door import haproxy, lua_actions
 from deployments.door.door_settings import DoorSettings
 from deployments.door.haproxy import PictureQueue
+from deployments.door.outages import server_state
 from deployments.names import FULL_HEADER
 from tests.deployments.door.support import SETTINGS, Backend, address_of, assert_error, doored, handled, served
 from tests.deployments.support.live import wait_until
@@ -81,7 +82,7 @@ def test_who_closes_its_side_after_its_body_is_answered(
     backend: Backend, path: str, version: str, queue: PictureQueue | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """RFC 9112, section 9.6: it reads until the server closes. The backend answers when the close has been seen."""
-    monkeypatch.setattr(haproxy, "HALF_CLOSE_MS", 1000 * PATIENCE_S)
+    monkeypatch.setattr(lua_actions, "HALF_CLOSE_MS", 1000 * PATIENCE_S)
     with (
         served(backend) as address,
         doored(address, queue=queue) as (_, client),
@@ -167,8 +168,10 @@ ASKS = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control
 def test_allowed_pages_read_what_the_door_says(backend: Backend, allowed: tuple[str, ...], told: str) -> None:
     """The names are those of the Fetch Standard, section 3.2."""
     backend.live = 503
-    with served(backend) as address, doored(address, allowed_origins=allowed) as (_, client):
-        wait_until(lambda: client.get("/").status_code == 503, "the door knows that nobody is there")
+    with served(backend) as address, doored(address, allowed_origins=allowed) as (door, client):
+        # Without a request: one that is answered before the first check would let later ones wait.
+        state = "show servers state application"
+        wait_until(lambda: server_state(door._ask(state)) is False, "the door knows that nobody is there")
         preflight = client.options(IMAGES, headers=ASKS)
         assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, told)
         assert "POST" in preflight.headers["access-control-allow-methods"].split(",")

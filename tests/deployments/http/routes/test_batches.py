@@ -226,3 +226,19 @@ async def test_a_key_stores_as_much_as_it_may(tmp_path: Path) -> None:
         assert (await client.delete(f"/v1/files/{first}", headers=alpha)).is_success
         assert (await client.post("/v1/files", headers=alpha, **form)).is_success
         assert (await client.get(f"/v1/files/{second}/content", headers=alpha)).content == b"0123"
+
+
+async def test_uploads_at_once_take_no_more_than_one_after_the_other(tmp_path: Path, database_url: str) -> None:
+    """They arrive at two replicas."""
+    form: Any = {"files": {"file": ("a.mp4", b"0123")}, "data": {"purpose": "user_data"}}
+    rules: dict[str, Any] = {"clips": {"database_url": database_url}, "max_stored_bytes": 10}
+    async with (
+        client_of(build(FakeStudio(), tmp_path, **rules)) as one,
+        client_of(build(FakeStudio(), tmp_path, **rules)) as other,
+    ):
+        answers = await asyncio.gather(*(client.post("/v1/files", **form) for client in (one, other) for _ in range(4)))
+        refused = [answer for answer in answers if not answer.is_success]
+        assert [error_of(answer, 409)["code"] for answer in refused] == ["too_many_files"] * 6
+        kept = {answer.json()["id"] for answer in answers if answer.is_success}
+        assert {file["id"] for file in (await one.get("/v1/files")).json()["data"]} == kept
+    assert {path.name for path in (tmp_path / "batches").iterdir()} == kept, "refused ones are not left there"
