@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from engines.core.spec import Attention
 from pipelines.caching import CacheMode
 from pipelines.solver import AS_THE_MODEL, Solver
 
@@ -97,6 +98,8 @@ class MediaRequest:
     """Adapters for this request, among those served with the model."""
     cache: CacheMode = "off"
     """Pattern of steps that reuse the previous prediction (``pipelines.caching``)."""
+    attention: Attention | None = None
+    """Precision of attention; None: the gang's own."""
     solver: Solver = AS_THE_MODEL
     """Scheduler and schedule."""
     sound: bool | None = None

@@ -67,7 +67,8 @@ def shape_of(request: MediaRequest, encoded: Shapes) -> tuple[Hashable, ...]:
     """Return the key of jobs whose steps have equal shapes."""
     num_frames = request.num_layers or request.num_frames
     silence = ("silent",) if request.sound is False else ()  # some models have fewer tokens then
-    return request.width, request.height, num_frames, request.true_cfg_scale > 1, encoded, *silence
+    attention = (request.attention,) if request.attention else ()
+    return request.width, request.height, num_frames, request.true_cfg_scale > 1, encoded, *silence, *attention
 
 
 def idle_steps(request: MediaRequest, num_steps: int) -> frozenset[int]:

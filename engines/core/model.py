@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from engines.core.attention import Kernel
@@ -163,6 +163,8 @@ class Branch:
     """Arguments that are no tensors (grid sizes, switches); other values are another computation."""
     additions: Mix = ()
     """The model's additions to apply to the weights."""
+    attention: str = ""
+    """Precision of attention (``engines.core.spec.ATTENTIONS``); empty: the engine's own."""
 
     @property
     def arguments(self) -> Arguments:
@@ -172,6 +174,11 @@ class Branch:
     def batch(self) -> int:
         """The batch size: first dim of the latents; 1 if the latents' argument has a model-specific name."""
         return self.inputs[LATENTS].shape[0] if LATENTS in self.inputs else 1
+
+
+def with_attention(branches: tuple[Branch, ...], attention: str) -> tuple[Branch, ...]:
+    """Return ``branches`` with their attention in this precision."""
+    return tuple(replace(branch, attention=attention) for branch in branches)
 
 
 class WeightSource(Protocol):

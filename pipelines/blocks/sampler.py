@@ -214,7 +214,10 @@ class BlocksSampler:
         step = state.steps[state.step]
         additions = normal_mix(tuple((lora.key, lora.scale) for lora in state.request.loras))
         branches = (self._branch(call, step) for call in self.calls(state))
-        return tuple(replace(branch, schedule=schedule, additions=additions) for branch in branches)
+        attention = state.request.attention or ""
+        return tuple(
+            replace(branch, schedule=schedule, additions=additions, attention=attention) for branch in branches
+        )
 
     def _reusable(self, state: BlocksState, predictions: tuple[Tensor, ...]) -> KeptPredictions | None:
         """Return the predictions that the next step reuses, if it makes no forwards."""
