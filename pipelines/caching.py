@@ -9,9 +9,13 @@ on numbers only, so all ranks of a gang agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from pipelines.request import MediaRequest
 
 CacheMode = Literal["off", "conservative", "fast"]
 
@@ -51,3 +55,23 @@ def computed_steps(mode: CacheMode, num_steps: int) -> tuple[bool, ...]:
             "ask for more steps, or set cache to off"
         )
     return tuple(PATTERNS[mode].computes(step, num_steps) for step in range(num_steps))
+
+
+def computed_steps_of(request: MediaRequest, num_steps: int) -> tuple[bool, ...]:
+    """Return, for each of the ``num_steps`` of ``request``, whether it makes forwards.
+
+    A step where the control network begins or ends makes them: predictions with and without it differ.
+    """
+    changes = set(_control_changes(request, num_steps))
+    computed = computed_steps(request.cache, num_steps)
+    return tuple(is_computed or step in changes for step, is_computed in enumerate(computed))
+
+
+def _control_changes(request: MediaRequest, num_steps: int) -> Iterator[int]:
+    """Yield the steps whose control differs from that of the step before them, by diffusers' rule."""
+    if not request.has_control:
+        return
+    begin, end = request.control_guidance_start or 0.0, request.control_guidance_end
+    end = 1.0 if end is None else end
+    is_controlled = [begin <= step / num_steps and (step + 1) / num_steps <= end for step in range(num_steps)]
+    yield from (step for step, (before, now) in enumerate(pairwise(is_controlled), 1) if before != now)

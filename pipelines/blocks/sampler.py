@@ -35,7 +35,7 @@ from pipelines.blocks.state import (
     shallow_copy,
     with_parts,
 )
-from pipelines.caching import computed_steps
+from pipelines.caching import computed_steps_of
 from pipelines.request import MediaRequest
 
 MAX_JOBS = 32
@@ -105,7 +105,7 @@ class BlocksSampler:
             steps=steps,
             is_over_rounds=is_over_rounds,
             negative=self._here(conditioning.negative, conditioning.dtype),
-            computed=computed_steps(request.cache, len(steps)),
+            computed=computed_steps_of(request, len(steps)),
         )
 
     def num_steps(self, state: BlocksState) -> int:
