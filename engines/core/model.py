@@ -248,6 +248,8 @@ class DenoiserModel:
     """Additions that branches may use, by name."""
     additions_change: bool = False
     """True if ``additions`` come and go after the start."""
+    unchanged: tuple[str, ...] = ()
+    """Submodules whose weights no addition changes that comes after the start."""
     latents: str = LATENTS
     """Names of the per-step inputs, here and in ``timestep``."""
     timestep: str = TIMESTEP
