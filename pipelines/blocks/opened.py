@@ -121,7 +121,7 @@ class OpenedPipeline:
     def inputs_of(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> dict[str, Any]:
         """Return the inputs that ``request`` sets; ``pictures`` are given to the encoder only."""
         named, own = inputs_of(request, self.inputs, pictures), self.spec.pipeline_inputs(self.path, request)
-        if placed := self.spec.place_pictures(self.path, request, pictures.pictures):
+        if placed := self.spec.place_pictures(self.path, request, pictures):
             return {**{name: value for name, value in named.items() if name not in PICTURES}, **own, **placed}
         return {**named, **own, **{name: named[name] for name in PICTURES if name in named}}
 
