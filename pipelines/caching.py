@@ -12,10 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from pipelines.request import MediaRequest
+from typing import Literal
 
 CacheMode = Literal["off", "conservative", "fast"]
 
@@ -57,21 +54,11 @@ def computed_steps(mode: CacheMode, num_steps: int) -> tuple[bool, ...]:
     return tuple(PATTERNS[mode].computes(step, num_steps) for step in range(num_steps))
 
 
-def computed_steps_of(request: MediaRequest, num_steps: int) -> tuple[bool, ...]:
-    """Return, for each of the ``num_steps`` of ``request``, whether it makes forwards.
+def control_changes(begin: float | None, end: float | None, num_steps: int) -> Iterator[int]:
+    """Yield the steps whose control differs from that of the step before them, by diffusers' rule.
 
-    A step where the control network begins or ends makes them: predictions with and without it differ.
+    The control counts from the share ``begin`` of the steps up to ``end``; None: from the first, to the last.
     """
-    changes = set(_control_changes(request, num_steps))
-    computed = computed_steps(request.cache, num_steps)
-    return tuple(is_computed or step in changes for step, is_computed in enumerate(computed))
-
-
-def _control_changes(request: MediaRequest, num_steps: int) -> Iterator[int]:
-    """Yield the steps whose control differs from that of the step before them, by diffusers' rule."""
-    if not request.has_control:
-        return
-    begin, end = request.control_guidance_start or 0.0, request.control_guidance_end
-    end = 1.0 if end is None else end
-    is_controlled = [begin <= step / num_steps and (step + 1) / num_steps <= end for step in range(num_steps)]
+    first, last = begin or 0.0, 1.0 if end is None else end
+    is_controlled = [first <= step / num_steps and (step + 1) / num_steps <= last for step in range(num_steps)]
     yield from (step for step, (before, now) in enumerate(pairwise(is_controlled), 1) if before != now)

@@ -35,7 +35,6 @@ from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobDone
 from engines.registry import rank_environment
-from pipelines.caching import computed_steps_of
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import Lora, MediaRequest
 
@@ -73,7 +72,7 @@ def shape_of(request: MediaRequest, encoded: Shapes) -> tuple[Hashable, ...]:
 
 def idle_steps(request: MediaRequest, num_steps: int) -> frozenset[int]:
     """Return the steps, counted from 1, that the cache skips."""
-    computed = computed_steps_of(request, num_steps)
+    computed = request.computed_steps(num_steps)
     return frozenset(step for step, makes_forwards in enumerate(computed, 1) if not makes_forwards)
 
 

@@ -35,7 +35,6 @@ from pipelines.blocks.state import (
     shallow_copy,
     with_parts,
 )
-from pipelines.caching import computed_steps_of
 from pipelines.request import MediaRequest
 
 MAX_JOBS = 32
@@ -105,7 +104,7 @@ class BlocksSampler:
             steps=steps,
             is_over_rounds=is_over_rounds,
             negative=self._here(conditioning.negative, conditioning.dtype),
-            computed=computed_steps_of(request, len(steps)),
+            computed=request.computed_steps(len(steps)),
         )
 
     def num_steps(self, state: BlocksState) -> int:

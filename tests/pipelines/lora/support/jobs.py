@@ -88,8 +88,13 @@ def painted(
     limits = setting.runtime_loras
     checkpoint = Checkpoint(folder, setting.device, setting.dtype, loras=sources, runtime_loras=limits)
     model = checkpoint.denoiser(sliced=setting.sliced)
-    precisions = {"precision": setting.precision, "attention": setting.attention}
-    engine = TorchEngine(model, strategy=setting.strategy, fast=setting.fast, **precisions)
+    engine = TorchEngine(
+        model,
+        strategy=setting.strategy,
+        precision=setting.precision,
+        attention=setting.attention,
+        fast=setting.fast,
+    )
     sampler, ranks = checkpoint.sampler(), tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
     conditioning = pickle.loads(encoded(folder, requests[0], setting.device, setting.dtype))
     held = [model.additions.for_request(request) for request in requests if isinstance(model.additions, LoraCache)]
