@@ -171,11 +171,11 @@ WORDS = {
     "inpainting": ("inpaint",),
     "text to clip": ("text2video", "t2va"),
     "picture to clip": ("image2video", "flf2v", "fl2va", "condition$"),
-    "clip to clip": ("video2video",),
+    "clip to clip": ("video2video", "in_context"),
     "sound": ("sound", "t2va"),
 }
 """Meaning of the names of workflows, as patterns in them."""
-NOT_SERVED = ("controlnet", "ip_adapter", "action", "ref2", "in_context")
+NOT_SERVED = ("controlnet", "ip_adapter", "action", "ref2")
 """Marks of workflows for which no request brings what they want."""
 
 

@@ -6,12 +6,21 @@ Sections of a model's deployments are in ``stages.stage_config``, limits of the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 from pydantic.dataclasses import dataclass
 
 from deployments.clips.settings import ClipLimits
@@ -22,6 +31,7 @@ from deployments.observability.metrics_settings import MetricsSettings
 from deployments.requests.enhancer_config import PromptEnhancerConfig
 from deployments.requests.fields import Quality
 from deployments.stages.stage_config import STRICT, DataType, DecoderConfig, DenoiserConfig, EncoderConfig
+from engines.core.spec import Attention
 from pipelines.control_network import with_network
 from pipelines.lora.source import LoraLimits, LoraSource, check_sources
 from pipelines.recipes import Recipe, check_recipe_name
@@ -36,6 +46,19 @@ def _model_name(name: str) -> str:
     return name
 
 
+def _recipes(section: object) -> object:
+    recipes = section.items() if isinstance(section, Mapping) else ()
+    for name, recipe in recipes:
+        if isinstance(recipe, Mapping) and (given := [key for key in WEIGHT_KEYS if key in recipe]):
+            raise ValueError(
+                f"the recipe {name} has {given[0]}, and requests share one copy of the weights: serve a second model "
+                f"of the same path with denoiser.{given[0]}, under a name of its own, and leave it out here"
+            )
+    return section
+
+
+WEIGHT_KEYS = ("precision", "quantization")
+"""Keys of weights, which no request changes."""
 STORAGE = re.compile(r"(?!file:)[a-z][a-z0-9+]*://[^/\s]+(/\S*)?")
 ModelName = Annotated[str, AfterValidator(_model_name)]
 
@@ -82,7 +105,7 @@ class ModelConfig(_Config):
     """Limits of adapters that clients add at run time; None: they may add none."""
     prompt_enhancer: PromptEnhancerConfig | None = None
     """Rewrites prompts; None: that of ``api``, if there is one."""
-    recipes: dict[str, Recipe] = {}
+    recipes: Annotated[dict[str, Recipe], BeforeValidator(_recipes)] = {}
     """Defaults of requests that name one, by its name: those that ship with the family, or of one's own."""
     qualities: dict[Quality, str] = {}
     """Recipe that a request's ``quality`` stands for; the others change the number of steps alone."""
@@ -107,7 +130,10 @@ class ModelConfig(_Config):
         _ = self.source
         names = [one.name for one in self.adapters]
         self.denoiser.check_engine(
-            self.dtype, merges="" in names, switches=any(names) or self.runtime_loras is not None
+            self.dtype,
+            merges="" in names,
+            switches=any(names) or self.runtime_loras is not None,
+            attentions=self.attentions,
         )
         return self
 
@@ -157,6 +183,7 @@ class ModelConfig(_Config):
             ("strategy", denoiser.strategy, ("auto",)),
             ("precision", denoiser.precision, ("auto", "native")),
             ("attention", denoiser.attention, ("auto",)),
+            *(("attention of a recipe", one, ("auto",)) for one in self.attentions[1:]),
             ("load", denoiser.load, ("auto", "whole")),
             ("warm_sizes", denoiser.warm_sizes, ((),)),
             ("torch", denoiser.torch, (None,)),
@@ -179,6 +206,12 @@ class ModelConfig(_Config):
     def sleeps(self) -> bool:
         """True if its weights sleep at times: those of a share group, or of an encoder that takes turns."""
         return bool(self.share) or self.text_encoder.takes_turns
+
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """Precisions of attention that requests may name: the gang's own, then those of recipes."""
+        own = cast("Attention", self.denoiser.attention)
+        return tuple(dict.fromkeys((own, *(one.attention for one in self.recipes.values() if one.attention))))
 
     @property
     def adapters(self) -> tuple[LoraSource, ...]:

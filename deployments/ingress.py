@@ -69,6 +69,7 @@ def make_cards(config: AppConfig, memory: Mapping[str, Mapping[str, Any]] = NO_M
             path="whole pipeline" if checkpoint.spec.is_whole else "blocks",
             runtime_loras=model.runtime_loras,
             memory=memory.get(model.name),
+            attentions=model.attentions,
         )
         check_recipes(cards[model.name])
     return cards

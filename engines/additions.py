@@ -71,12 +71,13 @@ def changed_parameters(
 ) -> list[nn.Parameter]:
     """Return the parameters of ``module``, a share of the module ``name``, that some addition changes.
 
-    If additions come after the start, all may change.
+    If additions come after the start, all may change but those of ``DenoiserModel.unchanged``.
     """
-    if model.additions_change:
-        return list(module.parameters())
     changed = {whole for addition in model.additions.values() for whole in addition.get(name, {})}
-    return [each for own, each in module.named_parameters() if whole_parameter(slices, own) in changed]
+    fixed = tuple(f"{submodule}." for submodule in model.unchanged)
+    named = ((whole_parameter(slices, own), each) for own, each in module.named_parameters())
+    may_change = model.additions_change
+    return [each for whole, each in named if whole in changed or (may_change and not whole.startswith(fixed))]
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ class EngineRow:
     """Import paths ("module:name") of an engine's parts. Only ``load`` needs torch."""
 
     load: str
-    """``(model, context, *, strategy, precision, attention, options, expected, choosing) -> Engine``."""
+    """``(model, context, *, strategy, precision, attention, attentions, options, expected, choosing) -> Engine``."""
     options: str
     """The class of the engine's own options."""
     check: str
@@ -51,21 +51,23 @@ def load_engine(
     strategy: str = "auto",
     precision: str = "auto",
     attention: str = "auto",
+    attentions: tuple[str, ...] = (),
     options: object | None = None,
     expected: Sequence[tuple[Branch, ...]] = (),
     choosing: Choosing | None = None,
 ) -> Engine:
     """Return the engine of that name, self-checked on every team. Collective over the gang.
 
-    ``options`` are the engine's own (None: its defaults), ``expected`` are steps in the expected sizes. ``choosing``
-    are the inputs of an "auto" choice (None: it is predicted at each start). Raises ``ValueError`` for an unknown name
-    and for settings that the engine or the model does not support.
+    ``attentions`` are further ones that branches may name. ``options`` are the engine's own (None: its defaults),
+    ``expected`` are steps in the expected sizes. ``choosing`` are the inputs of an "auto" choice (None: it is predicted
+    at each start). Raises ``ValueError`` for an unknown name and for settings that the engine or the model does not
+    support.
     """
     row = find_engine(name)
     options = options or _import(row.options)()
     load = _import(row.load)
-    settings = {"strategy": strategy, "precision": precision, "attention": attention, "options": options}
-    return cast(Engine, load(model, context, **settings, expected=expected, choosing=choosing))
+    settings = {"strategy": strategy, "precision": precision, "attention": attention, "attentions": attentions}
+    return cast(Engine, load(model, context, **settings, options=options, expected=expected, choosing=choosing))
 
 
 def check_engine(name: str, choice: EngineChoice) -> None:

@@ -9,8 +9,9 @@ depends on numbers only, so all ranks of a gang agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 CacheMode = Literal["off", "conservative", "fast"]
@@ -51,3 +52,13 @@ def computed_steps(mode: CacheMode, num_steps: int) -> tuple[bool, ...]:
             "ask for more steps, or set cache to off"
         )
     return tuple(PATTERNS[mode].computes(step, num_steps) for step in range(num_steps))
+
+
+def control_changes(begin: float | None, end: float | None, num_steps: int) -> Iterator[int]:
+    """Yield the steps whose control differs from that of the step before them, by diffusers' rule.
+
+    The control counts from the share ``begin`` of the steps up to ``end``; None: from the first, to the last.
+    """
+    first, last = begin or 0.0, 1.0 if end is None else end
+    is_controlled = [first <= step / num_steps and (step + 1) / num_steps <= last for step in range(num_steps)]
+    yield from (step for step, (before, now) in enumerate(pairwise(is_controlled), 1) if before != now)

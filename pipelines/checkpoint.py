@@ -185,6 +185,8 @@ class Checkpoint:
         if self.runtime_loras is not None:
             from pipelines.lora.lora_cache import with_runtime_loras
 
+            network = (self._opened.control_part,) if self._opened.control_part else ()
+            model = replace(model, unchanged=network)
             model = with_runtime_loras(model, type(self._opened.pipeline), self.runtime_loras)
         if typical is None or not self.spec.has_known_conditioning:
             return model

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from engines.core.spec import Attention
 from pipelines.caching import CacheMode
 from pipelines.lora.source import NAME, LoraSource, check_scale
 from pipelines.request import Lora
@@ -42,6 +43,8 @@ class Recipe:
     sigmas: tuple[float, ...] = ()
     timesteps: tuple[float, ...] = ()
     cache: CacheMode | None = None
+    attention: Attention | None = None
+    """Precision of attention, for models whose gang computes in another one."""
     likeness: float | None = None
     """Likeness to the model's own pictures, as it was measured."""
 

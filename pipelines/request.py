@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from pipelines.caching import CacheMode
+from engines.core.spec import Attention
+from pipelines.caching import CacheMode, computed_steps, control_changes
 from pipelines.solver import AS_THE_MODEL, Solver
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ class MediaRequest:
     """Adapters for this request, among those served with the model."""
     cache: CacheMode = "off"
     """Pattern of steps that reuse the previous prediction (``pipelines.caching``)."""
+    attention: Attention | None = None
+    """Precision of attention; None: the gang's own."""
     solver: Solver = AS_THE_MODEL
     """Scheduler and schedule."""
     sound: bool | None = None
@@ -110,6 +113,16 @@ class MediaRequest:
     """Hash of the API key, empty without keys."""
     weight: float = 1.0
     """The key's share of a gang."""
+
+    def computed_steps(self, num_steps: int) -> tuple[bool, ...]:
+        """Return, for each of the ``num_steps`` of this request, whether it makes forwards.
+
+        A step where the control network begins or ends makes them: predictions with and without it differ.
+        """
+        begin, end = self.control_guidance_start, self.control_guidance_end
+        changes = set(control_changes(begin, end, num_steps)) if self.has_control else set()
+        computed = computed_steps(self.cache, num_steps)
+        return tuple(is_computed or step in changes for step, is_computed in enumerate(computed))
 
     @property
     def revised_prompt(self) -> str | None:

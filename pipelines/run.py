@@ -30,6 +30,7 @@ class PlainEngine(EagerEngine):
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> tuple[Tensor, ...]:
         assert len(ranks) == 1, "the plain engine runs on one rank"
         assert not any(branch.additions for branch in branches), "the plain engine runs the weights as they are"
+        assert not any(branch.attention for branch in branches), "the plain engine computes attention in its own way"
         return tuple(self.model.forward(self.model.modules[branch.module], branch.arguments) for branch in branches)
 
 

@@ -14,6 +14,7 @@ from deployments.requests.model_choice import BEHIND
 from deployments.requests.recipe_choice import recipe_document, steps_of_quality
 from deployments.requests.rules import QUALITY_SHARES
 from deployments.service.interface import ModelCard, ModelPath, Progress, StageTimes
+from engines.core.spec import Attention
 from pipelines.caching import CacheMode
 from pipelines.defaults import Defaults
 from pipelines.request import MediaKind
@@ -51,6 +52,9 @@ class Model(BaseModel):
     recipes: dict[str, dict[str, Any]] = Field(
         description="Recipes that requests may name: the fields that each changes, and its likeness; beyond OpenAI."
     )
+    attentions: tuple[Attention, ...] = Field(
+        description="Precisions of attention that requests may name, the model's own first; beyond OpenAI."
+    )
     qualities: dict[Quality, str] = Field(description="The recipe that a quality stands for; beyond OpenAI.")
     memory: dict[str, Any] | None = Field(
         description="Savings that memory_gib chose, and their predicted cost; beyond OpenAI."
@@ -85,6 +89,7 @@ class Model(BaseModel):
             ),
             takes_loras=card.runtime_loras is not None,
             recipes={name: recipe_document(name, recipe, card) for name, recipe in card.recipes.items()},
+            attentions=card.attentions,
             qualities=dict(card.qualities),
             enhances_prompts=card.enhances_prompts,
             memory=None if card.memory is None else dict(card.memory),

@@ -35,6 +35,7 @@ from deployments.requests.fields import (
     WrittenQuality,
 )
 from deployments.requests.pictures.sources import Sources
+from engines.core.spec import Attention
 from pipelines.caching import CacheMode
 
 ACCEPTED = "Accepted, without effect."
@@ -130,6 +131,9 @@ class MediaBody(PeerFields):
     )
     cache: CacheMode | None = Field(
         None, description="Steps that take the predictions of the step before them: some, half of them, or none (off)."
+    )
+    attention: Attention | None = Field(
+        None, description="Precision of attention: one of the model's attentions in /v1/models; by default its first."
     )
     service_tier: Literal["auto", "default", "flex", "priority"] | None = Field(
         None, description="How urgent it is beside others: flex waits longer, priority less. auto is default."

@@ -8,7 +8,14 @@ from deployments.requests.bodies import ImageBody, MediaBody, VideoBody
 from deployments.requests.fields import Quality
 from deployments.requests.model_choice import split_name
 from deployments.requests.request_errors import RequestError, shown
-from deployments.requests.rules import QUALITIES, choose_scales, choose_solver, choose_steps, quality_steps
+from deployments.requests.rules import (
+    QUALITIES,
+    choose_attention,
+    choose_scales,
+    choose_solver,
+    choose_steps,
+    quality_steps,
+)
 from deployments.requests.validation import validated
 from deployments.service.interface import ModelCard
 from pipelines.recipes import NO_RECIPE, Recipe
@@ -88,6 +95,7 @@ def check_recipes(card: ModelCard) -> None:
                 raise ValueError(f"the model has no adapter {missing[0]}; its adapters: {', '.join(known) or 'none'}")
             body = with_recipe(validated(kind, {"prompt": "a", "recipe": name}), card)
             validated(kind, {"prompt": "a", **recipe.settings})
+            choose_attention(body, card)
             guidance_scale, true_cfg_scale = choose_scales(body, card)
             card.defaults.request(
                 num_inference_steps=choose_steps(body, card.defaults),

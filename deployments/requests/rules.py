@@ -17,6 +17,7 @@ from deployments.requests.pictures.sources import Sources
 from deployments.requests.pictures.video import VideoForm, VideoHead
 from deployments.requests.request_errors import RequestError, blaming, shown
 from deployments.service.interface import ModelCard
+from engines.core.spec import Attention
 from pipelines.defaults import Defaults, largest_num_frames
 from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaRequest, ServiceTier
 from pipelines.size import PIXELS, Size
@@ -160,6 +161,7 @@ class RequestRules:
             num_layers=choose_layers(body, defaults),
             loras=choose_loras(body.model, body.lora or (), self.card),
             cache=body.cache or "off",
+            attention=choose_attention(body, self.card),
             sound=body.generate_sound if isinstance(body, VideoBody) else None,
             service_tier=TIERS[body.service_tier or "auto"],
             deadline_s=body.deadline_s,
@@ -225,6 +227,15 @@ def choose_enhancement(body: MediaBody, card: ModelCard) -> bool | None:
         message = "enhance_prompt is true, but the prompt is empty; write one, or send false"
         raise RequestError(message, "enhance_prompt")
     return default if default is None or is_wanted is None else is_wanted
+
+
+def choose_attention(body: MediaBody, card: ModelCard) -> Attention | None:
+    """Return the precision of attention; None for the gang's own."""
+    own = card.attentions[0]
+    if body.attention not in (None, *card.attentions):
+        message = f"attention is {shown(body.attention)}; {card.name} is served with {' and '.join(card.attentions)}"
+        raise RequestError(f"{message}; name one of them, or leave it out", "attention")
+    return None if body.attention == own else body.attention
 
 
 def choose_inputs(body: MediaBody, pictures: InputPictures) -> dict[str, Any]:

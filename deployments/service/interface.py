@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from deployments.requests.fields import Quality
+from engines.core.spec import Attention
 from engines.gang.jobs.job import Progress as Progress
 from pipelines.defaults import Defaults
 from pipelines.description import NO_DESCRIPTION, Description
@@ -36,6 +37,7 @@ class ModelCard:
     ``enhances_prompts``: the default of ``enhance_prompt``; None without a prompt enhancer.
     ``path``: how steps are made, by diffusers' blocks or by the pipeline's own call. ``runtime_loras``: limits of
     adapters that clients add; None: they may add none. ``memory``: the savings of ``memory_gib``, as a JSON object.
+    ``attentions``: precisions of attention that requests may name, the gang's own first.
     """
 
     name: str
@@ -51,6 +53,7 @@ class ModelCard:
     path: ModelPath = "blocks"
     runtime_loras: LoraLimits | None = None
     memory: Mapping[str, Any] | None = None
+    attentions: tuple[Attention, ...] = ("auto",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,7 +35,6 @@ from engines.gang.errors import QueueFullError
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobDone
 from engines.registry import rank_environment
-from pipelines.caching import computed_steps
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import Lora, MediaRequest
 
@@ -67,12 +66,13 @@ def shape_of(request: MediaRequest, encoded: Shapes) -> tuple[Hashable, ...]:
     """Return the key of jobs whose steps have equal shapes."""
     num_frames = request.num_layers or request.num_frames
     silence = ("silent",) if request.sound is False else ()  # some models have fewer tokens then
-    return request.width, request.height, num_frames, request.true_cfg_scale > 1, encoded, *silence
+    attention = (request.attention,) if request.attention else ()
+    return request.width, request.height, num_frames, request.true_cfg_scale > 1, encoded, *silence, *attention
 
 
 def idle_steps(request: MediaRequest, num_steps: int) -> frozenset[int]:
     """Return the steps, counted from 1, that the cache skips."""
-    computed = computed_steps(request.cache, num_steps)
+    computed = request.computed_steps(num_steps)
     return frozenset(step for step, makes_forwards in enumerate(computed, 1) if not makes_forwards)
 
 

@@ -82,12 +82,14 @@ def _build(model: ModelConfig, context: RankContext, checkpoint: Checkpoint, den
 def _make_engine(
     model: ModelConfig, context: RankContext, checkpoint: Checkpoint, denoiser: DenoiserModel
 ) -> RankParts:
+    from engines.core.model import with_attention
     from engines.registry import load_engine
     from engines.warm_up import warm_up
 
     config = model.denoiser
     start_s = time.monotonic()
     steps = checkpoint.first_steps(config.warm_sizes, denoiser.modules, fills_prompts=config.fills_prompts)
+    attentions = model.attentions[1:]
     engine = checkpoint.own_engine() or load_engine(
         config.engine,
         denoiser,
@@ -95,12 +97,14 @@ def _make_engine(
         strategy=config.strategy,
         precision=config.precision,
         attention=config.attention,
+        attentions=attentions,
         options=config.engine_options,
         expected=steps,
         choosing=choosing_of(model, checkpoint),
     )
     log_phase("rank: engine", time.monotonic() - start_s, rank=context.rank)
     with timed("rank: warm up", rank=context.rank):
+        steps = tuple(with_attention(step, one) for step in steps for one in ("", *attentions))
         warm_up(engine, steps, context, engine.team_sizes if config.elastic else engine.team_sizes[-1:])
     additions = cast("LoraCache", denoiser.additions) if denoiser.additions_change else None
     return RankParts(engine=engine, sampler=checkpoint.sampler(), estimates=engine.estimates, additions=additions)

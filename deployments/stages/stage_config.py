@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from engines.core.engine import EngineChoice
-from engines.core.spec import ParallelSpec
+from engines.core.spec import Attention, ParallelSpec
 from engines.gang.gang_config import GangConfig
 from engines.registry import ENGINES, check_engine, find_engine
 from engines.tensorrt_engine.rules import TensorRTOptions
@@ -248,17 +248,24 @@ class DenoiserConfig(ScaledConfig, GangConfig):
         return options
 
     def check_engine(
-        self, dtype: DataType, *, merges: bool = False, switches: bool = False, eager_only: str = ""
+        self,
+        dtype: DataType,
+        *,
+        merges: bool = False,
+        switches: bool = False,
+        attentions: tuple[Attention, ...] = (),
+        eager_only: str = "",
     ) -> None:
         """Raise ValueError if the engine cannot run this configuration with a model of ``dtype``.
 
-        ``merges``: adapters are merged at start; ``switches``: adapters change per request. ``eager_only`` needs an
-        opened checkpoint.
+        ``merges``: adapters are merged at start; ``switches``: adapters change per request. ``attentions`` are those
+        that requests may name. ``eager_only`` needs an opened checkpoint.
         """
         choice = EngineChoice(
             strategy=self.strategy,
             precision=self.precision,
             attention=self.attention,
+            attentions=attentions,
             options=self.engine_options,
             num_ranks=self.num_ranks,
             gpus_per_rank=self.gpus_per_rank,

@@ -25,6 +25,8 @@ class EngineChoice:
     """Precision of the linears, in the engine's own terms."""
     attention: str = "auto"
     """Precision of attention (``engines.core.spec.ATTENTIONS``)."""
+    attentions: tuple[str, ...] = ()
+    """Further precisions of attention that requests may name."""
     options: object | None = None
     """The engine's own options (None: its defaults)."""
     num_ranks: int = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from engines.core.attention import Kernel
@@ -159,6 +159,8 @@ class Branch:
     """Arguments that are no tensors (grid sizes, switches); other values are another computation."""
     additions: Mix = ()
     """The model's additions to apply to the weights."""
+    attention: str = ""
+    """Precision of attention (``engines.core.spec.ATTENTIONS``); empty: the engine's own."""
 
     @property
     def arguments(self) -> Arguments:
@@ -168,6 +170,11 @@ class Branch:
     def batch(self) -> int:
         """The batch size: first dim of the latents; 1 if the latents' argument has a model-specific name."""
         return self.inputs[LATENTS].shape[0] if LATENTS in self.inputs else 1
+
+
+def with_attention(branches: tuple[Branch, ...], attention: str) -> tuple[Branch, ...]:
+    """Return ``branches`` with their attention in this precision."""
+    return tuple(replace(branch, attention=attention) for branch in branches)
 
 
 class WeightSource(Protocol):
@@ -237,6 +244,8 @@ class DenoiserModel:
     """Additions that branches may use, by name."""
     additions_change: bool = False
     """True if ``additions`` come and go after the start."""
+    unchanged: tuple[str, ...] = ()
+    """Submodules whose weights no addition changes that comes after the start."""
     latents: str = LATENTS
     """Names of the per-step inputs, here and in ``timestep``."""
     timestep: str = TIMESTEP

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 STRATEGIES = ("ulysses", "ring", "allgather_kv", "hybrid", "tensor", "guidance", "pipeline")
 """Configurable names besides "auto", alone or as a product ("guidance2xulysses2")."""
@@ -193,7 +193,8 @@ PRECISIONS = ("auto", "native", "fp8", "fp8-static", "int8", "int8-static")
 
 Activations have a scale per row or, if "static", a fixed scale from a calibration."""
 
-ATTENTIONS = ("auto", "fp8")
+Attention = Literal["auto", "fp8"]
+ATTENTIONS = get_args(Attention)
 """Precisions of attention's two products. ``auto``: the model's dtype. ``fp8``: float8 e4m3, of smoothed keys."""
 
 STATIC = "-static"

@@ -157,9 +157,9 @@ class Division:
 
 
 def shape_of(branch: Branch) -> Hashable:
-    """Return a key of branches that share a captured step: module, constants, and shapes and dtypes of inputs."""
+    """Return a key of branches that share a captured step: module, attention, constants, shapes, dtypes of inputs."""
     shapes = tuple((name, tuple(x.shape), x.dtype) for name, x in sorted(branch.inputs.items()))
-    return branch.module, repr(sorted(branch.constants.items())), shapes
+    return branch.module, branch.attention, repr(sorted(branch.constants.items())), shapes
 
 
 def _divide_or_none(divide: Callable[[int], tuple[ParallelSpec, ...]], size: int) -> tuple[ParallelSpec, ...] | None:

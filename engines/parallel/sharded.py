@@ -91,10 +91,6 @@ class ShardedModel:
         """Use kernels made by ``make_kernel`` from the next forward on."""
         self._make_kernel = make_kernel
 
-    def use_attention(self, attention: str) -> None:
-        """Compute attention in this precision (``engines.core.spec.ATTENTIONS``) from the next forward on."""
-        self._attention = attention
-
     def close(self) -> None:
         """Restore the model: no hooks, the local kernel, and the layers that a next engine needs for additions."""
         for offload in self._offloads:
@@ -122,7 +118,7 @@ class ShardedModel:
         """Return the whole prediction, equal on the context and tensor axes; ``finish`` adds the pipeline axis."""
         module = self.module(branch.module, team)
         layout = self.layout(branch, team)
-        self._set_kernel(module, team, layout)
+        self._set_kernel(module, team, layout, branch.attention or self._attention)
         with self._hooks[branch.module].over(layout, team.context):
             return self._model.forward(module, branch.arguments)
 
@@ -200,17 +196,17 @@ class ShardedModel:
             self._switch.hold(name, FAST, module, {}, loaded=loaded, writers=fast.writers())
         self._fast_modules.add(name)
 
-    def _set_kernel(self, module: nn.Module, team: Team, layout: TokenLayout) -> None:
-        kernels, kernel = rank_resources().get(KernelsInModules), self._kernel(team, layout)
+    def _set_kernel(self, module: nn.Module, team: Team, layout: TokenLayout, attention: str) -> None:
+        kernels, kernel = rank_resources().get(KernelsInModules), self._kernel(team, layout, attention)
         if kernels.get(module) is kernel:
             return
         self._model.set_kernel(module, kernel)
         for name, stream in self._model.plan.alone:
-            self._model.set_kernel(module.get_submodule(name), self._kernel(team, layout.of_stream(stream)))
+            self._model.set_kernel(module.get_submodule(name), self._kernel(team, layout.of_stream(stream), attention))
         kernels[module] = kernel
 
-    def _kernel(self, team: Team, layout: TokenLayout) -> Kernel:
-        kernel: Kernel = self._kernel_of(self._make_kernel, self._attention, team, layout)
+    def _kernel(self, team: Team, layout: TokenLayout, attention: str) -> Kernel:
+        kernel: Kernel = self._kernel_of(self._make_kernel, attention, team, layout)
         return kernel
 
     def _made_kernel(self, make: MakeKernel, attention: str, team: Team, layout: TokenLayout) -> Kernel:

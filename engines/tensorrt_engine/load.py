@@ -45,6 +45,7 @@ def load_tensorrt_engine(
     strategy: str = "auto",
     precision: str = "auto",
     attention: str = "auto",
+    attentions: tuple[str, ...] = (),
     options: TensorRTOptions | None = None,
     expected: Sequence[tuple[Branch, ...]] = (),
     choosing: Choosing | None = None,
@@ -55,7 +56,8 @@ def load_tensorrt_engine(
     they serve as input of the self-check. ``choosing`` is unused, since fixed rules resolve "auto". Raises ValueError
     for what TensorRT does not support, PreflightError, EngineRejectedError, WrongAnswerError.
     """
-    check_attention(attention)
+    for one in (attention, *attentions):
+        check_attention(one)
     config = TensorRTConfig(strategy=strategy, precision=precision, options=options or TensorRTOptions())
     buckets = tuple(branches[0] for branches in expected)
     target = current_target(context.rank)

@@ -36,7 +36,8 @@ def check(choice: EngineChoice) -> None:
     assert isinstance(options, TensorRTOptions)
     check_device(gpus_per_rank=choice.gpus_per_rank)
     check_model(choice.eager_only)
-    check_attention(choice.attention)
+    for attention in (choice.attention, *choice.attentions):
+        check_attention(attention)
     if choice.merges or choice.switches:
         raise ValueError(
             "engine: tensorrt takes no loras: its engine files are for weights as published; use engine: torch"

@@ -9,7 +9,7 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from engines.core.model import Branch, DenoiserModel
+from engines.core.model import Branch, DenoiserModel, with_attention
 from engines.core.tensors import relative_difference
 from engines.fast.kernels import QuantRows, quantize_weight
 from engines.parallel.copies import truncated
@@ -30,25 +30,32 @@ WEIGHT_TOLERANCE = 0.05
 """Relative error of float8 values, which have three bits after the first one."""
 
 
-def tolerance_of(engine: TorchEngine, dtype: torch.dtype) -> float:
+def is_exact(engine: TorchEngine, attention: str = "") -> bool:
+    """Return whether a step with this ``attention`` (empty: the engine's) has no products of quantised numbers."""
+    return engine.config.precision == "native" and (attention or engine.config.attention) == "auto"
+
+
+def tolerance_of(engine: TorchEngine, dtype: torch.dtype, attention: str = "") -> float:
     """Return the relative error that rounding explains. Two nearly equal numbers may be quantised up and down."""
-    is_exact = engine.config.precision == "native" and engine.config.attention == "auto"
-    return TOLERANCE.get(dtype, 1e-4) if is_exact else QUANTISED_TOLERANCE
+    return TOLERANCE.get(dtype, 1e-4) if is_exact(engine, attention) else QUANTISED_TOLERANCE
 
 
-def check_fp8_attention(engine: TorchEngine, model: DenoiserModel, *, rank: int) -> dict[str, float]:
+def check_fp8_attention(
+    engine: TorchEngine, model: DenoiserModel, attentions: tuple[str, ...] = (), *, rank: int
+) -> dict[str, float]:
     """Compare a step of one rank with the same one without float8 in its attention, on the model's probe.
 
-    Return the difference per branch (none if attention is in the model's dtype). Raise ``ValueError`` above
-    ``MAX_ATTENTION_ERROR``. Weights that are read in slices are checked by ``check_sliced``.
+    ``attentions`` are those that branches may name beside the engine's own. Return the difference per branch (none if
+    attention is always in the model's dtype). Raise ``ValueError`` above ``MAX_ATTENTION_ERROR``. Weights that are read
+    in slices are checked by ``check_sliced``.
     """
-    if engine.config.attention == "auto":
+    own, branches = engine.config.attention, model.probe()
+    attention = next((one for one in (own, *attentions) if one != "auto"), None)
+    if attention is None:
         return {}
-    branches, attention = model.probe(), engine.config.attention
-    actual = engine.predict(branches, (rank,)) if branches else ()
-    engine.use_attention("auto")
-    expected = engine.predict(branches, (rank,)) if branches else ()
-    engine.use_attention(attention)
+    in_float8, exact = ("" if one == own else one for one in (attention, "auto"))
+    actual = engine.predict(with_attention(branches, in_float8), (rank,)) if branches else ()
+    expected = engine.predict(with_attention(branches, exact), (rank,)) if branches else ()
     differences = {
         f"branch {number}": relative_difference(*pair) for number, pair in enumerate(zip(actual, expected, strict=True))
     }
@@ -104,12 +111,20 @@ def _check_quantised_weights(engine: TorchEngine, *, rank: int) -> float:
 
 
 @torch.no_grad()
-def check_sliced(engine: TorchEngine, model: DenoiserModel, make: Callable[..., TorchEngine], *, rank: int) -> float:
+def check_sliced(
+    engine: TorchEngine,
+    model: DenoiserModel,
+    make: Callable[..., TorchEngine],
+    attentions: tuple[str, ...] = (),
+    *,
+    rank: int,
+) -> float:
     """Compare the gang with one rank on a truncated model, where no rank can run the whole model alone.
 
     ``make`` returns an engine of a model for a ``strategy``. It gets ``model`` truncated to a block of each kind per
-    stage, read from the same files. Team, strategy, exchanges and reading of weights are those of the whole model. All
-    ranks make the call. Return the relative difference, 0 without a known step; raise ``WrongAnswerError``.
+    stage, read from the same files. Team, strategy, exchanges and reading of weights are those of the whole model.
+    ``attentions`` are those that branches may name. All ranks make the call. Return the relative difference, 0 without
+    a known step; raise ``WrongAnswerError``.
     """
     probe = model.probe()
     if not probe:
@@ -121,15 +136,17 @@ def check_sliced(engine: TorchEngine, model: DenoiserModel, make: Callable[..., 
     max_branches = max(len(probe), engine.division.at_once)
     branches = repeat_to(probe, max_branches)
     expected = _predict_alone(small, branches)
-    allowed = tolerance_of(engine, expected[0].dtype)
     worst = 0.0
     for number in range(1, max_branches + 1):
         spec = engine.division.team(ranks, number).spec
         with closing(make(small, strategy=spec.name)) as together:
-            actual = together.predict(branches[:number], ranks)
-        worst = max(worst, *map(relative_difference, actual, expected))  # map stops at the shorter
-        if not worst <= allowed:
-            raise WrongAnswerError(ranks, spec.name, worst, allowed)
+            for attention in ("", *attentions):
+                allowed = tolerance_of(engine, expected[0].dtype, attention)
+                actual = together.predict(with_attention(branches[:number], attention), ranks)
+                difference = max(map(relative_difference, actual, expected))  # map stops at the shorter
+                if not difference <= allowed:
+                    raise WrongAnswerError(ranks, spec.name, difference, allowed)
+                worst = max(worst, difference)
     logger.info("self-check passed on %d blocks of each kind", num_blocks, extra={"rank": rank, "difference": worst})
     return worst
 

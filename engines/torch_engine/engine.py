@@ -165,13 +165,6 @@ class TorchEngine:
         self._steps.rules = rules
         self._sharded.use(kernel_by_length(rules, self.device, self.dtype))
 
-    def use_attention(self, attention: str) -> None:
-        """Compute attention in this precision from now on, with all shapes new."""
-        self.config = replace(self.config, attention=attention)
-        self.release_steps()
-        self._steps.attention = attention
-        self._sharded.use_attention(attention)
-
     def load_weights(self) -> None:
         """Make all modules of the whole gang's team now. With weights in files, this reads the caller's share."""
         for name in self._model.modules:

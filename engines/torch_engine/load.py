@@ -9,10 +9,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engines.core.engine import Choosing
-from engines.core.model import Branch, DenoiserModel
+from engines.core.model import Branch, DenoiserModel, with_attention
 from engines.parallel.self_check import check_attention, self_check
 from engines.torch_engine.autotune import autotuned_engine
-from engines.torch_engine.checks import QUANTISED_TOLERANCE, check_fast_path, check_fp8_attention, check_sliced
+from engines.torch_engine.checks import (
+    QUANTISED_TOLERANCE,
+    check_fast_path,
+    check_fp8_attention,
+    check_sliced,
+    is_exact,
+)
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import module_kernels
 from engines.torch_engine.options import TorchOptions
@@ -31,6 +37,7 @@ def load_torch_engine(
     strategy: str = "auto",
     precision: str = "auto",
     attention: str = "auto",
+    attentions: tuple[str, ...] = (),
     options: TorchOptions | None = None,
     expected: Sequence[tuple[Branch, ...]] = (),
     choosing: Choosing | None = None,
@@ -38,7 +45,7 @@ def load_torch_engine(
     """Return an engine, made and self-checked. Every rank of the gang makes the call at the same time.
 
     The ``expected`` steps have no influence here: ``TorchEngine.warm_up`` prepares shapes. Strategy "auto" is decided
-    by ``choosing``; without it, by prediction.
+    by ``choosing``; without it, by prediction. The ``attentions`` that branches may name are checked as its own is.
     """
     options = options or TorchOptions()
     make = partial(TorchEngine, precision=precision, attention=attention, options=options)
@@ -52,7 +59,7 @@ def load_torch_engine(
     else:
         engine = make(model, strategy=strategy)
     if model.weights is None:
-        check_fp8_attention(engine, model, rank=context.rank)
+        check_fp8_attention(engine, model, attentions, rank=context.rank)
     check_fast_path(engine, model, rank=context.rank)
     kernels = module_kernels(engine.config.exchange.peer_memory, engine.device, engine.dtype)
     heads: dict[str, Any] = {"num_heads": model.num_heads, "head_dim": model.head_dim}
@@ -60,19 +67,19 @@ def load_torch_engine(
         for make_kernel in kernels[: 2 if team.ulysses.size > 1 else 1]:
             check_attention(team, **heads, device=engine.device, dtype=engine.dtype, make_kernel=make_kernel)
     if model.weights is not None:
-        check_sliced(engine, model, make, rank=context.rank)
+        check_sliced(engine, model, make, attentions, rank=context.rank)
         engine.load_weights()
     else:
-        _check(engine, model.probe(), context)
+        for one in ("", *attentions):
+            _check(engine, with_attention(model.probe(), one), context, one)
     return engine
 
 
-def _check(engine: TorchEngine, branches: tuple[Branch, ...], context: RankContext) -> None:
+def _check(engine: TorchEngine, branches: tuple[Branch, ...], context: RankContext, attention: str) -> None:
     teams = ((team.ranks, team.spec.name) for team in engine.division.checked_teams())
     num_runs = RUNS_BEFORE_CAPTURE + 2 if engine.config.capture else 1  # uncaptured, captured, replayed
     # two nearly equal numbers may be rounded up and down
-    is_exact = engine.config.precision == "native" and engine.config.attention == "auto"
-    tolerance = None if is_exact else QUANTISED_TOLERANCE
+    tolerance = None if is_exact(engine, attention) else QUANTISED_TOLERANCE
     limits: dict[str, Any] = {"at_once": engine.division.at_once, "num_runs": num_runs, "tolerance": tolerance}
     self_check(engine, branches, rank=context.rank, teams=teams, **limits)
 

@@ -30,7 +30,8 @@ def check(choice: EngineChoice) -> None:
     options = choice.options or TorchOptions()
     assert isinstance(options, TorchOptions)
     check_known(choice.precision, PRECISIONS, "torch")
-    check_attention_choice(choice.attention)
+    for attention in (choice.attention, *choice.attentions):
+        check_attention_choice(attention)
     if is_static(choice.precision) != (options.calibration is not None):
         raise ValueError(
             f"precision is {choice.precision!r} and torch.calibration {str(options.calibration)!r}: fp8-static and "

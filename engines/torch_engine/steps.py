@@ -61,8 +61,6 @@ class StepRunner:
         self._model, self._sharded, self._config = model, sharded, config
         self.rules = config.exchange
         """Rules for exchanging heads in steps made from now on."""
-        self.attention = config.attention
-        """Precision of attention in steps made from now on."""
         self._device = device
         self._pool: GraphPool | None = None
         """Memory pool of all current graphs."""
@@ -145,7 +143,7 @@ class StepRunner:
         else:
             layout = TokenLayout.of(tuple(lengths), lengths, team.context.size)
         choices: dict[str, Any] = {"peer_memory": self.rules.peer_memory, "side_streams": self.rules.side_streams}
-        choices |= {"fills_prompts": padded is not None, "attention": self.attention}
+        choices |= {"fills_prompts": padded is not None, "attention": branch.attention or self._config.attention}
         fast = FastStep(weights, team, layout, latents=branch.inputs[latents], **choices)
 
         def prepare(branch: Branch) -> StepTensors:
@@ -156,7 +154,7 @@ class StepRunner:
     def _module_step(self, like: Branch, team: Team) -> _Step:
         runs_apart = team.spec.divides_weights or self._config.offloaded_blocks  # layers outside their blocks' forwards
         hoist = None if runs_apart else self._model.hoisted
-        module, constants = like.module, like.constants
+        module, fixed = like.module, replace(like, schedule=None, additions=())
 
         def prepare(branch: Branch) -> StepTensors:
             if hoist is None:
@@ -164,7 +162,7 @@ class StepRunner:
             return {**branch.inputs, **self._hoisted.module_inputs(branch, self._sharded.module(module, team), hoist)}
 
         def function(tensors: StepTensors) -> Tensor:
-            return self._sharded.forward(Branch(inputs=tensors, module=module, constants=constants), team)
+            return self._sharded.forward(replace(fixed, inputs=tensors), team)
 
         return _Step(prepare=prepare, function=function)
 

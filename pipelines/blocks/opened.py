@@ -8,7 +8,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ class OpenedPipeline:
     def inputs_of(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> dict[str, Any]:
         """Return the inputs that ``request`` sets; ``pictures`` are given to the encoder only."""
         named, own = inputs_of(request, self.inputs, pictures), self.spec.pipeline_inputs(self.path, request)
-        if placed := self.spec.place_pictures(self.path, request, pictures.pictures):
+        if placed := self.spec.place_pictures(self.path, request, pictures):
             return {**{name: value for name, value in named.items() if name not in PICTURES}, **own, **placed}
         return {**named, **own, **{name: named[name] for name in PICTURES if name in named}}
 
@@ -206,9 +206,19 @@ class OpenedPipeline:
     def load_part(self, name: str, stays: WeightsOnHost | None = None) -> Any:
         """Return the loaded part, a transformer with its control network as a submodule.
 
-        Weights whose names ``stays`` returns of it stay on the host.
+        Weights whose names ``stays`` returns of both stay on the host.
         """
-        return self._with_control(name, self._load_part(name, stays), self.load_part)
+        of_network = None if stays is None else partial(self._network_stays, name, stays)
+        return self._with_control(
+            name, self._load_part(name, stays), lambda network: self._load_part(network, of_network)
+        )
+
+    def _network_stays(self, name: str, stays: WeightsOnHost, network: nn.Module) -> frozenset[str]:
+        """Return what ``stays`` returns of a control network in the transformer ``name``, by the network's names."""
+        with init_empty_weights():
+            whole = self._with_control(name, self._part_outline(name), lambda _: network)
+        prefix = f"{self.control_part}."
+        return frozenset(one.removeprefix(prefix) for one in stays(whole) if one.startswith(prefix))
 
     def _load_part(self, name: str, stays: WeightsOnHost | None = None) -> Any:
         spec = self.pipeline.get_component_spec(name)
@@ -225,7 +235,7 @@ class OpenedPipeline:
             needs_gpu = quantiser == "bitsandbytes"
             device = self.models_device if needs_gpu else self._loading_device(stays)
             return self._placed(load_folder(spec, folder, device, self.dtype), stays)
-        is_on_gpu = self.models_device.type == "cuda" and name in self.transformers
+        is_on_gpu = self.models_device.type == "cuda" and name in (*self.transformers, self.control_part)
         is_read_here = issubclass(spec.type_hint, ModelMixin) and (is_on_gpu or has_scales(folder))
         if is_read_here and (model := self._read_part(name, folder, stays)) is not None:
             return model

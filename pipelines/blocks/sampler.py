@@ -35,7 +35,6 @@ from pipelines.blocks.state import (
     shallow_copy,
     with_parts,
 )
-from pipelines.caching import computed_steps
 from pipelines.request import MediaRequest
 
 MAX_JOBS = 32
@@ -105,7 +104,7 @@ class BlocksSampler:
             steps=steps,
             is_over_rounds=is_over_rounds,
             negative=self._here(conditioning.negative, conditioning.dtype),
-            computed=computed_steps(request.cache, len(steps)),
+            computed=request.computed_steps(len(steps)),
         )
 
     def num_steps(self, state: BlocksState) -> int:
@@ -214,7 +213,10 @@ class BlocksSampler:
         step = state.steps[state.step]
         additions = normal_mix(tuple((lora.key, lora.scale) for lora in state.request.loras))
         branches = (self._branch(call, step) for call in self.calls(state))
-        return tuple(replace(branch, schedule=schedule, additions=additions) for branch in branches)
+        attention = state.request.attention or ""
+        return tuple(
+            replace(branch, schedule=schedule, additions=additions, attention=attention) for branch in branches
+        )
 
     def _reusable(self, state: BlocksState, predictions: tuple[Tensor, ...]) -> KeptPredictions | None:
         """Return the predictions that the next step reuses, if it makes no forwards."""

@@ -157,6 +157,9 @@ class LoraCache(Mapping[str, Addition]):
 def with_runtime_loras(model: DenoiserModel, pipeline_class: Any, limits: LoraLimits) -> DenoiserModel:
     """Return ``model``, not quantised yet, with a ``LoraCache`` in place of its additions, which it has as well."""
     outlines = {name: weightless_copy(module) for name, module in model.modules.items()}
+    for outline in outlines.values():
+        for name in model.unchanged:
+            outline.set_submodule(name, nn.Identity())
     cache = LoraCache(model.additions, outlines, pipeline_class, limits, linears_only=model.fast is not None)
     return replace(model, additions=cache, additions_change=True)
 

@@ -90,6 +90,7 @@ def _fields(request: MediaRequest, layer: int | None) -> dict[str, Any]:
         "true_cfg_scale": request.true_cfg_scale,
         "lora": [{"name": lora.name, "scale": lora.scale} for lora in request.loras] or None,
         "cache": None if request.cache == "off" else request.cache,
+        "attention": request.attention,
         **{name: value for name, value in asdict(request.solver).items() if value not in ("", ())},
         "strength": request.strength,
         "generate_sound": request.sound,

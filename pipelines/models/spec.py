@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engines.core.model import Arguments, ArrangeWeights, ModelInputs
     from engines.core.shard_plan import ShardPlan
     from pipelines.recipes import Recipe
-    from pipelines.request import InputPicture, MediaRequest
+    from pipelines.request import InputPictures, MediaRequest
 
 
 def check_channels(path: Path, part: str, given: int) -> None:
@@ -213,8 +213,11 @@ class ModelSpec(ABC):
         """Return pipeline inputs that are no request field of the same name."""
         return {}
 
-    def place_pictures(self, path: Path, request: MediaRequest, pictures: Sequence[InputPicture]) -> Mapping[str, Any]:
-        """Return pipeline inputs that say where in the clip the pictures are; empty: they are its ``image``."""
+    def place_pictures(self, path: Path, request: MediaRequest, pictures: InputPictures) -> Mapping[str, Any]:
+        """Return pipeline inputs that say where in the clip the pictures are; empty: they are its ``image``.
+
+        A clip that came along may be among these inputs too.
+        """
         return {}
 
     def pad_conditioning(self, values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -165,8 +165,11 @@ async def test_work_ends_with_what_it_depends_on() -> None:
         async with aclosing(source.run()) as items:
             await anext(items)
 
+    async def end() -> None:
+        await source.has_begun.wait()
+
     with pytest.raises(EndedError):
-        await unless(use(), source.has_begun.wait())
+        await unless(use(), end())
     assert source.is_closed
 
 

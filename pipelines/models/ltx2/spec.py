@@ -17,9 +17,10 @@ from pipelines.models.linears import attention_linears, mlp_linears, query_key_n
 from pipelines.models.ltx.spec import LTXSpec, vae_scales
 from pipelines.models.spec import CLIP, Config, SeveralOutputsSpec, blank_like, lazy
 from pipelines.recipes import Recipe
-from pipelines.request import InputPicture, MediaRequest
+from pipelines.request import InputPictures, MediaRequest
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import Tensor
 
 VIDEO = "video"
@@ -27,6 +28,8 @@ MAX_TOKENS = 1024
 """The pipeline's own limit."""
 MAX_KEYFRAMES = 8
 """Each adds the tokens of a frame of latents."""
+CONTEXT = "reference_conditions"
+"""The pipeline's input for clips that an in-context adapter (IC-LoRA) attends to."""
 SOUND_RATE = 25
 """Tokens of sound a second."""
 BLOCKS = "transformer_blocks"
@@ -63,6 +66,13 @@ RECIPES: Mapping[str, Recipe] = {
 }
 """For ltx-2-19b-distilled-lora-384.safetensors of Lightricks/LTX-2: the sigmas of the distilled checkpoint are in
 ``diffusers.pipelines.ltx2.utils`` (DISTILLED_SIGMA_VALUES), for a schedule without shift and stretch; one stage."""
+
+
+def _context(frames: Sequence[Image]) -> list[Any]:
+    """Return the frames of a clip as the pipeline's input."""
+    from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
+
+    return [LTX2ReferenceCondition(frames=list(frames))]
 
 
 class LTX2Spec(SeveralOutputsSpec, LTXSpec):
@@ -112,15 +122,20 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
         channels = (config["out_channels"], config["audio_out_channels"])
         return blank_like(clip, (*clip.shape[:2], channels[0])), blank_like(sound, (*sound.shape[:2], channels[1]))
 
-    def place_pictures(self, path: Path, request: MediaRequest, pictures: Sequence[InputPicture]) -> Mapping[str, Any]:
-        """Return conditions at places in the clip; one picture that begins it is image-to-video's."""
-        places = self.defaults(path).keyframes(request) if pictures else ()
-        if places in ((), (0,)):
-            return {}
+    def place_pictures(self, path: Path, request: MediaRequest, pictures: InputPictures) -> Mapping[str, Any]:
+        """Return conditions at places in the clip; one picture that begins it is image-to-video's.
+
+        A clip that came along is the context of an in-context adapter, beside conditions at any place.
+        """
+        places = self.defaults(path).keyframes(request) if pictures.pictures else ()
+        context = {} if pictures.video is None else {CONTEXT: _context(pictures.video.frames())}
+        if not places or (places == (0,) and not context):
+            return context
         from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 
-        pairs = zip(pictures, places, strict=True)
-        return {"conditions": [LTX2VideoCondition(frames=one.on_white(), index=place) for one, place in pairs]}
+        pairs = zip(pictures.pictures, places, strict=True)
+        conditions = [LTX2VideoCondition(frames=one.on_white(), index=place) for one, place in pairs]
+        return {**context, "conditions": conditions}
 
     def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
         blank, places = super().blank_pictures(path, request), self.defaults(path).keyframes(request)
@@ -147,8 +162,12 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
         return {"latents": estimate, "audio_latents": loop_state.noise_pred_audio}
 
     def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
-        """Return a rate at which one frame lasts as long as a token of sound: the model fails without any."""
-        return {"frame_rate": min(request.fps, SOUND_RATE)} if request.num_frames == 1 else {}
+        """Return a rate at which one frame lasts as long as a token of sound: the model fails without any.
+
+        Ranks, which get no clip, choose their blocks by a context without frames.
+        """
+        inputs: dict[str, Any] = {"frame_rate": min(request.fps, SOUND_RATE)} if request.num_frames == 1 else {}
+        return {**inputs, CONTEXT: _context(())} if request.num_video_frames else inputs
 
     def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
         frames = 1 + (latents["num_frames"] - 1) // config["vae_scale_factors"][0]
@@ -178,6 +197,9 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
             max_frames=257,
             max_pictures=MAX_KEYFRAMES,
             takes_frame_indices=True,
+            max_video_frames=257,
+            takes_both=True,
+            keeps_length=True,
             make_sound=True,
             max_tokens=MAX_TOKENS,
         )

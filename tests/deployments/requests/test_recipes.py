@@ -200,6 +200,39 @@ def adapter_bytes(source: LoraSource) -> int:
     return resolve_file(source.path, source.file, ADAPTER_FILES).stat().st_size
 
 
+def test_a_recipe_may_name_the_precision_of_attention() -> None:
+    """The model lists it; other requests may name it too, and no other model's requests may."""
+    card = make_cards(served_with({"quick": {"attention": "fp8"}}))["flux-shapes"]
+    model = Model.of(card)
+    assert (model.attentions, model.recipes["quick"]) == (("auto", "fp8"), {"attention": "fp8"})
+
+    def attention(**fields: Any) -> str | None:
+        return handle_request({card.name: card}, "id", {"prompt": "a", **fields})[0].attention
+
+    assert (attention(recipe="quick"), attention(attention="fp8")) == ("fp8", "fp8")
+    assert (attention(), attention(attention="auto")) == (None, None)
+    assert attention(recipe="quick", attention="auto") is None, "what the request says wins"
+    with pytest.raises(RequestError, match="attention is 'fp8'; flux is served with auto; name one of them") as caught:
+        asked(attention="fp8")
+    assert caught.value.param == "attention"
+
+
+@pytest.mark.torch
+def test_steps_of_such_a_recipe_are_those_of_a_gang_in_float8() -> None:
+    from engines.core.tensors import relative_difference
+    from tests.pipelines.lora.support.jobs import Setting, painted
+
+    folder, base = resolve_path("flux-shapes"), {"prompt": "a yellow star", "size": "64x64", "num_inference_steps": 3}
+    card = make_cards(served_with({"quick": {"attention": "fp8"}}))["flux-shapes"]
+    ways: tuple[dict[str, Any], ...] = ({"recipe": "quick"}, {})
+    named, plain = (handle_request({card.name: card}, "id", {**base, "seed": 3, **more})[0] for more in ways)
+    by_turns = painted(folder, (), [named, plain, named], Setting())
+    (exact,), (in_float8,) = (painted(folder, (), [plain], Setting(attention=one)) for one in ("auto", "fp8"))
+    for latents, expected in zip(by_turns, (in_float8, exact, in_float8), strict=True):
+        assert latents.equal(expected)
+    assert relative_difference(in_float8, exact) > 0.001, "the two can be told"
+
+
 @pytest.mark.torch
 def test_the_laptops_recipe_equals_diffusers() -> None:
     """Its picture is that of diffusers' own pipeline with the adapter and the settings of the configuration."""
@@ -229,6 +262,9 @@ def test_the_laptops_recipe_equals_diffusers() -> None:
         ({"few": {"num_inference_steps": 1000}}, "the recipe few of flux-shapes: num_inference_steps is 1000"),
         ({"few": {"scheduler": "ddim"}}, "the recipe few of flux-shapes: scheduler is 'ddim'"),
         ({"few": {"lora": [{"name": "ink"}]}}, "the recipe few of flux-shapes: the model has no adapter ink"),
+        ({"few": {"attention": "fp4"}}, "recipes.few.attention is 'fp4'"),
+        ({"few": {"precision": "fp8"}}, "the recipe few has precision, .* serve a second model of the same path with"),
+        ({"few": {"quantization": "int8"}}, "the recipe few has quantization, and requests share one copy"),
     ],
 )
 def test_what_cannot_be_is_told_before_anything_starts(recipes: Any, told: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -21,6 +22,7 @@ from engines.parallel.early_start import EarlyStart
 from engines.planner.cost_model import USABLE
 from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource
+from pipelines.recipes import Recipe
 from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.engines.support.rank_resources import separate_rank_resources
@@ -43,13 +45,18 @@ def test_ranks_of_a_gang(pictures: Path, options: dict[str, Any], team_sizes: tu
 def build(folder: Path, options: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
     """The sizes of the engine's teams, and whether a step of 64x64 is warm."""
     config = DenoiserConfig(num_ranks=2, **options)
-    make = LoadRankParts(model=ModelConfig(name="pictures", path=str(folder), denoiser=config))
+    recipes = {"quick": Recipe(attention="fp8")}
+    make = LoadRankParts(model=ModelConfig(name="pictures", path=str(folder), denoiser=config, recipes=recipes))
     engine = make(RankContext(rank=dist.get_rank(), num_ranks=2, device="cpu"))().engine
     checkpoint = Checkpoint(folder)
     request = checkpoint.defaults.request(Size(width=64, height=64))
-    engine.predict(checkpoint.first_step(request), (0, 1))
+    was_warm = []
+    for attention in (None, "fp8"):
+        engine.predict(checkpoint.first_step(replace(request, attention=attention)), (0, 1))
+        was_warm.append(engine.was_warm)
     engine.close()
-    return engine.team_sizes, engine.was_warm
+    assert len(set(was_warm)) == 1, "what a recipe may name is prepared as well"
+    return engine.team_sizes, was_warm[0]
 
 
 def test_auto_is_decided_once_by_steps_of_the_models_default_size(pictures: Path, tmp_path: Path) -> None:

@@ -74,6 +74,12 @@ def test_refused_when_read_with_reason_and_alternative(denoiser: dict[str, Any],
         model_config(**denoiser)
 
 
+def test_its_requests_name_no_attention() -> None:
+    one = {"name": "m", "recipes": {"quick": {"attention": "fp8"}}}
+    with pytest.raises(ValidationError, match="TensorRT computes attention in the model's dtype"):
+        AppConfig.model_validate({"models": [{**one, "denoiser": {"gpus_per_rank": 1, "engine": "tensorrt"}}]})
+
+
 def test_the_rules_are_those_of_this_engine_alone_and_so_is_its_section() -> None:
     model_config(engine="torch", strategy="tensor2xulysses2")
     with pytest.raises(ValidationError, match="the section tensorrt is for engine: tensorrt alone"):

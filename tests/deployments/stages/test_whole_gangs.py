@@ -89,6 +89,7 @@ def test_its_card_says_so(folder: Path, pictures: Path) -> None:
         ({"denoiser": {"num_ranks": 1, "precision": "fp8"}}, "precision is 'fp8'"),
         ({"denoiser": {"num_ranks": 1, "attention": "fp8"}}, "attention is 'fp8'"),
         ({"denoiser": {"num_ranks": 1, "warm_sizes": ["64x64"]}}, "warm_sizes is "),
+        ({"recipes": {"quick": {"attention": "fp8"}}}, "attention of a recipe is 'fp8'"),
         ({"loras": [{"path": "owner/name"}]}, "loras is "),
         ({"runtime_loras": {}}, "runtime_loras is "),
         ({"decoder": {"num_devices": 2}}, "decoder.num_devices is 2"),

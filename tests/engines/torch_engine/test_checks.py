@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engines.core.engine import RankContext
-from engines.core.model import Branch, DenoiserModel
+from engines.core.model import Branch, DenoiserModel, with_attention
 from engines.core.tensors import relative_difference
 from engines.parallel.self_check import WrongAnswerError
 from engines.registry import load_engine
@@ -49,12 +49,16 @@ def test_attention_in_float8_is_compared_and_stays(monkeypatch: pytest.MonkeyPat
     engine.close()
 
 
-def test_a_gang_whose_steps_it_changes_too_much_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("choice", [{"attention": "fp8"}, {"attentions": ("fp8",)}], ids=str)
+def test_a_gang_whose_steps_it_changes_too_much_does_not_start(
+    choice: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the gang computes so, or requests may ask for it."""
     here = RankContext(rank=0, num_ranks=1, device="cpu")
-    load_engine("torch", models.model("flux"), here, strategy="ulysses", attention="fp8").close()
+    load_engine("torch", models.model("flux"), here, strategy="ulysses", **choice).close()
     monkeypatch.setattr(checks, "MAX_ATTENTION_ERROR", 0.001)
     with pytest.raises(ValueError, match="attention: fp8 changes a step of this model"):
-        load_engine("torch", models.model("flux"), here, strategy="ulysses", attention="fp8")
+        load_engine("torch", models.model("flux"), here, strategy="ulysses", **choice)
 
 
 def test_a_hand_ordered_step_has_the_same_attention() -> None:
@@ -63,6 +67,8 @@ def test_a_hand_ordered_step_has_the_same_attention() -> None:
     engines = [TorchEngine(model, strategy="ulysses", **way) for way in ways]
     (module,), (fast,), (exact,) = (engine.predict(branches, (0,)) for engine in engines)
     assert relative_difference(fast, module) < 0.3 * relative_difference(fast, exact)
+    (named,) = engines[2].predict(with_attention(branches, "fp8"), (0,))
+    assert torch.equal(named, fast)
     assert check_fp8_attention(engines[2], model, rank=0) == {}
     for engine in engines:
         engine.close()

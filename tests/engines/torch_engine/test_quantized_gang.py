@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.core.engine import RankContext
-from engines.core.model import DenoiserModel
+from engines.core.model import DenoiserModel, with_attention
 from engines.core.tensors import relative_difference
 from engines.parallel.self_check import WrongAnswerError
 from engines.parallel.weight_files import WeightFiles
@@ -56,7 +56,7 @@ def load(strategy: str, precision: str, broken: str | None, attention: str = "au
     return None
 
 
-EVERY = ("ulysses", "ring", "allgather_kv", "hybrid", "ulysses2xtensor2", "guidance2xring2")
+EVERY = ("ulysses", "ring", "allgather_kv", "hybrid", "ulysses2xtensor2", "guidance2xring2", "pipeline2xulysses2")
 
 
 def test_attention_in_float8_is_that_of_every_strategy() -> None:
@@ -67,18 +67,30 @@ def test_attention_in_float8_is_that_of_every_strategy() -> None:
     error = max(map(relative_difference, alone, exact))
     assert 0.005 < error < MAX_ATTENTION_ERROR
     for answers in gang(4).run(predict_all, EVERY):
-        for strategy, together in answers.items():
+        for strategy, (together, in_turns) in answers.items():
             assert 0.005 < max(map(relative_difference, together, exact)) < MAX_ATTENTION_ERROR, strategy
             assert max(map(relative_difference, together, alone)) < MAX_ATTENTION_ERROR, strategy
+            plain, named, plain_again = in_turns
+            assert max(map(relative_difference, plain, exact)) < 1e-4, strategy
+            assert all(map(torch.equal, named, together)), strategy
+            assert all(map(torch.equal, plain_again, plain)), strategy
 
 
-def predict_all(strategies: tuple[str, ...]) -> dict[str, tuple[Tensor, ...]]:
+Answers = tuple[Tensor, ...]
+
+
+def predict_all(strategies: tuple[str, ...]) -> dict[str, tuple[Answers, list[Answers]]]:
+    """Answers of an engine in float8, and of one whose branches name float8 or do not, in turns."""
     model, branches = models.model.__wrapped__("flux"), models.branches("flux", "uneven", num=2)
-    answers: dict[str, tuple[Tensor, ...]] = {}
+    answers: dict[str, tuple[Answers, list[Answers]]] = {}
     for strategy in strategies:
         engine = TorchEngine(model, strategy=strategy, attention="fp8")
-        answers[strategy] = engine.predict(branches, (0, 1, 2, 3))
+        together = engine.predict(branches, (0, 1, 2, 3))
         engine.close()
+        engine = TorchEngine(model, strategy=strategy)
+        in_turns = [engine.predict(with_attention(branches, one), (0, 1, 2, 3)) for one in ("", "fp8", "")]
+        engine.close()
+        answers[strategy] = together, in_turns
     return answers
 
 

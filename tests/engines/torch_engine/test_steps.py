@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from engines.core.model import LATENTS, Arguments, Branch, StepTensors
 from engines.core.spec import ParallelSpec
+from engines.core.tensors import relative_difference
 from engines.parallel.mesh import Team, team_of_one
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine import steps
@@ -83,6 +84,15 @@ def shape(number: int) -> Branch:
 
 def test_a_step_that_captures_is_not_warm(runner: StepRunner) -> None:
     assert [found_warm(runner, shape(0)) for _ in range(4)] == [False, False, True, True]
+
+
+def test_each_precision_of_attention_has_a_graph_of_its_own(runner: StepRunner) -> None:
+    plain, named = shape(0), replace(shape(0), attention="fp8")
+    assert [found_warm(runner, plain) for _ in range(3)] == [False, False, True]
+    assert [found_warm(runner, named) for _ in range(3)] == [False, False, True]
+    replayed, in_float8 = (runner.run(branch, ALONE) for branch in (plain, named))
+    assert runner.was_warm
+    assert 0.005 < relative_difference(in_float8, replayed) < 0.1
 
 
 def test_steps_before_the_capture_read_inputs_in_the_layout_of_graphs() -> None:

@@ -16,12 +16,16 @@ from torch import Tensor
 
 from engines.core.model import Branch
 from engines.core.tensors import relative_difference
+from pipelines.blocks.state import BlocksState
 from pipelines.caching import CacheMode, computed_steps
 from pipelines.checkpoint import Checkpoint
+from pipelines.control_network import with_network
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, PlainEngine, load_pipeline
 from tests.pipelines.lora.support.tiny_lora import request_of
-from tests.pipelines.support.checkpoints import tiny, tiny_models
+from tests.pipelines.support.checkpoints import tiny, tiny_models, tiny_qwen, tiny_whole
+from tests.pipelines.support.references.picture_cases import PictureCase, pictures_of
+from tests.pipelines.support.references.picture_cases import request_of as picture_request
 
 NUM_STEPS = 10
 MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
@@ -83,6 +87,42 @@ def test_skipped_steps_take_what_the_step_before_predicted(
     if name == "flux":
         others = (*computed[:-2], not computed[-2], computed[-1])
         assert not latents.equal(reference(pipeline, request, others)), "a step more or less can be told"
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0.0, 0.45), (0.45, None)])
+@pytest.mark.parametrize("make", [tiny_qwen.qwen_controlled, tiny_whole.sdxl_controlled])
+def test_no_step_takes_a_prediction_that_was_made_with_another_control(
+    make: Callable[[Path], Path], begin: float, end: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Diffusers' own blocks say when the control network works: by the weight in each of their calls."""
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
+    checkpoint = checkpoint_with(make, tmp_path / "model")
+    pipeline = load_pipeline(checkpoint)
+    control = {"control_scale": 0.6, "control_guidance_start": begin, "control_guidance_end": end}
+    case = PictureCase(make=make, pictures=(), has_control=True, num_steps=NUM_STEPS, changes=control)
+    request = picture_request(case, checkpoint.path)
+    plain = [weight_of(pipeline, state) for state in list(pipeline.states(request, pictures_of(case)))[:-1]]
+    assert len(set(plain)) == 2
+    cached = list(pipeline.states(replace(request, cache="fast"), pictures_of(case)))[:-1]
+    made = [weight_of(pipeline, state) for state in cached]
+    assert None in made, "some steps are skipped"
+    last = None
+    for step, weight in enumerate(made):
+        last = last if weight is None else weight
+        assert last == plain[step], step
+
+
+def checkpoint_with(make: Callable[[Path], Path], folder: Path) -> Checkpoint:
+    """By blocks: of SDXL's classic pipeline with a network there are none, so it lies apart."""
+    make(folder)
+    apart = with_network(str(folder / "sdxl"), str(folder / "controlnet"))
+    return Checkpoint.open(apart) if (folder / "sdxl").exists() else Checkpoint(folder)
+
+
+def weight_of(pipeline: Pipeline, state: BlocksState) -> float | None:
+    """The control's weight in a step; None if it makes no forwards."""
+    branches = pipeline.sampler.branches(state)
+    return float(branches[0].inputs["control.scale"]) if branches else None
 
 
 def test_off_keeps_nothing_and_paints_what_it_did(folders: Callable[[str], Path]) -> None:

@@ -46,6 +46,7 @@ class Setting:
     sliced: bool = False
     device: str = "cpu"
     precision: str = "auto"
+    attention: str = "auto"
     dtype: torch.dtype = torch.float32
     runtime_loras: LoraLimits | None = None
 
@@ -87,7 +88,13 @@ def painted(
     limits = setting.runtime_loras
     checkpoint = Checkpoint(folder, setting.device, setting.dtype, loras=sources, runtime_loras=limits)
     model = checkpoint.denoiser(sliced=setting.sliced)
-    engine = TorchEngine(model, strategy=setting.strategy, precision=setting.precision, fast=setting.fast)
+    engine = TorchEngine(
+        model,
+        strategy=setting.strategy,
+        precision=setting.precision,
+        attention=setting.attention,
+        fast=setting.fast,
+    )
     sampler, ranks = checkpoint.sampler(), tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
     conditioning = pickle.loads(encoded(folder, requests[0], setting.device, setting.dtype))
     held = [model.additions.for_request(request) for request in requests if isinstance(model.additions, LoraCache)]
