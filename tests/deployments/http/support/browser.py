@@ -16,8 +16,10 @@ import pytest
 
 from pipelines.defaults import Defaults
 
-PAGE = files("deployments").joinpath("web/index.html").read_text(encoding="utf-8")
-SCRIPT: str = re.findall(r"<script>(.*)</script>", PAGE, re.DOTALL)[0]
+WEB = files("deployments") / "web"
+PAGE = (WEB / "index.html").read_text(encoding="utf-8")
+ASSETS: list[str] = re.findall(r'(?:src|href)="([^"]+)"', PAGE)
+SCRIPT = "\n".join((WEB / name).read_text(encoding="utf-8") for name in ASSETS if name.endswith(".js"))
 IDS = [name for name in re.findall(r'id="(\w+)"', PAGE) if name != "form"]
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the script")
 
