@@ -1,6 +1,5 @@
 "use strict";
-
-// Cards
+// Cards.
 
 function make(tag, properties = {}, ...children) {
   const node = Object.assign(document.createElement(tag), properties);

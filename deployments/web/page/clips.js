@@ -1,6 +1,5 @@
 "use strict";
-
-// Clips: one look at the newest tells of all that are made
+// Clips: one look at the newest tells of all that are made.
 
 const LOOK_MS = 500;
 const PASSING = [502, 503, 504];  // of a server that starts again, beside no answer at all
@@ -22,6 +21,7 @@ async function makeClip(body, files) {
 
 async function followClip(card, video) {
   card.stop.onclick = () => removeClip(card, video.id);
+  showOrigin(card, video);
   try {
     const last = await lastRecord(card, video);
     if (!card.node.isConnected) return;
@@ -74,6 +74,7 @@ async function showClip(card, video) {
   card.frame.replaceChildren(player);
   const time = video.timings ? `, ${video.timings.total_s.toFixed(1)} s` : "";
   finish(card, `seed ${video.seed}${time}`, { href: url, download: `${video.id}.mp4` });
+  offerClip(card, video);
   offerRemoval(card, video.id);
 }
 
@@ -90,6 +91,15 @@ async function removeClip(card, id) {
     if (error.status !== 404) return showError(error.message);
   }
   card.node.remove();
+  if (source?.id === id) dropSource();
+}
+
+// A clip that was made of another one leads to its card.
+function showOrigin(card, video) {
+  card.node.id = video.id;
+  if (!video.remixed_from_video_id) return;
+  const link = make("a", { href: `#${video.remixed_from_video_id}`, textContent: "an earlier clip" });
+  card.row.before(make("small", {}, "made of ", link));
 }
 
 async function showOldClips() {

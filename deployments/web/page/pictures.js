@@ -1,6 +1,5 @@
 "use strict";
-
-// Pictures: one stream tells of every step, preview and picture
+// Pictures: one stream tells of every step, preview and picture.
 
 async function drawPictures(body, files) {
   // Of a picture in layers each has a card, and what is told of the picture is shown on all of them.
@@ -51,5 +50,7 @@ function showPictureEvent(card, event, prompt) {
   if (!event.type.endsWith(".completed")) return;
   const note = `seed ${event.seed}, ${event.timings.total_s.toFixed(1)} s`;
   const layer = event.layer === null ? "" : `-${event.layer + 1}`;
-  finish(card, note, { href: url, download: `troupe-${event.seed}${layer}.${event.output_format}` });
+  const name = `troupe-${event.seed}${layer}.${event.output_format}`;
+  finish(card, note, { href: url, download: name });
+  offerPicture(card, fileOf(event.b64_json, name, `image/${event.output_format}`));
 }

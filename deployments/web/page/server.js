@@ -32,7 +32,8 @@ function post(path, body, files, signal) {
 
 function formOf(body, files) {
   const form = new FormData();
-  for (const [name, value] of [...Object.entries(body), ...files]) form.append(name, value);
+  const texts = Object.entries(body).map(([name, value]) => [name, typeof value === "object" ? JSON.stringify(value) : value]);
+  for (const [name, value] of [...texts, ...files]) form.append(name, value);
   return form;
 }
 
@@ -88,14 +89,3 @@ async function watchHealth() {
   if (!document.hidden) await showHealth();
   setTimeout(watchHealth, HEALTH_MS);
 }
-
-addEventListener("load", () => {
-  settings.open = !matchMedia("(max-width: 46rem)").matches;
-  form.addEventListener("invalid", (event) => {
-    const part = event.target.closest("details");
-    if (part) part.open = true;  // a browser says nothing of a field that it cannot show
-  }, true);
-  document.addEventListener("visibilitychange", () => { if (!document.hidden) showHealth(); });
-  watchHealth();
-  start();
-});

@@ -1,10 +1,8 @@
 "use strict";
+// What happens on the page: its form is sent, its models are read, its server is watched.
 
-// Start
-
-fields.image.onchange = () => { checkFiles(); return takeShape().catch((error) => showError(error.message)); };
-fields.mask.onchange = checkFiles;
-making.onchange = fields.model.onchange = () => { showModel(); fields.image.onchange(); };
+fields.recipe.onchange = showRecipe;
+making.onchange = fields.model.onchange = () => { showModel(); return changed(); };
 form.onsubmit = (event) => {
   event.preventDefault();
   const model = chosenModel();
@@ -18,12 +16,18 @@ form.onkeydown = (event) => {
 };
 key.onchange = () => { sessionStorage.setItem("troupe-key", key.value); start(); };
 
+// Models with an adapter or a recipe behind their names are left out: the form has a control for each of both.
+async function loadModels() {
+  const { data } = await (await call("v1/models")).json();
+  await loadAdapters(data);
+  models.clear();
+  for (const model of data) if (!model.parent) models.set(model.id, model);
+}
+
 async function start() {
   try {
-    const { data } = await (await call("v1/models")).json();
-    models.clear();
-    for (const model of data) models.set(model.id, model);
-    fields.model.replaceChildren(...data.map((model) => make("option", { value: model.id, textContent: model.id })));
+    await loadModels();
+    fields.model.replaceChildren(...[...models.keys()].map((id) => make("option", { value: id, textContent: id })));
     showModel();
     gallery.replaceChildren(make("p", { className: "empty faint", textContent: "What you make appears here." }));
     await showOldClips();
@@ -31,3 +35,16 @@ async function start() {
     showError(error.message);
   }
 }
+
+addEventListener("load", () => {
+  settings.open = !matchMedia("(max-width: 46rem)").matches;
+  form.addEventListener("invalid", (event) => {
+    const part = event.target.closest("details");
+    if (part) part.open = true;  // a browser says nothing of a field that it cannot show
+  }, true);
+  document.addEventListener("visibilitychange", () => { if (!document.hidden) showHealth(); });
+  wireFiles();
+  wireAdapters();
+  watchHealth();
+  start();
+});

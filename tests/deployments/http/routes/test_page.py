@@ -53,7 +53,7 @@ def test_fields_are_those_of_the_api() -> None:
 def test_routes_are_those_of_the_api(tmp_path: Path) -> None:
     paths = build(FakeStudio(), tmp_path).openapi()["paths"]
     called = {path.split("?")[0] for path in re.findall(r'"(v1/[^"]*)"', SCRIPT)}
-    assert called == {"v1/images/generations", "v1/images/edits", "v1/videos", "v1/models"}
+    assert called == {"v1/images/generations", "v1/images/edits", "v1/videos", "v1/models", "v1/loras"}
     assert all(f"/{path}" in paths for path in called)
 
 

@@ -68,8 +68,7 @@ def contrast(one: str, other: str) -> float:
 def test_the_form_and_its_button_are_in_sight(page: Chromium, width: int, height: int, model: str) -> None:
     """Whatever is scrolled, and however much was made."""
     page.resize(width, height)
-    page.call("Page.reload")
-    page.wait_for("document.readyState === 'complete' && models.size > 0")
+    page.reload()
     page.evaluate(f"fields.model.value = '{model}'; fields.model.onchange()")
     page.evaluate("for (let i = 0; i < 30; i++) gallery.append(makeCard('a').node)")
     for scroll in ("scrollTo(0, 1e6)", "gallery.scrollTop = 1e6", "form.scrollTop = 0"):
@@ -126,7 +125,9 @@ def test_a_mask_that_is_needed_is_asked_for_before_anything_is_sent(page: Chromi
     page.evaluate("fields.model.value = 'fake-inpaints'; fields.model.onchange(); fields.prompt.focus()")
     page.type("a")
     page.press("Enter", CONTROL)
-    assert page.evaluate("fields.image.validationMessage") == "This model needs 1 picture: choose as many"
+    assert (
+        page.evaluate("fields.image.validationMessage") == "This model needs 1 picture: choose a file, or drop it here"
+    )
     file = "kept.items.add(new File(['a'], 'a.png', { type: 'image/png' }))"
     page.evaluate(f"const kept = new DataTransfer(); {file}; fields.image.files = kept.files; checkFiles()")
     page.press("Enter", CONTROL)

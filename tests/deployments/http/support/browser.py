@@ -35,7 +35,9 @@ class Element {
   querySelector(name) { return this.all.find((one) => name === one.tag || name === `.${one.className}`) ?? null; }
 }
 const { fields, parts } = PAGE;
-for (const field of Object.values(fields)) field.setCustomValidity = (said) => { field.problem = said; };
+for (const [name, field] of Object.entries(fields)) {
+  Object.assign(field, { name, setCustomValidity: (said) => { field.problem = said; }, replaceChildren: () => {} });
+}
 const inside = (kind) => Object.values(fields).filter((field) => field.kind === kind);
 const byId = Object.fromEntries(IDS.map((id) => [id, new Element()]));
 byId.form = {
@@ -103,6 +105,7 @@ def run_page(folder: Path, then: str, defaults: Defaults | None = None) -> Any:
     if defaults is not None:
         pictures = asdict(defaults.of("image")) if "image" in defaults.kinds[1:] else None
         model = {"id": "m", "kind": defaults.kind, "defaults": asdict(defaults), "picture_defaults": pictures}
+        model |= {"recipes": {}, "loras": [], "takes_loras": False}
         shown = f'models.set("m", {json.dumps(model)}); fields.model.value = "m"; showModel();'
     script = folder / "page.js"
     script.write_text(f"(() => {{{browser}}})();\n{SCRIPT}\n{shown}\n{then}\n")
