@@ -38,14 +38,22 @@ function fail(card, error) {
   card.note.className = "error";
 }
 
+function dismissButton(node) {
+  const button = make("button", { type: "button", className: "small", textContent: "Dismiss" });
+  button.onclick = () => { node.remove(); fields.prompt.focus(); };
+  return button;
+}
+
+function clearError() {
+  for (const one of [...gallery.children]) if (one.className === "card failure") one.remove();
+}
+
 // One card, of the last error, however many pictures there were to be.
 function showError(message) {
   gallery.querySelector(".empty")?.remove();
-  for (const one of [...gallery.children]) if (one.className === "card failure") one.remove();
+  clearError();
   const node = make("article", { className: "card failure", role: "alert" });
-  const dismiss = make("button", { type: "button", className: "small", textContent: "Dismiss" });
-  dismiss.onclick = () => { node.remove(); fields.prompt.focus(); };
-  node.append(make("p", { textContent: message }), dismiss);
+  node.append(make("p", { textContent: message }), dismissButton(node));
   gallery.prepend(node);
   gallery.scrollTop = 0;
 }

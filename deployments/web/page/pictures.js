@@ -30,8 +30,13 @@ async function drawPictures(body, files) {
 // What a client stopped says so on its cards; of an error they make place for one.
 function failAll(cards, error) {
   for (const card of cards) {
-    if (error.name === "AbortError") fail(card, error);
-    else { clearInterval(card.clock); card.node.remove(); }
+    if (error.name === "AbortError") {
+      fail(card, error);
+      card.row.append(dismissButton(card.node));
+    } else {
+      clearInterval(card.clock);
+      card.node.remove();
+    }
   }
   if (error.name !== "AbortError") showError(error.message);
 }

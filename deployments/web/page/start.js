@@ -7,6 +7,7 @@ form.onsubmit = (event) => {
   event.preventDefault();
   const model = chosenModel();
   gallery.scrollTop = 0;
+  clearError();
   (model.kind === "video" ? makeClip : drawPictures)(wanted(model), chosenFiles(model));
 };
 form.onkeydown = (event) => {

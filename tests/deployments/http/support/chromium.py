@@ -23,10 +23,12 @@ OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "
 PIPE = ("--remote-debugging-pipe", "about:blank")
 KEYS = {"Enter": 13, "Tab": 9, "Space": 32}
 TEXTS = {"Enter": "\r", "Space": " "}
+NAMES_OF_KEYS = {"Space": " "}
+"""Keys whose ``key`` is not their ``code``."""
 CONTROL = 2
 
 
-READY = "models.size > 0 && fields.model.options.length > 0 && !!state.dataset.state"
+READY = "typeof models === 'object' && models.size > 0 && fields.model.options.length > 0 && !!state.dataset.state"
 
 
 class Chromium:
@@ -95,7 +97,7 @@ class Chromium:
 
     def press(self, key: str, modifiers: int = 0) -> None:
         code = {
-            "key": TEXTS.get(key, key).replace("\r", "Enter"),
+            "key": NAMES_OF_KEYS.get(key, key),
             "code": key,
             "windowsVirtualKeyCode": KEYS[key],
             "modifiers": modifiers,
