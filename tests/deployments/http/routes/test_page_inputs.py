@@ -17,6 +17,7 @@ from pipelines.recipes import Recipe
 from pipelines.request import Lora, MediaRequest
 from pipelines.solver import SolverLimits
 from tests.deployments.http.support.chromium import CONTROL, Chromium, chromium, needs_chromium
+from tests.deployments.http.support.page_steps import fill, press, send, shown_error, take, written
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.deployments.support.files import file_of, noise
 
@@ -77,42 +78,12 @@ def clip(tmp_path: Path) -> Path:
     return written(tmp_path / "a.mp4", encode_clip(frames, 8))
 
 
-def written(file: Path, data: bytes) -> Path:
-    file.write_bytes(data)
-    return file
-
-
-def take(page: Chromium, model: str) -> None:
-    page.evaluate(f"fields.model.value = '{model}'; fields.model.onchange()")
-
-
-def fill(page: Chromium, **values: object) -> None:
-    for name, value in values.items():
-        page.evaluate(f"fields.{name}.value = '{value}'; fields.{name}.dispatchEvent(new Event('input'))")
-
-
 def generate(page: Chromium, studio: FakeStudio) -> MediaRequest:
     """The request that the server has understood, once its picture or clip is on its card."""
     before = len(studio.performed)
-    page.evaluate("fields.prompt.focus()")
-    page.press("Enter", CONTROL)
-    page.wait_for("!!gallery.querySelector('.failure') || !!gallery.firstChild.querySelector('a[download]')")
-    assert not page.evaluate("gallery.querySelector('.failure')?.innerText ?? form.querySelector(':invalid')?.name")
+    send(page)
     assert len(studio.performed) == before + 1
     return studio.performed[-1]
-
-
-def press(page: Chromium, name: str, number: int = 0) -> None:
-    """Presses a button by its name, with the keyboard."""
-    found = f"[...document.querySelectorAll('button')].filter((one) => (one.ariaLabel ?? one.textContent) === '{name}')"
-    page.wait_for(f"{found}[{number}]?.checkVisibility() ?? false")
-    page.evaluate(f"{found}[{number}].focus()")
-    page.press("Enter")
-
-
-def shown_error(page: Chromium) -> Any:
-    page.wait_for("!!gallery.querySelector('.failure')")
-    return page.evaluate("gallery.querySelector('.failure p').textContent")
 
 
 @pytest.mark.parametrize(
