@@ -1,5 +1,5 @@
 "use strict";
-// Cards.
+// One card for each picture and clip, and one for the last error.
 
 function make(tag, properties = {}, ...children) {
   const node = Object.assign(document.createElement(tag), properties);
@@ -15,7 +15,8 @@ function makeCard(prompt) {
   const note = make("small", { textContent: "queued" });
   const stop = make("button", { type: "button", className: "small", textContent: "Stop" });
   const row = make("div", { className: "row" }, note, stop);
-  const node = make("article", { className: "card" }, frame, bar, make("p", { textContent: prompt, title: prompt }), row);
+  const text = make("p", { textContent: prompt, title: prompt });
+  const node = make("article", { className: "card" }, frame, bar, text, row);
   return { node, frame, bar, note, row, stop };
 }
 

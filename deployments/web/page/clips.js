@@ -70,7 +70,8 @@ async function showProgress(card, video) {
 
 async function showClip(card, video) {
   const url = await blobUrl(`v1/videos/${video.id}/content`);
-  const player = make("video", { src: url, controls: true, loop: true, muted: true, autoplay: true, playsInline: true });
+  const plays = { controls: true, loop: true, muted: true, autoplay: true, playsInline: true };
+  const player = make("video", { src: url, ...plays });
   card.frame.replaceChildren(player);
   const time = video.timings ? `, ${video.timings.total_s.toFixed(1)} s` : "";
   finish(card, `seed ${video.seed}${time}`, { href: url, download: `${video.id}.mp4` });

@@ -44,17 +44,18 @@ function showKind(kind) {
 
 // What may come along. Control pictures are for pictures alone.
 function showInputs({ kind, defaults: d }) {
-  Object.assign(fields.image, { disabled: !d.max_pictures, required: d.min_pictures > 0, multiple: d.max_pictures > 1 });
+  const pictures = { disabled: !d.max_pictures, required: d.min_pictures > 0, multiple: d.max_pictures > 1 };
+  Object.assign(fields.image, pictures);
   Object.assign(fields.mask, { disabled: !d.takes_mask, required: d.needs_mask });
   fields.frame_indices.disabled = !d.takes_frame_indices;
   fields.video.disabled = !d.max_video_frames;
   const takesControl = d.takes_control && kind === "image";
   Object.assign(fields.control_image, { disabled: !takesControl, required: takesControl && d.needs_control });
-  fields.control_scale.disabled = !(takesControl && d.control_scale);
+  Object.assign(fields.control_scale, { disabled: !(takesControl && d.control_scale), placeholder: d.control_scale });
   for (const name of ["control_guidance_start", "control_guidance_end"]) {
     fields[name].disabled = !(takesControl && d.takes_control_guidance);
   }
-  fields.strength.disabled = !d.takes_strength;
+  Object.assign(fields.strength, { disabled: !d.takes_strength, placeholder: d.strength });
 }
 
 // A model's own words, and prompts that a press puts into the form. Prompts of a model of clips are of clips.

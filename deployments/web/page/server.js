@@ -1,4 +1,6 @@
 "use strict";
+// The server: requests, streams of events, its health. Loaded first: all scripts share the names at the top.
+
 const root = new URL(location.pathname.replace(/\/?$/, "/"), location.origin);
 const form = document.getElementById("form");
 const fields = form.elements;
@@ -32,8 +34,9 @@ function post(path, body, files, signal) {
 
 function formOf(body, files) {
   const form = new FormData();
-  const texts = Object.entries(body).map(([name, value]) => [name, typeof value === "object" ? JSON.stringify(value) : value]);
-  for (const [name, value] of [...texts, ...files]) form.append(name, value);
+  const asText = (value) => (typeof value === "object" ? JSON.stringify(value) : value);
+  for (const [name, value] of Object.entries(body)) form.append(name, asText(value));
+  for (const [name, file] of files) form.append(name, file);
   return form;
 }
 
@@ -46,7 +49,8 @@ async function* serverSentEvents(answer) {
     const blocks = (text + value).split("\n\n");
     text = blocks.pop();
     for (const block of blocks) {
-      const data = block.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
+      const lines = block.split("\n").filter((line) => line.startsWith("data: "));
+      const data = lines.map((line) => line.slice(6)).join("\n");
       if (!data) continue;
       const event = JSON.parse(data);
       if (event.error) throw new Error(event.error.message);
