@@ -42,8 +42,9 @@ class Studio(FakeStudio):
         begun, pictures = cards["fake-begun-clips"], cards["fake-pictures"]
         cards["fake-begun-clips"] = replace(begun, defaults=replace(begun.defaults, max_pictures=3))
         defaults = replace(pictures.defaults, solver=SolverLimits(scheduler="euler", is_flow=True, inputs=("sigmas",)))
-        own = {"recipes": RECIPES, "loras": (INK,), "runtime_loras": LoraLimits(max_loras=1)}
-        cards["fake-pictures"] = replace(pictures, defaults=defaults, **own)
+        limits = LoraLimits(max_loras=1)
+        pictures = replace(pictures, defaults=defaults, recipes=RECIPES, loras=(INK,), runtime_loras=limits)
+        cards["fake-pictures"] = pictures
         return cards
 
 
@@ -100,6 +101,8 @@ def generate(page: Chromium, studio: FakeStudio) -> MediaRequest:
     ],
 )
 def test_a_model_shows_what_it_takes_and_nothing_else(page: Chromium, model: str, shown: list[str]) -> None:
+    """Within the form's width, whatever a model's prompts are like."""
+    page.evaluate(f"models.get('{model}').prompts = ['a very long prompt '.repeat(20)]")
     take(page, model)
     assert page.evaluate(SHOWN) == shown
     assert page.evaluate("adapters.checkVisibility()") is (model == "fake-pictures")

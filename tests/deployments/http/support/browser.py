@@ -104,7 +104,12 @@ def run_page(folder: Path, then: str, defaults: Defaults | None = None) -> Any:
     shown = ""
     if defaults is not None:
         pictures = asdict(defaults.of("image")) if "image" in defaults.kinds[1:] else None
-        model = {"id": "m", "kind": defaults.kind, "defaults": asdict(defaults), "picture_defaults": pictures}
+        model: dict[str, Any] = {
+            "id": "m",
+            "kind": defaults.kind,
+            "defaults": asdict(defaults),
+            "picture_defaults": pictures,
+        }
         model |= {"recipes": {}, "loras": [], "takes_loras": False}
         shown = f'models.set("m", {json.dumps(model)}); fields.model.value = "m"; showModel();'
     script = folder / "page.js"
