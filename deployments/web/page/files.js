@@ -80,7 +80,7 @@ const takesClips = (model) => model.defaults.max_video_frames > 0;
 function chooseTaker(takes) {
   const now = chosenModel();
   if (now && takes(now)) return;
-  const taker = [...models.values()].find((model) => !model.parent && takes(model));
+  const taker = [...models.values()].find(takes);
   fields.model.value = taker.id;
   making.value = taker.kind;
   fields.model.onchange();
