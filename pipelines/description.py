@@ -65,11 +65,15 @@ def usual_description(defaults: Defaults) -> Description:
         return Description(text="Paints the masked area of a picture, as the prompt says.", prompts=FILLINGS)
     if defaults.max_layers:
         return Description(text=f"Takes a picture apart into {counted(defaults.num_layers, 'layer', 'layers')}.")
+    if defaults.needs_video:
+        return Description(text="Changes clips as the prompt says.", prompts=CHANGES)
     if defaults.kind == "video":
         if fewest:
             return Description(text=f"Makes clips from {source} and a prompt.", prompts=MOTIONS)
         pictures = f", or from {source} and a prompt" if most else ""
         return Description(text=f"Makes clips from a prompt{pictures}.", prompts=MOVING_SCENES)
+    if defaults.needs_control:
+        return Description(text="Makes pictures from a prompt and a control picture.", prompts=SCENES)
     what = "Changes" if defaults.edits else "Paints over"
     if fewest:
         return Description(text=f"{what} {source} as the prompt says.", prompts=CHANGES)

@@ -25,6 +25,7 @@ NAME = "troupe-serve"
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 NEEDED = (*(f"{package}/" for package in PACKAGES), "pyproject.toml", "README.md", "LICENSE")
 PINNED = ("torch", "diffusers", "ray")
+TYPES = (".py", ".yaml", ".html", ".css", ".js", ".safetensors", ".json")
 MODULES = {"tensorrt_rtx_bindings": "tensorrt-rtx-cu13-bindings", "c2pa": "c2pa-python"}
 """Modules that are called otherwise than the package which has them."""
 
@@ -71,7 +72,7 @@ def test_it_holds_what_is_served_and_nothing_else(wheel: Path) -> None:
     with ZipFile(wheel) as archive:
         files = {name for name in archive.namelist() if ".dist-info/" not in name}
     served = {name for name in repository_files() if name.startswith(tuple(f"{package}/" for package in PACKAGES))}
-    assert {name for name in served if name.endswith((".py", ".yaml", ".html", ".safetensors", ".json"))} <= files
+    assert {name for name in served if name.endswith(TYPES)} <= files
     assert files <= served
 
 

@@ -113,7 +113,7 @@ def _lora(written: object) -> AskedLora:
             check_scale(max(-MAX_COUNT, min(MAX_COUNT, scale)))  # of many more digits no float is made
         except ValueError as error:
             raise PydanticCustomError("lora_scale", str(error)) from None
-    return name, scale
+    return name, None if scale is None else float(scale)  # 1 and 1.0 are written alike into a picture's file
 
 
 def _steps(written: object) -> tuple[float, ...]:

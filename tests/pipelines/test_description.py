@@ -45,6 +45,8 @@ def test_a_folder_without_a_card_has_common_shapes(tmp_path: Path) -> None:
         ({"min_pictures": 1, "max_pictures": 3}, "Changes up to 3 pictures as the prompt says.", "make it night"),
         ({"max_pictures": 1}, "Makes pictures from a prompt. Changes a picture as the prompt says.", "fox"),
         ({"kind": "video"}, "Makes clips from a prompt.", "runs"),
+        ({"kind": "video", "needs_video": True}, "Changes clips as the prompt says.", "watercolour"),
+        ({"needs_control": True}, "Makes pictures from a prompt and a control picture.", "fox"),
         (
             {"kind": "video", "min_pictures": 2, "max_pictures": 2},
             "Makes clips from 2 pictures and a prompt.",

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from starlette.types import Message
+from starlette.types import ASGIApp, Message
 
 from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipSettings
@@ -56,7 +56,7 @@ async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
+def serving(app: ASGIApp) -> Iterator[str]:
     """The URL of a real server for ``app``, on a port that was free, in a thread."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))

@@ -64,6 +64,7 @@ async def test_a_request_has_its_adapters(client: httpx.AsyncClient, studio: Fak
     answer = await client.post(IMAGES, json={"prompt": "a", **fields})
     assert answer.status_code == 200, answer.text
     assert [(request.model, request.loras) for request in studio.performed] == [("fake-pictures", loras)]
+    assert {type(lora.scale) for lora in studio.performed[0].loras} <= {float}, "1 and 1.0 give the same file"
 
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from deployments.requests.bodies import EditBody, ImageBody, VideoBody
@@ -16,13 +17,30 @@ from deployments.requests.rules import Requester, RequestRules
 from pipelines.defaults import Defaults
 from pipelines.request import NO_PICTURES, MediaKind
 from tests.deployments.http.conftest import build
-from tests.deployments.http.support.browser import PAGE, SCRIPT, Form, needs_node, run_page
+from tests.deployments.http.support.browser import ASSETS, PAGE, SCRIPT, WEB, Form, needs_node, run_page
 from tests.deployments.support.fake_studio import BEGUN_CLIPS, BOTH, CLIPS, EDITS, LAYERS, PICTURES, FakeStudio
 
 
 def test_nothing_comes_from_elsewhere() -> None:
-    assert not re.search(r"https?://|//cdn|@import|<link|src=\"", PAGE)
-    assert "innerHTML" not in PAGE  # prompts are shown as text, never as markup
+    written = PAGE + SCRIPT + (WEB / "page/page.css").read_text(encoding="utf-8")
+    assert not re.search(r"https?://|//cdn|@import|url\(", written)
+    assert "innerHTML" not in written  # prompts are shown as text, never as markup
+    assert set(ASSETS) == {f"page/{file.name}" for file in (WEB / "page").iterdir()}
+
+
+async def test_its_files_are_served_beside_it(client: httpx.AsyncClient) -> None:
+    page = await client.get("/")
+    policy = page.headers["content-security-policy"]
+    assert "unsafe-inline" not in policy
+    assert policy.count("'sha256-") == page.text.count("<script>") == 1
+    types = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8"}
+    for name in ASSETS:
+        answer = await client.get(f"/{name}")
+        assert (answer.status_code, answer.headers["content-type"]) == (200, types[name.rpartition(".")[2]])
+        again = await client.get(f"/{name}", headers={"If-None-Match": answer.headers["etag"]})
+        assert again.status_code == 304, "a browser asks whether it is still the same"
+    for name in ("index.html", "..%2Findex.html", "server.py"):
+        assert (await client.get(f"/page/{name}")).status_code == 404
 
 
 def test_fields_are_those_of_the_api() -> None:
@@ -34,8 +52,8 @@ def test_fields_are_those_of_the_api() -> None:
 
 def test_routes_are_those_of_the_api(tmp_path: Path) -> None:
     paths = build(FakeStudio(), tmp_path).openapi()["paths"]
-    called = {path.split("?")[0] for path in re.findall(r'"(v1/[^"]*)"', PAGE)}
-    assert called == {"v1/images/generations", "v1/images/edits", "v1/videos", "v1/models"}
+    called = {path.split("?")[0] for path in re.findall(r'"(v1/[^"]*)"', SCRIPT)}
+    assert called == {"v1/images/generations", "v1/images/edits", "v1/videos", "v1/models", "v1/loras"}
     assert all(f"/{path}" in paths for path in called)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from deployments.http.drain import Drain
 from pipelines.request import MediaRequest
@@ -68,8 +69,7 @@ def contrast(one: str, other: str) -> float:
 def test_the_form_and_its_button_are_in_sight(page: Chromium, width: int, height: int, model: str) -> None:
     """Whatever is scrolled, and however much was made."""
     page.resize(width, height)
-    page.call("Page.reload")
-    page.wait_for("document.readyState === 'complete' && models.size > 0")
+    page.reload()
     page.evaluate(f"fields.model.value = '{model}'; fields.model.onchange()")
     page.evaluate("for (let i = 0; i < 30; i++) gallery.append(makeCard('a').node)")
     for scroll in ("scrollTo(0, 1e6)", "gallery.scrollTop = 1e6", "form.scrollTop = 0"):
@@ -122,11 +122,42 @@ def test_an_error_is_one_card_that_can_be_dismissed(page: Chromium, studio: Fake
     assert page.evaluate("[gallery.children.length, document.activeElement.name]") == [0, "prompt"]
 
 
+def test_the_next_order_clears_an_error_and_a_stopped_picture_goes(page: Chromium, studio: FakeStudio) -> None:
+    studio.step_s = 0.1
+    page.evaluate("showError('too large'); fields.num_inference_steps.value = 100; fields.prompt.focus()")
+    page.type("a")
+    page.press("Enter", CONTROL)
+    page.wait_for("gallery.querySelectorAll('.failure').length === 0 && gallery.innerText.includes('step ')")
+    page.evaluate("gallery.querySelector('button').click()")
+    page.wait_for("gallery.innerText.includes('stopped')")
+    page.evaluate("gallery.querySelector('button').focus()")
+    page.press("Enter")
+    assert page.evaluate("[gallery.children.length, document.activeElement.name]") == [0, "prompt"]
+
+
+def test_a_page_below_a_path_finds_its_files(browser: Chromium, tmp_path: Path, studio: FakeStudio) -> None:
+    """A proxy takes the path away, and nothing adds the slash at its end."""
+    app = build(studio, tmp_path)
+
+    async def proxied(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            is_ours = scope["path"].startswith("/pictures")
+            path = scope["path"].removeprefix("/pictures") or "/" if is_ours else "/of-others"
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        await app(scope, receive, send)
+
+    with serving(proxied) as url:
+        browser.open(f"{url}/pictures?a=b#c")
+        assert browser.evaluate("location.href") == f"{url}/pictures/?a=b#c"
+        assert browser.evaluate("getComputedStyle(form).display") == "grid"
+
+
 def test_a_mask_that_is_needed_is_asked_for_before_anything_is_sent(page: Chromium, studio: FakeStudio) -> None:
     page.evaluate("fields.model.value = 'fake-inpaints'; fields.model.onchange(); fields.prompt.focus()")
     page.type("a")
     page.press("Enter", CONTROL)
-    assert page.evaluate("fields.image.validationMessage") == "This model needs 1 picture: choose as many"
+    needed = "This model needs 1 picture: choose a file, or drop it here"
+    assert page.evaluate("fields.image.validationMessage") == needed
     file = "kept.items.add(new File(['a'], 'a.png', { type: 'image/png' }))"
     page.evaluate(f"const kept = new DataTransfer(); {file}; fields.image.files = kept.files; checkFiles()")
     page.press("Enter", CONTROL)

@@ -16,8 +16,10 @@ import pytest
 
 from pipelines.defaults import Defaults
 
-PAGE = files("deployments").joinpath("web/index.html").read_text(encoding="utf-8")
-SCRIPT: str = re.findall(r"<script>(.*)</script>", PAGE, re.DOTALL)[0]
+WEB = files("deployments") / "web"
+PAGE = (WEB / "index.html").read_text(encoding="utf-8")
+ASSETS: list[str] = re.findall(r'(?:src|href)="([^"]+)"', PAGE)
+SCRIPT = "\n".join((WEB / name).read_text(encoding="utf-8") for name in ASSETS if name.endswith(".js"))
 IDS = [name for name in re.findall(r'id="(\w+)"', PAGE) if name != "form"]
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the script")
 
@@ -33,7 +35,9 @@ class Element {
   querySelector(name) { return this.all.find((one) => name === one.tag || name === `.${one.className}`) ?? null; }
 }
 const { fields, parts } = PAGE;
-for (const field of Object.values(fields)) field.setCustomValidity = (said) => { field.problem = said; };
+for (const [name, field] of Object.entries(fields)) {
+  Object.assign(field, { name, setCustomValidity: (said) => { field.problem = said; }, replaceChildren: () => {} });
+}
 const inside = (kind) => Object.values(fields).filter((field) => field.kind === kind);
 const byId = Object.fromEntries(IDS.map((id) => [id, new Element()]));
 byId.form = {
@@ -100,7 +104,13 @@ def run_page(folder: Path, then: str, defaults: Defaults | None = None) -> Any:
     shown = ""
     if defaults is not None:
         pictures = asdict(defaults.of("image")) if "image" in defaults.kinds[1:] else None
-        model = {"id": "m", "kind": defaults.kind, "defaults": asdict(defaults), "picture_defaults": pictures}
+        model: dict[str, Any] = {
+            "id": "m",
+            "kind": defaults.kind,
+            "defaults": asdict(defaults),
+            "picture_defaults": pictures,
+        }
+        model |= {"recipes": {}, "loras": [], "takes_loras": False}
         shown = f'models.set("m", {json.dumps(model)}); fields.model.value = "m"; showModel();'
     script = folder / "page.js"
     script.write_text(f"(() => {{{browser}}})();\n{SCRIPT}\n{shown}\n{then}\n")

@@ -21,8 +21,14 @@ PROGRAM = next((found for name in NAMES if (found := shutil.which(name))), None)
 needs_chromium = pytest.mark.skipif(PROGRAM is None, reason=f"needs a browser: one of {', '.join(NAMES)}")
 OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
 PIPE = ("--remote-debugging-pipe", "about:blank")
-KEYS = {"Enter": 13, "Tab": 9}
+KEYS = {"Enter": 13, "Tab": 9, "Space": 32}
+TEXTS = {"Enter": "\r", "Space": " "}
+NAMES_OF_KEYS = {"Space": " "}
+"""Keys whose ``key`` is not their ``code``."""
 CONTROL = 2
+
+
+READY = "typeof models === 'object' && models.size > 0 && fields.model.options.length > 0 && !!state.dataset.state"
 
 
 class Chromium:
@@ -69,15 +75,34 @@ class Chromium:
 
     def open(self, url: str) -> None:
         """Opens the page, and waits until it knows its models and its server's health."""
-        self.call("Page.navigate", url=url)
-        self.wait_for("document.readyState === 'complete' && models.size > 0 && !!state.dataset.state")
+        self._leave("Page.navigate", url=url)
+
+    def reload(self) -> None:
+        """Opens the page once more, like ``open``."""
+        self._leave("Page.reload")
+
+    def _leave(self, method: str, **params: Any) -> None:
+        """Waits for the new page: the browser answers before the old one is gone, which is ready as well."""
+        self.evaluate("globalThis.isLeft = true")
+        self.call(method, **params)
+        self.wait_for(f"!globalThis.isLeft && document.readyState === 'complete' && {READY}")
+
+    def choose(self, field: str, *files: Path) -> None:
+        """Chooses files in the file input ``field``, an expression, as a person does in the browser's dialog."""
+        node = self.call("Runtime.evaluate", expression=field)["result"]
+        self.call("DOM.setFileInputFiles", files=[str(file) for file in files], objectId=node["objectId"])
 
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
 
     def press(self, key: str, modifiers: int = 0) -> None:
-        code = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key], "modifiers": modifiers}
-        text = {"text": "\r"} if key == "Enter" else {}
+        code = {
+            "key": NAMES_OF_KEYS.get(key, key),
+            "code": key,
+            "windowsVirtualKeyCode": KEYS[key],
+            "modifiers": modifiers,
+        }
+        text = {"text": TEXTS[key]} if key in TEXTS else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", **code, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", **code)
 

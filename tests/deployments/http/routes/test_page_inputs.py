@@ -1,0 +1,272 @@
+"""What the web page sends in a real browser: clips, control pictures, frames, recipes and adapters that models take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deployments.service.interface import ModelCard
+from pipelines.lora.source import LoraLimits
+from pipelines.media.clip import encode_clip
+from pipelines.recipes import Recipe
+from pipelines.request import Lora, MediaRequest
+from pipelines.solver import SolverLimits
+from tests.deployments.http.support.chromium import CONTROL, Chromium, chromium, needs_chromium
+from tests.deployments.http.support.page_steps import fill, press, send, shown_error, take, written
+from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.files import file_of, noise
+
+pytestmark = needs_chromium
+
+NUM_FRAMES = 11
+INK = Lora(name="ink", scale=0.8)
+RECIPES = {
+    "quick": Recipe(num_inference_steps=2, guidance_scale=1.5),
+    "by-levels": Recipe(sigmas=(1.0, 0.6, 0.2)),
+}
+INPUTS = ("image", "mask", "video", "control_image", "frame_indices", "strength", "recipe")
+CONTROLS = ("control_scale", "control_guidance_start", "control_guidance_end")
+SHOWN = f"{[*INPUTS, *CONTROLS]}.filter((name) => fields[name].checkVisibility())"
+
+
+class Studio(FakeStudio):
+    """Its model of begun clips takes three pictures, that of pictures has recipes and adapters, which may be added."""
+
+    def cards(self) -> Mapping[str, ModelCard]:
+        cards = dict(super().cards())
+        begun, pictures = cards["fake-begun-clips"], cards["fake-pictures"]
+        cards["fake-begun-clips"] = replace(begun, defaults=replace(begun.defaults, max_pictures=3))
+        defaults = replace(pictures.defaults, solver=SolverLimits(scheduler="euler", is_flow=True, inputs=("sigmas",)))
+        limits = LoraLimits(max_loras=1)
+        pictures = replace(pictures, defaults=defaults, recipes=RECIPES, loras=(INK,), runtime_loras=limits)
+        cards["fake-pictures"] = pictures
+        return cards
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with chromium(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def studio() -> FakeStudio:
+    return Studio(takes_pictures=True, takes_clips=True, takes_control=True, makes_both=True)
+
+
+@pytest.fixture
+def page(browser: Chromium, url: str) -> Chromium:
+    browser.resize(1366, 625)
+    browser.open(url)
+    browser.evaluate("fields.prompt.focus()")
+    browser.type("a")
+    return browser
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    return written(tmp_path / "a.png", file_of(noise(64, 48)))
+
+
+@pytest.fixture
+def clip(tmp_path: Path) -> Path:
+    frames = np.stack([np.asarray(noise(48, 32, seed=seed)) for seed in range(NUM_FRAMES)])
+    return written(tmp_path / "a.mp4", encode_clip(frames, 8))
+
+
+def generate(page: Chromium, studio: FakeStudio) -> MediaRequest:
+    """The request that the server has understood, once its picture or clip is on its card."""
+    before = len(studio.performed)
+    send(page)
+    assert len(studio.performed) == before + 1
+    return studio.performed[-1]
+
+
+@pytest.mark.parametrize(
+    ("model", "shown"),
+    [
+        ("fake-pictures", ["recipe"]),
+        ("fake-clips", []),
+        ("fake-edits", ["image", "mask", "strength"]),
+        ("fake-begun-clips", ["image", "frame_indices"]),
+        ("fake-changed-clips", ["video", "strength"]),
+        ("fake-continued-clips", ["video"]),
+        ("fake-controlled", ["control_image", *CONTROLS]),
+        ("fake-both", ["image"]),
+    ],
+)
+def test_a_model_shows_what_it_takes_and_nothing_else(page: Chromium, model: str, shown: list[str]) -> None:
+    """Within the form's width, whatever a model's prompts are like."""
+    page.evaluate(f"models.get('{model}').prompts = ['a very long prompt '.repeat(20)]")
+    take(page, model)
+    assert page.evaluate(SHOWN) == shown
+    assert page.evaluate("adapters.checkVisibility()") is (model == "fake-pictures")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert page.evaluate("form.scrollWidth <= form.clientWidth")
+
+
+def test_a_model_of_clips_draws_pictures_of_words_alone(page: Chromium) -> None:
+    take(page, "fake-both")
+    page.evaluate("making.value = 'image'; making.onchange()")
+    assert page.evaluate(SHOWN) == []
+
+
+def test_a_clip_decides_size_and_length(page: Chromium, studio: FakeStudio, clip: Path) -> None:
+    take(page, "fake-changed-clips")
+    page.press("Enter", CONTROL)
+    assert page.evaluate("fields.video.validationMessage") == "This model changes clips: choose one"
+    page.choose("fields.video", clip)
+    assert page.evaluate("[fields.width, fields.num_frames].map((one) => one.placeholder)") == ["the clip's"] * 2
+    fill(page, strength=0.75)
+    request = generate(page, studio)
+    assert (request.model, request.num_video_frames, request.strength) == ("fake-changed-clips", 9, 0.75)
+    assert (request.width, request.height, request.num_frames) == (48, 32, 9)
+    fill(page, width=64, height=64, num_frames=5)
+    request = generate(page, studio)
+    assert (request.width, request.height, request.num_frames) == (64, 64, 5), "what the form says"
+    press(page, "Remove the clip")
+    assert page.evaluate("[fields.width.value, fields.num_frames.value]") == ["64", "5"]
+    assert page.evaluate("[fields.video.required, fields.video.files.length]") == [True, 0]
+
+
+def test_a_clip_of_ours_is_an_input_by_its_id(page: Chromium, studio: FakeStudio) -> None:
+    """By the keyboard: the model that takes clips is chosen, and the new card leads to the old one."""
+    take(page, "fake-clips")
+    generate(page, studio)
+    first = page.evaluate("gallery.firstChild.id")
+    press(page, "Use as input")
+    chosen = "[fields.model.value, document.activeElement.name, document.querySelector('#source small').textContent]"
+    assert page.evaluate(chosen) == ["fake-changed-clips", "prompt", "Clip: a"]
+    request = generate(page, studio)
+    assert (request.source_clip_id, request.num_video_frames) == (first, 17)
+    assert page.evaluate("gallery.firstChild.querySelector('small a').hash") == f"#{first}"
+    press(page, "Remove the clip", 1)
+    assert page.evaluate("[chosenClip(), document.getElementById('source').checkVisibility()]") == [None, False]
+    press(page, "Use as input", 1)
+    assert page.evaluate("chosenClip()") == first
+    press(page, "Delete", 1)
+    page.wait_for("chosenClip() === null")
+
+
+def test_a_picture_of_ours_is_an_input_as_a_file(page: Chromium, studio: FakeStudio) -> None:
+    generate(page, studio)
+    press(page, "Use as input")
+    page.wait_for("fields.width.value === '64' && fields.model.value === 'fake-edits'")
+    fill(page, strength=0.5)
+    request = generate(page, studio)
+    assert (request.model, request.num_pictures, request.strength) == ("fake-edits", 1, 0.5)
+    press(page, "Remove the picture")
+    assert page.evaluate("[fields.image.files.length, document.activeElement.name]") == [0, "image"]
+
+
+def test_a_control_picture_with_its_weight_and_steps(page: Chromium, studio: FakeStudio, picture: Path) -> None:
+    take(page, "fake-controlled")
+    page.press("Enter", CONTROL)
+    assert page.evaluate("form.querySelector('input:invalid').name") == "control_image"
+    page.choose("fields.control_image", picture)
+    page.wait_for("fields.height.value === '48'")
+    fill(page, control_scale=0.5, control_guidance_start=0.25, control_guidance_end=0.75)
+    request = generate(page, studio)
+    assert (request.has_control, request.num_pictures, request.width, request.height) == (True, 0, 64, 48)
+    weights = (request.control_scale, request.control_guidance_start, request.control_guidance_end)
+    assert weights == (0.5, 0.25, 0.75)
+    fill(page, control_scale="", control_guidance_start="", control_guidance_end="")
+    request = generate(page, studio)
+    assert (request.control_scale, request.control_guidance_start, request.control_guidance_end) == (None,) * 3
+
+
+def test_pictures_at_frames(page: Chromium, studio: FakeStudio, picture: Path, tmp_path: Path) -> None:
+    take(page, "fake-begun-clips")
+    others = [written(tmp_path / name, picture.read_bytes()) for name in ("b.png", "c.png")]
+    page.choose("fields.image", picture, *others)
+    page.press("Enter", CONTROL)
+    assert page.evaluate("fields.frame_indices.validationMessage").startswith("Write the frame of each picture")
+    fill(page, frame_indices="0, 8")
+    assert "3 in all, and 2 are written" in page.evaluate("fields.frame_indices.validationMessage")
+    fill(page, frame_indices="0, 8,-1")
+    request = generate(page, studio)
+    assert (request.num_pictures, request.frame_indices) == (3, (0, 8, -1))
+    page.choose("fields.image", picture)
+    fill(page, frame_indices="")
+    assert generate(page, studio).frame_indices == ()
+
+
+def test_a_recipe_decides_what_the_form_leaves_open(page: Chromium, studio: FakeStudio) -> None:
+    def choose(recipe: str) -> None:
+        page.evaluate(f"fields.recipe.value = '{recipe}'; fields.recipe.onchange()")
+
+    assert page.evaluate("[...fields.model.options].filter((one) => one.value.includes(':')).length") == 0
+    choose("quick")
+    assert page.evaluate("[fields.num_inference_steps.placeholder, fields.guidance_scale.placeholder]") == ["2", "1.5"]
+    request = generate(page, studio)
+    assert (request.num_inference_steps, request.guidance_scale) == (2, 1.5)
+    fill(page, num_inference_steps=3)
+    request = generate(page, studio)
+    assert (request.num_inference_steps, request.guidance_scale) == (3, 1.5), "what the form says wins"
+    choose("by-levels")
+    request = generate(page, studio)
+    assert (request.solver.sigmas, request.guidance_scale) == ((1.0, 0.6, 0.2), 3.5)
+    choose("")
+    request = generate(page, studio)
+    assert (request.num_inference_steps, request.solver.sigmas) == (4, ())
+
+
+def test_adapters_are_named_added_and_deleted(page: Chromium, studio: FakeStudio, tmp_path: Path) -> None:
+    page.evaluate("adapters.open = true; loras.querySelector('[type=checkbox]').focus()")
+    page.press("Space")
+    assert generate(page, studio).loras == (INK,)
+    fill(page, seed=5)
+    page.choose("loraFiles", written(tmp_path / "chalk.safetensors", b"b"), written(tmp_path / "config.json", b"{}"))
+    page.evaluate("loraName.focus()")
+    page.press("Enter")
+    page.wait_for("rows.length === 2")
+    assert page.evaluate("[fields.seed.value, gallery.children.length, loraFiles.files.length]") == ["5", 1, 0]
+    (added,) = studio.loaded.values()
+    assert {path.name for path in Path(added.folder).iterdir()} == {"adapter_config.json", "adapter.safetensors"}
+    page.evaluate("loras.querySelector('[aria-label=\"Scale of chalk\"]').focus()")
+    page.evaluate("document.activeElement.select()")
+    page.type("0.5")
+    request = generate(page, studio)
+    assert [(lora.name, lora.scale) for lora in request.loras] == [("chalk", 0.5), ("ink", 0.8)]
+    page.choose("loraFiles", tmp_path / "chalk.safetensors")
+    press(page, "Add")
+    assert "has an adapter or a recipe 'chalk' already" in shown_error(page)
+    press(page, "Delete the adapter chalk")
+    page.wait_for("rows.length === 1")
+    assert studio.loaded == {}
+    page.evaluate("gallery.querySelector('.failure button').click()")
+    assert [lora.name for lora in generate(page, studio).loras] == ["ink"]
+
+
+def test_dropped_files_go_where_they_are_taken(page: Chromium) -> None:
+    take(page, "fake-changed-clips")
+    drop = """
+    const brought = new DataTransfer();
+    brought.items.add(new File(["a"], "NAME", { type: "TYPE" }));
+    document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: brought, bubbles: true }));
+    """
+    page.evaluate(f"{{ {drop.replace('NAME', 'a.png').replace('TYPE', 'image/png')} }}")
+    assert shown_error(page) == "a.png is no MP4, MOV, WebM or GIF clip"
+    page.evaluate(f"{{ {drop.replace('NAME', 'a.mp4').replace('TYPE', 'video/mp4')} }}")
+    assert page.evaluate("fields.video.files[0].name") == "a.mp4"
+
+
+def test_every_control_of_every_model_has_a_name(page: Chromium, picture: Path, clip: Path) -> None:
+    """As the browser tells screen readers, with files chosen and all parts open."""
+    page.evaluate("document.querySelectorAll('details').forEach((one) => one.open = true)")
+    roles = {"textbox", "combobox", "button", "spinbutton", "checkbox"}
+    for model in page.evaluate("[...models.keys()]"):
+        take(page, model)
+        for field, file in (("image", picture), ("mask", picture), ("control_image", picture), ("video", clip)):
+            if page.evaluate(f"!fields.{field}.disabled"):
+                page.choose(f"fields.{field}", file)
+        nodes: list[dict[str, Any]] = page.call("Accessibility.getFullAXTree")["nodes"]
+        found = [node for node in nodes if node.get("role", {}).get("value") in roles and not node["ignored"]]
+        names = [node.get("name", {}).get("value") for node in found]
+        assert all(names), model
+        assert len(names) == len(set(names)), (model, sorted(names))
