@@ -49,7 +49,7 @@ class CacheKeys:
 
     @classmethod
     def of(cls, request: MediaRequest, pictures: SentPictures) -> Self:
-        relevant = replace(request, request_id="", preview_steps=(), solver=AS_THE_MODEL)
+        relevant = replace(request, request_id="", preview_steps=(), solver=AS_THE_MODEL, attention=None)
         relevant = replace(relevant, service_tier="default", deadline_s=None, waited_s=0.0, weight=1.0)
         relevant = replace(relevant, enhance_prompt=None, enhancer_outcome=None, given_prompt=None, source_clip_id=None)
         picture_digest = _digest(pictures)

@@ -41,6 +41,7 @@ MATTERS_NOT: dict[str, Any] = {
     "enhancer_outcome": "timeout",
     "given_prompt": "a circle",
     "source_clip_id": "video_1",
+    "attention": "fp8",
     "solver": Solver(flow_shift=3.0, sigmas=(1.0, 0.5)),
 }
 MATTERS: dict[str, Any] = {
