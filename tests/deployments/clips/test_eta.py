@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from sqlalchemy import String
 
 from deployments.clips.eta import OpenClip, clip_key, clip_times, duration_key, learn_clip, predicted_ends_s
 from deployments.database.tables import ClipRow
@@ -78,9 +80,18 @@ def test_what_takes_another_time_is_not_alike() -> None:
 
 def test_the_longest_key_fits_its_column() -> None:
     solver = Solver(guidance_scale_2=1.2345678901234567e-05, boundary_ratio=1.2345678901234567e-05)
-    sizes = {"width": 16384, "height": 16384, "num_frames": 3600, "num_inference_steps": 1000, "num_video_frames": 3600}
+    sizes: dict[str, Any] = {
+        "width": 16384,
+        "height": 16384,
+        "num_frames": 3600,
+        "num_inference_steps": 1000,
+        "num_video_frames": 3600,
+    }
     longest = replace(REQUEST, **sizes, sound=False, cache="conservative", attention="auto", solver=solver)
-    assert len(duration_key(longest)) <= ClipRow.__table__.c.alike.type.length
+    column = ClipRow.__table__.c.alike.type
+    assert isinstance(column, String)
+    assert column.length is not None
+    assert len(duration_key(longest)) <= column.length
 
 
 async def test_what_was_made_before_a_restart_is_known(tmp_path: Path, clock: SimpleNamespace) -> None:

@@ -25,6 +25,7 @@ from deployments.service.interface import (
 from deployments.service.readiness import Readiness
 from deployments.service.retries import MAX_LOSSES, RECOVERY_DEADLINE_S
 from deployments.stages.common import SentMedia, SentPictures
+from engines.core.spec import Attention
 from engines.gang.errors import DEADLINE, GangBrokenError, QueueFullError, TooLateError
 from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, Progress
 from pipelines.request import InputPicture, InputPictures, Lora
@@ -69,7 +70,8 @@ async def test_progress_does_not_wait_for_previews() -> None:
 async def test_a_kept_request_does_not_run_with_an_attention_that_is_no_longer_served() -> None:
     """A clip of the database may have been accepted under another configuration."""
     stages, card = Stages([STEP, DONE]), ModelCard(name="m", family="", created=0, defaults=PICTURES)
-    for attentions, is_served in ((("auto",), False), (("auto", "fp8"), True)):
+    served: dict[tuple[Attention, ...], bool] = {("auto",): False, ("auto", "fp8"): True}
+    for attentions, is_served in served.items():
         cards = {"m": replace(card, attentions=attentions)}
         studio = DeployedStudio(cards, {"m": stages}, Readiness({"m": ()}))  # type: ignore[dict-item]
         request = PICTURES.request(model="m", prompt="a", attention="fp8")

@@ -245,7 +245,7 @@ async def test_uploads_at_once_take_no_more_than_one_after_the_other(tmp_path: P
     assert {path.name for path in (tmp_path / "batches").iterdir()} == kept, "refused ones are not left there"
 
 
-async def test_an_upload_that_is_not_recorded_leaves_no_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_upload_without_a_record_leaves_no_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No limit would count it, and nobody could delete it."""
 
     async def add_file(*_: object) -> None:
