@@ -59,7 +59,10 @@ def make_cards(config: AppConfig, memory: Mapping[str, Mapping[str, Any]] = NO_M
             name=model.name,
             family=checkpoint.spec.family,
             created=changed_at_s(checkpoint.path),
-            defaults=checkpoint.defaults,
+            defaults=checkpoint.defaults.with_adapters(
+                has_merged=any(not one.name for one in model.adapters),
+                has_named=any(one.name for one in model.adapters) or model.runtime_loras is not None,
+            ),
             aliases=model.aliases,
             loras=named(model.adapters),
             recipes=merged(model.recipes, checkpoint.spec.recipes(checkpoint.path)),

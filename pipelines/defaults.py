@@ -61,6 +61,8 @@ class Defaults:
     """Frames of a clip that comes along (0: the model takes none), at the rate of the result."""
     min_video_frames: int = 1
     needs_video: bool = False
+    video_needs_lora: bool = False
+    """The clip is the context of an adapter, which requests with one must name."""
     takes_both: bool = False
     """Pictures may come along beside the clip."""
     keeps_length: bool = False
@@ -144,10 +146,21 @@ class Defaults:
         frame = {"num_frames": 1, "fps": 0, "frame_multiple": 1, "max_frames": 1, "min_frames": 1}
         words = {"max_pictures": 0, "min_pictures": 0, "takes_mask": False, "needs_mask": False}
         words |= {"max_video_frames": 0, "min_video_frames": 1, "needs_video": False, "keeps_length": False}
-        words |= {"takes_both": False, "takes_frame_indices": False}
+        words |= {"takes_both": False, "takes_frame_indices": False, "video_needs_lora": False}
         whole = {"takes_strength": False, "frames_per_chunk": 0, "first_chunk_steps": 1, "make_sound": False}
         changes: dict[str, Any] = {**size, **frame, **words, **whole}
         return replace(self, kind=kind, **changes)
+
+    def with_adapters(self, *, has_merged: bool, has_named: bool) -> Defaults:
+        """Return the defaults of the model as it is served.
+
+        A clip that is an adapter's context is taken beside adapters only: merged ones, or some that requests may name.
+        """
+        if not self.video_needs_lora or (has_named and not has_merged):
+            return self
+        if has_merged:
+            return replace(self, video_needs_lora=False)
+        return replace(self, max_video_frames=0, keeps_length=False, takes_both=False, video_needs_lora=False)
 
     def request(self, size: Size | None = None, **changes: Any) -> MediaRequest:
         """Return the default request with ``size``, ``changes`` (fields of ``MediaRequest``) and the required pictures.

@@ -28,7 +28,10 @@ def duration_key(request: MediaRequest) -> str:
     branches = 2 if request.true_cfg_scale > 1 else 1
     size = f"{request.width}x{request.height}x{request.num_frames}" + (" silent" if request.sound is False else "")
     experts = (request.solver.guidance_scale_2, request.solver.boundary_ratio)
-    more = f" experts={experts}" if any(one is not None for one in experts) else ""
+    numbers = ",".join("-" if one is None else f"{one:g}" for one in experts)  # a column of the database limits them
+    more = f" experts={numbers}" if any(one is not None for one in experts) else ""
+    more += " clip" if request.num_video_frames else ""
+    more += f" {request.attention}" if request.attention else ""
     return f"{size} steps={request.num_inference_steps} branches={branches} cache={request.cache}{more}"
 
 

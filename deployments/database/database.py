@@ -31,6 +31,8 @@ DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "po
 CONNECT_TIMEOUT_S = 5.0
 COMMAND_TIMEOUT_S = 30.0
 """The same time as ``busy_timeout`` of SQLite."""
+PRIMARY_CODE = 0xFF
+"""Bits of SQLite's error codes that other ones of the same kind share, such as SQLITE_BUSY_RECOVERY's."""
 RETRY_LOCKED_S = 0.02
 """Seconds between attempts to set up a connection to a locked database."""
 POSTGRES_OPTIONS = {"timeout": CONNECT_TIMEOUT_S, "command_timeout": COMMAND_TIMEOUT_S}
@@ -189,7 +191,8 @@ async def _execute_pragmas(connection: aiosqlite.Connection) -> None:
                 await connection.execute_fetchall(f"PRAGMA {pragma}")
                 break
             except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > end_s:
+                is_busy = error.sqlite_errorcode & PRIMARY_CODE == sqlite3.SQLITE_BUSY
+                if not is_busy or time.monotonic() > end_s:
                     raise
             await asyncio.sleep(RETRY_LOCKED_S)
 

@@ -84,6 +84,7 @@ def needs_of_fields(fields: Mapping[str, Any]) -> Needs:
         strength=fields.get("strength"),
         num_layers=fields.get("layers"),
         has_video=fields.get("video") is not None,
+        has_lora=bool(fields.get("lora") or fields.get("recipe")),
         has_control=fields.get("control_image") is not None,
         has_frame_indices=fields.get("frame_indices") is not None,
     )

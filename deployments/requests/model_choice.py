@@ -27,6 +27,8 @@ class Needs:
     strength: float | None = None
     num_layers: int | None = None
     has_video: bool = False
+    has_lora: bool = False
+    """It names an adapter, or a recipe, which may have one."""
     has_control: bool = False
     has_frame_indices: bool = False
 
@@ -39,6 +41,7 @@ class Needs:
             strength=body.strength if isinstance(body, EditBody | VideoBody) else None,
             num_layers=body.layers if isinstance(body, EditBody) else None,
             has_video=body.sources.video is not None,
+            has_lora=bool(body.lora or body.recipe),
             has_control=body.sources.control is not None,
             has_frame_indices=isinstance(body, VideoBody) and body.frame_indices is not None,
         )
@@ -50,6 +53,7 @@ class Needs:
         """
         takes_number = defaults.min_pictures <= self.num_pictures <= defaults.max_pictures
         takes_video = defaults.max_video_frames > 0 if self.has_video else not defaults.needs_video
+        lacks_lora = self.has_video and defaults.video_needs_lora and not self.has_lora
         takes_mask = defaults.takes_mask if self.has_mask else not defaults.needs_mask
         takes_strength = defaults.takes_strength or self.strength is None
         takes_layers = defaults.max_layers > 0 or self.num_layers is None
@@ -57,7 +61,7 @@ class Needs:
         suits = defaults.edits or self.num_pictures == 0 or self.strength is not None or self.num_layers is not None
         takes_control = defaults.takes_control if self.has_control else not defaults.needs_control
         return (
-            not (takes_number and takes_video and takes_control),
+            not (takes_number and takes_video and takes_control) or lacks_lora,
             not (takes_mask and takes_strength and takes_layers and takes_places),
             not suits,
         )

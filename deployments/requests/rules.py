@@ -89,6 +89,8 @@ class RequestRules:
             defaults.check_control(sources.control is not None)
         with blaming("video"):
             defaults.check_video(0 if sources.video is None else defaults.min_video_frames, len(sources.pictures))
+        if sources.video is not None:
+            check_context(body, self.card)
         return sources
 
     def video_form(self, body: MediaBody, head: VideoHead) -> VideoForm:
@@ -336,6 +338,13 @@ def check_background(body: MediaBody, request: MediaRequest) -> None:
     if body.ground is not None and not (request.num_pictures or request.has_control):
         message = f"background is {body.ground}, the colour beneath transparent input pictures, and none came along"
         raise RequestError(f"{message}; send them, or leave it out", "background")
+
+
+def check_context(body: MediaBody, card: ModelCard) -> None:
+    """Raise RequestError for a clip that is an adapter's context, if ``body`` names no adapter."""
+    if card.defaults.video_needs_lora and not choose_loras(body.model, body.lora or (), card):
+        message = f"{card.name} takes a clip as the context of an adapter (IC-LoRA), and the request names none"
+        raise RequestError(f"{message}: name one in lora, or leave video out", "video")
 
 
 def check_negative_prompt(request: MediaRequest) -> None:

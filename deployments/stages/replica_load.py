@@ -19,12 +19,14 @@ MAX_KINDS = 64
 
 
 def kind_of(request: MediaRequest) -> str:
-    """Return the name of requests whose steps take equally long, as far as the router can tell: size and adapters."""
+    """Return the name of requests whose steps take equally long, as far as the router can tell."""
     num_frames = request.num_layers or request.num_frames
     branches = "x2" if request.true_cfg_scale > 1 else ""
     silence = " silent" if request.sound is False else ""
+    context = " clip" if request.num_video_frames else ""
+    attention = f" {request.attention}" if request.attention else ""
     adapters = "".join(f" {name}" for name in sorted(lora.name for lora in request.loras))
-    return f"{request.width}x{request.height}x{num_frames}{branches}{silence}{adapters}"
+    return f"{request.width}x{request.height}x{num_frames}{branches}{silence}{context}{attention}{adapters}"
 
 
 def new_work(request: MediaRequest) -> NewWork:

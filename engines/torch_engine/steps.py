@@ -154,7 +154,7 @@ class StepRunner:
     def _module_step(self, like: Branch, team: Team) -> _Step:
         runs_apart = team.spec.divides_weights or self._config.offloaded_blocks  # layers outside their blocks' forwards
         hoist = None if runs_apart else self._model.hoisted
-        module, fixed = like.module, replace(like, schedule=None, additions=())
+        module, fixed = like.module, replace(like, inputs={}, schedule=None, additions=())
 
         def prepare(branch: Branch) -> StepTensors:
             if hoist is None:

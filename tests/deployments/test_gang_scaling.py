@@ -246,6 +246,8 @@ def test_a_kind_is_what_decides_the_time_of_a_step() -> None:
         replace(REQUEST, true_cfg_scale=4.0),
         replace(REQUEST, loras=(Lora(name="ink"),)),
         replace(REQUEST, sound=False),
+        replace(REQUEST, num_video_frames=5),
+        replace(REQUEST, attention="fp8"),
     ]
     assert len({kind_of(one) for one in (REQUEST, *others)}) == len(others) + 1
     assert kind_of(replace(REQUEST, seed=7, prompt="b")) == kind_of(REQUEST)

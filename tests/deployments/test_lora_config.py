@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import copy
+import re
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import yaml
 
 from deployments.cli.serving import CONFIGS, parse_config
+from deployments.http.answers import Model
 from deployments.ingress import make_cards
+from deployments.requests.bodies import VideoBody
+from deployments.requests.request_errors import RequestError
+from deployments.requests.rules import RequestRules
+from deployments.requests.validation import validated
+from pipelines.loading import resolve_configuration
 from pipelines.lora.source import LoraLimits, LoraSource
 from pipelines.request import Lora
 
@@ -78,3 +86,31 @@ def test_clients_may_add_adapters_where_the_configuration_says_so() -> None:
     model["denoiser"] |= {"engine": "tensorrt", "gpus_per_rank": 1}
     with pytest.raises(ValueError, match="engine: tensorrt takes no loras"):
         parse_config(document)
+
+
+IN_CONTEXT = {"path": "owner/ic-lora"}
+
+
+@pytest.mark.parametrize(
+    ("served", "lora", "refusal"),
+    [
+        ({}, (), "a clip came along; this model takes none"),
+        ({"loras": [{**IN_CONTEXT, "name": "ic"}]}, ("ic",), None),
+        ({"loras": [{**IN_CONTEXT, "name": "ic"}]}, (), "context of an adapter (IC-LoRA), and the request names none"),
+        ({"recipes": {"ic": IN_CONTEXT}}, ("ic",), None),
+        ({"runtime_loras": {}}, (), "context of an adapter (IC-LoRA), and the request names none"),
+        ({"loras": [IN_CONTEXT]}, (), None),
+    ],
+)
+def test_a_clip_as_an_adapters_context_is_taken_beside_an_adapter(
+    served: dict[str, Any], lora: tuple[str, ...], refusal: str | None
+) -> None:
+    document = copy.deepcopy(LAPTOP)
+    model = document["applications"][0]["args"]["models"][0]
+    model |= {"path": str(resolve_configuration("LTX-2")), "recipes": {}, **served}
+    card = make_cards(parse_config(document).app)[model["name"]]
+    body = validated(VideoBody, {"prompt": "a", "video": b"-", "lora": [{"name": name} for name in lora]})
+    assert ("video-to-video" in Model.of(card).capabilities) == bool(served)
+    with pytest.raises(RequestError, match=re.escape(refusal)) if refusal else nullcontext():
+        RequestRules(card).check_sources(body)
+    assert RequestRules(card).check_sources(VideoBody(prompt="a")).video is None

@@ -223,10 +223,13 @@ def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
         file_id, limit = f"file-{uuid4().hex}", context.settings.max_stored_bytes
         await _check_place(context, requester, len(data))
         await asyncio.to_thread(context.contents.write, file_id, data)
-        file = await store.add_file(requester.key, filename, purpose, len(data), file_id, limit)
-        if file is None:  # another upload has taken the place since the check
+        try:
+            file = await store.add_file(requester.key, filename, purpose, len(data), file_id, limit)
+            if file is None:  # another upload has taken the place since the check
+                raise await _no_place(context, requester, len(data))
+        except Exception:
             await asyncio.to_thread(context.contents.remove, file_id)
-            raise await _no_place(context, requester, len(data))
+            raise
         return FileObject.of(file)
 
     @router.get("/v1/files", responses=error_documents(400, 401, 404, 503))

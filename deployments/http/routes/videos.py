@@ -204,7 +204,7 @@ def with_video(body: VideoBody) -> VideoBody:
 
 
 def as_remix(body: VideoBody, source: ClipRecord, cards: Mapping[str, ModelCard]) -> VideoBody:
-    """Return ``body`` with the clip ``source``, for its model unless another is named or it takes no clip.
+    """Return ``body`` with the clip ``source``, for its model unless another is named or it takes no clip as asked.
 
     RequestError if a clip or a picture came along as well.
     """
@@ -212,7 +212,9 @@ def as_remix(body: VideoBody, source: ClipRecord, cards: Mapping[str, ModelCard]
         if getattr(body, name) is not None:
             raise RequestError(f"{name} came along, but the path names the clip to change; leave it out", name)
     model = source.request.model
-    takes_clips = model in cards and cards[model].defaults.max_video_frames > 0
+    limits = cards[model].defaults if model in cards else None
+    has_lora = bool(body.lora or body.recipe)
+    takes_clips = limits is not None and limits.max_video_frames > 0 and (has_lora or not limits.video_needs_lora)
     return body.model_copy(update={"video": source.id, "model": body.model or (model if takes_clips else None)})
 
 

@@ -60,14 +60,18 @@ async function addAdapter() {
 
 // What else is in the form stays as it is.
 async function changeAdapters(button, change) {
-  const used = new Set(chosenAdapters().map((one) => one.name));
+  const before = new Map(rows.map(({ name, use, number }) => [name, { isUsed: use.checked, scale: number.value }]));
   button.disabled = true;
   news.textContent = "changing the adapters";
   try {
     await change();
     await loadModels();
     showAdapters(chosenModel());
-    for (const row of rows) row.use.checked = used.has(row.name);
+    for (const row of rows) {
+      const { isUsed, scale } = before.get(row.name) ?? { isUsed: false, scale: row.number.value };
+      row.use.checked = isUsed;
+      row.number.value = scale;
+    }
     news.textContent = "adapters changed";
     return true;
   } catch (error) {

@@ -198,6 +198,7 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
             max_pictures=MAX_KEYFRAMES,
             takes_frame_indices=True,
             max_video_frames=257,
+            video_needs_lora=True,
             takes_both=True,
             keeps_length=True,
             make_sound=True,

@@ -21,7 +21,14 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from deployments.clips.database import ClipError
 from deployments.clips.storage import StorageLostError
 from deployments.clips.store import Claims, ClipStore
-from deployments.database.database import Database, SQLiteConnection, database_url, open_database
+from deployments.database.database import (
+    SQLITE_PRAGMAS,
+    Database,
+    SQLiteConnection,
+    _execute_pragmas,
+    database_url,
+    open_database,
+)
 from deployments.database.schema import HEAD, MIGRATIONS
 from deployments.database.tables import Base
 from tests.deployments.clips.test_claims import REQUEST
@@ -101,6 +108,25 @@ async def test_a_database_of_a_later_version_is_refused(database_url: str) -> No
     await engine.dispose()
     with pytest.raises(ValueError, match="the database has the schema 9999, which is later than"):
         await open_database(database_url)
+
+
+async def test_a_database_that_another_process_recovers_is_waited_for() -> None:
+    """SQLite says so by a code that is longer than that of other locks."""
+    connection = sqlite3.connect(":memory:")
+    executed: list[str] = []
+
+    class Recovered:
+        async def execute_fetchall(self, statement: str) -> None:
+            executed.append(statement)
+            if len(executed) == 1:
+                error = sqlite3.OperationalError("database is locked")
+                error.sqlite_errorcode = sqlite3.SQLITE_BUSY_RECOVERY
+                raise error
+            connection.execute(statement)
+
+    await _execute_pragmas(Recovered())  # type: ignore[arg-type]
+    assert executed == [f"PRAGMA {pragma}" for pragma in (SQLITE_PRAGMAS[0], *SQLITE_PRAGMAS)]
+    connection.close()
 
 
 def test_the_newest_revision_is_that_of_new_databases() -> None:

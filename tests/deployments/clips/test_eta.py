@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from sqlalchemy import String
 
 from deployments.clips.eta import OpenClip, clip_key, clip_times, duration_key, learn_clip, predicted_ends_s
+from deployments.database.tables import ClipRow
 from engines.gang.eta.measured_times import MAX_KEYS, MeasuredTimes
+from pipelines.solver import Solver
 from tests.deployments.clips.support.runs import REQUEST, ended, running
 from tests.deployments.clips.test_claims import TIMINGS
 from tests.deployments.support.fake_studio import FakeStudio
@@ -68,9 +72,26 @@ def test_the_shortest_time_counts_and_old_kinds_are_forgotten() -> None:
 
 def test_what_takes_another_time_is_not_alike() -> None:
     changes = [{"width": 64}, {"num_frames": 9}, {"num_inference_steps": 5}, {"true_cfg_scale": 1.0}, {"cache": "fast"}]
+    changes += [{"num_video_frames": 9}, {"attention": "fp8"}]
     kinds = {duration_key(REQUEST), *(duration_key(replace(REQUEST, **change)) for change in changes)}  # type: ignore[arg-type]
     assert len(kinds) == 1 + len(changes)
     assert duration_key(replace(REQUEST, seed=1, prompt="other", true_cfg_scale=7.0)) == duration_key(REQUEST)
+
+
+def test_the_longest_key_fits_its_column() -> None:
+    solver = Solver(guidance_scale_2=1.2345678901234567e-05, boundary_ratio=1.2345678901234567e-05)
+    sizes: dict[str, Any] = {
+        "width": 16384,
+        "height": 16384,
+        "num_frames": 3600,
+        "num_inference_steps": 1000,
+        "num_video_frames": 3600,
+    }
+    longest = replace(REQUEST, **sizes, sound=False, cache="conservative", attention="auto", solver=solver)
+    column = ClipRow.__table__.c.alike.type
+    assert isinstance(column, String)
+    assert column.length is not None
+    assert len(duration_key(longest)) <= column.length
 
 
 async def test_what_was_made_before_a_restart_is_known(tmp_path: Path, clock: SimpleNamespace) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -93,6 +95,17 @@ def test_each_precision_of_attention_has_a_graph_of_its_own(runner: StepRunner) 
     replayed, in_float8 = (runner.run(branch, ALONE) for branch in (plain, named))
     assert runner.was_warm
     assert 0.005 < relative_difference(in_float8, replayed) < 0.1
+
+
+def test_a_step_does_not_hold_the_inputs_of_the_first_job_with_its_shape(runner: StepRunner) -> None:
+    branch = shape(0)
+    branch = replace(branch, inputs={name: x.clone() for name, x in branch.inputs.items()})
+    inputs = [weakref.ref(x) for x in branch.inputs.values()]
+    for _ in range(3):
+        runner.run(branch, ALONE)
+    del branch
+    gc.collect()
+    assert [x() for x in inputs] == [None] * len(inputs)
 
 
 def test_steps_before_the_capture_read_inputs_in_the_layout_of_graphs() -> None:

@@ -16,6 +16,7 @@ import pytest
 from deployments.batches import runner
 from deployments.batches.records import BatchRecord, BatchStore
 from deployments.batches.runner import parse
+from deployments.clips.storage import StorageLostError
 from deployments.database.database import Database
 from deployments.usage.api_keys import hash_of
 from tests.deployments.http.conftest import build, client_of, serving
@@ -242,3 +243,16 @@ async def test_uploads_at_once_take_no_more_than_one_after_the_other(tmp_path: P
         kept = {answer.json()["id"] for answer in answers if answer.is_success}
         assert {file["id"] for file in (await one.get("/v1/files")).json()["data"]} == kept
     assert {path.name for path in (tmp_path / "batches").iterdir()} == kept, "refused ones are not left there"
+
+
+async def test_an_upload_without_a_record_leaves_no_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No limit would count it, and nobody could delete it."""
+
+    async def add_file(*_: object) -> None:
+        raise StorageLostError("the database does not answer")
+
+    monkeypatch.setattr(BatchStore, "add_file", add_file)
+    form: Any = {"files": {"file": ("a.mp4", b"0123")}, "data": {"purpose": "user_data"}}
+    async with client_of(build(FakeStudio(), tmp_path)) as client:
+        error_of(await client.post("/v1/files", **form), 503)
+    assert list((tmp_path / "batches").iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from deployments.clips.clips import Clips
 from deployments.http.context import ApiContext
 from pipelines.media.clip import encode_clip
+from pipelines.request import Lora
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.routes.test_videos import finished
 from tests.deployments.http.test_errors import error_of
@@ -158,6 +160,20 @@ async def test_a_remix_is_by_the_model_of_its_clip_if_that_takes_clips(client: h
     before = await made(client, await client.post(VIDEOS, json=fields))
     remix = f"{VIDEOS}/{before['id']}/remix"
     assert (await made(client, await client.post(remix, json={"prompt": "b"})))["model"] == CONTINUED
+
+
+async def test_a_remix_without_an_adapter_is_not_by_a_model_that_needs_one(
+    client: httpx.AsyncClient, studio: FakeStudio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = await made(client, await client.post(VIDEOS, json={"prompt": "a", "model": CONTINUED, "num_frames": 17}))
+    cards = dict(studio.cards())
+    own = cards[CONTINUED]
+    cards[CONTINUED] = replace(own, defaults=replace(own.defaults, video_needs_lora=True), loras=(Lora(name="ink"),))
+    monkeypatch.setattr(studio, "cards", lambda: cards)
+    remix = f"{VIDEOS}/{before['id']}/remix"
+    for lora, model in (([], CHANGED), ([{"name": "ink"}], CONTINUED)):
+        record = await made(client, await client.post(remix, json={"prompt": "b", "lora": lora}))
+        assert record["model"] == model
     named = await client.post(remix, json={"prompt": "b", "model": CHANGED})
     assert (await made(client, named))["model"] == CHANGED
 
