@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from diffusers import LTX2InContextPipeline, LTX2Pipeline
+from diffusers import LTX2InContextPipeline
 from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
 from PIL import Image
 from torch import Tensor
 
 from engines.core.tensors import relative_difference
-from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import InputPicture, InputPictures, InputVideo, MediaRequest
 from pipelines.run import load_pipeline
@@ -25,7 +22,8 @@ from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import TOLERANCE
 from tests.pipelines.support.checkpoints import tiny_ltx
-from tests.pipelines.support.references.video import frames, picture
+from tests.pipelines.support.references import own_clips
+from tests.pipelines.support.references.video import denoised_with, frames, picture
 
 SIDES = (64, 96)
 NUM_FRAMES = 5
@@ -63,48 +61,13 @@ def along_with(name: str) -> InputPictures:
 
 
 def own_latents(name: str, folder: Path) -> Tensor:
-    """Latents of the classic pipeline without guidance, as tokens."""
-    parts = LTX2Pipeline.from_pretrained(folder).components
-    parts["tokenizer"].padding_side = "left"  # as Gemma's
-    taken = inspect.signature(LTX2InContextPipeline.__init__).parameters
-    pipeline = LTX2InContextPipeline(**{part: model for part, model in parts.items() if part in taken})
-    pipeline.set_progress_bar_config(disable=True)
-    request, (height, width) = request_of(name, folder), SIDES
+    """Return the tokens of the classic pipeline without guidance."""
+    height, width = SIDES
     pairs = zip(images_of(name), CASES[name], strict=True)
     conditions = [LTX2VideoCondition(frames=image, index=PLACES[frame]) for image, frame in pairs]
-    latents, _ = pipeline(
-        reference_conditions=[LTX2ReferenceCondition(frames=list(frames(width, height, NUM_FRAMES)))],
-        conditions=conditions or None,
-        prompt=request.prompt,
-        width=width,
-        height=height,
-        num_frames=request.num_frames,
-        frame_rate=request.fps,
-        num_inference_steps=request.num_inference_steps,
-        **{f"{kind}{scale}": 1.0 for kind in ("", "audio_") for scale in ("guidance_scale", "modality_scale")},
-        **{f"{kind}{scale}": 0.0 for kind in ("", "audio_") for scale in ("stg_scale", "guidance_rescale")},
-        max_sequence_length=pipeline.tokenizer.model_max_length,
-        generator=torch.Generator().manual_seed(request.seed),
-        output_type="latent",
-        return_dict=False,
-    )
-    tokens: Tensor = latents.flatten(2).mT
-    return tokens
-
-
-def denoised(folder: Path, name: str, strategy: str) -> Tensor:
-    """The clip's tokens, from a gang's rank."""
-    checkpoint, request = Checkpoint(folder), request_of(name, folder)
-    engine = TorchEngine(checkpoint.denoiser(), strategy=strategy)
-    pipeline = load_pipeline(checkpoint, engine)
-    sampler, ranks = pipeline.sampler, tuple(range(torch.distributed.get_world_size()))
-    state = sampler.begin(request, pipeline.text_encoder.encode(request, along_with(name)))
-    for _ in range(sampler.num_steps(state)):
-        state = sampler.advance(state, engine.predict(sampler.branches(state), ranks))
-    engine.close()
-    values = sampler.latents(state)
-    tokens: Tensor = values["latents"][:, : values["base_token_count"]]
-    return tokens
+    reference = LTX2ReferenceCondition(frames=list(frames(width, height, NUM_FRAMES)))
+    more = {"reference_conditions": [reference], "conditions": conditions or None}
+    return own_clips.ltx2_tokens(LTX2InContextPipeline, folder, request_of(name, folder), **more)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +82,11 @@ def denoised(folder: Path, name: str, strategy: str) -> Tensor:
     ],
 )
 def test_latents_equal_those_of_the_classic_pipeline(name: str, num_ranks: int, folder: Path) -> None:
-    expected = own_latents(name, folder)
+    expected, request = own_latents(name, folder), request_of(name, folder)
     assert expected.std() > 0.1
     for strategy in STRATEGIES[num_ranks]:
-        for tokens in gang(num_ranks).run(denoised, folder, name, strategy):
+        for values in gang(num_ranks).run(denoised_with, folder, request, along_with(name), strategy):
+            tokens = values["latents"][:, : values["base_token_count"]]
             assert relative_difference(tokens, expected) <= TOLERANCE, strategy
 
 

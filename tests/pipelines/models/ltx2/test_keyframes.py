@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import LTX2ConditionPipeline, LTX2Pipeline
+from diffusers import LTX2ConditionPipeline
 from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from PIL import Image
 from torch import Tensor
@@ -60,33 +59,6 @@ def conditions_of(name: str) -> list[LTX2VideoCondition]:
     return [LTX2VideoCondition(frames=image, index=place) for image, place in pairs]
 
 
-def own_latents(name: str, folder: Path) -> Tensor:
-    """Latents of the classic pipeline without guidance, as tokens."""
-    parts = LTX2Pipeline.from_pretrained(folder).components
-    parts["tokenizer"].padding_side = "left"  # as Gemma's
-    taken = inspect.signature(LTX2ConditionPipeline.__init__).parameters
-    pipeline = LTX2ConditionPipeline(**{part: model for part, model in parts.items() if part in taken})
-    pipeline.set_progress_bar_config(disable=True)
-    request = request_of(name, folder)
-    latents, _ = pipeline(
-        conditions=conditions_of(name),
-        prompt=request.prompt,
-        width=request.width,
-        height=request.height,
-        num_frames=request.num_frames,
-        frame_rate=request.fps,
-        num_inference_steps=request.num_inference_steps,
-        **{f"{kind}{scale}": 1.0 for kind in ("", "audio_") for scale in ("guidance_scale", "modality_scale")},
-        **{f"{kind}{scale}": 0.0 for kind in ("", "audio_") for scale in ("stg_scale", "guidance_rescale")},
-        max_sequence_length=pipeline.tokenizer.model_max_length,
-        generator=torch.Generator().manual_seed(request.seed),
-        output_type="latent",
-        return_dict=False,
-    )
-    tokens: Tensor = latents.flatten(2).mT
-    return tokens
-
-
 SIZES = [
     pytest.param(name, num_ranks, marks=[] if num_ranks == 1 or name == "three" else [pytest.mark.slow])
     for name in PLACES
@@ -96,7 +68,8 @@ SIZES = [
 
 @pytest.mark.parametrize(("name", "num_ranks"), SIZES)
 def test_latents_equal_those_of_the_classic_pipeline(name: str, num_ranks: int, folder: Path) -> None:
-    expected, request = own_latents(name, folder), request_of(name, folder)
+    request = request_of(name, folder)
+    expected = own_clips.ltx2_tokens(LTX2ConditionPipeline, folder, request, conditions=conditions_of(name))
     assert expected.std() > 0.1
     for strategy in STRATEGIES[num_ranks]:
         for values in gang(num_ranks).run(denoised, folder, request, images_of(name), strategy):

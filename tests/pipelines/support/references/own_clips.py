@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.guiders import ClassifierFreeGuidance
 from PIL import Image
+from torch import Tensor
 
 from pipelines.request import MediaRequest
 from tests.pipelines.support.references.own_call import Change, as_it_is, own_state, silence
@@ -134,6 +136,34 @@ def ltx_pipeline(folder: Path, request: MediaRequest, images: Images) -> Latents
     side = 32
     latents_BFHWC = latents_BLC.unflatten(1, (-1, request.height // side, request.width // side))
     return {"latents": latents_BFHWC.movedim(-1, 1)}
+
+
+def ltx2_tokens(pipeline: Any, folder: Path, request: MediaRequest, **conditions: Any) -> Tensor:
+    """Return the clip's latents as tokens, from a classic pipeline of LTX-2's class ``pipeline``, without guidance."""
+    import diffusers
+
+    parts = diffusers.LTX2Pipeline.from_pretrained(folder).components
+    parts["tokenizer"].padding_side = "left"  # as Gemma's
+    taken = inspect.signature(pipeline.__init__).parameters
+    classic = pipeline(**{part: model for part, model in parts.items() if part in taken})
+    classic.set_progress_bar_config(disable=True)
+    latents, _ = classic(
+        **conditions,
+        prompt=request.prompt,
+        width=request.width,
+        height=request.height,
+        num_frames=request.num_frames,
+        frame_rate=request.fps,
+        num_inference_steps=request.num_inference_steps,
+        **{f"{kind}{scale}": 1.0 for kind in ("", "audio_") for scale in ("guidance_scale", "modality_scale")},
+        **{f"{kind}{scale}": 0.0 for kind in ("", "audio_") for scale in ("stg_scale", "guidance_rescale")},
+        max_sequence_length=classic.tokenizer.model_max_length,
+        generator=torch.Generator().manual_seed(request.seed),
+        output_type="latent",
+        return_dict=False,
+    )
+    tokens: Tensor = latents.flatten(2).mT
+    return tokens
 
 
 def wan_pipeline(folder: Path, request: MediaRequest, images: Images) -> Latents:

@@ -98,11 +98,16 @@ def pictures_of(images: tuple[Image.Image, ...]) -> InputPictures:
 
 def denoised(folder: Path, request: MediaRequest, images: tuple[Image.Image, ...], strategy: str) -> dict[str, Any]:
     """What the decoder gets, from a gang's rank."""
+    return denoised_with(folder, request, pictures_of(images), strategy)
+
+
+def denoised_with(folder: Path, request: MediaRequest, inputs: InputPictures, strategy: str) -> dict[str, Any]:
+    """Return the same for pictures beside a clip."""
     checkpoint = Checkpoint(folder)
     engine = TorchEngine(checkpoint.denoiser(), strategy=strategy)
     pipeline = load_pipeline(checkpoint, engine)
     sampler, ranks = pipeline.sampler, tuple(range(dist.get_world_size()))
-    state = sampler.begin(request, pipeline.text_encoder.encode(request, pictures_of(images)))
+    state = sampler.begin(request, pipeline.text_encoder.encode(request, inputs))
     for _ in range(sampler.num_steps(state)):
         state = sampler.advance(state, engine.predict(sampler.branches(state), ranks))
     engine.close()
