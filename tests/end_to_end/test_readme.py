@@ -69,7 +69,7 @@ def run(language: str, text: str, folder: Path, **env: str) -> str:
 
 
 def run_here(text: str, folder: Path) -> str:
-    """What the block prints, run in this process, which has imported the client already."""
+    """Return the output of the block, run in this process, which has imported the client already."""
     printed = io.StringIO()
     with chdir(folder), redirect_stdout(printed), warnings.catch_warnings():
         warnings.simplefilter("ignore")

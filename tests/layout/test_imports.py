@@ -87,7 +87,7 @@ def is_command_line(_: str, module: str) -> bool:
 
 
 def test_what_is_served_does_not_need_the_command_line() -> None:
-    """What a command shares with the application is beside both: ``deployments/sizing`` for one."""
+    """Code that a command shares with the application is beside both, such as ``deployments/sizing``."""
     files = [name for name in python_files(*PACKAGES) if not name.startswith("deployments/cli/")]
     assert forbidden_imports(files, is_command_line) == []
     assert forbidden_imports(["deployments/cli/main.py"], is_command_line) != []

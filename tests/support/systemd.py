@@ -18,7 +18,7 @@ from tests.support.patience import PATIENCE_S
 
 SYSTEMD = Path("/lib/systemd/systemd")
 TARGETS = ("sysinit", "basic", "shutdown", "network-online")
-"""What a service depends on by default, and what ours wants. Here they do nothing."""
+"""Units that services depend on by default, and those that ours wants. Here they do nothing."""
 INSIDE = """
 mount --make-rprivate /
 mount -t tmpfs tmpfs /run
@@ -43,7 +43,7 @@ class Systemd:
     group: Path
 
     def control(self, *args: str) -> str:
-        """What ``systemctl ARGS`` says. AssertionError if it fails."""
+        """Return the output of ``systemctl ARGS``. AssertionError if it fails."""
         inside = ("nsenter", f"--target={self.pid}", "--mount", "--pid", "--cgroup", "--uts", "--ipc")
         done = subprocess.run([*inside, "systemctl", *args], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -33,8 +33,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 ALL_OF, ONE_IN = 60, 8
-"""Of the boundary values that schemathesis has for an operation's fields the first are sent, and every eighth of the
-others: 8,000 in six bodies. Operations whose bodies have the same fields send others of them."""
+"""Boundary values of schemathesis that are all sent for an operation, and the step through the others: six bodies have
+8,000. Operations whose bodies have the same fields send different ones."""
 OPERATIONS = [f"{method.upper()} {path}" for path, one in DOCUMENT["paths"].items() for method in one]
 NUMBERS: Counter[str] = Counter()
 """Boundary values so far, by operation."""

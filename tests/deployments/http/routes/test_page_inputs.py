@@ -1,4 +1,4 @@
-"""What the web page sends in a real browser: clips, control pictures, frames, recipes and adapters that models take."""
+"""Requests of the web page in a real browser: clips, control pictures, frames, recipes and adapters."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_dropped_files_go_where_they_are_taken(page: Chromium) -> None:
 
 
 def test_every_control_of_every_model_has_a_name(page: Chromium, picture: Path, clip: Path) -> None:
-    """As the browser tells screen readers, with files chosen and all parts open."""
+    """Checks the names that the browser gives screen readers, with files chosen and all parts open."""
     page.evaluate("document.querySelectorAll('details').forEach((one) => one.open = true)")
     roles = {"textbox", "combobox", "button", "spinbutton", "checkbox"}
     for model in page.evaluate("[...models.keys()]"):

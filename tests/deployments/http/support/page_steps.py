@@ -1,4 +1,4 @@
-"""What a person does with the web page, in a real browser."""
+"""Steps of a person on the web page, in a real browser."""
 
 from __future__ import annotations
 

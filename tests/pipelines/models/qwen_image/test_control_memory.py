@@ -1,4 +1,4 @@
-"""What a control network keeps in memory beside a quantised transformer."""
+"""Memory of a control network beside a quantised transformer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(folders: Callable[[Any], Path]) -> Path:
 
 
 def test_weights_to_quantise_stay_on_the_host_in_the_network_too(folder: Path) -> None:
-    """As on a GPU, where the device's own loader fills both: the peak is that of the result."""
+    """The peak is that of the result if the device's own loader fills both, as on a GPU."""
     checkpoint = Checkpoint(folder)
     on_device = dict[str, int]()
 
