@@ -86,6 +86,7 @@ def dispatch(
             "this model attends causally, and its processor does not give the places of its tokens: give it one that "
             "does (a kernel's `prefix`), or none of our kernels (`set_kernel` of its spec)"
         )
+    key = key.to(query.dtype)  # some processors scale keys by a parameter that is kept in float32
     if scale is not None and scale != query.shape[-1] ** -0.5:
         query = query * (scale * query.shape[-1] ** 0.5)
     if attn_mask is None:

@@ -115,6 +115,15 @@ def test_latents_equal_the_pipelines_own(
         assert relative_difference(latents, expected(name)) <= TOLERANCE
 
 
+def test_scaled_keys_have_the_models_dtype(folders: Callable[[Any], Path], expected: Callable[[str], Tensor]) -> None:
+    """The class keeps the scales in float32. It draws noise in float32 too, so bfloat16 gives nearly the same clip."""
+    name = "scaled keys of the history"
+    checkpoint = Checkpoint(folders(CASES[name].make), dtype=torch.bfloat16)
+    *_, state = states(load_pipeline(checkpoint), name, CASES[name].request(checkpoint.path))
+    made = torch.cat(checkpoint.sampler().latents(state)["latent_chunks"], dim=2)
+    assert relative_difference(made, expected(name)) < 0.1
+
+
 def test_without_the_exchange_they_do_not(folders: Callable[[Any], Path], expected: Callable[[str], Tensor]) -> None:
     for latents in gang(2).run(without_exchange, folders(CASES[SOME].make), SOME):
         assert relative_difference(latents, expected(SOME)) > 10 * TOLERANCE
