@@ -20,6 +20,7 @@ NOTED: dict[str, Callable[[Tensor], Any]] = {
     "a value": lambda x: float(x[0]),
     "a choice": lambda x: 1 if x.sum() > 0 else 2,
     "a list": lambda x: x.tolist(),
+    "a tensor of its numbers": lambda x: torch.tensor([x[0], 2 * x[1]]),
     "places": lambda x: x.nonzero(),
     "a mask as an index": lambda x: x[x > 0],
     "an index from the host": lambda x: x[torch.tensor([0, 2])],
@@ -74,4 +75,5 @@ def test_values_are_the_true_ones() -> None:
         x = torch.arange(6.0, device=GPU).view(2, 3)
         x[0] += 10
         assert x.device == GPU
+        assert torch.tensor([x[0, 1], x[1, 1]]).tolist() == [11.0, 4.0]
         assert (x @ x.T).tolist() == [[365.0, 134.0], [134.0, 50.0]]

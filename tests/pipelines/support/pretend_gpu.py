@@ -66,7 +66,10 @@ class PretendGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> PretendGpu:
         self._lifted = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)  # or torch.tensor(..., device=GPU) would ask for a backend
-        self._patched = patch.multiple(torch, autocast=_autocast), patch.object(torch.amp, "autocast", _autocast)
+        self._patched = (
+            patch.multiple(torch, autocast=_autocast, tensor=_tensor),
+            patch.object(torch.amp, "autocast", _autocast),
+        )
         for each in self._patched:
             each.start()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -101,6 +104,16 @@ def _autocast(device_type: str, enabled: bool = True, **how: Any) -> AbstractCon
     """Torch's own knows no devices without a backend."""
     assert not enabled, "models are served in their own dtypes"
     return nullcontext()
+
+
+_of_values = torch.tensor
+with torch.device("cpu"):
+    torch.empty(0)  # such a context looks its functions up once: it must find torch's own
+
+
+def _tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Read numbers of the device back, as ``torch.tensor`` does with those in a list."""
+    return _of_values(tree_map(lambda x: x.item() if isinstance(x, GpuTensor) else x, data), *args, **kwargs)
 
 
 def put_on_gpu(module: nn.Module) -> None:
