@@ -27,6 +27,8 @@ RAY_FILES = ROOT / "tests/ray.txt"
 OF_RAY = frozenset(RAY_FILES.read_text().split())
 DURATIONS = ROOT / "tests/durations.json"
 """Seconds by file (``make durations``)."""
+SPREAD = ("tests/pipelines/test_gpu_jobs.py", "tests/pipelines/test_gpu_whole.py")
+"""Files that no process has alone: a GPU waits most of the time for what its host prepares."""
 UNKNOWN_DURATION_S = 30.0
 """Assumed for a new file, which so comes early: a long one at the end would leave one process without work."""
 
@@ -34,6 +36,31 @@ RARE_SEARCHES = (20_000, 10, 10)
 """New objects, and searches of a generation, before the next search for garbage. Python has 700 of the first."""
 NUM_CLUSTER_CPUS = 8
 """More than the machine may have: tests ask for fractions of a CPU, and are mostly waiting."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu-device",
+        default="cuda:0",
+        help="where tests of jobs on a GPU run; with cpu they show all but what is special about a GPU",
+    )
+
+
+@pytest.fixture
+def gpu_device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A gang's device, with matrix products and convolutions in true float32. Skipped without it."""
+    import torch
+
+    name = str(request.config.getoption("--gpu-device"))
+    if torch.device(name).type == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    backends: Any = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    allowed = [backend.allow_tf32 for backend in backends]
+    for backend in backends:
+        backend.allow_tf32 = False
+    yield name
+    for backend, value in zip(backends, allowed, strict=True):
+        backend.allow_tf32 = value
 
 
 @pytest.fixture(scope="session")
@@ -74,7 +101,7 @@ def ray_cluster() -> Iterator[None]:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give one process all files of ``tests/ray.txt``, since of two clusters that start at once one may give up. Every
-    other file stays in one process too.
+    other file stays in one process too, except those of ``SPREAD``.
 
     Groups of xdist (``--dist loadgroup``) would do it, but pytest 9.2 ignores them (pytest-xdist issue 1386).
     """
@@ -83,7 +110,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class RayTogether(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = str(super()._split_scope(nodeid))
-            return "ray" if file in OF_RAY else file
+            return "ray" if file in OF_RAY else nodeid if file in SPREAD else file
 
     return RayTogether(config, log)
 

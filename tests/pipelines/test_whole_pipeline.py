@@ -82,10 +82,18 @@ def pictures_of(request: MediaRequest) -> InputPictures:
 
 def own_frames(folder: Path, request: MediaRequest, **arguments: Any) -> NDArray[np.uint8]:
     """What the pipeline itself returns, as a user calls it: with default arguments, as Pillow's pictures."""
+    return frames_by(own_pipeline(folder), request, **arguments)
+
+
+def own_pipeline(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
     import diffusers
 
-    pipeline = getattr(diffusers, read_index(folder)["_class_name"]).from_pretrained(folder)
+    pipeline = getattr(diffusers, read_index(folder)["_class_name"]).from_pretrained(folder, dtype=dtype)
     pipeline.set_progress_bar_config(disable=True)
+    return pipeline.to(device)
+
+
+def frames_by(pipeline: Any, request: MediaRequest, **arguments: Any) -> NDArray[np.uint8]:
     takes_length = "num_frames" in inspect.signature(type(pipeline).__call__).parameters
     arguments |= {"num_frames": request.num_frames} if takes_length else {}
     arguments |= named(frames(SIDE, SIDE, request.num_video_frames)) if request.num_video_frames else {}

@@ -19,9 +19,13 @@ from transformers import Qwen3Model
 from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
 from pipelines.preconditions import weight_problems
+from pipelines.request import MediaRequest
 from pipelines.single_file import split_source
+from pipelines.size import Size
 from tests.pipelines.loading.test_single_file import WEIGHTS, as_its_makers_have_it
 from tests.pipelines.support.checkpoints import tiny_models
+from tests.pipelines.support.device_jobs import HALF_TOLERANCE, Job, Latents, check_jobs, made_on_cpu
+from tests.pipelines.support.references.own_call import own_state
 
 BLOCK = 32
 """Values that share a scale: rows of other lengths stay in float32, as files of ComfyUI have them."""
@@ -97,6 +101,39 @@ def test_a_tensor_has_the_shape_that_the_file_says(base: Path, tmp_path: Path) -
         for one in (module.named_parameters(), load_file(base / WEIGHTS).items())
     )
     assert relative_difference(read, own) < 0.01
+
+
+def job_of(base: Path, file: Path) -> Job:
+    """What diffusers' blocks make with its own quantiser's transformer."""
+
+    def own(request: MediaRequest) -> Latents:
+        state = own_state(
+            base, request, change=lambda one: one.update_components(transformer=diffusers_own(file, base))
+        )
+        return {"latents": state.get("latents")}
+
+    size = Size(width=80, height=48)
+    request = Checkpoint(base).defaults.request(size, prompt="a red circle", seed=5, num_inference_steps=3)
+    return Job(request=request, own=own)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_jobs_on_a_gpu_are_those_of_diffusers(dtype: torch.dtype, base: Path, tmp_path: Path, gpu_device: str) -> None:
+    file = tmp_path / "tuned.gguf"
+    write(base, file, gguf.GGMLQuantizationType.Q8_0)
+    checkpoint, job = Checkpoint.open(f"{file}@{base}", gpu_device, dtype), job_of(base, file)
+    if dtype == torch.float32:
+        check_jobs(checkpoint, job, compiled=False, fast=False)
+    else:
+        check_jobs(checkpoint, made_on_cpu(checkpoint, job), HALF_TOLERANCE)
+
+
+@pytest.mark.gpu
+def test_parts_of_a_folder_on_a_gpu_are_as_on_the_cpu(base: Path, tmp_path: Path, gpu_device: str) -> None:
+    checkpoint = Checkpoint(in_folders(base, tmp_path / "model"), gpu_device, torch.float32)
+    job = made_on_cpu(checkpoint, job_of(base, tmp_path))
+    check_jobs(checkpoint, job, compiled=False, fast=False)
 
 
 def test_files_that_cannot_be_read_are_errors(base: Path, tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engines.core.tensors import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.lora.lora_cache import LoadedLora, LoraCache
 from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, LoraLimits
 from pipelines.request import Lora
 from tests.engines.support.gloo import gang
-from tests.pipelines.lora.support.jobs import ONE, TURNS, Served, Setting, folder_of, painted
+from tests.pipelines.lora.support.jobs import MODELS, ONE, TURNS, Served, Setting, folder_of, painted
 from tests.pipelines.lora.support.tiny_lora import request_of
 
 LIMITS = LoraLimits(max_loaded=1)
@@ -63,18 +64,33 @@ def test_latents_are_those_with_configured_adapters(
         assert not mine[0].equal(mine[1]), "the adapter is there"
 
 
+CAPTURED = [
+    *(("flux", fast, precision) for fast, precision in ((False, "auto"), (True, "auto"), (True, "fp8"))),
+    *((model, None, "auto") for model in MODELS if model != "flux"),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize(("fast", "precision"), [(False, "auto"), (True, "auto"), (True, "fp8")])
+@pytest.mark.parametrize(("model", "fast", "precision"), CAPTURED)
 def test_captured_steps_follow_adapters_that_come(
-    fast: bool, precision: str, served: Callable[[str], Served], added: Callable[[str], dict[str, str]]
+    model: str,
+    fast: bool | None,
+    precision: str,
+    served: Callable[[str], Served],
+    added: Callable[[str], dict[str, str]],
+    gpu_device: str,
 ) -> None:
-    here, folders = served("flux"), added("flux")
-    setting = Setting(fast=fast, precision=precision, device="cuda", dtype=torch.bfloat16)
+    here, folders = served(model), added(model)
+    setting = Setting(fast=fast, precision=precision, device=gpu_device, dtype=torch.bfloat16)
     configured = [request_of(here.folder, loras) for loras in TURNS]
     runtime = [request_of(here.folder, tuple(replace(x, folder=folders[x.name]) for x in loras)) for loras in TURNS]
     expected = painted(here.folder, here.named, configured, setting)
     found = painted(here.folder, (), runtime, replace(setting, runtime_loras=LIMITS))
     assert all(one.equal(other) for one, other in zip(found, expected, strict=True))
+    plain, one, _, again, one_again, last = found
+    assert relative_difference(one, plain) > 0.05, "the adapter is there"
+    for mine, other in ((again, plain), (one_again, one), (last, plain)):
+        assert relative_difference(mine, other) < 1e-2, "a step as it comes, and one that is replayed"
 
 
 def test_a_configured_adapter_beside_one_that_came(served: Callable[[str], Served], tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 class Setting:
     num_ranks: int = 1
     strategy: str = "ulysses"
-    fast: bool = False
+    fast: bool | None = False
     sliced: bool = False
     device: str = "cpu"
     precision: str = "auto"

@@ -1,0 +1,91 @@
+"""Whole jobs of tiny checkpoints on the pretended GPU, with steps that are recorded as into a CUDA graph."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from engines.core.model import StepTensors
+from engines.torch_engine import steps
+from pipelines import whole_pipeline
+from pipelines.blocks.opened import OpenedPipeline
+from pipelines.models.generic.whole import WholeSpec
+from tests.pipelines.support.pretend_gpu import PretendGpu, put_on_gpu
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def pretended_gpu() -> Iterator[PretendGpu]:
+    """Parts are loaded on the CPU and put on the device. Steps are recorded again each time they are replayed."""
+    with PretendGpu() as gpu, ExitStack() as stack:
+        runner = functools.partialmethod(_init_capturing, steps.StepRunner.__init__)
+        for owner, name, value in (
+            (steps, "GraphPool", lambda device: None),
+            (steps, "CapturedStep", functools.partial(RecordedStep, gpu)),
+            (steps.StepRunner, "__init__", runner),
+            (OpenedPipeline, "load_part", _placed(OpenedPipeline.load_part)),
+            (whole_pipeline, "load_whole", functools.partial(_load_whole, whole_pipeline.load_whole)),
+            (whole_pipeline, "_call", functools.partial(_call, whole_pipeline._call)),
+        ):
+            stack.enter_context(patch.object(owner, name, value))
+        yield gpu
+
+
+class RecordedStep:
+    """Stands for a ``CapturedStep``."""
+
+    def __init__(
+        self, gpu: PretendGpu, function: Callable[[StepTensors], Tensor], example: StepTensors, pool: Any
+    ) -> None:
+        self._gpu, self._function, self.example = gpu, function, example
+        self(example)
+
+    def __call__(self, tensors: StepTensors) -> Tensor:
+        with self._gpu.recording():
+            return self._function(self.inputs(tensors))
+
+    def inputs(self, tensors: StepTensors) -> StepTensors:
+        """Return what a replay reads: the values of its caller."""
+        return tensors
+
+    def close(self) -> None:
+        """Do nothing: there is no graph."""
+
+
+def _init_capturing(self: Any, init: Callable[..., None], *args: Any, config: Any, **kwargs: Any) -> None:
+    init(self, *args, config=replace(config, capture=not config.offloaded_blocks), **kwargs)
+
+
+def _placed(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_part(self: OpenedPipeline, *args: Any, **kwargs: Any) -> Any:
+        with patch.object(self, "models_device", CPU):
+            part = load(self, *args, **kwargs)
+        if isinstance(part, nn.Module):
+            put_on_gpu(part)
+        return part
+
+    return load_part
+
+
+def _load_whole(load: Callable[..., Any], spec: WholeSpec, path: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    pipeline = load(spec, path, CPU, dtype)
+    for part in pipeline.components.values():
+        if isinstance(part, nn.Module):
+            put_on_gpu(part)
+    return pipeline
+
+
+def _call(call: Callable[..., Any], *args: Any) -> Any:
+    """A call has a thread of its own, and a mode of torch is one thread's."""
+    with PretendGpu():
+        return call(*args)

@@ -1,0 +1,81 @@
+"""Pipelines without blocks on a GPU, whose steps run as they come: the pixels of their own call there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from pipelines.checkpoint import Checkpoint
+from pipelines.request import MediaRequest
+from pipelines.run import Pipeline, load_pipeline
+from tests.pipelines import test_whole_pipeline as whole
+from tests.pipelines.support.checkpoints import tiny_whole
+from tests.pipelines.support.device_jobs import OTHER
+from tests.pipelines.test_whole_pipeline import folders as folders
+
+pytestmark = pytest.mark.gpu
+
+Settings = dict[str, Any]
+CONTROL: Settings = {"control_guidance_start": 0.25, "control_guidance_end": 0.75}
+OVER: Settings = {"strength": 0.5, "negative_prompt": "fog"}
+CONTROLLED: tuple[Settings, Settings] = (
+    {**CONTROL, "num_inference_steps": 4, "control_scale": 0.5},
+    {**CONTROL, "controlnet_conditioning_scale": 0.5},
+)
+SETTINGS: dict[Any, tuple[Settings, Settings]] = {
+    tiny_whole.wan_over: (
+        {**OVER, "num_inference_steps": 4, "true_cfg_scale": 2.0},
+        {**OVER, "guidance_scale": 2.0},
+    ),
+    tiny_whole.wan_vace: ({"num_video_frames": whole.NUM_FRAMES}, {}),
+    **dict.fromkeys(whole.CONTROLLED, CONTROLLED),
+}
+"""Settings of requests, and the arguments of the call that say the same."""
+MAKES = (*whole.QUICK, *whole.CLIPS, *whole.CONTROLLED, whole.LARGE)
+
+
+def in_turns(pipeline: Pipeline, requests: tuple[MediaRequest, ...]) -> list[NDArray[np.uint8]]:
+    """Return the frames of jobs that are under way at once."""
+    jobs = [pipeline.states(request, whole.pictures_of(request)) for request in requests]
+    *_, last = zip(*jobs, strict=True)
+    return [
+        pipeline.decoder.decode(pipeline.sampler.latents(state), request)
+        for state, request in zip(last, requests, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
+def test_jobs_in_turns_have_the_pixels_of_the_pipelines_own_call(
+    make: whole.Make, dtype: torch.dtype, folders: Callable[[Any], Path], gpu_device: str
+) -> None:
+    checkpoint = Checkpoint(folders(make), gpu_device, dtype)
+    settings, arguments = SETTINGS.get(make, ({}, {}))
+    first = whole.request_of(checkpoint, **settings)
+    second, pipeline = replace(first, **OTHER), load_pipeline(checkpoint)
+    own = whole.own_pipeline(checkpoint.path, gpu_device, dtype)
+    made = in_turns(pipeline, (first, second))
+    for frames, request in zip(made, (first, second), strict=True):
+        assert frames.std() > 5, "a picture of one colour would hide faults"
+        assert np.array_equal(frames, whole.frames_by(own, request, **arguments))
+    assert not np.array_equal(made[0], made[1])
+    assert np.array_equal(pipeline.run(first, whole.pictures_of(first)), made[0])
+
+
+@pytest.mark.parametrize("make", [tiny_whole.aura_flow, tiny_whole.chroma, tiny_whole.cogvideox])
+def test_previews_are_decoded_there(make: whole.Make, folders: Callable[[Any], Path], gpu_device: str) -> None:
+    """A clip has none."""
+    checkpoint = Checkpoint(folders(make), gpu_device, torch.bfloat16)
+    request, pipeline = whole.request_of(checkpoint), load_pipeline(checkpoint)
+    _, state, *_ = pipeline.states(request)
+    values = pipeline.sampler.preview(state)
+    assert bool(values) == (request.kind == "image")
+    if values:
+        assert pipeline.decoder.preview(values, request).std() > 1
