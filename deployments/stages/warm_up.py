@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROMPT = "a red circle"
-NUM_COMPILED_RUNS = 3
-"""Runs of a compiled call until it is replayed: eager, captured as a CUDA graph, replayed."""
+NUM_COMPILED_RUNS = 2
+"""Runs of a call that is prepared: one that compiles or captures it, and one like all later ones."""
 GREY = b"\x80"
 FORMATS: Mapping[MediaKind, tuple[MediaFormat, ...]] = {"image": ("png", "jpeg", "webp"), "video": ("mp4",)}
 

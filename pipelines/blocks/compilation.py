@@ -1,11 +1,11 @@
-"""``torch.compile`` for encoders and decoders, for shapes that were compiled before the first request.
+"""Faster encoders and decoders, for shapes that were prepared before the first request.
 
-Compilation takes many times longer than a request may wait: every other shape runs uncompiled.
+On CUDA, encoders are captured in graphs and decoders have fused norms. On the CPU ``torch.compile`` does both. It takes
+many times longer than a request may wait: every other shape runs as it is written.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engines.core.torch_private import keep_kernel_choices, raise_recompile_limit, tree_map_only
+from engines.core.torch_private import keep_kernel_choices, raise_recompile_limit
+from pipelines.blocks.captured import CapturedForward
+from pipelines.vae.fused import fuse_decoder
 from pipelines.vae.layers import check_decoder
 
 INDUCTOR = "inductor"
@@ -66,22 +68,23 @@ def compile_calls(forwards: Iterable[CompiledForward]) -> Iterator[None]:
 
 
 def compile_encoders(pipeline: Any, backend: str = INDUCTOR) -> tuple[CompiledForward, ...]:
-    """Put compiled forwards into the text encoders of ``pipeline``. On CUDA each is one graph, replayed with one call.
-
-    A graph's results are copied, since its next call (a second prompt) overwrites their memory.
-    """
+    """Put faster forwards into the text encoders of ``pipeline``: captured on CUDA, else compiled by ``backend``."""
     raise_recompile_limit(MAX_VARIANTS)
     keep_kernel_choices()
     modules = [part for name, part in vars(pipeline).items() if name.startswith(ENCODERS)]
     forwards = []
     for module in (module for module in modules if isinstance(module, nn.Module)):
         _make_bias_contiguous(module)
-        plain = module.forward
-        mode = "reduce-overhead" if backend == INDUCTOR else None
-        compiled = torch.compile(plain, dynamic=False, backend=backend, mode=mode)
-        forwards.append(CompiledForward(plain, _copy_results(compiled)))
+        forwards.append(CompiledForward(module.forward, _faster_encoder(module, backend)))
         module.__dict__["forward"] = forwards[-1]
     return tuple(forwards)
+
+
+def _faster_encoder(encoder: nn.Module, backend: str) -> Callable[..., Any]:
+    device = next(encoder.parameters()).device
+    if device.type == "cuda":
+        return CapturedForward(encoder.forward, device, _signature)
+    return torch.compile(encoder.forward, dynamic=False, backend=backend)
 
 
 def _make_bias_contiguous(encoder: nn.Module) -> None:
@@ -101,24 +104,17 @@ def _contiguous(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def _copy_results(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **options: Any) -> Any:
-        return tree_map_only(Tensor, Tensor.clone, compiled(*args, **options))
-
-    return run
-
-
 def compile_decoder(vae: Any, backend: str = INDUCTOR) -> CompiledForward:
-    """Put a compiled forward into the decoder of ``vae``. ValueError if the decoder is not supported.
+    """Put a faster forward into the decoder of ``vae``: fused on CUDA, else compiled by ``backend``.
 
-    On CUDA it has weights of its own, channels last: compiled convolutions prefer that layout, plain ones do not.
+    On CUDA it has weights of its own. ValueError if the decoder is not supported.
     """
     check_decoder(vae, "compile")
     keep_kernel_choices()
-    decoder = vae.decoder
-    if any(weight.is_cuda for weight in decoder.parameters()):
-        decoder = copy.deepcopy(decoder).to(memory_format=torch.channels_last)
-    compiled = torch.compile(decoder.forward, dynamic=False, fullgraph=True, backend=backend)
-    forward = CompiledForward(vae.decoder.forward, compiled)
+    if any(weight.is_cuda for weight in vae.decoder.parameters()):
+        faster = fuse_decoder(vae.decoder).forward
+    else:
+        faster = torch.compile(vae.decoder.forward, dynamic=False, fullgraph=True, backend=backend)
+    forward = CompiledForward(vae.decoder.forward, faster)
     vae.decoder.__dict__["forward"] = forward
     return forward

@@ -51,7 +51,7 @@ def is_supported_decoder(decoder: Any) -> bool:
     return (
         bool(blocks)
         and all(type(block) is UpDecoderBlock2D for block in blocks)
-        and all(map(_is_supported_resnet, resnets))
+        and all(map(is_supported_resnet, resnets))
         and all(map(_is_supported_sampler, samplers))
         and isinstance(decoder.conv_norm_out, nn.GroupNorm)
     )
@@ -61,12 +61,12 @@ def is_supported_mid_block(middle: Any) -> bool:
     """Return whether the middle block of a decoder is supported as well."""
     return (
         type(middle) is UNetMidBlock2D
-        and all(map(_is_supported_resnet, middle.resnets))
+        and all(map(is_supported_resnet, middle.resnets))
         and all(attention is None or _is_supported_attention(attention) for attention in middle.attentions)
     )
 
 
-def _is_supported_resnet(resnet: Any) -> bool:
+def is_supported_resnet(resnet: Any) -> bool:
     plain = type(resnet) is ResnetBlock2D and resnet.time_emb_proj is None
     if not plain or resnet.upsample is not None or resnet.downsample is not None:
         return False

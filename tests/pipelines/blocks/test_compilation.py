@@ -12,15 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
+from engines.core.torch_private import tree_map_only
+from engines.fast.group_norm import ChannelsLastGroupNorm
 from pipelines.blocks import compilation, decoder, encoder
+from pipelines.blocks.captured import CapturedForward, masks_as_traced
 from pipelines.blocks.compilation import CompiledForward, compile_calls
 from pipelines.checkpoint import Checkpoint
 from pipelines.vae import multi_gpu
+from pipelines.vae.fused import fuse_decoder
 from pipelines.vae.strips import decode_in_bands
+from tests.pipelines.support.checkpoints import tiny, tiny_hunyuan, tiny_ltx, tiny_others, tiny_pictures, tiny_qwen
+from tests.pipelines.support.pretend_gpu import GPU, PretendGpu, put_on_gpu
+
+ENCODERS = (
+    *(tiny.flux, tiny.wan, tiny_hunyuan.hunyuan_video, tiny_ltx.ltx2, tiny_others.sd3, tiny_others.krea2),
+    *(tiny_pictures.flux2_dev, tiny_pictures.flux2_klein, tiny_pictures.z_image, tiny_qwen.qwen, tiny_qwen.qwen21),
+)
+"""Families with each kind of text encoder."""
 
 
 @pytest.fixture
@@ -79,15 +91,6 @@ def test_kernels_are_chosen_alike_in_a_process_that_replaces_another(
         assert not inductor_config.dynamic_scale_rblock
 
 
-def test_results_are_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph's own memory is written again by its next call."""
-    memory = torch.zeros(2)
-    run = compilation._copy_results(lambda x: {"x": memory.copy_(x)})
-    first = run(torch.ones(2))
-    run(torch.zeros(2))
-    assert first["x"].tolist() == [1, 1]
-
-
 def test_other_sizes_are_decoded_as_they_are_written(tiny_flux: Path, graphs: list[str]) -> None:
     checkpoint = Checkpoint(tiny_flux)
     expected, other = (checkpoint.defaults.request(width=width, height=64) for width in (64, 96))
@@ -136,6 +139,84 @@ def test_calls_are_told_apart_by_form_and_not_by_value() -> None:
     part(torch.ones(1, 2), flag=True)
     assert calls == ["compiled", "compiled", "plain", "plain", "plain"]
     assert list(inspect.signature(part).parameters) == ["x", "flag"]
+
+
+@torch.no_grad()
+def test_a_fused_decoder_gives_the_same(tiny_flux: Path) -> None:
+    """On CUDA; here its norms compute as they are specified, in channels-last memory."""
+    decoder: Any = Checkpoint(tiny_flux).decoder()._pipeline.vae.decoder
+    before = [name for name, part in decoder.named_modules() if isinstance(part, nn.GroupNorm)]
+    fused = fuse_decoder(decoder)
+    latents_BCHW = torch.randn(2, decoder.conv_in.in_channels, 6, 5)
+    torch.testing.assert_close(fused(latents_BCHW), decoder(latents_BCHW), rtol=1e-4, atol=1e-5)
+    assert fused.conv_out.weight.is_contiguous(memory_format=torch.channels_last)
+    assert sum(isinstance(part, ChannelsLastGroupNorm) for part in fused.modules()) == len(before) - 1, (
+        "but attention's"
+    )
+    assert before == [name for name, part in decoder.named_modules() if isinstance(part, nn.GroupNorm)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [tiny.flux, tiny.wan, tiny_pictures.flux2_dev, tiny_qwen.qwen])
+def test_encoders_can_be_recorded(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    """None of a kind of text encoder reads a value back or copies from the host."""
+    checkpoint, calls = Checkpoint(make(tmp_path)), list[tuple[nn.Module, Any, Any]]()
+    encoder = checkpoint.text_encoder()
+    parts = {name: part for name, part in vars(encoder._pipeline).items() if name.startswith("text_encoder")}
+    for module in (part for part in parts.values() if isinstance(part, nn.Module)):
+        compilation._make_bias_contiguous(module)
+        module.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True)
+    encoder.encode(checkpoint.defaults.request(prompt="a circle"))
+    for module, args, options in list(calls):
+        with PretendGpu() as gpu:
+            put_on_gpu(module)
+            args, options = tree_map_only(Tensor, lambda x: x.to(GPU), (args, options))
+            with masks_as_traced(), gpu.recording():
+                module.forward(*args, **options)
+        assert gpu.found == []
+    assert calls
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", ENCODERS)
+def test_encoders_are_captured_on_a_gpu(
+    make: Callable[[Path], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Replays read later prompts of the same length, and several encoders share one pool."""
+    checkpoint = Checkpoint(make(tmp_path), "cuda", torch.float32)
+    plain, quick = checkpoint.text_encoder(), checkpoint.text_encoder(compiled=True)
+    requests = [checkpoint.defaults.request(prompt=prompt) for prompt in ("a circle", "a square", "a circle")]
+    with quick.compile_calls():
+        quick.encode(requests[0])
+    assert not caplog.messages
+    for request in requests:
+        torch.testing.assert_close(quick.encode(request).values, plain.encode(request).values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decoders_are_fused_on_a_gpu(tiny_flux: Path, dtype: torch.dtype) -> None:
+    checkpoint = Checkpoint(tiny_flux, "cuda", dtype)
+    request = checkpoint.defaults.request(width=64, height=96)
+    plain, quick = checkpoint.decoder(), checkpoint.decoder(compiled=True)
+    with quick.compile_calls():
+        pixels = quick.pixels(checkpoint.first_latents(request))
+    difference = (pixels.float() - plain.pixels(checkpoint.first_latents(request)).float()).abs()
+    assert difference.mean() < (1e-5 if dtype is torch.float32 else 5e-3)
+
+
+@pytest.mark.gpu
+def test_what_reads_values_runs_uncaptured_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    """A capture that failed leaves the stream and the memory as they were."""
+    device, weight = torch.device("cuda"), torch.eye(4, device="cuda")
+    reads = CapturedForward(lambda x: x @ weight + x.sum().item(), device, compilation._signature)
+    later = CapturedForward(lambda x: (x @ weight + 1,), device, compilation._signature)
+    stream, x = torch.cuda.current_stream(), torch.ones(4, 4, device="cuda")
+    for number in range(3):
+        torch.testing.assert_close(reads(number * x), number * x + 16 * number)
+        torch.testing.assert_close(later(number * x), (number * x + 1,))
+        assert torch.cuda.current_stream() == stream
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.slow

@@ -9,11 +9,12 @@ from typing import ClassVar
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[4]))
 
-from engines.fast import triton_kernels
+from engines.fast import triton_group_norm, triton_kernels
+from engines.fast.group_norm import ChannelsLastGroupNorm
 from engines.fast.kernels import (
     HeadNorms,
     Modulation,
@@ -206,8 +207,24 @@ def blank_rows(rows: int, channels: int, device: str) -> QuantRows:
     return QuantRows(values_RC=torch.zeros(rows, channels, device=device).to(FP8), scale_R1=scale_R1)
 
 
+def check_group_norm(device: str, *, silu: bool, has_weights: bool) -> None:
+    """Means far above the deviations, channels and pixels that fill no tile, several tiles in each part."""
+    norm = nn.GroupNorm(6, 24, eps=1e-6, affine=has_weights)
+    for weight in norm.parameters():
+        nn.init.normal_(weight)
+    x = torch.randn(2, 24, 16, 15) + 20 * torch.randn(24, 1, 1)
+    there = x.to(device, memory_format=torch.channels_last)
+    with patch.multiple(triton_group_norm, TILE=64, MAX_PARTS=50), torch.no_grad():
+        expected = ChannelsLastGroupNorm(norm, silu=silu)(x)
+        got = triton_group_norm.launch_group_norm(there, norm.to(device), silu=silu)
+    assert got.stride() == there.stride()
+    close(got, expected)
+
+
 def main(device: str) -> None:
     torch.manual_seed(0)
+    for silu in (False, True):
+        check_group_norm(device, silu=silu, has_weights=silu)
     check_norm(device, channels=48, first=4, gates=2, segments=2)
     check_norm(device, channels=96, first=4, gates=2, segments=1)
     check_norm(device, channels=64, first=0, gates=1, segments=1)

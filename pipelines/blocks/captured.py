@@ -1,0 +1,102 @@
+"""Text encoders on CUDA, each call of a known form in one CUDA graph: the module's own kernels, replayed with one call.
+
+Nothing is compiled: a new process captures within a second, and every process has the same kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engines.core.torch_private import tree_map_only
+from engines.fast.graph import CapturedStep, GraphPool
+
+logger = logging.getLogger(__name__)
+
+Results = Any
+"""What a ``forward`` returns: tensors in tuples, lists, dicts, or an output of transformers."""
+
+
+class CapturedCall:
+    """``forward`` for arguments of one form: tensors of the same shapes and dtypes, all else equal."""
+
+    def __init__(
+        self, forward: Callable[..., Results], args: tuple[Any, ...], options: Mapping[str, Any], pool: GraphPool
+    ) -> None:
+        self._forward, self._args, self._options = forward, args, options
+        self._results: Results = None
+        with masks_as_traced():
+            self._step = CapturedStep(self._run, _tensors(args, options), pool)
+
+    def _run(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        args = tuple(tensors.get(str(place), value) for place, value in enumerate(self._args))
+        options = {name: tensors.get(name, value) for name, value in self._options.items()}
+        self._results = self._forward(*args, **options)
+        return torch.empty(0)
+
+    def __call__(self, *args: Any, **options: Any) -> Results:
+        """Return copies of the results: the next replay of any graph of the pool overwrites them."""
+        self._step(_tensors(args, options))
+        return tree_map_only(Tensor, Tensor.clone, self._results)
+
+    def close(self) -> None:
+        self._results = None
+        self._step.close()
+
+
+def _tensors(args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the arguments that are tensors: those by place have numbers as names."""
+    named = {**{str(place): value for place, value in enumerate(args)}, **options}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+@contextmanager
+def masks_as_traced() -> Iterator[None]:
+    """Let transformers make masks as it does in traced code: without a look at their values, which a graph cannot have.
+
+    It does so by itself while a stream captures, but the runs before that must take the same path.
+    """
+    from transformers import masking_utils
+
+    plain = masking_utils.is_tracing
+    masking_utils.is_tracing = lambda tensor=None: True
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = plain
+
+
+class CapturedForward:
+    """``forward`` captured for each form of its arguments that it is called with. For calls that are prepared.
+
+    A form that cannot be captured (code that reads a value from the GPU) runs uncaptured, and a warning says so.
+    """
+
+    def __init__(self, forward: Callable[..., Results], device: torch.device, form: Callable[..., Any]) -> None:
+        self._forward, self._form = forward, form
+        self._pool = GraphPool(device)
+        self._calls: dict[Any, CapturedCall | None] = {}
+
+    def __call__(self, *args: Any, **options: Any) -> Results:
+        key = self._form(args, options)
+        if key not in self._calls:
+            self._calls[key] = self._captured(args, options)
+        call = self._calls[key]
+        return self._forward(*args, **options) if call is None else call(*args, **options)
+
+    def _captured(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> CapturedCall | None:
+        device, stream = self._pool.device, torch.cuda.current_stream(self._pool.device)
+        try:
+            return CapturedCall(self._forward, args, options, self._pool)
+        except RuntimeError as error:
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own
+            torch.cuda.synchronize(device)
+            self._pool = GraphPool(device)  # that of a capture that failed takes no other
+            name = type(getattr(self._forward, "__self__", None)).__name__
+            logger.warning("%s cannot be captured and runs call by call: %s", name, str(error).partition("\n")[0])
+            return None

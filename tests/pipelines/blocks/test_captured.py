@@ -1,0 +1,93 @@
+"""Calls in CUDA graphs, with stand-ins for CUDA's streams and graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+from transformers import masking_utils
+from transformers.modeling_outputs import BaseModelOutput
+
+from engines.fast import graph
+from pipelines.blocks.captured import CapturedForward
+from pipelines.blocks.compilation import _signature
+
+CPU = torch.device("cpu")
+Graphs = list[Mock]
+
+
+@pytest.fixture
+def graphs() -> Iterator[Graphs]:
+    """The graphs that were captured, whose replays do nothing by themselves."""
+    made: Graphs = []
+    names = ("current_stream", "graph_pool_handle", "set_stream", "synchronize")
+    contexts = dict.fromkeys(("graph", "stream"), Mock(side_effect=lambda *_, **__: nullcontext()))
+
+    def make() -> Mock:
+        made.append(Mock())
+        return made[-1]
+
+    cuda: dict[str, Any] = {**dict.fromkeys(names, Mock()), **contexts, "CUDAGraph": make}
+    with patch.object(graph, "named_stream"), patch.multiple(torch.cuda, **cuda):
+        yield made
+
+
+def test_each_form_is_captured_once_and_results_are_copies(graphs: Graphs) -> None:
+    memory, calls = torch.zeros(2), list[Any]()
+
+    def forward(x: torch.Tensor, *, flag: bool) -> BaseModelOutput:
+        calls.append(flag)
+        return BaseModelOutput(last_hidden_state=memory.copy_(x), hidden_states=(memory,))
+
+    captured = CapturedForward(forward, CPU, _signature)
+    first = captured(torch.ones(2), flag=True)
+    assert calls == [True] * 3, "twice to warm up, once to record"
+    memory.zero_()  # as the next replay would
+    assert first.last_hidden_state.tolist() == first.hidden_states[0].tolist() == [1, 1]
+    captured(torch.zeros(2), flag=True)
+    assert (len(graphs), graphs[0].replay.call_count) == (1, 2)
+    captured(torch.zeros(2), flag=False)
+    assert len(graphs) == 2
+
+
+def test_a_replay_reads_the_arguments_of_its_call(graphs: Graphs) -> None:
+    captured = CapturedForward(lambda x, mask: (x * mask,), CPU, _signature)
+    captured(torch.ones(2), mask=torch.ones(2))
+    inputs = captured._calls[_signature((torch.ones(2),), {"mask": torch.ones(2)})]._step.inputs  # type: ignore[union-attr]
+    captured(torch.tensor([2.0, 3.0]), mask=torch.zeros(2))
+    assert {name: x.tolist() for name, x in inputs.items()} == {"0": [2, 3], "mask": [0, 0]}
+
+
+def test_what_cannot_be_captured_runs_as_it_is(graphs: Graphs, caplog: pytest.LogCaptureFixture) -> None:
+    tries: list[int] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        tries.append(1)
+        if len(tries) == 3:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        return x + 1
+
+    captured = CapturedForward(forward, CPU, _signature)
+    for _ in range(2):
+        assert captured(torch.zeros(1)).tolist() == [1]
+    assert len(tries) == 5
+    assert [message.partition(": ")[2] for message in caplog.messages] == [
+        "operation not permitted when stream is capturing"
+    ]
+
+
+def test_masks_are_made_without_a_look_at_them(graphs: Graphs) -> None:
+    seen: list[bool] = []
+    plain = masking_utils.is_tracing
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        seen.append(masking_utils.is_tracing(x))
+        return x
+
+    CapturedForward(forward, CPU, _signature)(torch.zeros(1))
+    assert seen == [True] * 3, "in the runs before the capture as well"
+    assert masking_utils.is_tracing is plain
