@@ -196,6 +196,32 @@ def test_a_worker_that_is_stopped_for_good_is_killed(is_stopped: bool, monkeypat
     assert worker.returncode == (-signal.SIGKILL if is_stopped else 0)
 
 
+def test_a_worker_whose_cpu_time_is_limited_by_stops_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped at every look, but runs between them."""
+    monkeypatch.setattr(worker_shim, "WATCHED_EVERY_S", 0.1)
+    monkeypatch.setattr(worker_shim, "STOPPED_FOR_S", 0.3)
+    look = worker_shim.state_of
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as worker:
+        process, num_looks = os.pidfd_open(worker.pid), 0
+
+        def look_at_a_stopped_one(pid: int) -> tuple[str, float]:
+            nonlocal num_looks
+            num_looks += 1
+            if num_looks == 10:
+                worker.kill()
+            before_s = look(pid)[1]
+            worker.send_signal(signal.SIGCONT)
+            wait_until(lambda: worker.poll() is not None or look(pid)[1] > before_s, "it has run")
+            worker.send_signal(signal.SIGSTOP)
+            wait_until(lambda: look(pid)[0] != "R", "it is stopped")
+            return look(pid)
+
+        monkeypatch.setattr(worker_shim, "state_of", look_at_a_stopped_one)
+        worker_shim.wait_for(process, worker.pid, process)
+        os.close(process)
+    assert num_looks == 10
+
+
 HANG = {
     "sleeps": "time.sleep(1000)",
     "spins": "\n    while True: pass",
