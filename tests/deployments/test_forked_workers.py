@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
@@ -23,6 +24,7 @@ from deployments.forked_worker import ROOT
 from deployments.forked_workers import SHIM, forking_cluster
 from deployments.settings import process_environment
 from deployments.worker_shim import DIRECTORY_VARIABLE, level_of
+from deployments.zygote import keep_bytecode
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
 
@@ -150,6 +152,26 @@ def test_a_shim_ends_as_its_worker_does(directory: str, code: str, status: int) 
     assert ("lost" in err) == (status == 1)
     assert ("Segmentation fault" in err) == (status == -signal.SIGSEGV), "told by faulthandler"
     assert out == ("at the end\n" if status == 0 else "")
+
+
+@pytest.mark.parametrize(("is_compiled", "writes_none"), [(False, True), (True, True), (False, False)])
+def test_forks_keep_bytecode_where_there_would_be_none(
+    is_compiled: bool, writes_none: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = str(tmp_path / "elsewhere")
+    monkeypatch.setattr(sys, "pycache_prefix", elsewhere)
+    monkeypatch.setattr(sys, "dont_write_bytecode", writes_none)
+    spec = importlib.util.find_spec("ray")
+    assert spec is not None
+    assert spec.origin is not None
+    if is_compiled:
+        cached = Path(importlib.util.cache_from_source(spec.origin))
+        cached.parent.mkdir(parents=True)
+        cached.touch()
+    keep_bytecode(tmp_path)
+    kept = not is_compiled and writes_none
+    assert sys.pycache_prefix == (str(tmp_path / "bytecode") if kept else elsewhere)
+    assert sys.dont_write_bytecode is (writes_none and not kept)
 
 
 WAIT = """
