@@ -10,7 +10,8 @@ from typing import Self
 
 EVERY_S, ANSWER_WITHIN_S = 1.0, 2.0
 MAX_MISSES = 3
-"""Consecutive misses; a process that never answers is ended after nine seconds."""
+"""Consecutive misses; a process that never answers is ended after nine seconds, one that is known to be stopped after
+three."""
 
 logger = logging.getLogger("troupe.heartbeat")
 

@@ -223,6 +223,17 @@ def route_in_this_loop(handle: DeploymentHandle[Any]) -> None:
     handle._init(_run_router_in_separate_loop=False)  # type: ignore[no-untyped-call]
 
 
+def leave_replica(handle: DeploymentHandle[Any], replica: str) -> None:
+    """Send no more requests through ``handle`` to the replica of this unique id, as after its death.
+
+    They wait for another one. It is for a handle of ``route_in_this_loop``. Serve's controller may offer the replica
+    again.
+    """
+    router = handle._router._asyncio_router.request_router  # type: ignore[union-attr]
+    for replica_id in [one for one in router.curr_replicas if one.unique_id == replica]:
+        router.on_replica_actor_died(replica_id)
+
+
 async def object_ref(response: Any) -> Any:
     """Return the reference of a handle's response once a replica has accepted the request."""
     return await response._to_object_ref()

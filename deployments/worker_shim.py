@@ -39,10 +39,14 @@ CREDENTIALS = struct.Struct("3i")
 START_WITHIN_S = 20.0
 ANSWER_WITHIN_S = 45.0
 """Includes imports of libraries. Ray waits a minute for a worker."""
-WATCHED_EVERY_S, STOPPED_FOR_S = 1.0, 8.0
+WATCHED_EVERY_S, STOPPED_FOR_S = 0.5, 2.0
+"""A process that stays stopped answers nothing. One that ran between two looks does not count: tools that limit a
+process's CPU time stop and continue it several times a second."""
 IDLE_FOR_S, BUSY_FOR_S = 8.0, 20.0
 """A starting Ray worker hangs if it uses no CPU time for ``IDLE_FOR_S``, or ``BUSY_FOR_S`` altogether: it takes two.
 Ray itself would wait a minute for it, and hold its resources."""
+STOPPED, TRACED = "T", "t"
+"""States of a process in ``/proc``: by a signal, by a debugger."""
 MAX_REPLACED = 2
 RAY_WORKER, RAY_TITLE = "default_worker.py", b"ray::"
 """Its script, and how its title begins when it has connected."""
@@ -237,16 +241,17 @@ def supervise(connection: socket.socket, pid: int, is_starting: bool) -> int | N
 def wait_for(end: socket.socket | int, pid: int, process: int | None, is_starting: bool = False) -> bool:
     """Wait until ``end`` can be read. Kill a worker that is stopped for ``STOPPED_FOR_S``, or hangs at its start.
 
-    Ray and Serve check no worker that is still starting. Return whether it was killed before it had connected to Ray.
+    Health checks find a stopped worker later: they also cover busy ones, so they wait longer. No check of Ray or Serve
+    covers a worker that is still starting. Return whether it was killed before it had connected to Ray.
     """
     num_stopped = num_idle = 0
     last_s = 0.0
     is_killed = False
     while not select.select([end], [], [], WATCHED_EVERY_S)[0]:
         state, used_s = state_of(pid)
-        is_starting = is_starting and not has_title(pid)
-        num_stopped = num_stopped + 1 if state == "T" else 0
-        num_idle = num_idle + 1 if is_starting and used_s == last_s and state != "t" else 0
+        is_starting, has_run = is_starting and not has_title(pid), used_s != last_s
+        num_stopped = (0 if has_run else num_stopped) + 1 if state == STOPPED else 0
+        num_idle = num_idle + 1 if is_starting and not has_run and state != TRACED else 0
         last_s = used_s
         is_stopped = num_stopped * WATCHED_EVERY_S >= STOPPED_FOR_S
         hangs = is_starting and (num_idle * WATCHED_EVERY_S >= IDLE_FOR_S or used_s > BUSY_FOR_S)
@@ -258,7 +263,7 @@ def wait_for(end: socket.socket | int, pid: int, process: int | None, is_startin
 
 
 def state_of(pid: int) -> tuple[str, float]:
-    """Return the state of ``pid`` ("T": stopped by a signal, "t": traced) and the CPU seconds that it has used."""
+    """Return the state of ``pid`` (such as ``STOPPED``) and the CPU seconds that it has used; empty if it has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import selectors
@@ -232,6 +233,20 @@ def import_libraries(level: str) -> None:
     gc.freeze()
 
 
+def keep_bytecode(directory: Path) -> None:
+    """Let this process and its forks keep bytecode below ``directory``, if Ray has none and Python would write none.
+
+    Each fork imports hundreds of Ray's modules, and would compile all of them again.
+    """
+    spec = importlib.util.find_spec("ray")
+    if spec is None or spec.origin is None:
+        return
+    cached, folder = Path(importlib.util.cache_from_source(spec.origin)), os.path.dirname(spec.origin)
+    is_written = not sys.dont_write_bytecode and (sys.pycache_prefix or os.access(folder, os.W_OK))
+    if not cached.exists() and not is_written:
+        sys.pycache_prefix, sys.dont_write_bytecode = str(directory / "bytecode"), False
+
+
 def serve(
     directory: Path, levels: Sequence[str], lifeline: int | None, environment: Mapping[str, str]
 ) -> ForkedWorker | None:
@@ -267,6 +282,8 @@ def main() -> None:
     chosen = parser.parse_args()
     environment = dict(os.environ)
     os.environ.update(OWN_VARIABLES)
+    if chosen.lifeline is not None:  # else nothing removes the folder
+        keep_bytecode(chosen.directory)
     worker = serve(chosen.directory, chosen.levels, chosen.lifeline, environment)
     if worker is not None:
         worker.run({name: value for name, value in os.environ.items() if name not in environment})

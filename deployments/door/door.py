@@ -22,6 +22,7 @@ from deployments.door.door_settings import DoorSettings
 from deployments.door.haproxy import BACK, PictureQueue, Wiring, find_binary, render
 from deployments.door.outages import Outages, server_state
 from deployments.heartbeat import ANSWER_WITHIN_S, Heartbeat
+from deployments.worker_shim import STOPPED, state_of
 
 BACKLOG = 1024
 ADMIN_TIMEOUT_S, ADMIN_POLL_S = 5.0, 0.05
@@ -145,7 +146,12 @@ class Door:
         self._at_end.close()
 
     def _answers(self) -> bool:
-        """Return whether HAProxy answers. Tell it when the application is expected, if that has changed."""
+        """Return whether HAProxy answers. Tell it when the application is expected, if that has changed.
+
+        A stopped one is not asked, so that each look at it is a miss at once.
+        """
+        if state_of(self.pid)[0] == STOPPED:
+            return False
         answer = self._ask("show servers state application", ANSWER_WITHIN_S)
         is_there = server_state(answer)
         if is_there is not None and self._outages.note(is_there):

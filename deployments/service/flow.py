@@ -15,6 +15,7 @@ from ray import exceptions as ray_errors
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments.observability.metrics import observe_failure
+from deployments.ray_private import leave_replica
 from deployments.service.interface import STATUS_MAX_AGE_S, Media, ModelCard, ModelUnavailableError, Output, StudioEvent
 from deployments.service.readiness import Readiness
 from deployments.service.retries import RECOVERY_DEADLINE_S, RETRYABLE, Retries
@@ -23,7 +24,7 @@ from deployments.stages.measured_times import DecodeTimes
 from deployments.usage.accounts import Accounts
 from deployments.usage.metering import UsageMeter
 from engines.core.engine import JobFailedError
-from engines.gang.errors import QueueFullError
+from engines.gang.errors import GangBrokenError, QueueFullError
 from pipelines.request import NO_PICTURES, InputPictures, Lora, MediaRequest
 
 RETRY_PAUSE_S = 0.25
@@ -121,7 +122,13 @@ class DeployedStudio:
                     raise
                 except RETRYABLE as error:
                     retries.after(error, run.num_steps_seen)
+                    self._leave_gang(model, error)
                 await asyncio.sleep(RETRY_PAUSE_S)
+
+    def _leave_gang(self, model: str, error: Exception) -> None:
+        """Let requests wait for another gang, until Serve's controller knows that this one is broken."""
+        if isinstance(error, GangBrokenError) and error.replica:
+            leave_replica(self._stages[model].denoiser, error.replica)
 
     def _check_attention(self, request: MediaRequest) -> None:
         """Raise ValueError for an attention that the model was served with when the request came, and is not now."""

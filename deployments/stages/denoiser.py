@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray import serve
 
 from deployments.config import ModelConfig
 from deployments.forked_workers import python_like_own
@@ -31,7 +32,7 @@ from engines.core.logs import log_phase
 from engines.core.parcel import Shapes
 from engines.core.resources import MemoryUse
 from engines.gang.arbiter import Demand
-from engines.gang.errors import QueueFullError
+from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobDone
 from engines.registry import rank_environment
@@ -88,6 +89,7 @@ class Denoiser:
     ) -> None:
         """``drain_s``: seconds from Serve's order to end until it kills the replica."""
         prepare_replica()
+        self._name = serve.get_replica_context().replica_id.unique_id
         log_phase("replica: process", time.time() - psutil.Process().create_time(), model=model.name)
         self._checkpoint = Checkpoint.open(model.source, weights=False)
         shared: dict[str, Any] = {}
@@ -161,6 +163,9 @@ class Denoiser:
                     first = ()
             except QueueFullError as refusal:
                 yield (refusal,)
+            except GangBrokenError as error:
+                error.replica = self._name
+                raise
 
     async def _move(self, asleep: bool) -> Sequence[MemoryUse]:
         """Bring the gang's weights to the host, or back."""

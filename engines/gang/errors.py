@@ -11,8 +11,11 @@ BreakCause = Literal["death", "deadline", "error", "closed"]
 class GangBrokenError(RuntimeError):
     """A rank died, hung past the step deadline, or gave a wrong answer; every job of the gang must be run again.
 
-    ``in_flight``: this job had a step in flight when the gang broke. Only such a job can be the cause.
+    ``in_flight``: this job had a step in flight when the gang broke. Only such a job can be the cause. ``replica``: the
+    name of the replica whose gang it was, which takes no more jobs; empty if unknown.
     """
+
+    replica = ""
 
     def __init__(self, reason: str, cause: BreakCause = "error", in_flight: bool = False) -> None:
         super().__init__(reason, cause, in_flight)

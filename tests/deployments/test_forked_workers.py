@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import resource
@@ -23,6 +24,7 @@ from deployments.forked_worker import ROOT
 from deployments.forked_workers import SHIM, forking_cluster
 from deployments.settings import process_environment
 from deployments.worker_shim import DIRECTORY_VARIABLE, level_of
+from deployments.zygote import keep_bytecode
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
 
@@ -152,6 +154,26 @@ def test_a_shim_ends_as_its_worker_does(directory: str, code: str, status: int) 
     assert out == ("at the end\n" if status == 0 else "")
 
 
+@pytest.mark.parametrize(("is_compiled", "writes_none"), [(False, True), (True, True), (False, False)])
+def test_forks_keep_bytecode_where_there_would_be_none(
+    is_compiled: bool, writes_none: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = str(tmp_path / "elsewhere")
+    monkeypatch.setattr(sys, "pycache_prefix", elsewhere)
+    monkeypatch.setattr(sys, "dont_write_bytecode", writes_none)
+    spec = importlib.util.find_spec("ray")
+    assert spec is not None
+    assert spec.origin is not None
+    if is_compiled:
+        cached = Path(importlib.util.cache_from_source(spec.origin))
+        cached.parent.mkdir(parents=True)
+        cached.touch()
+    keep_bytecode(tmp_path)
+    kept = not is_compiled and writes_none
+    assert sys.pycache_prefix == (str(tmp_path / "bytecode") if kept else elsewhere)
+    assert sys.dont_write_bytecode is (writes_none and not kept)
+
+
 WAIT = """
 import os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(42))
@@ -194,6 +216,32 @@ def test_a_worker_that_is_stopped_for_good_is_killed(is_stopped: bool, monkeypat
         finally:
             os.close(process)
     assert worker.returncode == (-signal.SIGKILL if is_stopped else 0)
+
+
+def test_a_worker_whose_cpu_time_is_limited_by_stops_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped at every look, but runs between them."""
+    monkeypatch.setattr(worker_shim, "WATCHED_EVERY_S", 0.1)
+    monkeypatch.setattr(worker_shim, "STOPPED_FOR_S", 0.3)
+    look = worker_shim.state_of
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as worker:
+        process, num_looks = os.pidfd_open(worker.pid), 0
+
+        def look_at_a_stopped_one(pid: int) -> tuple[str, float]:
+            nonlocal num_looks
+            num_looks += 1
+            if num_looks == 10:
+                worker.kill()
+            before_s = look(pid)[1]
+            worker.send_signal(signal.SIGCONT)
+            wait_until(lambda: worker.poll() is not None or look(pid)[1] > before_s, "it has run")
+            worker.send_signal(signal.SIGSTOP)
+            wait_until(lambda: look(pid)[0] != "R", "it is stopped")
+            return look(pid)
+
+        monkeypatch.setattr(worker_shim, "state_of", look_at_a_stopped_one)
+        worker_shim.wait_for(process, worker.pid, process)
+        os.close(process)
+    assert num_looks == 10
 
 
 HANG = {

@@ -32,6 +32,7 @@ from deployments.ray_private import (
     bind_replicas_to_loopback,
     controller_answers,
     deployment_names,
+    leave_replica,
     object_ref,
     object_ref_generator,
     processes_in_own_sessions,
@@ -47,6 +48,8 @@ from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
 
 NAME = "private"
+NUM_CALLS = 20
+"""If each went to one of two replicas by chance, all would go to the same one once in a million times."""
 
 
 class Callee:
@@ -55,6 +58,9 @@ class Callee:
 
     async def num_open_ports(self) -> int:
         return num_open_ports()
+
+    async def name(self) -> str:
+        return serve.get_replica_context().replica_id.unique_id
 
     async def count(self, to: int) -> AsyncIterator[int]:
         for number in range(to):
@@ -78,6 +84,13 @@ class Caller:
         stream = await object_ref_generator(self._callee.options(stream=True).count.remote(3))
         return isinstance(reference, ray.ObjectRef), [await item async for item in stream]
 
+    async def names_after_leaving(self) -> tuple[str, list[str]]:
+        """Return a replica that was left, and those that answer from then on."""
+        left = await self._callee.name.remote()
+        leave_replica(self._callee, left)
+        leave_replica(self._callee, "unknown")
+        return left, [await self._callee.name.remote() for _ in range(NUM_CALLS)]
+
     async def num_open_ports(self) -> tuple[int, int]:
         """Of this replica and of the other one."""
         return num_open_ports(), await self._callee.num_open_ports.remote()
@@ -93,7 +106,8 @@ def num_open_ports() -> int:
 def caller(ray_cluster: None) -> Iterator[DeploymentHandle[Any]]:
     serve.start(proxy_location=ProxyLocation.Disabled, http_options=HTTPOptions(host="127.0.0.1"))
     deployment = serve.deployment(ray_actor_options={"num_cpus": 0.1})
-    yield serve.run(deployment(Caller).bind(deployment(Callee).bind()), name=NAME, route_prefix=None)
+    callee = deployment(Callee).options(num_replicas=2)
+    yield serve.run(deployment(Caller).bind(callee.bind()), name=NAME, route_prefix=None)
     serve.shutdown()  # type: ignore[no-untyped-call]
 
 
@@ -108,6 +122,12 @@ def test_responses_have_references(caller: DeploymentHandle[Any]) -> None:
 def test_replicas_are_called_on_loopback_alone(caller: DeploymentHandle[Any]) -> None:
     usual, bound = caller.num_open_ports.remote().result(timeout_s=PATIENCE_S)
     assert usual - bound == 1
+
+
+def test_a_replica_that_was_left_gets_no_more_calls(caller: DeploymentHandle[Any]) -> None:
+    left, names = caller.names_after_leaving.remote().result(timeout_s=PATIENCE_S)
+    assert len({left, *names}) == 2
+    assert left not in names
 
 
 def test_the_status_is_what_serve_says(caller: DeploymentHandle[Any]) -> None:

@@ -50,6 +50,22 @@ def test_one_that_is_stopped_is_replaced_and_does_not_hold_up_the_end(
     assert not psutil.pid_exists(last)
 
 
+def test_one_that_is_stopped_is_not_asked_before_it_is_replaced(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer would be waited for as long as from a busy one."""
+    monkeypatch.setattr(heartbeat, "EVERY_S", 0.1)
+    monkeypatch.setattr(doors, "ANSWER_WITHIN_S", 10 * PATIENCE_S)
+    with served(backend) as address, doored(address) as (door, client):
+        first = door.pid
+        assert client.get("/").status_code == 200
+        with monkeypatch.context() as patch:
+            patch.setattr(heartbeat.Heartbeat, "_is_alive", lambda beat: True)
+            time.sleep(0.3)  # no question is under way
+            os.kill(first, signal.SIGSTOP)
+        wait_until(lambda: door.pid != first, "another process")
+
+
 def test_a_process_that_cannot_start_is_not_started_all_the_time(
     backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ReferenceCountingAssertionError
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from deployments.service import flow
 from deployments.service.flow import DeployedStudio
 from deployments.service.interface import (
     Media,
@@ -126,6 +127,19 @@ async def test_what_came_too_late_for_its_deadline_is_not_tried_on(events_of: Ca
     with pytest.raises(TooLateError):
         await events_of(stages, deadline_s=60.0)
     assert stages.num_attempts == 2
+
+
+async def test_a_gang_that_broke_is_not_asked_again(
+    perform: Callable[[Stages], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve's controller may learn of it much later."""
+    left: list[tuple[object, str]] = []
+    monkeypatch.setattr(flow, "leave_replica", lambda handle, replica: left.append((handle, replica)))
+    broken = GangBrokenError("rank 1 died", "death", in_flight=True)
+    broken.replica = "a1b2"
+    stages = Stages([STEP, broken], [DIED], [STEP, DONE])
+    assert isinstance(await perform(stages), Media)
+    assert left == [(stages.denoiser, "a1b2")], "Serve itself leaves a replica that died"
 
 
 async def test_two_broken_gangs_are_enough(perform: Callable[[Stages], Any]) -> None:

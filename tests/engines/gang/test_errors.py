@@ -18,6 +18,12 @@ def test_errors_survive_pickling(error: Exception) -> None:
     assert (type(copy), str(copy), vars(copy)) == (type(error), str(error), vars(error))
 
 
+def test_the_name_of_a_replica_survives_pickling() -> None:
+    error = GangBrokenError("rank 1 died", "death", True)
+    error.replica = "a1b2"
+    assert pickle.loads(pickle.dumps(error)).replica == "a1b2"
+
+
 def test_the_queue_says_when_to_come_back() -> None:
     assert str(QueueFullError(32, 4.6)) == "32 jobs are waiting already; try again in about 5 s"
     assert str(QueueFullError(1, 0.2)) == "1 job is waiting already; try again in about 0 s"
