@@ -133,7 +133,7 @@ def late_fields(served: Served, way: str) -> Document:
     """Return the fields of a request for the added adapter: the settings of the recipe ``way``, without its adapter."""
     settings = {name: value for name, value in served.recipes[way].items() if name not in ("lora", "likeness")}
     (scale,) = {one["scale"] for one in served.recipes[way]["lora"] if one["name"] == way}
-    names = [_late_name(number) for number in range(len(sources_of(served.config, way)))]
+    names = [_late_name(number) for number in range(len(sources_of(served.config, served.card["id"], way)))]
     return {**settings, "lora": [{"name": name, "scale": scale} for name in names]}
 
 
@@ -153,7 +153,7 @@ def _until(enough: threading.Event, is_under_way: threading.Event, served: Serve
 def _add(served: Served, way: str) -> int:
     """Add the adapters of a recipe by ``POST /v1/loras``, one for each transformer. Return their bytes."""
     num_bytes = 0
-    for number, source in enumerate(sources_of(served.config, way)):
+    for number, source in enumerate(sources_of(served.config, served.card["id"], way)):
         path = Path(resolve_file(source.path, source.file, ADAPTER_FILES))
         form = {"model": served.card["id"], "name": _late_name(number), "part": source.part}
         with path.open("rb") as file:

@@ -89,7 +89,7 @@ def _files(paths: list[Path]) -> dict[str, str]:
     return {key: str(path.resolve()) for key, path in zip(("path", "path_2"), paths, strict=False)}
 
 
-def sources_of(config: ServeConfig, recipe: str) -> tuple[LoraSource, ...]:
-    """Return the adapters of a recipe of the only model: one for each transformer."""
-    (model,) = config.app.models
-    return model.recipes[recipe].sources(recipe)
+def sources_of(config: ServeConfig, model: str, recipe: str) -> tuple[LoraSource, ...]:
+    """Return the adapters of a model's recipe: one for each transformer."""
+    (found,) = (one for one in config.app.models if one.name == model)
+    return found.recipes[recipe].sources(recipe)
