@@ -38,7 +38,7 @@ def write_folder(name: str, folder: Path, device: torch.device) -> None:
         torch.manual_seed(SEED)
         for part in read_index(published):
             if (folder / part / "config.json").is_file():
-                _save(_diffusers_model(published, part), folder / part)
+                _save(diffusers_model(published, part), folder / part)
         for part, make in ENCODERS[name].items():
             _save(make(), folder / part)
     index = json.loads((folder / "model_index.json").read_text())
@@ -56,7 +56,7 @@ def write_vae(name: str, folder: Path, device: torch.device) -> None:
     with torch.device(device), default_dtype(torch.bfloat16):
         torch.manual_seed(SEED)
         for part in DECODING_PARTS & read_index(published).keys():
-            _save(_diffusers_model(published, part), folder / part)
+            _save(diffusers_model(published, part), folder / part)
 
 
 def letters(max_length: int = USUAL_LENGTH) -> Any:
@@ -81,7 +81,8 @@ def _is_tokenizer(published: Path, part: str) -> bool:
     return isinstance(entry, list) and entry[0] == "transformers" and "Tokenizer" in entry[1]
 
 
-def _diffusers_model(published: Path, part: str) -> Any:
+def diffusers_model(published: Path, part: str) -> Any:
+    """A part with random weights, by the configuration of the folder ``published``."""
     library, class_name = read_index(published)[part]
     module = "diffusers" if library == "diffusers" else f"diffusers.pipelines.{library}"
     model = getattr(import_module(module), class_name).from_config(dict(read_config(published, part)))

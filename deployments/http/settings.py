@@ -52,7 +52,7 @@ class ApiLimits(PictureLimits):
     max_open_requests: int = 2048
     max_watchers: int = 1000
     key_limits: tuple[KeyLimits, ...] = ()
-    max_lora_bytes: int = 512 << 20
+    max_lora_bytes: int = 2 << 30
     lora_folders: tuple[Path, ...] = ()
     max_stored_bytes: int = 16 << 30
 

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from deployments.http.settings import ApiLimits
 from deployments.lora_store import KEEP_S
 from deployments.service.interface import ModelUnavailableError
 from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, LoraLimits
@@ -111,6 +112,11 @@ async def test_keys_have_their_own_and_those_that_are_shared(studio: FakeStudio,
         assert used == [own["id"], shared["id"]], "a key's own precedes one of the same name"
         refused = await client.delete(f"{LORAS}/{shared['id']}", headers=by("alpha"))
         assert error_of(refused) == (403, "lora_of_other_key", "lora_id")
+
+
+def test_what_a_gang_has_memory_for_may_be_sent() -> None:
+    """FLUX.1's distilled adapters have 694 and 1388 MB."""
+    assert ApiLimits().max_lora_bytes == LoraLimits().memory_bytes
 
 
 async def test_names_and_places_are_limited(studio: FakeStudio, tmp_path: Path) -> None:
