@@ -199,7 +199,7 @@ def _qwen25() -> Any:
 
 
 def _published_encoder(model: str, kind: str) -> Any:
-    """Return the ``text_encoder`` of ``model``, whose configuration lies with the published ones, of the class ``kind``."""
+    """Return the ``text_encoder`` of ``model``, of the class ``kind``, as its published configuration says."""
     import transformers
 
     config = encoder_config(resolve_configuration(model), "text_encoder")
