@@ -1,18 +1,22 @@
 """Write the tables of docs/operate/cards.md: the GPUs that a published model takes, and savings on one GPU.
 
 PYTHONPATH=. python .ci/models_cards.py
+
+Lines of ``python -m benchmarks.sweep.cards`` say what was seen of savings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from models_facts import swept
+from models_facts import of_gpus, swept
 from models_tables import replaced, table
 
+from benchmarks.sweep.card_sizes import CARDS, Card
+from benchmarks.sweep.kept import ERROR, Kept, Result
 from deployments.sizing.estimate import Estimate, EstimateOptions, WeightsAlone, make_estimate
 from deployments.sizing.fit import GIB, Change, Fit, RequestTimes, with_memory
 from deployments.sizing.savings import Budget, BudgetRules, choose_savings
@@ -28,6 +32,10 @@ MOST_HELD = 1.6
 LETTERS = {"denoiser.strategy": "w", "denoiser.precision": "q", "decoder.memory_gib": "d", "text_encoder and": "e"}
 LETTERS["text_encoder.num_gpus"] = "c"
 TIGHT = "~"
+SEEN = Path(__file__).parents[1] / "benchmarks" / "reports" / "cards.jsonl"
+SEEN_COLUMNS = ("model", "card", "savings", "estimated, GiB", "held at most, GiB", "size", "steps", "ready, s")
+SEEN_COLUMNS += ("first, s", "other prompt, s", "predicted, s", "same bytes")
+FAILED, OUT_OF_MEMORY = "failed", "out of memory"
 SAVING_LETTERS = {
     "decoder.memory_gib": "d",
     "text_encoder.takes_turns": "t",
@@ -37,30 +45,6 @@ SAVING_LETTERS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Card:
-    """A size of memory by its name, and the known machine whose figures count, which has a ``share`` times as much."""
-
-    gb: int
-    machine: str
-    share: float = 1.0
-    hardware: str = ""
-    """A part of the name that a sweep has for it."""
-
-    @property
-    def gib(self) -> float:
-        return self.share * MACHINES[self.machine].memory_bytes / GIB
-
-
-CARDS = (
-    Card(gb=12, machine="rtx-4090", share=12 / 24),
-    Card(gb=16, machine="rtx-4090", share=16 / 24),
-    Card(gb=24, machine="rtx-4090"),
-    Card(gb=48, machine="l40s"),
-    Card(gb=80, machine="h100", hardware="H100 80GB"),
-    Card(gb=141, machine="h200", hardware="H200"),
-)
-"""A tenth is left for captured graphs and gaps, as `troupe estimate` leaves it."""
 SMALL_CARDS = CARDS[:5]
 
 
@@ -122,8 +106,38 @@ def savings_rows() -> Iterator[tuple[str, ...]]:
 
 
 def savings_row(model: str, estimate: Estimate) -> tuple[str, ...]:
-    marks = "[^encoder]" if estimate.fit.unknown else ""
-    return f"{model}{marks}", *(savings_cell(budget_on(estimate, card)) for card in SMALL_CARDS)
+    marks, seen = "[^encoder]" if estimate.fit.unknown else "", seen_on_cards()
+    cells = ((seen.get((model, card.gb)), card) for card in SMALL_CARDS)
+    return f"{model}{marks}", *(seen_cell(one) if one else savings_cell(budget_on(estimate, c)) for one, c in cells)
+
+
+def seen_on_cards() -> dict[tuple[str, float], Result]:
+    """Return the newest result on a GPU by model and card. What had no room on the disk was not seen."""
+    results = (one for one in of_gpus(Kept(SEEN).results()) if "left_gib" in one)
+    return {(one["model"], one["card_gb"]): one for one in results}
+
+
+def seen_cell(one: Result) -> str:
+    """Return the savings with which the model was seen to run, with their predicted costs, or that it failed."""
+    return f"**{failure(one) if ERROR in one else said_savings(one['savings'], one['extra_s'])}**"
+
+
+def failure(one: Result) -> str:
+    return OUT_OF_MEMORY if "out_of_memory" in one else FAILED
+
+
+def seen_rows() -> Iterator[tuple[str, ...]]:
+    """Yield what was held and took time on each card that was seen, in the order of models and cards."""
+    order = {name: number for number, name in enumerate(published_models())}
+    for (model, gb), one in sorted(seen_on_cards().items(), key=lambda pair: (order[pair[0][0]], pair[0][1])):
+        letters = " ".join(SAVING_LETTERS[key] for key in one["savings"]) or "none"
+        row = (model, f"{gb:g} GB", letters, f"{one['estimated_gib']:.1f}", f"{one['held_gib']:.1f}")
+        row += (one["size"], str(one["steps"]))
+        if ERROR in one:
+            yield *row, *("–",) * 4, failure(one)
+        else:
+            times = (one["ready_s"], one["first_ms"]["total"] / 1e3, one["other_ms"]["total"] / 1e3, one["predicted_s"])
+            yield *row, *(f"{time_s:.1f}" for time_s in times), "yes" if one["same_bytes"] else "no"
 
 
 def budget_on(estimate: Estimate, card: Card) -> Budget | None:
@@ -141,10 +155,11 @@ def budget_on(estimate: Estimate, card: Card) -> Budget | None:
 def savings_cell(budget: Budget | None) -> str:
     if budget is None:
         return "–"
-    if not budget.savings:
-        return "all fits"
-    letters = " ".join(SAVING_LETTERS[saving.key] for saving in budget.savings)
-    return f"{letters} {budget.extra_s:+.1f} s"
+    return said_savings([saving.key for saving in budget.savings], budget.extra_s)
+
+
+def said_savings(keys: Collection[str], extra_s: float) -> str:
+    return f"{' '.join(SAVING_LETTERS[key] for key in keys)} {extra_s:+.1f} s" if keys else "all fits"
 
 
 def seen_on(model: str, hardware: str) -> set[int]:
@@ -167,12 +182,26 @@ def held() -> Iterator[tuple[str, ...]]:
             yield one["model"], one["hardware"], f"{gib:.1f}", f"{most:.1f}", f"{most / gib:.2f}"
 
 
+def seen_table() -> str:
+    """Return the table of what was seen on cards, with its caption; empty without results."""
+    rows, hardware = list(seen_rows()), sorted({one["hardware"] for one in seen_on_cards().values()})
+    if not rows:
+        return ""
+    said = (
+        f"*Bold cells and this table: seen by `python -m benchmarks.sweep.cards` on {', '.join(hardware)}, with random "
+        "weights.\nAnother process held the memory that such a card lacks. Costs and times are those of this GPU, not "
+        "of\nthe card. The prediction is for a prompt that the encoder has not seen.\n"
+        "Results: `benchmarks/reports/cards.jsonl`.*"
+    )
+    return f"\n{table(SEEN_COLUMNS, rows)}\n{said}\n"
+
+
 def document(written: str) -> str:
     """Return ``written`` with its tables made anew."""
     fits = table(("model", "GiB estimated", *(f"{card.gb} GB" for card in CARDS)), map(row, published_models()))
     columns = ("model", "GPU", "estimated, GiB", "held at most, GiB", "held by estimated")
     savings = table(("model", *(f"{card.gb} GB" for card in SMALL_CARDS)), savings_rows())
-    written = replaced(written, "savings", savings)
+    written = replaced(written, "savings", savings + seen_table())
     return replaced(written, "cards", f"{fits}\n{table(columns, held())}")
 
 

@@ -32,6 +32,7 @@ from deployments.stages.vae_decoder import Codec, VaeDecoder
 from deployments.usage.deployed_keeper import AccountsReplica
 from engines.core.storage import code_digest
 from engines.gang.placement import gang_bundles, gang_strategy
+from engines.gang.share_group import USABLE
 
 HEALTH: dict[str, Any] = {
     "health_check_period_s": 1.0,
@@ -101,12 +102,19 @@ def _without_scale(model: ModelConfig) -> ModelConfig:
 
 
 def _share_spec(model: ModelConfig, args: AppConfig) -> ShareSpec | None:
-    """Return the group of ``model``, its own if its encoder takes turns; None if its weights never sleep."""
+    """Return the group of ``model``, its own if its encoder takes turns; None if its weights never sleep.
+
+    Parts that take turns share the model's ``memory_gib``, which may be less than the GPU has.
+    """
     if not model.sleeps:
         return None
-    name, models = (model.share, args.sharing(model.share)) if model.share else (model.name, (_without_scale(model),))
-    config = args.shares.get(name, ShareConfig())
-    return ShareSpec(name=name if model.share else f"turns-of-{name}", config=config, models=models)
+    if model.share:
+        config = args.shares.get(model.share, ShareConfig())
+        return ShareSpec(name=model.share, config=config, models=args.sharing(model.share))
+    config = args.shares.get(model.name, ShareConfig())
+    if model.memory_gib is not None and config.memory_gib is None:
+        config = replace(config, memory_gib=USABLE * model.memory_gib)
+    return ShareSpec(name=f"turns-of-{model.name}", config=config, models=(_without_scale(model),))
 
 
 def _actor(level: Level, pythons: Pythons, **options: Any) -> dict[str, Any]:

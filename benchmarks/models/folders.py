@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.models.making import default_dtype
+from pipelines.blocks.footprint import encoder_config
 from pipelines.directory import read_config, read_index
 from pipelines.loading import resolve_configuration
 
@@ -22,13 +23,17 @@ VISION_START = "<|vision_start|>"
 DECODING_PARTS = {"vae", "audio_vae", "vocoder"}
 CLIP_LENGTH, USUAL_LENGTH = 77, 512
 """Tokens of a prompt, the last of them among these."""
-CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+CHAT = (
+    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{{ part['text'] }}{% endfor %}{% endif %}{% endfor %}"
+)
 
 
-def write_folder(name: str, folder: Path, device: torch.device) -> None:
-    """Writes the published model ``name``, made on ``device`` in bfloat16. ValueError for those that are not known.
+def write_folder(name: str, folder: Path, device: torch.device, *, twins: bool = False) -> None:
+    """Write the published model ``name``, made on ``device`` in bfloat16. ValueError for those that are not known.
 
-    Its tokenizers know letters alone: how long a prompt is, in tokens, is not what the published ones make of it.
+    Its tokenizers know letters alone: how long a prompt is, in tokens, is not what the published ones make of it. With
+    ``twins``, parts with the same class and configuration are one on the disk: the later ones link to the first.
     """
     if name not in ENCODERS:
         raise ValueError(f"no text encoders are known for {name}; known: {', '.join(ENCODERS)}")
@@ -36,8 +41,11 @@ def write_folder(name: str, folder: Path, device: torch.device) -> None:
     shutil.copytree(published, folder)
     with torch.device(device), default_dtype(torch.bfloat16):
         torch.manual_seed(SEED)
+        first = first_twins(published)
         for part in read_index(published):
-            if (folder / part / "config.json").is_file():
+            if twins and first.get(part, part) != part:
+                _link(folder / part, first[part])
+            elif part in first:
                 _save(diffusers_model(published, part), folder / part)
         for part, make in ENCODERS[name].items():
             _save(make(), folder / part)
@@ -46,6 +54,23 @@ def write_folder(name: str, folder: Path, device: torch.device) -> None:
     for part in plain:
         letters(LENGTHS.get(name, {}).get(part, USUAL_LENGTH)).save_pretrained(folder / part)
     (folder / "model_index.json").write_text(json.dumps(index | plain | UNGUARDED.get(name, {}), indent=1))
+
+
+def first_twins(published: Path) -> dict[str, str]:
+    """Return, for each part of diffusers with weights, the first part with the same class and configuration."""
+    index, first = read_index(published), dict[str, str]()
+    kinds = dict[str, str]()
+    for part in index:
+        if (published / part / "config.json").is_file():
+            kind = json.dumps([index[part], read_config(published, part)], sort_keys=True)
+            first[part] = kinds.setdefault(kind, part)
+    return first
+
+
+def _link(folder: Path, other: str) -> None:
+    """Replace ``folder`` by a link to the folder ``other`` beside it."""
+    shutil.rmtree(folder)
+    folder.symlink_to(other)
 
 
 def write_vae(name: str, folder: Path, device: torch.device) -> None:
@@ -76,9 +101,11 @@ def letters(max_length: int = USUAL_LENGTH) -> Any:
 
 
 def _is_tokenizer(published: Path, part: str) -> bool:
-    """Tokenizers of sound are models of diffusers."""
+    """Return whether a part reads prompts, alone or inside a processor. Tokenizers of sound are models of diffusers."""
     entry = read_index(published)[part]
-    return isinstance(entry, list) and entry[0] == "transformers" and "Tokenizer" in entry[1]
+    if not isinstance(entry, list) or entry[0] != "transformers":
+        return False
+    return "Tokenizer" in entry[1] or (part == "tokenizer" and "Processor" in entry[1])
 
 
 def diffusers_model(published: Path, part: str) -> Any:
@@ -172,22 +199,35 @@ def _qwen25() -> Any:
     return Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(**sizes, **heads, rope_parameters=rotary))
 
 
+def _published_encoder(model: str, kind: str) -> Any:
+    """Return the ``text_encoder`` of ``model``, of the class ``kind``, as its published configuration says."""
+    import transformers
+
+    config = encoder_config(resolve_configuration(model), "text_encoder")
+    assert config is not None
+    made = getattr(transformers, kind)
+    return made(made.config_class(**config))
+
+
 Encoders = Mapping[str, Callable[[], Any]]
 
 WAN: Encoders = {"text_encoder": _umt5}
 FLUX: Encoders = {"text_encoder": _clip, "text_encoder_2": _t5}
 HUNYUAN: Encoders = {"text_encoder": _qwen25, "text_encoder_2": _byt5}
 SD3: Encoders = {"text_encoder": _clip_with_projection, "text_encoder_2": _clip_large, "text_encoder_3": _t5}
+QWEN: Encoders = {"text_encoder": lambda: _published_encoder("Qwen-Image", "Qwen2_5_VLForConditionalGeneration")}
 Z_IMAGE: Encoders = {"text_encoder": lambda: _qwen3("Qwen3Model")}
 
 ENCODERS: Mapping[str, Encoders] = {
     "Cosmos3-Nano": {},
     "Cosmos3-Super": {},
     **dict.fromkeys(("FLUX.1-Kontext-dev", "FLUX.1-dev", "FLUX.1-schnell"), FLUX),
+    "FLUX.2-dev": {"text_encoder": lambda: _published_encoder("FLUX.2-dev", "Mistral3ForConditionalGeneration")},
     "FLUX.2-klein-4B": {"text_encoder": lambda: _qwen3("Qwen3ForCausalLM")},
     "Helios-Base": WAN,
     **dict.fromkeys(("HunyuanVideo-1.5-480p_t2v", "HunyuanVideo-1.5-720p_t2v"), HUNYUAN),
     "LTX-Video": {"text_encoder": _t5},
+    **dict.fromkeys(("Qwen-Image", "Qwen-Image-2512"), QWEN),
     **dict.fromkeys(("Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B", "Wan2.2-I2V-A14B", "Wan2.2-T2V-A14B", "Wan2.2-TI2V-5B"), WAN),
     **dict.fromkeys(("Z-Image", "Z-Image-Turbo"), Z_IMAGE),
     **dict.fromkeys(("stable-diffusion-3-medium", "stable-diffusion-3.5-large", "stable-diffusion-3.5-medium"), SD3),

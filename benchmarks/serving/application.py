@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -29,6 +30,10 @@ POLL_S = 0.5
 REST_CORES, REST_LOOKS, LOOK_S = 0.5, 3, 1.0
 """It is at rest if it uses fewer cores than that in this many samples in a row."""
 AT_REST_WITHIN_S = 120.0
+
+
+OUT_OF_MEMORY = re.compile(r"(CUDA|HIP) out of memory[^\n\"\\]{0,400}")
+"""What torch says in a process that the GPU has no memory for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,11 +107,17 @@ def cpu_s(processes: Sequence[psutil.Process]) -> float:
 
 
 @contextmanager
-def serving(config: ServeConfig, data_dir: Path | None = None, keys: Sequence[str] = ()) -> Iterator[Application]:
+def serving(
+    config: ServeConfig,
+    data_dir: Path | None = None,
+    keys: Sequence[str] = (),
+    ready_within_s: float = READY_WITHIN_S,
+) -> Iterator[Application]:
     """Run ``troupe serve`` with ``config``. Yield it when it is ready, and end it with all its processes by SIGTERM.
 
     It also ends if this program gets a SIGTERM (background jobs get no Ctrl-C). What it measures and decides is kept in
-    ``data_dir``, or forgotten without one. With ``keys`` it asks for API keys.
+    ``data_dir``, or forgotten without one. With ``keys`` it asks for API keys. An error has a note with what torch said
+    if a process had no memory left. TimeoutError if it is not ready in time.
     """
     files = tempfile.TemporaryDirectory(prefix="troupe_bench_", dir="/tmp", ignore_cleanup_errors=True)
     with _exit_on_sigterm(), files as name:
@@ -125,17 +136,42 @@ def serving(config: ServeConfig, data_dir: Path | None = None, keys: Sequence[st
             )
         try:
             url = f"http://127.0.0.1:{port}"
-            wait_ready(url, process, folder / "log")
+            wait_ready(url, process, folder / "log", ready_within_s)
             ready_s = time.perf_counter() - started_s
             (session,) = folder.glob("tr_*/r/session_2*")
             server = psutil.Process(process.pid)
             yield Application(url=url, ready_s=ready_s, process=server, logs=session / "logs", data_dir=data_dir)
-        except BaseException:
+        except BaseException as error:
             print(*errors(folder), sep="\n", file=sys.stderr, flush=True)
+            if said := out_of_memory(folder):
+                error.add_note(said)
             raise
         finally:
-            process.terminate()
+            end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Send SIGTERM. After ``STOPPED_WITHIN_S``, kill all its processes and raise TimeoutExpired."""
+    with suppress(psutil.NoSuchProcess):
+        server = psutil.Process(process.pid)
+        all_processes = [server, *server.children(recursive=True)]
+        process.terminate()
+        try:
             process.wait(STOPPED_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            for one in all_processes:  # what is left would hold memory of GPUs
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+            raise
+
+
+def out_of_memory(folder: Path) -> str:
+    """Return what torch said in the first process, by name of its log, that had no memory left; empty if none did."""
+    for file in (folder / "log", *sorted(folder.glob("tr_*/r/session_2*/logs/**/*.err"))):
+        with suppress(FileNotFoundError):
+            if found := OUT_OF_MEMORY.search(file.read_text(errors="replace")):
+                return found[0].strip()
+    return ""
 
 
 def key_variables(keys: Sequence[str]) -> dict[str, str]:
@@ -161,8 +197,8 @@ def errors(folder: Path) -> Iterator[str]:
             yield from (line[:4000] for line in lines if '"level": "error"' in line or "Traceback" in line)
 
 
-def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    end_s = time.monotonic() + READY_WITHIN_S
+def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path, within_s: float) -> None:
+    end_s = time.monotonic() + within_s
     with http_client(url, base_url=url, timeout=5.0) as client:
         while time.monotonic() < end_s:
             if process.poll() is not None:
@@ -171,7 +207,7 @@ def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
                 if client.get("/health").status_code == httpx.codes.OK:
                     return
             time.sleep(POLL_S)
-    raise TimeoutError(f"not ready within {READY_WITHIN_S:g} s:\n{log.read_text()[-4000:]}")
+    raise TimeoutError(f"not ready within {within_s:g} s:\n{log.read_text()[-4000:]}")
 
 
 def demo_s() -> float:

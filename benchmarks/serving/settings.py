@@ -62,13 +62,16 @@ def config_of(arguments: argparse.Namespace) -> ServeConfig:
     return with_values(config, arguments.set)
 
 
-def write_model(name: str, folder: Path) -> None:
-    """Write the published model ``name`` with random weights, made on the GPU if there is one."""
+def write_model(name: str, folder: Path, *, twins: bool = False) -> None:
+    """Write the published model ``name`` with random weights, made on the GPU if there is one.
+
+    ``twins`` is that of ``write_folder``.
+    """
     import torch
 
     from benchmarks.models.folders import write_folder
 
-    write_folder(name, folder, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    write_folder(name, folder, torch.device("cuda" if torch.cuda.is_available() else "cpu"), twins=twins)
     torch.cuda.empty_cache()
 
 

@@ -65,7 +65,7 @@ def left(arguments: argparse.Namespace, kept: Kept) -> Iterator[tuple[int, str]]
     """What is to be done: all models on the fewest GPUs first."""
     for ranks in arguments.ranks:
         for name in arguments.models:
-            if not kept.has(name, ranks, failed=not arguments.again):
+            if not kept.has(model=name, ranks=ranks, failed=not arguments.again):
                 yield ranks, name
 
 

@@ -1,4 +1,4 @@
-"""Results of a sweep: a file with a line of JSON for each model and number of ranks, which is its state as well."""
+"""Results of a sweep: a file with a line of JSON for each model and number of ranks (or size of a card), its state."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Kept:
             if line.endswith("}"):
                 yield json.loads(line)
 
-    def has(self, model: str, ranks: int, *, failed: bool) -> bool:
-        """Whether there is a result of ``model`` on so many ranks; one that ``failed`` counts if it is to."""
-        found = (one for one in self.results() if (one["model"], one["ranks"]) == (model, ranks))
+    def has(self, *, failed: bool, **keys: Any) -> bool:
+        """Return whether there is a result with these values of ``keys``; one that failed counts if ``failed``."""
+        found = (one for one in self.results() if all(one[key] == value for key, value in keys.items()))
         return any(failed or ERROR not in one for one in found)
 
     def add(self, result: Result) -> None:

@@ -115,9 +115,11 @@ def answers_of(client: httpx.Client, defaults: Defaults, asked: Asked) -> dict[s
     return found
 
 
-def made(client: httpx.Client, defaults: Defaults, steps: int, size: Size, num_pictures: int) -> httpx.Response:
-    """A picture or a clip, of as many pictures of noise. RuntimeError says what came instead."""
-    fields: dict[str, Any] = {"prompt": PROMPT, "seed": 1, "num_inference_steps": steps}
+def made(
+    client: httpx.Client, defaults: Defaults, steps: int, size: Size, num_pictures: int, prompt: str = PROMPT
+) -> httpx.Response:
+    """Return a picture or a clip, of as many pictures of noise. RuntimeError says what came instead."""
+    fields: dict[str, Any] = {"prompt": prompt, "seed": 1, "num_inference_steps": steps}
     fields["size"] = f"{size.width}x{size.height}"
     is_clip = defaults.kind == "video"
     fields |= {"num_frames": size.num_frames} if is_clip else {}

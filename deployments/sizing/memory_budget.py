@@ -13,10 +13,11 @@ from pathlib import Path
 
 from deployments.config import AppConfig, ModelConfig, check_sleeping
 from deployments.sizing.estimate import Estimate, EstimateOptions, make_estimate
-from deployments.sizing.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit
-from deployments.sizing.savings import Budget, BudgetRules, choose_savings
+from deployments.sizing.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit, RequestTimes
+from deployments.sizing.savings import Budget, BudgetRules, choose_savings, extra_s_of
 from engines.core.spec import scheme_of
 from pipelines.libraries import quiet_libraries
+from pipelines.size import Size
 
 USUAL_MACHINES = ("rtx-4090", "l40s", "h100", "h200")
 """Machines whose figures predict costs for a size of memory if no GPU is here, smallest first."""
@@ -100,23 +101,36 @@ def gpu_name() -> str:
 def budget_of(model: ModelConfig) -> Budget:
     """Return the budget of a model with ``memory_gib``. ValueError if it does not fit, or its steps are unknown."""
     assert model.memory_gib is not None
+    sizes = sorted(model.denoiser.warm_sizes, key=lambda size: size.width * size.height * (size.num_frames or 1))
+    fit, times = _fit_of(model, sizes[-1] if sizes else None)
+    return choose_savings(fit, times, model.memory_gib, rules_for(model, fit.machine.quantised))
+
+
+def predicted_s(model: ModelConfig, budget: Budget, size: Size, num_steps: int) -> float:
+    """Return the predicted seconds of a request with a new prompt to ``model`` with the savings of ``budget``."""
+    fit, times = _fit_of(model, size, num_steps)
+    return times.total_s + extra_s_of(fit, times, rules_for(model, fit.machine.quantised), budget.savings)
+
+
+def _fit_of(model: ModelConfig, size: Size | None, num_steps: int | None = None) -> tuple[Fit, RequestTimes]:
+    """Return the memory and the times of a request. ValueError if steps of ``model`` are unknown before one."""
+    assert model.memory_gib is not None
     denoiser = model.denoiser
-    sizes = sorted(denoiser.warm_sizes, key=lambda size: size.width * size.height * (size.num_frames or 1))
     options = EstimateOptions(
         model=model.source,
         num_ranks=denoiser.num_ranks,
-        size=str(sizes[-1]) if sizes else None,
+        size=str(size) if size else None,
         dtype=model.dtype if denoiser.gpus_per_rank or model.dtype != "auto" else "float32",
         precision=scheme_of(denoiser.precision) or "native",
         machine=machine_like(model.memory_gib),
+        num_steps=num_steps,
         memory_gib=model.memory_gib,
     )
     with quiet_libraries():
         estimate = make_estimate(options)
     if not isinstance(estimate, Estimate):
         raise ValueError(f"memory_gib is {model.memory_gib:g}, but {estimate.reason}: leave it out")
-    fit = _with_adapters(_with_limit(estimate.fit, model), model)
-    return choose_savings(fit, estimate.times, model.memory_gib, rules_for(model, fit.machine.quantised))
+    return _with_adapters(_with_limit(estimate.fit, model), model), estimate.times
 
 
 def _with_limit(fit: Fit, model: ModelConfig) -> Fit:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +116,20 @@ def choose_savings(fit: Fit, times: RequestTimes, memory_gib: float, rules: Budg
         f"holds {least.num_bytes / GIB:.1f} GiB, {missing:.1f} too many: take a larger card, more ranks, a smaller size"
         f"{lossy} or a smaller model"
     )
+
+
+def extra_s_of(fit: Fit, times: RequestTimes, rules: BudgetRules, savings: Sequence[Saving]) -> float:
+    """Return the predicted seconds more of ``times`` with the settings of ``savings``, chosen for another request.
+
+    A limit of decodes costs nothing where the decode is within it.
+    """
+    wanted = {saving.key: saving.value for saving in savings}
+    lacks = [{}, {"decoder.memory_gib": wanted.get("decoder.memory_gib")}]
+    for lack in lacks:
+        for budget in _budgets(fit, times, 0.0, rules):
+            if {saving.key: saving.value for saving in budget.savings} | lack == wanted:
+                return budget.extra_s
+    raise ValueError(f"{', '.join(map(str, savings)) or 'no savings'} are not among those of this model")
 
 
 def _order(budget: Budget) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from ray.serve.config import AutoscalingConfig as ServeAutoscalingConfig
 
 from deployments import app
 from deployments.app import build_app, serve_autoscaling
-from deployments.config import ApiConfig, AppConfig, ModelConfig, ProvenanceConfig
+from deployments.config import ApiConfig, AppConfig, ModelConfig, ProvenanceConfig, ShareConfig
 from deployments.stages.common import StageSpec
 from deployments.stages.stage_config import AutoscalingConfig
 
@@ -86,3 +86,19 @@ def test_changed_code_restarts_everything(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(app, "code_digest", lambda package: "other code")
     after = versions()
     assert [name for name in before if before[name] == after[name]] == []
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "said_gib", "limit_gib"), [(None, None, None), (24.0, None, 0.95 * 24), (24.0, 10.0, 10.0)]
+)
+def test_parts_that_take_turns_share_the_memory_of_their_model(
+    memory_gib: float | None, said_gib: float | None, limit_gib: float | None
+) -> None:
+    """On a GPU with more memory, both would stay awake beyond what the model may take."""
+    stages = {"decoder": {"num_gpus": 0.1}, "denoiser": {"gpus_per_rank": 0.8}}
+    encoder = {"num_gpus": 0.1, "takes_turns": True}
+    model = ModelConfig.model_validate({"name": "one", "memory_gib": memory_gib, "text_encoder": encoder, **stages})
+    shares = {} if said_gib is None else {"one": ShareConfig(memory_gib=said_gib)}
+    spec = app._share_spec(model, AppConfig(models=(model,), shares=shares))
+    assert spec is not None
+    assert (spec.name, spec.config.memory_gib) == ("turns-of-one", limit_gib)

@@ -18,7 +18,14 @@ from pipelines.directory import read_config, read_index
 from pipelines.loading import resolve_configuration
 from pipelines.run import load_pipeline
 from pipelines.size import Size
-from tests.pipelines.support.checkpoints import tiny, tiny_cosmos, tiny_hunyuan, tiny_minimax
+from tests.pipelines.support.checkpoints import (
+    tiny,
+    tiny_cosmos,
+    tiny_hunyuan,
+    tiny_minimax,
+    tiny_pictures,
+    tiny_qwen,
+)
 from tests.pipelines.support.checkpoints.tiny_qwen import qwen_vl
 
 
@@ -83,6 +90,55 @@ def test_flux_reads_77_tokens_by_clip_and_512_by_t5(tmp_path: Path, monkeypatch:
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "written" / part)
         tokens = tokenizer(200 * "abc", truncation=True).input_ids
         assert (len(tokens), tokens[-1]) == (length, tokenizer.eos_token_id)
+
+
+@pytest.mark.parametrize(
+    ("name", "made", "encoder", "tokenizer"),
+    [
+        ("FLUX.2-dev", tiny_pictures.flux2_dev, tiny_pictures.mistral3, "PixtralProcessor"),
+        ("Qwen-Image", tiny_qwen.qwen, tiny_qwen.qwen_vl, "Qwen2Tokenizer"),
+    ],
+)
+def test_encoders_with_a_part_for_pictures_read_prompts(
+    name: str, made: Any, encoder: Any, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = without_weights(made(tmp_path / "published"))
+    index = json.loads((published / "model_index.json").read_text())
+    (published / "model_index.json").write_text(json.dumps(index | {"tokenizer": ["transformers", tokenizer]}))
+    monkeypatch.setattr(folders, "resolve_configuration", lambda _: published)
+    monkeypatch.setattr(folders, "ENCODERS", {name: {"text_encoder": lambda: with_letters(encoder())}})
+    folders.write_folder(name, tmp_path / "written", torch.device("cpu"))
+    checkpoint = Checkpoint(tmp_path / "written")
+    request = checkpoint.defaults.request(Size(width=64, height=32), num_inference_steps=1, prompt="a red ball")
+    assert load_pipeline(checkpoint).run(request).shape == (1, 32, 64, 3)
+
+
+def with_letters(encoder: Any) -> Any:
+    """Return ``encoder`` with a row for each token of ``folders.letters``."""
+    encoder.resize_token_embeddings(len(folders.letters()), mean_resizing=False)
+    return encoder
+
+
+@pytest.mark.parametrize(("name", "billion"), [("Qwen-Image", 8.29), ("FLUX.2-dev", 24.01)])
+def test_encoders_are_as_large_as_the_published_ones(name: str, billion: float) -> None:
+    with torch.device("meta"):
+        encoder = folders.ENCODERS[name]["text_encoder"]()
+    assert sum(weight.numel() for weight in encoder.parameters()) / 1e9 == pytest.approx(billion, abs=0.005)
+
+
+def test_transformers_with_one_configuration_may_be_one_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published = without_weights(tiny.wan22(tmp_path / "published"))
+    monkeypatch.setattr(folders, "resolve_configuration", lambda _: published)
+    monkeypatch.setattr(folders, "ENCODERS", {"Wan2.2-T2V-A14B": {}})
+    for twins in (False, True):
+        folder = tmp_path / f"written_{twins}"
+        folders.write_folder("Wan2.2-T2V-A14B", folder, torch.device("cpu"), twins=twins)
+        assert (folder / "transformer_2").is_symlink() == twins
+        modules = Checkpoint(folder).denoiser().modules
+        first, second = (modules[name].state_dict() for name in ("transformer", "transformer_2"))
+        assert all(torch.equal(x, second[key]) for key, x in first.items()) == twins
 
 
 def test_the_published_clip_has_places_for_no_more() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 
 from benchmarks.serving import application
 from benchmarks.serving.application import REST_CORES, REST_LOOKS, Application
+from tests.support.patience import PATIENCE_S
 
 QUIET, BUSY = 0.4 * REST_CORES, 2 * REST_CORES
 
@@ -33,3 +37,38 @@ def test_one_that_is_never_at_rest_is_said_to_be_so(
     monkeypatch.setattr(application, "AT_REST_WITHIN_S", 0.0)
     rests(iter([BUSY]), monkeypatch)
     assert "not at rest within 0 s" in capsys.readouterr().err
+
+
+IGNORE = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+STUBBORN = f"{IGNORE}; import time; print('on', flush=True); time.sleep(600)"
+
+
+def test_what_does_not_end_in_time_is_killed_with_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left would hold memory of GPUs."""
+    monkeypatch.setattr(application, "STOPPED_WITHIN_S", 0.1)
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}]).wait()"
+    process = subprocess.Popen([sys.executable, "-c", f"{IGNORE}; {parent}"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"on\n"
+    (child,) = psutil.Process(process.pid).children()
+    with pytest.raises(subprocess.TimeoutExpired):
+        application.end(process)
+    assert process.wait(PATIENCE_S) == -signal.SIGKILL
+    assert process.stdout.read() == b"", "the child, which has it too, is gone"
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_server_that_has_ended_needs_no_end() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(PATIENCE_S)
+    application.end(process)
+
+
+def test_what_torch_said_of_memory_is_found_in_the_logs(tmp_path: Path) -> None:
+    logs = tmp_path / "tr_1" / "r" / "session_2026" / "logs"
+    logs.mkdir(parents=True)
+    (tmp_path / "log").write_text("starting\n")
+    assert application.out_of_memory(tmp_path) == ""
+    said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB"
+    (logs / "worker-1.err").write_text(f'{{"level": "error", "error": "OutOfMemoryError: {said}\\nTraceback"}}\n')
+    assert application.out_of_memory(tmp_path) == said

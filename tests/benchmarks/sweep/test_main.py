@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.application.client import STAGES
 from benchmarks.sweep import __main__ as program
-from benchmarks.sweep import lone, whole
+from benchmarks.sweep import cards, lone, whole
 from benchmarks.sweep.asked import Asked
 from deployments.config import ServeConfig
 from pipelines.checkpoint import Checkpoint
@@ -157,6 +157,28 @@ def test_a_tiny_model_goes_through_the_whole_application(
     assert (line["through"], line["size"], line["steps"]) == ("application", "64x32", 3)
     assert (line["same_bytes"], line["captured"]) == (True, False)
     assert 0 < 3 * line["step_ms"] < line["again_ms"]["total"] + 1
+
+
+@pytest.mark.slow
+def test_a_tiny_model_goes_through_the_whole_application_as_on_a_small_card(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def serving(config: ServeConfig, ready_within_s: float) -> Iterator[Any]:
+        document = config.model_dump(mode="json")
+        document["http_options"]["port"] = 0
+        with live(ServeConfig.model_validate(document)) as url:
+            yield SimpleNamespace(url=url, ready_s=1.0, logs=tmp_path)
+
+    monkeypatch.setattr(cards, "serving", serving)
+    folder, out = tiny.flux(tmp_path / "flux"), tmp_path / "cards.jsonl"
+    with pytest.raises(SystemExit) as end:
+        cards.main([str(folder), "--memory", "12", "--size", "64x32", "--out", str(out)])
+    (line,) = lines_of(out)
+    assert (end.value.code, line["model"], line["card_gb"], line["hardware"]) == (0, str(folder), 12, "CPU")
+    assert (line["savings"], line["size"], line["steps"], line["same_bytes"]) == ({}, "64x32", 4, True)
+    assert line["other_ms"]["encode"] > line["again_ms"]["encode"], "another prompt is not in the cache"
+    assert "left_gib" not in line, "nothing is held on a CPU"
 
 
 @pytest.mark.parametrize("num_steps", [2])

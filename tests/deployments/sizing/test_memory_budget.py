@@ -14,12 +14,13 @@ from deployments.http.answers import Model
 from deployments.ingress import make_cards
 from deployments.sizing import memory_budget
 from deployments.sizing.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit, RequestTimes, StageMemory
-from deployments.sizing.memory_budget import applied, budget_of, machine_like, rules_for, with_budgets
-from deployments.sizing.savings import Budget, BudgetRules, Saving, choose_savings
+from deployments.sizing.memory_budget import applied, budget_of, machine_like, predicted_s, rules_for, with_budgets
+from deployments.sizing.savings import Budget, BudgetRules, Saving, choose_savings, extra_s_of
 from engines.planner.cost_model import Workload
 from engines.planner.forecast import forecast
 from engines.planner.machine import MACHINES
 from engines.planner.profile import ModelProfile, StreamCost
+from pipelines.size import Size
 
 ALL = BudgetRules()
 LOSSLESS = BudgetRules(places=(SHARED, ON_CPU), offloads=False)
@@ -145,6 +146,48 @@ def test_nothing_lossy_without_permission() -> None:
 def test_the_error_says_how_much_is_missing() -> None:
     with pytest.raises(ValueError, match=r"memory_gib is 6, of which 5\.4 are usable; with .*GiB, [\d.]+ too many"):
         choose_savings(fit(6), TIMES, 6, QUANTISING)
+
+
+@pytest.mark.parametrize("memory_gib", [48, 24, 16, 12])
+def test_the_costs_of_savings_are_known_for_other_requests(memory_gib: float) -> None:
+    budget = chosen(memory_gib, ALL)
+    own = fit(memory_gib)
+    assert extra_s_of(own, TIMES, ALL, budget.savings) == pytest.approx(budget.extra_s)
+    steps = sum(saving.extra_s for saving in budget.savings if saving.key.startswith("denoiser."))
+    half = extra_s_of(own, replace(TIMES, num_steps=14), ALL, budget.savings)
+    assert half == pytest.approx(budget.extra_s - steps / 2)
+
+
+def test_a_limit_costs_nothing_where_a_decode_is_within_it() -> None:
+    limit = Saving(key="decoder.memory_gib", value=2, extra_s=0.2)
+    small = replace(fit(24), parts=replace(PARTS, decode=GIB, limited=GIB))
+    assert extra_s_of(fit(24), TIMES, ALL, (limit,)) == pytest.approx(TIMES.decode_s)
+    assert extra_s_of(small, TIMES, ALL, (limit,)) == 0.0
+
+
+def test_savings_that_a_model_does_not_have_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"denoiser\.precision: fp8 are not among those of this model"):
+        extra_s_of(fit(24), TIMES, LOSSLESS, (Saving(key="denoiser.precision", value="fp8", extra_s=0.0),))
+
+
+def test_a_request_is_predicted_with_the_savings_of_its_model() -> None:
+    one = ModelConfig.model_validate(
+        {
+            "name": "FLUX.1-dev",
+            "memory_gib": 24,
+            "dtype": "bfloat16",
+            "text_encoder": {"num_gpus": 0.1},
+            "decoder": {"num_gpus": 0.1},
+            "denoiser": {"gpus_per_rank": 0.8},
+        }
+    )
+    budget, size = budget_of(one), Size(width=1024, height=1024)
+    assert any("offloaded" in key for key in keys(budget))
+    few, many = (predicted_s(one, budget, size, num_steps) for num_steps in (4, 28))
+    roomy = one.model_copy(update={"memory_gib": 80.0})
+    plain = predicted_s(roomy, budget_of(roomy), size, 28)
+    assert 0 < few < many
+    assert plain < many
 
 
 def test_ranks_divide_the_weights_where_that_is_cheapest() -> None:

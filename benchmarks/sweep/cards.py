@@ -1,0 +1,229 @@
+"""Models on small cards: what ``troupe serve MODEL --memory N`` holds and takes, with one GPU's memory capped.
+
+    python -m benchmarks.sweep.cards MODEL ... --memory 12 16 24 [--allow-quantization] [--out FILE] [--limit-s 500]
+        [--card-limit-s 300] [--steps 4] [--size 1024x1024] [--frames 33] [--scratch FOLDER] [--keep] [--twins]
+
+A model is written once with random weights (a folder is taken as it is), then served for each size of card by the
+savings that ``--memory`` chooses. Another process holds the rest of the GPU's memory
+(``benchmarks.sweep.occupant``): a card of 24 GB leaves what CUDA reports there (``card_sizes``). The application is
+asked for a picture or clip, for the same again, and for one with another prompt, whose seconds are predicted.
+
+Each model and card is one line of JSON in ``--out``: savings, estimate and times, or the "error" that says why there
+are none, with ``out_of_memory`` if a process had no memory left. A start and its requests may take
+``--card-limit-s`` together. It goes on where it stopped (with ``--again``, also with lines that have an error), begins
+nothing after ``--limit-s``, and ends with 1 if it measured nothing. ``--keep`` leaves written models in ``--scratch``
+for the next call. ``--twins`` writes transformers with one configuration once, such as both of Wan 2.2.
+
+On a CPU nothing is held, and only models that need no GPU can be served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from benchmarks.application.client import PROMPT, data_of, timing
+from benchmarks.faults.timeline import records_of
+from benchmarks.models.folders import first_twins
+from benchmarks.results import status_of
+from benchmarks.serving.application import Application, serving
+from benchmarks.serving.settings import write_model
+from benchmarks.sweep.asked import Asked
+from benchmarks.sweep.card_sizes import card_bytes
+from benchmarks.sweep.kept import ERROR, Kept, Result
+from benchmarks.sweep.occupant import occupied
+from benchmarks.sweep.whole import made, phases_of
+from deployments.cli.configuration import config_for
+from deployments.cli.local import http_client
+from deployments.cli.serving import parse_config
+from deployments.config import ModelConfig, ServeConfig
+from deployments.sizing.memory_budget import budget_of, predicted_s
+from pipelines.checkpoint import Checkpoint
+from pipelines.defaults import Defaults
+
+OUT = Path("benchmarks/reports/cards.jsonl")
+FEW_STEPS = 4
+OTHER_PROMPT = "a green triangle between two yellow circles"
+CARD_LIMIT_S = 300.0
+SPARE_BYTES = 4 * 2**30
+"""On the disk, beside all weights: what Ray and compilers keep."""
+MOST_SAID = 1000
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    arguments = parse(words)
+    kept, begun_s, results = Kept(arguments.out), time.monotonic(), list[Result]()
+    for name in arguments.models:
+        with ExitStack() as stack:
+            folder = cache(partial(enter_written, stack, name, arguments))
+            for gb in arguments.memory:
+                if kept.has(model=name, card_gb=gb, failed=not arguments.again):
+                    continue
+                if time.monotonic() - begun_s > arguments.limit_s:
+                    print(f"the time is over: {name} on {gb:g} GB and what follows are left", file=sys.stderr)
+                    sys.exit(status_of(results))
+                results.append(result_of(name, gb, folder, arguments))
+                kept.add(results[-1])
+                print(json.dumps(results[-1]), flush=True)
+    sys.exit(status_of(results))
+
+
+def result_of(name: str, gb: float, folder: Callable[[], Path], arguments: argparse.Namespace) -> Result:
+    """Return the line of one model on one card; ``folder`` returns where the model lies."""
+    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    result: Result = {"model": name, "card_gb": gb, "date": today, "hardware": hardware, "torch": torch.__version__}
+    began_s = time.monotonic()
+    try:
+        measure(result, name, gb, folder, arguments)
+    except Exception as error:
+        result[ERROR] = said_of(error)
+        if notes := getattr(error, "__notes__", []):
+            result["out_of_memory"] = notes[0]
+    return result | {"took_s": round(time.monotonic() - began_s, 1)}
+
+
+def said_of(error: BaseException) -> str:
+    """Return the messages of ``error`` and, if it came while another was handled, of that one before."""
+    said = f"{type(error).__name__}: {error}"[-MOST_SAID:]
+    before = error.__context__
+    return said if before is None or error.__suppress_context__ else f"{said_of(before)}; then {said}"
+
+
+def measure(result: Result, name: str, gb: float, folder: Callable[[], Path], arguments: argparse.Namespace) -> None:
+    """Add to ``result`` what is known, as it comes: an error leaves what came before it.
+
+    ValueError if the model does not fit the card, or the disk.
+    """
+    model = model_of(config_of(name, gb, arguments))
+    budget = budget_of(model)
+    result |= {"savings": {saving.key: saving.value for saving in budget.savings}, **about(budget.document())}
+    defaults, asked = Checkpoint.of_configuration(name).defaults, Asked.of(arguments)
+    size, steps = asked.size_of(defaults), asked.steps_of(defaults)
+    predicted = predicted_s(model, budget, size, steps)
+    result |= {"size": str(size), "steps": steps, "predicted_s": round(predicted, 2)}
+    config, end_s = config_of(str(folder()), gb, arguments), time.monotonic() + arguments.card_limit_s
+    held: dict[str, float] = {}
+    try:
+        with (
+            occupied(card_bytes(gb)) as held,
+            serving(config, ready_within_s=arguments.card_limit_s) as application,
+        ):
+            result["ready_s"] = round(application.ready_s, 1)
+            result["phases_s"] = phases_of(records_of(application.logs))
+            ask(result, application, defaults, asked, end_s)
+    finally:
+        result |= held
+
+
+def about(document: dict[str, Any]) -> dict[str, Any]:
+    """Return what a budget predicts, without its settings."""
+    return {key: document[key] for key in ("estimated_gib", "host_gib", "extra_s", "is_lossy", "figures")}
+
+
+def ask(result: Result, application: Application, defaults: Defaults, asked: Asked, end_s: float) -> None:
+    """Ask for three pictures or clips until ``end_s`` (of the monotonic clock)."""
+    size, steps = asked.size_of(defaults), asked.steps_of(defaults)
+    answers: list[httpx.Response] = []
+    with http_client(application.url, base_url=application.url) as client:
+        for key, prompt in (("first_ms", PROMPT), ("again_ms", PROMPT), ("other_ms", OTHER_PROMPT)):
+            client.timeout = httpx.Timeout(max(1.0, end_s - time.monotonic()))
+            answers.append(made(client, defaults, steps, size, defaults.min_pictures, prompt))
+            result[key] = timing(answers[-1])
+    result["step_ms"] = round(min(result[key]["denoise"] for key in ("again_ms", "other_ms")) / steps, 1)
+    result["same_bytes"] = data_of(answers[0]) == data_of(answers[1])
+
+
+def config_of(name: str, gb: float, arguments: argparse.Namespace) -> ServeConfig:
+    """Return what ``troupe serve NAME --ranks 1 --memory GB`` serves, without a port for metrics, which others take."""
+    config = config_for(name, 1, gb, allow_quantization=arguments.allow_quantization)
+    document = config.model_dump(mode="json")
+    document["applications"][0]["args"]["metrics"]["port"] = None
+    return parse_config(document)
+
+
+def model_of(config: ServeConfig) -> ModelConfig:
+    (model,) = config.app.models
+    return model
+
+
+def enter_written(stack: ExitStack, name: str, arguments: argparse.Namespace) -> Path:
+    return stack.enter_context(written(name, arguments))
+
+
+@contextmanager
+def written(name: str, arguments: argparse.Namespace) -> Iterator[Path]:
+    """Yield the folder of the model ``name``: itself if it is one, else one in ``--scratch``, written if need be."""
+    folder: Path = Path(name) if Path(name).is_dir() else arguments.scratch / f"troupe_card_{name}"
+    if folder.is_dir():
+        yield folder
+        return
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    check_room(name, arguments.scratch, twins=arguments.twins)
+    try:
+        write_model(name, unfinished, twins=arguments.twins)
+        unfinished.rename(folder)
+        yield folder
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if not arguments.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_room(name: str, scratch: Path, *, twins: bool) -> None:
+    """Raise ValueError for a model that the disk has no room for."""
+    needed, free = disk_bytes(name, twins=twins) + SPARE_BYTES, shutil.disk_usage(scratch).free
+    if needed > free:
+        raise ValueError(
+            f"{name} takes {needed / 2**30:.0f} GiB on the disk, {free / 2**30:.0f} are free in {scratch}: "
+            "name another folder with --scratch"
+        )
+
+
+def disk_bytes(name: str, *, twins: bool) -> int:
+    """Return the bytes of all weights of ``name`` in bfloat16."""
+    checkpoint = Checkpoint.of_configuration(name, "meta", "bfloat16")
+    parts = checkpoint.footprint(checkpoint.defaults.request())
+    first = first_twins(checkpoint.path)
+    modules = checkpoint.weightless().modules
+    steps = sum(
+        sum(weight.nbytes for weight in module.parameters())
+        for part, module in modules.items()
+        if not twins or first.get(part, part) == part
+    )
+    return steps + sum(size or 0 for size in (*parts.encoder.values(), *parts.decoder.values()))
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", help="published, or folders")
+    parser.add_argument("--memory", nargs="+", type=float, required=True, metavar="GB", help="sizes of cards")
+    parser.add_argument("--allow-quantization", action="store_true", help="where no lossless savings suffice")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="after which no card is begun")
+    parser.add_argument("--card-limit-s", type=float, default=CARD_LIMIT_S, help="of the start and requests of a card")
+    parser.add_argument("--again", action="store_true", help="those that failed as well")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where models are written to")
+    parser.add_argument("--keep", action="store_true", help="written models, for the next call")
+    parser.add_argument("--twins", action="store_true", help="write equal transformers once")
+    Asked.add_options(parser)
+    parser.set_defaults(steps=FEW_STEPS)
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    main()
