@@ -35,16 +35,14 @@ class LoadRankParts:
 
     def __call__(self, context: RankContext) -> BuildRank:
         from deployments.observability.logs import configure_logs
-        from engines.parallel.early_start import wait_for_early_start
+        from engines.parallel.early_start import wait_for_first_exchanges
 
         configure_logs()
         config = self.model.denoiser
         with timed("rank: libraries", rank=context.rank), quick_imports():
             import_module("diffusers.pipelines.auto_pipeline")
         with timed("rank: first exchanges", rank=context.rank):
-            early = wait_for_early_start()  # its exchanges must not overlap the copy of weights
-        for part, took_s in early.items():
-            log_phase(f"rank: early, {part}", took_s, rank=context.rank)
+            wait_for_first_exchanges()  # they must not overlap the copy of weights, which the first kernels may
         with timed("rank: weights", rank=context.rank), quick_imports():
             loras: dict[str, Any] = {"loras": self.model.adapters, "runtime_loras": self.model.runtime_loras}
             checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, **loras)
@@ -75,6 +73,12 @@ class LoadRankParts:
 
 
 def _build(model: ModelConfig, context: RankContext, checkpoint: Checkpoint, denoiser: DenoiserModel) -> RankParts:
+    from engines.parallel.early_start import wait_for_early_start
+
+    with timed("rank: first kernels", rank=context.rank):
+        early = wait_for_early_start()
+    for part, took_s in early.items():
+        log_phase(f"rank: early, {part}", took_s, rank=context.rank)
     with shared_kernels(model, f"rank_{context.rank}_of_{context.num_ranks}", context.device):
         return _make_engine(model, context, checkpoint, denoiser)
 

@@ -3,10 +3,10 @@
 At the first call a library connects ranks, loads kernels and creates handles: seconds altogether. All of that releases
 the interpreter's lock, so a thread does it while the main thread imports the model's library.
 
-Weights are loaded afterwards. A copy to the GPU waits for running work with the driver's lock held. Such work may be an
-exchange whose peer waits for the same lock. One of two ranks once hung while loading weights; this cause is likely but
-not proved. The thread draws no random numbers. It must import nothing, because it could wait for a module that the main
-thread is importing.
+Weights are loaded after the exchanges. A copy to the GPU waits for running work with the driver's lock held. Such work
+may be an exchange whose peer waits for the same lock. One of two ranks once hung while loading weights; this cause is
+likely but not proved. The first kernels wait for no other rank, so they load beside the weights. The thread draws no
+random numbers. It must import nothing, because it could wait for a module that the main thread is importing.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class EarlyStart:
 
     def __init__(self) -> None:
         self.future: Future[None] | None = None  # None before the start
+        self.exchanges: Future[None] | None = None  # done once no exchange is left
         self.seconds: dict[str, float] = {}  # by part, as they end
 
     @contextmanager
@@ -52,9 +53,16 @@ def start_early(device: torch.device) -> None:
     """
     start = rank_resources().get(EarlyStart)
     assert start.future is None or start.future.done(), "the early start is under way already"
-    start.future = Future()
+    start.future, start.exchanges = Future(), Future()
     # A daemon thread: the process can still exit if an exchange hangs.
     Thread(target=_run, args=(start, device), name="early start", daemon=True).start()
+
+
+def wait_for_first_exchanges() -> None:
+    """Wait until the thread of ``start_early`` has made its exchanges: weights may be loaded. Raise what it raised."""
+    start = rank_resources().get(EarlyStart)
+    if start.exchanges is not None:
+        start.exchanges.result()
 
 
 def wait_for_early_start() -> dict[str, float]:
@@ -73,20 +81,20 @@ def gang_groups() -> Groups:
 
 def _run(start: EarlyStart, device: torch.device) -> None:
     assert start.future is not None
+    assert start.exchanges is not None
     try:
-        _warm_up(start, device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # each thread has its own current device
+        if dist.is_initialized():
+            _warm_up_exchanges(start, device)
+        start.exchanges.set_result(None)
+        with start.timed("first kernels", device):
+            _warm_up_kernels(device)
         start.future.set_result(None)
     except BaseException as error:  # otherwise the main thread would wait for ever
+        if not start.exchanges.done():
+            start.exchanges.set_exception(error)
         start.future.set_exception(error)
-
-
-def _warm_up(start: EarlyStart, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # each thread has its own current device
-    if dist.is_initialized():
-        _warm_up_exchanges(start, device)
-    with start.timed("first kernels", device):
-        _warm_up_kernels(device)
 
 
 def _warm_up_exchanges(start: EarlyStart, device: torch.device) -> None:

@@ -97,11 +97,38 @@ def test_weights_wait_for_the_first_exchanges(pictures: Path, monkeypatch: pytes
     make = LoadRankParts(model=ModelConfig(name="pictures", path=str(pictures), denoiser=config))
     with separate_rank_resources() as resources:
         exchanges: Future[None] = Future()
-        resources.get(EarlyStart).future = exchanges
+        resources.get(EarlyStart).exchanges = exchanges
         exchanges.set_exception(RuntimeError("an exchange failed"))
         monkeypatch.setattr(Checkpoint, "open", Mock(side_effect=AssertionError("weights are read")))
         with pytest.raises(RuntimeError, match="an exchange failed"):
             make(RankContext(rank=0, num_ranks=1, device="cpu"))
+
+
+def test_weights_do_not_wait_for_the_first_kernels_but_the_engine_does(
+    pictures: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config, context = DenoiserConfig(num_ranks=1), RankContext(rank=0, num_ranks=1, device="cpu")
+    make = LoadRankParts(model=ModelConfig(name="pictures", path=str(pictures), denoiser=config))
+    with separate_rank_resources() as resources:
+        start = resources.get(EarlyStart)
+        start.exchanges, start.future = Future(), Future()
+        start.exchanges.set_result(None)
+        start.future.set_exception(RuntimeError("a kernel failed"))
+        build_parts = make(context)
+        assert "rank: weights" in phases(capfd), "they are read"
+        start.seconds["first kernels"] = 1.5
+        with pytest.raises(RuntimeError, match="a kernel failed"):
+            build_parts()
+        start.future = Future()
+        start.future.set_result(None)
+        build_parts().engine.close()
+    assert phases(capfd)["rank: early, first kernels"] == 1.5
+
+
+def phases(capfd: pytest.CaptureFixture[str]) -> dict[str, float]:
+    """Return the seconds of the phases that were logged since the last call."""
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    return {line["phase"]: line["took_s"] for line in lines if "phase" in line}
 
 
 @pytest.mark.parametrize(

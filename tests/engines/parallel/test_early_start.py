@@ -16,11 +16,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.core.resources import rank_resources
 from engines.core.spec import ParallelSpec
 from engines.core.tensors import relative_difference
 from engines.parallel import early_start
 from engines.parallel.collectives import EXCHANGES, Axis
-from engines.parallel.early_start import gang_groups, start_early, wait_for_early_start
+from engines.parallel.early_start import (
+    EarlyStart,
+    gang_groups,
+    start_early,
+    wait_for_early_start,
+    wait_for_first_exchanges,
+)
 from engines.parallel.mesh import Teams
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models
@@ -130,8 +137,37 @@ def test_what_the_thread_raised_is_raised_where_it_is_waited_for() -> None:
             wait_for_early_start()
 
 
+def test_first_exchanges_are_over_before_the_first_kernels_begin() -> None:
+    assert gang(2).run(exchanges_before_kernels) == [["first exchanges of 2"]] * 2
+
+
+def exchanges_before_kernels() -> list[str]:
+    """Return the parts that are over where weights may be loaded, while the first kernels wait."""
+    released = threading.Event()
+    with as_at_start(), patch(WORK, lambda _: released.wait()):
+        start_early(CPU)
+        wait_for_first_exchanges()
+        over = [part for part in rank_resources().get(EarlyStart).seconds if part != "groups"]
+        released.set()
+        assert "first kernels" in wait_for_early_start()
+    return over
+
+
+def test_a_failed_exchange_is_raised_where_weights_would_be_loaded() -> None:
+    def unreachable(*_: object) -> None:
+        raise ConnectionError("rank 1 is unreachable")
+
+    is_member = patch.object(early_start.dist, "is_initialized", return_value=True)
+    with as_at_start(), is_member, patch.object(early_start, "_warm_up_exchanges", unreachable):
+        start_early(CPU)
+        for wait in (wait_for_first_exchanges, wait_for_early_start):
+            with pytest.raises(ConnectionError, match="rank 1 is unreachable"):
+                wait()
+
+
 def test_without_an_early_start_there_is_nothing_to_wait_for() -> None:
     with as_at_start():
+        wait_for_first_exchanges()
         assert wait_for_early_start() == {}
         assert gang_groups().name((0,)) == ""
 
