@@ -25,7 +25,7 @@ class Memory:
         return size
 
 
-@pytest.mark.parametrize("leave", [0, 12 * GIB, 139 * GIB - 5 * MIB, 23 * GIB + 12345])
+@pytest.mark.parametrize("leave", [0, 12 * GIB, 138 * GIB, 139 * GIB - 5 * MIB, 23 * GIB + 12345])
 def test_all_but_what_is_left_is_held(leave: int) -> None:
     memory = Memory(139 * GIB + 777)
     held = fill(leave, lambda: memory.free, memory.allocate)
