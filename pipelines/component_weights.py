@@ -5,8 +5,11 @@ Every weight must be read, every key of the files used, and every value finite.
 
 from __future__ import annotations
 
+import json
+import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from engines.core.torch_private import tree_leaves
-from engines.parallel.weight_files import NAME, files_of, is_finite, tensor_files, tensor_names
+from engines.parallel.weight_files import NAME, files_of, first_not_finite, tensor_files, tensor_names
 from engines.quantization.scaled_files import dequantised, find_scales
 from pipelines.directory import gguf_in, quantiser_of
+from pipelines.gpu_weights import FileTensors
 
 ENCODER_NAME = "model.safetensors"
 """The file's name in transformers."""
 PATH = "pretrained_model_name_or_path"
+FAST_DEVICES = ("cuda",)
+"""Kinds of devices to which ``gpu_weights`` reads faster than transformers. CPUs use the mapped files themselves."""
+ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Variable with which transformers loads on the calling thread."""
 NUM_SHOWN = 5
 READS = (Tensor.item, Tensor.__float__, Tensor.tolist)
 """Methods with which a translation reads a tensor, such as an alpha, as a number."""
@@ -41,16 +49,7 @@ def load_folder(spec: Any, folder: Path, device: torch.device, dtype: torch.dtyp
     if not (is_own and quantiser == "torchao"):  # diffusers takes a CPU in a device map for a place to offload to
         settings["device_map"] = {"": str(device)}
     try:
-        if (tensors := None if is_own else _dequantised(folder, dtype)) is not None:
-            config = kind.config_class.from_pretrained(str(folder))
-            model, report = kind.from_pretrained(None, config=config, state_dict=tensors, **settings)
-        elif (file := None if is_own else gguf_in(folder)) is not None:
-            config = kind.config_class.from_pretrained(str(folder))
-            model, report = kind.from_pretrained(str(folder), gguf_file=file.name, config=config, **settings)
-        else:
-            place = {name: value for name in spec.loading_fields() if (value := getattr(spec, name)) is not None}
-            shapes = {} if is_own else {"ignore_mismatched_sizes": True}  # they are in the report
-            model, report = kind.from_pretrained(place.pop(PATH), **place, **shapes, **settings)
+        model, report = _load(spec, folder, device, dtype, settings)
     except Exception as error:
         missing = _missing_weights(kind, folder) if is_own else ""
         raise ValueError(f"the {spec.name} in {folder} cannot be loaded: {missing or error}") from error
@@ -69,6 +68,70 @@ def load_folder(spec: Any, folder: Path, device: torch.device, dtype: torch.dtyp
         model = model if "device_map" in settings else model.to(device)
     check_finite(model, lambda name: file_of(folder, name))
     return model
+
+
+def _load(spec: Any, folder: Path, device: torch.device, dtype: torch.dtype, settings: dict[str, Any]) -> Any:
+    """Return the model as its library loads it with ``settings``, and the library's report."""
+    kind = spec.type_hint
+    place = {name: value for name in spec.loading_fields() if (value := getattr(spec, name)) is not None}
+    if issubclass(kind, ModelMixin):
+        return kind.from_pretrained(place.pop(PATH), **place, **settings)
+    if (tensors := _dequantised(folder, dtype)) is not None:
+        return _from_tensors(kind, folder, tensors, place[PATH], settings)
+    if (file := gguf_in(folder)) is not None:
+        config = kind.config_class.from_pretrained(str(folder))
+        return kind.from_pretrained(str(folder), gguf_file=file.name, config=config, **settings)
+    settings |= {"ignore_mismatched_sizes": True}  # they are in the report
+    if is_read_here(kind, folder, device, place):
+        files = FileTensors(files_of(folder, ENCODER_NAME), device)
+        return _from_tensors(kind, folder, files.lazy(), place[PATH], settings)
+    return kind.from_pretrained(place.pop(PATH), **place, **settings)
+
+
+def is_read_here(kind: Any, folder: Path, device: torch.device, place: Collection[str]) -> bool:
+    """Return whether weights of transformers are read by ``pipelines.gpu_weights``: on GPUs, from the usual files.
+
+    ``place`` are the settings that say where they are. Other layouts are left to transformers.
+    """
+    if device.type not in FAST_DEVICES or quantiser_of(folder) or {"variant", "revision"} & set(place):
+        return False
+    has_more = (folder / "adapter_config.json").is_file() or bool(getattr(kind.config_class, "extra_files", None))
+    names_files = "transformers_weights" in json.loads((folder / "config.json").read_text())
+    return not (has_more or names_files) and bool(files_of(folder, ENCODER_NAME))
+
+
+def _from_tensors(kind: Any, folder: Path, tensors: Mapping[str, Any], source: str, settings: Mapping[str, Any]) -> Any:
+    """Return transformers' model with ``tensors``, and its report."""
+    config = kind.config_class.from_pretrained(str(folder))
+    with _on_this_thread():
+        model, report = kind.from_pretrained(None, config=config, state_dict=tensors, **settings)
+    model.name_or_path = model.config.name_or_path = source
+    if model.can_generate():
+        model.generation_config = _generation_config(folder)
+    return model, report
+
+
+@contextmanager
+def _on_this_thread() -> Iterator[None]:
+    """Let transformers load on this thread: what others allocate is outside ``WeightMemory.region``."""
+    previous = os.environ.get(ONE_THREAD)
+    os.environ[ONE_THREAD] = "1"
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ[ONE_THREAD]
+        else:
+            os.environ[ONE_THREAD] = previous
+
+
+def _generation_config(folder: Path) -> Any:
+    """Return the settings of a model's own sampling of text, as transformers reads them beside a folder's weights."""
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        return GenerationConfig.from_pretrained(str(folder))
+    return GenerationConfig.from_pretrained(str(folder), config_file_name="config.json", _from_model_config=True)
 
 
 def _missing_weights(kind: Any, folder: Path) -> str:
@@ -140,9 +203,9 @@ def _first_names(names: Collection[str]) -> str:
 
 def check_finite(model: nn.Module, file_of: Callable[[str], Path]) -> None:
     """Raise ValueError, with tensor and file, if a weight of ``model`` has values that are NaN or infinite."""
-    for name, weight in model.named_parameters():
-        if not weight.is_meta and not is_finite(weight.detach()):
-            raise ValueError(f"{file_of(name)} has values that are not finite in {name}: the file is damaged")
+    weights = ((name, weight.detach()) for name, weight in model.named_parameters() if not weight.is_meta)
+    if (name := first_not_finite(weights)) is not None:
+        raise ValueError(f"{file_of(name)} has values that are not finite in {name}: the file is damaged")
 
 
 def has_scales(folder: Path) -> bool:

@@ -11,18 +11,20 @@ import itertools
 import json
 import os
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Lock
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from engines.parallel.weight_files import tensor_names
 from engines.quantization.scaled_files import check_format, find_scales, multiplied
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -117,6 +119,41 @@ def read_tensors(path: Path, device: torch.device, on_host: Collection[str] = ()
             for done in [pool.submit(read, pieces) for _ in range(NUM_THREADS)]:
                 done.result()
     return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor that ``FileTensors`` reads when it is indexed by ``...``, as slices of safetensors are."""
+
+    name: str
+    take: Callable[[str], Tensor]
+
+    def __getitem__(self, _: object) -> Tensor:
+        return self.take(self.name)
+
+
+class FileTensors:
+    """The tensors of ``files``, on ``device``. A file is read whole once one of its tensors is needed.
+
+    Tensors belong to their taker, so those that a library casts are released one by one. Threads may take tensors at
+    the same time. ValueError for a file that is invalid or truncated.
+    """
+
+    def __init__(self, files: Iterable[Path], device: torch.device) -> None:
+        self._file_of = {name: file for file in files for name in tensor_names(file)}
+        self._device = device
+        self._read: dict[str, Tensor] = {}
+        self._lock = Lock()
+
+    def lazy(self) -> dict[str, FileTensor]:
+        """Return all tensors by name, not read yet."""
+        return {name: FileTensor(name, self._take) for name in self._file_of}
+
+    def _take(self, name: str) -> Tensor:
+        with self._lock:
+            if name not in self._read:
+                self._read |= read_tensors(self._file_of[name], self._device)
+            return self._read.pop(name)
 
 
 def _mapped(path: Path, names: Collection[str]) -> dict[str, Tensor]:

@@ -124,6 +124,13 @@ def load_stage(spec: StageSpec) -> Checkpoint:
     return Checkpoint.open(spec.model.source, stage_devices(spec.stage)[0], spec.model.dtype)
 
 
+def use_device(device: str) -> None:
+    """Run a first kernel on ``device``, for which CUDA makes the process's context. Weights come next."""
+    import torch
+
+    torch.zeros(1, device=device).tolist()
+
+
 class StageWeights:
     """The weights of one encoder or decoder, or of both in one process, which sleep if the model shares GPUs."""
 

@@ -20,6 +20,7 @@ from deployments.stages.common import (
     WeightStage,
     Workers,
     load_stage,
+    use_device,
 )
 from deployments.stages.devices import stage_devices
 from deployments.stages.kernel_cache import shared_kernels
@@ -127,8 +128,11 @@ class PromptEncoder(WeightStage):
     def __init__(self, spec: StageSpec, *, is_whole: bool = True) -> None:
         """``is_whole``: this process has no other part of the model."""
         with quick_imports(), timed("encoder: weights", model=spec.model.name):
-            checkpoint = load_stage(spec)
+            with timed("encoder: checkpoint", model=spec.model.name):
+                checkpoint = load_stage(spec)
             self._weights = StageWeights(spec, "text_encoder")
+            with timed("encoder: device", model=spec.model.name):
+                use_device(stage_devices(spec.stage)[0])
             with self._weights.loading() as modules:
                 self._encoder = checkpoint.text_encoder(compiled=spec.model.text_encoder.compile)
                 modules.extend(self._encoder.modules)

@@ -15,7 +15,7 @@ from deployments.config import ProvenanceConfig
 from deployments.names import own_version
 from deployments.observability.logs import request_context
 from deployments.service.interface import Output
-from deployments.stages.common import Decoded, StageSpec, StageWeights, WeightStage, Workers, load_stage
+from deployments.stages.common import Decoded, StageSpec, StageWeights, WeightStage, Workers, load_stage, use_device
 from deployments.stages.devices import stage_devices
 from deployments.stages.kernel_cache import shared_kernels
 from deployments.stages.measured_times import decode_key, decode_times_of
@@ -81,11 +81,14 @@ class VaeDecoder(WeightStage):
     def __init__(self, spec: StageSpec, weights: StageWeights | None = None) -> None:
         """``weights`` are those of another part of the model in this process, which are loaded."""
         with quick_imports(), timed("decoder: weights", model=spec.model.name):
-            checkpoint = load_stage(spec)
+            with timed("decoder: checkpoint", model=spec.model.name):
+                checkpoint = load_stage(spec)
             options = spec.model.decoder
             devices = stage_devices(spec.stage)
             _, *others = devices
             self._weights = weights or StageWeights(spec, "decoder")
+            with timed("decoder: device", model=spec.model.name):
+                use_device(devices[0])
             with self._weights.loading() as modules:
                 self._decoder = checkpoint.decoder(
                     compiled=options.compile, memory_bytes=options.memory_bytes, others=others

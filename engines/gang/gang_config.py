@@ -152,7 +152,7 @@ BuildRank = Callable[[], RankParts]
 LoadRank = Callable[[RankContext], BuildRank]
 """Loads weights on each rank at start (pickled by Ray). The result runs when all ranks have loaded.
 
-Meanwhile a thread may exchange with the other ranks (``engines.parallel.early_start``). Code that allocates much on a
+Meanwhile a thread may exchange with the other ranks (``engines.parallel.early_start``). Code that copies weights to a
 GPU calls ``wait_for_first_exchanges`` first. Code that uses ``torch.distributed`` other than through an engine, or
 computes attention, calls ``wait_for_early_start`` first.
 """

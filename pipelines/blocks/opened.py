@@ -22,6 +22,7 @@ from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from PIL.Image import Image
 from torch import nn
 
+from engines.core.logs import timed
 from engines.parallel.weight_files import files_of
 from engines.quantization.linear import move_from_host
 from pipelines.blocks.stand_in import StandIn
@@ -105,7 +106,8 @@ class OpenedPipeline:
     def __init__(self, path: Path, device: torch.device, dtype: torch.dtype, file: Path | None = None) -> None:
         self.path, self.models_device, self.dtype, self._file = path, device, dtype, file
         self.device = torch.device("cpu") if device.type == "meta" else device
-        self.pipeline = _set_device(open_modular(path), self.device, dtype)
+        with timed("load: blocks"):
+            self.pipeline = _set_device(open_modular(path), self.device, dtype)
         self.blocks: Any = self.pipeline.blocks
         self.sections = Sections.of(self.blocks)
         self._configs: dict[str, Any] = {}
@@ -209,9 +211,9 @@ class OpenedPipeline:
         Weights whose names ``stays`` returns of both stay on the host.
         """
         of_network = None if stays is None else partial(self._network_stays, name, stays)
-        return self._with_control(
-            name, self._load_part(name, stays), lambda network: self._load_part(network, of_network)
-        )
+        with timed(f"load: {name}"):
+            part = self._load_part(name, stays)
+        return self._with_control(name, part, lambda network: self._load_part(network, of_network))
 
     def _network_stays(self, name: str, stays: WeightsOnHost, network: nn.Module) -> frozenset[str]:
         """Return what ``stays`` returns of a control network in the transformer ``name``, by the network's names."""

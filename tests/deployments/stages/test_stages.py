@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -71,6 +72,25 @@ def tensors(record: Any) -> list[torch.Tensor]:
     if is_dataclass(record):
         return [tensor for field in fields(record) for tensor in tensors(getattr(record, field.name))]
     return [tensor for value in record.values() for tensor in tensors(value)] if isinstance(record, dict) else []
+
+
+def test_the_log_names_the_parts_of_a_start(pictures: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    spec = spec_of(pictures)
+    PromptEncoder(spec)
+    encoder = phases(capfd)
+    VaeDecoder(spec)
+    decoder = phases(capfd)
+    for stage, found, own in (("encoder", encoder, "load: text_encoder"), ("decoder", decoder, "load: vae")):
+        parts = {f"{stage}: checkpoint", f"{stage}: device", "load: blocks", own}
+        assert parts <= found.keys()
+        assert sum(found[part] for part in parts) <= found[f"{stage}: weights"] + 0.001 * len(parts)  # each is rounded
+    assert "load: text_encoder" not in decoder
+
+
+def phases(capfd: pytest.CaptureFixture[str]) -> dict[str, float]:
+    """Return the seconds of the phases that were logged since the last call."""
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    return {line["phase"]: line["took_s"] for line in lines if "phase" in line}
 
 
 def test_clips_decoded_at_the_same_time_do_not_mix(clips: Path, threads: ThreadPoolExecutor) -> None:

@@ -157,7 +157,7 @@ def test_a_failed_exchange_is_raised_where_weights_would_be_loaded() -> None:
     def unreachable(*_: object) -> None:
         raise ConnectionError("rank 1 is unreachable")
 
-    is_member = patch.object(early_start.dist, "is_initialized", return_value=True)
+    is_member = patch("torch.distributed.is_initialized", return_value=True)
     with as_at_start(), is_member, patch.object(early_start, "_warm_up_exchanges", unreachable):
         start_early(CPU)
         for wait in (wait_for_first_exchanges, wait_for_early_start):

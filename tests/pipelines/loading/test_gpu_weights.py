@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import diffusers
 import pytest
@@ -14,15 +17,16 @@ from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from diffusers import FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import T5Config, T5EncoderModel
 
 from engines.parallel.weight_files import files_of
 from engines.quantization.linear import weights_to_quantise
-from pipelines import gpu_weights
+from pipelines import component_weights, gpu_weights
 from pipelines.blocks.footprint import ForwardMeter
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.checkpoint import Checkpoint
 from pipelines.directory import part_class
-from pipelines.gpu_weights import fill, read_tensors
+from pipelines.gpu_weights import FileTensors, fill, read_tensors
 from pipelines.loading import SHIPPED
 from pipelines.models.flux.spec import SHARD_PLAN
 from pipelines.models.registry import FAMILY_FOLDERS
@@ -31,8 +35,11 @@ from tests.pipelines.support.checkpoints import (
     tiny_cosmos,
     tiny_flux3,
     tiny_helios,
+    tiny_hunyuan,
     tiny_minimax,
+    tiny_models,
     tiny_others,
+    tiny_pictures,
 )
 
 CPU = torch.device("cpu")
@@ -205,3 +212,97 @@ def test_what_has_other_tensors_is_an_error(tmp_path: Path) -> None:
 def outline() -> FluxTransformer2DModel:
     with init_empty_weights():
         return FluxTransformer2DModel.from_config(FluxTransformer2DModel.load_config(FLUX))
+
+
+ENCODERS: dict[str, Callable[[Path], Path]] = {
+    "CLIPTextModel, T5EncoderModel": tiny.flux,
+    "UMT5EncoderModel": tiny.wan,
+    "Qwen3VLForConditionalGeneration": tiny_flux3.flux3,
+    "Qwen2_5_VLTextModel, T5EncoderModel": tiny_hunyuan.hunyuan_video,
+    "Qwen3Model": tiny_models.z_image,
+    "Qwen3ForCausalLM": tiny_models.flux2_klein,
+    "Qwen2_5_VLForConditionalGeneration": tiny_models.qwen_image,
+    "Qwen3VLModel": tiny_others.krea2,
+    "Mistral3Model": tiny_others.ernie_image,
+    "Mistral3ForConditionalGeneration": tiny_pictures.flux2_dev,
+    "CLIPTextModelWithProjection, CLIPTextModelWithProjection, T5EncoderModel": tiny_others.sd3,
+}
+"""Folders by the classes of their encoders."""
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kinds", ENCODERS)
+def test_encoders_are_as_transformers_loads_them(
+    kinds: str, dtype: torch.dtype, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(component_weights, "FAST_DEVICES", ())
+    opened = OpenedPipeline(ENCODERS[kinds](tmp_path / "model"), device, dtype)
+    names = [name for name in opened.loaded_parts(opened.blocks.sub_blocks) if name.startswith("text_encoder")]
+    assert ", ".join(opened.part_class(name).__name__ for name in names) == kinds
+    expected = {name: opened.load_part(name) for name in names}
+    reader = Mock(wraps=read_tensors)
+    monkeypatch.setattr(gpu_weights, "read_tensors", reader)
+    monkeypatch.setattr(component_weights, "FAST_DEVICES", (device.type,))
+    for name, other in expected.items():
+        model = opened.load_part(name)
+        assert same_tensors(model, other)
+        assert model.config.to_dict() == other.config.to_dict()
+        assert model.name_or_path == other.name_or_path
+        assert not model.training
+        if model.can_generate():
+            assert model.generation_config.to_dict() == other.generation_config.to_dict()
+    assert reader.call_count == len(names)
+
+
+def same_tensors(model: nn.Module, other: nn.Module) -> bool:
+    """Return whether all parameters and buffers are the same bytes, and the same names are tied."""
+    for kind in ("named_parameters", "named_buffers"):
+        found, expected = (dict(getattr(one, kind)(remove_duplicate=False)) for one in (model, other))
+        assert found.keys() == expected.keys()
+        for name, x in found.items():
+            other_x = expected[name]
+            assert (x.dtype, x.shape, x.device) == (other_x.dtype, other_x.shape, other_x.device), name
+            assert not x.requires_grad
+            assert torch.equal(x.flatten().view(torch.uint8), other_x.flatten().view(torch.uint8)), name
+    return tied(model) == tied(other)
+
+
+def tied(model: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, x in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(x), []).append(name)
+    return sorted(names.values())
+
+
+def test_an_encoder_that_is_cast_has_one_file_in_memory_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are in float32. Each is read when its first tensor is needed, and released tensor by tensor."""
+    config = T5Config(d_model=64, d_kv=16, d_ff=256, num_layers=12, num_heads=4, vocab_size=32)
+    T5EncoderModel(config).save_pretrained(tmp_path, max_shard_size="400KB")
+    files = files_of(tmp_path, component_weights.ENCODER_NAME)
+    assert len(files) > 4
+    made: list[weakref.ref[Tensor]] = []
+    alive_bytes: list[int] = []
+
+    def read(file: Path, device: torch.device) -> dict[str, Tensor]:
+        alive_bytes.append(sum(x.nbytes for one in made if (x := one()) is not None))
+        found = read_tensors(file, device)
+        made.extend(map(weakref.ref, found.values()))
+        return found
+
+    monkeypatch.setattr(gpu_weights, "read_tensors", read)
+    settings = {"dtype": torch.bfloat16, "output_loading_info": True}
+    model, _ = component_weights._from_tensors(T5EncoderModel, tmp_path, FileTensors(files, CPU).lazy(), "", settings)
+    assert len(alive_bytes) == len(files)
+    assert max(alive_bytes) <= model.shared.weight.numel() * 4, "only the table, which is needed last, waits"
+    assert component_weights.ONE_THREAD not in os.environ
+
+
+def test_tensors_that_are_taken_are_released(tmp_path: Path) -> None:
+    save_file(tensors(), tmp_path / "some.safetensors")
+    files = FileTensors([tmp_path / "some.safetensors"], CPU)
+    lazy = files.lazy()
+    assert files._read == {}
+    for name, x in tensors().items():
+        assert torch.equal(lazy[name][...].view(-1).view(torch.uint8), x.view(-1).view(torch.uint8))
+    assert files._read == {}

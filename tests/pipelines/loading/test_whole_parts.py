@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipelines import gpu_weights
 from pipelines.checkpoint import Checkpoint
 from pipelines.directory import CLASSIC_INDEX
 from pipelines.preconditions import weight_problems
@@ -133,6 +135,28 @@ def test_a_head_that_an_encoder_goes_without_is_no_loss(base: Path, tmp_path: Pa
     """As encoders are published that were saved as the whole language model, or with its tower for pictures."""
     others = {"lm_head.weight": torch.zeros(4, 4), "visual.blocks.0.attn.qkv.weight": torch.zeros(4, 4)}
     load("text_encoder", changed(base, "text_encoder", tmp_path / "more", lambda tensors: tensors | others))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_damaged_encoder_is_told_where_it_is_read_as_on_gpus(
+    base: Path, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.component_weights.FAST_DEVICES", ("cpu",))
+    reader = Mock(wraps=gpu_weights.read_tensors)
+    monkeypatch.setattr(gpu_weights, "read_tensors", reader)
+    test_a_damaged_part_is_told_with_the_tensors_name(base, tmp_path, "text_encoder", fault)
+    assert reader.call_count == 1
+
+
+def test_a_truncated_encoder_is_told_where_it_is_read_as_on_gpus(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.component_weights.FAST_DEVICES", ("cpu",))
+    folder = changed(base, "text_encoder", tmp_path / "cut", dict)
+    (file,) = (folder / "text_encoder").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"cut/text_encoder.*not the whole of one"):
+        load("text_encoder", folder)
 
 
 def test_what_is_tied_need_not_be_in_a_file(tmp_path: Path) -> None:
