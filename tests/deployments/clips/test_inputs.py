@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deployments.clips.storage import ClipFolders, StorageLostError
+from deployments.clips.store import ClipStore
 from engines.gang.errors import GangBrokenError
 from pipelines.request import InputPicture, InputPictures, InputVideo, MediaRequest
 from tests.deployments.clips.support.runs import REQUEST as WORDS
@@ -151,3 +153,27 @@ async def test_a_clip_whose_client_leaves_before_it_hears_the_id(
 def test_a_folder_that_is_not_mounted_is_waited_for(tmp_path: Path) -> None:
     with pytest.raises(StorageLostError, match="is its disk mounted"):
         ClipFolders(root=tmp_path / "videos").read_inputs("video_1", REQUEST)
+
+
+async def test_a_clip_whose_record_is_written_without_an_answer_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database takes the record back neither."""
+    create = ClipStore.create
+
+    async def create_silently(*arguments: Any, **options: Any) -> None:
+        await create(*arguments, **options)
+        raise StorageLostError("the database does not answer")
+
+    async def delete(*_: object) -> None:
+        raise StorageLostError("the database does not answer")
+
+    monkeypatch.setattr(ClipStore, "create", create_silently)
+    monkeypatch.setattr(ClipStore, "delete", delete)
+    studio = FakeStudio()
+    async with running(studio, tmp_path) as clips:
+        with pytest.raises(StorageLostError):
+            await clips.submit(REQUEST, "1", pictures=INPUTS)
+        (record,), _ = await clips.page(after=None, limit=9, ascending=True)
+        assert (await ended(clips, record.id)).status == "completed"
+    assert studio.inputs == [INPUTS]
