@@ -98,7 +98,6 @@ class DeployedStudio:
     ) -> AsyncGenerator[StudioEvent]:
         """See ``Studio.perform``."""
         model = request.model
-        self._check_attention(request)
         patience_s, limits = self._patience_s.get(model, RECOVERY_DEADLINE_S), self._limits.get(model, ANY)
         with self.meter.metered(request) as finish, self._counted(model, limits.max_jobs) as accepted:
             retries = Retries(request, self._readiness, patience_s, limits.max_wait_s, accepted=accepted)
@@ -122,15 +121,6 @@ class DeployedStudio:
                 except RETRYABLE as error:
                     retries.after(error, run.num_steps_seen)
                 await asyncio.sleep(RETRY_PAUSE_S)
-
-    def _check_attention(self, request: MediaRequest) -> None:
-        """Raise ValueError for an attention that the model was served with when the request came, and is not now."""
-        card = self._cards.get(request.model)
-        if card is not None and request.attention not in (None, *card.attentions):
-            raise ValueError(
-                f"attention is {request.attention!r}; {card.name} is served with {' and '.join(card.attentions)} now: "
-                "send the request again with one of them, or without"
-            )
 
     async def load_lora(self, model: str, lora: Lora) -> None:
         """See ``Studio.load_lora``. A gang that breaks meanwhile loads it with the first request that needs it."""
