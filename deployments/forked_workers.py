@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,6 +15,7 @@ from typing import Literal
 import ray
 
 from deployments.forked_worker import ROOT
+from deployments.places import OwnedFolder
 from deployments.ray_private import worker_setup_script
 from deployments.settings import process_environment, variables_set
 from deployments.worker_shim import DIRECTORY_VARIABLE, FOLDER
@@ -57,7 +56,8 @@ def forking_cluster() -> Iterator[None]:
 
     The zygote and remaining workers end with the block or this process.
     """
-    directory = Path(tempfile.mkdtemp(prefix="troupe_zygotes_", dir=FOLDER))  # 0700
+    folder = OwnedFolder.make(Path(FOLDER), "troupe_zygotes_")
+    directory = folder.path
     lifeline, held = os.pipe()
     zygote = _start_zygote(directory, lifeline)
     os.close(lifeline)
@@ -68,7 +68,7 @@ def forking_cluster() -> Iterator[None]:
     finally:
         os.close(held)
         _wait(zygote)
-        shutil.rmtree(directory, ignore_errors=True)
+        folder.delete()
 
 
 def _start_zygote(directory: Path, lifeline: int) -> subprocess.Popen[bytes]:

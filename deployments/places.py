@@ -2,16 +2,69 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
+import stat
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self, TextIO
 
 from engines.core.storage import write_atomically
 
 PRIVATE_FILE = 0o600
 OTHERS = 0o077
 """Permissions of all users but the owner."""
+LOCK = "lock"
+"""File of an ``OwnedFolder``, locked while its owner lives."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnedFolder:
+    """A private temporary folder, owned by this process until it deletes, releases or forgets the object, or ends."""
+
+    path: Path
+    _lock: TextIO
+
+    @classmethod
+    def make(cls, base: Path, prefix: str) -> Self:
+        """Create a folder in ``base`` whose name begins with ``prefix``; delete those of such names without an owner.
+
+        Folders of other users, and those without a lock file, stay.
+        """
+        _sweep(base, prefix)
+        while True:
+            path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+            lock = (path / LOCK).open("w")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock.fileno()).st_nlink:
+                return cls(path=path, _lock=lock)
+            lock.close()  # another process swept the folder before it was locked
+
+    def delete(self) -> None:
+        """Delete the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+    def release(self) -> None:
+        """Leave the folder to the next ``make``, which deletes it."""
+        self._lock.close()
+
+
+def _sweep(base: Path, prefix: str) -> None:
+    """Delete this user's folders whose owners failed or were killed."""
+    for folder in base.glob(f"{prefix}*"):
+        try:
+            found = folder.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            with (folder / LOCK).open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # in use, already deleted, or another program's
+            continue
 
 
 def refusal(folder: Path) -> str | None:

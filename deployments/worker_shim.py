@@ -112,16 +112,15 @@ def run(level: str, command: list[str], fallback: list[str]) -> None:
 
 
 def zygote_directory() -> str:
-    """Return the folder of this node's sockets: that of the environment, or one named after the raylet.
+    """Return the folder of this node's sockets: that of the environment, or one named after the raylet."""
+    given = os.environ.get(DIRECTORY_VARIABLE)
+    return given or node_folder(os.environ.get("RAY_RAYLET_PID", str(os.getppid())))
 
-    Its path is short, since the path of a socket has at most 107 bytes.
-    """
+
+def node_folder(raylet: str) -> str:
+    """Return the folder of a raylet, short, since the path of a socket has at most 107 bytes."""
     import zlib
 
-    given = os.environ.get(DIRECTORY_VARIABLE)
-    if given:
-        return given
-    raylet = os.environ.get("RAY_RAYLET_PID", str(os.getppid()))
     return os.path.join(FOLDER, f"troupe_{os.getuid()}_{raylet}_{zlib.crc32(ROOT.encode()):08x}")
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.forked_worker import OWN_VARIABLES, ForkedWorker
-from deployments.worker_shim import CREDENTIALS, LENGTH, LEVELS, MODEL, read_exactly
+from deployments.worker_shim import CREDENTIALS, LENGTH, LEVELS, MODEL, connection_to, node_folder, read_exactly
 from pipelines.libraries import quick_imports
 
 LIBRARIES: Mapping[str, tuple[str, ...]] = {
@@ -273,6 +273,20 @@ def serve(
     return worker
 
 
+def sweep_nodes(own: Path) -> None:
+    """Delete this user's folders of raylets that have ended, if no zygote listens there; ``own`` is this raylet's."""
+    for folder in own.parent.glob(Path(node_folder("*")).name):
+        raylet = folder.name.split("_")[2]
+        if folder == own or not raylet.isdecimal() or os.path.exists(f"/proc/{raylet}"):
+            continue
+        connections = [connection_to(str(folder / level)) for level in LEVELS]
+        for connection in filter(None, connections):
+            connection.close()
+        with suppress(OSError):
+            if not any(connections) and folder.lstat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
 def main() -> None:
     """Serve until the end, or run a worker in a fork."""
     parser = argparse.ArgumentParser()
@@ -282,7 +296,9 @@ def main() -> None:
     chosen = parser.parse_args()
     environment = dict(os.environ)
     os.environ.update(OWN_VARIABLES)
-    if chosen.lifeline is not None:  # else nothing removes the folder
+    if chosen.lifeline is None:
+        sweep_nodes(chosen.directory)
+    else:  # without one, nothing removes the folder
         keep_bytecode(chosen.directory)
     worker = serve(chosen.directory, chosen.levels, chosen.lifeline, environment)
     if worker is not None:

@@ -193,6 +193,20 @@ class Defaults:
         self.check(request)
         return request
 
+    def inputs(self, size: Size) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield what may come along with a request of ``size``, in words and as fields of ``MediaRequest``.
+
+        One picture and as many as are taken, beyond those that must come, and a clip.
+        """
+        for number in sorted({1, self.max_pictures} if self.max_pictures > self.min_pictures else ()):
+            if number > self.min_pictures:
+                places = tuple(self.frame_multiple * place for place in range(number))
+                indices = {"frame_indices": places} if self.takes_frame_indices else {}
+                yield counted(number, *PICTURES), {"num_pictures": number, **indices}
+        if self.max_video_frames and not self.needs_video:
+            number = self._num_video_frames(size)
+            yield f"a clip of {number} frames", {"num_video_frames": number}
+
     def guidance_beside(self, negative_prompt: str | None, true_cfg_scale: float) -> float:
         """Return the scale of classifier-free guidance that has an effect, as in the model's pipeline in diffusers."""
         return 1.0 if self.guides_beside_negative and negative_prompt is None else true_cfg_scale

@@ -130,6 +130,41 @@ class MediaRequest:
         return None if self.given_prompt is None else self.prompt
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepKind:
+    """All of a request that decides how long one of its steps takes. Steps of equal kinds take equally long."""
+
+    size: str
+    """Pixels, and frames or layers."""
+    num_branches: int
+    settings: str
+    """Settings of the request, none of which was given in most requests: then it is empty."""
+    inputs: str
+    """Adapters by name, and the numbers of pictures that came along."""
+
+    @classmethod
+    def of(cls, request: MediaRequest) -> StepKind:
+        experts = (request.solver.guidance_scale_2, request.solver.boundary_ratio)
+        numbers = ",".join("-" if one is None else f"{one:g}" for one in experts)
+        given = (
+            f"experts={numbers}" if any(one is not None for one in experts) else "",
+            "clip" if request.num_video_frames else "",
+            request.attention or "",
+        )
+        inputs = (
+            f"pictures={request.num_pictures}" if request.num_pictures else "",
+            "control" if request.has_control else "",
+            *sorted(lora.name for lora in request.loras),
+        )
+        silence = " silent" if request.sound is False else ""
+        return cls(
+            size=f"{request.width}x{request.height}x{request.num_layers or request.num_frames}{silence}",
+            num_branches=2 if request.true_cfg_scale > 1 else 1,
+            settings="".join(f" {one}" for one in given if one),
+            inputs="".join(f" {one}" for one in inputs if one),
+        )
+
+
 Mode = Literal["RGB", "RGBA", "L"]
 
 

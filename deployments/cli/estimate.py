@@ -52,6 +52,7 @@ def _lines(options: EstimateOptions, estimate: Estimate) -> list[str]:
         *_times_lines(estimate.times, request),
         *_fit_lines(estimate.fit, estimate.parts),
         *(f"{name}: {_budget_line(budget)}" for name, budget in budgets_of(options, estimate).items()),
+        *(cost.sentence for cost in estimate.inputs),
         f"tokens: {tokens}; branches: {step.work.num_branches}; ranks: {options.num_ranks}; times are predicted",
         step.table(),
         step.machine.describe(),
@@ -109,6 +110,7 @@ def _document(options: EstimateOptions, estimate: Estimate) -> dict[str, Any]:
         "attention": options.attention,
         "tokens": dict(step.work.lengths),
         "num_branches": step.work.num_branches,
+        "inputs": [asdict(cost) for cost in estimate.inputs],
         "request": estimate.times.document(),
         "memory": estimate.fit.document(estimate.parts),
         "budgets": {

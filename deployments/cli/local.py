@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import logging
 import os
 import secrets
-import shutil
 import socket
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -18,10 +15,10 @@ from typing import Any
 
 import httpx
 
-from deployments.places import close_to_others, refusal
+from deployments.places import OwnedFolder, close_to_others, refusal
 from deployments.settings import process_environment, variables_set
 
-PREFIX, LOCK, RAYS = "tr_", "lock", "r"
+PREFIX, RAYS = "tr_", "r"
 """Short names, for the paths of sockets. Ray opens its folder to all users, so it is in a private one."""
 MAX_SOCKET_BYTES = 107
 """Limit of a socket's path (``sun_path`` in unix(7))."""
@@ -44,19 +41,17 @@ def own_folder(variables: Mapping[str, str]) -> Iterator[Path]:
     """
     _, base = base_folder(variables)
     base.mkdir(parents=True, exist_ok=True)
-    _sweep(base)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-    with (folder / LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield folder
-        except Exception:
-            logger.warning("logs of the failed cluster are in %s until the next start", folder)
-            raise
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        shutil.rmtree(folder, ignore_errors=True)
+    folder = OwnedFolder.make(base, PREFIX)
+    try:
+        yield folder.path
+    except Exception:
+        logger.warning("logs of the failed cluster are in %s until the next start", folder.path)
+        folder.release()
+        raise
+    except BaseException:
+        folder.delete()
+        raise
+    folder.delete()
 
 
 def base_folder(variables: Mapping[str, str]) -> tuple[str, Path]:
@@ -85,19 +80,6 @@ def folder_problem(variables: Mapping[str, str]) -> str | None:
 def _longest_socket(base: Path) -> Path:
     session = f"session_2026-01-01_00-00-00_000000_{os.getpid()}"
     return base / f"{PREFIX}{'x' * RANDOM_CHARS}" / RAYS / session / "sockets" / "plasma_store"
-
-
-def _sweep(base: Path) -> None:
-    """Delete this user's folders of servers that failed or were killed."""
-    for lock in base.glob(f"{PREFIX}*/{LOCK}"):
-        try:
-            if lock.stat().st_uid != os.geteuid():
-                continue
-            with lock.open() as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
-        except OSError:  # in use, or already deleted
-            continue
 
 
 def http_client(url: str, **options: Any) -> httpx.Client:

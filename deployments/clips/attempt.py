@@ -15,6 +15,7 @@ from deployments.clips.objects import ClipObjects
 from deployments.clips.settings import ClipSettings
 from deployments.clips.storage import DATABASE_FAILURES, ClipFolders, StorageFullError, is_full, is_lost
 from deployments.clips.store import Claim, Claims
+from deployments.requests.rules import check_kept
 from deployments.service.interface import Media, ModelUnavailableError, Output, Preview, Progress, Queued, Studio
 from engines.core.engine import JobFailedError
 from engines.gang import errors
@@ -74,6 +75,8 @@ class Attempt:
 
     async def _perform(self) -> Media:
         clip, owner = self.claim.clip, self.claim.owner
+        if card := self.studio.cards().get(clip.request.model):
+            check_kept(clip.request, card)
         request = replace(
             clip.request,
             request_id=f"{clip.request.request_id}-{owner[:8]}",

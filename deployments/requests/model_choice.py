@@ -146,6 +146,21 @@ def choose_loras(model: str | None, asked: Iterable[AskedLora], card: ModelCard)
     return tuple(sorted(loras, key=lambda lora: lora.name))
 
 
+def names_lora(body: MediaBody) -> bool:
+    """Return whether ``body`` names an adapter, known or not. Its recipe must be applied before."""
+    return bool(body.lora) or split_name(body.model)[1] is not None
+
+
+def check_loras(loras: Iterable[Lora], card: ModelCard) -> None:
+    """Raise RequestError unless the model is served with ``loras``: its own, or any that came at run time."""
+    for lora in loras:
+        if not lora.folder:
+            check_name(lora.name, card, "lora")
+        elif card.runtime_loras is None:
+            message = f"{card.name} is served without adapters of clients, such as {shown(lora.name)}"
+            raise RequestError(message, "lora", code="lora_not_found")
+
+
 def check_name(name: str, card: ModelCard, param: str, code: str = "lora_not_found") -> None:
     """Raise RequestError, which lists the model's adapters, for any other adapter."""
     if name not in (lora.name for lora in card.loras):

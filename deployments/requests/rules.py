@@ -6,13 +6,14 @@ import math
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
 from deployments.requests.bodies import EditBody, MediaBody, VideoBody
 from deployments.requests.fields import BLANK, RANDOM_SEED, Quality, WrittenQuality
-from deployments.requests.model_choice import choose_loras
+from deployments.requests.model_choice import check_loras, choose_loras, names_lora
 from deployments.requests.pictures.sources import Sources
 from deployments.requests.pictures.video import VideoForm, VideoHead
 from deployments.requests.request_errors import RequestError, blaming, shown
@@ -43,6 +44,7 @@ BODY_FIELDS = {
     "num_video_frames": "video",
     "num_layers": "layers",
     "sound": "generate_sound",
+    "loras": "lora",
 }
 """Fields of ``MediaRequest`` that have another name in a body."""
 
@@ -90,7 +92,7 @@ class RequestRules:
         with blaming("video"):
             defaults.check_video(0 if sources.video is None else defaults.min_video_frames, len(sources.pictures))
         if sources.video is not None:
-            check_context(body, self.card)
+            check_context(self.card, has_lora=names_lora(body))
         return sources
 
     def video_form(self, body: MediaBody, head: VideoHead) -> VideoForm:
@@ -124,7 +126,7 @@ class RequestRules:
         RequestError names the first field that does not suit the model or another field.
         """
         request = self._request(body, pictures, requester)
-        for name, check in self.card.defaults.checks(request):
+        for name, check in checks(request, self.card):
             with blaming(_body_field(name, body)):
                 check()
         check_negative_prompt(request)
@@ -171,6 +173,25 @@ class RequestRules:
             weight=requester.weight,
             waited_s=requester.waited_s,
         )
+
+
+def checks(request: MediaRequest, card: ModelCard) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Yield every check of a request that depends on its model, each with the field of ``MediaRequest``."""
+    yield "loras", partial(check_loras, request.loras, card)
+    yield "attention", partial(check_attention, request.attention, card)
+    yield from card.defaults.checks(request)
+    if request.num_video_frames:
+        yield "num_video_frames", partial(check_context, card, has_lora=bool(request.loras))
+
+
+def check_kept(request: MediaRequest, card: ModelCard) -> None:
+    """Raise ValueError if a request that was accepted before suits its model no longer, as it is served now."""
+    for _, check in checks(request, card):
+        try:
+            check()
+        except ValueError as error:
+            message = f"{card.name} is served in another way than when this was accepted, and would refuse it: {error}"
+            raise ValueError(message) from None
 
 
 class HasSize(Protocol):
@@ -233,11 +254,14 @@ def choose_enhancement(body: MediaBody, card: ModelCard) -> bool | None:
 
 def choose_attention(body: MediaBody, card: ModelCard) -> Attention | None:
     """Return the precision of attention; None for the gang's own."""
-    own = card.attentions[0]
-    if body.attention not in (None, *card.attentions):
-        message = f"attention is {shown(body.attention)}; {card.name} is served with {' and '.join(card.attentions)}"
+    check_attention(body.attention, card)
+    return None if body.attention == card.attentions[0] else body.attention
+
+
+def check_attention(attention: Attention | None, card: ModelCard) -> None:
+    if attention not in (None, *card.attentions):
+        message = f"attention is {shown(attention)}; {card.name} is served with {' and '.join(card.attentions)}"
         raise RequestError(f"{message}; name one of them, or leave it out", "attention")
-    return None if body.attention == own else body.attention
 
 
 def choose_inputs(body: MediaBody, pictures: InputPictures) -> dict[str, Any]:
@@ -340,9 +364,9 @@ def check_background(body: MediaBody, request: MediaRequest) -> None:
         raise RequestError(f"{message}; send them, or leave it out", "background")
 
 
-def check_context(body: MediaBody, card: ModelCard) -> None:
-    """Raise RequestError for a clip that is an adapter's context, if ``body`` names no adapter."""
-    if card.defaults.video_needs_lora and not choose_loras(body.model, body.lora or (), card):
+def check_context(card: ModelCard, *, has_lora: bool) -> None:
+    """Raise RequestError for a clip that is an adapter's context, if the request names no adapter."""
+    if card.defaults.video_needs_lora and not has_lora:
         message = f"{card.name} takes a clip as the context of an adapter (IC-LoRA), and the request names none"
         raise RequestError(f"{message}: name one in lora, or leave video out", "video")
 

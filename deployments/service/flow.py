@@ -99,7 +99,6 @@ class DeployedStudio:
     ) -> AsyncGenerator[StudioEvent]:
         """See ``Studio.perform``."""
         model = request.model
-        self._check_attention(request)
         patience_s, limits = self._patience_s.get(model, RECOVERY_DEADLINE_S), self._limits.get(model, ANY)
         with self.meter.metered(request) as finish, self._counted(model, limits.max_jobs) as accepted:
             retries = Retries(request, self._readiness, patience_s, limits.max_wait_s, accepted=accepted)
@@ -129,15 +128,6 @@ class DeployedStudio:
         """Let requests wait for another gang, until Serve's controller knows that this one is broken."""
         if isinstance(error, GangBrokenError) and error.replica:
             leave_replica(self._stages[model].denoiser, error.replica)
-
-    def _check_attention(self, request: MediaRequest) -> None:
-        """Raise ValueError for an attention that the model was served with when the request came, and is not now."""
-        card = self._cards.get(request.model)
-        if card is not None and request.attention not in (None, *card.attentions):
-            raise ValueError(
-                f"attention is {request.attention!r}; {card.name} is served with {' and '.join(card.attentions)} now: "
-                "send the request again with one of them, or without"
-            )
 
     async def load_lora(self, model: str, lora: Lora) -> None:
         """See ``Studio.load_lora``. A gang that breaks meanwhile loads it with the first request that needs it."""

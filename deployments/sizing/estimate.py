@@ -5,9 +5,10 @@ The chosen strategy is that of ``strategy: auto`` for the same machine and step.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deployments.settings import Settings
 from deployments.sizing.fit import GIB, Fit, RequestTimes, StageMemory, usual_limit_gib, with_memory
@@ -57,12 +58,34 @@ class EstimateOptions:
         size = Size.parse(self.size) if self.size else Size(width=defaults.width, height=defaults.height)
         return size if self.num_frames is None else replace(size, num_frames=self.num_frames)
 
-    def request(self, defaults: Defaults) -> MediaRequest:
+    def request(self, defaults: Defaults, **inputs: Any) -> MediaRequest:
+        """Return the request of the options; ``inputs`` are fields of what comes along."""
         guided = defaults.true_cfg_scale > 1 if self.guided is None else self.guided
         scale = max(defaults.true_cfg_scale, GUIDED) if guided else 1.0
         steps = {} if self.num_steps is None else {"num_inference_steps": self.num_steps}
         avoided = "" if guided else None  # some models have guidance beside a negative prompt only
-        return defaults.request(self.wanted_size(defaults), true_cfg_scale=scale, negative_prompt=avoided, **steps)
+        return defaults.request(
+            self.wanted_size(defaults), true_cfg_scale=scale, negative_prompt=avoided, **steps, **inputs
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputCost:
+    """The largest step of a request with pictures or a clip, whose tokens are beside those of the result."""
+
+    name: str
+    """What comes along."""
+    tokens: Mapping[str, int]
+    step_ms: float
+    rank_bytes: int
+    """Memory of each rank."""
+
+    @property
+    def sentence(self) -> str:
+        tokens = " + ".join(f"{number} {stream}" for stream, number in self.tokens.items())
+        return (
+            f"with {self.name}: {tokens} tokens, {self.step_ms:.1f} ms a step, {self.rank_bytes / GIB:.1f} GiB a rank"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +101,8 @@ class Estimate:
     """Parts beside the transformer."""
     fit: Fit
     times: RequestTimes
+    inputs: tuple[InputCost, ...]
+    """Of what may come along, if it adds tokens to a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +187,27 @@ def _estimate(
         parts=parts,
         fit=Fit(step=step, num_ranks=options.num_ranks, parts=beside, unknown=parts.unknown),
         times=RequestTimes.of(parts, machine, request, num_steps, step.chosen.total_ms),
+        inputs=tuple(_input_costs(options, checkpoint, model, step)),
     )
+
+
+def _input_costs(
+    options: EstimateOptions, checkpoint: Checkpoint, model: DenoiserModel, step: StepForecast
+) -> Iterator[InputCost]:
+    """Yield the cost of each kind of input, under the strategy that was chosen without it."""
+    from engines.planner.cost_model import predict
+    from engines.planner.forecast import workload
+
+    defaults = checkpoint.defaults
+    for name, fields in defaults.inputs(options.wanted_size(defaults)):
+        try:
+            request = options.request(defaults, **fields)
+        except ValueError:  # it does not come along with such a result: a picture at a frame that is not there
+            continue
+        work = workload(model, checkpoint.largest_step(request))
+        if sum(dict(work.lengths).values()) > sum(dict(step.work.lengths).values()):
+            cost = predict(step.counted, work, step.chosen.spec, step.machine, step.precision)
+            yield InputCost(name=name, tokens=dict(work.lengths), step_ms=cost.total_ms, rank_bytes=cost.memory_bytes)
 
 
 def budgets_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Budget | str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from deployments.stages.common import PRIORITIES
 from engines.gang.jobs.job import Job, JobDone
 from engines.gang.load import GangLoad, NewWork, OpenWork
-from pipelines.request import MediaRequest
+from pipelines.request import MediaRequest, StepKind
 
 if TYPE_CHECKING:
     from engines.gang.gang import Gang
@@ -20,13 +20,8 @@ MAX_KINDS = 64
 
 def kind_of(request: MediaRequest) -> str:
     """Return the name of requests whose steps take equally long, as far as the router can tell."""
-    num_frames = request.num_layers or request.num_frames
-    branches = "x2" if request.true_cfg_scale > 1 else ""
-    silence = " silent" if request.sound is False else ""
-    context = " clip" if request.num_video_frames else ""
-    attention = f" {request.attention}" if request.attention else ""
-    adapters = "".join(f" {name}" for name in sorted(lora.name for lora in request.loras))
-    return f"{request.width}x{request.height}x{num_frames}{branches}{silence}{context}{attention}{adapters}"
+    kind = StepKind.of(request)
+    return f"{kind.size} branches={kind.num_branches}{kind.settings}{kind.inputs}"
 
 
 def new_work(request: MediaRequest) -> NewWork:

@@ -95,14 +95,15 @@ def blank_conditioning(
     is_guided = is_guided and not opened.spec.has_own_guidance
     values, negative = prompt(), prompt() if is_guided else None
     settings = {"batch_size": 1, "dtype": opened.dtype}
-    inputs = opened.input_names((opened.sections.denoise,))
-    values |= {name: value for name, value in settings.items() if name in inputs}
+    names = opened.input_names((opened.sections.denoise,))
+    values |= {name: value for name, value in settings.items() if name in names}
     if negative is not None and _has_guiders(opened):
         values |= {f"negative_{name}": x for name, x in negative.items()}
         negative = None
+    inputs = dict(opened.spec.blank_video(opened.path, request)) if request.num_video_frames else {}
     if request.num_pictures or request.has_control:
-        pictures = opened.spec.blank_pictures(opened.path, request)
-        values |= {name: _fill(x, generator) for name, x in pictures.items()}
+        inputs |= opened.spec.blank_pictures(opened.path, request)
+    values |= {name: _fill(x, generator) for name, x in inputs.items()}
     return Conditioning(values=values, kinds={}, dtype=torch.float32, negative=negative)
 
 

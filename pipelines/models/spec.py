@@ -168,6 +168,10 @@ class ModelSpec(ABC):
         """Return zeros in the shapes of a request's encoded pictures and control picture. Needs torch."""
         return {}
 
+    def blank_video(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
+        """Return zeros in the shapes of a request's encoded clip, if it adds tokens to a step. Needs torch."""
+        return {}
+
     def control_residuals(self, call: Mapping[str, Any]) -> Any:
         """Return what stands for the residuals of a control network's ``call`` in that of the transformer."""
         return call

@@ -23,7 +23,7 @@ from deployments import forked_worker, worker_shim
 from deployments.forked_worker import ROOT
 from deployments.forked_workers import SHIM, forking_cluster
 from deployments.settings import process_environment
-from deployments.worker_shim import DIRECTORY_VARIABLE, level_of
+from deployments.worker_shim import DIRECTORY_VARIABLE, level_of, node_folder
 from deployments.zygote import keep_bytecode
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
@@ -43,6 +43,9 @@ if "numpy" in sys.modules:
     told["numpy"] = numpy.random.random()
 print(json.dumps(told))
 """
+
+NO_PID = "99999999"
+"""More than a process id may be (``PID_MAX_LIMIT`` of Linux)."""
 
 
 @pytest.fixture(scope="module")
@@ -340,8 +343,14 @@ def test_the_first_shims_of_a_node_start_one_zygote_and_do_without_a_dead_one(tm
     script.write_text(WAIT)
     environment = {name: value for name, value in process_environment().items() if name != DIRECTORY_VARIABLE}
     environment |= {"RAY_RAYLET_PID": f"{os.getpid()}0", "TMPDIR": f"/tmp/{'long' * 30}", "PYTHONPATH": str(ROOT)}
+    ended, others, alive = (Path(node_folder(name)) for name in (NO_PID, "others", str(os.getpid())))
+    for folder in (ended, others, alive):
+        folder.mkdir(exist_ok=True)
     shims = [lone(str(script), environment) for _ in range(2)]
     workers = [psutil.Process(int(shim.stdout.readline())) for shim in shims if shim.stdout is not None]
+    assert [folder.exists() for folder in (ended, others, alive)] == [False, True, True]
+    others.rmdir()
+    alive.rmdir()
     zygote = workers[0].parent()
     assert zygote is not None
     assert zygote.pid == workers[1].ppid()
@@ -359,8 +368,9 @@ def test_the_first_shims_of_a_node_start_one_zygote_and_do_without_a_dead_one(tm
     shutil.rmtree(directory)
 
 
-def test_everything_ends_with_the_process_that_holds_the_zygotes(tmp_path: Path) -> None:
-    """Whatever ends it: here SIGKILL."""
+@pytest.mark.parametrize("with_zygotes", [False, True])
+def test_everything_ends_with_the_process_that_holds_the_zygotes(tmp_path: Path, with_zygotes: bool) -> None:
+    """Whatever ends it: here SIGKILL, of the zygotes too or not."""
     code = f"""
 import subprocess, sys, time
 from deployments.forked_workers import SHIM, forking_cluster
@@ -377,9 +387,16 @@ with forking_cluster():
     started = [worker, *psutil.Process(holder.pid).children(recursive=True)]
     assert len(started) >= 4, "a worker, its shim, and two zygotes"
     (folder,) = {Path(word) for one in started for word in one.cmdline() if word.startswith("/tmp/troupe_zygotes_")}
+    if with_zygotes:
+        for process in started:
+            process.kill()
     holder.kill()
     holder.wait()
     wait_until(lambda: not any(one.is_running() for one in started), "no process is left")
+    if with_zygotes:
+        assert folder.exists(), "no process is left to delete it"
+        with forking_cluster():
+            assert not folder.exists()
     wait_until(lambda: not folder.exists(), "no folder is left")
 
 

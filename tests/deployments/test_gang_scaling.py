@@ -26,6 +26,7 @@ from engines.gang.autoscaling import GangReport
 from engines.gang.jobs.job import Job, JobDone
 from engines.gang.load import GangLoad, OpenWork
 from pipelines.request import Lora, MediaRequest
+from pipelines.solver import Solver
 from tests.deployments.support.fake_studio import PICTURES
 
 DEPLOYMENT = DeploymentID("Denoiser-m", "troupe")
@@ -248,6 +249,9 @@ def test_a_kind_is_what_decides_the_time_of_a_step() -> None:
         replace(REQUEST, sound=False),
         replace(REQUEST, num_video_frames=5),
         replace(REQUEST, attention="fp8"),
+        replace(REQUEST, num_pictures=1),
+        replace(REQUEST, has_control=True),
+        replace(REQUEST, solver=Solver(guidance_scale_2=3.5)),
     ]
     assert len({kind_of(one) for one in (REQUEST, *others)}) == len(others) + 1
     assert kind_of(replace(REQUEST, seed=7, prompt="b")) == kind_of(REQUEST)

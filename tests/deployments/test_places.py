@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from deployments.clips.storage import ClipFolders
 from deployments.database.database import open_database
 from deployments.http.files import FileShelf
-from deployments.places import file_refusal, make_folder, make_private, make_private_file, refusal
+from deployments.places import (
+    OwnedFolder,
+    file_refusal,
+    make_folder,
+    make_private,
+    make_private_file,
+    refusal,
+)
+
+ROOT = Path(__file__).parents[2]
 
 
 def modes(root: Path) -> set[int]:
@@ -53,3 +67,64 @@ def test_refusals(tmp_path: Path) -> None:
         "/proc/self/a/b cannot be made: /proc/self cannot be written ("
     )
     assert list(tmp_path.iterdir()) == []
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from deployments.places import OwnedFolder
+folder = OwnedFolder.make(Path(sys.argv[1]), "own_")
+print(folder.path, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_folder_whose_owner_was_killed_goes_at_the_next_start(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert holder.stdout is not None
+        orphan = Path(holder.stdout.readline().strip())
+        other = OwnedFolder.make(tmp_path, "own_")
+        assert orphan.is_dir(), "its owner lives"
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert orphan.is_dir()
+    OwnedFolder.make(tmp_path, "another_").delete()
+    assert orphan.is_dir(), "that of another kind of owner"
+    OwnedFolder.make(tmp_path, "own_").delete()
+    assert list(tmp_path.iterdir()) == [other.path]
+    other.delete()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_folders_with_a_lock_of_ones_own_are_swept(tmp_path: Path) -> None:
+    """A link to a folder, which another user may have made in ``/tmp``, is not followed."""
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "lock").touch()
+    (tmp_path / "own_link").symlink_to(target)
+    (tmp_path / "own_without_lock").mkdir()
+    (tmp_path / "own_file").touch()
+    before = {*tmp_path.rglob("*")}
+    OwnedFolder.make(tmp_path, "own_").delete()
+    assert {*tmp_path.rglob("*")} == before
+
+
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, swept = fcntl.flock, list[str]()
+
+    def lock_late(file: int, operation: int) -> None:
+        if not swept and operation == fcntl.LOCK_EX:
+            swept.extend(path.name for path in tmp_path.iterdir())
+            OwnedFolder.make(tmp_path, "own_").delete()
+        lock(file, operation)
+
+    monkeypatch.setattr("fcntl.flock", lock_late)
+    folder = OwnedFolder.make(tmp_path, "own_")
+    assert len(swept) == 1
+    assert folder.path.name not in swept
+    assert list(tmp_path.iterdir()) == [folder.path]

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -18,7 +19,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from deployments.asyncio_tools import to_the_end
 from deployments.batches.records import BatchRecord, BatchStatus, FileRecord
+from deployments.clips.storage import UNAVAILABLE
 from deployments.http.answers import page_ends
 from deployments.http.body import JSON, check_content_type
 from deployments.http.context import BATCH_KEY, ApiContext
@@ -222,13 +225,14 @@ def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
         filename, data, purpose = await read_file_form(request)
         file_id, limit = f"file-{uuid4().hex}", context.settings.max_stored_bytes
         await _check_place(context, requester, len(data))
-        await asyncio.to_thread(context.contents.write, file_id, data)
         try:
+            await asyncio.to_thread(context.contents.write, file_id, data)
             file = await store.add_file(requester.key, filename, purpose, len(data), file_id, limit)
             if file is None:  # another upload has taken the place since the check
                 raise await _no_place(context, requester, len(data))
-        except Exception:
-            await asyncio.to_thread(context.contents.remove, file_id)
+        except BaseException:
+            with suppress(*UNAVAILABLE):
+                await to_the_end(_undo_upload(context, file_id))
             raise
         return FileObject.of(file)
 
@@ -263,6 +267,12 @@ def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
         await asyncio.to_thread(context.contents.remove, record.id)
         await store.remove_file(record.id)
         return FileDeleted(id=record.id)
+
+
+async def _undo_upload(context: ApiContext, file_id: str) -> None:
+    """Delete a file without an answer. The record goes first: while it is there, its content is."""
+    await context.batches.remove_file(file_id)
+    await asyncio.to_thread(context.contents.remove, file_id)
 
 
 async def _check_place(context: ApiContext, requester: Requester, num_bytes: int) -> None:

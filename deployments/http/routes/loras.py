@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -18,6 +18,7 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 
 from deployments.asyncio_tools import to_the_end
+from deployments.clips.storage import UNAVAILABLE
 from deployments.http.body import JSON, check_content_type, content_type, parse_json
 from deployments.http.context import ApiContext
 from deployments.http.errors import ApiError
@@ -273,7 +274,8 @@ class NewLora:
             created_at_s=time.time(),
         )
         await store.sweep()
-        refused = await store.add(record, limits.max_loras)
+        async with self._undone(record):
+            refused = await store.add(record, limits.max_loras)
         if refused == "full":
             message = f"{card.name} has {limits.max_loras} adapters already, its runtime_loras.max_loras; delete one"
             raise ApiError(409, message, param="model", code="too_many_loras")
@@ -284,14 +286,11 @@ class NewLora:
     async def _loaded(self, record: LoraRecord) -> LoraRecord:
         """Write the files, and load them on all gangs. Whatever fails, nothing of the adapter is left."""
         store, lora = self.context.loras, self.context.loras.lora(record)
-        try:
+        async with self._undone(record):
             await asyncio.to_thread(store.write, record.id, self.files["file"], self.files.get("config"))
             await self._load(record.model, lora)
             if not await store.set_ready(record.id):
                 raise duplicate_name(record.name, record.model)  # deleted meanwhile
-        except BaseException:
-            await to_the_end(self._undo(record, lora))
-            raise
         (ready,) = await store.visible(None, lora_id=record.id)
         return ready
 
@@ -301,9 +300,19 @@ class NewLora:
         except ValueError as error:
             raise RequestError(str(error), "path" if self.body.path is not None else "file") from None
 
-    async def _undo(self, record: LoraRecord, lora: Lora) -> None:
+    @asynccontextmanager
+    async def _undone(self, record: LoraRecord) -> AsyncIterator[None]:
+        """Leave nothing of the adapter if the block fails; what cannot be deleted now, the store sweeps later."""
+        try:
+            yield
+        except BaseException:
+            with suppress(*UNAVAILABLE):
+                await to_the_end(self._undo(record))
+            raise
+
+    async def _undo(self, record: LoraRecord) -> None:
         await self.context.loras.remove(record.id)
-        await self.context.studio.remove_lora(record.model, lora)
+        await self.context.studio.remove_lora(record.model, self.context.loras.lora(record))
         await asyncio.to_thread(self.context.loras.discard, record.id)
 
     def _card(self) -> ModelCard:

@@ -30,6 +30,7 @@ function showModel() {
   showAbout(model);
   showRecipes(model);
   showInputs(model);
+  showOptions(model);
   showAdapters(model);
   checkFiles();
 }
@@ -56,6 +57,40 @@ function showInputs({ kind, defaults: d }) {
     fields[name].disabled = !(takesControl && d.takes_control_guidance);
   }
   Object.assign(fields.strength, { disabled: !d.takes_strength, placeholder: d.strength });
+}
+
+// Settings of the model that it has a default for: what is not chosen is not sent, and a recipe decides about it.
+const CACHES = ["conservative", "fast", "off"];
+const MIN_CACHED_STEPS = 10;
+const CHOICES = ["scheduler", "cache"];
+const SWITCHES = ["generate_sound", "enhance_prompt"];
+
+function showOptions({ kind, defaults: d, enhances_prompts: enhances }) {
+  const { scheduler: own, schedulers } = d.solver;
+  Object.assign(fields.layers, { disabled: !d.max_layers, max: d.max_layers, placeholder: d.num_layers, value: "" });
+  showChoice(fields.scheduler, schedulers, own ? `default (${own})` : "default");
+  const takesCache = d.takes_cache && !d.frames_per_chunk && d.max_steps >= MIN_CACHED_STEPS;
+  showChoice(fields.cache, takesCache ? CACHES : [], "default");
+  showSwitch(fields.generate_sound, kind === "video" && d.make_sound ? true : null);
+  showSwitch(fields.enhance_prompt, enhances);
+}
+
+function showChoice(field, names, usual) {
+  field.disabled = !names.length;
+  field.replaceChildren(...["", ...names].map((name) => make("option", { value: name, textContent: name || usual })));
+}
+
+// ``usual``: its default; null where the model has no such switch.
+function showSwitch(field, usual) {
+  Object.assign(field, { disabled: usual === null, defaultChecked: usual === true, checked: usual === true });
+}
+
+function chosenOptions() {
+  const choices = CHOICES.map((name) => fields[name]).filter((field) => !field.disabled && field.value);
+  const switches = SWITCHES.map((name) => fields[name]);
+  const changed = switches.filter((field) => !field.disabled && field.checked !== field.defaultChecked);
+  const chosen = [...choices.map((one) => [one.name, one.value]), ...changed.map((one) => [one.name, one.checked])];
+  return Object.fromEntries(chosen);
 }
 
 // A model's own words, and prompts that a press puts into the form. Prompts of a model of clips are of clips.
@@ -131,7 +166,7 @@ async function takeShape() {
 
 // Names of the fields with numbers that are sent.
 function numbersOf(model, files) {
-  const names = ["num_inference_steps", "seed", "guidance_scale", "true_cfg_scale"];
+  const names = ["num_inference_steps", "seed", "guidance_scale", "true_cfg_scale", "layers"];
   if (files.length || chosenClip() !== null) names.push("strength");
   if (chosen(fields.control_image).length) {
     names.push("control_scale", "control_guidance_start", "control_guidance_end");
@@ -156,5 +191,5 @@ function wanted(model) {
   if (typeof clip === "string") body.video = clip;
   if (chosen(fields.image).length && isSent("frame_indices")) body.frame_indices = frameIndices();
   if (fields.negative_prompt.value) body.negative_prompt = fields.negative_prompt.value;
-  return { ...body, ...Object.fromEntries(numbers) };
+  return { ...body, ...chosenOptions(), ...Object.fromEntries(numbers) };
 }

@@ -3,7 +3,7 @@
 
 async function drawPictures(body, files) {
   // Of a picture in layers each has a card, and what is told of the picture is shown on all of them.
-  const numLayers = models.get(body.model)?.defaults.num_layers || 1;
+  const numLayers = body.layers ?? (models.get(body.model)?.defaults.num_layers || 1);
   const cards = Array.from({ length: (body.n ?? 1) * numLayers }, () => makeCard(body.prompt));
   gallery.prepend(...cards.map((card) => card.node));
   const stopping = new AbortController();

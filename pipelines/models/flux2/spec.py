@@ -18,6 +18,8 @@ from pipelines.solver import SIGMAS
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from pipelines.request import MediaRequest
+
 TEXT, IMAGE = "text", "image"
 PATCH = 2
 """Latent values along the side of a token."""
@@ -86,6 +88,14 @@ class Flux2Spec(TextAndImageSpec):
         import torch
 
         return {"prompt_embeds": torch.zeros(1, num_tokens, config["joint_attention_dim"])}
+
+    def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
+        """Return pictures in the request's size: their tokens follow those of the result."""
+        import torch
+
+        unit, channels = vae_scale(path) * PATCH, read_config(path, "transformer")["in_channels"]
+        shape = (1, channels, request.height // unit, request.width // unit)
+        return {"image_latents": [torch.zeros(shape) for _ in range(request.num_pictures)]}
 
     def defaults(self, path: Path) -> Defaults:
         return replace(_known_defaults(path), size_multiple=vae_scale(path) * PATCH)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, FeatureTable, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
+from pipelines.directory import read_config
 from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
 from pipelines.models.ltx.spec import LTXSpec, vae_scales
 from pipelines.models.spec import CLIP, Config, SeveralOutputsSpec, blank_like, lazy
@@ -139,7 +140,7 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
 
     def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
         blank, places = super().blank_pictures(path, request), self.defaults(path).keyframes(request)
-        if places in ((), (0,)):
+        if places in ((), (0,)) and not request.num_video_frames:
             return blank
         number = len(places)
         return {
@@ -147,6 +148,21 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
             "condition_strengths": [1.0] * number,
             "condition_indices": list(places),
             "condition_pixel_frames": [1] * number,
+        }
+
+    def blank_video(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
+        """Return the tokens that an in-context adapter attends to, beside those of the result, and no pictures."""
+        import torch
+
+        spatial, temporal = vae_scales(path)
+        num_frames = 1 + (request.num_video_frames - 1) // temporal
+        num_tokens = num_frames * (request.height // spatial) * (request.width // spatial)
+        pictures = ("condition_latents", "condition_strengths", "condition_indices", "condition_pixel_frames")
+        return {
+            **{name: [] for name in pictures},
+            "reference_latents": torch.zeros(1, num_tokens, read_config(path, "vae")["latent_channels"]),
+            "reference_coords": torch.zeros(1, 3, num_tokens, 2),
+            "reference_token_counts": [num_tokens],
         }
 
     def estimate_final(self, loop_state: Any, sigma: float) -> Mapping[str, Tensor] | None:

@@ -54,6 +54,34 @@ def test_a_published_model_by_its_hub_id_with_its_branches_and_frames() -> None:
     assert not any("guidance" in candidate["strategy"] for candidate in alone["candidates"])
 
 
+KEYFRAME = 16 * 24
+"""Tokens of a frame of latents at 768x512: LTX-2 has one for 32 x 32 pixels, and its first picture adds none."""
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("FLUX.2-klein-4B", {"1 picture": 2 * 4096, "4 pictures": 5 * 4096}),
+        ("FLUX.1-Kontext-dev", {"1 picture": 2 * 4096}),
+        ("Qwen-Image-Edit-2509", {"3 pictures": 4 * 83 * 83}),
+        ("LTX-2", {"8 pictures": 6144 + 7 * KEYFRAME, "a clip of 121 frames": 2 * 6144}),
+        ("FLUX.1-dev", {}),
+        ("Wan2.2-TI2V-5B", {}),
+    ],
+)
+def test_tokens_of_what_comes_along_are_counted(model: str, expected: dict[str, int]) -> None:
+    """FLUX.1-dev and Wan begin with a picture, which adds no tokens."""
+    found = document("--model", model, "--machine", "h200")
+    inputs = {one["name"]: one for one in found["inputs"]}
+    assert {name: one["tokens"].get("image") or one["tokens"].get("video") for name, one in inputs.items()} == expected
+    plain = next(one for one in found["candidates"] if one["strategy"] == found["chosen"])
+    for one in inputs.values():
+        assert one["step_ms"] > plain["total_ms"]
+        assert one["rank_bytes"] > plain["memory_bytes"]
+    told = estimate("--model", model, "--machine", "h200").stdout
+    assert all(f"with {name}: " in told for name in expected)
+
+
 def test_weights_are_divided_where_whole_ones_do_not_fit(tmp_path: Path) -> None:
     from dataclasses import replace
 

@@ -10,16 +10,25 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from deployments.clips import attempt
 from deployments.clips.database import ClipRecord
+from deployments.requests.bodies import VideoBody
+from deployments.requests.recipe_choice import with_recipe
+from deployments.requests.rules import Requester, RequestRules
+from deployments.requests.validation import validated
 from deployments.service.interface import ModelUnavailableError
 from engines.core.engine import JobFailedError
 from engines.gang.errors import GangBrokenError, QueueFullError
+from pipelines.lora.source import LoraLimits
+from pipelines.recipes import Recipe
+from pipelines.request import NO_PICTURES, Lora
+from pipelines.solver import Solver, SolverLimits
 from tests.deployments.clips.support.runs import REQUEST, Looking, data_of, ended, failure_of, running, started, the
-from tests.deployments.support.fake_studio import FailingStudio, FakeStudio, clip
+from tests.deployments.support.fake_studio import CLIPS, FailingStudio, FakeStudio, clip
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -37,6 +46,60 @@ async def test_stop_and_start_again(tmp_path: Path, database_url: str) -> None:
         assert await data_of(clips, record.id) == clip(REQUEST)
         assert (await the(clips, record.id)).attempts == 1  # a restart is no failure
     assert second.performed[0].seed == 77
+
+
+SERVED = replace(CLIPS, solver=SolverLimits(scheduler="euler", schedulers=("euler", "heun")))
+INK = Recipe(scheduler="heun", num_inference_steps=2, lora=(Lora(name="ink"),))
+ALL: dict[str, Any] = {
+    "defaults": {"fake-clips": SERVED},
+    "loras": {"fake-clips": (Lora(name="ink"),)},
+    "recipes": {"draft": INK},
+    "attentions": ("auto", "fp8"),
+    "runtime_loras": LoraLimits(),
+}
+"""A configuration that serves each of the requests below."""
+ADDED = Lora(name="mine", folder="/data/loras/lora_1")
+
+
+@pytest.mark.parametrize(
+    ("asked", "change", "reason"),
+    [
+        ({"width": 128}, {"defaults": {"fake-clips": replace(SERVED, max_pixels=32 * 32)}}, "128x32"),
+        ({"num_frames": 49}, {"defaults": {"fake-clips": replace(SERVED, max_frames=17)}}, "num_frames is 49"),
+        ({"loras": (Lora(name="ink"),)}, {"loras": {}, "recipes": {}}, "served without an adapter 'ink'"),
+        ({"loras": (ADDED,)}, {"runtime_loras": None}, "without adapters of clients, such as 'mine'"),
+        ({"attention": "fp8"}, {"attentions": ("auto",)}, "attention is 'fp8'; fake-clips is served with auto"),
+        ({"attention": "fp8"}, {"attentions": ("fp8",)}, None),
+        ({"recipe": "draft"}, {"recipes": {}}, None),
+        ({"recipe": "draft"}, {"recipes": {}, "loras": {}}, "served without an adapter 'ink'"),
+        ({"recipe": "draft"}, {"defaults": {"fake-clips": CLIPS}}, "scheduler is 'heun'"),
+        ({"solver": Solver(scheduler="heun")}, {"defaults": {"fake-clips": CLIPS}}, "scheduler is 'heun'"),
+        ({"solver": Solver(scheduler="heun")}, {}, None),
+    ],
+)
+async def test_a_clip_that_the_model_takes_no_longer_fails_by_the_rule(
+    tmp_path: Path, asked: dict[str, Any], change: dict[str, Any], reason: str | None
+) -> None:
+    """Its model's configuration was changed between two starts."""
+    first = FakeStudio(**ALL, reasons={"fake-clips": "not now"})
+    request = REQUEST if "recipe" in asked else replace(REQUEST, **asked)
+    if "recipe" in asked:
+        card = first.cards()["fake-clips"]
+        body = with_recipe(validated(VideoBody, {"prompt": "a", "size": "32x32", **asked}), card)
+        request = RequestRules(card).check(body, NO_PICTURES, Requester(request_id="r"))
+    async with running(first, tmp_path) as clips:
+        record = await clips.submit(request, "1")
+    second = FakeStudio(**(ALL | change))
+    async with running(second, tmp_path) as clips:
+        end = await ended(clips, record.id)
+        if reason is None:
+            assert (end.status, len(second.performed)) == ("completed", 1)
+            return
+        assert second.performed == []
+        error = failure_of(end)
+    assert error.code == "invalid_value"
+    assert error.message.startswith("fake-clips is served in another way than when this was accepted")
+    assert reason in error.message
 
 
 async def test_a_deadline_does_not_go_by_a_clock_that_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from sqlalchemy import String
 from deployments.clips.eta import OpenClip, clip_key, clip_times, duration_key, learn_clip, predicted_ends_s
 from deployments.database.tables import ClipRow
 from engines.gang.eta.measured_times import MAX_KEYS, MeasuredTimes
+from pipelines.request import Lora
 from pipelines.solver import Solver
 from tests.deployments.clips.support.runs import REQUEST, ended, running
 from tests.deployments.clips.test_claims import TIMINGS
@@ -68,6 +69,26 @@ def test_the_shortest_time_counts_and_old_kinds_are_forgotten() -> None:
     for number in range(MAX_KEYS):
         learn_clip(times, replace(REQUEST, num_inference_steps=1000 + number), TIMINGS)
     assert times.get(key) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({}, "48x32x5 steps=4 branches=2 cache=off"),
+        ({"sound": False, "true_cfg_scale": 1.0}, "48x32x5 silent steps=4 branches=1 cache=off"),
+        ({"cache": "fast", "num_video_frames": 5}, "48x32x5 steps=4 branches=2 cache=fast clip"),
+        (
+            {"solver": Solver(guidance_scale_2=3.5), "attention": "fp8", "num_video_frames": 5},
+            "48x32x5 steps=4 branches=2 cache=off experts=3.5,- clip fp8",
+        ),
+        ({"solver": Solver(boundary_ratio=0.875)}, "48x32x5 steps=4 branches=2 cache=off experts=-,0.875"),
+        ({"loras": (Lora(name="ink"),), "num_pictures": 2}, "48x32x5 steps=4 branches=2 cache=off"),
+    ],
+)
+def test_keys_are_those_in_databases(changes: dict[str, Any], key: str) -> None:
+    """A server that is updated knows the clips that it made before."""
+    request = replace(REQUEST, width=48, height=32, num_frames=5, num_inference_steps=4, true_cfg_scale=6.0)
+    assert duration_key(replace(request, **changes)) == key
 
 
 def test_what_takes_another_time_is_not_alike() -> None:

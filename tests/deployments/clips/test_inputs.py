@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deployments.clips.storage import ClipFolders, StorageLostError
+from deployments.clips.store import ClipStore
 from engines.gang.errors import GangBrokenError
 from pipelines.request import InputPicture, InputPictures, InputVideo, MediaRequest
 from tests.deployments.clips.support.runs import REQUEST as WORDS
 from tests.deployments.clips.support.runs import ended, failure_of, running, started
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_studio import CLIPS, FakeStudio
 from tests.deployments.support.files import noise
 from tests.support.patience import PATIENCE_S
 
@@ -31,6 +33,11 @@ INPUTS = InputPictures(
         data=noise(WORDS.width, 5 * WORDS.height).tobytes(),
     ),
 )
+TAKES = replace(CLIPS, max_pictures=2, takes_mask=True, max_video_frames=5, takes_both=True, takes_strength=True)
+
+
+def studio_of_inputs(**settings: Any) -> FakeStudio:
+    return FakeStudio(defaults={"fake-clips": TAKES}, **settings)
 
 
 def kept(folder: Path) -> list[str]:
@@ -41,7 +48,7 @@ KEPT = ["input-0.png", "input-1.png", "input-mask.png", "input-video.rgb"]
 
 
 async def test_they_reach_the_studio_and_are_gone_at_the_end(tmp_path: Path) -> None:
-    studio = FakeStudio()
+    studio = studio_of_inputs()
     async with running(studio, tmp_path) as clips:
         record = await clips.submit(REQUEST, "1", pictures=INPUTS)
         assert record.request == REQUEST
@@ -54,13 +61,13 @@ async def test_they_reach_the_studio_and_are_gone_at_the_end(tmp_path: Path) -> 
 
 
 async def test_they_outlive_the_application(tmp_path: Path, database_url: str) -> None:
-    studio = FakeStudio(step_s=1000)
+    studio = studio_of_inputs(step_s=1000)
     async with running(studio, tmp_path, database_url=database_url) as clips:
         record = await clips.submit(REQUEST, "1", pictures=INPUTS)
         await started(studio)
         assert kept(tmp_path) == KEPT
     assert kept(tmp_path) == KEPT
-    second = FakeStudio()
+    second = studio_of_inputs()
     async with running(second, tmp_path, database_url=database_url) as clips:
         assert (await ended(clips, record.id)).status == "completed"
     assert second.inputs == [INPUTS]
@@ -74,7 +81,7 @@ async def test_a_second_attempt_has_them_too(tmp_path: Path) -> None:
         if failures:
             raise failures.pop()
 
-    studio = FakeStudio(before=fail)
+    studio = studio_of_inputs(before=fail)
     async with running(studio, tmp_path) as clips:
         record = await clips.submit(REQUEST, "1", pictures=INPUTS)
         assert (await ended(clips, record.id)).attempts == 2
@@ -85,7 +92,7 @@ async def test_they_go_with_a_clip_that_fails(tmp_path: Path) -> None:
     def fail(request: MediaRequest) -> None:
         raise GangBrokenError("rank 1 died")
 
-    async with running(FakeStudio(before=fail), tmp_path) as clips:
+    async with running(studio_of_inputs(before=fail), tmp_path) as clips:
         record = await clips.submit(REQUEST, "1", pictures=INPUTS)
         assert (await ended(clips, record.id)).status == "failed"
         async with asyncio.timeout(PATIENCE_S):
@@ -94,7 +101,7 @@ async def test_they_go_with_a_clip_that_fails(tmp_path: Path) -> None:
 
 
 async def test_they_go_with_a_clip_that_is_deleted(tmp_path: Path) -> None:
-    studio = FakeStudio(step_s=1000)
+    studio = studio_of_inputs(step_s=1000)
     async with running(studio, tmp_path) as clips:
         record = await clips.submit(REQUEST, "1", pictures=INPUTS)
         await started(studio)
@@ -103,7 +110,7 @@ async def test_they_go_with_a_clip_that_is_deleted(tmp_path: Path) -> None:
 
 
 async def test_a_clip_whose_picture_is_gone_says_so(tmp_path: Path) -> None:
-    studio = FakeStudio(reasons={"fake-clips": "not now"})
+    studio = studio_of_inputs(reasons={"fake-clips": "not now"})
     async with running(studio, tmp_path) as clips:
         record = await clips.submit(REQUEST, "1", pictures=INPUTS)
         (tmp_path / "videos" / record.id / "input-1.png").unlink()
@@ -115,7 +122,7 @@ async def test_a_clip_whose_picture_is_gone_says_so(tmp_path: Path) -> None:
 
 
 async def test_a_clip_that_cannot_be_kept_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(FakeStudio(), tmp_path) as clips:
+    async with running(studio_of_inputs(), tmp_path) as clips:
 
         async def create(*_: object, **__: object) -> None:
             raise OSError("away")
@@ -137,7 +144,7 @@ async def test_a_clip_whose_client_leaves_before_it_hears_the_id(
         await asyncio.Event().wait()
 
     monkeypatch.setattr("deployments.clips.store.ClipStore._must_get", never)
-    async with running(FakeStudio(reasons={"fake-clips": "not now"}), tmp_path) as clips:
+    async with running(studio_of_inputs(reasons={"fake-clips": "not now"}), tmp_path) as clips:
         asking = asyncio.create_task(getattr(clips, way)(REQUEST, "1", pictures=INPUTS))
         async with asyncio.timeout(PATIENCE_S):
             await written.wait()
@@ -151,3 +158,27 @@ async def test_a_clip_whose_client_leaves_before_it_hears_the_id(
 def test_a_folder_that_is_not_mounted_is_waited_for(tmp_path: Path) -> None:
     with pytest.raises(StorageLostError, match="is its disk mounted"):
         ClipFolders(root=tmp_path / "videos").read_inputs("video_1", REQUEST)
+
+
+async def test_a_clip_whose_record_is_written_without_an_answer_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database takes the record back neither."""
+    create = ClipStore.create
+
+    async def create_silently(*arguments: Any, **options: Any) -> None:
+        await create(*arguments, **options)
+        raise StorageLostError("the database does not answer")
+
+    async def delete(*_: object) -> None:
+        raise StorageLostError("the database does not answer")
+
+    monkeypatch.setattr(ClipStore, "create", create_silently)
+    monkeypatch.setattr(ClipStore, "delete", delete)
+    studio = studio_of_inputs()
+    async with running(studio, tmp_path) as clips:
+        with pytest.raises(StorageLostError):
+            await clips.submit(REQUEST, "1", pictures=INPUTS)
+        (record,), _ = await clips.page(after=None, limit=9, ascending=True)
+        assert (await ended(clips, record.id)).status == "completed"
+    assert studio.inputs == [INPUTS]

@@ -7,6 +7,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +19,8 @@ from deployments import heartbeat
 from deployments.door import door as doors
 from deployments.door.door import SHORT_LIFE_S
 from deployments.door.haproxy import find_binary
+from deployments.places import OwnedFolder
+from deployments.settings import process_environment
 from tests.deployments.door.support import Backend, assert_error, doored, served
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
@@ -97,7 +100,7 @@ def test_where_none_can_be_started_that_is_tried_again(
 ) -> None:
     start, failures = doors._new_folder, [OSError("there is no room")]
 
-    def new_folder() -> Path:
+    def new_folder() -> OwnedFolder:
         if failures:
             raise failures.pop()
         return start()
@@ -168,3 +171,30 @@ def test_none_that_starts_as_the_door_closes_is_left(backend: Backend, monkeypat
         wait_until(lambda: started, "another process")
         closing.join()
         assert started[0].poll() is not None
+
+
+HOLDER = f"""
+import time
+from deployments.door.door import Door, listen
+from tests.deployments.door.support import SETTINGS
+door = Door(listen("127.0.0.1", 0), ("127.0.0.1", 9), SETTINGS)
+print(door.pid, door._folder.path, flush=True)
+time.sleep({PATIENCE_S})
+"""
+
+
+def test_the_folder_of_a_killed_server_goes_at_the_next_start() -> None:
+    environment = {**process_environment(), "PYTHONPATH": str(Path(__file__).parents[3])}
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True, env=environment)
+    assert holder.stdout is not None
+    pid, name = holder.stdout.readline().split()
+    try:
+        with doored(("127.0.0.1", 9)):
+            assert (Path(name) / "haproxy.cfg").is_file(), "its owner lives"
+    finally:
+        holder.kill()
+        holder.communicate()
+    wait_until(lambda: not psutil.pid_exists(int(pid)), "HAProxy ended with it")
+    assert (Path(name) / "haproxy.cfg").is_file()
+    with doored(("127.0.0.1", 9)):
+        assert not Path(name).exists()

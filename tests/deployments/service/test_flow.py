@@ -17,7 +17,6 @@ from deployments.service import flow
 from deployments.service.flow import DeployedStudio
 from deployments.service.interface import (
     Media,
-    ModelCard,
     ModelUnavailableError,
     Output,
     Preview,
@@ -26,7 +25,6 @@ from deployments.service.interface import (
 from deployments.service.readiness import Readiness
 from deployments.service.retries import MAX_LOSSES, RECOVERY_DEADLINE_S
 from deployments.stages.common import SentMedia, SentPictures
-from engines.core.spec import Attention
 from engines.gang.errors import DEADLINE, GangBrokenError, QueueFullError, TooLateError
 from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, Progress
 from pipelines.request import InputPicture, InputPictures, Lora
@@ -66,21 +64,6 @@ async def test_progress_does_not_wait_for_previews() -> None:
         (0, 1, b"preview of latents 1"),
         (1, 2, b"preview of latents 2"),
     ]
-
-
-async def test_a_kept_request_does_not_run_with_an_attention_that_is_no_longer_served() -> None:
-    """A clip of the database may have been accepted under another configuration."""
-    stages, card = Stages([STEP, DONE]), ModelCard(name="m", family="", created=0, defaults=PICTURES)
-    served: dict[tuple[Attention, ...], bool] = {("auto",): False, ("auto", "fp8"): True}
-    for attentions, is_served in served.items():
-        cards = {"m": replace(card, attentions=attentions)}
-        studio = DeployedStudio(cards, {"m": stages}, Readiness({"m": ()}))  # type: ignore[dict-item]
-        request = PICTURES.request(model="m", prompt="a", attention="fp8")
-        told = "attention is 'fp8'; m is served with auto now"
-        with nullcontext() if is_served else pytest.raises(ValueError, match=told):
-            *_, last = [event async for event in studio.perform(request, Output(format="png"))]
-            assert isinstance(last, Media)
-        assert stages.num_attempts == is_served
 
 
 async def test_a_request_that_ran_for_long_is_run_again(perform: Callable[[Stages], Any]) -> None:

@@ -14,6 +14,7 @@ from PIL import Image
 
 from deployments.requests.fields import Quality
 from deployments.service.interface import Media, ModelCard, Output, Preview, Progress, Queued, StageTimes, StudioEvent
+from engines.core.spec import Attention
 from pipelines.defaults import Defaults
 from pipelines.description import usual_description
 from pipelines.lora.source import LoraLimits
@@ -94,7 +95,7 @@ class FakeStudio:
     before their end. ``on_load`` runs before an adapter is ``loaded``, and may raise. ``takes_pictures``: two more
     models do; ``takes_apart``: one takes them apart; ``makes_both``: one makes clips and pictures; ``only_inpaints``:
     one needs a mask. ``takes_clips``: two more take a clip, one to change it and one to go on from it;
-    ``takes_control``: one follows a control picture.
+    ``takes_control``: one follows a control picture. ``defaults``: of further models, or of these in another way.
     """
 
     step_s: float = 0.005
@@ -119,6 +120,8 @@ class FakeStudio:
     only_inpaints: bool = False
     takes_clips: bool = False
     takes_control: bool = False
+    defaults: Mapping[str, Defaults] = field(default_factory=dict)
+    attentions: tuple[Attention, ...] = ("auto",)
     performed: list[MediaRequest] = field(default_factory=list)
     inputs: list[InputPictures] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
@@ -138,6 +141,7 @@ class FakeStudio:
             defaults |= {"fake-changed-clips": CHANGED_CLIPS, "fake-continued-clips": CONTINUED_CLIPS}
         if self.takes_control:
             defaults |= {"fake-controlled": CONTROLLED}
+        defaults |= self.defaults
         return {
             name: ModelCard(
                 name=name,
@@ -151,6 +155,7 @@ class FakeStudio:
                 recipes=self.recipes,
                 qualities=self.qualities,
                 runtime_loras=self.runtime_loras,
+                attentions=self.attentions,
             )
             for name, one in defaults.items()
         }

@@ -19,7 +19,9 @@ from engines.core.tensors import relative_difference
 from engines.parallel import strategies as strategies
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
+from pipelines.request import InputPicture, InputPictures
 from pipelines.run import load_pipeline
+from tests.deployments.support.files import noise
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import NEGATIVE
 from tests.pipelines.support.checkpoints import tiny_others, tiny_pictures, tiny_qwen
@@ -153,6 +155,23 @@ def test_without_the_exchange_they_do_not(name: str, folders: Callable[[Any], Pa
     folder = folders(CASES[name].make)
     for latents in gang(2).run(without_exchange, folder, name, "ulysses"):
         assert relative_difference(latents, expected_of(name, folder)) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["flux2 dev, one picture", "flux2 klein, two pictures"])
+def test_blank_pictures_are_as_many_tokens_as_real_ones(name: str, folders: Callable[[Any], Path]) -> None:
+    """Of the result's size."""
+    case = CASES[name]
+    checkpoint = Checkpoint(folders(case.make))
+    request = replace(request_of(case, checkpoint.path), width=256, height=256)
+    pictures = InputPictures(pictures=(InputPicture.of(noise(256, 256)),) * request.num_pictures)
+    with small_pictures():
+        conditioning = checkpoint.text_encoder().encode(request, pictures)
+    sampler = checkpoint.sampler()
+    real = sampler.branches(sampler.begin(request, conditioning))
+    for blank, one in zip(checkpoint.first_step(request), real, strict=True):
+        names = ("hidden_states", "img_ids")
+        shapes = [{name: branch.inputs[name].shape for name in names} for branch in (blank, one)]
+        assert shapes[0] == shapes[1]
 
 
 @pytest.mark.parametrize("name", ["flux", "qwen", "sd 3", "z image"])

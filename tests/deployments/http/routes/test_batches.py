@@ -256,3 +256,29 @@ async def test_an_upload_without_a_record_leaves_no_content(tmp_path: Path, monk
     async with client_of(build(FakeStudio(), tmp_path)) as client:
         error_of(await client.post("/v1/files", **form), 503)
     assert list((tmp_path / "batches").iterdir()) == []
+
+
+@pytest.mark.parametrize("database_answers", [True, False])
+async def test_a_file_whose_record_is_written_without_an_answer_has_its_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database_answers: bool
+) -> None:
+    """Or it is gone, where the database takes back the record."""
+    add_file = BatchStore.add_file
+
+    async def add_silently(*arguments: Any) -> None:
+        await add_file(*arguments)
+        raise StorageLostError("the database does not answer")
+
+    async def remove_file(*_: object) -> None:
+        raise StorageLostError("the database does not answer")
+
+    monkeypatch.setattr(BatchStore, "add_file", add_silently)
+    if not database_answers:
+        monkeypatch.setattr(BatchStore, "remove_file", remove_file)
+    form: Any = {"files": {"file": ("a.mp4", b"0123")}, "data": {"purpose": "user_data"}}
+    async with client_of(build(FakeStudio(), tmp_path)) as client:
+        error_of(await client.post("/v1/files", **form), 503)
+        listed = (await client.get("/v1/files")).json()["data"]
+        contents = [(await client.get(f"/v1/files/{file['id']}/content")).content for file in listed]
+    assert contents == ([] if database_answers else [b"0123"])
+    assert len(list((tmp_path / "batches").iterdir())) == len(contents)

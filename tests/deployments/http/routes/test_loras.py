@@ -13,8 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
+from deployments.clips.storage import StorageLostError
 from deployments.http.settings import ApiLimits
-from deployments.lora_store import KEEP_S
+from deployments.lora_store import KEEP_S, LoraStore
 from deployments.service.interface import ModelUnavailableError
 from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, LoraLimits
 from pipelines.request import Lora
@@ -273,3 +274,22 @@ async def test_each_kind_of_database_keeps_them(studio: FakeStudio, tmp_path: Pa
         assert error_of(await draw(one, "alpha", lora=[{"name": "ink"}])) == (400, "lora_not_found", "lora")
         assert (await one.delete(f"{LORAS}/{shared['id']}", headers=by("beta"))).status_code == 204
         assert await names(one, "beta") == []
+
+
+@pytest.mark.parametrize("step", ["add", "set_ready"])
+async def test_one_whose_record_is_written_without_an_answer_leaves_nothing(
+    studio: FakeStudio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    written = getattr(LoraStore, step)
+
+    async def write_silently(*arguments: Any) -> None:
+        await written(*arguments)
+        monkeypatch.setattr(LoraStore, step, written)
+        raise StorageLostError("the database does not answer")
+
+    async with client_of(build(studio, tmp_path)) as client:
+        monkeypatch.setattr(LoraStore, step, write_silently)
+        assert (await add(client)).status_code == 503
+        assert (await client.get(LORAS)).json()["data"] == []
+        assert (studio.loaded, folders(tmp_path)) == ({}, set())
+        assert (await add(client)).status_code == 201

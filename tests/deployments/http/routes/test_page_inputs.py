@@ -18,7 +18,7 @@ from pipelines.request import Lora, MediaRequest
 from pipelines.solver import SolverLimits
 from tests.deployments.http.support.chromium import CONTROL, Chromium, chromium, needs_chromium
 from tests.deployments.http.support.page_steps import fill, press, send, shown_error, take, written
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_studio import CLIPS, PICTURES, FakeStudio
 from tests.deployments.support.files import file_of, noise
 
 pytestmark = needs_chromium
@@ -271,3 +271,68 @@ def test_every_control_of_every_model_has_a_name(page: Chromium, picture: Path, 
         names = [node.get("name", {}).get("value") for node in found]
         assert all(names), model
         assert len(names) == len(set(names)), (model, sorted(names))
+
+
+OPTIONS = """
+["layers", "scheduler", "cache", "generate_sound", "enhance_prompt"].filter((name) => fields[name].checkVisibility())
+"""
+SOLVER = SolverLimits(scheduler="euler", schedulers=("euler", "heun"))
+
+
+def options_studio() -> FakeStudio:
+    """Returns models with a scheduler to choose, with few steps alone, with sound, and with layers."""
+    clips = replace(CLIPS, solver=SOLVER, make_sound=True)
+    few = replace(PICTURES, max_steps=8, num_inference_steps=8)
+    models = {"fake-clips": clips, "fake-few": few, "fake-pictures": replace(PICTURES, takes_cache=False)}
+    return FakeStudio(takes_apart=True, makes_both=True, enhances_prompts=False, defaults=models)
+
+
+@pytest.mark.parametrize("studio", [options_studio()])
+@pytest.mark.parametrize(
+    ("model", "shown"),
+    [
+        ("fake-pictures", ["enhance_prompt"]),
+        ("fake-few", ["enhance_prompt"]),
+        ("fake-clips", ["scheduler", "cache", "generate_sound", "enhance_prompt"]),
+        ("fake-layers", ["layers", "cache", "enhance_prompt"]),
+        ("fake-both", ["cache", "generate_sound", "enhance_prompt"]),
+    ],
+)
+def test_options_are_those_of_the_model(page: Chromium, model: str, shown: list[str]) -> None:
+    take(page, model)
+    assert page.evaluate(OPTIONS) == shown
+    assert page.evaluate("form.scrollWidth <= form.clientWidth")
+
+
+def test_a_server_without_an_enhancer_shows_none(page: Chromium) -> None:
+    """Nor has a picture of a model of clips sound."""
+    take(page, "fake-both")
+    page.evaluate("making.value = 'image'; making.onchange()")
+    assert page.evaluate(OPTIONS) == ["cache"]
+
+
+@pytest.mark.parametrize("studio", [options_studio()])
+def test_options_are_sent_where_they_are_chosen(page: Chromium, studio: FakeStudio) -> None:
+    take(page, "fake-clips")
+    request = generate(page, studio)
+    usual = (request.solver.scheduler, request.cache, request.sound, request.enhance_prompt)
+    assert usual == ("", "off", None, False)
+    fill(page, scheduler="heun", cache="fast", num_inference_steps=12)
+    page.evaluate("fields.generate_sound.click()")
+    request = generate(page, studio)
+    assert (request.solver.scheduler, request.cache, request.sound) == ("heun", "fast", False)
+    page.evaluate("fields.enhance_prompt.click()")
+    assert page.evaluate("wanted(chosenModel()).enhance_prompt") is True
+    take(page, "fake-both")
+    request = generate(page, studio)
+    assert (request.solver.scheduler, request.cache, request.sound) == ("", "off", None), "another model begins anew"
+
+
+@pytest.mark.parametrize("studio", [options_studio()])
+def test_each_layer_that_is_chosen_has_a_card(page: Chromium, studio: FakeStudio, picture: Path) -> None:
+    take(page, "fake-layers")
+    page.choose("fields.image", picture)
+    fill(page, layers=3)
+    assert generate(page, studio).num_layers == 3
+    page.wait_for("gallery.querySelectorAll('a[download]').length === 3")
+    assert page.evaluate("gallery.querySelectorAll('.card').length") == 3

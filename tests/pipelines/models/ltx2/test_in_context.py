@@ -101,3 +101,15 @@ def test_the_clip_matters_and_previews_have_the_results_size(folder: Path) -> No
     assert (made.shape, made.dtype) == ((NUM_FRAMES, *SIDES, 3), np.dtype(np.uint8))
     preview = pipeline.decoder.preview(pipeline.sampler.preview(states[1]), request)
     assert preview.shape == (1, *SIDES, 3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_blank_clip_has_the_shapes_of_a_real_one(name: str, folder: Path) -> None:
+    checkpoint, request = Checkpoint(folder), request_of(name, folder)
+    sampler, encoder = checkpoint.sampler(), checkpoint.text_encoder()
+    real = sampler.branches(sampler.begin(request, encoder.encode(request, along_with(name))))
+    for blank, one in zip(checkpoint.first_step(request), real, strict=True):
+        shapes = [{name: x.shape for name, x in branch.inputs.items()} for branch in (blank, one)]
+        assert shapes[0].keys() == shapes[1].keys()
+        assert shapes[0]["hidden_states"] == shapes[1]["hidden_states"]
+        assert shapes[0]["hidden_states"][1] >= 2 * 18
