@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,20 +113,46 @@ class HostCopy:
             torch.cuda.synchronize(self._device)
 
 
+class RegisteredMemory(mmap.mmap):
+    """Anonymous memory that CUDA may know. Its pages are given back to the kernel when no tensor uses them any more.
+
+    CUDA must forget them before: it would refuse to pin other memory at the same address.
+    """
+
+    device: torch.device | None = None
+    """The GPU that its pages are pinned for."""
+
+    def pin(self, address: int, device: torch.device) -> bool:
+        """Pin the pages for CUDA. Return whether that worked: the container may limit locked memory."""
+        with torch.cuda.device(device):
+            error = int(_cudart().cudaHostRegister(address, len(self), 0))
+            if error:
+                logger.warning("%d bytes cannot be pinned (CUDA error %d): copies are slower", len(self), error)
+                _forget_error(device)
+        if not error:
+            self.device, self.address = device, address
+        return not error
+
+    def __del__(self) -> None:
+        if self.device is not None:
+            with suppress(Exception), torch.cuda.device(self.device):  # the interpreter may be ending
+                _cudart().cudaHostUnregister(self.address)
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _forget_error(device: torch.device) -> None:
+    """Launch a kernel: its check finds the error of the call before, and CUDA forgets that it had one."""
+    with suppress(RuntimeError):
+        torch.ones(1, device=device)
+
+
 def pinned_memory(num_bytes: int, device: torch.device) -> HostPiece:
     """Return host memory that copies from and to ``device`` read directly. On a CPU it is not pinned."""
-    memory = mmap.mmap(-1, num_bytes)
+    memory = RegisteredMemory(-1, num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults; the kernel may decline
     bytes_B = torch.frombuffer(memory, dtype=torch.uint8)
-    return HostPiece(bytes_B, is_pinned=device.type != "cuda" or _register(bytes_B, device))
-
-
-def _register(bytes_B: Tensor, device: torch.device) -> bool:
-    """Pin the pages for CUDA. Return whether that worked: the container may limit locked memory."""
-    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    with torch.cuda.device(device):
-        error = int(cudart.cudaHostRegister(bytes_B.data_ptr(), bytes_B.numel(), 0))
-    if error:
-        logger.warning("%d bytes cannot be pinned (CUDA error %d): copies are slower", bytes_B.numel(), error)
-    return not error
+    return HostPiece(bytes_B, is_pinned=device.type != "cuda" or memory.pin(bytes_B.data_ptr(), device))

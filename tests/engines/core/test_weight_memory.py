@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from engines.core import host_copy
-from engines.core.host_copy import HostCopy
+from engines.core.host_copy import HostCopy, pinned_memory
 from engines.core.weight_memory import WeightMemory
 from engines.core.weight_spans import _runs_in_use
 
@@ -176,3 +177,58 @@ def test_adjacent_blocks_in_use_are_one_run() -> None:
     blocks = [block(0, 512, "active_allocated"), block(512, 512, "active_pending_free"), block(1024, 2048, "inactive")]
     blocks.append(block(3072, 1024, "active_allocated"))
     assert [*_runs_in_use(blocks)] == [(0, 1024), (3072, 1024)]
+
+
+class Cudart:
+    """Registers pages as CUDA does: it refuses a range that it knows already."""
+
+    def __init__(self) -> None:
+        self.known: set[int] = set()
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        if address in self.known:
+            return 208
+        self.known.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.known.remove(address)
+        return 0
+
+
+def test_pinned_pages_are_unpinned_before_they_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel hands out the same address again, which CUDA would refuse."""
+    cudart, gpu = Cudart(), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    for _ in range(3):
+        piece = pinned_memory(2**20, gpu)
+        assert piece.is_pinned
+        assert cudart.known == {piece.bytes_B.data_ptr()}
+        part_B = piece.bytes_B[:8].fill_(1)
+        del piece
+        assert cudart.known == {part_B.data_ptr()}, "a view still uses it"
+        assert part_B.sum() == 8
+        del part_B
+        assert not cudart.known
+
+
+def test_an_error_of_pinning_is_not_left_for_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    forgotten: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Mock(cudaHostRegister=Mock(return_value=1)))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(host_copy, "_forget_error", forgotten.append)
+    piece = pinned_memory(2**12, torch.device("cuda", 0))
+    assert not piece.is_pinned
+    assert forgotten == [torch.device("cuda", 0)]
+
+
+@pytest.mark.gpu
+def test_memory_is_pinned_again_and_again_on_a_gpu() -> None:
+    device = torch.device("cuda", 0)
+    for _ in range(3):
+        assert pinned_memory(2**24, device).is_pinned
+    piece = pinned_memory(2**12, device)
+    assert torch.cuda.cudart().cudaHostRegister(piece.bytes_B.data_ptr(), 2**12, 0)  # type: ignore[no-untyped-call]
+    host_copy._forget_error(device)
+    assert torch.ones(2, device=device).sum() == 2
