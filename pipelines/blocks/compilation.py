@@ -74,20 +74,21 @@ def compile_encoders(pipeline: Any, backend: str = INDUCTOR) -> tuple[CompiledFo
     modules = [part for name, part in vars(pipeline).items() if name.startswith(ENCODERS)]
     forwards = []
     for module in (module for module in modules if isinstance(module, nn.Module)):
-        _make_bias_contiguous(module)
-        forwards.append(CompiledForward(module.forward, _faster_encoder(module, backend)))
+        make_bias_contiguous(module)
+        forwards.append(CompiledForward(module.forward, faster_encoder(module, backend)))
         module.__dict__["forward"] = forwards[-1]
     return tuple(forwards)
 
 
-def _faster_encoder(encoder: nn.Module, backend: str) -> Callable[..., Any]:
+def faster_encoder(encoder: nn.Module, backend: str = INDUCTOR) -> Callable[..., Any]:
+    """Return the prepared ``forward`` of ``encoder``: captured on CUDA, else compiled."""
     device = next(encoder.parameters()).device
     if device.type == "cuda":
         return CapturedForward(encoder.forward, device, _signature)
     return torch.compile(encoder.forward, dynamic=False, backend=backend)
 
 
-def _make_bias_contiguous(encoder: nn.Module) -> None:
+def make_bias_contiguous(encoder: nn.Module) -> None:
     """Compute T5's bias in a layout that PyTorch's fused attention accepts.
 
     Otherwise attention falls back to products in float32, a third of the encoder's time.

@@ -164,7 +164,7 @@ def test_encoders_can_be_recorded(make: Callable[[Path], Path], tmp_path: Path) 
     encoder = checkpoint.text_encoder()
     parts = {name: part for name, part in vars(encoder._pipeline).items() if name.startswith("text_encoder")}
     for module in (part for part in parts.values() if isinstance(part, nn.Module)):
-        compilation._make_bias_contiguous(module)
+        compilation.make_bias_contiguous(module)
         module.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True)
     encoder.encode(checkpoint.defaults.request(prompt="a circle"))
     for module, args, options in list(calls):
