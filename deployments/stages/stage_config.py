@@ -122,7 +122,8 @@ class StageConfig(ScaledConfig):
     num_threads: PositiveInt = 1
     """Threads of torch."""
     compile: bool = False
-    """Compile for the inputs of the warm-up (``denoiser.warm_sizes``, a prompt); others run eagerly."""
+    """Prepare for the inputs of the warm-up (``denoiser.warm_sizes``, a prompt): graphs and fused norms on CUDA, else
+    ``torch.compile``. Others run as they are written."""
     gives_way: bool = False
     """Lower GPU priority than ranks, under NVIDIA's Multi-Process Service."""
 

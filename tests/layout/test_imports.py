@@ -51,6 +51,7 @@ SET_VARIABLES_OF_LIBRARIES = {
     "deployments/cli/serving.py",
     "engines/tensorrt_engine/run/doctor.py",
     "engines/torch_engine/exchange/peer_memory.py",
+    "pipelines/component_weights.py",
 }
 """Files that write variables which a library reads later in the same process, or in its children; they read none."""
 
