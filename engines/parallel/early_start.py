@@ -49,7 +49,7 @@ def start_early(device: torch.device) -> None:
     """Start the thread. Call it after ``torch.distributed`` is initialised (a single rank needs no such call).
 
     Every rank of the gang makes the call. Until ``wait_for_early_start`` or ``gang_groups`` returns, no other code of
-    this process may exchange, make a process group or choose an attention kernel.
+    this process may exchange or make a process group. Code that needs an attention kernel waits for its choice.
     """
     start = rank_resources().get(EarlyStart)
     assert start.future is None or start.future.done(), "the early start is under way already"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from engines.parallel.fp8_attention import fp8_flash3, fp8_reference
 MASKED = -65504.0
 """Score bias of a masked key; float16 has no lower value. Its exponential is 0 beside any other. cuDNN returns NaN
 for -inf where all keys are masked."""
+_LOCK = Lock()
+"""Held while a kernel is chosen, which loads libraries. Other threads wait, and get the same kernel."""
 
 
 def local_kernel(device: torch.device | str, dtype: torch.dtype, attention: str = "auto") -> Kernel:
@@ -51,6 +54,12 @@ def _kernel_for(device_type: str, dtype: torch.dtype) -> Kernel:
         return plain_attention
     if dtype == torch.float32:
         return cuda_efficient
+    with _LOCK:
+        return _half_precision_kernel(dtype)
+
+
+@cache
+def _half_precision_kernel(dtype: torch.dtype) -> Kernel:
     fused = cudnn_flash if _cudnn_runs() else cuda_flash
     return with_flash3(fused) if dtype == torch.bfloat16 else fused
 

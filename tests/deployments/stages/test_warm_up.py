@@ -85,7 +85,10 @@ def test_a_clip_is_decoded_whole_for_those_who_prepare_sizes_and_its_bytes_stay(
     clips: Path, calls: Calls, phases: list[str]
 ) -> None:
     VaeDecoder(spec_of(clips, "32x32x9"))
-    assert phases == ["decoder: weights", "decoder: warm up"]
+    assert [phase for phase in phases if phase.endswith((": weights", "up"))] == [
+        "decoder: weights",
+        "decoder: warm up",
+    ]
     names = [call[0] for call in calls]
     assert names == ["decode_all", "preview", "encode_frames"]
     calls.clear()
@@ -100,7 +103,10 @@ def test_a_clip_is_decoded_whole_for_those_who_prepare_sizes_and_its_bytes_stay(
 
 def test_an_encoder_sees_words_and_pictures(pictures: Path, calls: Calls, phases: list[str]) -> None:
     PromptEncoder(spec_of(pictures, "64x48"))
-    assert phases == ["encoder: weights", "encoder: warm up"]
+    assert [phase for phase in phases if phase.endswith((": weights", "up"))] == [
+        "encoder: weights",
+        "encoder: warm up",
+    ]
     assert calls == [("encode", 0, 64, "encoding"), ("encode", 1, 64, "encoding")]
     calls.clear()
     PromptEncoder(spec_of(resolve_path("kontext-shapes"), "96x96"))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
 
@@ -13,9 +16,10 @@ import torch
 from torch import Tensor
 
 from engines.core.attention import Prefix
-from engines.parallel import flash3
+from engines.parallel import flash3, local_attention
 from engines.parallel.flash3 import with_flash3
 from engines.parallel.local_attention import cudnn_flash, local_kernel, plain_attention
+from tests.support.patience import PATIENCE_S
 
 DIMS = (64, 128)
 
@@ -206,3 +210,30 @@ def test_without_keys_a_result_merges_to_nothing() -> None:
     assert out.isfinite().all()
     assert (lse[0] == -torch.inf).all()
     assert lse[1].isfinite().all()
+
+
+def test_threads_get_the_same_kernel_which_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's main thread needs it once weights are read, while another thread may still load its libraries."""
+    is_chosen, calls = threading.Event(), []
+
+    def cudnn_runs() -> bool:
+        calls.append(threading.get_ident())
+        is_chosen.wait(PATIENCE_S)
+        return True
+
+    monkeypatch.setattr(local_attention, "_cudnn_runs", cudnn_runs)
+    monkeypatch.setattr(local_attention, "with_flash3", lambda fallback: lambda *call, **more: fallback(*call, **more))
+    caches = (local_attention._kernel_for, local_attention._half_precision_kernel)
+    for cached in caches:
+        cached.cache_clear()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            chosen = [pool.submit(local_kernel, "cuda", torch.bfloat16) for _ in range(2)]
+            time.sleep(0.2)  # the second one waits, if it waits at all
+            is_chosen.set()
+            first, second = (one.result() for one in chosen)
+    finally:
+        for cached in caches:
+            cached.cache_clear()
+    assert first is second
+    assert len(calls) == 1
