@@ -207,16 +207,24 @@ def test_decoders_are_fused_on_a_gpu(tiny_flux: Path, dtype: torch.dtype) -> Non
 
 @pytest.mark.gpu
 def test_what_reads_values_runs_uncaptured_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    """A capture that failed leaves the stream and the memory as they were."""
-    device, weight = torch.device("cuda"), torch.eye(4, device="cuda")
+    """A capture that failed leaves the stream, the allocator and the generator as they were."""
+    device, weight = torch.device("cuda", 0), torch.eye(4, device="cuda")
     reads = CapturedForward(lambda x: x @ weight + x.sum().item(), device, compilation._signature)
+    reads(torch.ones(4, 4, device=device))
+    torch.rand(1, device=device)  # before the next capture
     later = CapturedForward(lambda x: (x @ weight + 1,), device, compilation._signature)
     stream, x = torch.cuda.current_stream(), torch.ones(4, 4, device="cuda")
     for number in range(3):
         torch.testing.assert_close(reads(number * x), number * x + 16 * number)
         torch.testing.assert_close(later(number * x), (number * x + 1,))
         assert torch.cuda.current_stream() == stream
+        torch.rand(1, device=device)
     assert len(caplog.messages) == 1
+    freed = torch.empty(2**28, device=device)
+    reserved_bytes = torch.cuda.memory_reserved()
+    del freed
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved_bytes - 2**30
 
 
 @pytest.mark.slow
