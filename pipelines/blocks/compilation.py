@@ -69,8 +69,6 @@ def compile_calls(forwards: Iterable[CompiledForward]) -> Iterator[None]:
 
 def compile_encoders(pipeline: Any, backend: str = INDUCTOR) -> tuple[CompiledForward, ...]:
     """Put faster forwards into the text encoders of ``pipeline``: captured on CUDA, else compiled by ``backend``."""
-    raise_recompile_limit(MAX_VARIANTS)
-    keep_kernel_choices()
     modules = [part for name, part in vars(pipeline).items() if name.startswith(ENCODERS)]
     forwards = []
     for module in (module for module in modules if isinstance(module, nn.Module)):
@@ -85,6 +83,8 @@ def faster_encoder(encoder: nn.Module, backend: str = INDUCTOR) -> Callable[...,
     device = next(encoder.parameters()).device
     if device.type == "cuda":
         return CapturedForward(encoder.forward, device, _signature)
+    raise_recompile_limit(MAX_VARIANTS)
+    keep_kernel_choices()
     return torch.compile(encoder.forward, dynamic=False, backend=backend)
 
 
@@ -111,10 +111,10 @@ def compile_decoder(vae: Any, backend: str = INDUCTOR) -> CompiledForward:
     On CUDA it has weights of its own. ValueError if the decoder is not supported.
     """
     check_decoder(vae, "compile")
-    keep_kernel_choices()
     if any(weight.is_cuda for weight in vae.decoder.parameters()):
         faster = fuse_decoder(vae.decoder).forward
     else:
+        keep_kernel_choices()
         faster = torch.compile(vae.decoder.forward, dynamic=False, fullgraph=True, backend=backend)
     forward = CompiledForward(vae.decoder.forward, faster)
     vae.decoder.__dict__["forward"] = forward
