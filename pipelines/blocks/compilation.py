@@ -6,6 +6,7 @@ many times longer than a request may wait: every other shape runs as it is writt
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,10 @@ class CompiledForward:
         if self.is_compiling:
             self._signatures.add(_signature(args, options))
         return (self._compiled if self.is_ready(*args, **options) else self.__wrapped__)(*args, **options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """Return the plain forward of the copied module: what is prepared has weights or memory of its own."""
+        return copy.deepcopy(self.__wrapped__, memo)
 
     def is_ready(self, *args: Any, **options: Any) -> bool:
         """Return whether such a call is compiled, or is compiled by the next call."""

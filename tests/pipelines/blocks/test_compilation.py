@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -154,6 +155,25 @@ def test_a_fused_decoder_gives_the_same(tiny_flux: Path) -> None:
         "but attention's"
     )
     assert before == [name for name, part in decoder.named_modules() if isinstance(part, nn.GroupNorm)]
+
+
+@torch.no_grad()
+def test_a_copy_for_another_device_runs_its_own_forward(tiny_flux: Path) -> None:
+    """A fused decoder has weights of its own, and none of the other devices needs a copy of those."""
+    decoder: Any = Checkpoint(tiny_flux).decoder()._pipeline.vae.decoder
+    latents_BCHW = torch.randn(1, decoder.conv_in.in_channels, 4, 4)
+    expected = decoder(latents_BCHW)
+    fused = fuse_decoder(decoder)
+    forward = decoder.__dict__["forward"] = CompiledForward(decoder.forward, fused.forward)
+    with compile_calls([forward]):
+        decoder(latents_BCHW)
+    memo: dict[int, Any] = {}
+    other = copy.deepcopy(decoder, memo)
+    assert id(decoder.conv_in) in memo
+    assert id(fused.conv_in) not in memo
+    other.conv_out.weight.zero_()
+    assert torch.equal(other(latents_BCHW), other.conv_out.bias[None, :, None, None].expand_as(expected))
+    torch.testing.assert_close(decoder(latents_BCHW), expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
