@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -209,6 +210,8 @@ def test_encoders_are_captured_on_a_gpu(
     with quick.compile_calls():
         quick.encode(requests[0])
     assert not caplog.messages
+    forwards: list[Any] = [part._compiled for part in quick._compiled]
+    assert any(call is not None for forward in forwards for call in forward._calls.values())
     for request in requests:
         torch.testing.assert_close(quick.encode(request).values, plain.encode(request).values, rtol=1e-4, atol=1e-4)
 
@@ -219,8 +222,10 @@ def test_decoders_are_fused_on_a_gpu(tiny_flux: Path, dtype: torch.dtype) -> Non
     checkpoint = Checkpoint(tiny_flux, "cuda", dtype)
     request = checkpoint.defaults.request(width=64, height=96)
     plain, quick = checkpoint.decoder(), checkpoint.decoder(compiled=True)
-    with quick.compile_calls():
+    norm = patch.object(ChannelsLastGroupNorm, "forward", autospec=True, side_effect=ChannelsLastGroupNorm.forward)
+    with quick.compile_calls(), norm as forward:
         pixels = quick.pixels(checkpoint.first_latents(request))
+    assert forward.called
     difference = (pixels.float() - plain.pixels(checkpoint.first_latents(request)).float()).abs()
     assert difference.mean() < (1e-5 if dtype is torch.float32 else 5e-3)
 
