@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
@@ -45,6 +46,8 @@ MAX_HEADER_BYTES = 10**8
 """The format's limit; other files (a pointer of Git LFS) may start with any length."""
 NUM_THREADS = 8
 PIECE_BYTES = 2**23
+GROUP_BYTES = 2**30
+"""Read at a time where a library casts tensors: enough for all threads."""
 NUM_BUFFERS = 2
 """Per thread: one is filled while the GPU copies the other."""
 
@@ -95,12 +98,14 @@ class _Piece:
     target: Tensor
 
 
-def read_tensors(path: Path, device: torch.device, on_host: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return all tensors by name. Tensors ``on_host`` are views of the mapped file.
+def read_tensors(
+    path: Path, device: torch.device, on_host: Collection[str] = (), only: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """Return all tensors by name, or those of ``only``. Tensors ``on_host`` are views of the mapped file.
 
     OSError, or ValueError if the file is invalid or truncated.
     """
-    contents = list(_contents(path))
+    contents = [one for one in _contents(path) if only is None or one[0] in only]
     tensors = _mapped(path, [name for name, *_ in contents if name in on_host])
     pieces: SimpleQueue[_Piece | None] = SimpleQueue()
     with path.open("rb", buffering=0) as file:
@@ -133,27 +138,48 @@ class FileTensor:
 
 
 class FileTensors:
-    """The tensors of ``files``, on ``device``. A file is read whole once one of its tensors is needed.
+    """The tensors of ``files``, on ``device``, read in groups of ``GROUP_BYTES`` once one of a group is needed.
 
-    Tensors belong to their taker, so those that a library casts are released one by one. Threads may take tensors at
-    the same time. ValueError for a file that is invalid or truncated.
+    Groups follow the natural order of names, in which transformers takes tensors: a model that is cast needs memory for
+    about one group more. Tensors belong to their taker, so those that a library casts are released one by one. Threads
+    may take tensors at the same time. ValueError for a file that is invalid or truncated.
     """
 
     def __init__(self, files: Iterable[Path], device: torch.device) -> None:
-        self._file_of = {name: file for file in files for name in tensor_names(file)}
+        self._group_of = {name: (file, group) for file in files for group in _groups(file) for name in group}
         self._device = device
         self._read: dict[str, Tensor] = {}
         self._lock = Lock()
 
     def lazy(self) -> dict[str, FileTensor]:
         """Return all tensors by name, not read yet."""
-        return {name: FileTensor(name, self._take) for name in self._file_of}
+        return {name: FileTensor(name, self._take) for name in self._group_of}
 
     def _take(self, name: str) -> Tensor:
         with self._lock:
             if name not in self._read:
-                self._read |= read_tensors(self._file_of[name], self._device)
+                file, group = self._group_of[name]
+                self._read |= read_tensors(file, self._device, only=group)
             return self._read.pop(name)
+
+
+def _groups(path: Path) -> list[set[str]]:
+    """Return the names of a file's tensors in groups. ValueError for a file that is invalid or truncated."""
+    names = tensor_names(path)
+    sizes = {name: dtype.itemsize * prod(shape) for name, dtype, shape, _ in _contents(path)}
+    groups, num_bytes = list[set[str]](), 0
+    for name in sorted(names, key=_natural):
+        if not groups or num_bytes + sizes[name] > GROUP_BYTES:
+            groups.append(set())
+            num_bytes = 0
+        groups[-1].add(name)
+        num_bytes += sizes[name]
+    return groups
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Return the key of the order in which ``layers.2`` comes before ``layers.10``."""
+    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 
 
 def _mapped(path: Path, names: Collection[str]) -> dict[str, Tensor]:
