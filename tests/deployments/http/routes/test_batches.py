@@ -260,6 +260,30 @@ async def test_an_upload_without_a_record_leaves_no_content(tmp_path: Path, monk
     assert list((tmp_path / "batches").iterdir()) == []
 
 
+async def test_content_whose_record_is_neither_written_nor_deleted_goes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise StorageLostError("the database does not answer")
+
+    def names() -> set[str]:
+        return {path.name for path in (tmp_path / "batches").iterdir()}
+
+    form: Any = {"files": {"file": ("a.mp4", b"0123")}, "data": {"purpose": "user_data"}}
+    async with client_of(build(FakeStudio(), tmp_path)) as client:
+        kept = (await client.post("/v1/files", **form)).json()["id"]
+        with monkeypatch.context() as patch:
+            patch.setattr(BatchStore, "add_file", fail)
+            patch.setattr(BatchStore, "remove_file", fail)
+            error_of(await client.post("/v1/files", **form), 503)
+        assert len(names()) == 2
+    monkeypatch.setattr(runner, "ORPHAN_S", 0.0)
+    async with client_of(build(FakeStudio(), tmp_path)):
+        async with asyncio.timeout(PATIENCE_S):
+            while names() != {kept}:
+                await asyncio.sleep(0.01)
+
+
 async def test_an_upload_that_is_cancelled_while_it_is_written_leaves_no_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
