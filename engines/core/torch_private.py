@@ -55,6 +55,18 @@ def keep_kernel_choices() -> None:
     torch._inductor.config.dynamic_scale_rblock = False
 
 
+def end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Tell the allocator of ``device`` (with an index) that a capture into the graph pool ``pool`` has ended.
+
+    Some versions of PyTorch forget that when a capture fails. Without effect if no capture into the pool is under way.
+    """
+    try:
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    except RuntimeError:  # it has ended, or never began
+        return
+    torch._C._cuda_releasePool(device.index, pool)
+
+
 def load_compiled(bundle: bytes) -> None:
     """Put the kernels and choices of ``torch.compiler.save_cache_artifacts`` into this node's caches.
 

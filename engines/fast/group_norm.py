@@ -5,6 +5,7 @@ PyTorch's own kernel copies such maps to another layout first, and SiLU takes on
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,7 +24,8 @@ class ChannelsLastGroupNorm(nn.Module):
         if x_BCHW.is_cuda:
             from engines.fast.triton_group_norm import launch_group_norm
 
-            return launch_group_norm(x_BCHW, self.norm, silu=self.silu)
+            with torch.cuda.device(x_BCHW.device):  # Triton launches on the current device, the thread's own
+                return launch_group_norm(x_BCHW, self.norm, silu=self.silu)
         normed_BCHW = functional.group_norm(
             x_BCHW.float(), self.norm.num_groups, _float(self.norm.weight), _float(self.norm.bias), self.norm.eps
         )

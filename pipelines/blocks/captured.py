@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engines.core.torch_private import tree_map_only
+from engines.core.torch_private import end_failed_capture, tree_leaves, tree_map_only
 from engines.fast.graph import CapturedStep, GraphPool
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,9 @@ class CapturedCall:
     def __init__(
         self, forward: Callable[..., Results], args: tuple[Any, ...], options: Mapping[str, Any], pool: GraphPool
     ) -> None:
-        self._forward, self._args, self._options = forward, args, options
+        self._forward = forward
+        self._args = tuple(map(_without_tensor, args))
+        self._options = {name: _without_tensor(value) for name, value in options.items()}
         self._results: Results = None
         with masks_as_traced():
             self._step = CapturedStep(self._run, _tensors(args, options), pool)
@@ -44,9 +46,9 @@ class CapturedCall:
         self._step(_tensors(args, options))
         return tree_map_only(Tensor, Tensor.clone, self._results)
 
-    def close(self) -> None:
-        self._results = None
-        self._step.close()
+
+def _without_tensor(value: Any) -> Any:
+    return None if isinstance(value, Tensor) else value
 
 
 def _tensors(args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -74,7 +76,8 @@ def masks_as_traced() -> Iterator[None]:
 class CapturedForward:
     """``forward`` captured for each form of its arguments that it is called with. For calls that are prepared.
 
-    A form that cannot be captured (code that reads a value from the GPU) runs uncaptured, and a warning says so.
+    A form that cannot be captured runs uncaptured, and a warning says so: code that reads a value from the GPU, or
+    arguments that a replay would not read (tensors inside other arguments, or on the host).
     """
 
     def __init__(self, forward: Callable[..., Results], device: torch.device, form: Callable[..., Any]) -> None:
@@ -90,13 +93,38 @@ class CapturedForward:
         return self._forward(*args, **options) if call is None else call(*args, **options)
 
     def _captured(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> CapturedCall | None:
-        device, stream = self._pool.device, torch.cuda.current_stream(self._pool.device)
+        if not _are_read(args, options, self._pool.device):
+            self._warn("an argument has tensors inside, or on another device")
+            return None
+        stream = torch.cuda.current_stream(self._pool.device)
         try:
             return CapturedCall(self._forward, args, options, self._pool)
         except RuntimeError as error:
-            torch.cuda.set_stream(stream)  # a capture that fails leaves its own
-            torch.cuda.synchronize(device)
-            self._pool = GraphPool(device)  # that of a capture that failed takes no other
-            name = type(getattr(self._forward, "__self__", None)).__name__
-            logger.warning("%s cannot be captured and runs call by call: %s", name, str(error).partition("\n")[0])
+            _recover(self._pool, stream)
+            self._pool = GraphPool(self._pool.device)  # that of a capture that failed takes no other
+            self._warn(str(error).partition("\n")[0])
             return None
+
+    def _warn(self, reason: str) -> None:
+        name = type(getattr(self._forward, "__self__", None)).__name__
+        logger.warning("%s cannot be captured and runs call by call: %s", name, reason)
+
+
+def _are_read(args: tuple[Any, ...], options: Mapping[str, Any], device: torch.device) -> bool:
+    """Return whether a replay reads all tensors of the arguments: each is an argument itself, on ``device``."""
+    tensors = _tensors(args, options).values()
+    num_found = sum(isinstance(leaf, Tensor) for leaf in tree_leaves((args, dict(options))))
+    return num_found == len(tensors) and all(x.device.type == device.type for x in tensors)
+
+
+def _recover(pool: GraphPool, stream: torch.cuda.Stream) -> None:
+    """Undo what a capture that failed leaves behind: its stream, and allocator and generator that expect its end.
+
+    Otherwise the allocator would release no memory any more, and CUDA's generator would refuse to draw.
+    """
+    torch.cuda.set_stream(stream)
+    torch.cuda.synchronize(pool.device)
+    end_failed_capture(pool.device, pool.handle)
+    graph = torch.cuda.CUDAGraph()  # a capture that succeeds resets the generator
+    with torch.cuda.graph(graph, stream=pool.stream, capture_error_mode="thread_local"):
+        torch.zeros(1, device=pool.device)

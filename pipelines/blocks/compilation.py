@@ -6,6 +6,7 @@ many times longer than a request may wait: every other shape runs as it is writt
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +41,10 @@ class CompiledForward:
             self._signatures.add(_signature(args, options))
         return (self._compiled if self.is_ready(*args, **options) else self.__wrapped__)(*args, **options)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """Return the plain forward of the copied module: what is prepared has weights or memory of its own."""
+        return copy.deepcopy(self.__wrapped__, memo)
+
     def is_ready(self, *args: Any, **options: Any) -> bool:
         """Return whether such a call is compiled, or is compiled by the next call."""
         return self.is_compiling or _signature(args, options) in self._signatures
@@ -69,8 +74,6 @@ def compile_calls(forwards: Iterable[CompiledForward]) -> Iterator[None]:
 
 def compile_encoders(pipeline: Any, backend: str = INDUCTOR) -> tuple[CompiledForward, ...]:
     """Put faster forwards into the text encoders of ``pipeline``: captured on CUDA, else compiled by ``backend``."""
-    raise_recompile_limit(MAX_VARIANTS)
-    keep_kernel_choices()
     modules = [part for name, part in vars(pipeline).items() if name.startswith(ENCODERS)]
     forwards = []
     for module in (module for module in modules if isinstance(module, nn.Module)):
@@ -85,6 +88,8 @@ def faster_encoder(encoder: nn.Module, backend: str = INDUCTOR) -> Callable[...,
     device = next(encoder.parameters()).device
     if device.type == "cuda":
         return CapturedForward(encoder.forward, device, _signature)
+    raise_recompile_limit(MAX_VARIANTS)
+    keep_kernel_choices()
     return torch.compile(encoder.forward, dynamic=False, backend=backend)
 
 
@@ -111,10 +116,10 @@ def compile_decoder(vae: Any, backend: str = INDUCTOR) -> CompiledForward:
     On CUDA it has weights of its own. ValueError if the decoder is not supported.
     """
     check_decoder(vae, "compile")
-    keep_kernel_choices()
     if any(weight.is_cuda for weight in vae.decoder.parameters()):
         faster = fuse_decoder(vae.decoder).forward
     else:
+        keep_kernel_choices()
         faster = torch.compile(vae.decoder.forward, dynamic=False, fullgraph=True, backend=backend)
     forward = CompiledForward(vae.decoder.forward, faster)
     vae.decoder.__dict__["forward"] = forward

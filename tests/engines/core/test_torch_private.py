@@ -28,6 +28,7 @@ from engines.core.torch_private import (
     cudnn_attention,
     default_nccl_options,
     efficient_attention,
+    end_failed_capture,
     fake_mode,
     fake_mode_of,
     fake_store,
@@ -185,6 +186,22 @@ def test_inductor_has_the_choice_that_it_does_not_keep() -> None:
     with config.patch(dynamic_scale_rblock=True):
         keep_kernel_choices()
         assert config.save_config_portable()["dynamic_scale_rblock"] is False  # a part of the key of compiled graphs
+
+
+def test_a_capture_that_failed_is_ended_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pool is released once: graphs that were captured before may share it."""
+    underway, released = {(0, 7)}, list[tuple[int, int]]()
+
+    def end(index: int, pool: int) -> None:
+        if (index, pool) not in underway:
+            raise RuntimeError("not currently recording")
+        underway.remove((index, pool))
+
+    for name, function in (("endAllocateToPool", end), ("releasePool", lambda *call: released.append(call))):
+        monkeypatch.setattr(torch._C, f"_cuda_{name}", function)
+    for _ in range(2):
+        end_failed_capture(torch.device("cuda", 0), 7)
+    assert released == [(0, 7)]
 
 
 def test_compiled_kernels_are_read_from_a_bundle_alone() -> None:

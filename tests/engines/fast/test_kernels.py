@@ -11,6 +11,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from diffusers.models.transformers.transformer_flux2 import Flux2SwiGLU
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engines.fast.group_norm import ChannelsLastGroupNorm
 from engines.fast.kernels import (
     HeadNorms,
     Modulation,
@@ -163,3 +166,15 @@ def test_triton_versions_equal_the_plain_ones() -> None:
     command = [sys.executable, str(TRITON_CHECK), "cpu"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_group_norm_is_launched_on_the_device_of_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device, and a decoder with several GPUs need not begin with the first."""
+    entered = MagicMock()
+    launch = Mock(side_effect=lambda *_, **__: entered.return_value.__exit__.assert_not_called())
+    monkeypatch.setitem(sys.modules, "engines.fast.triton_group_norm", SimpleNamespace(launch_group_norm=launch))
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    ChannelsLastGroupNorm(nn.GroupNorm(2, 4), silu=True)(Mock(is_cuda=True, device=torch.device("cuda", 1)))
+    entered.assert_called_once_with(torch.device("cuda", 1))
+    entered.return_value.__enter__.assert_called_once_with()
+    launch.assert_called_once()

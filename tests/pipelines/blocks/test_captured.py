@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import masking_utils
 from transformers.modeling_outputs import BaseModelOutput
 
 from engines.fast import graph
+from pipelines.blocks import captured as captured_module
 from pipelines.blocks.captured import CapturedForward
 from pipelines.blocks.compilation import _signature
 
@@ -78,6 +80,44 @@ def test_what_cannot_be_captured_runs_as_it_is(graphs: Graphs, caplog: pytest.Lo
     assert [message.partition(": ")[2] for message in caplog.messages] == [
         "operation not permitted when stream is capturing"
     ]
+
+
+def test_a_capture_that_failed_is_ended(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator is told, and a capture that succeeds resets CUDA's generator."""
+    steps = list[int]()
+    end = Mock(side_effect=lambda *_: steps.append(len(graphs)))
+    monkeypatch.setattr(captured_module, "end_failed_capture", end)
+    captured = CapturedForward(Mock(side_effect=[None, None, RuntimeError("refused"), 7]), CPU, _signature)
+    pool = captured._pool
+    assert captured(torch.zeros(1)) == 7
+    end.assert_called_once_with(CPU, pool.handle)
+    assert steps == [1]
+    assert len(graphs) == 2
+    assert captured._pool is not pool
+
+
+@pytest.mark.parametrize("argument", ["inside", "elsewhere"])
+def test_arguments_that_a_replay_would_not_read_run_as_they_are(
+    argument: str, graphs: Graphs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A graph reads the tensors that are arguments themselves, on its device."""
+    seen: list[Any] = []
+    captured = CapturedForward(lambda x, other: seen.append(other), CPU, lambda *_: "the same form")
+    others = [[torch.ones(1)], [torch.zeros(1)]] if argument == "inside" else [torch.ones(1, device="meta")] * 2
+    for other in others:
+        captured(torch.zeros(1), other=other)
+    assert all(one is other for one, other in zip(seen, others, strict=True))
+    assert not graphs
+    assert len(caplog.messages) == 1
+
+
+def test_the_arguments_of_the_capture_are_released(graphs: Graphs) -> None:
+    captured = CapturedForward(lambda x, mask: (x * mask,), CPU, _signature)
+    first = torch.ones(2)
+    captured(first, mask=first)
+    kept = weakref.ref(first)
+    del first
+    assert kept() is None
 
 
 def test_masks_are_made_without_a_look_at_them(graphs: Graphs) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -157,6 +158,25 @@ def test_a_fused_decoder_gives_the_same(tiny_flux: Path) -> None:
 
 
 @torch.no_grad()
+def test_a_copy_for_another_device_runs_its_own_forward(tiny_flux: Path) -> None:
+    """A fused decoder has weights of its own, and none of the other devices needs a copy of those."""
+    decoder: Any = Checkpoint(tiny_flux).decoder()._pipeline.vae.decoder
+    latents_BCHW = torch.randn(1, decoder.conv_in.in_channels, 4, 4)
+    expected = decoder(latents_BCHW)
+    fused = fuse_decoder(decoder)
+    forward = decoder.__dict__["forward"] = CompiledForward(decoder.forward, fused.forward)
+    with compile_calls([forward]):
+        decoder(latents_BCHW)
+    memo: dict[int, Any] = {}
+    other = copy.deepcopy(decoder, memo)
+    assert id(decoder.conv_in) in memo
+    assert id(fused.conv_in) not in memo
+    other.conv_out.weight.zero_()
+    assert torch.equal(other(latents_BCHW), other.conv_out.bias[None, :, None, None].expand_as(expected))
+    torch.testing.assert_close(decoder(latents_BCHW), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("make", [tiny.flux, tiny.wan, tiny_pictures.flux2_dev, tiny_qwen.qwen])
 def test_encoders_can_be_recorded(make: Callable[[Path], Path], tmp_path: Path) -> None:
     """None of a kind of text encoder reads a value back or copies from the host."""
@@ -207,16 +227,24 @@ def test_decoders_are_fused_on_a_gpu(tiny_flux: Path, dtype: torch.dtype) -> Non
 
 @pytest.mark.gpu
 def test_what_reads_values_runs_uncaptured_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    """A capture that failed leaves the stream and the memory as they were."""
-    device, weight = torch.device("cuda"), torch.eye(4, device="cuda")
+    """A capture that failed leaves the stream, the allocator and the generator as they were."""
+    device, weight = torch.device("cuda", 0), torch.eye(4, device="cuda")
     reads = CapturedForward(lambda x: x @ weight + x.sum().item(), device, compilation._signature)
+    reads(torch.ones(4, 4, device=device))
+    torch.rand(1, device=device)  # before the next capture
     later = CapturedForward(lambda x: (x @ weight + 1,), device, compilation._signature)
     stream, x = torch.cuda.current_stream(), torch.ones(4, 4, device="cuda")
     for number in range(3):
         torch.testing.assert_close(reads(number * x), number * x + 16 * number)
         torch.testing.assert_close(later(number * x), (number * x + 1,))
         assert torch.cuda.current_stream() == stream
+        torch.rand(1, device=device)
     assert len(caplog.messages) == 1
+    freed = torch.empty(2**28, device=device)
+    reserved_bytes = torch.cuda.memory_reserved()
+    del freed
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved_bytes - 2**30
 
 
 @pytest.mark.slow
