@@ -11,7 +11,7 @@ from typing import Self
 EVERY_S, ANSWER_WITHIN_S = 1.0, 2.0
 MAX_MISSES = 3
 """Consecutive misses; a process that never answers is ended after nine seconds, one that is known to be stopped after
-three."""
+four at most."""
 
 logger = logging.getLogger("troupe.heartbeat")
 

@@ -227,10 +227,11 @@ def leave_replica(handle: DeploymentHandle[Any], replica: str) -> None:
     """Send no more requests through ``handle`` to the replica of this unique id, as after its death.
 
     They wait for another one. It is for a handle of ``route_in_this_loop``. Serve's controller may offer the replica
-    again.
+    again: a router with a set ``broken`` then leaves it out.
     """
     router = handle._router._asyncio_router.request_router  # type: ignore[union-attr]
     for replica_id in [one for one in router.curr_replicas if one.unique_id == replica]:
+        getattr(router, "broken", set[str]()).add(replica)
         router.on_replica_actor_died(replica_id)
 
 

@@ -27,12 +27,16 @@ class FinishTimeRouter(FIFOMixin, RequestRouter):
     def initialize_state(self, **kwargs: Any) -> None:
         """See ``RequestRouter.initialize_state``."""
         self._board = LoadBoard()
+        self.broken = set[str]()
+        """Unique ids of replicas with broken gangs, until Serve's controller offers them no more."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """See ``RequestRouter.update_replicas``. It is called for each change of a replica's report."""
-        stats = {replica.replica_id.unique_id: replica.routing_stats for replica in replicas}
+        self.broken &= {replica.replica_id.unique_id for replica in replicas}
+        whole = [replica for replica in replicas if replica.replica_id.unique_id not in self.broken]
+        stats = {replica.replica_id.unique_id: replica.routing_stats for replica in whole}
         self._board.hear(stats, time.monotonic())
-        super().update_replicas(replicas)
+        super().update_replicas(whole)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

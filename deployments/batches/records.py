@@ -115,6 +115,11 @@ class BatchStore:
         async with self.database.engine.connect() as connection:
             return [_file_record(row) for row in await connection.execute(query)]
 
+    async def file_ids(self) -> set[str]:
+        """Return the ids of all files."""
+        async with self.database.engine.connect() as connection:
+            return set(await connection.scalars(select(FileRow.id)))
+
     async def remove_file(self, file_id: str) -> None:
         async with self.database.engine.begin() as connection:
             await connection.execute(delete(FileRow).where(FileRow.id == file_id))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -23,6 +24,8 @@ MAX_WAIT_S = 30.0
 """Longest time between two attempts at a request that was refused for lack of room."""
 REFUSED = (429, 503)
 """Statuses after which a request is sent again."""
+ORPHAN_S = 3600.0
+"""Time for which content without a record stays. Its record may be on its way."""
 LINE_KEYS = {"custom_id", "method", "url", "body"}
 
 Send = Callable[[str, str, Mapping[str, Any], str], Awaitable[tuple[int, Mapping[str, str], Any]]]
@@ -48,6 +51,8 @@ class BatchRunner:
 
     def __init__(self, store: BatchStore, contents: Contents, send: Send, poll_s: float) -> None:
         self._store, self._contents, self._send, self._poll_s = store, contents, send, poll_s
+        self._orphans, self._looked_s = set[str](), -math.inf
+        """Content without a record, and when it was looked for."""
 
     async def run(self) -> None:
         """Work until cancelled."""
@@ -55,9 +60,20 @@ class BatchRunner:
             try:
                 while claim := await taken(self._store.take(), self._store.give_back):
                     await self._work(claim)
+                await self._sweep()
             except Exception:  # the database or the storage may be away for a while
                 logger.exception("no batch could be worked on")
             await asyncio.sleep(self._poll_s)
+
+    async def _sweep(self) -> None:
+        """Delete content that was without a record ``ORPHAN_S`` ago as well. The database was away at its upload."""
+        if time.monotonic() - self._looked_s < ORPHAN_S:
+            return
+        names = await asyncio.to_thread(self._contents.names, "")
+        found = {name for name in names if name.startswith("file-")} - await self._store.file_ids()
+        for name in self._orphans & found:
+            await asyncio.to_thread(self._contents.remove, name)
+        self._orphans, self._looked_s = found, time.monotonic()
 
     async def _work(self, claim: BatchClaim) -> None:
         logger.info("a batch is worked on", extra={"batch_id": claim.batch.id, "status": claim.batch.status})

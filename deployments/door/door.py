@@ -82,6 +82,8 @@ class Door:
         self._closed = threading.Event()
         self._starting = threading.Lock()
         self._is_draining = False
+        self._used_s = 0.0
+        """CPU seconds of HAProxy at the last look."""
         with ExitStack() as stack:  # a half start leaves nothing behind
             stack.callback(listener.close)
             binary = find_binary()
@@ -148,10 +150,13 @@ class Door:
     def _answers(self) -> bool:
         """Return whether HAProxy answers. Tell it when the application is expected, if that has changed.
 
-        A stopped one is not asked, so that each look at it is a miss at once.
+        A stopped one is not asked, so that each look at it is a miss at once. One that ran since the last look is no
+        miss: tools that limit a process's CPU time stop and continue it several times a second.
         """
-        if state_of(self.pid)[0] == STOPPED:
-            return False
+        state, used_s = state_of(self.pid)
+        has_run, self._used_s = used_s != self._used_s, used_s
+        if state == STOPPED:
+            return has_run
         answer = self._ask("show servers state application", ANSWER_WITHIN_S)
         is_there = server_state(answer)
         if is_there is not None and self._outages.note(is_there):

@@ -120,8 +120,8 @@ class DeployedStudio:
                         observe_failure(model, type(error).__name__)
                     raise
                 except RETRYABLE as error:
-                    retries.after(error, run.num_steps_seen)
                     self._leave_gang(model, error)
+                    retries.after(error, run.num_steps_seen)
                 await asyncio.sleep(RETRY_PAUSE_S)
 
     def _leave_gang(self, model: str, error: Exception) -> None:

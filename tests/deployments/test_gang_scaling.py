@@ -19,6 +19,7 @@ from deployments import autoscaling
 from deployments.app import build_app, work_scaling
 from deployments.autoscaling import ScaleByWork
 from deployments.config import AppConfig
+from deployments.ray_private import leave_replica
 from deployments.request_router import FinishTimeRouter
 from deployments.stages.replica_load import ReplicaLoad, kind_of, new_work
 from deployments.stages.stage_config import DenoiserConfig, GangScalingConfig
@@ -211,6 +212,18 @@ async def test_a_request_goes_to_the_gang_with_less_work_in_front_of_it() -> Non
     router, replicas = router_of(many=gang(0.2, 0.2, 0.2), one=gang(0.9))
     assert await choice(router, replicas, pending("x")) == ["many", "one"]
     assert (await router._choose_replica_for_request(pending("y"))).replica_id.unique_id == "one", "x is at the other"
+
+
+async def test_a_broken_gang_is_not_offered_again_by_the_reports_of_others() -> None:
+    router, replicas = router_of(broken=gang(), busy=gang(0.9))
+    handle: Any = SimpleNamespace(_router=SimpleNamespace(_asyncio_router=SimpleNamespace(request_router=router)))
+    leave_replica(handle, "broken")
+    assert [one.unique_id for one in router.curr_replicas] == ["busy"]
+    replicas[1].routing_stats = gang(0.8).to_stats()
+    router.update_replicas(replicas)
+    assert [one.unique_id for one in router.curr_replicas] == ["busy"]
+    router.update_replicas(replicas[1:])
+    assert router.broken == set(), "Serve's controller knows"
 
 
 async def test_pictures_that_come_at_once_are_spread() -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from tests.layout.support.source import CODE, PACKAGES, ROOT, python_files, tree_of
+from tests.layout.support.source import CODE, PACKAGES, ROOT, python_files, repository_files, tree_of
 
 MAX_FILES = 23
 """Python files in one folder, ``__init__.py`` not counted: as in the widest of starlette's."""
@@ -93,3 +93,9 @@ def test_no_two_public_classes_bear_one_name() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(name)
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_no_merge_is_unresolved() -> None:
+    marks = tuple(sign * 7 + b" " for sign in (b"<", b">"))
+    lines = ((name, line) for name in repository_files() for line in (ROOT / name).read_bytes().splitlines())
+    assert [name for name, line in lines if line.startswith(marks)] == []

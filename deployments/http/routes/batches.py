@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from deployments.asyncio_tools import to_the_end
+from deployments.asyncio_tools import finish, to_the_end
 from deployments.batches.records import BatchRecord, BatchStatus, FileRecord
 from deployments.clips.storage import UNAVAILABLE
 from deployments.http.answers import page_ends
@@ -226,7 +226,7 @@ def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
         file_id, limit = f"file-{uuid4().hex}", context.settings.max_stored_bytes
         await _check_place(context, requester, len(data))
         try:
-            await asyncio.to_thread(context.contents.write, file_id, data)
+            await finish(asyncio.to_thread(context.contents.write, file_id, data))
             file = await store.add_file(requester.key, filename, purpose, len(data), file_id, limit)
             if file is None:  # another upload has taken the place since the check
                 raise await _no_place(context, requester, len(data))

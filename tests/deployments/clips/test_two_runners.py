@@ -54,9 +54,9 @@ async def test_long_clip_keeps_its_claim(tmp_path: Path, clock: SimpleNamespace)
 
 
 async def test_deleted_by_another_replica(tmp_path: Path) -> None:
-    first, idle = FakeStudio(step_s=0.02), FakeStudio(reasons={"fake-clips": "takes no clip"})
+    first, idle = FakeStudio(step_s=0.5), FakeStudio(reasons={"fake-clips": "takes no clip"})
     async with running(first, tmp_path) as one, running(idle, tmp_path) as two:
-        record = await one.submit(replace(REQUEST, num_inference_steps=10**9), "1")  # has no end of its own
+        record = await one.submit(replace(REQUEST, num_inference_steps=100), "1")  # ends by itself after 50 s
         await started(first)
         assert await two.delete(record.id)
         async with asyncio.timeout(PATIENCE_S):

@@ -16,6 +16,8 @@ from deployments.door.door_settings import DoorSettings
 from deployments.door.haproxy import PictureQueue
 from tests.support.patience import PATIENCE_S
 
+BACKLOG = 2048
+"""As uvicorn's, which Ray's proxy has. If it is full, the kernel drops connections; they are retried for seconds."""
 SETTINGS = DoorSettings(max_head_bytes=4096, max_connections=200, head_timeout_s=PATIENCE_S)
 
 
@@ -64,10 +66,14 @@ def served(backend: Backend, port: int = 0) -> Iterator[tuple[str, int]]:
             backend.release.set()
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = BACKLOG
+
+
 @contextmanager
 def handled(handler: type[BaseHTTPRequestHandler], port: int = 0) -> Iterator[tuple[str, int]]:
     """The address of a server in a thread, which ends as soon as it is told to."""
-    with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
+    with Server(("127.0.0.1", port), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:

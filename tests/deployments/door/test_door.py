@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import httpx
@@ -173,7 +172,7 @@ def test_without_haproxy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 
 def test_a_configuration_that_haproxy_refuses_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("deployments.door.door.render", lambda *_: "frontend door\n    nonsense\n")
-    monkeypatch.setattr("deployments.door.door.tempfile.mkdtemp", lambda **_: mkdtemp(dir=tmp_path))
+    monkeypatch.setattr("deployments.door.door.FOLDER", tmp_path)
     listener = listen("127.0.0.1", 0)
     with pytest.raises(RuntimeError, match=r"HAProxy refuses its configuration: .*nonsense"):
         Door(listener, ("127.0.0.1", 1), SETTINGS)

@@ -21,6 +21,7 @@ from deployments.door.door import SHORT_LIFE_S
 from deployments.door.haproxy import find_binary
 from deployments.places import OwnedFolder
 from deployments.settings import process_environment
+from deployments.worker_shim import STOPPED
 from tests.deployments.door.support import Backend, assert_error, doored, served
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
@@ -67,6 +68,25 @@ def test_one_that_is_stopped_is_not_asked_before_it_is_replaced(
             time.sleep(0.3)  # no question is under way
             os.kill(first, signal.SIGSTOP)
         wait_until(lambda: door.pid != first, "another process")
+
+
+def test_one_whose_cpu_time_is_limited_by_stops_is_not_replaced(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is stopped at every look, but runs between them."""
+    num_looks = 0
+
+    def look_at_a_stopped_one(pid: int) -> tuple[str, float]:
+        nonlocal num_looks
+        num_looks += 1
+        return STOPPED, 0.01 * num_looks
+
+    monkeypatch.setattr(heartbeat, "EVERY_S", 0.02)
+    monkeypatch.setattr(doors, "state_of", look_at_a_stopped_one)
+    with served(backend) as address, doored(address) as (_, client):
+        wait_until(lambda: num_looks > 3 * heartbeat.MAX_MISSES, "it was looked at often")
+        assert client.get("/").status_code == 200
+    assert "does not answer and is ended" not in caplog.text
 
 
 def test_a_process_that_cannot_start_is_not_started_all_the_time(

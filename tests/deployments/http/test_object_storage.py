@@ -25,7 +25,7 @@ from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.routes.test_videos import finished, make
 from tests.deployments.http.test_errors import error_of
 from tests.deployments.support import s3
-from tests.deployments.support.fake_studio import FakeStudio, clip
+from tests.deployments.support.fake_studio import CLIPS, FakeStudio, clip
 from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
@@ -142,12 +142,14 @@ async def test_old_pictures_go_and_the_oldest_make_room(storage: str, monkeypatc
 
 
 async def test_inputs_outlive_the_application_and_end_with_the_clip(storage: str, tmp_path: Path) -> None:
+    takes_all = replace(CLIPS, max_pictures=2, takes_mask=True, takes_both=True, max_video_frames=17)
+    served = {REQUEST.model: takes_all}
     asked = replace(REQUEST, num_pictures=2, has_mask=True, num_video_frames=5)
-    studio = FakeStudio(step_s=1000)
+    studio = FakeStudio(step_s=1000, defaults=served)
     async with running(studio, tmp_path, storage=storage) as clips:
         record = await clips.submit(asked, "1", pictures=INPUTS)
         await started(studio)
-    second = FakeStudio()
+    second = FakeStudio(defaults=served)
     async with running(second, tmp_path, storage=storage) as clips:
         assert (await ended(clips, record.id)).status == "completed"
         async with asyncio.timeout(PATIENCE_S):

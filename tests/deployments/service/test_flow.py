@@ -123,6 +123,9 @@ async def test_a_gang_that_broke_is_not_asked_again(
     stages = Stages([STEP, broken], [DIED], [STEP, DONE])
     assert isinstance(await perform(stages), Media)
     assert left == [(stages.denoiser, "a1b2")], "Serve itself leaves a replica that died"
+    with pytest.raises(GangBrokenError, match="given up"):
+        await perform(Stages([STEP, broken]))
+    assert len(left) == 3, "the last one too, for the requests after this one"
 
 
 async def test_two_broken_gangs_are_enough(perform: Callable[[Stages], Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,7 @@ import openai
 import pytest
 
 from deployments.batches import runner
+from deployments.batches.contents import Contents
 from deployments.batches.records import BatchRecord, BatchStore
 from deployments.batches.runner import parse
 from deployments.clips.storage import StorageLostError
@@ -255,6 +257,57 @@ async def test_an_upload_without_a_record_leaves_no_content(tmp_path: Path, monk
     form: Any = {"files": {"file": ("a.mp4", b"0123")}, "data": {"purpose": "user_data"}}
     async with client_of(build(FakeStudio(), tmp_path)) as client:
         error_of(await client.post("/v1/files", **form), 503)
+    assert list((tmp_path / "batches").iterdir()) == []
+
+
+async def test_content_whose_record_is_neither_written_nor_deleted_goes_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise StorageLostError("the database does not answer")
+
+    def names() -> set[str]:
+        return {path.name for path in (tmp_path / "batches").iterdir()}
+
+    form: Any = {"files": {"file": ("a.mp4", b"0123")}, "data": {"purpose": "user_data"}}
+    async with client_of(build(FakeStudio(), tmp_path)) as client:
+        kept = (await client.post("/v1/files", **form)).json()["id"]
+        with monkeypatch.context() as patch:
+            patch.setattr(BatchStore, "add_file", fail)
+            patch.setattr(BatchStore, "remove_file", fail)
+            error_of(await client.post("/v1/files", **form), 503)
+        assert len(names()) == 2
+    monkeypatch.setattr(runner, "ORPHAN_S", 0.0)
+    async with client_of(build(FakeStudio(), tmp_path)):
+        async with asyncio.timeout(PATIENCE_S):
+            while names() != {kept}:
+                await asyncio.sleep(0.01)
+
+
+async def test_an_upload_that_is_cancelled_while_it_is_written_leaves_no_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes goes on."""
+    write, begun, go_on = Contents.write, threading.Event(), threading.Event()
+
+    def write_late(contents: Contents, name: str, data: bytes) -> None:
+        begun.set()
+        go_on.wait(PATIENCE_S)
+        write(contents, name, data)
+        written.set()
+
+    written = threading.Event()
+    monkeypatch.setattr(Contents, "write", write_late)
+    form: Any = {"files": {"file": ("a.mp4", b"0123")}, "data": {"purpose": "user_data"}}
+    async with client_of(build(FakeStudio(), tmp_path)) as client:
+        upload = asyncio.create_task(client.post("/v1/files", **form))
+        await asyncio.to_thread(begun.wait, PATIENCE_S)
+        upload.cancel()
+        await asyncio.wait({upload}, timeout=0.1)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await upload
+        await asyncio.to_thread(written.wait, PATIENCE_S)
     assert list((tmp_path / "batches").iterdir()) == []
 
 
