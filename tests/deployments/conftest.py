@@ -7,14 +7,27 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
 
+from deployments.observability.logs import LOGGERS
 from tests.deployments.support import postgresql as postgres
 from tests.support.patience import PATIENCE_S
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_before() -> Iterator[None]:
+    """Undo what parts of the application set in this process: a later test may look at all that a command writes."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(one.handlers[:], one.level, one.propagate) for one in loggers]
+    yield
+    for one, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        one.handlers[:], one.propagate = handlers, propagate
+        one.setLevel(level)
 
 
 @pytest.fixture(scope="session")
