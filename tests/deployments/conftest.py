@@ -20,14 +20,13 @@ from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
-def loggers_as_before() -> Iterator[None]:
-    """Undo what parts of the application set in this process: a later test may look at all that a command writes."""
-    loggers = [logging.getLogger(name) for name in LOGGERS]
-    before = [(one.handlers[:], one.level, one.propagate) for one in loggers]
-    yield
-    for one, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        one.handlers[:], one.propagate = handlers, propagate
-        one.setLevel(level)
+def loggers_as_at_first() -> None:
+    """Undo what parts of the application set in this process: a test may look at all that a command writes."""
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.setLevel(logging.NOTSET)
+        logger.propagate = True
 
 
 @pytest.fixture(scope="session")
