@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,13 @@ def loggers_as_at_first() -> None:
         logger.handlers.clear()
         logger.setLevel(logging.NOTSET)
         logger.propagate = True
+
+
+@pytest.fixture
+def apart() -> Iterator[Path]:
+    """A folder whose content other tests do not sweep, with a path short enough for a socket below it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
-from deployments import forked_worker, worker_shim
+from deployments import forked_worker, forked_workers, worker_shim
 from deployments.forked_worker import ROOT
 from deployments.forked_workers import SHIM, forking_cluster
 from deployments.settings import process_environment
@@ -369,11 +369,16 @@ def test_the_first_shims_of_a_node_start_one_zygote_and_do_without_a_dead_one(tm
 
 
 @pytest.mark.parametrize("with_zygotes", [False, True])
-def test_everything_ends_with_the_process_that_holds_the_zygotes(tmp_path: Path, with_zygotes: bool) -> None:
+def test_everything_ends_with_the_process_that_holds_the_zygotes(
+    tmp_path: Path, apart: Path, monkeypatch: pytest.MonkeyPatch, with_zygotes: bool
+) -> None:
     """Whatever ends it: here SIGKILL, of the zygotes too or not."""
+    monkeypatch.setattr(forked_workers, "FOLDER", str(apart))
     code = f"""
 import subprocess, sys, time
+from deployments import forked_workers
 from deployments.forked_workers import SHIM, forking_cluster
+forked_workers.FOLDER = {str(apart)!r}
 with forking_cluster():
     command = [sys.executable, str(SHIM), "base", {str(tmp_path / "wait.py")!r}]
     worker = subprocess.Popen(command, start_new_session=True)
@@ -386,7 +391,7 @@ with forking_cluster():
     worker = psutil.Process(int(holder.stdout.readline()))
     started = [worker, *psutil.Process(holder.pid).children(recursive=True)]
     assert len(started) >= 4, "a worker, its shim, and two zygotes"
-    (folder,) = {Path(word) for one in started for word in one.cmdline() if word.startswith("/tmp/troupe_zygotes_")}
+    (folder,) = {Path(word) for one in started for word in one.cmdline() if word.startswith(f"{apart}/troupe_zygotes_")}
     if with_zygotes:
         for process in started:
             process.kill()

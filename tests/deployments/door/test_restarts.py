@@ -194,18 +194,24 @@ def test_none_that_starts_as_the_door_closes_is_left(backend: Backend, monkeypat
 
 
 HOLDER = f"""
+import sys
 import time
+from pathlib import Path
+from deployments.door import door as doors
 from deployments.door.door import Door, listen
 from tests.deployments.door.support import SETTINGS
+doors.FOLDER = Path(sys.argv[1])
 door = Door(listen("127.0.0.1", 0), ("127.0.0.1", 9), SETTINGS)
 print(door.pid, door._folder.path, flush=True)
 time.sleep({PATIENCE_S})
 """
 
 
-def test_the_folder_of_a_killed_server_goes_at_the_next_start() -> None:
+def test_the_folder_of_a_killed_server_goes_at_the_next_start(apart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "FOLDER", apart)
     environment = {**process_environment(), "PYTHONPATH": str(Path(__file__).parents[3])}
-    holder = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True, env=environment)
+    command = [sys.executable, "-c", HOLDER, str(apart)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert holder.stdout is not None
     pid, name = holder.stdout.readline().split()
     try:
