@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.application.client import Client
-from benchmarks.application.parts import ANY_CLIP, PARTS, ClipShape, Part, Visit, find_parts, is_for
+from benchmarks.application.parts import ANY_CLIP, PARTS, ClipShape, Part, Visit, is_for
 from benchmarks.faults.timeline import records_of
 from benchmarks.serving.application import serving
-from benchmarks.serving.settings import add_options, argument_type, config_of
+from benchmarks.serving.settings import add_options, add_part_options, argument_type, config_of
 
 FAILED = "failed"
 
@@ -57,7 +57,7 @@ def measured(arguments: argparse.Namespace) -> Generator[dict[str, Any]]:
             with Client(application.url, arguments.side) as client:
                 asked = {"at_once": arguments.at_once, "clips": arguments.clip}
                 visit = Visit(application=application, client=client, **asked)
-                yield from of_parts(visit, find_parts(arguments.parts))
+                yield from of_parts(visit, arguments.parts)
             ending_s = time.perf_counter()
         yield {"end_s": round(time.perf_counter() - ending_s, 1)}
 
@@ -99,14 +99,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="WxHxFRAMES[@STEPS]",
         help="of the part clips; by default what the model makes by default",
     )
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {','.join(PARTS)}")
-    parser.add_argument("--out", type=Path, help="file for the document, also of an unfinished run")
-    arguments = parser.parse_args(words)
-    try:
-        find_parts(arguments.parts)
-    except ValueError as error:
-        parser.error(str(error))
-    return arguments
+    add_part_options(parser, PARTS, PARTS)
+    return parser.parse_args(words)
 
 
 if __name__ == "__main__":

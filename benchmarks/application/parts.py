@@ -229,15 +229,6 @@ OF_CLIPS, OF_ALL_MODELS = {"clips"}, {"kill"}
 """All other parts are for models that make pictures."""
 
 
-def find_parts(names_with_commas: str) -> dict[str, Part]:
-    """Return the named parts in their own order. ValueError lists the known names."""
-    names = names_with_commas.split(",")
-    for name in names:
-        if name not in PARTS:
-            raise ValueError(f"unknown part {name!r}; known: {', '.join(PARTS)}")
-    return {name: part for name, part in PARTS.items() if name in names}
-
-
 def is_for(name: str, visit: Visit) -> bool:
     """Return whether the model makes what the part ``name`` measures."""
     return name in OF_ALL_MODELS or (name in OF_CLIPS) == visit.makes_clips

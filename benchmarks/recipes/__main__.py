@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.application.client import Client
-from benchmarks.recipes.parts import PARTS, USUAL, Part, find_parts
+from benchmarks.recipes.parts import PARTS, USUAL, Part
 from benchmarks.recipes.requests import Served
 from benchmarks.recipes.served import config_with_recipes
 from benchmarks.results import tell
 from benchmarks.serving.application import serving
-from benchmarks.serving.settings import add_options, argument_type
+from benchmarks.serving.settings import add_options, add_part_options, argument_type
 from pipelines.size import Size
 
 TIMEOUT_S = 120.0
@@ -58,7 +58,7 @@ def measured(arguments: argparse.Namespace) -> Generator[dict[str, Any]]:
                 repeats=arguments.repeats,
             )
             yield {"part": "ready", "took_s": round(application.ready_s, 1), "recipes": served.recipes}
-            yield from of_parts(served, find_parts(arguments.parts))
+            yield from of_parts(served, arguments.parts)
 
 
 def of_parts(served: Served, parts: Mapping[str, Part]) -> Iterator[dict[str, Any]]:
@@ -93,14 +93,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--adapters", type=Path, help="folder where the adapters lie or are written")
     parser.add_argument("--repeats", type=int, default=3, help="of each request after its first")
     parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="of one request")
-    parser.add_argument("--parts", default=",".join(USUAL), help=f"some of {','.join(PARTS)}")
-    parser.add_argument("--out", type=Path, help="file for the document, also of an unfinished run")
-    arguments = parser.parse_args(words)
-    try:
-        find_parts(arguments.parts)
-    except ValueError as error:
-        parser.error(str(error))
-    return arguments
+    add_part_options(parser, PARTS, USUAL)
+    return parser.parse_args(words)
 
 
 if __name__ == "__main__":

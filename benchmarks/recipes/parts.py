@@ -209,11 +209,3 @@ PARTS: Mapping[str, Part] = {
 }
 """Parts in the order of measurement."""
 USUAL = ("recipes", "switch", "attention", "loras", "queue")
-
-
-def find_parts(names_with_commas: str) -> dict[str, Part]:
-    """Return the named parts in their own order. ValueError lists the known names."""
-    names = names_with_commas.split(",")
-    if unknown := [name for name in names if name not in PARTS]:
-        raise ValueError(f"unknown part {unknown[0]!r}; known: {', '.join(PARTS)}")
-    return {name: part for name, part in PARTS.items() if name in names}

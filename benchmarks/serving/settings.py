@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +49,25 @@ def argument_type(read: Callable[[str], T]) -> Callable[[str], T]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return typed
+
+
+def add_part_options(parser: argparse.ArgumentParser, parts: Mapping[str, T], usual: Iterable[str]) -> None:
+    """Add ``--parts``, some of ``parts``, and ``--out``."""
+    parser.add_argument(
+        "--parts",
+        type=argument_type(partial(find_parts, parts)),
+        default=",".join(usual),
+        help=f"some of {','.join(parts)}",
+    )
+    parser.add_argument("--out", type=Path, help="file for the document, also of an unfinished run")
+
+
+def find_parts(parts: Mapping[str, T], names_with_commas: str) -> dict[str, T]:
+    """Return the named ``parts`` in their own order. ValueError lists the known names."""
+    names = names_with_commas.split(",")
+    if unknown := [name for name in names if name not in parts]:
+        raise ValueError(f"unknown part {unknown[0]!r}; known: {', '.join(parts)}")
+    return {name: part for name, part in parts.items() if name in names}
 
 
 def config_of(arguments: argparse.Namespace) -> ServeConfig:

@@ -11,8 +11,9 @@ import pytest
 
 from benchmarks.application.client import Client
 from benchmarks.recipes.__main__ import of_parts
-from benchmarks.recipes.parts import LATE, find_parts
+from benchmarks.recipes.parts import LATE, PARTS
 from benchmarks.recipes.requests import PLAIN, Served
+from benchmarks.serving.settings import find_parts
 from tests.deployments.support.live import TIMEOUT_S
 from tests.end_to_end.conftest import config
 
@@ -35,7 +36,7 @@ def served(url: str, models: dict[str, Path]) -> Iterator[Served]:
 
 
 def test_each_part_measures_what_it_says(served: Served) -> None:
-    found = list(of_parts(served, find_parts("recipes,switch,attention,loras,queue")))
+    found = list(of_parts(served, find_parts(PARTS, "recipes,switch,attention,loras,queue")))
     plain, recipe, switch, attention, late, queue = found
     assert [(one["way"], one["steps"]) for one in (plain, recipe)] == [(PLAIN, NUM_STEPS), ("four-steps", 4)]
     assert plain["psnr_db"] is None

@@ -15,7 +15,8 @@ import pytest
 
 from benchmarks.application import parts
 from benchmarks.application.client import PROMPT, Client, medians, timing
-from benchmarks.application.parts import PARTS, ClipShape, Visit, find_parts, is_for
+from benchmarks.application.parts import PARTS, ClipShape, Visit, is_for
+from benchmarks.serving.settings import find_parts
 
 STAGES = "queue;dur=1.0, encode;dur=2.5, denoise;dur={denoise}, decode;dur=4, total;dur=10.5"
 
@@ -168,7 +169,7 @@ def test_no_picture_is_an_error() -> None:
 
 
 def test_parts_have_an_order_of_their_own() -> None:
-    assert list(find_parts("kill,pictures")) == ["pictures", "kill"]
+    assert list(find_parts(PARTS, "kill,pictures")) == ["pictures", "kill"]
     assert list(PARTS)[-1] == "kill", "what comes after it would wait for another gang"
     with pytest.raises(ValueError, match="unknown part 'gif'; known: pictures, jpeg"):
-        find_parts("gif")
+        find_parts(PARTS, "gif")
