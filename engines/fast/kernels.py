@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from engines.core.model import Precision
@@ -165,6 +165,22 @@ def add_normed(
     return scaled_norm(x_RC, scale_BC, eps=eps, quantize=quantize)
 
 
+def group_norm(x_BCHW: Tensor, norm: nn.GroupNorm, *, silu: bool) -> Tensor:
+    """Return ``norm`` of feature maps, followed by SiLU if ``silu``; float32 inside.
+
+    On CUDA the result lies in channels-last memory, and an input in another layout is copied to that first. PyTorch's
+    own kernel copies the other way, and SiLU takes one more pass.
+    """
+    if x_BCHW.is_cuda:
+        from engines.fast.triton_group_norm import launch_group_norm
+
+        with torch.cuda.device(x_BCHW.device):  # Triton launches on the current device, the thread's own
+            return launch_group_norm(x_BCHW, norm, silu=silu)
+    weight_C, bias_C = (None if one is None else one.float() for one in (norm.weight, norm.bias))
+    normed_BCHW = functional.group_norm(x_BCHW.float(), norm.num_groups, weight_C, bias_C, norm.eps)
+    return (functional.silu(normed_BCHW) if silu else normed_BCHW).to(x_BCHW.dtype)
+
+
 def _rms_norm(x_RC: Tensor, eps: float) -> Tensor:
     x_RC = x_RC.float()
     return x_RC * torch.rsqrt(x_RC.square().mean(1, keepdim=True) + eps)
@@ -182,6 +198,7 @@ __all__ = [
     "add_normed",
     "collected_rows",
     "gated",
+    "group_norm",
     "join_columns",
     "join_rows",
     "norm_and_rotate",

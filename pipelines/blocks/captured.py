@@ -6,7 +6,7 @@ Nothing is compiled: a new process captures within a second, and every process h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,16 @@ from engines.fast.graph import CapturedStep, GraphPool
 logger = logging.getLogger(__name__)
 
 Results = Any
-"""What a ``forward`` returns: tensors in tuples, lists, dicts, or an output of transformers."""
+"""Result of a ``forward``: tensors in tuples, lists, dicts, or an output of transformers."""
+
+
+def form_of(args: tuple[Any, ...], options: Mapping[str, Any]) -> Hashable:
+    """Return the properties of a call that its preparation depends on: tensors' shapes and dtypes, other values."""
+    return tuple(map(_key, args)), tuple((name, _key(options[name])) for name in sorted(options))
+
+
+def _key(value: Any) -> Hashable:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value)
 
 
 class CapturedCall:
@@ -80,13 +89,13 @@ class CapturedForward:
     arguments that a replay would not read (tensors inside other arguments, or on the host).
     """
 
-    def __init__(self, forward: Callable[..., Results], device: torch.device, form: Callable[..., Any]) -> None:
-        self._forward, self._form = forward, form
+    def __init__(self, forward: Callable[..., Results], device: torch.device) -> None:
+        self._forward = forward
         self._pool = GraphPool(device)
-        self._calls: dict[Any, CapturedCall | None] = {}
+        self._calls: dict[Hashable, CapturedCall | None] = {}
 
     def __call__(self, *args: Any, **options: Any) -> Results:
-        key = self._form(args, options)
+        key = form_of(args, options)
         if key not in self._calls:
             self._calls[key] = self._captured(args, options)
         call = self._calls[key]

@@ -7,7 +7,7 @@ many times longer than a request may wait: every other shape runs as it is writt
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from engines.core.torch_private import keep_kernel_choices, raise_recompile_limit
-from pipelines.blocks.captured import CapturedForward
+from pipelines.blocks.captured import CapturedForward, form_of
 from pipelines.vae.fused import fuse_decoder
 from pipelines.vae.layers import check_decoder
 
@@ -29,16 +29,16 @@ MAX_VARIANTS = 64
 
 
 class CompiledForward:
-    """A ``forward`` that runs ``compiled`` for signatures called inside ``compile_calls``, and ``plain`` otherwise."""
+    """A ``forward`` that runs ``compiled`` for forms called inside ``compile_calls``, and ``plain`` otherwise."""
 
     def __init__(self, plain: Callable[..., Any], compiled: Callable[..., Any]) -> None:
         self.__wrapped__, self._compiled = plain, compiled  # inspect reads the signature of __wrapped__
-        self._signatures: set[Hashable] = set()
+        self._forms: set[Hashable] = set()
         self.is_compiling = False
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if self.is_compiling:
-            self._signatures.add(_signature(args, options))
+            self._forms.add(form_of(args, options))
         return (self._compiled if self.is_ready(*args, **options) else self.__wrapped__)(*args, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
@@ -47,16 +47,7 @@ class CompiledForward:
 
     def is_ready(self, *args: Any, **options: Any) -> bool:
         """Return whether such a call is compiled, or is compiled by the next call."""
-        return self.is_compiling or _signature(args, options) in self._signatures
-
-
-def _signature(args: tuple[Any, ...], options: Mapping[str, Any]) -> Hashable:
-    """Return the properties of a call that its compilation depends on."""
-    return tuple(map(_key, args)), tuple((name, _key(options[name])) for name in sorted(options))
-
-
-def _key(value: Any) -> Hashable:
-    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value)
+        return self.is_compiling or form_of(args, options) in self._forms
 
 
 @contextmanager
@@ -87,7 +78,7 @@ def faster_encoder(encoder: nn.Module, backend: str = INDUCTOR) -> Callable[...,
     """Return the prepared ``forward`` of ``encoder``: captured on CUDA, else compiled."""
     device = next(encoder.parameters()).device
     if device.type == "cuda":
-        return CapturedForward(encoder.forward, device, _signature)
+        return CapturedForward(encoder.forward, device)
     raise_recompile_limit(MAX_VARIANTS)
     keep_kernel_choices()
     return torch.compile(encoder.forward, dynamic=False, backend=backend)

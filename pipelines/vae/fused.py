@@ -13,8 +13,19 @@ import torch
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 
-from engines.fast.group_norm import ChannelsLastGroupNorm
+from engines.fast.kernels import group_norm
 from pipelines.vae.layers import is_supported_resnet
+
+
+class FusedGroupNorm(nn.Module):
+    """``norm`` with its own weights, and SiLU (``kernels.group_norm``)."""
+
+    def __init__(self, norm: nn.GroupNorm) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x_BCHW: Tensor) -> Tensor:
+        return group_norm(x_BCHW, self.norm, silu=True)
 
 
 class FusedResnet(nn.Module):
@@ -22,8 +33,8 @@ class FusedResnet(nn.Module):
 
     def __init__(self, block: Any) -> None:
         super().__init__()
-        self.norm1 = ChannelsLastGroupNorm(block.norm1, silu=True)
-        self.norm2 = ChannelsLastGroupNorm(block.norm2, silu=True)
+        self.norm1 = FusedGroupNorm(block.norm1)
+        self.norm2 = FusedGroupNorm(block.norm2)
         self.conv1, self.conv2, self.conv_shortcut = block.conv1, block.conv2, block.conv_shortcut
         self.output_scale_factor = float(block.output_scale_factor)
 
@@ -41,7 +52,7 @@ def fuse_decoder(decoder: nn.Module) -> Any:
         if isinstance(block, ResnetBlock2D) and _can_be_fused(block):
             fused.set_submodule(name, FusedResnet(block))
     if isinstance(fused.conv_act, nn.SiLU):
-        fused.conv_norm_out = ChannelsLastGroupNorm(fused.conv_norm_out, silu=True)
+        fused.conv_norm_out = FusedGroupNorm(fused.conv_norm_out)
         fused.conv_act = nn.Identity()
     return fused
 

@@ -21,12 +21,12 @@ from diffusers.models.transformers.transformer_flux2 import Flux2SwiGLU
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.fast.group_norm import ChannelsLastGroupNorm
 from engines.fast.kernels import (
     HeadNorms,
     Modulation,
     add_normed,
     gated,
+    group_norm,
     norm_and_rotate,
     norm_modulate,
     quantize_rows,
@@ -174,7 +174,7 @@ def test_a_group_norm_is_launched_on_the_device_of_its_input(monkeypatch: pytest
     launch = Mock(side_effect=lambda *_, **__: entered.return_value.__exit__.assert_not_called())
     monkeypatch.setitem(sys.modules, "engines.fast.triton_group_norm", SimpleNamespace(launch_group_norm=launch))
     monkeypatch.setattr(torch.cuda, "device", entered)
-    ChannelsLastGroupNorm(nn.GroupNorm(2, 4), silu=True)(Mock(is_cuda=True, device=torch.device("cuda", 1)))
+    group_norm(Mock(is_cuda=True, device=torch.device("cuda", 1)), nn.GroupNorm(2, 4), silu=True)
     entered.assert_called_once_with(torch.device("cuda", 1))
     entered.return_value.__enter__.assert_called_once_with()
     launch.assert_called_once()

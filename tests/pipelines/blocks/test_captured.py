@@ -15,8 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from engines.fast import graph
 from pipelines.blocks import captured as captured_module
-from pipelines.blocks.captured import CapturedForward
-from pipelines.blocks.compilation import _signature
+from pipelines.blocks.captured import CapturedForward, form_of
 
 CPU = torch.device("cpu")
 Graphs = list[Mock]
@@ -45,7 +44,7 @@ def test_each_form_is_captured_once_and_results_are_copies(graphs: Graphs) -> No
         calls.append(flag)
         return BaseModelOutput(last_hidden_state=memory.copy_(x), hidden_states=(memory,))
 
-    captured = CapturedForward(forward, CPU, _signature)
+    captured = CapturedForward(forward, CPU)
     first = captured(torch.ones(2), flag=True)
     assert calls == [True] * 3, "twice to warm up, once to record"
     memory.zero_()  # as the next replay would
@@ -57,9 +56,9 @@ def test_each_form_is_captured_once_and_results_are_copies(graphs: Graphs) -> No
 
 
 def test_a_replay_reads_the_arguments_of_its_call(graphs: Graphs) -> None:
-    captured = CapturedForward(lambda x, mask: (x * mask,), CPU, _signature)
+    captured = CapturedForward(lambda x, mask: (x * mask,), CPU)
     captured(torch.ones(2), mask=torch.ones(2))
-    inputs = captured._calls[_signature((torch.ones(2),), {"mask": torch.ones(2)})]._step.inputs  # type: ignore[union-attr]
+    inputs = captured._calls[form_of((torch.ones(2),), {"mask": torch.ones(2)})]._step.inputs  # type: ignore[union-attr]
     captured(torch.tensor([2.0, 3.0]), mask=torch.zeros(2))
     assert {name: x.tolist() for name, x in inputs.items()} == {"0": [2, 3], "mask": [0, 0]}
 
@@ -73,7 +72,7 @@ def test_what_cannot_be_captured_runs_as_it_is(graphs: Graphs, caplog: pytest.Lo
             raise RuntimeError("operation not permitted when stream is capturing\nmore")
         return x + 1
 
-    captured = CapturedForward(forward, CPU, _signature)
+    captured = CapturedForward(forward, CPU)
     for _ in range(2):
         assert captured(torch.zeros(1)).tolist() == [1]
     assert len(tries) == 5
@@ -87,7 +86,7 @@ def test_a_capture_that_failed_is_ended(graphs: Graphs, monkeypatch: pytest.Monk
     steps = list[int]()
     end = Mock(side_effect=lambda *_: steps.append(len(graphs)))
     monkeypatch.setattr(captured_module, "end_failed_capture", end)
-    captured = CapturedForward(Mock(side_effect=[None, None, RuntimeError("refused"), 7]), CPU, _signature)
+    captured = CapturedForward(Mock(side_effect=[None, None, RuntimeError("refused"), 7]), CPU)
     pool = captured._pool
     assert captured(torch.zeros(1)) == 7
     end.assert_called_once_with(CPU, pool.handle)
@@ -98,11 +97,12 @@ def test_a_capture_that_failed_is_ended(graphs: Graphs, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("argument", ["inside", "elsewhere"])
 def test_arguments_that_a_replay_would_not_read_run_as_they_are(
-    argument: str, graphs: Graphs, caplog: pytest.LogCaptureFixture
+    argument: str, graphs: Graphs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph reads the tensors that are arguments themselves, on its device."""
+    monkeypatch.setattr(captured_module, "form_of", lambda *_: "the same form")
     seen: list[Any] = []
-    captured = CapturedForward(lambda x, other: seen.append(other), CPU, lambda *_: "the same form")
+    captured = CapturedForward(lambda x, other: seen.append(other), CPU)
     others = [[torch.ones(1)], [torch.zeros(1)]] if argument == "inside" else [torch.ones(1, device="meta")] * 2
     for other in others:
         captured(torch.zeros(1), other=other)
@@ -112,7 +112,7 @@ def test_arguments_that_a_replay_would_not_read_run_as_they_are(
 
 
 def test_the_arguments_of_the_capture_are_released(graphs: Graphs) -> None:
-    captured = CapturedForward(lambda x, mask: (x * mask,), CPU, _signature)
+    captured = CapturedForward(lambda x, mask: (x * mask,), CPU)
     first = torch.ones(2)
     captured(first, mask=first)
     kept = weakref.ref(first)
@@ -128,6 +128,6 @@ def test_masks_are_made_without_a_look_at_them(graphs: Graphs) -> None:
         seen.append(masking_utils.is_tracing(x))
         return x
 
-    CapturedForward(forward, CPU, _signature)(torch.zeros(1))
+    CapturedForward(forward, CPU)(torch.zeros(1))
     assert seen == [True] * 3, "in the runs before the capture as well"
     assert masking_utils.is_tracing is plain

@@ -19,13 +19,12 @@ from torch._inductor import config as inductor_config
 from torch.fx import GraphModule
 
 from engines.core.torch_private import tree_map_only
-from engines.fast.group_norm import ChannelsLastGroupNorm
 from pipelines.blocks import compilation, decoder, encoder
 from pipelines.blocks.captured import CapturedForward, masks_as_traced
 from pipelines.blocks.compilation import CompiledForward, compile_calls
 from pipelines.checkpoint import Checkpoint
 from pipelines.vae import multi_gpu
-from pipelines.vae.fused import fuse_decoder
+from pipelines.vae.fused import FusedGroupNorm, fuse_decoder
 from pipelines.vae.strips import decode_in_bands
 from tests.pipelines.support.checkpoints import tiny, tiny_hunyuan, tiny_ltx, tiny_others, tiny_pictures, tiny_qwen
 from tests.pipelines.support.pretend_gpu import GPU, PretendGpu, put_on_gpu
@@ -152,9 +151,7 @@ def test_a_fused_decoder_gives_the_same(tiny_flux: Path) -> None:
     latents_BCHW = torch.randn(2, decoder.conv_in.in_channels, 6, 5)
     torch.testing.assert_close(fused(latents_BCHW), decoder(latents_BCHW), rtol=1e-4, atol=1e-5)
     assert fused.conv_out.weight.is_contiguous(memory_format=torch.channels_last)
-    assert sum(isinstance(part, ChannelsLastGroupNorm) for part in fused.modules()) == len(before) - 1, (
-        "but attention's"
-    )
+    assert sum(isinstance(part, FusedGroupNorm) for part in fused.modules()) == len(before) - 1, "but attention's"
     assert before == [name for name, part in decoder.named_modules() if isinstance(part, nn.GroupNorm)]
 
 
@@ -222,7 +219,7 @@ def test_decoders_are_fused_on_a_gpu(tiny_flux: Path, dtype: torch.dtype) -> Non
     checkpoint = Checkpoint(tiny_flux, "cuda", dtype)
     request = checkpoint.defaults.request(width=64, height=96)
     plain, quick = checkpoint.decoder(), checkpoint.decoder(compiled=True)
-    norm = patch.object(ChannelsLastGroupNorm, "forward", autospec=True, side_effect=ChannelsLastGroupNorm.forward)
+    norm = patch.object(FusedGroupNorm, "forward", autospec=True, side_effect=FusedGroupNorm.forward)
     with quick.compile_calls(), norm as forward:
         pixels = quick.pixels(checkpoint.first_latents(request))
     assert forward.called
@@ -234,10 +231,10 @@ def test_decoders_are_fused_on_a_gpu(tiny_flux: Path, dtype: torch.dtype) -> Non
 def test_what_reads_values_runs_uncaptured_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
     """A capture that failed leaves the stream, the allocator and the generator as they were."""
     device, weight = torch.device("cuda", 0), torch.eye(4, device="cuda")
-    reads = CapturedForward(lambda x: x @ weight + x.sum().item(), device, compilation._signature)
+    reads = CapturedForward(lambda x: x @ weight + x.sum().item(), device)
     reads(torch.ones(4, 4, device=device))
     torch.rand(1, device=device)  # before the next capture
-    later = CapturedForward(lambda x: (x @ weight + 1,), device, compilation._signature)
+    later = CapturedForward(lambda x: (x @ weight + 1,), device)
     stream, x = torch.cuda.current_stream(), torch.ones(4, 4, device="cuda")
     for number in range(3):
         torch.testing.assert_close(reads(number * x), number * x + 16 * number)
