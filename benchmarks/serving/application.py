@@ -33,7 +33,7 @@ AT_REST_WITHIN_S = 120.0
 
 
 OUT_OF_MEMORY = re.compile(r"(CUDA|HIP) out of memory[^\n\"\\]{0,400}")
-"""What torch says in a process that the GPU has no memory for."""
+"""Message of torch in a process that the GPU has no memory for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

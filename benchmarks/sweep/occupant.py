@@ -33,7 +33,7 @@ QUIET_S, QUIET_WITHIN_S = 1.0, 30.0
 """Other programs are at rest once the free memory is the same twice, so far apart."""
 WATCH_S = 0.1
 FREED_BYTES = 64 << 20
-"""So much more may become free than was left; beyond it, another program gave memory back."""
+"""Tolerance of the free memory above what was left. If more is free, another program gave memory back."""
 ENDS_WITHIN_S = 30.0
 
 

@@ -74,7 +74,7 @@ class InputCost:
     """The largest step of a request with pictures or a clip, whose tokens are beside those of the result."""
 
     name: str
-    """What comes along."""
+    """The pictures or the clip, in words."""
     tokens: Mapping[str, int]
     step_ms: float
     rank_bytes: int
@@ -102,7 +102,7 @@ class Estimate:
     fit: Fit
     times: RequestTimes
     inputs: tuple[InputCost, ...]
-    """Of what may come along, if it adds tokens to a step."""
+    """Costs of optional pictures and clips that add tokens to a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

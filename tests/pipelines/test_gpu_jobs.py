@@ -50,7 +50,7 @@ class GpuCase:
     job: Callable[[Path], Job]
     choices: Mapping[str, Any] = field(default_factory=dict)
     source: Callable[[Path], str] = str
-    """What is opened of the folder."""
+    """The checkpoint to open in the folder."""
 
 
 def all_latents(values: Mapping[str, Any]) -> Latents:
@@ -73,7 +73,7 @@ def chunks(values: Mapping[str, Any]) -> Latents:
 
 
 def base_tokens(values: Mapping[str, Any]) -> Latents:
-    """Those of the clip, without the ones of what came along."""
+    """Return the latents of the clip, without those of its inputs."""
     return {**all_latents(values), "latents": values["latents"][:, : values["base_token_count"]]}
 
 

@@ -44,7 +44,7 @@ STUBBORN = f"{IGNORE}; import time; print('on', flush=True); time.sleep(600)"
 
 
 def test_what_does_not_end_in_time_is_killed_with_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left would hold memory of GPUs."""
+    """Processes that are left would hold memory of GPUs."""
     monkeypatch.setattr(application, "STOPPED_WITHIN_S", 0.1)
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}]).wait()"
     process = subprocess.Popen([sys.executable, "-c", f"{IGNORE}; {parent}"], stdout=subprocess.PIPE)

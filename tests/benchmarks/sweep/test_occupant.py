@@ -1,4 +1,4 @@
-"""What is left of a GPU's memory is as much as was asked for, and less than that is an error."""
+"""The occupant leaves as much of a GPU's memory as was asked for; less than that is an error."""
 
 from __future__ import annotations
 

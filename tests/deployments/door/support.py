@@ -17,7 +17,7 @@ from deployments.door.haproxy import PictureQueue
 from tests.support.patience import PATIENCE_S
 
 BACKLOG = 2048
-"""As uvicorn's, which Ray's proxy has. If it is full, the kernel drops connections; they are retried for seconds."""
+"""Backlog of uvicorn, and so of Ray's proxy. If it is full, the kernel drops connections, which takes seconds."""
 SETTINGS = DoorSettings(max_head_bytes=4096, max_connections=200, head_timeout_s=PATIENCE_S)
 
 

@@ -104,7 +104,7 @@ def test_a_tensor_has_the_shape_that_the_file_says(base: Path, tmp_path: Path) -
 
 
 def job_of(base: Path, file: Path) -> Job:
-    """What diffusers' blocks make with its own quantiser's transformer."""
+    """Return a job to compare with diffusers' blocks, which have its own quantiser's transformer."""
 
     def own(request: MediaRequest) -> Latents:
         state = own_state(

@@ -159,7 +159,7 @@ def test_without_the_exchange_they_do_not(name: str, folders: Callable[[Any], Pa
 
 @pytest.mark.parametrize("name", ["flux2 dev, one picture", "flux2 klein, two pictures"])
 def test_blank_pictures_are_as_many_tokens_as_real_ones(name: str, folders: Callable[[Any], Path]) -> None:
-    """Of the result's size."""
+    """The pictures have the result's size."""
     case = CASES[name]
     checkpoint = Checkpoint(folders(case.make))
     request = replace(request_of(case, checkpoint.path), width=256, height=256)
