@@ -2,6 +2,7 @@
 
     python -m benchmarks.sweep.cards MODEL ... --memory 12 16 24 [--allow-quantization] [--out FILE] [--limit-s 500]
         [--card-limit-s 300] [--steps 4] [--size 1024x1024] [--frames 33] [--scratch FOLDER] [--keep] [--twins]
+        [--logs FOLDER]
 
 A model is written once with random weights (a folder is taken as it is), then served for each size of card by the
 savings that ``--memory`` chooses. Another process holds the rest of the GPU's memory
@@ -12,7 +13,8 @@ Each model and card is one line of JSON in ``--out``: savings, estimate and time
 are none, with ``out_of_memory`` if a process had no memory left. A start and its requests may take
 ``--card-limit-s`` together. It goes on where it stopped (with ``--again``, also with lines that have an error), begins
 nothing after ``--limit-s``, and ends with 1 if it measured nothing. ``--keep`` leaves written models in ``--scratch``
-for the next call. ``--twins`` writes transformers with one configuration once, such as both of Wan 2.2.
+for the next call. ``--twins`` writes transformers with one configuration once, such as both of Wan 2.2. ``--logs``
+keeps the logs of every application, in a folder for each model and card.
 
 On a CPU nothing is held, and only models that need no GPU can be served.
 """
@@ -121,12 +123,27 @@ def measure(result: Result, name: str, gb: float, folder: Callable[[], Path], ar
         with (
             occupied(card_bytes(gb)) as held,
             serving(config, ready_within_s=arguments.card_limit_s) as application,
+            copied_logs(application.logs, log_folder(name, gb, arguments)),
         ):
             result["ready_s"] = round(application.ready_s, 1)
             result["phases_s"] = phases_of(records_of(application.logs))
             ask(result, application, defaults, asked, end_s)
     finally:
         result |= held
+
+
+def log_folder(name: str, gb: float, arguments: argparse.Namespace) -> Path | None:
+    return None if arguments.logs is None else arguments.logs / f"{Path(name).name}_{gb:g}"
+
+
+@contextmanager
+def copied_logs(logs: Path, folder: Path | None) -> Iterator[None]:
+    """Copy ``logs`` to ``folder`` after the block, if one is given: the application removes its own at its end."""
+    try:
+        yield
+    finally:
+        if folder is not None:
+            shutil.copytree(logs, folder, dirs_exist_ok=True, ignore_dangling_symlinks=True)
 
 
 def about(document: dict[str, Any]) -> dict[str, Any]:
@@ -220,6 +237,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where models are written to")
     parser.add_argument("--keep", action="store_true", help="written models, for the next call")
     parser.add_argument("--twins", action="store_true", help="write equal transformers once")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keeps the logs of each application")
     Asked.add_options(parser)
     parser.set_defaults(steps=FEW_STEPS)
     return parser.parse_args(words)

@@ -77,7 +77,8 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    made = Machine(tmp_path)
+    made = Machine(tmp_path / "logs")
+    made.logs.mkdir()
     monkeypatch.setattr(cards, "occupied", made.occupied)
     monkeypatch.setattr(cards, "serving", made.serving)
     monkeypatch.setattr(cards, "http_client", made.client)
@@ -128,7 +129,9 @@ def test_a_process_without_memory_is_an_error_beside_what_was_seen(
     machine: Machine, folder: Path, tmp_path: Path
 ) -> None:
     machine.gib_of_failure = 20.0
-    assert measure(tmp_path / "cards.jsonl", folder, "--memory", "12") == 1
+    machine.logs.joinpath("worker.err").write_text(OUT_OF_MEMORY)
+    assert measure(tmp_path / "cards.jsonl", folder, "--memory", "12", "--logs", tmp_path / "kept") == 1
+    assert (tmp_path / "kept" / f"{folder.name}_12" / "worker.err").read_text() == OUT_OF_MEMORY
     (line,) = lines_of(tmp_path / "cards.jsonl")
     assert line["error"] == "RuntimeError: no picture or clip, but 500: a rank failed"
     assert line["out_of_memory"] == OUT_OF_MEMORY
