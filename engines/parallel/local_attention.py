@@ -19,6 +19,8 @@ from engines.parallel.fp8_attention import fp8_flash3, fp8_reference
 MASKED = -65504.0
 """Score bias of a masked key; float16 has no lower value. Its exponential is 0 beside any other. cuDNN returns NaN
 for -inf where all keys are masked."""
+HEAD_DIM_MULTIPLE = 8
+"""Fused CUDA kernels refuse other head dims in half precision."""
 _LOCK = Lock()
 """Held while a kernel is chosen, which loads libraries. Other threads wait, and get the same kernel."""
 
@@ -92,7 +94,12 @@ def cpu_flash(
 def cudnn_flash(
     q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run cuDNN's fused attention (bf16 and fp16). Some versions add a trailing dim of 1 to the log-sum-exp."""
+    """Run cuDNN's fused attention (bf16 and fp16). Some versions add a trailing dim of 1 to the log-sum-exp.
+
+    Plain attention serves head dims that it refuses (``HEAD_DIM_MULTIPLE``).
+    """
+    if q_BLHD.shape[-1] % HEAD_DIM_MULTIPLE:
+        return plain_attention(q_BLHD, k_BMGD, v_BMGD, mask_BM=mask_BM, prefix=prefix)
     seen_BLM = _attended(mask_BM, prefix)
     out_BHLD, lse, *_ = cudnn_attention(*_heads_first(q_BLHD, k_BMGD, v_BMGD), _bias(seen_BLM, q_BLHD.dtype), True)
     return out_BHLD.transpose(1, 2), _mask_lse(lse.reshape(out_BHLD.shape[:3]), seen_BLM)
@@ -101,7 +108,12 @@ def cudnn_flash(
 def cuda_flash(
     q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, /, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Run PyTorch's FlashAttention-2, or ``cuda_efficient`` if there is a mask or a prefix."""
+    """Run PyTorch's FlashAttention-2, or ``cuda_efficient`` if there is a mask or a prefix.
+
+    Plain attention serves head dims that both refuse (``HEAD_DIM_MULTIPLE``).
+    """
+    if q_BLHD.shape[-1] % HEAD_DIM_MULTIPLE:
+        return plain_attention(q_BLHD, k_BMGD, v_BMGD, mask_BM=mask_BM, prefix=prefix)
     if mask_BM is not None or prefix is not None:
         return cuda_efficient(q_BLHD, k_BMGD, v_BMGD, mask_BM=mask_BM, prefix=prefix)
     out_BHLD, lse_BHL, *_ = flash_attention(*_heads_first(q_BLHD, k_BMGD, v_BMGD))

@@ -164,6 +164,18 @@ def test_cuda_kernels(
         assert lse[1].isfinite().all()
 
 
+@pytest.mark.parametrize("kernel", [cudnn_flash, cuda_flash])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dim", [4, 12])
+def test_head_dims_that_cuda_kernels_refuse(kernel: Kernel, device: str, dim: int) -> None:
+    q, k, v = (x.to(device) for x in qkv(7, 13, torch.bfloat16, 6, 3, dim))
+    mask = MASK.to(device)
+    out, lse = kernel(q, k, v, mask_BM=mask)
+    expected_out, expected_lse = in_float64(q, k, v, mask)
+    torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=2e-2)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=2e-2)
+
+
 def test_chosen_once_per_device_and_dtype() -> None:
     assert local_kernel("cpu", torch.float32) is cpu_flash
     assert local_kernel("meta", torch.float32) is plain_attention

@@ -202,11 +202,12 @@ def test_encoders_are_captured_on_a_gpu(
 ) -> None:
     """Replays read later prompts of the same length, and several encoders share one pool."""
     checkpoint = Checkpoint(make(tmp_path), "cuda", torch.float32)
-    plain, quick = checkpoint.text_encoder(), checkpoint.text_encoder(compiled=True)
+    with patch("transformers.Qwen3VLProcessor.from_pretrained", lambda *_, **__: tiny_qwen.Qwen3Processor()):
+        plain, quick = checkpoint.text_encoder(), checkpoint.text_encoder(compiled=True)
     requests = [checkpoint.defaults.request(prompt=prompt) for prompt in ("a circle", "a square", "a circle")]
     with quick.compile_calls():
         quick.encode(requests[0])
-    assert not caplog.messages
+    assert not [record for record in caplog.records if record.name.startswith("pipelines.")]
     forwards: list[Any] = [part._compiled for part in quick._compiled]
     assert any(call is not None for forward in forwards for call in forward._calls.values())
     for request in requests:
@@ -220,10 +221,12 @@ def test_decoders_are_fused_on_a_gpu(tiny_flux: Path, dtype: torch.dtype) -> Non
     request = checkpoint.defaults.request(width=64, height=96)
     plain, quick = checkpoint.decoder(), checkpoint.decoder(compiled=True)
     norm = patch.object(FusedGroupNorm, "forward", autospec=True, side_effect=FusedGroupNorm.forward)
-    with quick.compile_calls(), norm as forward:
+    exact = patch.object(torch.backends.cudnn, "allow_tf32", False)  # each layout of a convolution rounds differently
+    with exact, quick.compile_calls(), norm as forward:
         pixels = quick.pixels(checkpoint.first_latents(request))
+        expected = plain.pixels(checkpoint.first_latents(request))
     assert forward.called
-    difference = (pixels.float() - plain.pixels(checkpoint.first_latents(request)).float()).abs()
+    difference = (pixels.float() - expected.float()).abs()
     assert difference.mean() < (1e-5 if dtype is torch.float32 else 5e-3)
 
 
