@@ -39,7 +39,7 @@ CREDENTIALS = struct.Struct("3i")
 START_WITHIN_S = 20.0
 ANSWER_WITHIN_S = 45.0
 """Includes imports of libraries. Ray waits a minute for a worker."""
-WATCHED_EVERY_S, STOPPED_FOR_S = 0.5, 2.0
+WATCHED_EVERY_S, STOPPED_FOR_S = 0.25, 1.0
 """A process that stays stopped answers nothing. One that ran between two looks does not count: tools that limit a
 process's CPU time stop and continue it several times a second."""
 IDLE_FOR_S, BUSY_FOR_S = 8.0, 20.0
