@@ -225,7 +225,7 @@ def test_decoders_are_fused_on_a_gpu(tiny_flux: Path, dtype: torch.dtype) -> Non
     request = checkpoint.defaults.request(width=64, height=96)
     plain, quick = checkpoint.decoder(), checkpoint.decoder(compiled=True)
     norm = patch.object(FusedGroupNorm, "forward", autospec=True, side_effect=FusedGroupNorm.forward)
-    exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # each layout of a convolution rounds differently
+    exact = torch.backends.cudnn.flags(enabled=True, allow_tf32=False)  # in TF32 each layout rounds differently
     with exact, quick.compile_calls(), norm as forward:
         pixels = quick.pixels(checkpoint.first_latents(request))
         expected = plain.pixels(checkpoint.first_latents(request))
