@@ -84,6 +84,8 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Modules that workers of each level import for every model. A level includes those of the levels before it."""
+TRITON_LIBRARIES = ("engines.fast.triton_kernels", "engines.fast.triton_group_norm")
+"""Modules that workers of the level "model" import too, where Triton is installed."""
 IDLE_S = 30.0
 """Time without workers after which a zygote without a lifeline ends."""
 END_WITHIN_S = 3.0
@@ -221,10 +223,16 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
+def libraries_of(level: str) -> tuple[str, ...]:
+    """Return the modules that workers of ``level`` import on this host, beside those of the levels before it."""
+    has_triton = level == MODEL and importlib.util.find_spec("triton") is not None
+    return LIBRARIES[level] + (TRITON_LIBRARIES if has_triton else ())
+
+
 def import_libraries(level: str) -> None:
     """Import the libraries of ``level``. A missing one is logged; a worker that needs it fails by itself."""
     with quick_imports() if level == MODEL else nullcontext():
-        for name in LIBRARIES[level]:
+        for name in libraries_of(level):
             try:
                 importlib.import_module(name)
             except Exception:

@@ -24,7 +24,7 @@ from deployments.forked_worker import ROOT
 from deployments.forked_workers import SHIM, forking_cluster
 from deployments.settings import process_environment
 from deployments.worker_shim import DIRECTORY_VARIABLE, level_of, node_folder
-from deployments.zygote import keep_bytecode
+from deployments.zygote import LIBRARIES, keep_bytecode, libraries_of
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
 
@@ -423,9 +423,17 @@ ONLY_LATER = {"ray", "colorama", "tracemalloc", "_tracemalloc"}
 """Ray itself, and what it brings along; Cython's own modules have a version in their names."""
 
 
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_workers_import_triton_kernels_where_triton_is(is_installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: is_installed or None)
+    kernels = ("engines.fast.triton_kernels", "engines.fast.triton_group_norm")
+    assert libraries_of("model") == LIBRARIES["model"] + kernels * is_installed
+    assert libraries_of("base") == LIBRARIES["base"]
+
+
 def test_a_rank_imports_no_library_after_its_fork_but_ray(directory: str) -> None:
     """What it would import, each worker of a node would: name it in ``LIBRARIES``."""
     status, out, err = end_of(begin(LATER, level="model", env=with_environment(PYTHONPATH=str(ROOT))))
     assert status == 0, err
     later = {name for name in json.loads(out.splitlines()[-1]) if not name.startswith("_cython")}
-    assert later <= ONLY_LATER
+    assert later <= ONLY_LATER, err
