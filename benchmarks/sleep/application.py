@@ -31,7 +31,8 @@ TIMEOUT_S = 600.0
 def cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the times to a request for a model awake and asleep, then those of mixed traffic."""
     config = shared_config(arguments)
-    kinds = {model.name: Checkpoint.open(model.source, weights=False).defaults.kind for model in config.app.models}
+    defaults = {model.name: Checkpoint.open(model.source, weights=False).defaults for model in config.app.models}
+    kinds = {name: one.kind for name, one in defaults.items() if not one.min_pictures}
     with serving(config) as application, client_of(application.url) as client:
         yield {"case": "start", "ready_s": application.ready_s}
         requests = Requests(client, kinds, arguments)
@@ -101,12 +102,16 @@ class Requests:
 
     def _picture(self, model: str) -> bytes:
         answer = self._client.post("/v1/images/generations", json={"model": model, **self._body})
-        answer.raise_for_status()
+        if answer.is_error:
+            raise RuntimeError(f"{model}: {answer.status_code} {answer.text}")
         return bytes(answer.json()["data"][0]["b64_json"], "ascii")
 
     def _clip(self, model: str) -> bytes:
         body = {"model": model, **self._body, **self._clip_fields}
-        clip = self._client.post("/v1/videos", json=body).raise_for_status().json()
+        answer = self._client.post("/v1/videos", json=body)
+        if answer.is_error:
+            raise RuntimeError(f"{model}: {answer.status_code} {answer.text}")
+        clip = answer.json()
         while (state := self._client.get(f"/v1/videos/{clip['id']}").json())["status"] not in ("completed", "failed"):
             time.sleep(POLL_S)
         if state["status"] == "failed":
