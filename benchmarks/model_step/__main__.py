@@ -20,6 +20,13 @@ and with its blocks compiled, with cuDNN's attention. On several GPUs it uses it
 process can then time nothing else. "diffusers-undivided" is what one GPU takes, for transformers that it does not
 divide. "ours" is the engine as a gang calls it, after what is made once a job is made;
 "ours, fp8 attention" the same with attention in float8, on a Hopper GPU with fa3-fwd (or emulated on a CPU).
+
+``--blocks 4`` keeps the first 4 blocks of each list of the transformer, where whole steps take too long. Errors and
+"floor_ms" are then those of the kept blocks. "whole_ms" is an estimate: the median, scaled up to all blocks. What is
+outside of blocks is scaled too. It is left out if the lists keep unequal shares. Other projects keep all blocks:
+
+    python -m benchmarks.model_step Wan2.1-T2V-14B --blocks 4 --repeats 5 --heat-s 1 --makers "ours, fp8 attention"
+
 Makers are timed in the order of ``--makers``, those of diffusers' module first. ``--exact`` compares with the module in
 float32. A strategy is right if its error is at most 1.2 x that of "eager". The last line is one JSON document. The
 status is 1 if nothing was measured of one of the models.
@@ -73,6 +80,7 @@ class Arguments(argparse.Namespace):
     tokens: int | None = None
     branches: int = 1
     batch: int = 1
+    blocks: int | None = None
     repeats: int = 20
     heat_s: float = 5.0
     makers: Sequence[str] = ("eager", "diffusers", "ours")
@@ -102,7 +110,7 @@ def main() -> None:
 
 
 def time_model(program: StepProgram, name: str, arguments: Arguments) -> Result:
-    sizes = (arguments.size, arguments.tokens, arguments.branches, arguments.batch)
+    sizes = (arguments.size, arguments.tokens, arguments.branches, arguments.batch, arguments.blocks)
     model = PublishedModel.made(name, program.device, program.dtype, *sizes)
     facts = facts_of(model, program.world)
     program.say(", ".join(f"{key} {value}" for key, value in facts.items()))
@@ -116,6 +124,8 @@ def facts_of(model: PublishedModel, world: int) -> Result:
     flop = model.flop()
     facts = {"model": model.name, "size": str(model.size), "tokens": model.num_tokens, "branches": len(model.branches)}
     facts["batch"] = model.branch.batch
+    if model.num_blocks is not None:
+        facts["blocks"] = ", ".join(f"{kept} of {every}" for kept, every in model.blocks())
     tera_flop, floor_ms = round(flop / 1e12, 1), round(flop / BF16_TFLOPS / 1e9 / world, 1)
     return facts | {"ranks": world, "tera_flop": tera_flop, "floor_ms": floor_ms}
 
@@ -130,9 +140,17 @@ def results_of(model: PublishedModel, facts: Result, arguments: Arguments, world
             if name in OURS:
                 peer.close()  # GPUs of 80 GB have no room for both
             for maker, run in ways[name]:
-                yield {**facts, "maker": maker, **attempt(run)}
+                yield {**facts, "maker": maker, **of_whole(model, attempt(run))}
                 if arguments.meeting:
                     arguments.meeting.end()
+
+
+def of_whole(model: PublishedModel, result: Result) -> Result:
+    """Return ``result`` with an estimate for all blocks, if some are left out in the same share of each list."""
+    shares = {every / kept for kept, every in model.blocks()} if model.num_blocks else set()
+    if len(shares) != 1 or "median_ms" not in result:
+        return result
+    return {**result, "whole_ms": round(result["median_ms"] * shares.pop(), 2)}
 
 
 def in_order(makers: Iterable[str]) -> list[str]:
@@ -274,6 +292,7 @@ def parse(words: Sequence[str]) -> Arguments:
     parser.add_argument(
         "--batch", type=int, default=default, help="pictures in one forward, where a model takes several"
     )
+    parser.add_argument("--blocks", type=int, help="kept of each list of the transformer; default: all")
     parser.add_argument("--repeats", type=int, default=Arguments.repeats)
     parser.add_argument("--heat-s", type=float, default=Arguments.heat_s, help="for which GPUs work before them")
     known = ", ".join(MAKERS)
@@ -284,7 +303,13 @@ def parse(words: Sequence[str]) -> Arguments:
     parser.add_argument("--profile", action="store_true", help="also print the kernels of ours")
     add_options(parser)
     parser.add_argument("--out", type=Path)
-    return parser.parse_args(words, namespace=Arguments())
+    arguments = parser.parse_args(words, namespace=Arguments())
+    others = [maker for maker in arguments.makers if maker.removesuffix(capture.SUFFIX) in PEERS]
+    if arguments.blocks is not None and arguments.blocks < 1:
+        parser.error(f"--blocks {arguments.blocks}: keep at least 1 block")
+    if arguments.blocks is not None and others:
+        parser.error(f"--blocks: {', '.join(others)} always have all blocks; leave out --blocks or these makers")
+    return arguments
 
 
 if __name__ == "__main__":

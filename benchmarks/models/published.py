@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models.making import default_dtype, draw_vectors
 from engines.core.model import LATENTS, TIMESTEP, Branch, DenoiserModel
+from engines.parallel.copies import first_blocks, truncated
 from pipelines.blocks.blank import blank_conditioning
 from pipelines.blocks.denoiser import as_denoiser
 from pipelines.blocks.encoder import on_device
@@ -40,12 +41,16 @@ class PublishedModel:
     size: Size
     num_tokens: int
     module: Any
-    """The first transformer, equal on all ranks."""
+    """The first transformer, equal on all ranks; with ``num_blocks``, a copy that shares the weights of ``whole``."""
     own_calls: tuple[Mapping[str, Any], ...]
     """The calls as diffusers' blocks make them."""
     branches: tuple[Branch, ...]
     """The calls as engines get them."""
     opened: OpenedPipeline
+    whole: Any
+    """The transformer with all blocks."""
+    num_blocks: int | None = None
+    """Blocks that ``module`` has of each list; None for all."""
 
     @classmethod
     @torch.no_grad()
@@ -58,14 +63,16 @@ class PublishedModel:
         num_tokens: int | None = None,
         num_branches: int = 1,
         batch: int = 1,
+        num_blocks: int | None = None,
     ) -> PublishedModel:
         """Make the model with random weights.
 
         By default ``size`` and ``num_tokens`` are ``PICTURE`` and ``PICTURE_TOKENS``, and a clip's own. On a CPU the
         size is small. Where jobs pad prompts (``ModelSpec.pad_conditioning``), ``num_tokens`` must be a length without
         padding, or the two calls differ. The first ``num_branches`` forwards of a step are kept, each for ``batch``
-        pictures with the same prompt. ValueError for unknown names, sizes that the model does not make, more branches
-        than a step has, and a batch of a model that makes pictures one by one.
+        pictures with the same prompt. ``num_blocks`` keeps so many blocks of each list of the module. ValueError for
+        unknown names, sizes that the model does not make, more branches than a step has, and a batch of a model that
+        makes pictures one by one.
         """
         checkpoint = Checkpoint.of_configuration(name, device, dtype)
         opened = OpenedPipeline(checkpoint.path, device, dtype)
@@ -78,20 +85,28 @@ class PublishedModel:
         if len(branches) < num_branches:
             raise ValueError(f"a step of {name} has {len(branches)} branches, not {num_branches}")
         kept = [in_batch(*pair, batch) for pair in zip(branches, calls, strict=True)][:num_branches]
+        whole = _random(opened, device, dtype)
         return cls(
             name=name,
             size=Size(width=request.width, height=request.height, num_frames=request.num_frames),
             num_tokens=tokens,
-            module=_random(opened, device, dtype),
+            module=whole if num_blocks is None else first_blocks(whole, _lists(opened), num_blocks),
             own_calls=tuple(_rounded_as(branch, on_device(call, device, {})) for branch, call in kept),
             branches=tuple(branch for branch, _ in kept),
             opened=opened,
+            whole=whole,
+            num_blocks=num_blocks,
         )
 
     @property
     def branch(self) -> Branch:
         """The first branch."""
         return self.branches[0]
+
+    def blocks(self) -> tuple[tuple[int, int], ...]:
+        """Return for each list of blocks how many ``module`` has, and how many the model has."""
+        names = _lists(self.opened)
+        return tuple((len(self.module.get_submodule(name)), len(self.whole.get_submodule(name))) for name in names)
 
     def call(self) -> Tensor:
         """Return all values that diffusers' module predicts, branch by branch. Not for use after ``denoiser``."""
@@ -127,7 +142,13 @@ class PublishedModel:
     def denoiser(self) -> DenoiserModel:
         """Return the module with its plan. Its attention is Troupe's from now on."""
         (name, *_), config = self.opened.transformers, self.opened.part_config(self.opened.transformers[0])
-        return as_denoiser({name: self.module}, self.opened.spec, config, probe=tuple)
+        model = as_denoiser({name: self.whole}, self.opened.spec, config, probe=tuple)
+        return model if self.num_blocks is None else truncated(model, self.num_blocks)
+
+
+def _lists(opened: OpenedPipeline) -> tuple[str, ...]:
+    """Return the names of the transformer's lists of blocks."""
+    return opened.spec.shard_plan(opened.part_config(opened.transformers[0])).blocks
 
 
 def in_batch(branch: Branch, call: Mapping[str, Any], size: int) -> tuple[Branch, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -67,7 +68,7 @@ def truncated(model: DenoiserModel, num_blocks: int) -> DenoiserModel:
 
     The result is small enough to be held whole beside a rank's share of the full model.
     """
-    modules = {name: _truncate_module(module, model, num_blocks) for name, module in model.modules.items()}
+    modules = {name: first_blocks(module, model.plan.blocks, num_blocks) for name, module in model.modules.items()}
     return replace(model, modules=modules, plan=_truncate_plan(model, num_blocks))
 
 
@@ -80,8 +81,9 @@ def _truncate_plan(model: DenoiserModel, num_blocks: int) -> ShardPlan:
     return replace(model.plan, gathers=gathers)
 
 
-def _truncate_module(module: nn.Module, model: DenoiserModel, num_blocks: int) -> nn.Module:
+def first_blocks(module: AnyModule, lists: Iterable[str], num_blocks: int) -> AnyModule:
+    """Return a copy with the first ``num_blocks`` of each of these lists of blocks, sharing its tensors."""
     result = weight_sharing_copy(module)
-    for name in model.plan.blocks:
+    for name in lists:
         result.set_submodule(name, nn.ModuleList(list(result.get_submodule(name).children())[:num_blocks]))
     return result

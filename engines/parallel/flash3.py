@@ -69,9 +69,14 @@ def _attend(
 
 def attended_first(k_BMGD: Tensor, v_BMGD: Tensor, mask_BM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys and values with the attended ones in front, and how many these are: the package takes no mask."""
-    order_BM = mask_BM.argsort(dim=1, descending=True, stable=True)
+    order_BM, num_keys_B = attended_order(mask_BM)
     k_BMGD, v_BMGD = (x.take_along_dim(order_BM[..., None, None], 1) for x in (k_BMGD, v_BMGD))
-    return k_BMGD, v_BMGD, mask_BM.sum(1, dtype=torch.int32)
+    return k_BMGD, v_BMGD, num_keys_B
+
+
+def attended_order(mask_BM: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the places of all keys, the attended ones first, and how many these are (int32)."""
+    return mask_BM.argsort(dim=1, descending=True, stable=True), mask_BM.sum(1, dtype=torch.int32)
 
 
 def attend(

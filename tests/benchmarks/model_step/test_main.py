@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.model_step.__main__ import Arguments, diffusers, facts_of, in_order, main, results_of
+from benchmarks.model_step.__main__ import Arguments, diffusers, facts_of, in_order, main, of_whole, parse, results_of
 from benchmarks.models.published import PublishedModel
 from pipelines.size import Size
 from tests.pipelines.support.checkpoints import tiny_models, tiny_qwen
@@ -54,6 +54,36 @@ def test_pictures_in_one_forward_are_as_good_as_diffusers_and_not_alike(folder: 
     assert exact["relative_error"] < 1e-5
     assert fp8["maker"] == "ours, fp8 attention, ulysses"
     assert 1e-4 < fp8["relative_error"] < 0.1
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2])
+def test_some_blocks_are_compared_with_as_many_of_diffusers(folder: str, num_blocks: int) -> None:
+    """The whole model answers something else, and its time is estimated from the kept share."""
+    model = PublishedModel.made(
+        folder, torch.device("cpu"), torch.float32, Size.parse("96x96"), 20, num_blocks=num_blocks
+    )
+    said = facts_of(model, 1)
+    assert said["blocks"] == f"{num_blocks} of 2"
+    assert (model.call().equal(model._values(model.whole, model.own_calls))) == (num_blocks == 2)
+    (ours,) = results_of(model, said, Arguments(makers=("ours",), repeats=1), 1)
+    assert ours["relative_error"] < 1e-5
+    assert ours["whole_ms"] == round(ours["median_ms"] * 2 / num_blocks, 2)
+
+
+def test_unequal_shares_and_failures_have_no_estimate(folder: str) -> None:
+    model = PublishedModel.made(folder, torch.device("cpu"), torch.float32, Size.parse("96x96"), 20, num_blocks=1)
+    unequal = patch.object(PublishedModel, "blocks", return_value=((1, 2), (1, 3)))
+    assert of_whole(model, {"error": "failed"}) == {"error": "failed"}
+    assert of_whole(model, {"median_ms": 3.0}) == {"median_ms": 3.0, "whole_ms": 6.0}
+    with unequal:
+        assert of_whole(model, {"median_ms": 3.0}) == {"median_ms": 3.0}
+
+
+@pytest.mark.parametrize("words", [["--blocks", "0"], ["--blocks", "1", "--makers", "ours", "sglang-captured"]])
+def test_blocks_that_cannot_be_left_out_are_an_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(words)
+    assert "keep at least 1 block" in (said := capsys.readouterr().err) or "sglang-captured always have all" in said
 
 
 def test_errors_are_those_against_float32_if_asked_for(folder: str) -> None:

@@ -52,6 +52,19 @@ def test_its_step(name: str, tmp_path: Path) -> None:
     assert relative_difference(answer.flatten(), expected) < 1e-5
 
 
+@torch.no_grad()
+def test_some_blocks_of_a_model_with_two_halves(tmp_path: Path) -> None:
+    """The text's half, which is made once a job, has as few."""
+    folder = str(tiny_cosmos.cosmos_with_sound(tmp_path))
+    model = PublishedModel.made(folder, CPU, torch.float32, CLIP, num_tokens=32, num_blocks=1)
+    assert model.blocks() == ((1, 3),)
+    expected = model.call()
+    assert relative_difference(model._values(model.whole, model.own_calls), expected) > 0.1
+    engine = TorchEngine(model.denoiser(), strategy="ulysses")
+    (answer,) = engine.predict((model.branch,), (0,))
+    assert relative_difference(answer.flatten(), expected) < 1e-5
+
+
 def test_what_its_class_keeps_in_float32_is_not_cast(tmp_path: Path) -> None:
     """Wan's embedding of time, norms and modulation stay in float32, as with diffusers' ``from_pretrained``."""
     from diffusers import WanTransformer3DModel

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from engines.core.attention import Prefix
 from engines.core.tensors import relative_difference
+from engines.fast.fp8_heads import Fp8Inputs, fused_heads, quantise_heads
 from engines.parallel import flash3, fp8_attention
-from engines.parallel.fp8_attention import E4M3, fp8_flash3, fp8_reference, quantise_heads
+from engines.parallel.fp8_attention import fp8_flash3, fp8_reference
 from engines.parallel.local_attention import cpu_flash, local_kernel, plain_attention
 from engines.parallel.strategies import merge
+from engines.quantization.linear import FP8
 
 REFERENCE = fp8_reference(plain_attention)
 MAX_ERROR = 0.05
@@ -75,7 +77,7 @@ def test_scales_are_powers_of_two_that_use_the_range() -> None:
         assert descale_BG.dtype == torch.float32
         assert (descale_BG.log2() % 1 == 0).all()
     for x in given[:3]:
-        assert x.dtype == E4M3
+        assert x.dtype == FP8
         assert ((x.float().abs().amax((1, 3)) > 100) & (x.float().abs().amax((1, 3)) <= 448)).all()
 
 
@@ -148,7 +150,7 @@ class Package:
     def _attended(
         self, q: Tensor, k: Tensor, v: Tensor, mask_BM: Tensor | None, *, softmax_scale: float, **descales: Tensor
     ) -> tuple[Tensor, Tensor]:
-        assert {x.dtype for x in (q, k, v)} == {E4M3}
+        assert {x.dtype for x in (q, k, v)} == {FP8}
         assert all(descale.shape == (len(k), k.shape[2]) for descale in descales.values())
         if q.shape[-1] not in (64, 128):
             raise RuntimeError("This flash attention build does not support this head dim")
@@ -176,10 +178,26 @@ def package(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 ON_CPU = partial(fp8_flash3, plain_attention, REFERENCE, "cpu")
 
 
+def plainly_fused(
+    q: Tensor, k: Tensor, v: Tensor, order_BM: Tensor | None, num_keys_B: Tensor | None, *, dim: int
+) -> Fp8Inputs:
+    """Fake of ``fused_heads`` by the plain version."""
+    if order_BM is None or num_keys_B is None:
+        return quantise_heads(q, k, v, dim=dim)
+    k, v = (x.take_along_dim(order_BM[..., None, None], 1) for x in (k, v))
+    return quantise_heads(q, k, v, torch.arange(k.shape[1]) < num_keys_B[:, None], dim=dim)
+
+
 @pytest.mark.parametrize("dim", [64, 128, 80])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_package_is_given_what_the_reference_computes(package: Package, dim: int, masked: bool) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_package_is_given_what_the_reference_computes(
+    package: Package, dim: int, masked: bool, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Heads of 80 are padded to 128."""
+    if fused:
+        monkeypatch.setattr(fp8_attention, "fused_heads", plainly_fused)
+        monkeypatch.setattr(fp8_attention, "_prepare", fp8_attention._prepare_fused)
     kernel, given, mask_BM = ON_CPU(), [x.bfloat16() for x in qkv(dim, offset=2.0)], mask_of() if masked else None
     package.shapes.clear()
     out, lse = kernel(*given, mask_BM=mask_BM)
@@ -243,3 +261,94 @@ def test_equal_to_the_reference_compiled_or_not(
             out, lse = run(q_BLHD, k_BMGD, v_BMGD, mask_BM=mask_BM)
             assert relative_difference(out, expected_out) < fp8_attention.MAX_DIFFERENCE
             torch.testing.assert_close(lse, expected_lse, rtol=0, atol=2e-2)
+
+
+def on_gpu(heads: int, groups: int, dim: int, length: int, num_keys: int, batch: int = 2) -> list[Tensor]:
+    """Views as a hand-ordered step gives them, batch innermost. Keys of a head have much in common."""
+    generator = torch.Generator("cuda").manual_seed(7)
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    if groups == heads and num_keys == length:
+        q_BLHD, k_BMGD, v_BMGD = torch.randn(length, batch, 3, heads, dim, **options).transpose(0, 1).unbind(2)
+    else:
+        q_BLHD = torch.randn(length, batch, heads, dim, **options).transpose(0, 1)
+        k_BMGD, v_BMGD = torch.randn(num_keys, batch, 2, groups, dim, **options).transpose(0, 1).unbind(2)
+    k_BMGD += 3 * torch.randn(groups, dim, **options)
+    return [q_BLHD, k_BMGD, v_BMGD]
+
+
+def assert_same_heads(fused: Fp8Inputs, plain: Fp8Inputs) -> None:
+    """Queries, values and factors have the same bits. Few keys differ, by one step: their mean is rounded otherwise."""
+    for name in ("q_BLHD", "v_BMGD", "q_descale_BG", "k_descale_BG", "v_descale_BG"):
+        one, other = getattr(fused, name), getattr(plain, name)
+        assert one.contiguous().view(torch.uint8).equal(other.contiguous().view(torch.uint8)), name
+    got, expected = fused.k_BMGD.float(), plain.k_BMGD.float()
+    assert ((got - expected).abs() <= (expected.abs() / 8).clamp(min=2.0**-9)).all()
+    assert (got != expected).float().mean() < 1e-3
+    torch.testing.assert_close(fused.lse_shift_BHL, plain.lse_shift_BHL, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("heads", "groups", "dim", "padded", "length", "num_keys"),
+    [
+        (24, 24, 128, 128, 4608, 4608),
+        (32, 8, 128, 128, 4096, 4173),
+        (3, 3, 128, 128, 20000, 20000),
+        (8, 2, 64, 64, 77, 1333),
+        (6, 6, 80, 96, 100, 100),
+        (4, 4, 192, 256, 9, 9),
+        (2, 1, 128, 128, 1, 7),
+    ],
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_fused_heads_equal_the_plain_ones(
+    heads: int, groups: int, dim: int, padded: int, length: int, num_keys: int, masked: bool
+) -> None:
+    q, k, v = on_gpu(heads, groups, dim, length, num_keys)
+    mask_BM = None
+    if masked:
+        mask_BM = torch.rand(2, num_keys, device="cuda") > 0.3
+        mask_BM[1] &= torch.arange(num_keys, device="cuda") < 5
+    expected, num_expected = fp8_attention._prepare(q, k, v, mask_BM, padded)
+    got, num_got = fp8_attention._prepare_fused(q, k, v, mask_BM, padded)
+    assert_same_heads(got, expected)
+    if masked:
+        assert num_got is not None
+        assert num_expected is not None
+        assert num_got.equal(num_expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_fused_heads_in_a_graph_read_new_inputs() -> None:
+    given = on_gpu(24, 24, 128, 1000, 1000, batch=1)
+    fused_heads(*given)  # loads the kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = fused_heads(*given)
+    for factor in (3.0, 1e-3):
+        for x in given:
+            x *= factor
+        graph.replay()
+        assert_same_heads(got, quantise_heads(*given))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(importlib.util.find_spec(flash3.MODULE) is None, reason="needs fa3-fwd")
+def test_attention_on_a_gpu_takes_the_fused_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, launches = local_kernel("cuda", torch.bfloat16, "fp8"), list[int]()
+
+    def counted(*given: Any, dim: int) -> Fp8Inputs:
+        launches.append(1)
+        return fused_heads(*given, dim=dim)
+
+    monkeypatch.setattr(fp8_attention, "fused_heads", counted)
+    given = on_gpu(24, 24, 128, 4608, 4608, batch=1)
+    out, lse = kernel(*given)
+    assert launches == [1]
+    expected_out, expected_lse = REFERENCE(*given)
+    assert relative_difference(out, expected_out) < fp8_attention.MAX_DIFFERENCE
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=2e-2)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import torch
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[4]))
 
-from engines.fast import triton_group_norm, triton_kernels
+from engines.fast import fp8_heads, triton_fp8_heads, triton_group_norm, triton_kernels
 from engines.fast.kernels import (
     HeadNorms,
     Modulation,
@@ -30,6 +31,7 @@ from engines.fast.kernels import (
 from engines.fast.kernels import residual_norm_modulate as residual
 from engines.fast.records import QuantRows
 from engines.parallel.collectives import Axis
+from engines.parallel.flash3 import attended_first, attended_order
 from engines.parallel.local_attention import local_kernel
 from engines.quantization.linear import FP8
 from engines.torch_engine.exchange.heads import attend_tokens_first, attention_of
@@ -221,6 +223,45 @@ def check_group_norm(device: str, *, silu: bool, has_weights: bool) -> None:
     close(got, expected)
 
 
+def check_fp8_heads(
+    device: str, *, heads: int, groups: int, dim: int, padded: int, lengths: tuple[int, int], masked: bool
+) -> None:
+    """Views of packed heads or of wider rows, against the plain version. Nothing is rounded to float8 here."""
+    length, num_keys = lengths
+    if heads == groups and length == num_keys:
+        packed_LB3HD = torch.randn(length, 3, 3, heads, dim).bfloat16()
+        q, k, v = (packed_LB3HD[:, :, which].transpose(0, 1) for which in range(3))
+    else:
+        q, v = torch.randn(3, length, heads, dim).bfloat16(), torch.randn(3, num_keys, groups, dim).bfloat16()
+        k = (torch.randn(3, num_keys, groups, 2 * dim) + 3 * torch.randn(groups, 2 * dim)).bfloat16()[..., :dim]
+    order = num_attended = mask = None
+    k_front, v_front = k, v
+    if masked:
+        mask = torch.rand(3, num_keys) > torch.tensor([[0.4], [0.7], [1.0]])  # the third picture has no keys
+        order, num_attended = attended_order(mask)
+        k_front, v_front, _ = attended_first(k, v, mask)
+        mask = torch.arange(num_keys) < num_attended[:, None]
+    inputs = [None if x is None else x.to(device) for x in (q, k, v, order, num_attended)]
+    small = patch.multiple(triton_fp8_heads, TILE=512, PROGRAMS=32, MIN_PARTS=2)
+    guard = nullcontext() if device == "cuda" else patch.object(torch.cuda, "device", MagicMock())
+    with patch.object(fp8_heads, "FP8", torch.float32), guard, small:
+        expected = fp8_heads.quantise_heads(q, k_front, v_front, mask, dim=padded)
+        got = fp8_heads.fused_heads(*inputs, dim=padded)  # type: ignore[arg-type]
+    for name, one, other in zip(expected._fields, got, expected, strict=True):
+        if name in ("k_BMGD", "lse_shift_BHL"):  # the mean's sum has another order
+            close(one, other)
+        else:
+            assert one.cpu().equal(other), name
+
+
+def check_all_fp8_heads(device: str) -> None:
+    for dim, padded in ((10, 16), (24, 32)):
+        sizes: dict[str, int] = {"dim": dim, "padded": padded}
+        check_fp8_heads(device, **sizes, heads=3, groups=3, lengths=(70, 70), masked=False)
+        check_fp8_heads(device, **sizes, heads=4, groups=2, lengths=(7, 133), masked=True)
+    check_fp8_heads(device, heads=4, groups=1, dim=48, padded=48, lengths=(65, 3), masked=False)
+
+
 def main(device: str) -> None:
     torch.manual_seed(0)
     for silu in (False, True):
@@ -233,6 +274,7 @@ def main(device: str) -> None:
     check_heads(device, heads=6, dim=8, outer=1, inner=3)
     check_heads(device, heads=6, dim=8, outer=1, inner=4)
     check_quantization(device)
+    check_all_fp8_heads(device)
     x = torch.randn(5, 2 * 2100)  # more columns than a program takes
     close(triton_kernels.launch_gated(x.to(device)), gated(x))
     for heads in (12, 10):
