@@ -144,6 +144,11 @@ class SwitchTimes:
             yield
             self._host_ms += 1e3 * (time.perf_counter() - begin_s)
 
+    def forget(self) -> None:
+        """Forget all changes so far, also those that have not ended."""
+        self._host_ms = 0.0
+        self._marks.clear()
+
     def take_ms(self) -> float:
         """Return the sum of all changes that have ended since the last call; 0 without any."""
         sum_ms, self._host_ms = self._host_ms, 0.0

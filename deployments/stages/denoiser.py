@@ -29,7 +29,6 @@ from deployments.stages.measured_times import estimates_s_of, step_times_of
 from deployments.stages.rank import LoadRankParts
 from deployments.stages.replica_load import ReplicaLoad
 from engines.core.logs import log_phase
-from engines.core.model import normal_mix
 from engines.core.parcel import Shapes
 from engines.core.resources import MemoryUse
 from engines.gang.arbiter import Demand
@@ -38,7 +37,7 @@ from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobDone
 from engines.registry import rank_environment
 from pipelines.checkpoint import Checkpoint
-from pipelines.request import Lora, MediaRequest
+from pipelines.request import Lora, MediaRequest, mix_of
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +189,7 @@ class Denoiser:
             idle_steps=idle_steps(request, num_steps),
             preview_steps=frozenset(request.preview_steps),
             shape=shape_of(request, encoding.shapes),
-            additions=normal_mix(tuple((lora.key, lora.scale) for lora in request.loras)),
+            additions=mix_of(request.loras),
             estimates_s=estimates_s_of(request, encoding.shapes, self._gang.estimates),
             request_id=request.request_id,
             priority=PRIORITIES[request.service_tier],

@@ -98,7 +98,7 @@ class RankJobs:
         self._device = torch.device(context.device)
         self._timer = timer or step_timer(self._device)
         self._switch_times = rank_resources().get(SwitchTimes)
-        self._switch_times.take_ms()  # those of the warm-up
+        self._switch_times.forget()  # those of the warm-up are first ones
         self._residents: dict[str, ResidentJob] = {}
         self._failures: list[JobFailure] = []
         self._was_warm, self._predicted = True, False

@@ -282,7 +282,7 @@ def test_changes_of_weights_are_timed_and_steps_without_one_are_not(monkeypatch:
     seconds = iter(range(0, 1000, 3))
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
     times, layer = rank_resources().get(SwitchTimes), linear()
-    times.take_ms()
+    times.forget()
     switch = WeightSwitch(ADDITIONS)
     switch.hold("m", "whole", layer, {}, loaded=dict(layer.named_parameters()))
     taken_ms = []
