@@ -302,6 +302,23 @@ def test_an_encoder_that_is_cast_has_one_group_in_memory_beside(
     assert component_weights.ONE_THREAD not in os.environ
 
 
+@pytest.mark.parametrize("before", [None, "0"])
+def test_loads_that_overlap_all_stay_on_their_threads(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is set until the last has ended, and then as before."""
+    if before is None:
+        monkeypatch.delenv(component_weights.ONE_THREAD, raising=False)
+    else:
+        monkeypatch.setenv(component_weights.ONE_THREAD, before)
+    first, second = (component_weights.OnThisThread.loading() for _ in range(2))
+    seen = []
+    for act in (first.__enter__, second.__enter__, lambda: first.__exit__(None, None, None)):
+        act()
+        seen.append(os.environ.get(component_weights.ONE_THREAD))
+    second.__exit__(None, None, None)
+    assert seen == ["1"] * 3
+    assert os.environ.get(component_weights.ONE_THREAD) == before
+
+
 def test_tensors_that_are_taken_are_released(tmp_path: Path) -> None:
     save_file(tensors(), tmp_path / "some.safetensors")
     files = FileTensors([tmp_path / "some.safetensors"], CPU)
