@@ -6,6 +6,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -309,13 +310,11 @@ def test_loads_that_overlap_all_stay_on_their_threads(before: str | None, monkey
         monkeypatch.delenv(component_weights.ONE_THREAD, raising=False)
     else:
         monkeypatch.setenv(component_weights.ONE_THREAD, before)
-    first, second = (component_weights.OnThisThread.loading() for _ in range(2))
-    seen = []
-    for act in (first.__enter__, second.__enter__, lambda: first.__exit__(None, None, None)):
-        act()
-        seen.append(os.environ.get(component_weights.ONE_THREAD))
-    second.__exit__(None, None, None)
-    assert seen == ["1"] * 3
+    with ExitStack() as second:
+        with component_weights.OnThisThread.loading():
+            second.enter_context(component_weights.OnThisThread.loading())
+            assert os.environ[component_weights.ONE_THREAD] == "1"
+        assert os.environ.get(component_weights.ONE_THREAD) == "1"
     assert os.environ.get(component_weights.ONE_THREAD) == before
 
 
