@@ -95,10 +95,13 @@ class CapturedForward:
         self._calls: dict[Hashable, CapturedCall | None] = {}
 
     def __call__(self, *args: Any, **options: Any) -> Results:
-        key = form_of(args, options)
-        if key not in self._calls:
-            self._calls[key] = self._captured(args, options)
-        call = self._calls[key]
+        return self.run(form_of(args, options), args, options)
+
+    def run(self, form: Hashable, args: tuple[Any, ...], options: Mapping[str, Any]) -> Results:
+        """Run a call whose ``form`` (``form_of``) is known."""
+        if form not in self._calls:
+            self._calls[form] = self._captured(args, options)
+        call = self._calls[form]
         return self._forward(*args, **options) if call is None else call(*args, **options)
 
     def _captured(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> CapturedCall | None:

@@ -37,9 +37,14 @@ class CompiledForward:
         self.is_compiling = False
 
     def __call__(self, *args: Any, **options: Any) -> Any:
+        form = form_of(args, options)
         if self.is_compiling:
-            self._forms.add(form_of(args, options))
-        return (self._compiled if self.is_ready(*args, **options) else self.__wrapped__)(*args, **options)
+            self._forms.add(form)
+        if form not in self._forms:
+            return self.__wrapped__(*args, **options)
+        if isinstance(self._compiled, CapturedForward):
+            return self._compiled.run(form, args, options)
+        return self._compiled(*args, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """Return the plain forward of the copied module: what is prepared has weights or memory of its own."""
