@@ -57,6 +57,24 @@ def test_each_form_is_captured_once_and_results_are_copies(graphs: Graphs) -> No
     assert len(graphs) == 2
 
 
+def test_a_call_that_was_not_prepared_runs_as_one_that_was(graphs: Graphs) -> None:
+    """Masks and the layout of arguments decide among kernels, whose results differ by rounding."""
+    seen: list[tuple[bool, bool]] = []
+
+    def forward(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        seen.append((masking_utils.is_tracing(x), x.is_contiguous() and mask.is_contiguous()))
+        return x
+
+    prepared = CompiledForward(forward, CapturedForward(forward, CPU))
+    wide, tall = (torch.zeros(*shape).T for shape in ((2, 3), (3, 2)))
+    with compile_calls([prepared]):
+        prepared(wide, mask=wide)
+    num_before = len(seen)
+    prepared(tall, mask=tall)
+    assert seen[num_before:] == [(True, True)]
+    assert set(seen) == {(True, True)}
+
+
 def test_the_form_of_a_call_is_computed_once(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
     count = Mock(side_effect=form_of)
     for module in (captured_module, compilation):
