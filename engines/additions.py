@@ -6,8 +6,12 @@ The result equals a load of merged weights.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -25,6 +29,7 @@ from engines.core.model import (
     WriteWeight,
     normal_mix,
 )
+from engines.core.resources import rank_resources
 from engines.quantization.linear import compute_device
 
 Amounts: TypeAlias = Iterable[tuple[float, LowRank]]
@@ -116,6 +121,43 @@ class MergingSource:
             merge(module, ((amount, addition.get(name, {})) for amount, addition in self.additions), slices)
 
 
+class SwitchTimes:
+    """Times of changes of weights on this rank. Those on a GPU are read later, without a wait for it."""
+
+    def __init__(self) -> None:
+        self._host_ms = 0.0
+        self._marks: deque[tuple[Any, Any]] = deque()
+        """CUDA events around changes that were not read yet."""
+
+    @contextmanager
+    def measure(self, device: torch.device) -> Iterator[None]:
+        """Measure a change of weights on ``device``."""
+        if device.type == "cuda":
+            new_mark: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
+            begin, end = new_mark(), new_mark()
+            begin.record()  # reached when all earlier steps have ended
+            yield
+            end.record()
+            self._marks.append((begin, end))
+        else:
+            begin_s = time.perf_counter()
+            yield
+            self._host_ms += 1e3 * (time.perf_counter() - begin_s)
+
+    def forget(self) -> None:
+        """Forget all changes so far, also those that have not ended."""
+        self._host_ms = 0.0
+        self._marks.clear()
+
+    def take_ms(self) -> float:
+        """Return the sum of all changes that have ended since the last call; 0 without any."""
+        sum_ms, self._host_ms = self._host_ms, 0.0
+        while self._marks and self._marks[0][1].query():
+            begin, end = self._marks.popleft()
+            sum_ms += begin.elapsed_time(end)
+        return sum_ms
+
+
 NO_WRITERS: Writers = MappingProxyType({})
 
 
@@ -179,6 +221,11 @@ class _Share:
         self._parameters: _Parameters | None = parameters
         self._weights: dict[str, _Weight] = {}
         self.mix: Mix | None = ()
+
+    @property
+    def device(self) -> torch.device:
+        """Where sums are computed."""
+        return next((weight.device for weight in self._weights.values()), torch.device("cpu"))
 
     def write(self, mix: Mix) -> None:
         changed = None if self.mix is None else {name for name, _ in (*self.mix, *mix)}
@@ -299,7 +346,8 @@ class WeightSwitch:
             # Others may be views of this share, with sums that round differently; only base values are equal in all.
             if key != share and not (mix == () == other.mix):
                 other.mix = None
-        shares[share].write(mix)
+        with rank_resources().get(SwitchTimes).measure(shares[share].device):
+            shares[share].write(mix)
 
     @torch.no_grad()
     def reset(self, name: str) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engines.core.engine import Engine
-from engines.core.model import Branch
+from engines.core.model import Branch, Mix
 
 if TYPE_CHECKING:
     from engines.core.engine import RankContext
@@ -28,3 +29,16 @@ def warm_up(
             engine.warm_up(branches, tuple(range(first, first + team_size)))
             fields = {"rank": context.rank, "team_size": team_size, "took_s": round(time.perf_counter() - started_s, 3)}
             logger.info("shape is warm: %s", shapes, extra=fields)
+
+
+def warm_up_additions(
+    engine: Engine, steps: Iterable[tuple[Branch, ...]], mixes: Sequence[Mix], ranks: tuple[int, ...]
+) -> None:
+    """Change the weights to each of ``mixes`` once, and back, for a step of each module. Collective over ``ranks``.
+
+    ``steps`` are warm. A first change of weights loads kernels, and allocates memory for the sums.
+    """
+    by_module = {step[0].module: step for step in steps}
+    for mix in (*mixes, ()) if mixes else ():
+        for branches in by_module.values():
+            engine.predict(tuple(replace(branch, additions=mix) for branch in branches), ranks)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,7 +104,7 @@ def is_read_here(kind: Any, folder: Path, device: torch.device, place: Collectio
 def _from_tensors(kind: Any, folder: Path, tensors: Mapping[str, Any], source: str, settings: Mapping[str, Any]) -> Any:
     """Return transformers' model with ``tensors``, and its report."""
     config = kind.config_class.from_pretrained(str(folder))
-    with _on_this_thread():
+    with OnThisThread.loading():
         model, report = kind.from_pretrained(None, config=config, state_dict=tensors, **settings)
     model.name_or_path = model.config.name_or_path = source
     if model.can_generate():
@@ -111,18 +112,33 @@ def _from_tensors(kind: Any, folder: Path, tensors: Mapping[str, Any], source: s
     return model, report
 
 
-@contextmanager
-def _on_this_thread() -> Iterator[None]:
-    """Let transformers load on this thread: what others allocate is outside ``WeightMemory.region``."""
-    previous = os.environ.get(ONE_THREAD)
-    os.environ[ONE_THREAD] = "1"
-    try:
-        yield
-    finally:
-        if previous is None:
-            del os.environ[ONE_THREAD]
-        else:
-            os.environ[ONE_THREAD] = previous
+class OnThisThread:
+    """Let transformers load on this thread: what others allocate is outside ``WeightMemory.region``.
+
+    Several threads may load at a time. The variable has its old value again when the last of them has loaded.
+    """
+
+    _lock = threading.Lock()
+    _num_loading = 0
+    _previous: str | None = None
+
+    @classmethod
+    @contextmanager
+    def loading(cls) -> Iterator[None]:
+        """Hold the variable set."""
+        with cls._lock:
+            if not cls._num_loading:
+                cls._previous = os.environ.get(ONE_THREAD)
+                os.environ[ONE_THREAD] = "1"
+            cls._num_loading += 1
+        try:
+            yield
+        finally:
+            with cls._lock:
+                cls._num_loading -= 1
+                if not cls._num_loading:
+                    os.environ.pop(ONE_THREAD)
+                    os.environ.update({} if cls._previous is None else {ONE_THREAD: cls._previous})
 
 
 def _generation_config(folder: Path) -> Any:

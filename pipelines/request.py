@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from engines.core.model import Mix, normal_mix
 from engines.core.spec import Attention
 from pipelines.caching import CacheMode, computed_steps, control_changes
 from pipelines.solver import AS_THE_MODEL, Solver
@@ -40,6 +42,11 @@ class Lora:
     def key(self) -> str:
         """The name of its addition to the weights. It sorts like ``name``: sums have one order in every case."""
         return f"{self.name}{KEY_MARK}{self.folder.rpartition('/')[2]}" if self.folder else self.name
+
+
+def mix_of(loras: Iterable[Lora]) -> Mix:
+    """Return what ``loras`` add to the weights: equal for equal adapters, in whatever order."""
+    return normal_mix(tuple((lora.key, lora.scale) for lora in loras))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,7 @@ from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobDone
 from engines.registry import rank_environment
 from pipelines.checkpoint import Checkpoint
-from pipelines.request import Lora, MediaRequest
+from pipelines.request import Lora, MediaRequest, mix_of
 
 logger = logging.getLogger(__name__)
 
@@ -189,6 +189,7 @@ class Denoiser:
             idle_steps=idle_steps(request, num_steps),
             preview_steps=frozenset(request.preview_steps),
             shape=shape_of(request, encoding.shapes),
+            additions=mix_of(request.loras),
             estimates_s=estimates_s_of(request, encoding.shapes, self._gang.estimates),
             request_id=request.request_id,
             priority=PRIORITIES[request.service_tier],

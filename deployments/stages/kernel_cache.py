@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from deployments.config import ModelConfig
 from deployments.settings import Settings
@@ -72,6 +72,14 @@ def shared_kernels(model: ModelConfig, part: str, device: str) -> Iterator[None]
     yield
     if not is_known:
         _save(store, name)
+
+
+def stage_kernels(
+    model: ModelConfig, part: Literal["text_encoder", "decoder"], device: str
+) -> AbstractContextManager[None]:
+    """Return ``shared_kernels`` for an encoder or a decoder that compiles any: with ``compile``, on the CPU."""
+    compiles = getattr(model, part).compile and device == "cpu"
+    return shared_kernels(model, part, device) if compiles else nullcontext()
 
 
 def _facts(model: ModelConfig, part: str, device: str) -> Mapping[str, str]:

@@ -15,13 +15,14 @@ from deployments.stages.measured_times import model_facts, software_facts
 from deployments.stages.stage_config import DenoiserConfig, must_slice
 from engines.core.engine import Choosing, RankContext
 from engines.core.logs import log_phase, timed
-from engines.core.model import DenoiserModel
+from engines.core.model import DenoiserModel, Mix
 from engines.core.resources import rank_resources
 from engines.core.spec import scheme_of
 from engines.gang.gang_config import BuildRank, RankParts
 from pipelines.checkpoint import Checkpoint
 from pipelines.libraries import quick_imports
 from pipelines.lora.source import named
+from pipelines.request import mix_of
 
 if TYPE_CHECKING:
     from pipelines.lora.lora_cache import LoraCache
@@ -88,7 +89,7 @@ def _make_engine(
 ) -> RankParts:
     from engines.core.model import with_attention
     from engines.registry import load_engine
-    from engines.warm_up import warm_up
+    from engines.warm_up import warm_up, warm_up_additions
 
     config = model.denoiser
     start_s = time.monotonic()
@@ -108,10 +109,19 @@ def _make_engine(
     )
     log_phase("rank: engine", time.monotonic() - start_s, rank=context.rank)
     with timed("rank: warm up", rank=context.rank):
-        steps = tuple(with_attention(step, one) for step in steps for one in ("", *attentions))
-        warm_up(engine, steps, context, engine.team_sizes if config.elastic else engine.team_sizes[-1:])
+        shapes = tuple(with_attention(step, one) for step in steps for one in ("", *attentions))
+        warm_up(engine, shapes, context, engine.team_sizes if config.elastic else engine.team_sizes[-1:])
+    with timed("rank: warm up, adapters", rank=context.rank):
+        warm_up_additions(engine, steps, recipe_mixes(model), tuple(range(context.num_ranks)))
     additions = cast("LoraCache", denoiser.additions) if denoiser.additions_change else None
     return RankParts(engine=engine, sampler=checkpoint.sampler(), estimates=engine.estimates, additions=additions)
+
+
+def recipe_mixes(model: ModelConfig) -> tuple[Mix, ...]:
+    """Return the additions to the weights that requests with the model's recipes ask for."""
+    known = named(model.adapters)
+    mixes = dict.fromkeys(mix_of(recipe.loras(name, known)) for name, recipe in model.recipes.items())
+    return tuple(filter(None, mixes))
 
 
 def choosing_of(model: ModelConfig, checkpoint: Checkpoint) -> Choosing:

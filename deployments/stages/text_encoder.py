@@ -23,7 +23,7 @@ from deployments.stages.common import (
     use_device,
 )
 from deployments.stages.devices import stage_devices
-from deployments.stages.kernel_cache import shared_kernels
+from deployments.stages.kernel_cache import stage_kernels
 from deployments.stages.warm_up import warm_encoder
 from engines.core.logs import timed
 from pipelines.libraries import quick_imports
@@ -137,7 +137,7 @@ class PromptEncoder(WeightStage):
                 self._encoder = checkpoint.text_encoder(compiled=spec.model.text_encoder.compile)
                 modules.extend(self._encoder.modules)
         self._encoding = Workers(1, "encoding")
-        kernels = shared_kernels(spec.model, "text_encoder", stage_devices(spec.stage)[0])
+        kernels = stage_kernels(spec.model, "text_encoder", stage_devices(spec.stage)[0])
         with timed("encoder: warm up", model=spec.model.name), kernels:
             self._encoding.run(warm_encoder, self._encoder, spec, checkpoint)
         self._cache = ConditioningCache(spec.model.text_encoder.conditionings_mib * MIB)

@@ -17,7 +17,7 @@ from deployments.observability.logs import request_context
 from deployments.service.interface import Output
 from deployments.stages.common import Decoded, StageSpec, StageWeights, WeightStage, Workers, load_stage, use_device
 from deployments.stages.devices import stage_devices
-from deployments.stages.kernel_cache import shared_kernels
+from deployments.stages.kernel_cache import stage_kernels
 from deployments.stages.measured_times import decode_key, decode_times_of
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.warm_up import outputs, warm_decoder
@@ -101,7 +101,7 @@ class VaeDecoder(WeightStage):
         self._manifests = _manifest_writer(spec.provenance)
         self._clips = ClipFinisher(self._decoder, self._decoding, self._writing)
         with timed("decoder: warm up", model=spec.model.name):
-            with shared_kernels(spec.model, "decoder", devices[0]):
+            with stage_kernels(spec.model, "decoder", devices[0]):
                 frames_FHWC = self._decoding.run(warm_decoder, self._decoder, spec, checkpoint)
             for request, output in outputs(checkpoint.defaults):
                 self._writing.run(self._write, frames_FHWC, request, output)

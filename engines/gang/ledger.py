@@ -157,6 +157,8 @@ class Ledger:
 
         Raise ``GangBrokenError`` if ranks disagree about a failure.
         """
+        if switch_ms := max((report.switch_ms for report in reports.values()), default=0.0):
+            self._step_times.hear_switch(switch_ms / 1e3)
         for report in reports.values():
             self._hear_move(report)
         if step.work is not None:

@@ -149,7 +149,7 @@ class TorchEngine:
 
     def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
         """Compile and capture for the shapes of ``branches``. Every rank of ``ranks`` makes the call."""
-        for _ in range(RUNS_BEFORE_CAPTURE + 1):
+        for _ in range(RUNS_BEFORE_CAPTURE + 1 if self.config.capture else 1):
             self.predict(branches, ranks)
 
     def release_steps(self) -> None:

@@ -56,6 +56,11 @@ class CapturedCall:
         return tree_map_only(Tensor, Tensor.clone, self._results)
 
 
+def _laid_out(value: Any) -> Any:
+    """Return an argument as a graph reads it."""
+    return value.contiguous() if isinstance(value, Tensor) else value
+
+
 def _without_tensor(value: Any) -> Any:
     return None if isinstance(value, Tensor) else value
 
@@ -95,11 +100,19 @@ class CapturedForward:
         self._calls: dict[Hashable, CapturedCall | None] = {}
 
     def __call__(self, *args: Any, **options: Any) -> Results:
-        key = form_of(args, options)
-        if key not in self._calls:
-            self._calls[key] = self._captured(args, options)
-        call = self._calls[key]
-        return self._forward(*args, **options) if call is None else call(*args, **options)
+        return self.run(form_of(args, options), args, options)
+
+    def run(self, form: Hashable, args: tuple[Any, ...], options: Mapping[str, Any]) -> Results:
+        """Run a call whose ``form`` (``form_of``) is known."""
+        if form not in self._calls:
+            self._calls[form] = self._captured(args, options)
+        call = self._calls[form]
+        return self.run_uncaptured(args, options) if call is None else call(*args, **options)
+
+    def run_uncaptured(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> Results:
+        """Run a call with the bytes of a replay: masks, and the layout of arguments, decide among kernels."""
+        with masks_as_traced():
+            return self._forward(*map(_laid_out, args), **{name: _laid_out(value) for name, value in options.items()})
 
     def _captured(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> CapturedCall | None:
         if not _are_read(args, options, self._pool.device):

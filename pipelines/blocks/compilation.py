@@ -1,7 +1,8 @@
-"""Faster encoders and decoders, for shapes that were prepared before the first request.
+"""Faster encoders and decoders.
 
-On CUDA, encoders are captured in graphs and decoders have fused norms. On the CPU ``torch.compile`` does both. It takes
-many times longer than a request may wait: every other shape runs as it is written.
+On CUDA, decoders have fused norms. Encoders are captured in graphs, for forms that were prepared before the first
+request; others run with the same bytes. On the CPU ``torch.compile`` does both. It takes many times longer than a
+request may wait: shapes that were not prepared run as they are written, with other rounding.
 """
 
 from __future__ import annotations
@@ -29,17 +30,28 @@ MAX_VARIANTS = 64
 
 
 class CompiledForward:
-    """A ``forward`` that runs ``compiled`` for forms called inside ``compile_calls``, and ``plain`` otherwise."""
+    """A ``forward`` that runs ``compiled`` for forms called inside ``compile_calls``, and ``plain`` otherwise.
 
-    def __init__(self, plain: Callable[..., Any], compiled: Callable[..., Any]) -> None:
+    ``every_form``: it always runs ``compiled``, which takes no preparation.
+    """
+
+    def __init__(self, plain: Callable[..., Any], compiled: Callable[..., Any], *, every_form: bool = False) -> None:
+        self._every_form = every_form
         self.__wrapped__, self._compiled = plain, compiled  # inspect reads the signature of __wrapped__
         self._forms: set[Hashable] = set()
         self.is_compiling = False
 
     def __call__(self, *args: Any, **options: Any) -> Any:
+        if self._every_form:
+            return self._compiled(*args, **options)
+        form = form_of(args, options)
         if self.is_compiling:
-            self._forms.add(form_of(args, options))
-        return (self._compiled if self.is_ready(*args, **options) else self.__wrapped__)(*args, **options)
+            self._forms.add(form)
+        is_ready = form in self._forms
+        if isinstance(self._compiled, CapturedForward):
+            captured = self._compiled
+            return captured.run(form, args, options) if is_ready else captured.run_uncaptured(args, options)
+        return (self._compiled if is_ready else self.__wrapped__)(*args, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """Return the plain forward of the copied module: what is prepared has weights or memory of its own."""
@@ -47,7 +59,7 @@ class CompiledForward:
 
     def is_ready(self, *args: Any, **options: Any) -> bool:
         """Return whether such a call is compiled, or is compiled by the next call."""
-        return self.is_compiling or form_of(args, options) in self._forms
+        return self._every_form or self.is_compiling or form_of(args, options) in self._forms
 
 
 @contextmanager
@@ -102,16 +114,17 @@ def _contiguous(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def compile_decoder(vae: Any, backend: str = INDUCTOR) -> CompiledForward:
-    """Put a faster forward into the decoder of ``vae``: fused on CUDA, else compiled by ``backend``.
+    """Put a faster forward into the decoder of ``vae``: fused on CUDA, for every size, else compiled by ``backend``.
 
     On CUDA it has weights of its own. ValueError if the decoder is not supported.
     """
     check_decoder(vae, "compile")
-    if any(weight.is_cuda for weight in vae.decoder.parameters()):
+    is_fused = any(weight.is_cuda for weight in vae.decoder.parameters())
+    if is_fused:
         faster = fuse_decoder(vae.decoder).forward
     else:
         keep_kernel_choices()
         faster = torch.compile(vae.decoder.forward, dynamic=False, fullgraph=True, backend=backend)
-    forward = CompiledForward(vae.decoder.forward, faster)
+    forward = CompiledForward(vae.decoder.forward, faster, every_form=is_fused)
     vae.decoder.__dict__["forward"] = forward
     return forward

@@ -52,9 +52,10 @@ def on_white(unit_FHWC: Tensor) -> Tensor:
 class BlocksDecoder:
     """Decodes one job at a time: auto-encoders of clips cache the previous frames.
 
-    ``compiled``: sizes that are decoded inside ``compile_calls`` run compiled. ``memory_bytes``: the memory that a
+    ``compiled``: all sizes run fused on CUDA, else those that are decoded inside ``compile_calls`` run compiled. They
+    stay on the pipeline's own device. ``memory_bytes``: the memory that a
     decode may take beside the weights. Larger pictures are decoded in strips, and unused memory is released. ``others``
-    are further devices for large pictures and clips; compiled sizes stay on the pipeline's own device.
+    are further devices for large pictures and clips.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from diffusers.modular_pipelines.modular_pipeline import BlockState, PipelineSta
 from torch import Tensor
 
 from engines.core.engine import JobFailedError
-from engines.core.model import Branch, Schedule, normal_mix
+from engines.core.model import Branch, Schedule
 from engines.core.resources import LRUCache
 from engines.parallel.division import shape_of
 from pipelines.blocks import arguments, passes, tree
@@ -35,7 +35,7 @@ from pipelines.blocks.state import (
     shallow_copy,
     with_parts,
 )
-from pipelines.request import MediaRequest
+from pipelines.request import MediaRequest, mix_of
 
 MAX_JOBS = 32
 """Jobs with cached timesteps, as many as an engine caches values of."""
@@ -211,7 +211,7 @@ class BlocksSampler:
     def _branches(self, state: BlocksState) -> tuple[Branch, ...]:
         schedule = Schedule(find=lambda: self._timesteps(state), step=state.step) if self._is_fast else None
         step = state.steps[state.step]
-        additions = normal_mix(tuple((lora.key, lora.scale) for lora in state.request.loras))
+        additions = mix_of(state.request.loras)
         branches = (self._branch(call, step) for call in self.calls(state))
         attention = state.request.attention or ""
         return tuple(

@@ -61,21 +61,29 @@ def distribute_pictures(decoders: Sequence[Any], limit_bytes: int | None, is_rea
     """Have the first of ``decoders`` decode pictures with enough rows together with its copies on other devices.
 
     A band that would take more than ``limit_bytes`` is decoded in strips. Latents for which the first is compiled
-    (``is_ready``) stay there if they fit: one compiled decoder is as fast as two plain ones.
+    (``is_ready``) stay there if they fit that limit, or half of the device without one: one compiled decoder is as fast
+    as two plain ones.
     """
     first, whole = decoders[0], decoders[0].forward
     device_bytes = UNLIMITED_BYTES if limit_bytes is None else limit_bytes
+    lone_bytes = half_memory_bytes(next(first.parameters()).device) if limit_bytes is None else limit_bytes
 
     def forward(sample: Tensor, latent_embeds: Tensor | None = None) -> Tensor:
         assert latent_embeds is None, "a decoder with group norms takes none"
         num_bands = min(len(decoders), sample.shape[2] // MIN_BAND_ROWS)
-        if num_bands < 2 or (is_ready(sample) and peak_bytes(first, sample) <= device_bytes):
+        if num_bands < 2 or (is_ready(sample) and peak_bytes(first, sample) <= lone_bytes):
             pixels: Tensor = whole(sample)
             return pixels
         fits = peak_bytes(first, sample) <= num_bands * device_bytes
         return decode_in_bands(decoders[:num_bands], sample, UNLIMITED_BYTES if fits else STRIP_BYTES)
 
     first.__dict__["forward"] = forward
+
+
+def half_memory_bytes(device: torch.device) -> int:
+    """Return half of a GPU's memory; no limit for a CPU."""
+    is_gpu = device.type == "cuda"
+    return int(torch.cuda.get_device_properties(device).total_memory) // 2 if is_gpu else UNLIMITED_BYTES
 
 
 def _goes_frame_by_frame(vae: Any) -> bool:

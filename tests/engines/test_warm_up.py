@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from engines.core.engine import RankContext
+from engines.core.model import with_attention
 from engines.torch_engine.engine import TorchEngine
 from engines.warm_up import warm_up
 from tests.engines.support import models
@@ -16,6 +22,25 @@ from tests.engines.support.gloo import gang
 def test_the_first_step_of_a_prepared_shape_is_warm(strategy: str) -> None:
     for warm in gang(4).run(warm_and_predict, strategy):
         assert warm == {"4 even": True, "2 even": True, "1 even": False, "4 uneven": False, "4 uneven again": True}
+
+
+def test_a_shape_that_is_not_captured_runs_once() -> None:
+    """A further precision of attention is another shape of its own, and costs one step more."""
+    model = models.model("wan")
+    forwards: list[str] = []
+
+    def forward(module: nn.Module, arguments: Mapping[str, Any]) -> Tensor:
+        forwards.append("")
+        return model.forward(module, arguments)
+
+    engine = TorchEngine(replace(model, forward=forward))
+    steps = [with_attention(models.branches("wan", "even"), one) for one in ("", "fp8")]
+    warm_up(engine, steps, RankContext(rank=0, num_ranks=1, device="cpu"), (1,))
+    assert len(forwards) == 2
+    for step in steps:
+        engine.predict(step, (0,))
+        assert engine.was_warm
+    engine.close()
 
 
 def warm_and_predict(strategy: str) -> dict[str, bool]:

@@ -13,6 +13,7 @@ from statistics import median
 from engines.core.storage import write_atomically
 from engines.gang.eta.prediction import (
     USUAL_MOVE_S,
+    USUAL_SWITCH_S,
     StepPrediction,
     estimated_s,
     scale_of,
@@ -151,10 +152,10 @@ def _merged(old: Mapping[TimeKey, MeasuredTime], new: Mapping[TimeKey, MeasuredT
 
 
 class StepTimes(MeasuredTimes):
-    """Times of steps by shape and team size, with their jobs' estimates, and of moves between teams."""
+    """Times of steps by shape and team size, with their jobs' estimates, and of changes of teams and of weights."""
 
-    MOVE = ("a move", 0)
-    """Key of moves. It is no shape's name, because a ``repr`` has quotation marks."""
+    MOVE, SWITCH = ("a move", 0), ("a switch of additions", 0)
+    """Keys of both changes. They are no shapes' names, because a ``repr`` has quotation marks."""
 
     def __init__(self, file: Path | None = None) -> None:
         super().__init__(file, "steps", num_first=NUM_STEPS_NEEDED, num_needed=NUM_STEPS_NEEDED)
@@ -168,6 +169,10 @@ class StepTimes(MeasuredTimes):
         """Record the time of a move, from when the gang's last rank was ready for it."""
         self.hear(self.MOVE, move_s)
 
+    def hear_switch(self, switch_s: float) -> None:
+        """Record the time of a change of additions to the weights, on the slowest rank of a team."""
+        self.hear(self.SWITCH, switch_s)
+
     def changed(self) -> bool:
         """Apply the recorded times. Return whether the prediction changed."""
         news = self.update()
@@ -180,6 +185,7 @@ class StepTimes(MeasuredTimes):
         """Return the prediction from all known times."""
         known = self.known
         move_s, _ = known.pop(self.MOVE, (USUAL_MOVE_S, None))
+        switch_s, _ = known.pop(self.SWITCH, (USUAL_SWITCH_S, None))
         one_rank_s = [step_s * speedup(team_size) for (_, team_size), (step_s, _) in known.items()]
         return StepPrediction(
             measured={key: step_s for key, (step_s, _) in known.items()},
@@ -187,4 +193,5 @@ class StepTimes(MeasuredTimes):
             scale=scale_of((step_s, estimate_s) for step_s, estimate_s in known.values() if estimate_s),
             usual_s=median(one_rank_s) if one_rank_s else 1.0,
             move_s=move_s,
+            switch_s=switch_s,
         )

@@ -20,6 +20,10 @@ On H200s, 512 x 512 and 2048 x 2048 pixels were predicted from 1024 x 1024 withi
 USUAL_MOVE_S = 0.002
 """Default seconds of a change of a job's team: 0.9 and 1.2 ms measured on H200s (512 x 512 pixels)."""
 
+USUAL_SWITCH_S = 0.083
+"""Default seconds of a change of additions to the weights: 12 to 117 ms measured for FLUX.1-dev on one H200 (median of
+four)."""
+
 LEAD_S, LEAD_SHARE = 0.1, 0.25
 """Seconds, or fraction of a step, by which the next step is sent before the current one ends, to hide the call.
 
@@ -56,6 +60,8 @@ class StepPrediction:
     """Seconds of an unknown step on one rank. With equal steps, jobs are ordered by their number."""
     move_s: float = USUAL_MOVE_S
     """Seconds of a change of a job's team."""
+    switch_s: float = USUAL_SWITCH_S
+    """Seconds of a change of additions to the weights."""
 
     def step_s(self, job: Job, team_size: int) -> float:
         """Return the predicted seconds of a step of ``job`` on ``team_size`` ranks."""

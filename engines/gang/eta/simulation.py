@@ -56,6 +56,7 @@ class Simulation:
             if (changes_s := self._changes_in_s()) <= ROUNDING_S:
                 self._ask_policy({})
                 changes_s = self._changes_in_s()
+            self._switch()
             ended = self._advance(self._phase_s(changes_s))
             for one in ended:
                 yield one.id, self._now_s - self._begin_s
@@ -64,7 +65,8 @@ class Simulation:
     def _ask_policy(self, teams: Teams) -> None:
         """Queue jobs without a team in ``teams`` in policy order. If ``teams`` is empty, the policy assigns teams."""
         candidates = sorted([*self._running.values(), *self._queue], key=lambda one: one.number)
-        ordered = limit_running(self._policy.order(candidates, self._now_s), self._max_running_jobs)
+        ordered = self._policy.order(self._gang.charged(candidates), self._now_s)
+        ordered = limit_running(ordered, self._max_running_jobs)
         if not teams:
             teams = teams_of(self._policy, ordered, self._gang, self._now_s)
         self._running = {one.id: _on_ranks(one, teams[one.id]) for one in ordered if one.id in teams}
@@ -80,14 +82,28 @@ class Simulation:
             return changes_s
         return max(changes_s, self._asked_s + COARSE_SHARE * (self._asked_s - self._begin_s) - self._now_s)
 
+    def _switch(self) -> None:
+        """Change the weights of ranks for the jobs that now run on them, which counts as steps of these jobs.
+
+        Jobs with these additions may go before others then.
+        """
+        before = self._gang
+        for one in list(self._running.values()):
+            if switch_s := self._gang.switching_s(one.job, one.ranks):
+                num_left = one.num_left + switch_s / one.step_s[len(one.ranks)]
+                self._running[one.id] = replace(one, num_left=num_left)
+            self._gang = self._gang.switched(one.job, one.ranks)
+        self._must_ask_policy |= self._gang is not before and bool(self._queue)
+
     def _phase_s(self, changes_s: float) -> float:
         """Return the seconds to the next change, in whole steps of the fastest job, at most to a job's end."""
         ends_s = min(map(_left_s, self._running.values()))
         if changes_s >= ends_s:
             return ends_s
         self._must_ask_policy = True
-        step_s = min(one.step_s[len(one.ranks)] for one in self._running.values())
-        return min(ends_s, step_s * max(1, math.ceil((changes_s - ROUNDING_S) / step_s)))
+        step_s, begun_s = min(map(_next_step_s, self._running.values()))
+        least = 0 if begun_s > ROUNDING_S else 1
+        return min(ends_s, begun_s + step_s * max(least, math.ceil((changes_s - begun_s - ROUNDING_S) / step_s)))
 
     def _advance(self, by_s: float) -> list[Candidate]:
         """Advance all running jobs by ``by_s``; return those that end."""
@@ -122,6 +138,12 @@ def _left_s(one: Candidate) -> float:
     return one.left_s(len(one.ranks))
 
 
+def _next_step_s(one: Candidate) -> tuple[float, float]:
+    """Return the seconds of a step, and what is left of one that has begun (or of a change of weights before it)."""
+    step_s = one.step_s[len(one.ranks)]
+    return step_s, (one.num_left - math.floor(one.num_left + ROUNDING_S)) * step_s
+
+
 def _on_ranks(one: Candidate, ranks: Ranks) -> Candidate:
     return one if one.ranks == ranks and one.has_begun else replace(one, ranks=ranks, holders=ranks)
 
@@ -141,14 +163,16 @@ class _TeamJob:
 
 
 def finish_times_s(
-    placed: Iterable[tuple[Candidate, int]], waiting: Sequence[Candidate], gang: GangShape
+    placed: Iterable[tuple[Candidate, int]], waiting: Sequence[Candidate], gang: GangShape, teams: Teams
 ) -> dict[str, float]:
     """Return the seconds until each job is done, by its id, without asking a policy.
 
-    ``placed`` jobs run now, each on a team of that size; ``waiting`` ones get the teams that become free, in order.
-    When none waits, the remaining jobs share the gang evenly, if that makes their teams larger.
+    ``placed`` jobs run now, each on a team of that size (``teams`` has its ranks); ``waiting`` ones get the teams that
+    become free, in order. When none waits, the remaining jobs share the gang evenly, if that makes their teams larger.
     """
-    running = [_TeamJob(candidate, size, candidate.num_left) for candidate, size in placed]
+    running = [
+        _team_job(candidate, size, gang.switching_s(candidate.job, teams[candidate.id])) for candidate, size in placed
+    ]
     queue, times_s, now_s = deque(waiting), {}, 0.0
     while running:
         first = min(running, key=lambda one: one.left_s)
@@ -160,10 +184,17 @@ def finish_times_s(
         times_s[first.candidate.id] = now_s
         if queue:
             candidate = queue.popleft()
-            running.append(_TeamJob(candidate, candidate.useful_size(first.team_size), candidate.num_left))
+            changes = candidate.job.additions != first.candidate.job.additions
+            size = candidate.useful_size(first.team_size)
+            running.append(_team_job(candidate, size, gang.switch_s if changes else 0.0))
         elif running:
             _widen(running, gang)
     return times_s
+
+
+def _team_job(candidate: Candidate, team_size: int, switch_s: float) -> _TeamJob:
+    num_left = candidate.num_left + (switch_s / candidate.step_s[team_size] if switch_s else 0.0)
+    return _TeamJob(candidate, team_size, num_left)
 
 
 def _widen(running: Sequence[_TeamJob], gang: GangShape) -> None:

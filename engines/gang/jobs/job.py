@@ -44,6 +44,8 @@ class Job:
     """Share of the owner, relative to others."""
     accepted: bool = False
     """Admitted earlier: neither queue length nor predicted wait refuses it."""
+    additions: Hashable = ()
+    """What its steps add to the weights; () adds nothing. Ranks change their weights for a job with other ones."""
     idle_steps: frozenset[int] = frozenset()
     """Steps without forwards, counted from 1; they take next to no time."""
 

@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engines.additions import SwitchTimes
 from engines.core.engine import JobFailedError, RankContext
 from engines.core.model import Branch
 from engines.core.packing import empty, joined, message_bytes, pack, unpack
+from engines.core.resources import rank_resources
 from engines.gang.errors import portable
 from engines.gang.gang_config import RankParts
 from engines.gang.jobs.job import Job
@@ -95,6 +97,8 @@ class RankJobs:
         self._context = context
         self._device = torch.device(context.device)
         self._timer = timer or step_timer(self._device)
+        self._switch_times = rank_resources().get(SwitchTimes)
+        self._switch_times.forget()  # those of the warm-up are first ones
         self._residents: dict[str, ResidentJob] = {}
         self._failures: list[JobFailure] = []
         self._was_warm, self._predicted = True, False
@@ -166,6 +170,7 @@ class RankJobs:
             sequence=plan.sequence,
             ended_ms=self._timer.ended_ms(),
             move_ms=move_ms,
+            switch_ms=self._switch_times.take_ms(),
             was_warm=self._was_warm,
             predicted=self._predicted,
             failures=tuple(self._failures),

@@ -49,8 +49,8 @@ class Scheduler:
     By default teams may have all sizes that tile the gang. The policy chooses them by the ``prediction`` of steps. A
     job may be paused after any step for a more urgent one. At most ``max_running_jobs`` have begun, since the ranks
     hold their states. At that limit the most urgent of them continues. A job's state moves to ranks that lack it before
-    its step. Up to ``max_batch`` jobs of one shape on one team are served together. An exclusive job begins when
-    all jobs before it have ended, and later ones wait for its end.
+    its step. Up to ``max_batch`` jobs of one shape and with the same additions to the weights are served together on
+    one team. An exclusive job begins when all jobs before it have ended, and later ones wait for its end.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Scheduler:
             num_ranks=num_ranks,
             team_sizes=all_sizes if elastic else (num_ranks,),
             move_s=self._prediction.move_s,
+            switch_s=self._prediction.switch_s,
         )
         self._max_batch = max_batch
         self._entries: dict[str, _Entry] = {}
@@ -89,7 +90,7 @@ class Scheduler:
     def learn(self, prediction: StepPrediction) -> None:
         """Use this prediction from now on."""
         self._prediction = prediction
-        self._gang = replace(self._gang, move_s=prediction.move_s)
+        self._gang = replace(self._gang, move_s=prediction.move_s, switch_s=prediction.switch_s)
         for entry in self._entries.values():
             entry.step_s, entry.fastest_s, entry.whole_s = self._predicted_s(entry.job)
         self._teams_are_current = False
@@ -183,7 +184,8 @@ class Scheduler:
     def _choose_teams(self, is_idle: bool, now_s: float) -> None:
         allowed = self._allowed(is_idle)
         self._teams_are_current = bool(allowed)  # an exclusive job may wait for the gang to be idle
-        ordered = self._policy.order([_candidate(entry) for entry in self._entries.values()], now_s)
+        candidates = self._gang.charged(_candidate(entry) for entry in self._entries.values())
+        ordered = self._policy.order(candidates, now_s)
         num_begun = sum(bool(entry.holders) for entry in self._entries.values())
         ordered = limit_running([one for one in ordered if one.id in allowed], self._max_running_jobs, num_begun)
         teams = teams_of(self._policy, ordered, self._gang, now_s)
@@ -226,8 +228,10 @@ class Scheduler:
     def _plan_work(self, ranks: Ranks, jobs: list[_Entry]) -> Work:
         waiting = [_candidate(entry) for entry in self._entries.values() if not entry.ranks and entry not in jobs]
         for entry in jobs:
-            # Step time weighted by the team's share of the gang.
-            gang_s = entry.step_s[len(ranks)] * len(ranks) / self._gang.num_ranks
+            # Step time weighted by the team's share of the gang. Other jobs wait for a change of weights too.
+            team_s = entry.step_s[len(ranks)] + self._gang.switching_s(entry.job, ranks)
+            self._gang = self._gang.switched(entry.job, ranks)
+            gang_s = team_s * len(ranks) / self._gang.num_ranks
             if self._policy.note(_candidate(entry), gang_s, waiting):
                 self._teams_are_current = False
         steps = tuple(entry.plan_step() for entry in jobs)
@@ -259,7 +263,8 @@ def _candidate(entry: _Entry) -> Candidate:
 
 def _can_batch(other: _Entry, entry: _Entry) -> bool:
     has_same_shape = entry.job.shape is not None and other.job.shape == entry.job.shape
-    return has_same_shape and other is not entry and other.num_left > 0 and not other.ranks
+    has_same_weights = other.job.additions == entry.job.additions
+    return has_same_shape and has_same_weights and other is not entry and other.num_left > 0 and not other.ranks
 
 
 def _move_of(entry: _Entry, ranks: Ranks) -> Move | None:

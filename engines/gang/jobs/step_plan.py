@@ -95,6 +95,8 @@ class StepReport:
     (``CudaStepTimer``)."""
     move_ms: float = 0.0
     """Mean time of the plan's moves, including the wait for other ranks; 0 without moves."""
+    switch_ms: float = 0.0
+    """Time of changes of weights that newly ended; 0 without any."""
     was_warm: bool = True
     """The engine compiled and captured nothing (true without work)."""
     predicted: bool = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Protocol, cast
@@ -35,6 +35,8 @@ class Candidate:
     """Its deadline by the clock of the scheduler's caller; None: none."""
     may_run: bool = True
     """Whether it can get a team now; False if there is no room for its state yet."""
+    switch_s: float = 0.0
+    """Time to change the weights for its additions; 0 if some rank has them (``GangShape.charged``)."""
 
     @property
     def id(self) -> str:
@@ -50,8 +52,8 @@ class Candidate:
 
     @property
     def shortest_left_s(self) -> float:
-        """Time of all remaining steps on the fastest team."""
-        return self.num_left * self.fastest_s
+        """Time of all remaining steps on the fastest team, and of the change of weights before them."""
+        return self.switch_s + self.num_left * self.fastest_s
 
     def useful_size(self, team_size: int) -> int:
         """Return the size up to ``team_size`` with the fastest step: more ranks may take longer."""
@@ -60,11 +62,19 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GangShape:
-    """Ranks and team sizes of a gang (one size if not elastic), and the seconds of moving a job between ranks."""
+    """Ranks and team sizes of a gang (one size if not elastic), and what changes of teams and of weights cost.
+
+    It alone decides which steps wait for a change of weights: for the scheduler, for policies and in simulations.
+    """
 
     num_ranks: int
     team_sizes: tuple[int, ...]
     move_s: float
+    """Seconds of moving a job between ranks."""
+    switch_s: float = 0.0
+    """Seconds of changing the weights for a job with other additions than the last one."""
+    additions: tuple[Hashable, ...] = ()
+    """What each rank has added to its weights; (): nothing on all ranks."""
 
     @property
     def ranks(self) -> Ranks:
@@ -73,6 +83,27 @@ class GangShape:
     @property
     def is_elastic(self) -> bool:
         return self.team_sizes != (self.num_ranks,)
+
+    def switching_s(self, job: Job, ranks: Ranks) -> float:
+        """Return the seconds for which a step of ``job`` on ``ranks`` waits for a change of weights; 0 without one."""
+        return self.switch_s if any(self._additions(rank) != job.additions for rank in ranks) else 0.0
+
+    def switched(self, job: Job, ranks: Ranks) -> GangShape:
+        """Return the gang after a step of ``job`` on ``ranks``."""
+        if all(self._additions(rank) == job.additions for rank in ranks):
+            return self
+        return replace(
+            self, additions=tuple(job.additions if rank in ranks else self._additions(rank) for rank in self.ranks)
+        )
+
+    def charged(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """Return ``candidates`` with the time to change the weights, for those whose additions no rank has."""
+        present = {self._additions(rank) for rank in self.ranks}
+        costs_s = ((one, 0.0 if one.job.additions in present else self.switch_s) for one in candidates)
+        return [one if one.switch_s == cost_s else replace(one, switch_s=cost_s) for one, cost_s in costs_s]
+
+    def _additions(self, rank: int) -> Hashable:
+        return self.additions[rank] if self.additions else ()
 
 
 def limit_running(ordered: Sequence[Candidate], max_running_jobs: int, num_begun: int | None = None) -> list[Candidate]:

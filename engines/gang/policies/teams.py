@@ -29,7 +29,8 @@ def divisions(num_ranks: int, team_sizes: Sizes) -> tuple[Sizes, ...]:
 def placed(assignment: Sequence[tuple[Candidate, int]], gang: GangShape) -> dict[str, Ranks] | None:
     """Return ranks for each job's team of the given size, aligned to it; None if they do not fit.
 
-    A job stays on its ranks, or on ranks that hold its state, if that leaves room for the others.
+    A job stays on its ranks, or on ranks that hold its state, if that leaves room for the others. Other jobs prefer
+    ranks that have their additions.
     """
     return _place(assignment, gang, keeps=True) or _place(assignment, gang, keeps=False)
 
@@ -48,7 +49,15 @@ def _place(assignment: Sequence[tuple[Candidate, int]], gang: GangShape, *, keep
         if not open_places:
             return None
         home = set(candidate.ranks or candidate.holders) if keeps else set()
-        place = min(open_places, key=lambda place: (not home.issuperset(place), home.isdisjoint(place), place))
+        place = min(
+            open_places,
+            key=lambda place: (
+                not home.issuperset(place),
+                home.isdisjoint(place),
+                gang.switching_s(candidate.job, place) > 0,
+                place,
+            ),
+        )
         teams[candidate.id] = place
         free.difference_update(place)
     return teams
@@ -86,7 +95,7 @@ def quickest_teams(
     for number, assignment in enumerate(_variants(near, gang, num_first)):
         teams = placed(assignment, gang)
         if teams is not None:
-            times_s = finish_times_s(assignment, [one for one in near if one.id not in teams], gang)
+            times_s = finish_times_s(assignment, [one for one in near if one.id not in teams], gang, teams)
             num_late = sum(times_s[job_id] > limit_s for job_id, limit_s in limits_s.items() if job_id in times_s)
             moving_s = gang.move_s * num_moves(teams, near)
             options.append((num_late, _cost_s(times_s, moving_s, teams, near), number, teams))

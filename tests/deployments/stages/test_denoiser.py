@@ -19,7 +19,7 @@ from deployments.stages.denoiser import Denoiser, node_environment
 from deployments.stages.replica_load import ReplicaLoad
 from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.jobs.job import Job, Progress
-from pipelines.request import MediaRequest
+from pipelines.request import Lora, MediaRequest
 from tests.deployments.support.fake_studio import PICTURES
 
 ENCODED = Encoded(skeleton=b"", message=np.zeros(0, np.uint8), encode_s=0.5, shapes=(("prompt_embeds", (1, 7, 4)),))
@@ -93,6 +93,17 @@ async def test_jobs_share_a_shape_if_what_was_encoded_does() -> None:
     one, same, other = [(await submitted(request, each, *STEPS))[0].shape for each in (ENCODED, ENCODED, longer)]
     assert one == same != other
     assert len({one, same, other}) == 2
+
+
+async def test_jobs_with_equal_adapters_have_equal_additions() -> None:
+    """In any order, and without those of scale 0; scales differ."""
+    request = PICTURES.request(model="m", prompt="a")
+    one, other, none = Lora(name="one", scale=0.8), Lora(name="two"), Lora(name="none", scale=0.0)
+    sets: tuple[tuple[Lora, ...], ...] = ((one, other), (other, none, one), (one,), (replace(one, scale=0.7),), ())
+    jobs = [(await submitted(replace(request, loras=loras), ENCODED, *STEPS))[0] for loras in sets]
+    assert jobs[0].additions == jobs[1].additions
+    assert len({job.additions for job in jobs}) == 4
+    assert jobs[-1].additions == Job(job_id="j", request=None, conditioning=None, num_steps=1).additions
 
 
 async def test_a_refusal_is_told_and_not_raised() -> None:

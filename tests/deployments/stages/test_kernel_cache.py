@@ -8,13 +8,15 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from deployments.config import ModelConfig
-from deployments.stages.kernel_cache import shared_kernels, strategies_folder
+from deployments.stages import kernel_cache
+from deployments.stages.kernel_cache import shared_kernels, stage_kernels, strategies_folder
 from engines.core import torch_private
 from pipelines.size import Size
 
@@ -64,6 +66,21 @@ def test_the_first_of_a_part_stores_what_later_ones_load(place: str, bundles: Bu
         with shared_kernels(MODEL, part, "cpu"):
             pass
     assert bundles.loaded == [b"kernels"]
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "decoder"])
+def test_encoders_and_decoders_that_compile_nothing_do_not_look(
+    part: Literal["text_encoder", "decoder"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU they are captured or fused, and without ``compile`` they run as they are written."""
+    monkeypatch.setattr(kernel_cache, "shared_store", Mock(side_effect=LookupError))
+    stage = getattr(MODEL, part)
+    plain, compiled = (MODEL.model_copy(update={part: replace(stage, compile=compile)}) for compile in (False, True))
+    for model, device in ((plain, "cpu"), (plain, "cuda:0"), (compiled, "cuda:0")):
+        with stage_kernels(model, part, device):
+            pass
+    with pytest.raises(LookupError), stage_kernels(compiled, part, "cpu"):
+        pass
 
 
 def test_other_settings_have_kernels_of_their_own(place: str, bundles: Bundles) -> None:

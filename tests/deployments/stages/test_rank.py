@@ -18,16 +18,22 @@ from deployments.config import ModelConfig
 from deployments.stages.rank import LoadRankParts, is_sliced
 from deployments.stages.stage_config import DenoiserConfig
 from engines.core.engine import RankContext
+from engines.core.model import Branch, Mix
 from engines.parallel.early_start import EarlyStart
 from engines.planner.cost_model import USABLE
+from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource
 from pipelines.recipes import Recipe
+from pipelines.request import Lora
 from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.engines.support.rank_resources import separate_rank_resources
+from tests.pipelines.lora.support.tiny_lora import write_lora
 
 CPU = torch.device("cpu")
+NAMES = {"ink": 1, "oil": 2, "quick": 3}
+"""Adapters, and the seeds of their values."""
 
 
 @pytest.mark.parametrize(
@@ -57,6 +63,37 @@ def build(folder: Path, options: dict[str, Any]) -> tuple[tuple[int, ...], bool]
     engine.close()
     assert len(set(was_warm)) == 1, "what a recipe may name is prepared as well"
     return engine.team_sizes, was_warm[0]
+
+
+def test_the_adapters_of_recipes_have_run_before_the_first_request(
+    pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each mix once and only as recipes have it, and the weights are the loaded ones in the end."""
+    files = {name: str(write_lora(pictures, tmp_path / f"{name}.safetensors", seed)) for name, seed in NAMES.items()}
+    loras = [LoraSource(path=files["ink"], name="ink"), LoraSource(path=files["oil"], name="oil")]
+    model = ModelConfig(
+        name="pictures",
+        path=str(pictures),
+        loras=loras,
+        recipes={
+            "quick": Recipe(path=files["quick"], scale=0.5, lora=(Lora(name="ink", scale=0.8),)),
+            "plain": Recipe(num_inference_steps=4),
+        },
+        denoiser=DenoiserConfig(num_ranks=1, warm_sizes=(Size(width=64, height=64),)),
+    )
+    mixes: list[Mix] = []
+    predict = TorchEngine.predict
+
+    def spy(self: TorchEngine, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        mixes.extend(dict.fromkeys(branch.additions for branch in branches))
+        return predict(self, branches, ranks)
+
+    monkeypatch.setattr(TorchEngine, "predict", spy)
+    with separate_rank_resources():
+        engine = LoadRankParts(model=model)(RankContext(rank=0, num_ranks=1, device="cpu"))().engine
+        assert [mix for mix in mixes if mix] == [(("ink", 0.8), ("quick", 0.5))]
+        assert mixes[-1] == ()
+        engine.close()
 
 
 def test_auto_is_decided_once_by_steps_of_the_models_default_size(pictures: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import cast
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from engines import additions
-from engines.additions import WeightSwitch, add_products, merge, slice_low_rank
+from engines.additions import SwitchTimes, WeightSwitch, add_products, merge, slice_low_rank
 from engines.core.engine import EngineChoice
 from engines.core.model import Addition, LowRank, Mix, normal_mix
+from engines.core.resources import rank_resources
 from engines.core.spec import Scheme
 from engines.fast.gemm import Float8Gemm, WeightPart
 from engines.parallel.weight_files import Slice
@@ -274,3 +276,17 @@ def test_a_quantised_layer_takes_an_addition_that_comes_later(kind: Scheme) -> N
     merged = linear(torch.bfloat16)
     merge(merged, [(1.0, {"weight": ONE})], {})
     assert layer.weight_NK.float().equal(LAYERS[kind](merged).weight_NK.float())
+
+
+def test_changes_of_weights_are_timed_and_steps_without_one_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter(range(0, 1000, 3))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
+    times, layer = rank_resources().get(SwitchTimes), linear()
+    times.forget()
+    switch = WeightSwitch(ADDITIONS)
+    switch.hold("m", "whole", layer, {}, loaded=dict(layer.named_parameters()))
+    taken_ms = []
+    for mix in ((), (("one", 1.0),), (("one", 1.0),), (("two", 1.0),), ()):
+        switch.set("m", "whole", mix)
+        taken_ms.append(times.take_ms())
+    assert taken_ms == [0, 3000, 0, 3000, 3000]

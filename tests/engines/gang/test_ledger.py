@@ -177,6 +177,21 @@ def test_the_rank_that_waited_for_no_other_says_what_moves_took() -> None:
     assert times.prediction().move_s == 0.0035
 
 
+def test_the_slowest_rank_says_what_a_change_of_weights_took() -> None:
+    times = StepTimes()
+    ledger = SetLedger(2, times)
+    for sequence, switches_ms in enumerate([(80.0, 90.0), (0.0, 0.0), (110.0, 40.0)]):
+        step = sent(ledger, step_of(0.0, works=False))
+        reports = {
+            rank: StepReport(rank=rank, sequence=sequence, switch_ms=switch_ms)
+            for rank, switch_ms in enumerate(switches_ms)
+        }
+        ledger.end(step)
+        ledger.hear(step, reports, 10.0, lambda *_: None)
+    assert times.changed()
+    assert times.prediction().switch_s == pytest.approx(0.1)
+
+
 async def test_what_ranks_skip_of_a_job_that_failed_is_no_time_of_a_step() -> None:
     """Its second step was sent before the first one failed, and ends at once."""
     clock, config, times = SetClock(), GangConfig(num_ranks=2, cpus_per_rank=0.1), StepTimes()

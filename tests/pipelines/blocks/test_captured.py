@@ -15,7 +15,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from engines.fast import graph
 from pipelines.blocks import captured as captured_module
+from pipelines.blocks import compilation
 from pipelines.blocks.captured import CapturedForward, form_of
+from pipelines.blocks.compilation import CompiledForward, compile_calls
 
 CPU = torch.device("cpu")
 Graphs = list[Mock]
@@ -53,6 +55,41 @@ def test_each_form_is_captured_once_and_results_are_copies(graphs: Graphs) -> No
     assert (len(graphs), graphs[0].replay.call_count) == (1, 2)
     captured(torch.zeros(2), flag=False)
     assert len(graphs) == 2
+
+
+def test_a_call_that_was_not_prepared_runs_as_one_that_was(graphs: Graphs) -> None:
+    """Masks and the layout of arguments decide among kernels, whose results differ by rounding."""
+    seen: list[tuple[bool, bool]] = []
+
+    def forward(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        seen.append((masking_utils.is_tracing(x), x.is_contiguous() and mask.is_contiguous()))
+        return x
+
+    prepared = CompiledForward(forward, CapturedForward(forward, CPU))
+    wide, tall = (torch.zeros(*shape).T for shape in ((2, 3), (3, 2)))
+    with compile_calls([prepared]):
+        prepared(wide, mask=wide)
+    num_before = len(seen)
+    prepared(tall, mask=tall)
+    assert seen[num_before:] == [(True, True)]
+    assert set(seen) == {(True, True)}
+
+
+def test_the_form_of_a_call_is_computed_once(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = Mock(side_effect=form_of)
+    for module in (captured_module, compilation):
+        monkeypatch.setattr(module, "form_of", count)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    prepared = CompiledForward(forward, CapturedForward(forward, CPU))
+    with compile_calls([prepared]):
+        prepared(torch.zeros(1))
+    for num_entries in (1, 1, 2):
+        prepared(torch.zeros(num_entries))
+    assert count.call_count == 4
+    assert (len(graphs), graphs[0].replay.call_count) == (1, 3)
 
 
 def test_a_replay_reads_the_arguments_of_its_call(graphs: Graphs) -> None:

@@ -156,6 +156,23 @@ def test_a_fused_decoder_gives_the_same(tiny_flux: Path) -> None:
 
 
 @torch.no_grad()
+def test_a_fused_decoder_decodes_every_size(tiny_flux: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of a picture do not depend on the sizes that were prepared."""
+    vae: Any = Checkpoint(tiny_flux).decoder()._pipeline.vae
+    fused = fuse_decoder(vae.decoder)
+    monkeypatch.setattr(compilation, "fuse_decoder", lambda _: fused)
+    monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
+    forward = compilation.compile_decoder(vae)
+    monkeypatch.undo()
+    first, other = (torch.randn(1, vae.decoder.conv_in.in_channels, 4, width) for width in (4, 6))
+    with compile_calls([forward]):
+        vae.decoder(first)
+    for latents_BCHW in (first, other):
+        assert forward.is_ready(latents_BCHW)
+        assert torch.equal(vae.decoder(latents_BCHW), fused(latents_BCHW))
+
+
+@torch.no_grad()
 def test_a_copy_for_another_device_runs_its_own_forward(tiny_flux: Path) -> None:
     """A fused decoder has weights of its own, and none of the other devices needs a copy of those."""
     decoder: Any = Checkpoint(tiny_flux).decoder()._pipeline.vae.decoder

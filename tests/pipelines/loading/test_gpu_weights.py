@@ -6,6 +6,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -300,6 +301,21 @@ def test_an_encoder_that_is_cast_has_one_group_in_memory_beside(
     assert len(alive_bytes) >= max(5, len(files))
     assert max(alive_bytes) <= model.shared.weight.numel() * 4, "only the table, which is needed last, waits"
     assert component_weights.ONE_THREAD not in os.environ
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_loads_that_overlap_all_stay_on_their_threads(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable is set until the last has ended, and then as before."""
+    if before is None:
+        monkeypatch.delenv(component_weights.ONE_THREAD, raising=False)
+    else:
+        monkeypatch.setenv(component_weights.ONE_THREAD, before)
+    with ExitStack() as second:
+        with component_weights.OnThisThread.loading():
+            second.enter_context(component_weights.OnThisThread.loading())
+            assert os.environ[component_weights.ONE_THREAD] == "1"
+        assert os.environ.get(component_weights.ONE_THREAD) == "1"
+    assert os.environ.get(component_weights.ONE_THREAD) == before
 
 
 def test_tensors_that_are_taken_are_released(tmp_path: Path) -> None:

@@ -123,8 +123,12 @@ def test_what_one_device_is_ready_for_stays_there_if_it_fits(monkeypatch: pytest
     monkeypatch.setattr(multi_gpu, "decode_in_bands", watched)
     ready, other = uneven(8), uneven(9)
     num_bytes = strips.peak_bytes(decoder, ready)
-    for limit_bytes, counts in ((None, [2]), (num_bytes, [2]), (num_bytes - 1, [2, 2])):
+    for limit_bytes, half_bytes, counts in (
+        *((None, num_bytes, [2]), (num_bytes, 0, [2])),
+        *((num_bytes - 1, num_bytes, [2, 2]), (None, num_bytes - 1, [2, 2])),
+    ):
         calls.clear()
+        monkeypatch.setattr(multi_gpu, "half_memory_bytes", lambda _, half_bytes=half_bytes: half_bytes)
         divided = copies(decoder, 2)
         multi_gpu.distribute_pictures(divided, limit_bytes, lambda sample: sample.shape == ready.shape)
         for latents_BCHW in (ready, other):

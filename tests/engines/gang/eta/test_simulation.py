@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from engines.gang.eta.prediction import StepPrediction
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.policies.deadline import Deadline
@@ -46,6 +47,26 @@ def test_ends_are_those_of_the_plans(policy: str) -> None:
     subject = crowd(make_policy(policy))
     predicted_s = dict(subject.ends_s())
     assert predicted_s == pytest.approx(dict(real_ends_s(subject)), abs=2.5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_changes_of_weights_are_simulated(policy: str) -> None:
+    """By the plans of one team, whose steps take a second, and each change of weights 0.5 s."""
+    subject = scheduler(num_ranks=1, policy=make_policy(policy), prediction=StepPrediction(switch_s=0.5))
+    additions = {str(number): "xyz"[number % 3] for number in range(9)}
+    for name, kind in additions.items():
+        subject.add(job(name, name, additions=kind))
+    predicted_s = dict(subject.ends_s())
+    ends_s, now_s, last = {}, 0.0, ""
+    while plan := subject.next_plan(now_s=now_s):
+        (step,) = plan.works[0].job_steps
+        now_s += 1.0 + 0.5 * (additions[step.job_id] != last)
+        last = additions[step.job_id]
+        if step.emit:
+            ends_s[step.job_id] = now_s
+    assert predicted_s == pytest.approx(ends_s)
+    num_changes = {"shortest": 3, "deadline": 4, "fair": 9, "arrival": 9}  # each of nine keys has a turn
+    assert max(ends_s.values()) == 18 + 0.5 * num_changes[policy]
 
 
 def test_the_first_turns_are_gone_through_to_the_step() -> None:

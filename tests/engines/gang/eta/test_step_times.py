@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engines.gang.eta.measured_times import StepTimes
-from engines.gang.eta.prediction import USUAL_MOVE_S, StepPrediction, rough_step_s
+from engines.gang.eta.prediction import USUAL_MOVE_S, USUAL_SWITCH_S, StepPrediction, rough_step_s
 from engines.gang.jobs.job import Job
 
 SHAPE = (1024, 1024, 1, False, (("prompt_embeds", (1, 512, 4096)),))
@@ -92,6 +92,20 @@ def test_what_a_move_takes_is_kept_and_no_time_of_a_step(tmp_path: Path) -> None
         assert prediction.move_s == 0.006
         assert list(prediction.measured) == [(repr(SHAPE), 1)]
         assert prediction.usual_s == pytest.approx(0.03)
+
+
+def test_what_a_change_of_weights_takes_is_kept_and_no_time_of_a_step(tmp_path: Path) -> None:
+    times = StepTimes(tmp_path / "model.json")
+    heard(times, job(), 1, 0.03, 0.03)
+    assert times.prediction().switch_s == USUAL_SWITCH_S
+    for switch_s in (0.012, 0.117, 0.085):
+        times.hear_switch(switch_s)
+    assert times.changed()
+    times.save()
+    for prediction in (times.prediction(), StepTimes(tmp_path / "model.json").prediction()):
+        assert prediction.switch_s == 0.085
+        assert list(prediction.measured) == [(repr(SHAPE), 1)]
+        assert prediction.move_s == USUAL_MOVE_S
 
 
 def test_rough_estimates_grow_as_steps_do() -> None:

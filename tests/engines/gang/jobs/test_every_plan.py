@@ -41,16 +41,16 @@ def test_every_plan_is_sound(num_ranks: int, max_running: int, jobs: list[tuple[
     num_ranks=st.sampled_from([1, 2, 4, 6, 8]),
     max_running=st.integers(1, 9),
     max_batch=st.integers(1, 3),
-    jobs=st.lists(st.tuples(st.integers(1, 6), st.booleans(), st.integers(0, 3)), max_size=12),
+    jobs=st.lists(st.tuples(st.integers(1, 6), st.booleans(), st.integers(0, 3), st.sampled_from("xxy")), max_size=12),
 )
 def test_in_an_elastic_gang_every_step_finds_the_state_of_the_step_before(
-    num_ranks: int, max_running: int, max_batch: int, jobs: list[tuple[int, bool, int]]
+    num_ranks: int, max_running: int, max_batch: int, jobs: list[tuple[int, bool, int, str]]
 ) -> None:
     subject = scheduler(num_ranks=num_ranks, max_running_jobs=max_running, elastic=True, max_batch=max_batch)
     plans: list[StepPlan] = []
-    for i, (num_steps, is_square, num_plans_before) in enumerate(jobs):
+    for i, (num_steps, is_square, num_plans_before, additions) in enumerate(jobs):
         plans += [plan for _ in range(num_plans_before) if (plan := subject.next_plan())]
-        subject.add(replace(job(str(i), num_steps=num_steps), shape=is_square))
+        subject.add(replace(job(str(i), num_steps=num_steps), shape=is_square, additions=additions))
     plans += all_plans(subject)
     state: dict[tuple[int, str], int] = {}
     for plan in plans:
@@ -61,11 +61,12 @@ def test_in_an_elastic_gang_every_step_finds_the_state_of_the_step_before(
         for work in plan.works:
             assert work.ranks[0] % work.num_ranks == 0, "aligned"
             assert len(work.job_steps) <= max_batch
+            assert len({jobs[int(step.job_id)][3] for step in work.job_steps}) == 1, "one change of weights at most"
             for step in work.job_steps:
                 before = {state.get((rank, step.job_id), 0) for rank in work.ranks}
                 assert before == {step.step - 1}, "every rank of the team holds the newest state"
                 state |= {(rank, step.job_id): step.step for rank in work.ranks}
-    for i, (num_steps, _, _) in enumerate(jobs):
+    for i, (num_steps, _, _, _) in enumerate(jobs):
         assert [s.step for p in plans for w in p.works for s in w.job_steps if s.job_id == str(i)] == [
             *range(1, num_steps + 1)
         ]

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines.additions import SwitchTimes
 from engines.core.engine import EagerEngine, RankContext
 from engines.core.model import Branch
+from engines.core.resources import rank_resources
 from engines.gang.gang_config import RankParts
 from engines.gang.jobs.rank_jobs import RankJobs
 from engines.gang.jobs.step_plan import Emit, JobStep, StepPlan, Work
@@ -229,3 +231,23 @@ def test_a_job_keeps_its_additions_until_it_ends() -> None:
     assert len(alive) == 0
     with pytest.raises(ValueError, match="takes no adapters at run time"):
         runner_with(OneRankEngine()).load_addition("ink")
+
+
+class SwitchingEngine(OneRankEngine):
+    """Changes its weights in each second step."""
+
+    def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
+        if len(self.num_branches) % 2:
+            with rank_resources().get(SwitchTimes).measure(torch.device("cpu")):
+                strike("")
+        return super().predict(branches, ranks)
+
+
+def test_a_report_says_what_changes_of_weights_took() -> None:
+    """Those before the first job were first ones, in the warm-up."""
+    with rank_resources().get(SwitchTimes).measure(torch.device("cpu")):
+        strike("")
+    runner = runner_with(SwitchingEngine())
+    runner.admit(fake_job("a", FakeRequest(seed=1, num_steps=4)))
+    reports = [runner.execute(plan(("a", step, None)))[0] for step in (1, 2, 3)]
+    assert [report.switch_ms > 0 for report in reports] == [False, True, False]

@@ -116,6 +116,43 @@ def test_an_elastic_gang_is_shared_out_anew_when_a_job_begins_or_ends() -> None:
     ]
 
 
+@pytest.mark.parametrize(("switch_s", "expected"), [(0.5, "aaccbbdd"), (0.0, "aabbccdd")])
+def test_jobs_with_the_same_additions_run_together(switch_s: float, expected: str) -> None:
+    turns = scheduler(prediction=StepPrediction(switch_s=switch_s))
+    for name, additions in zip("abcd", ((), "one", (), "one"), strict=True):
+        turns.add(replace(job(name, num_steps=2), additions=additions))
+    assert "".join("".join(served(plan)) for plan in all_plans(turns)) == expected
+
+
+def test_a_short_job_waits_for_no_longer_one_with_the_additions_of_the_last() -> None:
+    """The change of weights takes half a second, and the other jobs take nine."""
+    turns = scheduler(num_ranks=1, prediction=StepPrediction(switch_s=0.5))
+    for name, num_steps, additions in (("a", 9, ()), ("b", 1, "one"), ("c", 9, ())):
+        turns.add(replace(job(name, num_steps=num_steps), additions=additions))
+    assert "".join("".join(served(plan)) for plan in all_plans(turns)) == "b" + 9 * "a" + 9 * "c"
+
+
+def test_a_change_of_weights_costs_what_was_learned() -> None:
+    turns = scheduler(num_ranks=1)
+    for name, num_steps, additions in (("a", 1, ()), ("b", 2, "one"), ("c", 3, ())):
+        turns.add(replace(job(name, num_steps=num_steps), additions=additions))
+    turns.learn(StepPrediction(switch_s=1.5))
+    assert "".join("".join(served(plan)) for plan in all_plans(turns)) == "acccbb"
+
+
+@pytest.mark.parametrize("additions", [("one", "two"), ("two", "one")])
+def test_jobs_of_an_elastic_gang_get_the_ranks_that_have_their_additions(additions: tuple[str, str]) -> None:
+    """Two ranks are hardly faster than one. The first two jobs put "one" on rank 0 and "two" on rank 1."""
+    elastic = scheduler(num_ranks=2, elastic=True)
+    for names, kinds in (("ab", ("one", "two")), ("cd", additions)):
+        for name, kind in zip(names, kinds, strict=True):
+            one = replace(job(name, num_steps=2), additions=kind, estimates_s={1: 1.0, 2: 0.95})
+            elastic.add(one)
+    plans = [served(plan) for plan in all_plans(elastic)]
+    assert plans[:2] == 2 * [{"a": (0,), "b": (1,)}]
+    assert plans[2] == {"cd"[additions.index("one")]: (0,), "cd"[additions.index("two")]: (1,)}
+
+
 @pytest.mark.parametrize(("move_s", "expected"), [(0.001, {"a": (0, 1)}), (100.0, {"a": (0,), "b": (1,)})])
 def test_a_state_stays_where_it_is_once_moves_are_known_to_be_dear(
     move_s: float, expected: dict[str, tuple[int, ...]]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.gang.eta.prediction import StepPrediction
 from engines.gang.jobs.job import Job
 from engines.gang.policies.deadline import Deadline
 from engines.gang.policies.policy import Policy
@@ -17,6 +18,8 @@ from tests.engines.gang.support.plans import job, scheduler
 from tests.support.unhurried import UNHURRIED
 
 MAX_OVERTAKEN = 3.0
+SWITCH_S = 2.0
+"""Seconds of a change of additions to the weights."""
 STEP_S = {"short": 1.0, "usual": 3.5, "long": 20.0}
 """On one rank. A team of w takes w ** -0.8 of it."""
 
@@ -29,6 +32,7 @@ class Come:
     num_steps: int
     num_plans_before: int
     priority: float = 1.0
+    additions: str = ""
 
     def whole_s(self, num_ranks: int) -> float:
         return self.num_steps * step_s(self.shape, num_ranks)
@@ -40,6 +44,7 @@ COMES = st.builds(
     num_steps=st.integers(1, 6),
     num_plans_before=st.integers(0, 8),
     priority=st.sampled_from([0.25, 1.0, 4.0]),
+    additions=st.sampled_from(["", "", "one", "two"]),
 )
 
 
@@ -54,6 +59,7 @@ def job_of(job_id: str, come: Come) -> Job:
         conditioning=None,
         num_steps=come.num_steps,
         priority=come.priority,
+        additions=come.additions or (),
         estimates_s={size: step_s(come.shape, size) for size in (1, 2, 4)},
     )
 
@@ -88,7 +94,15 @@ class Waits:
 
     def __init__(self, comes: list[Come], policy: Policy, *, num_ranks: int, elastic: bool, max_running: int) -> None:
         self._comes, self._num_ranks, self._max_running = comes, num_ranks, max_running
-        self._subject = scheduler(num_ranks=num_ranks, max_running_jobs=max_running, elastic=elastic, policy=policy)
+        self._subject = scheduler(
+            num_ranks=num_ranks,
+            max_running_jobs=max_running,
+            elastic=elastic,
+            policy=policy,
+            prediction=StepPrediction(switch_s=SWITCH_S),
+        )
+        self._additions: dict[int, str] = {}
+        """What each rank has added to its weights."""
         self._begun: set[int] = set()
         self._open: set[int] = set()
         self._now_s = 0.0
@@ -110,20 +124,29 @@ class Waits:
         plan = self._subject.next_plan(now_s=self._now_s)
         if plan is None:
             return False
-        served = {int(step.job_id): work.num_ranks for work in plan.works for step in work.job_steps}
+        teams = {int(step.job_id): work.ranks for work in plan.works for step in work.job_steps}
+        served = {number: self._team_s(number, ranks) for number, ranks in teams.items()}
         self._begun |= served.keys()
         is_full = len(self._begun & self._open) >= self._max_running
         for waiting in self._open - served.keys():
-            by = {other: self._gang_s(other, size) for other, size in served.items() if other > waiting}
+            by = {
+                other: team_s * len(teams[other]) / self._num_ranks
+                for other, team_s in served.items()
+                if other > waiting
+            }
             begun = {other for other in self._begun & self._open if other > waiting}
             self.waits[waiting].note(by, begun, has_room=waiting in self._begun or not is_full)
-        self._now_s += max(step_s(self._comes[number].shape, size) for number, size in served.items())
+        self._now_s += max(served.values())
         finals = {int(step.job_id) for work in plan.works for step in work.job_steps if step.emit == "final"}
         self._open -= finals
         return True
 
-    def _gang_s(self, number: int, size: int) -> float:
-        return step_s(self._comes[number].shape, size) * size / self._num_ranks
+    def _team_s(self, number: int, ranks: tuple[int, ...]) -> float:
+        """Return the seconds of a step, and of the change of weights before it."""
+        come = self._comes[number]
+        changes = any(self._additions.get(rank, "") != come.additions for rank in ranks)
+        self._additions |= dict.fromkeys(ranks, come.additions)
+        return step_s(come.shape, len(ranks)) + changes * SWITCH_S
 
 
 @pytest.mark.parametrize("kind", [Shortest, Deadline])
@@ -175,6 +198,20 @@ def test_a_stream_of_short_jobs_delays_a_long_one_to_its_bound_and_no_further(
     comes = [replace(LONG_AND_A_STREAM[0], priority=priority), *LONG_AND_A_STREAM[1:]]
     waits = Waits(comes, policy, num_ranks=1, elastic=False, max_running=4).run(math.inf)
     assert abs(waits[0].overtaken_s - expected_s) <= 2
+
+
+def test_jobs_with_the_additions_of_the_last_one_do_not_starve_others() -> None:
+    """Without ageing the job with an adapter would wait for all 200 that need no change of weights."""
+    comes = [
+        Come(shape="short", num_steps=2, num_plans_before=0),
+        Come(shape="short", num_steps=2, num_plans_before=1, additions="one"),
+        *(Come(shape="short", num_steps=2, num_plans_before=2 * (i > 0)) for i in range(200)),
+    ]
+    waits = [
+        Waits(comes, Shortest(limit), num_ranks=1, elastic=False, max_running=4).run(math.inf)[1]
+        for limit in (MAX_OVERTAKEN, math.inf)
+    ]
+    assert [wait.overtaken_s for wait in waits] == [MAX_OVERTAKEN * 2, 400]
 
 
 def test_a_job_that_has_aged_need_not_wait_for_the_end_of_another() -> None:

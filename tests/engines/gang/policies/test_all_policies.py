@@ -15,13 +15,20 @@ from tests.engines.gang.support.plans import num_steps_left, policies_and_gangs,
 from tests.support.unhurried import UNHURRIED
 
 COMES = st.lists(
-    st.tuples(st.integers(1, 5), st.sampled_from([0.5, 1.0, 9.0]), st.sampled_from("ab"), st.integers(0, 4)),
+    st.tuples(
+        st.integers(1, 5),
+        st.sampled_from([0.5, 1.0, 9.0]),
+        st.sampled_from("ab"),
+        st.integers(0, 4),
+        st.sampled_from(["", "one", "two"]),
+    ),
     max_size=10,
 )
-"""Steps, seconds of one, a key, and how many plans are made before it comes."""
+"""Steps, seconds of one, a key, how many plans are made before it comes, and its additions to the weights."""
+Come = tuple[int, float, str, int, str]
 
 
-def plans_of(policy: str, comes: list[tuple[int, float, str, int]], *, elastic: bool) -> list[StepPlan]:
+def plans_of(policy: str, comes: list[Come], *, elastic: bool) -> list[StepPlan]:
     """Ranks become free one after the other, so that teams are sent steps at different times."""
     subject = scheduler(num_ranks=4, max_running_jobs=3, elastic=elastic, policy=make_policy(policy))
     plans: list[StepPlan] = []
@@ -32,10 +39,10 @@ def plans_of(policy: str, comes: list[tuple[int, float, str, int]], *, elastic: 
             if plan := subject.next_plan(free=free, now_s=float(len(plans))):
                 plans.append(plan)
 
-    for number, (num_steps, step_s, key, num_before) in enumerate(comes):
+    for number, (num_steps, step_s, key, num_before, additions) in enumerate(comes):
         go_on(num_before)
         fields = {"request": None, "conditioning": None, "key": key, "deadline_s": 20.0 if number % 2 else None}
-        job = Job(job_id=str(number), num_steps=num_steps, estimates_s={1: step_s}, **fields)  # type: ignore[arg-type]
+        job = Job(job_id=str(number), num_steps=num_steps, estimates_s={1: step_s}, additions=additions, **fields)  # type: ignore[arg-type]
         subject.add(job, now_s=float(len(plans)))
     while num_steps_left(subject):
         go_on(2)
@@ -45,9 +52,7 @@ def plans_of(policy: str, comes: list[tuple[int, float, str, int]], *, elastic: 
 @pytest.mark.parametrize(("policy", "elastic"), policies_and_gangs())
 @settings(**UNHURRIED)
 @given(comes=COMES)
-def test_every_job_ends_and_plans_are_made_again(
-    policy: str, elastic: bool, comes: list[tuple[int, float, str, int]]
-) -> None:
+def test_every_job_ends_and_plans_are_made_again(policy: str, elastic: bool, comes: list[Come]) -> None:
     plans = plans_of(policy, comes, elastic=elastic)
     steps = defaultdict(list)
     for work in (work for plan in plans for work in plan.works):
