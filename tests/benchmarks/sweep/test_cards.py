@@ -35,6 +35,7 @@ class Machine:
         self.events: list[str] = []
         self.limits_s: list[float] = []
         self.prompts: list[str] = []
+        self.kept_logs: list[Path | None] = []
         self.gib_of_failure = 0.0
         """Applications that are given less fail in their last request."""
         self._left_gib = 0.0
@@ -51,8 +52,9 @@ class Machine:
             found |= {"left_gib": round(self._left_gib, 2), "held_gib": 1.5}
 
     @contextmanager
-    def serving(self, config: ServeConfig, *, ready_within_s: float) -> Iterator[Any]:
+    def serving(self, config: ServeConfig, *, ready_within_s: float, keep_logs_in: Path | None) -> Iterator[Any]:
         (model,) = config.app.models
+        self.kept_logs.append(keep_logs_in)
         self.events.append(f"serve {model.memory_gib:g}")
         try:
             yield SimpleNamespace(url="http://served", ready_s=1.0, logs=self.logs)
@@ -129,9 +131,8 @@ def test_a_process_without_memory_is_an_error_beside_what_was_seen(
     machine: Machine, folder: Path, tmp_path: Path
 ) -> None:
     machine.gib_of_failure = 20.0
-    machine.logs.joinpath("worker.err").write_text(OUT_OF_MEMORY)
     assert measure(tmp_path / "cards.jsonl", folder, "--memory", "12", "--logs", tmp_path / "kept") == 1
-    assert (tmp_path / "kept" / f"{folder.name}_12" / "worker.err").read_text() == OUT_OF_MEMORY
+    assert machine.kept_logs == [tmp_path / "kept" / f"{folder.name}_12"]
     (line,) = lines_of(tmp_path / "cards.jsonl")
     assert line["error"] == "RuntimeError: no picture or clip, but 500: a rank failed"
     assert line["out_of_memory"] == OUT_OF_MEMORY
