@@ -16,6 +16,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+def release_unused_memory(device: str) -> None:
+    """Give back what the allocator of a GPU keeps: a warm-up runs uncaptured first, which later steps do not.
+
+    All processes on the GPU share its memory.
+    """
+    if not device.startswith("cuda"):
+        return
+    import torch
+
+    with torch.cuda.device(device):
+        torch.cuda.empty_cache()
+
+
 def warm_up(
     engine: Engine, steps: Iterable[tuple[Branch, ...]], context: RankContext, team_sizes: Sequence[int]
 ) -> None:

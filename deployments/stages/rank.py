@@ -88,7 +88,7 @@ def _make_engine(
 ) -> RankParts:
     from engines.core.model import with_attention
     from engines.registry import load_engine
-    from engines.warm_up import warm_up
+    from engines.warm_up import release_unused_memory, warm_up
 
     config = model.denoiser
     start_s = time.monotonic()
@@ -110,6 +110,8 @@ def _make_engine(
     with timed("rank: warm up", rank=context.rank):
         steps = tuple(with_attention(step, one) for step in steps for one in ("", *attentions))
         warm_up(engine, steps, context, engine.team_sizes if config.elastic else engine.team_sizes[-1:])
+    if model.memory_gib is not None:
+        release_unused_memory(context.device)
     additions = cast("LoraCache", denoiser.additions) if denoiser.additions_change else None
     return RankParts(engine=engine, sampler=checkpoint.sampler(), estimates=engine.estimates, additions=additions)
 
