@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -63,6 +64,8 @@ CARD_LIMIT_S = 300.0
 SPARE_BYTES = 4 * 2**30
 """On the disk, beside all weights: what Ray and compilers keep."""
 MOST_SAID = 1000
+PATHS = re.compile(r"/(?:tmp|work)/[^\s:,]+")
+"""Folders of one machine, which say nothing to others."""
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -100,7 +103,7 @@ def result_of(name: str, gb: float, folder: Callable[[], Path], arguments: argpa
 
 def said_of(error: BaseException) -> str:
     """Return the messages of ``error`` and, if it came while another was handled, of that one before."""
-    said = f"{type(error).__name__}: {error}"[-MOST_SAID:]
+    said = PATHS.sub("FOLDER", f"{type(error).__name__}: {error}")[-MOST_SAID:]
     before = error.__context__
     return said if before is None or error.__suppress_context__ else f"{said_of(before)}; then {said}"
 

@@ -139,6 +139,12 @@ def test_a_process_without_memory_is_an_error_beside_what_was_seen(
     assert (line["held_gib"], line["ready_s"], "again_ms" in line, "other_ms" in line) == (1.5, 1.0, True, False)
 
 
+def test_an_error_names_no_folder_of_this_machine() -> None:
+    error = RuntimeError("troupe serve ended with 2:\nlogs are in /tmp/troupe_bench_1/tr_2 until the next start")
+    expected = "RuntimeError: troupe serve ended with 2:\nlogs are in FOLDER until the next start"
+    assert cards.said_of(error) == expected
+
+
 def test_a_model_that_no_savings_make_fit_is_neither_written_nor_served(machine: Machine, tmp_path: Path) -> None:
     assert measure(tmp_path / "cards.jsonl", "FLUX.1-dev", "--memory", "12", "--scratch", tmp_path / "none") == 1
     (line,) = lines_of(tmp_path / "cards.jsonl")
@@ -158,7 +164,7 @@ def test_a_model_is_written_once(
 
     monkeypatch.setattr(cards, "write_model", write)
     monkeypatch.setattr(cards, "check_room", lambda *_, **__: None)
-    words = ("FLUX.1-dev", "--memory", "80", "141", "--scratch", tmp_path, *(("--keep",) if keeps else ()))
+    words = ("FLUX.1-dev", "--memory", "141", "192", "--scratch", tmp_path, *(("--keep",) if keeps else ()))
     assert measure(tmp_path / "cards.jsonl", *words) == 0
     assert all(line["predicted_s"] > 0 for line in lines_of(tmp_path / "cards.jsonl"))
     assert written == [tmp_path / "troupe_card_FLUX.1-dev.unfinished"]

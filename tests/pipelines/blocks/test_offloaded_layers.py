@@ -168,6 +168,24 @@ def test_a_sleeping_encoder_has_the_same_bytes_afterwards(flux: Path, tmp_path: 
         assert_equal(ours, expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_has_the_same_bytes_and_holds_two_layers(folder: Path) -> None:
+    """Weights other than layers, their buffers and inputs are on the GPU, whoever reads them."""
+    checkpoint = Checkpoint(folder, "cuda", "bfloat16")
+    with small_pictures():
+        plain, offloaded = checkpoint.text_encoder(), checkpoint.text_encoder(offloads_layers=True)
+    layers = [layer for one in offloaded_lists(offloaded) for layer in one]
+    assert {each.device.type for layer in layers for each in layer.parameters()} == {"cpu"}
+    inside = {id(each) for layer in layers for each in layer.parameters()}
+    encoders = text_encoders_of(offloaded._pipeline).values()
+    others = [each for one in encoders for each in one.parameters() if id(each) not in inside]
+    assert {each.device.type for each in others} == {"cuda"}
+    for prompt in ("a red circle", "two blue squares", "a red circle"):
+        ours, expected = (tensors_of(encode(one, checkpoint, prompt)) for one in (offloaded, plain))
+        assert_equal(ours, expected)
+
+
 def test_nothing_is_prepared(flux: Path) -> None:
     """A captured call would read one buffer for all layers. T5's bias has the layout of prepared encoders."""
     encoder = Checkpoint(flux).text_encoder(compiled=True, offloads_layers=True)
