@@ -24,7 +24,7 @@ from pipelines.blocks import tree
 from pipelines.blocks.offloaded_layers import ENCODERS, NO_LAYERS, NOT_FOR_PROMPTS, LayerBytes, layer_bytes
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.directory import part_folder, quantiser_of
-from pipelines.vae.chunks import ChunkedVae, decodes_in_chunks
+from pipelines.vae.chunks import ChunkedVae, decodes_in_chunks, skip_unread_cache
 
 PUBLISHED_ENCODERS = Path(__file__).parents[1] / "published_encoders.json"
 """Configurations of shared encoders by name, and the encoders of each published model."""
@@ -266,6 +266,8 @@ def _decode_work(opened: OpenedPipeline, latents: Mapping[str, Any]) -> tuple[St
     try:
         if opened.spec.decodes_frames_apart and decodes_in_chunks(vae) and z.shape[2] > COUNTED_FRAMES:
             return _chunked_decode_work(vae, z)
+        if decodes_in_chunks(vae):
+            skip_unread_cache(vae)
         with ForwardMeter() as meter:
             vae.decode(z)
     except OperatorLimitError:
