@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import nullcontext
+
 import pytest
+import torch
 import torch.distributed as dist
 
 from engines.core.engine import RankContext
 from engines.torch_engine.engine import TorchEngine
-from engines.warm_up import warm_up
+from engines.warm_up import release_unused_memory, warm_up
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
 
@@ -16,6 +20,30 @@ from tests.engines.support.gloo import gang
 def test_the_first_step_of_a_prepared_shape_is_warm(strategy: str) -> None:
     for warm in gang(4).run(warm_and_predict, strategy):
         assert warm == {"4 even": True, "2 even": True, "1 even": False, "4 uneven": False, "4 uneven again": True}
+
+
+def test_memory_of_the_warm_up_is_released_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a pretended GPU whose allocator keeps 3 bytes of 10 for nothing."""
+    reserved = [10]
+    pretended = {
+        "device": lambda _: nullcontext(),
+        "max_memory_reserved": lambda: 12,
+        "empty_cache": lambda: reserved.append(7),
+        "memory_reserved": lambda: reserved[-1],
+        "memory_allocated": lambda: 6,
+        "mem_get_info": lambda: (100, 200),
+    }
+    for name, function in pretended.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    with caplog.at_level(logging.INFO, "engines.warm_up"):
+        release_unused_memory("cpu")
+        assert not caplog.records
+        release_unused_memory("cuda:0")
+    (record,) = caplog.records
+    fields = ("held_bytes", "most_bytes", "tensor_bytes", "free_bytes")
+    assert [getattr(record, name) for name in fields] == [7, 12, 6, 100]
 
 
 def warm_and_predict(strategy: str) -> dict[str, bool]:
