@@ -175,6 +175,13 @@ def _deployment_status(deployment: Mapping[str, Any]) -> DeploymentStatusOvervie
     )
 
 
+def log_folder() -> Path | None:
+    """Return the folder of this node's Ray logs; None if this process is in no cluster, or the node is another host."""
+    node = worker._global_node
+    folder = None if node is None else Path(node.get_logs_dir_path())
+    return folder if folder is not None and folder.is_dir() else None
+
+
 def serve_host() -> str:
     """Return the host name or address at which Serve's proxies listen. It blocks: not for an event loop."""
     client = _client()

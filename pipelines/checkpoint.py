@@ -128,15 +128,26 @@ class Checkpoint:
         """Return the number of steps of ``request``, fewer with strength. Do not import torch."""
         return self.defaults.num_steps_of(request)
 
-    def text_encoder(self, *, compiled: bool = False) -> BlocksEncoder:
+    def text_encoder(self, *, compiled: bool = False, offloads_layers: bool = False) -> BlocksEncoder:
+        """Return an encoder. ValueError if this model's layers cannot be in host memory (``offloads_layers``)."""
         from pipelines.blocks.encoder import BlocksEncoder
 
         if self.spec.is_whole:
+            if offloads_layers:
+                raise ValueError(
+                    f"{self.spec.family} runs as a whole pipeline, its encoders included: remove "
+                    "text_encoder.offloads_layers"
+                )
             from pipelines.whole_pipeline import WholeEncoder
 
             return WholeEncoder()
-        defaults = self.defaults
-        return BlocksEncoder(self._opened, defaults.max_tokens, fits_pictures=defaults.fits_pictures, compiled=compiled)
+        return BlocksEncoder(
+            self._opened,
+            self.defaults.max_tokens,
+            fits_pictures=self.defaults.fits_pictures,
+            compiled=compiled,
+            offloads_layers=offloads_layers,
+        )
 
     def sampler(self) -> BlocksSampler:
         """Return the sampler, the same object at every call."""

@@ -315,6 +315,7 @@ class WholeEncoder(BlocksEncoder):
 
     def __init__(self) -> None:
         self.max_tokens = 0
+        self._offloads = []
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

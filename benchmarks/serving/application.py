@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +20,7 @@ import httpx
 import psutil
 
 from deployments.cli.local import http_client
+from deployments.cli.worker_logs import memory_message
 from deployments.config import ServeConfig
 
 COMMAND = (sys.executable, "-m", "deployments.cli.main")
@@ -30,10 +31,7 @@ POLL_S = 0.5
 REST_CORES, REST_LOOKS, LOOK_S = 0.5, 3, 1.0
 """It is at rest if it uses fewer cores than that in this many samples in a row."""
 AT_REST_WITHIN_S = 120.0
-
-
-OUT_OF_MEMORY = re.compile(r"(CUDA|HIP) out of memory[^\n\"\\]{0,400}")
-"""Message of torch in a process that the GPU has no memory for."""
+LOGS = "tr_*/r/session_2*/logs"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,12 +110,14 @@ def serving(
     data_dir: Path | None = None,
     keys: Sequence[str] = (),
     ready_within_s: float = READY_WITHIN_S,
+    keep_logs_in: Path | None = None,
 ) -> Iterator[Application]:
     """Run ``troupe serve`` with ``config``. Yield it when it is ready, and end it with all its processes by SIGTERM.
 
     It also ends if this program gets a SIGTERM (background jobs get no Ctrl-C). What it measures and decides is kept in
-    ``data_dir``, or forgotten without one. With ``keys`` it asks for API keys. An error has a note with what torch said
-    if a process had no memory left. TimeoutError if it is not ready in time.
+    ``data_dir``, or forgotten without one. With ``keys`` it asks for API keys. An error has a note with the message of
+    a process that had no memory left. TimeoutError if it is not ready in time. Its logs are copied to ``keep_logs_in``
+    before its end, also those of a start that failed.
     """
     files = tempfile.TemporaryDirectory(prefix="troupe_bench_", dir="/tmp", ignore_cleanup_errors=True)
     with _exit_on_sigterm(), files as name:
@@ -147,7 +147,19 @@ def serving(
                 error.add_note(said)
             raise
         finally:
+            copy_logs(folder, keep_logs_in)
             end(process)
+
+
+def copy_logs(folder: Path, target: Path | None) -> None:
+    """Copy the logs of the application with files in ``folder`` to ``target``, if one is given."""
+    if target is None:
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.copy(folder / "log", target / "server.log")
+    for logs in folder.glob(LOGS):  # files may go while they are copied
+        with suppress(shutil.Error):
+            shutil.copytree(logs, target, dirs_exist_ok=True, ignore_dangling_symlinks=True)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -166,11 +178,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def out_of_memory(folder: Path) -> str:
-    """Return what torch said in the first process, by name of its log, that had no memory left; empty if none did."""
-    for file in (folder / "log", *sorted(folder.glob("tr_*/r/session_2*/logs/**/*.err"))):
+    """Return the message of the first process, by name of its log, that had no memory left; empty if none had."""
+    for file in (folder / "log", *sorted(folder.glob(f"{LOGS}/**/*.err"))):
         with suppress(FileNotFoundError):
-            if found := OUT_OF_MEMORY.search(file.read_text(errors="replace")):
-                return found[0].strip()
+            if said := memory_message(file.read_text(errors="replace")):
+                return said
     return ""
 
 
@@ -191,7 +203,7 @@ def _exit_on_sigterm() -> Iterator[None]:
 def errors(folder: Path) -> Iterator[str]:
     """Yield the end of the server's output, and the errors that its processes logged."""
     yield (folder / "log").read_text(errors="replace")[-4000:]
-    for file in folder.glob("tr_*/r/session_2*/logs/**/*.err"):
+    for file in folder.glob(f"{LOGS}/**/*.err"):
         with suppress(FileNotFoundError):
             lines = file.read_text(errors="replace").splitlines()
             yield from (line[:4000] for line in lines if '"level": "error"' in line or "Traceback" in line)

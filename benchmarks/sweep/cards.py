@@ -14,7 +14,7 @@ are none, with ``out_of_memory`` if a process had no memory left. A start and it
 ``--card-limit-s`` together. It goes on where it stopped (with ``--again``, also with lines that have an error), begins
 nothing after ``--limit-s``, and ends with 1 if it measured nothing. ``--keep`` leaves written models in ``--scratch``
 for the next call. ``--twins`` writes transformers with one configuration once, such as both of Wan 2.2. ``--logs``
-keeps the logs of every application, in a folder for each model and card.
+keeps the logs of every application, also of one that fails at its start, in a folder for each model and card.
 
 On a CPU nothing is held, and only models that need no GPU can be served.
 """
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -63,6 +64,8 @@ CARD_LIMIT_S = 300.0
 SPARE_BYTES = 4 * 2**30
 """On the disk, beside all weights: what Ray and compilers keep."""
 MOST_SAID = 1000
+PATHS = re.compile(r"/(?:tmp|work)/[^\s:,]+")
+"""Folders of one machine, which say nothing to others."""
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -100,7 +103,7 @@ def result_of(name: str, gb: float, folder: Callable[[], Path], arguments: argpa
 
 def said_of(error: BaseException) -> str:
     """Return the messages of ``error`` and, if it came while another was handled, of that one before."""
-    said = f"{type(error).__name__}: {error}"[-MOST_SAID:]
+    said = PATHS.sub("FOLDER", f"{type(error).__name__}: {error}")[-MOST_SAID:]
     before = error.__context__
     return said if before is None or error.__suppress_context__ else f"{said_of(before)}; then {said}"
 
@@ -122,8 +125,9 @@ def measure(result: Result, name: str, gb: float, folder: Callable[[], Path], ar
     try:
         with (
             occupied(card_bytes(gb)) as held,
-            serving(config, ready_within_s=arguments.card_limit_s) as application,
-            copied_logs(application.logs, log_folder(name, gb, arguments)),
+            serving(
+                config, ready_within_s=arguments.card_limit_s, keep_logs_in=log_folder(name, gb, arguments)
+            ) as application,
         ):
             result["ready_s"] = round(application.ready_s, 1)
             result["phases_s"] = phases_of(records_of(application.logs))
@@ -134,16 +138,6 @@ def measure(result: Result, name: str, gb: float, folder: Callable[[], Path], ar
 
 def log_folder(name: str, gb: float, arguments: argparse.Namespace) -> Path | None:
     return None if arguments.logs is None else arguments.logs / f"{Path(name).name}_{gb:g}"
-
-
-@contextmanager
-def copied_logs(logs: Path, folder: Path | None) -> Iterator[None]:
-    """Copy ``logs`` to ``folder`` after the block, if one is given: the application removes its own at its end."""
-    try:
-        yield
-    finally:
-        if folder is not None:
-            shutil.copytree(logs, folder, dirs_exist_ok=True, ignore_dangling_symlinks=True)
 
 
 def about(document: dict[str, Any]) -> dict[str, Any]:

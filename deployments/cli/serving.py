@@ -26,13 +26,14 @@ from deployments.cli.client import PASSING
 from deployments.cli.cluster import SHUTDOWN_WITHIN_S, Limited, local_cluster
 from deployments.cli.local import http_client
 from deployments.cli.preflight import check, with_metrics_port
+from deployments.cli.worker_logs import memory_failures
 from deployments.config import AppConfig, ServeConfig
 from deployments.config_errors import describe_errors
 from deployments.door.door import Door, listen
 from deployments.door.haproxy import PictureQueue, find_binary
 from deployments.heartbeat import ANSWER_WITHIN_S, Heartbeat
 from deployments.names import APPLICATION, INGRESS, url_at
-from deployments.ray_private import application_status, controller_answers, restart_controller
+from deployments.ray_private import application_status, controller_answers, log_folder, restart_controller
 from deployments.stages.measured_times import WHOLE_START, start_times_of
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -264,9 +265,11 @@ def _reason(response: httpx.Response) -> str:
 
 
 def _raise_if_failed() -> None:
-    """Raise RuntimeError with Serve's messages if a deployment has failed."""
+    """Raise RuntimeError with Serve's messages if a deployment has failed, and with what the GPU had no memory for."""
     application = application_status()
     if application is None or application.status != ApplicationStatus.DEPLOY_FAILED:
         return
-    reasons = [f"{name}: {one.message}" for name, one in application.deployments.items() if one.message]
-    raise RuntimeError("\n".join(("the application cannot start", *reasons)))
+    messages = {name: one.message for name, one in application.deployments.items() if one.message}
+    reasons = [f"{name}: {message}" for name, message in messages.items()]
+    lacks = () if (logs := log_folder()) is None else memory_failures(logs, messages)
+    raise RuntimeError("\n".join(("the application cannot start", *lacks, *reasons)))

@@ -177,7 +177,10 @@ def _estimate(
     step = forecast(counted, work, options.num_ranks, machine, options.precision, must_fit=False)
     num_steps = checkpoint.num_steps(request)
     beside = StageMemory.of(
-        parts, limits=_limits_memory(checkpoint), usual_limit_gib=usual_limit_gib(options.num_ranks)
+        parts,
+        limits=_decodes(checkpoint, limits_memory=True),
+        usual_limit_gib=usual_limit_gib(options.num_ranks),
+        copies=_decodes(checkpoint, compiled=True),
     )
     return Estimate(
         request=request,
@@ -228,10 +231,12 @@ def budgets_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Budget
     return found
 
 
-def _limits_memory(checkpoint: Checkpoint) -> bool:
+def _decodes(checkpoint: Checkpoint, *, compiled: bool = False, limits_memory: bool = False) -> bool:
+    """Return whether the decoder supports these options."""
     from pipelines.preconditions import decoder_problems
 
-    return not list(decoder_problems(checkpoint.path, compiled=False, limits_memory=True, num_devices=1))
+    problems = decoder_problems(checkpoint.path, compiled=compiled, limits_memory=limits_memory, num_devices=1)
+    return not list(problems)
 
 
 def find_machine(options: EstimateOptions, counted: ModelProfile) -> tuple[Machine, str]:

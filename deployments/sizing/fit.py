@@ -15,8 +15,13 @@ if TYPE_CHECKING:
 
 
 GIB = 2**30
-PROCESS_BYTES = GIB // 2
-"""GPU memory of a process beside its tensors: CUDA context, kernels and libraries. Assumed, not measured."""
+PROCESS_BYTES = GIB
+"""GPU memory of a process beside what is counted: CUDA context, kernels, libraries' workspaces, unused cached memory.
+
+A context alone takes 0.6 GiB (an H100, ``gpu_gib.before`` in benchmarks/reports/sweep.jsonl). The rest is an allowance:
+the three processes of FLUX.1-dev held 3.3 GiB beside what is counted on a card of 24 GB, and 2.7 on one of 16, where
+allocators had to release unused memory (an H200, benchmarks/reports/cards.jsonl).
+"""
 DECODE_LIMIT_GIB = 2
 """The proposed ``decoder.memory_gib``."""
 SHARED, APART, ON_CPU, TURNS = "shared", "apart", "on_cpu", "turns"
@@ -40,10 +45,21 @@ class StageMemory:
     """One decode within ``DECODE_LIMIT_GIB``, if the decoder supports a limit."""
     whole: int = 0
     """One decode without a limit."""
+    copied: int = 0
+    """The copy of the decoder's weights that ``decoder.compile`` makes on a GPU, in another layout."""
+    layers: int = 0
+    """Layers of the text encoders, which ``text_encoder.offloads_layers`` keeps in host memory."""
+    buffers: int = 0
+    """Memory in which these layers take turns."""
+    prompt: int = 0
+    """Layers that are copied for a prompt."""
 
     @classmethod
-    def of(cls, found: Footprint, *, limits: bool, usual_limit_gib: int) -> StageMemory:
-        """Return the memory of ``found``. ``limits``: the decoder supports ``memory_gib``."""
+    def of(cls, found: Footprint, *, limits: bool, usual_limit_gib: int, copies: bool = False) -> StageMemory:
+        """Return the memory of ``found``.
+
+        ``limits``: the decoder supports ``memory_gib``; ``copies``: it supports ``compile``.
+        """
         decode = found.decode_bytes or 0
         return cls(
             encoder=sum(size or 0 for size in found.encoder.values()),
@@ -51,16 +67,30 @@ class StageMemory:
             decode=min(decode, usual_limit_gib * GIB) if limits else decode,
             limited=min(decode, DECODE_LIMIT_GIB * GIB) if limits else decode,
             whole=decode,
+            copied=sum(size or 0 for size in found.decoder.values()) if copies else 0,
+            layers=found.layers.layers,
+            buffers=found.layers.buffers,
+            prompt=found.layers.prompt,
         )
 
-    def fullest_bytes(self, rank_bytes: int, place: str = SHARED, *, limited: bool = False) -> int:
-        """Return the bytes on the fullest GPU, with ``rank_bytes`` for each rank."""
-        decode = self.decoder + (self.limited if limited else self.decode) + PROCESS_BYTES
-        rank, encode = rank_bytes + PROCESS_BYTES, self.encoder + PROCESS_BYTES
+    def encoder_bytes(self, *, offloaded: bool) -> int:
+        """Return the device memory of the encoder's weights."""
+        return self.encoder - self.layers + self.buffers if offloaded else self.encoder
+
+    def fullest_bytes(
+        self, rank_bytes: int, place: str = SHARED, *, limited: bool = False, offloaded: bool = False
+    ) -> int:
+        """Return the bytes on the fullest GPU, with ``rank_bytes`` for each rank.
+
+        ``offloaded``: the layers of text encoders are in host memory.
+        """
+        decode = self.decoder + self.copied + (self.limited if limited else self.decode) + PROCESS_BYTES
+        encoder = self.encoder_bytes(offloaded=offloaded)
+        rank, encode = rank_bytes + PROCESS_BYTES, encoder + PROCESS_BYTES
         if place == APART:
             return max(rank, encode + decode)
         if place == TURNS:
-            return max(self.encoder, rank_bytes + decode - PROCESS_BYTES) + 3 * PROCESS_BYTES
+            return max(encoder, rank_bytes + decode - PROCESS_BYTES) + 3 * PROCESS_BYTES
         return rank + decode + (encode if place == SHARED else 0)
 
 
@@ -109,14 +139,16 @@ class Fit:
         """Host memory of all weights while the model is asleep (``share``)."""
         return self.asleep_bytes(self.step.chosen)
 
-    def asleep_bytes(self, cost: Cost) -> int:
+    def asleep_bytes(self, cost: Cost, *, offloaded: bool = False) -> int:
         """Return the host memory of all weights while ranks with ``cost`` and the other parts are asleep."""
-        return self.num_ranks * cost.weight_bytes + self.parts.encoder + self.parts.decoder
+        stages = self.parts.encoder_bytes(offloaded=offloaded) + self.parts.decoder + self.parts.copied
+        return self.num_ranks * cost.weight_bytes + stages
 
     @property
     def wake_s(self) -> float:
         """Seconds of a wake-up, the fullest GPU's."""
-        return (self.step.chosen.weight_bytes + self.parts.encoder + self.parts.decoder) / self.machine.host_bytes_per_s
+        own = self.step.chosen.weight_bytes + self.parts.encoder + self.parts.decoder + self.parts.copied
+        return own / self.machine.host_bytes_per_s
 
     def changes(self) -> list[Change]:
         """Return changes with which all parts fit, one for each number of GPUs, fewest first."""
@@ -188,6 +220,7 @@ class Fit:
             "steps": chosen.memory_bytes - chosen.weight_bytes,
             **{f"encoder: {name}": size for name, size in found.encoder.items()},
             **{f"decoder: {name}": size for name, size in found.decoder.items()},
+            **({"decoder: copy for compile": parts.copied} if parts.copied else {}),
             "decode": parts.decode if found.decode_bytes is not None else None,
             "processes": 3 * PROCESS_BYTES,
         }
@@ -235,6 +268,8 @@ class RequestTimes:
     encode_s: float | None
     decode_s: float | None
     encode_flops: float = 0.0
+    num_prompts: int = 1
+    """Prompts that are encoded one after the other, a negative one included."""
 
     @classmethod
     def of(
@@ -253,6 +288,7 @@ class RequestTimes:
             else None,
             decode_s=None if decode is None else decode_s(machine, decode.flops, decode.moved_bytes),
             encode_flops=num_prompts * prompt.flops,
+            num_prompts=num_prompts,
         )
 
     @property

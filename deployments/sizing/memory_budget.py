@@ -51,7 +51,16 @@ def rules_for(model: ModelConfig, quantised: Iterable[str]) -> BudgetRules:
         strategy=denoiser.strategy,
         offloads=bool(denoiser.gpus_per_rank),
         num_offloaded=denoiser.num_offloaded,
+        layers=_layers(model),
     )
+
+
+def _layers(model: ModelConfig) -> tuple[bool, ...]:
+    """Return whether layers of the text encoder may be in host memory, the configured value first."""
+    encoder = model.text_encoder
+    if encoder.offloads_layers:
+        return (True,)
+    return (False, True) if encoder.num_gpus else (False,)
 
 
 def _places(model: ModelConfig) -> tuple[str, ...]:
@@ -137,7 +146,9 @@ def _with_limit(fit: Fit, model: ModelConfig) -> Fit:
     """Return ``fit`` with the configured limit of decodes, and without a decoder if that is on CPU cores."""
     stage = model.text_encoder if model.stages == "together" else model.decoder
     if model.denoiser.gpus_per_rank and not stage.num_gpus:
-        return replace(fit, parts=replace(fit.parts, decoder=0, decode=0, limited=0))
+        return replace(fit, parts=replace(fit.parts, decoder=0, copied=0, decode=0, limited=0))
+    if not (stage.num_gpus and model.decoder.compile):  # on a CPU it is compiled by Inductor, with its own weights
+        fit = replace(fit, parts=replace(fit.parts, copied=0))
     limited = fit.parts.limited if model.stages == "apart" else fit.parts.whole
     limit = model.decoder.memory_bytes
     decode = fit.parts.whole if limit is None else min(fit.parts.whole, limit)

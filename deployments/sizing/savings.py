@@ -49,6 +49,8 @@ class BudgetRules:
     offloads: bool = True
     """More blocks of the transformer may be in host memory than the ``num_offloaded`` that are configured."""
     num_offloaded: int = 0
+    layers: tuple[bool, ...] = (False, True)
+    """Whether layers of the text encoder are in host memory; the first is what is configured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +60,7 @@ class Budget:
     memory_gib: float
     num_bytes: int
     host_bytes: int
-    """Host memory of all ranks' offloaded blocks, and of weights that sleep."""
+    """Host memory of all ranks' offloaded blocks, of the encoder's layers, and of weights that sleep."""
     savings: tuple[Saving, ...]
     unknown: tuple[str, ...] = ()
     """Parts of unknown size, which are not counted."""
@@ -142,20 +144,43 @@ def _budgets(fit: Fit, times: RequestTimes, memory_gib: float, rules: BudgetRule
     own = (rules.precisions[0], rules.num_offloaded)
     base_ms = min(cost.total_ms for cost, *given in steps if tuple(given) == own)
     places = rules.places[:1] if fit.unknown else rules.places  # what an unknown encoder costs is not known
-    limits = (False, True) if fit.parts.limited < fit.parts.decode else (False,)
+    stages = list(_stage_choices(fit, places, rules))
     for cost, precision, blocks in steps:
         extra_s = times.num_steps * (cost.total_ms - base_ms) / 1e3
         of_step = tuple(_of_step(cost, precision, blocks, rules, extra_s))
-        for place in places:
+        for stage in stages:
+            host_bytes = fit.parts.layers if stage.offloaded else 0
+            host_bytes += fit.asleep_bytes(cost, offloaded=stage.offloaded) if stage.place == TURNS else 0
+            yield Budget(
+                memory_gib=memory_gib,
+                num_bytes=fit.parts.fullest_bytes(
+                    cost.memory_bytes, stage.place, limited=stage.limited, offloaded=stage.offloaded
+                ),
+                host_bytes=fit.num_ranks * cost.host_bytes + host_bytes,
+                savings=(*_beside(fit, times, cost, stage, rules), *of_step),
+                unknown=fit.unknown,
+                figures=fit.machine.name,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stages:
+    """Settings of encoder and decoder."""
+
+    place: str
+    offloaded: bool
+    """Layers of the text encoder are in host memory."""
+    limited: bool
+    """Decodes stay within ``DECODE_LIMIT_GIB``."""
+
+
+def _stage_choices(fit: Fit, places: Sequence[str], rules: BudgetRules) -> Iterator[_Stages]:
+    limits = (False, True) if fit.parts.limited < fit.parts.decode else (False,)
+    saves = fit.parts.buffers < fit.parts.layers
+    for place in places:
+        for offloaded in rules.layers if saves and place != ON_CPU else rules.layers[:1]:
             for limited in limits:
-                yield Budget(
-                    memory_gib=memory_gib,
-                    num_bytes=fit.parts.fullest_bytes(cost.memory_bytes, place, limited=limited),
-                    host_bytes=fit.num_ranks * cost.host_bytes + (fit.asleep_bytes(cost) if place == TURNS else 0),
-                    savings=(*_beside(fit, times, cost, place, rules, limited=limited), *of_step),
-                    unknown=fit.unknown,
-                    figures=fit.machine.name,
-                )
+                yield _Stages(place, offloaded, limited)
 
 
 def _steps(fit: Fit, rules: BudgetRules) -> Iterator[tuple[Cost, str, int]]:
@@ -194,18 +219,21 @@ def _of_step(cost: Cost, precision: str, blocks: int, rules: BudgetRules, extra_
     yield from found
 
 
-def _beside(
-    fit: Fit, times: RequestTimes, cost: Cost, place: str, rules: BudgetRules, *, limited: bool
-) -> Iterator[Saving]:
+def _beside(fit: Fit, times: RequestTimes, cost: Cost, stage: _Stages, rules: BudgetRules) -> Iterator[Saving]:
     """Yield the savings of encoder and decoder."""
-    if place == TURNS and rules.places[0] != TURNS:
-        moved = fit.parts.encoder + fit.parts.decoder + cost.weight_bytes
-        extra_s = LINGER_S + moved / fit.machine.host_bytes_per_s
+    if stage.place == TURNS and rules.places[0] != TURNS:
+        moved = fit.parts.encoder_bytes(offloaded=stage.offloaded) + fit.parts.decoder + fit.parts.copied
+        extra_s = LINGER_S + (moved + cost.weight_bytes) / fit.machine.host_bytes_per_s
         yield Saving(key="text_encoder.takes_turns", value=True, extra_s=extra_s)
-    if place == ON_CPU and rules.places[0] != ON_CPU:
+    if stage.offloaded and not rules.layers[0]:
+        copies_s = times.num_prompts * fit.parts.prompt / fit.machine.host_bytes_per_s
+        yield Saving(
+            key="text_encoder.offloads_layers", value=True, extra_s=max(0.0, copies_s - (times.encode_s or 0.0))
+        )
+    if stage.place == ON_CPU and rules.places[0] != ON_CPU:
         flops = times.encode_flops or USUAL_TOKENS * fit.parts.encoder  # two for each weight of two bytes
         extra_s = max(0.0, flops / CPU_FLOPS - (times.encode_s or 0.0))
         yield Saving(key="text_encoder.num_gpus", value=0, extra_s=extra_s)
-    if limited:
+    if stage.limited:
         extra_s = LIMITED_DECODE * (times.decode_s or 0.0)
         yield Saving(key="decoder.memory_gib", value=DECODE_LIMIT_GIB, extra_s=extra_s)

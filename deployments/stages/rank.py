@@ -89,7 +89,7 @@ def _make_engine(
 ) -> RankParts:
     from engines.core.model import with_attention
     from engines.registry import load_engine
-    from engines.warm_up import warm_up, warm_up_additions
+    from engines.warm_up import release_unused_memory, warm_up, warm_up_additions
 
     config = model.denoiser
     start_s = time.monotonic()
@@ -113,6 +113,8 @@ def _make_engine(
         warm_up(engine, shapes, context, engine.team_sizes if config.elastic else engine.team_sizes[-1:])
     with timed("rank: warm up, adapters", rank=context.rank):
         warm_up_additions(engine, steps, recipe_mixes(model), tuple(range(context.num_ranks)))
+    if model.memory_gib is not None:
+        release_unused_memory(context.device)
     additions = cast("LoraCache", denoiser.additions) if denoiser.additions_change else None
     return RankParts(engine=engine, sampler=checkpoint.sampler(), estimates=engine.estimates, additions=additions)
 

@@ -145,6 +145,8 @@ class EncoderConfig(StageConfig):
     """Size of the cache of conditionings; 0 disables it."""
     takes_turns: bool = False
     """Its weights sleep in host memory while gang and decoder work, and theirs while it encodes, unless all fit."""
+    offloads_layers: bool = False
+    """Its layers are in host memory. Each is copied to the device for its forward; nothing is prepared."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

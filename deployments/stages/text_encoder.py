@@ -134,8 +134,12 @@ class PromptEncoder(WeightStage):
             with timed("encoder: device", model=spec.model.name):
                 use_device(stage_devices(spec.stage)[0])
             with self._weights.loading() as modules:
-                self._encoder = checkpoint.text_encoder(compiled=spec.model.text_encoder.compile)
+                options = spec.model.text_encoder
+                self._encoder = checkpoint.text_encoder(
+                    compiled=options.compile, offloads_layers=options.offloads_layers
+                )
                 modules.extend(self._encoder.modules)
+        self._weights.memory.before_sleep(self._encoder.forget_copies)
         self._encoding = Workers(1, "encoding")
         kernels = stage_kernels(spec.model, "text_encoder", stage_devices(spec.stage)[0])
         with timed("encoder: warm up", model=spec.model.name), kernels:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from deployments.service.interface import MediaFormat, Output
 from deployments.stages.common import StageSpec
-from deployments.stages.devices import host_lock
+from deployments.stages.devices import host_lock, stage_devices
 from deployments.stages.stage_config import StageConfig
+from engines.warm_up import release_unused_memory
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, InputVideo, MediaKind, MediaRequest, Mode
@@ -80,6 +81,7 @@ def warm_encoder(encoder: BlocksEncoder, spec: StageSpec, checkpoint: Checkpoint
         for request, pictures in typical_requests(checkpoint.defaults, spec.model.denoiser.warm_sizes):
             for _ in range(num_runs):
                 encoder.encode(request, pictures)
+        _release_unused(spec)
 
 
 def warm_decoder(decoder: BlocksDecoder, spec: StageSpec, checkpoint: Checkpoint) -> NDArray[np.uint8]:
@@ -96,7 +98,15 @@ def warm_decoder(decoder: BlocksDecoder, spec: StageSpec, checkpoint: Checkpoint
             for request in map(defaults.request, sizes):
                 decoder.decode_all(checkpoint.first_latents(request), request)
         request = defaults.request(sizes[0] if sizes else None)
-        return decoder.preview(checkpoint.first_latents(request), request)[:1]
+        frames_FHWC = decoder.preview(checkpoint.first_latents(request), request)[:1]
+        _release_unused(spec)
+        return frames_FHWC
+
+
+def _release_unused(spec: StageSpec) -> None:
+    """Release unused GPU memory of a model that is to stay within ``memory_gib``."""
+    if spec.model.memory_gib is not None:
+        release_unused_memory(stage_devices(spec.stage)[0])
 
 
 @contextmanager

@@ -134,7 +134,9 @@ class WeightMemory:
 
     def _took(self, message: str, begun_s: float) -> float:
         took_s = time.monotonic() - begun_s
-        logger.info(message, extra={"took_s": round(took_s, 3), "num_bytes": _num_bytes(self._found)})
+        num_bytes = _num_bytes(self._found)
+        fields = {"took_s": round(took_s, 3), "num_bytes": num_bytes, "beside_bytes": self._beside(num_bytes)}
+        logger.info(message, extra=fields)
         return took_s
 
 

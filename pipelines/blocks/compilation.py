@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from engines.core.torch_private import keep_kernel_choices, raise_recompile_limit
 from pipelines.blocks.captured import CapturedForward, form_of
+from pipelines.blocks.offloaded_layers import text_encoders_of
 from pipelines.vae.fused import fuse_decoder
 from pipelines.vae.layers import check_decoder
 
 INDUCTOR = "inductor"
-ENCODERS = "text_encoder"
-"""Prefix of the names of a pipeline's text encoders."""
 BIAS = "compute_bias"
 """Method of T5's attention (and of similar models) that returns each head's bias by distance of tokens."""
 MAX_VARIANTS = 64
@@ -77,9 +76,8 @@ def compile_calls(forwards: Iterable[CompiledForward]) -> Iterator[None]:
 
 def compile_encoders(pipeline: Any, backend: str = INDUCTOR) -> tuple[CompiledForward, ...]:
     """Put faster forwards into the text encoders of ``pipeline``: captured on CUDA, else compiled by ``backend``."""
-    modules = [part for name, part in vars(pipeline).items() if name.startswith(ENCODERS)]
     forwards = []
-    for module in (module for module in modules if isinstance(module, nn.Module)):
+    for module in text_encoders_of(pipeline).values():
         make_bias_contiguous(module)
         forwards.append(CompiledForward(module.forward, faster_encoder(module, backend)))
         module.__dict__["forward"] = forwards[-1]

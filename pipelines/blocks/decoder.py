@@ -23,7 +23,7 @@ from pipelines.blocks.sampler import check_finite, finite_flags
 from pipelines.media.picture import laid_over_white
 from pipelines.media.sound import Sound
 from pipelines.request import MediaRequest
-from pipelines.vae.chunks import ChunkedVae, decodes_in_chunks, on_stream
+from pipelines.vae.chunks import ChunkedVae, decodes_in_chunks, on_stream, skip_unread_cache
 from pipelines.vae.multi_gpu import distribute_decoder
 from pipelines.vae.strips import check_fits, limit_memory, release_cached_memory
 
@@ -71,6 +71,8 @@ class BlocksDecoder:
         vae: Any = getattr(self._pipeline, "vae", None)
         if hasattr(vae, "enable_slicing"):
             vae.enable_slicing()  # decode a picture's layers one by one, in less memory
+        if decodes_in_chunks(vae):
+            skip_unread_cache(vae)
         self._compiled = (compile_decoder(self._pipeline.vae),) if compiled else ()
         if memory_bytes is not None:
             limit_memory(self._pipeline.vae, memory_bytes)

@@ -15,9 +15,11 @@ from PIL.Image import Image
 from torch import Tensor, nn
 
 from engines.core.parcel import Shapes
+from engines.parallel.offload import BlockOffload
 from pipelines.blocks import arguments, tree
-from pipelines.blocks.compilation import compile_calls, compile_encoders
+from pipelines.blocks.compilation import compile_calls, compile_encoders, make_bias_contiguous
 from pipelines.blocks.denoiser import guiders_of, set_scale
+from pipelines.blocks.offloaded_layers import layer_weights, offload_layers, text_encoders_of
 from pipelines.blocks.opened import CONTROL_PICTURE, TOKENIZERS, OpenedPipeline, modules_of
 from pipelines.blocks.state import NoiseState
 from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
@@ -57,18 +59,38 @@ class BlocksEncoder:
 
     Prompts are truncated to ``max_tokens`` (0: the pipeline's own limit). ``fits_pictures`` (``Defaults``) crops
     pictures to the request's size. ``compiled``: prompt lengths that are encoded inside ``compile_calls`` run compiled.
+    ``offloads_layers``: the text encoders' layers are in host memory, and run as they are written.
     """
 
     def __init__(
-        self, opened: OpenedPipeline, max_tokens: int = 0, *, fits_pictures: bool = False, compiled: bool = False
+        self,
+        opened: OpenedPipeline,
+        max_tokens: int = 0,
+        *,
+        fits_pictures: bool = False,
+        compiled: bool = False,
+        offloads_layers: bool = False,
     ) -> None:
         self._opened = opened
         self._crops_pictures = fits_pictures or opened.spec.fits_pictures
         self._sections = opened.sections.encode
-        self._pipeline = opened.load(self._sections)
-        self._compiled = compile_encoders(self._pipeline) if compiled else ()
+        self._pipeline = opened.load(self._sections, layer_weights if offloads_layers else None)
+        self._offloads = self._offload(compiled=compiled) if offloads_layers else []
+        self._compiled = compile_encoders(self._pipeline) if compiled and not offloads_layers else ()
         self._later_inputs = opened.input_names((opened.sections.denoise, *opened.sections.decode))
         self.max_tokens = opened.max_tokens(max_tokens)
+
+    def _offload(self, *, compiled: bool) -> list[BlockOffload]:
+        """Move layers to host memory, with the kernels that a ``compiled`` encoder has."""
+        encoders = text_encoders_of(self._pipeline).values()
+        for encoder in encoders if compiled else ():
+            make_bias_contiguous(encoder)
+        return offload_layers(encoders, self._opened.models_device)
+
+    def forget_copies(self) -> None:
+        """Copy offloaded layers again at their next forwards: their device memory may lose its values."""
+        for offload in self._offloads:
+            offload.forget_copies()
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

@@ -21,9 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from engines.core.logs import log_level
 from engines.core.torch_private import TorchDispatchMode, tree_leaves
 from pipelines.blocks import tree
+from pipelines.blocks.offloaded_layers import ENCODERS, NO_LAYERS, NOT_FOR_PROMPTS, LayerBytes, layer_bytes
 from pipelines.blocks.opened import OpenedPipeline
-from pipelines.directory import part_folder
-from pipelines.vae.chunks import ChunkedVae, decodes_in_chunks
+from pipelines.directory import part_folder, quantiser_of
+from pipelines.vae.chunks import ChunkedVae, decodes_in_chunks, skip_unread_cache
 
 PUBLISHED_ENCODERS = Path(__file__).parents[1] / "published_encoders.json"
 """Configurations of shared encoders by name, and the encoders of each published model."""
@@ -36,8 +37,6 @@ HunyuanVideo's; this gives 9.8, 6.3 and 11.2.
 """
 COUNTED_FRAMES = 3
 """Latent frames of a chunked clip that are counted; all later ones equal the last."""
-NOT_FOR_PROMPTS = ("vision", "visual", "multi_modal_projector", "lm_head")
-"""Parts of the names of modules that a text prompt does not use."""
 VIEWS = frozenset(
     {"_unsafe_view", "alias", "as_strided", "chunk", "detach", "empty", "empty_like", "expand", "permute", "reshape"}
     | {"select", "slice", "split", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"}
@@ -170,6 +169,8 @@ class Footprint:
     """Work of decoding one request (None: unknown before a request)."""
     decode_bytes: int | None = None
     """Memory of that decode beside the weights."""
+    layers: LayerBytes = NO_LAYERS
+    """Layers of the text encoders, if they can be in host memory."""
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -186,8 +187,9 @@ def footprint(opened: OpenedPipeline, num_tokens: int, latents: Mapping[str, Any
     sections = opened.sections
     encoder = {name: _outline(opened, name) for name in opened.loaded_parts(sections.encode)}
     decoder = {name: _outline(opened, name) for name in opened.loaded_parts(sections.decode)}
-    readers = [part for name, part in encoder.items() if name.startswith("text_encoder") and part is not None]
-    weights = [weight for part in readers for weight in _prompt_weights(part)]
+    readers = {name: part for name, part in encoder.items() if name.startswith(ENCODERS) and part is not None}
+    weights = [weight for part in readers.values() for weight in _prompt_weights(part)]
+    can_move = not any(quantiser_of(part_folder(opened.path, name)) for name in readers)
     work, decode_bytes = (None if latents is None else _decode_work(opened, latents)) or (None, None)
     return Footprint(
         encoder=_sizes(encoder),
@@ -199,6 +201,7 @@ def footprint(opened: OpenedPipeline, num_tokens: int, latents: Mapping[str, Any
         ),
         decode=work,
         decode_bytes=decode_bytes,
+        layers=sum(map(layer_bytes, readers.values()), NO_LAYERS) if can_move else NO_LAYERS,
     )
 
 
@@ -263,6 +266,8 @@ def _decode_work(opened: OpenedPipeline, latents: Mapping[str, Any]) -> tuple[St
     try:
         if opened.spec.decodes_frames_apart and decodes_in_chunks(vae) and z.shape[2] > COUNTED_FRAMES:
             return _chunked_decode_work(vae, z)
+        if decodes_in_chunks(vae):
+            skip_unread_cache(vae)
         with ForwardMeter() as meter:
             vae.decode(z)
     except OperatorLimitError:

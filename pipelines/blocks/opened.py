@@ -25,6 +25,7 @@ from torch import nn
 from engines.core.logs import timed
 from engines.parallel.weight_files import files_of
 from engines.quantization.linear import move_from_host
+from pipelines.blocks.offloaded_layers import ENCODERS
 from pipelines.blocks.stand_in import StandIn
 from pipelines.blocks.tree import Sections
 from pipelines.component_weights import check_finite, file_of, has_scales, load_folder
@@ -176,10 +177,18 @@ class OpenedPipeline:
             self._configs[name] = self._read_part_config(name)
         return self._configs[name]
 
-    def load(self, sections: Iterable[str]) -> Any:
-        """Return a pipeline for the blocks of ``sections``, with their models loaded and outlines of all others."""
+    def load(self, sections: Iterable[str], encoders_stay: WeightsOnHost | None = None) -> Any:
+        """Return a pipeline for the blocks of ``sections``, with their models loaded and outlines of all others.
+
+        Weights of text encoders whose names ``encoders_stay`` returns stay on the host.
+        """
         wanted = self.loaded_parts(sections)
-        pipeline = self._with_parts(lambda name: self.load_part(name) if name in wanted else self._outline(name))
+
+        def make(name: str) -> Any:
+            stays = encoders_stay if name.startswith(ENCODERS) else None
+            return self.load_part(name, stays) if name in wanted else self._outline(name)
+
+        pipeline = self._with_parts(make)
         self.spec.complete_pipeline(pipeline)
         return pipeline
 
@@ -241,8 +250,14 @@ class OpenedPipeline:
         is_read_here = issubclass(spec.type_hint, ModelMixin) and (is_on_gpu or has_scales(folder))
         if is_read_here and (model := self._read_part(name, folder, stays)) is not None:
             return model
+        if stays and (quantiser := quantiser_of(folder)):
+            raise ValueError(
+                f"the layers of {folder}, quantised by {quantiser}, cannot be in host memory: remove "
+                "text_encoder.offloads_layers"
+            )
         dtype = torch.float32 if name in self.spec.float32_parts else self.dtype
-        return load_folder(spec, folder, self.models_device, dtype).eval().requires_grad_(False)
+        model = load_folder(spec, folder, self._loading_device(stays), dtype).eval().requires_grad_(False)
+        return self._moved(model, stays) if stays else model
 
     def _read_part(self, name: str, folder: Path, stays: WeightsOnHost | None) -> Any:
         """Return the model as diffusers loads it, but faster; None for files that only diffusers can read."""
@@ -268,7 +283,10 @@ class OpenedPipeline:
 
     def _placed(self, model: Any, stays: WeightsOnHost | None) -> Any:
         """Return ``model`` in the dtypes of a loaded one, on the device with all weights but those that stay."""
-        model = self.as_loaded(model)
+        return self._moved(self.as_loaded(model), stays)
+
+    def _moved(self, model: Any, stays: WeightsOnHost | None) -> Any:
+        """Return ``model`` on the device, with all weights but those that stay."""
         on_host = stays(model) if stays else ()
         move_from_host((each for own, each in model.named_parameters() if own not in on_host), self.models_device)
         move_buffers(model, self.models_device)

@@ -34,6 +34,31 @@ def decodes_in_chunks(vae: Any) -> bool:
     return CACHE in _arguments(vae) and not vae.use_tiling
 
 
+class UnreadCache(list[Any]):
+    """The cache of a clip's only latent frame: what a next frame would read is not kept.
+
+    It would be the input of nearly every convolution, more than half of a decode's memory.
+    """
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Do nothing."""
+
+
+def skip_unread_cache(vae: Any) -> None:
+    """Have ``vae``, which ``decodes_in_chunks``, decode a single latent frame without a cache, with the same values."""
+    whole = vae.decode
+
+    def decode(latents_BCFHW: Tensor, return_dict: bool = True) -> Any:
+        """Return what ``vae.decode`` returns, or a ``DecoderOutput``, which can be indexed like its tuple."""
+        is_sliced = len(latents_BCFHW) == 1 or vae.use_slicing
+        if latents_BCFHW.shape[2] > 1 or vae.use_tiling or not is_sliced:
+            return whole(latents_BCFHW, return_dict=return_dict)
+        frames = [frame_BCFHW for one in torch.split(latents_BCFHW, 1) for frame_BCFHW in decode_chunks(vae, one)]
+        return DecoderOutput(sample=torch.cat(frames))
+
+    vae.__dict__["decode"] = decode
+
+
 def decode_chunks(vae: Any, latents_BCFHW: Tensor, decoders: Sequence[Any] = ()) -> Iterator[Tensor]:
     """Yield the frames of each latent frame: together the exact values of ``vae.decode`` of the whole.
 
@@ -157,7 +182,8 @@ def uses_upsample(decoder: Any) -> bool:
 
 def _decode_band(vae: Any, decoder: Any, hidden_BCFHW: Tensor, band: Band) -> Iterator[Tensor]:
     """Yield the pixels of a band, frame by frame, with a cache of the call."""
-    cache: list[Any] = [None] * sum(1 for _ in decoder.modules())
+    has_next = hidden_BCFHW.shape[2] > 1
+    cache: list[Any] = (list if has_next else UnreadCache)([None] * sum(1 for _ in decoder.modules()))
     takes_first = FIRST in _arguments(vae)
     crops = list(_crops(decoder, band, hidden_BCFHW.shape[-2])) if band.count > 1 else []
     for index in range(hidden_BCFHW.shape[2]):

@@ -33,6 +33,7 @@ from deployments.ray_private import (
     controller_answers,
     deployment_names,
     leave_replica,
+    log_folder,
     object_ref,
     object_ref_generator,
     processes_in_own_sessions,
@@ -174,6 +175,19 @@ def test_a_cluster_has_its_files_and_settings(ray_cluster: None) -> None:
     assert "--temp_dir=/tmp/troupe_ray_" in ray_commands() or "--temp-dir=/tmp/troupe_ray_" in ray_commands()
     (config,) = set(re.findall(r"--config_list=(\S+)", ray_commands()))
     assert json.loads(base64.b64decode(config)).items() >= LOCAL_SYSTEM.items()
+
+
+def test_workers_log_to_the_folder(ray_cluster: None) -> None:
+    @ray.remote
+    def write() -> int:
+        os.write(2, b"a word\n")
+        return os.getpid()
+
+    pid = ray.get(write.remote())
+    folder = log_folder()
+    assert folder is not None
+    (log,) = folder.glob(f"worker-*-{pid}.err")
+    assert "a word\n" in log.read_text()
 
 
 def test_workers_are_set_up_by_the_script(ray_cluster: None) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from engines.core.engine import RankContext
 from engines.core.model import with_attention
 from engines.torch_engine.engine import TorchEngine
-from engines.warm_up import warm_up
+from engines.warm_up import release_unused_memory, warm_up
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
 
@@ -41,6 +44,30 @@ def test_a_shape_that_is_not_captured_runs_once() -> None:
         engine.predict(step, (0,))
         assert engine.was_warm
     engine.close()
+
+
+def test_memory_of_the_warm_up_is_released_and_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a pretended GPU whose allocator keeps 3 bytes of 10 for nothing."""
+    reserved = [10]
+    pretended = {
+        "device": lambda _: nullcontext(),
+        "max_memory_reserved": lambda: 12,
+        "empty_cache": lambda: reserved.append(7),
+        "memory_reserved": lambda: reserved[-1],
+        "memory_allocated": lambda: 6,
+        "mem_get_info": lambda: (100, 200),
+    }
+    for name, function in pretended.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    with caplog.at_level(logging.INFO, "engines.warm_up"):
+        release_unused_memory("cpu")
+        assert not caplog.records
+        release_unused_memory("cuda:0")
+    (record,) = caplog.records
+    fields = ("held_bytes", "most_bytes", "tensor_bytes", "free_bytes")
+    assert [getattr(record, name) for name in fields] == [7, 12, 6, 100]
 
 
 def warm_and_predict(strategy: str) -> dict[str, bool]:

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.serving import application
 from benchmarks.serving.application import REST_CORES, REST_LOOKS, Application
+from deployments.cli.serving import load_config
 from tests.support.patience import PATIENCE_S
 
 QUIET, BUSY = 0.4 * REST_CORES, 2 * REST_CORES
@@ -72,3 +73,30 @@ def test_what_torch_said_of_memory_is_found_in_the_logs(tmp_path: Path) -> None:
     said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.80 GiB"
     (logs / "worker-1.err").write_text(f'{{"level": "error", "error": "OutOfMemoryError: {said}\\nTraceback"}}\n')
     assert application.out_of_memory(tmp_path) == said
+
+
+def test_a_process_that_torch_memory_saver_ended_is_found(tmp_path: Path) -> None:
+    logs = tmp_path / "tr_1" / "r" / "session_2026" / "logs"
+    logs.mkdir(parents=True)
+    (tmp_path / "log").write_text("starting\n")
+    said = "[torch_memory_saver.cpp] cudaError error: 2 (out of memory)  file=csrc/core.cpp func=resume line=1"
+    (logs / "worker-1.err").write_text(f":actor_name:Rank\nloading\n{said}\n")
+    assert application.out_of_memory(tmp_path) == said
+
+
+def test_logs_of_a_start_that_failed_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server writes to the folder of its logs, and ends before it is ready."""
+    write = (
+        "import os, pathlib, sys; logs = pathlib.Path(os.environ['RAY_TMPDIR'], 'tr_1/r/session_2026/logs');"
+        "logs.mkdir(parents=True); (logs / 'worker-1.err').write_text('CUDA out of memory. Tried'); sys.exit('no room')"
+    )
+    monkeypatch.setattr(application, "COMMAND", (sys.executable, "-c", write))
+    kept, config = tmp_path / "kept", load_config("laptop")
+    with (
+        pytest.raises(RuntimeError, match="ended with 1:\nno room") as failed,
+        application.serving(config, keep_logs_in=kept),
+    ):
+        pass
+    assert (kept / "worker-1.err").read_text() == "CUDA out of memory. Tried"
+    assert (kept / "server.log").read_text() == "no room\n"
+    assert failed.value.__notes__ == ["CUDA out of memory. Tried"]

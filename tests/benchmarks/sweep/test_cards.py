@@ -35,6 +35,7 @@ class Machine:
         self.events: list[str] = []
         self.limits_s: list[float] = []
         self.prompts: list[str] = []
+        self.kept_logs: list[Path | None] = []
         self.gib_of_failure = 0.0
         """Applications that are given less fail in their last request."""
         self._left_gib = 0.0
@@ -51,8 +52,9 @@ class Machine:
             found |= {"left_gib": round(self._left_gib, 2), "held_gib": 1.5}
 
     @contextmanager
-    def serving(self, config: ServeConfig, *, ready_within_s: float) -> Iterator[Any]:
+    def serving(self, config: ServeConfig, *, ready_within_s: float, keep_logs_in: Path | None) -> Iterator[Any]:
         (model,) = config.app.models
+        self.kept_logs.append(keep_logs_in)
         self.events.append(f"serve {model.memory_gib:g}")
         try:
             yield SimpleNamespace(url="http://served", ready_s=1.0, logs=self.logs)
@@ -129,13 +131,18 @@ def test_a_process_without_memory_is_an_error_beside_what_was_seen(
     machine: Machine, folder: Path, tmp_path: Path
 ) -> None:
     machine.gib_of_failure = 20.0
-    machine.logs.joinpath("worker.err").write_text(OUT_OF_MEMORY)
     assert measure(tmp_path / "cards.jsonl", folder, "--memory", "12", "--logs", tmp_path / "kept") == 1
-    assert (tmp_path / "kept" / f"{folder.name}_12" / "worker.err").read_text() == OUT_OF_MEMORY
+    assert machine.kept_logs == [tmp_path / "kept" / f"{folder.name}_12"]
     (line,) = lines_of(tmp_path / "cards.jsonl")
     assert line["error"] == "RuntimeError: no picture or clip, but 500: a rank failed"
     assert line["out_of_memory"] == OUT_OF_MEMORY
     assert (line["held_gib"], line["ready_s"], "again_ms" in line, "other_ms" in line) == (1.5, 1.0, True, False)
+
+
+def test_an_error_names_no_folder_of_this_machine() -> None:
+    error = RuntimeError("troupe serve ended with 2:\nlogs are in /tmp/troupe_bench_1/tr_2 until the next start")
+    expected = "RuntimeError: troupe serve ended with 2:\nlogs are in FOLDER until the next start"
+    assert cards.said_of(error) == expected
 
 
 def test_a_model_that_no_savings_make_fit_is_neither_written_nor_served(machine: Machine, tmp_path: Path) -> None:
@@ -157,7 +164,7 @@ def test_a_model_is_written_once(
 
     monkeypatch.setattr(cards, "write_model", write)
     monkeypatch.setattr(cards, "check_room", lambda *_, **__: None)
-    words = ("FLUX.1-dev", "--memory", "80", "141", "--scratch", tmp_path, *(("--keep",) if keeps else ()))
+    words = ("FLUX.1-dev", "--memory", "141", "192", "--scratch", tmp_path, *(("--keep",) if keeps else ()))
     assert measure(tmp_path / "cards.jsonl", *words) == 0
     assert all(line["predicted_s"] > 0 for line in lines_of(tmp_path / "cards.jsonl"))
     assert written == [tmp_path / "troupe_card_FLUX.1-dev.unfinished"]

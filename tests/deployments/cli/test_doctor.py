@@ -67,17 +67,17 @@ def test_without_a_gpu_tensorrt_rtx_is_enough_to_build(monkeypatch: pytest.Monke
 
 
 def test_models_that_share_gpus_are_told_with_what_fits_together() -> None:
-    """Estimated at each model's default size, with three processes of half a GiB on the first GPU."""
+    """Estimated at each model's default size, with three processes of a GiB on the first GPU."""
     models = [ModelConfig(name=name, share="main") for name in ("flux-shapes", "kontext-shapes", "wan-shapes")]
     everything = "flux-shapes + kontext-shapes + wan-shapes"
     told = doctor.share_report(models, ShareConfig())
     assert told.startswith(f"awake together: {everything}; asleep, their weights take up to 0.")
     assert told.endswith(" GiB of host memory")
-    two = doctor.share_report(models, ShareConfig(memory_gib=3.5, host_memory_gib=0.01))
+    two = doctor.share_report(models, ShareConfig(memory_gib=7, host_memory_gib=0.01))
     assert "flux-shapes + kontext-shapes; or" in two
     assert everything not in two
     assert two.endswith(", of which 0.01 are pinned and the rest is read through the page cache, slower")
-    assert "flux-shapes; or kontext-shapes; or wan-shapes;" in doctor.share_report(models, ShareConfig(memory_gib=2))
+    assert "flux-shapes; or kontext-shapes; or wan-shapes;" in doctor.share_report(models, ShareConfig(memory_gib=4))
 
 
 def bytecode(monkeypatch: pytest.MonkeyPatch, folder: Path, *, writes: bool) -> doctor.Finding:

@@ -144,7 +144,7 @@ def test_parts_together_take_no_more_than_was_held(args: tuple[str, ...], measur
 def test_a_model_that_fits() -> None:
     result = estimate(*KLEIN, "--machine", "rtx-4090")
     assert result.exit_code == 0, result.output
-    assert "fits 23.7 GiB a GPU (21.3 of them usable): 19." in result.output
+    assert "fits 23.7 GiB a GPU (21.3 of them usable): 21." in result.output
     assert "published, not measured" in result.output
     assert "published in: NVIDIA Ada GPU architecture white paper" in result.output
 
@@ -161,7 +161,8 @@ def test_what_does_not_fit_does_with_the_change_that_is_named() -> None:
     (rank,) = (one["memory_bytes"] / 2**30 for one in again["candidates"])
     gib = again["memory"]["gib"]
     two_processes = gib["processes"] * 2 / 3
-    assert change["gib"] == pytest.approx(rank + gib["decoder: vae"] + gib["decode"] + two_processes, abs=0.01)
+    decoder = gib["decoder: vae"] + gib["decoder: copy for compile"] + gib["decode"]
+    assert change["gib"] == pytest.approx(rank + decoder + two_processes, abs=0.01)
     assert change["gib"] <= memory["usable_gib"]
 
 

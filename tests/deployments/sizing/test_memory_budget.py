@@ -20,6 +20,7 @@ from engines.planner.cost_model import Workload
 from engines.planner.forecast import forecast
 from engines.planner.machine import MACHINES
 from engines.planner.profile import ModelProfile, StreamCost
+from pipelines.checkpoint import Checkpoint
 from pipelines.size import Size
 
 ALL = BudgetRules()
@@ -49,7 +50,7 @@ COUNTED = ModelProfile(
 
 
 def fit(memory_gib: float, num_ranks: int = 1) -> Fit:
-    """A transformer of 12 GiB with an encoder of 9 and a decoder, 27.1 GiB in all on a GPU of this size."""
+    """A transformer of 12 GiB with an encoder of 9 and a decoder, 28.6 GiB in all on a GPU of this size."""
     machine = replace(MACHINE.for_ranks(num_ranks), memory_bytes=int(memory_gib * GIB))
     step = forecast(COUNTED, Workload(lengths=(("image", 4096),)), num_ranks, machine, must_fit=False)
     return Fit(step=step, num_ranks=num_ranks, parts=PARTS, unknown=())
@@ -107,10 +108,70 @@ def test_an_encoder_takes_turns_where_both_do_not_fit() -> None:
     assert not chosen(24, replace(rules, places=(TURNS,))).savings, "as it is configured"
 
 
+LAYERS = replace(PARTS, layers=8 * GIB, buffers=GIB // 2, prompt=7 * GIB)
+"""The encoder has layers of 8 GiB, of which pictures alone use one."""
+
+
+def with_layers(memory_gib: float) -> Fit:
+    return replace(fit(memory_gib), parts=LAYERS)
+
+
+def test_layers_of_an_encoder_are_in_host_memory_where_that_costs_least() -> None:
+    """A prompt copies the layers that it is encoded with, less what its encoding hides."""
+    budget = choose_savings(with_layers(24), TIMES, 24, ALL)
+    assert keys(budget) == ["text_encoder.offloads_layers"]
+    copies_s = 7 * GIB / MACHINE.host_bytes_per_s
+    assert budget.extra_s == pytest.approx(copies_s - 0.1)
+    assert budget.num_bytes == fit(24).total_bytes - 8 * GIB + GIB // 2
+    assert budget.host_bytes == 8 * GIB
+    guided = choose_savings(with_layers(24), replace(TIMES, num_prompts=2), 24, ALL)
+    assert guided.extra_s == pytest.approx(2 * copies_s - 0.1)
+    half = replace(ALL, layers=(False,))
+    assert "text_encoder.offloads_layers" not in keys(choose_savings(with_layers(24), TIMES, 24, half))
+    configured = replace(ALL, layers=(True,))
+    assert not choose_savings(with_layers(24), TIMES, 24, configured).savings, "as it is configured"
+
+
+def test_an_encoder_larger_than_the_card_takes_turns_with_layers_in_host_memory() -> None:
+    """Its other weights sleep; no saving without both fits."""
+    rules = BudgetRules(places=(SHARED, TURNS), offloads=False)
+    large = replace(LAYERS, encoder=40 * GIB, layers=32 * GIB, prompt=32 * GIB)
+    own = replace(fit(23), parts=large)
+    budget = choose_savings(own, TIMES, 23, rules)
+    assert keys(budget) == ["text_encoder.takes_turns", "text_encoder.offloads_layers"]
+    asleep = 8 * GIB + GIB // 2 + PARTS.decoder + COUNTED.weight_bytes
+    assert budget.host_bytes == 32 * GIB + asleep
+    assert budget.extra_s == pytest.approx(0.25 + (asleep + 32 * GIB) / MACHINE.host_bytes_per_s - 0.1)
+    with pytest.raises(ValueError, match="too many"):
+        choose_savings(own, TIMES, 23, replace(rules, layers=(False,)))
+
+
+def test_layers_stay_where_they_save_nothing() -> None:
+    """As of an encoder on CPU cores, or with two layers, which the buffers replace."""
+    on_cpu = choose_savings(with_layers(24), TIMES, 24, replace(ALL, places=(ON_CPU,)))
+    assert "text_encoder.offloads_layers" not in keys(on_cpu)
+    few = replace(fit(24), parts=replace(LAYERS, layers=GIB, buffers=GIB))
+    assert "text_encoder.offloads_layers" not in keys(choose_savings(few, TIMES, 24, ALL))
+
+
+def test_a_prepared_decoder_has_a_copy_of_its_weights() -> None:
+    copied = replace(fit(48), parts=replace(PARTS, copied=GIB // 4))
+    assert copied.total_bytes - fit(48).total_bytes == GIB // 4
+    assert copied.host_bytes - fit(48).host_bytes == GIB // 4
+    on_gpu = {**ON_GPU, "decoder": {"num_gpus": 0.1, "compile": True}}
+    plain, prepared = (
+        budget_of(model(name="FLUX.1-dev", memory_gib=80, **{**document, "denoiser": ONE_RANK})).num_bytes
+        for document in (ON_GPU, on_gpu)
+    )
+    decoder = Checkpoint.of_configuration("FLUX.1-dev", "meta", "bfloat16")
+    weights = decoder.footprint(decoder.defaults.request()).decoder["vae"]
+    assert prepared - plain == weights
+
+
 def test_decoder_before_encoder() -> None:
     """Strips cost seconds, an encoder on CPU cores a minute and more."""
-    assert keys(chosen(29)) == ["decoder.memory_gib"]
-    on_cpu = chosen(20)
+    assert keys(chosen(31)) == ["decoder.memory_gib"]
+    on_cpu = chosen(22)
     assert keys(on_cpu) == ["text_encoder.num_gpus"]
     assert on_cpu.extra_s == pytest.approx(5e12 / 5e10 - 0.1)
 
@@ -130,7 +191,7 @@ def test_lossless_savings_come_first_however_slow() -> None:
     rules = replace(QUANTISING, places=(SHARED, ON_CPU))
     slow = chosen(20, rules)
     assert not slow.is_lossy
-    lossy = chosen(24, replace(rules, places=(SHARED,)))
+    lossy = chosen(25, replace(rules, places=(SHARED,)))
     assert lossy.is_lossy
     assert keys(lossy)[-1] == "denoiser.precision"
     assert "other pixels" in lossy.sentence()
@@ -139,8 +200,8 @@ def test_lossless_savings_come_first_however_slow() -> None:
 def test_nothing_lossy_without_permission() -> None:
     only_shared = BudgetRules(places=(SHARED,), offloads=False)
     with pytest.raises(ValueError, match="allow_quantization: true"):
-        chosen(24, only_shared)
-    assert chosen(24, replace(only_shared, precisions=("native", "fp8"))).is_lossy
+        chosen(23, only_shared)
+    assert chosen(25, replace(only_shared, precisions=("native", "fp8"))).is_lossy
 
 
 def test_the_error_says_how_much_is_missing() -> None:
@@ -182,7 +243,7 @@ def test_a_request_is_predicted_with_the_savings_of_its_model() -> None:
         }
     )
     budget, size = budget_of(one), Size(width=1024, height=1024)
-    assert any("offloaded" in key for key in keys(budget))
+    assert "text_encoder.offloads_layers" in keys(budget)
     few, many = (predicted_s(one, budget, size, num_steps) for num_steps in (4, 28))
     roomy = one.model_copy(update={"memory_gib": 80.0})
     plain = predicted_s(roomy, budget_of(roomy), size, 28)
@@ -192,10 +253,10 @@ def test_a_request_is_predicted_with_the_savings_of_its_model() -> None:
 
 def test_ranks_divide_the_weights_where_that_is_cheapest() -> None:
     """The division is named, since a start on a larger card would choose another one."""
-    budget = chosen(24, replace(QUANTISING, places=(SHARED,)), num_ranks=2)
+    budget = chosen(25, replace(QUANTISING, places=(SHARED,)), num_ranks=2)
     assert "denoiser.strategy" in keys(budget)
     assert not budget.is_lossy
-    named = chosen(24, BudgetRules(places=(SHARED,), strategy="tensor", offloads=False), num_ranks=2)
+    named = chosen(25, BudgetRules(places=(SHARED,), strategy="tensor", offloads=False), num_ranks=2)
     assert "denoiser.strategy" not in keys(named)
 
 
@@ -203,6 +264,7 @@ def model(**changes: Any) -> ModelConfig:
     return ModelConfig.model_validate({"name": "flux-shapes", **changes})
 
 
+ONE_RANK = {"num_ranks": 1, "gpus_per_rank": 0.8}
 ON_ONE_GPU = {"denoiser": {"num_ranks": 1, "gpus_per_rank": 0.8}, "text_encoder": {"num_gpus": 0.1}}
 ON_GPU = {"denoiser": {"gpus_per_rank": 0.8}, "text_encoder": {"num_gpus": 0.1}, "decoder": {"num_gpus": 0.1}}
 
@@ -210,6 +272,7 @@ ON_GPU = {"denoiser": {"gpus_per_rank": 0.8}, "text_encoder": {"num_gpus": 0.1},
 def test_savings_are_keys_of_the_configuration() -> None:
     savings = (
         Saving(key="text_encoder.num_gpus", value=0, extra_s=1.0),
+        Saving(key="text_encoder.offloads_layers", value=True, extra_s=0.0),
         Saving(key="decoder.memory_gib", value=2, extra_s=0.5),
         Saving(key="denoiser.precision", value="fp8", extra_s=-0.25, is_lossy=True),
     )
@@ -217,8 +280,12 @@ def test_savings_are_keys_of_the_configuration() -> None:
     budget = Budget(memory_gib=12, num_bytes=10 * GIB, host_bytes=0, savings=(*savings, further), figures="a GPU")
     changed = applied(budget, model(memory_gib=12, **ON_ONE_GPU))
     assert (changed.text_encoder.num_gpus, changed.decoder.memory_gib, changed.denoiser.precision) == (0, 2, "fp8")
+    assert changed.text_encoder.offloads_layers
     assert (changed.denoiser.gpus_per_rank, changed.denoiser.num_offloaded) == (0.8, 3)
-    assert "text_encoder.num_gpus: 0, decoder.memory_gib: 2, denoiser.precision: fp8, denoiser" in budget.sentence()
+    assert (
+        "text_encoder.num_gpus: 0, text_encoder.offloads_layers: true, decoder.memory_gib: 2, denoiser.precision"
+        in budget.sentence()
+    )
     assert "+1.2 s a request (predicted for a GPU), other pixels" in budget.sentence()
 
 
@@ -238,6 +305,10 @@ def test_the_configuration_says_what_may_change() -> None:
     assert TURNS not in rules_for(model(memory_gib=8, **two), quantised).places, "one replica each can sleep"
     offloading = {"gpus_per_rank": 0.8, "strategy": "ulysses", "torch": {"offloaded_blocks": 5}}
     assert rules_for(model(memory_gib=8, **{**ON_GPU, "denoiser": offloading}), quantised).num_offloaded == 5
+    assert rules_for(model(memory_gib=8, **ON_GPU), quantised).layers == (False, True)
+    layers = {**ON_GPU, "text_encoder": {"num_gpus": 0.1, "offloads_layers": True}}
+    assert rules_for(model(memory_gib=8, **layers), quantised).layers == (True,)
+    assert rules_for(model(memory_gib=8, **{**ON_GPU, "text_encoder": {}}), quantised).layers == (False,)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +329,7 @@ def test_what_does_not_go_together(changes: dict[str, Any], message: str) -> Non
 
 
 def test_a_model_that_fits_and_one_that_does_not() -> None:
-    """The shipped model is small; three processes take 1.5 GiB."""
+    """The shipped model is small; three processes take 3 GiB."""
     args = AppConfig.model_validate({"models": [{"name": "flux-shapes", "memory_gib": 4}, {"name": "kontext-shapes"}]})
     fitted, budgets = with_budgets(args)
     assert fitted == args

@@ -1,6 +1,6 @@
 """Two models that take turns: what each gives alone, though a sleeping rank and the arbiter are killed.
 
-A third one has its GPUs alone, offloads blocks, and its encoder takes turns with its gang.
+A third one has its GPUs alone, offloads blocks, and its encoder, whose layers are offloaded, takes turns with its gang.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def config() -> ServeConfig:
     for model in sharing:
         model |= {"share": "cores", "stages": "together"}
         model["denoiser"]["num_ranks"] = NUM_RANKS[model["name"]]
-    alone |= {"stages": "apart", "text_encoder": {"takes_turns": True}}
+    alone |= {"stages": "apart", "text_encoder": {"takes_turns": True, "offloads_layers": True}}
     alone["denoiser"] |= {"num_ranks": 1, "torch": {"offloaded_blocks": 2}}
     args["shares"] = {"cores": {"memory_gib": 0.07, "host_memory_gib": 0.05}, THREE: {"memory_gib": GANG_ALONE_GIB}}
     return parse_config(document)

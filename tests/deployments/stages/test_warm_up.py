@@ -16,6 +16,7 @@ import pytest
 from deployments.config import ModelConfig
 from deployments.service.interface import Output
 from deployments.stages import vae_decoder
+from deployments.stages import warm_up as warm_up_module
 from deployments.stages.common import StageSpec
 from deployments.stages.devices import host_lock
 from deployments.stages.stage_config import DenoiserConfig, EncoderConfig
@@ -129,6 +130,27 @@ def test_what_is_captured_has_been_replayed(pictures: Path, compiles: bool, num_
     encoder: Any = SimpleNamespace(compile_calls=nullcontext, encode=lambda request, _: prompts.append(request.prompt))
     warm_encoder(encoder, replace(spec, model=model), checkpoint)
     assert prompts == [PROMPT] * 2 * num_runs, "of words alone, and with a picture"
+
+
+@pytest.mark.parametrize(("memory_gib", "expected"), [(None, []), (24.0, ["cuda", "cuda"])])
+def test_models_on_small_cards_release_what_the_warm_up_needed(
+    memory_gib: float | None, expected: list[str], pictures: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[str] = []
+    monkeypatch.setattr(warm_up_module, "release_unused_memory", released.append)
+    spec, checkpoint = spec_of(pictures, "64x48"), Checkpoint(pictures)
+    model = spec.model.model_copy(update={"memory_gib": memory_gib})
+    on_gpu = replace(spec, model=model, stage=replace(spec.stage, num_gpus=0.1))
+
+    def blank(*_: Any) -> Any:
+        assert not released or released == ["cuda"], "before the release"
+        return np.zeros((1, 8, 8, 3), np.uint8)
+
+    warm_encoder(cast(Any, SimpleNamespace(compile_calls=nullcontext, encode=blank)), on_gpu, checkpoint)
+    warm_decoder(
+        cast(Any, SimpleNamespace(compile_calls=nullcontext, decode_all=blank, preview=blank)), on_gpu, checkpoint
+    )
+    assert released == expected
 
 
 @pytest.mark.parametrize("num_gpus", [0.0, 0.1])

@@ -12,15 +12,17 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.models.autoencoders.vae import DecoderOutput
 from torch import Tensor
 
 from pipelines.blocks import decoder as decoder_module
 from pipelines.blocks.decoder import BlocksDecoder
+from pipelines.blocks.footprint import ForwardMeter
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
 from pipelines.vae import chunks
-from pipelines.vae.chunks import decode_bands, decode_chunks, decodes_in_chunks, margins
+from pipelines.vae.chunks import decode_bands, decode_chunks, decodes_in_chunks, margins, skip_unread_cache
 from tests.pipelines.support.checkpoints import tiny, tiny_cosmos, tiny_hunyuan, tiny_ltx
 from tests.pipelines.support.references.video import Clip
 from tests.pipelines.vae.support.vaes import VAES, copies, decibels
@@ -48,10 +50,44 @@ def test_chunks_are_the_whole_bit_by_bit(name: str) -> None:
     assert not torch.allclose(alone[1][:, :, -1], parts[1][:, :, -1]), "frames do not depend on those before"
 
 
+@pytest.mark.parametrize("name", VAES)
+@pytest.mark.parametrize("num_layers", [1, 2])
+@torch.no_grad()
+def test_a_single_frame_has_the_same_bits_without_a_cache(name: str, num_layers: int) -> None:
+    """A picture, or the layers of one, which the auto-encoder decodes one by one."""
+    vae = VAES[name]()
+    vae.enable_slicing()
+    picture = torch.cat([one[:, :, :1] + layer for layer, one in enumerate([latents_like(4)] * num_layers)])
+    whole, kept_bytes = vae.decode(picture, return_dict=False)[0], peak_bytes(vae, picture)
+    clip = vae.decode(latents_like(4), return_dict=False)[0]
+    skip_unread_cache(vae)
+    assert torch.equal(vae.decode(picture, return_dict=False)[0], whole)
+    assert torch.equal(vae.decode(picture).sample, whole)
+    assert torch.equal(vae.decode(latents_like(4), return_dict=False)[0], clip)
+    assert peak_bytes(vae, picture) < 0.8 * kept_bytes
+
+
+def peak_bytes(vae: Any, latents_BCFHW: Tensor) -> int:
+    """Memory of a decode beside the weights; the meter's attention has no values."""
+    with ForwardMeter() as meter:
+        vae.decode(latents_BCFHW)
+    return meter.peak_bytes
+
+
 def test_who_tiles_pictures_itself_decodes_whole() -> None:
     vae = tiny.wan_vae()
     vae.enable_tiling()
     assert not decodes_in_chunks(vae)
+
+
+@torch.no_grad()
+def test_who_is_told_to_tile_later_decodes_whole() -> None:
+    vae = tiny.wan_vae()
+    skip_unread_cache(vae)
+    vae.enable_tiling(tile_sample_min_height=16, tile_sample_min_width=16)
+    tiled = DecoderOutput(sample=torch.ones(1))
+    with patch.object(vae, "tiled_decode", lambda z, return_dict: tiled):
+        assert vae.decode(latents_like(4)[:, :, :1], return_dict=False)[0] is tiled.sample
 
 
 CLIPS: Mapping[str, tuple[Callable[[Path], Path], int]] = MappingProxyType(
