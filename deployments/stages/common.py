@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -90,14 +93,34 @@ PRIORITIES: Mapping[ServiceTier, float] = {"flex": 0.25, "default": 1.0, "priori
 """Divisors of a job's predicted duration in the queue order."""
 
 
+CHECK_S = 0.8
+"""Duration of a health check, below its period of 1 s."""
+LATE_S = 1.5
+"""Pause between two health checks above which the second was held up, perhaps with its predecessors."""
+SLOW_S = 0.3
+"""Delay of a health check's end above which the process lacks time: the next one does not wait."""
+
+
 class WeightStage:
     """A deployment with weights that sleep if its model shares GPUs."""
 
     _weights: StageWeights
+    _waits_until_s = -math.inf
+    """The next health check waits if it comes before this time."""
 
-    def check_health(self) -> None:
-        """Raise an error if the weights do not sleep and wake as ordered."""
+    async def check_health(self) -> None:
+        """Raise an error if the weights do not sleep and wake as ordered.
+
+        A call lasts almost until the next one. So Serve's timeout has begun when the process hangs, and ends sooner.
+        The first call, and one after a pause or a delay, return at once: that time is lacking for the answer.
+        """
         self._weights.check()
+        began_s = time.monotonic()
+        if began_s < self._waits_until_s:
+            await asyncio.sleep(CHECK_S)
+        ended_s = time.monotonic()
+        is_slow = ended_s - began_s > CHECK_S + SLOW_S
+        self._waits_until_s = -math.inf if is_slow else ended_s + LATE_S
 
     def __del__(self) -> None:
         """Leave other models' GPUs. Serve calls it when a replica is stopped."""

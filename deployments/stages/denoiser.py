@@ -24,7 +24,7 @@ from deployments.replicas import is_on_loopback, prepare_replica
 from deployments.settings import process_environment
 from deployments.sharing.share_actor import ShareSpec
 from deployments.sharing.share_member import ShareMember
-from deployments.stages.common import PRIORITIES, Encoded, EncodingDone, StageEvent
+from deployments.stages.common import CHECK_S, LATE_S, PRIORITIES, Encoded, EncodingDone, StageEvent
 from deployments.stages.measured_times import estimates_s_of, step_times_of
 from deployments.stages.rank import LoadRankParts
 from deployments.stages.replica_load import ReplicaLoad
@@ -43,10 +43,6 @@ logger = logging.getLogger(__name__)
 
 EVENTS_EVERY_S = 0.1
 """Interval of progress events, as fast as people can follow."""
-CHECK_S = 0.8
-"""Duration of a health check, below its period of 1 s."""
-LATE_S = 1.5
-"""Pause between two health checks above which the second was held up, perhaps with its predecessors."""
 CLOSE_S = 10.0
 """Part of a replica's time to end that is left for the end of its ranks."""
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo"}

@@ -290,3 +290,17 @@ def test_changes_of_weights_are_timed_and_steps_without_one_are_not(monkeypatch:
         switch.set("m", "whole", mix)
         taken_ms.append(times.take_ms())
     assert taken_ms == [0, 3000, 0, 3000, 3000]
+
+
+@pytest.mark.gpu
+def test_changes_of_weights_on_a_gpu_are_timed_when_they_have_ended() -> None:
+    times, layer = rank_resources().get(SwitchTimes), linear().cuda()
+    times.forget()
+    switch = WeightSwitch(ADDITIONS)
+    switch.hold("m", "whole", layer, {}, loaded=dict(layer.named_parameters()))
+    torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call]  # a step, about half a second
+    switch.set("m", "whole", (("one", 1.0),))
+    assert times.take_ms() == 0, "it waits for the step"
+    torch.cuda.synchronize()
+    assert times.take_ms() > 0
+    assert times.take_ms() == 0

@@ -252,6 +252,22 @@ def test_decoders_are_fused_on_a_gpu(tiny_flux: Path, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("make", [tiny.flux, tiny_pictures.flux2_klein, tiny_pictures.z_image])
+def test_bytes_do_not_depend_on_what_was_prepared(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    checkpoint, found = Checkpoint(make(tmp_path), "cuda", torch.bfloat16), []
+    request = checkpoint.defaults.request(width=64, height=96, prompt="a circle")
+    latents = checkpoint.first_latents(request)
+    for prepares in (True, False):
+        words, pixels = checkpoint.text_encoder(compiled=True), checkpoint.decoder(compiled=True)
+        if prepares:
+            with words.compile_calls(), pixels.compile_calls():
+                words.encode(request)
+                pixels.pixels(latents)
+        found.append((words.encode(request).values, pixels.pixels(latents)))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+@pytest.mark.gpu
 def test_what_reads_values_runs_uncaptured_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
     """A capture that failed leaves the stream, the allocator and the generator as they were."""
     device, weight = torch.device("cuda", 0), torch.eye(4, device="cuda")
