@@ -16,7 +16,7 @@ from typing import Any
 
 from pipelines.caching import computed_steps
 from pipelines.request import MediaKind, MediaRequest
-from pipelines.size import MAX_SIDES, Size, SizeLimits
+from pipelines.size import MAX_SIDES, Size, SizeLimits, check_frames, largest_num_frames
 from pipelines.solver import NO_SOLVER_LIMITS, SolverLimits
 from pipelines.wording import counted
 
@@ -65,6 +65,12 @@ class Defaults:
     """The clip is the context of an adapter, which requests with one must name."""
     takes_both: bool = False
     """Pictures may come along beside the clip."""
+    needs_source: bool = False
+    """Pictures or a clip must come along; either is enough."""
+    max_reference_aspect: float = 0.0
+    """Longest side of a picture or a clip in times the other; 0: any."""
+    cuts_video: bool = False
+    """Frames of the clip beyond the length of the result are left out."""
     keeps_length: bool = False
     """The result has as many frames as the clip that came along."""
     takes_control: bool = False
@@ -118,6 +124,11 @@ class Defaults:
         return ("video", "image") if self.kind == "video" and self.picture_width else (self.kind,)
 
     @property
+    def usual_pictures(self) -> int:
+        """Pictures of the default request."""
+        return max(self.min_pictures, int(self.needs_source))
+
+    @property
     def edits(self) -> bool:
         """True if the prompt edits the input picture; False without pictures, with noise strength, or for layers."""
         paints_over = self.takes_strength and not self.strength_needs_mask
@@ -128,7 +139,7 @@ class Defaults:
         """Pairs of input and output that the model supports, such as "text-to-video"."""
         names = ["control"] if self.takes_control else []
         for kind, own in ((kind, self.of(kind)) for kind in self.kinds):
-            is_of_text = not (own.min_pictures or own.needs_video)
+            is_of_text = not (own.min_pictures or own.needs_video or own.needs_source)
             sources = {"text": is_of_text, "image": own.max_pictures > 0, "video": own.max_video_frames > 0}
             names += [f"{source}-to-{kind}" for source, is_taken in sources.items() if is_taken]
         return tuple(sorted(names, key="control".__eq__))
@@ -146,7 +157,8 @@ class Defaults:
         frame = {"num_frames": 1, "fps": 0, "frame_multiple": 1, "max_frames": 1, "min_frames": 1}
         words = {"max_pictures": 0, "min_pictures": 0, "takes_mask": False, "needs_mask": False}
         words |= {"max_video_frames": 0, "min_video_frames": 1, "needs_video": False, "keeps_length": False}
-        words |= {"takes_both": False, "takes_frame_indices": False, "video_needs_lora": False}
+        words |= {"takes_both": False, "needs_source": False, "cuts_video": False, "max_reference_aspect": 0}
+        words |= {"takes_frame_indices": False, "video_needs_lora": False}
         whole = {"takes_strength": False, "frames_per_chunk": 0, "first_chunk_steps": 1, "make_sound": False}
         changes: dict[str, Any] = {**size, **frame, **words, **whole}
         return replace(self, kind=kind, **changes)
@@ -181,7 +193,7 @@ class Defaults:
             "guidance_scale": self.guidance_scale,
             "true_cfg_scale": self.true_cfg_scale,
             "seed": 0,
-            "num_pictures": self.min_pictures,
+            "num_pictures": self.usual_pictures,
             "has_mask": self.needs_mask,
             "has_control": self.takes_control,
             "num_video_frames": self._num_video_frames(size) if self.needs_video else 0,
@@ -199,7 +211,7 @@ class Defaults:
         One picture and as many as are taken, beyond those that must come, and a clip.
         """
         for number in sorted({1, self.max_pictures} if self.max_pictures > self.min_pictures else ()):
-            if number > self.min_pictures:
+            if number > self.usual_pictures:
                 places = tuple(self.frame_multiple * place for place in range(number))
                 indices = {"frame_indices": places} if self.takes_frame_indices else {}
                 yield counted(number, *PICTURES), {"num_pictures": number, **indices}
@@ -225,7 +237,7 @@ class Defaults:
         yield "width", partial(self.check_size, request.width, request.height)
         yield "num_frames", partial(self.check_num_frames, request.num_frames)
         yield "num_inference_steps", partial(self.check_num_steps, request.num_inference_steps)
-        yield "num_pictures", partial(self.check_num_pictures, number)
+        yield "num_pictures", partial(self.check_num_pictures, number, has_video=request.num_video_frames > 0)
         yield "frame_indices", partial(self.check_frame_indices, request)
         yield "has_mask", partial(self.check_mask, number, has_mask)
         yield "num_video_frames", partial(self.check_video, request.num_video_frames, number, request.num_frames)
@@ -311,9 +323,11 @@ class Defaults:
             return None
         return self.strength if request.strength is None else request.strength
 
-    def check_num_pictures(self, number: int) -> None:
+    def check_num_pictures(self, number: int, *, has_video: bool = False) -> None:
         if not self.min_pictures <= number <= self.max_pictures:
             raise ValueError(f"{counted(number, *PICTURES)} came along; this model takes {self._allowed_pictures()}")
+        if self.needs_source and not (number or has_video):
+            raise ValueError("no reference came along: send pictures as input_reference, or a clip as video")
 
     def check_frame_indices(self, request: MediaRequest) -> None:
         indices, number = request.frame_indices, request.num_pictures
@@ -403,7 +417,7 @@ class Defaults:
     def _num_video_frames(self, size: Size) -> int:
         """Return the frames of a clip for a request of ``size``."""
         num_frames = self.num_frames if size.num_frames is None else size.num_frames
-        return num_frames if self.keeps_length else self.min_video_frames
+        return num_frames if self.keeps_length or self.cuts_video else self.min_video_frames
 
     def check_strength(self, request: MediaRequest) -> None:
         if request.strength is not None and not self._may_have_strength(request):
@@ -426,20 +440,6 @@ class Defaults:
             return "words alone"
         few, many = self.min_pictures, self.max_pictures
         return f"exactly {many}" if few == many else f"from {few} to {many}"
-
-
-def check_frames(num_frames: int, multiple: int, max_frames: int | None = None) -> None:
-    """Raise ValueError unless ``num_frames`` is 1 plus a multiple of ``multiple``."""
-    if num_frames < 1 or (num_frames - 1) % multiple:
-        near = 1 + max(0, round((num_frames - 1) / multiple)) * multiple
-        if max_frames is not None:
-            near = min(near, largest_num_frames(max_frames, multiple))
-        raise ValueError(f"num_frames is {num_frames}; it must be 1 + a multiple of {multiple}, such as {near}")
-
-
-def largest_num_frames(max_frames: int, multiple: int) -> int:
-    """Return the most frames, up to ``max_frames``, that are 1 + a multiple of ``multiple``."""
-    return 1 + (max_frames - 1) // multiple * multiple
 
 
 KEYS = tuple(field.name for field in fields(Defaults) if field.name not in ("kind", "solver"))

@@ -67,6 +67,8 @@ def usual_description(defaults: Defaults) -> Description:
         return Description(text=f"Takes a picture apart into {counted(defaults.num_layers, 'layer', 'layers')}.")
     if defaults.needs_video:
         return Description(text="Changes clips as the prompt says.", prompts=CHANGES)
+    if defaults.needs_source:
+        return Description(text=f"Makes clips from {source}, from a clip, or both, and a prompt.", prompts=MOTIONS)
     if defaults.kind == "video":
         if fewest:
             return Description(text=f"Makes clips from {source} and a prompt.", prompts=MOTIONS)

@@ -77,3 +77,17 @@ class SizeLimits:
         """Return the side of ``num_multiples``, clamped to the limits."""
         fewest, most = math.ceil(self.min_side / self.multiple), self.max_side / self.multiple
         return max(1, fewest, int(min(most, num_multiples))) * self.multiple
+
+
+def check_frames(num_frames: int, multiple: int, max_frames: int | None = None) -> None:
+    """Raise ValueError unless ``num_frames`` is 1 plus a multiple of ``multiple``."""
+    if num_frames < 1 or (num_frames - 1) % multiple:
+        near = 1 + max(0, round((num_frames - 1) / multiple)) * multiple
+        if max_frames is not None:
+            near = min(near, largest_num_frames(max_frames, multiple))
+        raise ValueError(f"num_frames is {num_frames}; it must be 1 + a multiple of {multiple}, such as {near}")
+
+
+def largest_num_frames(max_frames: int, multiple: int) -> int:
+    """Return the most frames, up to ``max_frames``, that are 1 + a multiple of ``multiple``."""
+    return 1 + (max_frames - 1) // multiple * multiple

@@ -11,8 +11,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from pipelines.defaults import Defaults, largest_num_frames
-from pipelines.size import Size
+from pipelines.defaults import Defaults
+from pipelines.size import Size, largest_num_frames
 
 FEW_STEPS = 6
 

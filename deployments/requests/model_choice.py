@@ -53,6 +53,7 @@ class Needs:
         """
         takes_number = defaults.min_pictures <= self.num_pictures <= defaults.max_pictures
         takes_video = defaults.max_video_frames > 0 if self.has_video else not defaults.needs_video
+        has_source = self.has_video or self.num_pictures > 0 or not defaults.needs_source
         lacks_lora = self.has_video and defaults.video_needs_lora and not self.has_lora
         takes_mask = defaults.takes_mask if self.has_mask else not defaults.needs_mask
         takes_strength = defaults.takes_strength or self.strength is None
@@ -61,7 +62,7 @@ class Needs:
         suits = defaults.edits or self.num_pictures == 0 or self.strength is not None or self.num_layers is not None
         takes_control = defaults.takes_control if self.has_control else not defaults.needs_control
         return (
-            not (takes_number and takes_video and takes_control) or lacks_lora,
+            not (takes_number and takes_video and takes_control and has_source) or lacks_lora,
             not (takes_mask and takes_strength and takes_layers and takes_places),
             not suits,
         )

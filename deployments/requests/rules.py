@@ -14,14 +14,15 @@ from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 from deployments.requests.bodies import EditBody, MediaBody, VideoBody
 from deployments.requests.fields import BLANK, RANDOM_SEED, Quality, WrittenQuality
 from deployments.requests.model_choice import check_loras, choose_loras, names_lora
+from deployments.requests.pictures.limits import check_shapes
 from deployments.requests.pictures.sources import Sources
 from deployments.requests.pictures.video import VideoForm, VideoHead
 from deployments.requests.request_errors import RequestError, blaming, shown
 from deployments.service.interface import ModelCard
 from engines.core.spec import Attention
-from pipelines.defaults import Defaults, largest_num_frames
+from pipelines.defaults import Defaults
 from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaRequest, ServiceTier
-from pipelines.size import PIXELS, Size
+from pipelines.size import PIXELS, Size, largest_num_frames
 from pipelines.solver import Solver
 
 RANDOM_SEED_BITS = 32
@@ -84,7 +85,7 @@ class RequestRules:
             message = f"{self.card.name} {what} pictures: send them along, to POST /v1/images/edits"
             raise RequestError(message, "model")
         with blaming(sources.param):
-            defaults.check_num_pictures(len(sources.pictures))
+            defaults.check_num_pictures(len(sources.pictures), has_video=sources.video is not None)
         with blaming("mask"):
             defaults.check_mask(len(sources.pictures), sources.mask is not None)
         with blaming("control_image"):
@@ -105,7 +106,7 @@ class RequestRules:
         width, height = choose_size(body, defaults, head)
         with blaming("size" if has_size(body) else "width"):
             defaults.check_size(width, height)
-        is_cut = defaults.keeps_length and asks_for_length(body)
+        is_cut = defaults.cuts_video or (defaults.keeps_length and asks_for_length(body))
         if is_cut:
             with blaming("num_frames"):
                 defaults.check_num_frames(length)
@@ -129,6 +130,7 @@ class RequestRules:
         for name, check in checks(request, self.card):
             with blaming(_body_field(name, body)):
                 check()
+        check_shapes(pictures, self.card.defaults.max_reference_aspect, body.sources.param)
         check_negative_prompt(request)
         check_background(body, request)
         num_steps = self.card.defaults.num_steps_of(request)

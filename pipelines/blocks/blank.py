@@ -55,7 +55,7 @@ class BlocksProbe:
             guidance_scale=self.defaults.guidance_scale,
             true_cfg_scale=2.0 if self._supports_guidance() else 1.0,
             seed=PROBE_SEED,
-            num_pictures=self.defaults.min_pictures,
+            num_pictures=self.defaults.usual_pictures,
             has_control=self.defaults.takes_control,
             num_layers=self.defaults.num_layers,
         )

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.defaults import largest_num_frames
 from pipelines.description import read_description
 from pipelines.loading import shipped_checkpoints
 from pipelines.models.spec import CLIP, PICTURE
+from pipelines.size import largest_num_frames
 
 COLOURS = ("red", "green", "blue", "yellow", "purple", "orange", "white", "black")
 
@@ -45,6 +45,11 @@ def test_a_folder_without_a_card_has_common_shapes(tmp_path: Path) -> None:
         ({"min_pictures": 1, "max_pictures": 3}, "Changes up to 3 pictures as the prompt says.", "make it night"),
         ({"max_pictures": 1}, "Makes pictures from a prompt. Changes a picture as the prompt says.", "fox"),
         ({"kind": "video"}, "Makes clips from a prompt.", "runs"),
+        (
+            {"kind": "video", "needs_source": True, "max_pictures": 9},
+            "Makes clips from up to 9 pictures, from a clip, or both, and a prompt.",
+            "camera",
+        ),
         ({"kind": "video", "needs_video": True}, "Changes clips as the prompt says.", "watercolour"),
         ({"needs_control": True}, "Makes pictures from a prompt and a control picture.", "fox"),
         (

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from deployments.checks import check_positive
 from deployments.requests.pictures.fetch import ORIGIN
+from deployments.requests.request_errors import RequestError
+from pipelines.request import InputPictures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,3 +42,17 @@ class PictureLimits:
                 raise ValueError(
                     f"picture_origins holds {origin!r}; it must be one, such as https://images.example.com"
                 )
+
+
+def check_shapes(pictures: InputPictures, max_aspect: float, param: str) -> None:
+    """Raise RequestError for a picture, or a clip in the size of the result, that is too long for its height or width.
+
+    ``param`` is the field of the pictures; ``max_aspect`` 0 allows any shape.
+    """
+    sizes = [(param, one.width, one.height) for one in pictures.pictures]
+    if (video := pictures.video) is not None:
+        sizes.append(("video", video.width, video.height))
+    for name, width, height in sizes:
+        if max_aspect and max(width, height) > max_aspect * min(width, height):
+            allowed = f"this model takes references whose longer side is at most {max_aspect:g} times the other"
+            raise RequestError(f"{name} has {width}x{height} pixels; {allowed}", name)

@@ -47,6 +47,7 @@ function checkFiles() {
 function picturesProblem(d, number) {
   const pictures = (many) => (many === 1 ? "1 picture" : `${many} pictures`);
   if (number && chosenClip() !== null && !d.takes_both) return "This model takes a picture or a clip: remove one";
+  if (d.needs_source && !number && chosenClip() === null) return "This model needs a picture or a clip: choose one";
   if (number < d.min_pictures) {
     return `This model needs ${pictures(d.min_pictures)}: ${number ? "choose more" : "choose a file, or drop it here"}`;
   }

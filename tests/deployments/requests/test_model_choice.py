@@ -14,7 +14,7 @@ from deployments.service.interface import ModelCard
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_configuration
 from pipelines.request import MediaKind
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_studio import CLIPS, REFERRED_CLIPS, FakeStudio
 
 CARDS = FakeStudio(takes_pictures=True).cards()
 
@@ -137,3 +137,18 @@ def test_a_model_of_clips_alone_makes_no_pictures() -> None:
         RequestError, match="'fake-clips' makes videos, not images; image models served: fake-pictures, fake-both"
     ):
         choose_card(BOTH, "fake-clips", "image")
+
+
+@pytest.mark.parametrize(
+    ("needs", "name"),
+    [
+        (Needs(), "plain"),
+        (Needs(num_pictures=1), "referred"),
+        (Needs(num_pictures=3, has_video=True), "referred"),
+        (Needs(has_video=True), "referred"),
+    ],
+)
+def test_a_model_of_references_gets_no_words_alone(needs: Needs, name: str) -> None:
+    made = {"referred": REFERRED_CLIPS, "plain": CLIPS}
+    cards = {key: ModelCard(name=key, family="", created=0, defaults=one) for key, one in made.items()}
+    assert choose_card(cards, None, "video", needs).name == name
