@@ -36,9 +36,10 @@ def weight_problems(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _files_problems(checkpoint: Checkpoint) -> Iterator[str]:
     parts = (part for part, entry in read_index(checkpoint.path).items() if isinstance(entry, list))
+    unused = checkpoint.spec.unused_parts(checkpoint.path)
     for part in parts:
         is_replaced = checkpoint.file is not None and part in DENOISERS
-        if part not in checkpoint.spec.unused_parts and not is_replaced:
+        if part not in unused and not is_replaced:
             yield from _folder_problems(part_folder(checkpoint.path, part))
     if checkpoint.file is not None:
         yield from _file_problems(checkpoint.file)

@@ -143,7 +143,7 @@ class OpenedPipeline:
     @cached_property
     def transformers(self) -> tuple[str, ...]:
         """Names of the parts whose forwards the gang makes: denoisers of the loop that have weights."""
-        return tuple(name for name in self._denoisers if name not in self.spec.unused_parts)
+        return tuple(name for name in self._denoisers if name not in self.spec.unused_parts(self.path))
 
     @cached_property
     def control_part(self) -> str:
@@ -346,7 +346,7 @@ class OpenedPipeline:
     def _with_parts(self, make: Any) -> Any:
         pipeline = copy.copy(self.pipeline)
         for name in self.parts_of(self.blocks.sub_blocks):
-            setattr(pipeline, name, None if name in self.spec.unused_parts else make(name))
+            setattr(pipeline, name, None if name in self.spec.unused_parts(self.path) else make(name))
         return pipeline
 
     def _outline(self, name: str) -> Any:

@@ -107,8 +107,8 @@ class ModelSpec(ABC):
     """Compute inputs that no step changes, once a job (``DenoiserModel``)."""
     block_modules: tuple[str, ...] = ()
     """Submodules of the transformer, without weights, that diffusers' blocks use."""
-    unused_parts: tuple[str, ...] = ()
-    """Transformers of the folder that no request needs; they are not loaded."""
+    workflows: Mapping[str, tuple[str, ...]] = {}
+    """Uses of a folder that need a model of their own (``pipelines.workflow``), each with the parts it leaves out."""
     control_part: str = ""
     """Part of the pipeline with a control network. It is a submodule of the transformer, whose ``forward`` calls it."""
     control_pipelines: tuple[str, ...] = ()
@@ -147,6 +147,10 @@ class ModelSpec(ABC):
     def recipes(self, path: Path) -> Mapping[str, Recipe]:
         """Return the published recipes for a checkpoint, by name. Their adapters are the user's."""
         return {}
+
+    def unused_parts(self, path: Path) -> tuple[str, ...]:
+        """Return the transformers of the folder that no request needs; they are not loaded."""
+        return ()
 
     def shard_plan(self, config: Config) -> ShardPlan:
         """Return how the transformer is split."""

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
-from diffusers.modular_pipelines.minimax_h3.before_denoise import MiniMaxH3PrepareLayoutStep, MiniMaxH3SetTimestepsStep
+from diffusers.modular_pipelines.minimax_h3.before_denoise import (
+    MiniMaxH3PrepareLayoutStep,
+    MiniMaxH3Ref2VAPrepareLayoutStep,
+    MiniMaxH3SetTimestepsStep,
+)
 from diffusers.modular_pipelines.minimax_h3.denoise import MiniMaxH3LoopSchedulerStep
+from diffusers.modular_pipelines.minimax_h3.encoders import MiniMaxH3Ref2VAReferenceEncoderStep
 from diffusers.modular_pipelines.modular_pipeline import BlockState, PipelineState
 
 from pipelines.blocks.tree import replace_blocks
 
 TAGS, ROWS = ("text_token_tags",), ("video_indices", "audio_indices")
+KINDS = "normalized_references"
+"""References, of which ranks get the kinds alone: they have no use for pixels."""
 
 
 class StepOnCopy(MiniMaxH3LoopSchedulerStep):  # type: ignore[misc]  # diffusers has no types
@@ -28,6 +36,24 @@ class LayoutOnCpu(MiniMaxH3PrepareLayoutStep):  # type: ignore[misc]
     """Replaces a block that writes the prompt's tags, on the device, into a CPU tensor."""
 
     def __call__(self, components: Any, state: PipelineState) -> Any:
+        with _on_cpu(state, TAGS):
+            return super().__call__(components, state)
+
+
+class ReferencesEncoded(MiniMaxH3Ref2VAReferenceEncoderStep):  # type: ignore[misc]
+    """Replaces a block after which references still travel with their pixels."""
+
+    def __call__(self, components: Any, state: PipelineState) -> Any:
+        result = super().__call__(components, state)
+        state.set(KINDS, [one.kind for one in state.get(KINDS)])
+        return result
+
+
+class ReferencesLayout(MiniMaxH3Ref2VAPrepareLayoutStep):  # type: ignore[misc]
+    """Replaces a block that writes the prompt's tags, on the device, into a CPU tensor. It takes kinds alone."""
+
+    def __call__(self, components: Any, state: PipelineState) -> Any:
+        state.set(KINDS, [SimpleNamespace(kind=kind, has_audio=False) for kind in state.get(KINDS)])
         with _on_cpu(state, TAGS):
             return super().__call__(components, state)
 
@@ -53,5 +79,7 @@ def _on_cpu(state: PipelineState, names: tuple[str, ...]) -> Iterator[None]:
 
 def patch_blocks(blocks: Any) -> None:
     replace_blocks(blocks, MiniMaxH3PrepareLayoutStep, LayoutOnCpu)
+    replace_blocks(blocks, MiniMaxH3Ref2VAPrepareLayoutStep, ReferencesLayout)
+    replace_blocks(blocks, MiniMaxH3Ref2VAReferenceEncoderStep, ReferencesEncoded)
     replace_blocks(blocks, MiniMaxH3SetTimestepsStep, TimestepsOnCpu)
     replace_blocks(blocks, MiniMaxH3LoopSchedulerStep, StepOnCopy)

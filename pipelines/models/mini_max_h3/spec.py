@@ -1,6 +1,8 @@
-"""MiniMax-H3: clips with sound, from words and from a first and a last frame. All tokens are one packed sequence.
+"""MiniMax-H3: clips with sound. All tokens are one packed sequence, and the model guides itself.
 
-It guides itself. Its second transformer, for references, is not used: requests bring none.
+A folder with ``transformer`` makes them from words, and from a first and a last frame (workflows t2va, fl2va). One with
+``transformer_ref`` alone makes them from references (ref2va): pictures and a clip that the prompt names. The published
+folder has both; a gang holds one.
 """
 
 from __future__ import annotations
@@ -9,20 +11,31 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
-from pipelines.directory import read_config
+from pipelines.directory import part_class, read_config, read_index
 from pipelines.models.linears import GATED, attention_linears, mlp_linears
 from pipelines.models.spec import CLIP, Config, SeveralOutputsSpec, blank_like, lazy
-from pipelines.request import MediaRequest
+from pipelines.request import InputPictures, MediaRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from engines.core.model import Arguments
 
+WORDS, REFERENCES = "transformer", "transformer_ref"
+"""Transformers of the workflows without and with references."""
+REF2VA = "ref2va"
+MAX_REFERENCE_PICTURES = 9
+MIN_REFERENCE_FRAMES = 13
+"""The text encoder sees two frames a second, and at least two of a clip."""
+MAX_ASPECT = 4.0
+"""Longest side of a reference, in times the other."""
+RATE = 24
+"""Frames a second."""
 TOKENS = "tokens"
 BLOCKS = "transformer_blocks"
 REFINERS = "token_refiner.refiner_blocks.*.attn"
@@ -47,6 +60,11 @@ SHARD_PLAN = ShardPlan(
 )
 
 
+def takes_references(path: Path) -> bool:
+    """Return whether the folder has the transformer for references alone."""
+    return part_class(path, WORDS) is None
+
+
 def vae_scale(path: Path) -> int:
     return math.prod(read_config(path, "vae").get("spatial_downsample_factors", (2, 2, 2, 2)))
 
@@ -56,9 +74,8 @@ class MiniMaxH3Spec(SeveralOutputsSpec):
     plan = SHARD_PLAN
     local_attention = (REFINERS,)
     counts_heads = True
-    fits_pictures = True
     has_own_guidance = True
-    unused_parts = ("transformer_ref",)
+    workflows = MappingProxyType({REF2VA: (WORDS,)})
     patch_blocks = lazy("pipelines.models.mini_max_h3.patches:patch_blocks")
 
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
@@ -82,12 +99,25 @@ class MiniMaxH3Spec(SeveralOutputsSpec):
         latents[num_given:] += sigma * loop_state.noise_pred[0, num_given:].float()
         return {"latents": latents}
 
+    def unused_parts(self, path: Path) -> tuple[str, ...]:
+        return () if takes_references(path) else (REFERENCES,)
+
     def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
-        """Return one step more, as diffusers counts the end, and marks for given pictures, which ranks need."""
-        pictures = dict.fromkeys(("image", "last_image")[: request.num_pictures], "shown")
-        return {"num_inference_steps": request.num_inference_steps + 1, **pictures}
+        """Return one step more, as diffusers counts the end, and marks for what came along, which ranks need."""
+        names = ("references",) if takes_references(path) else ("image", "last_image")[: request.num_pictures]
+        return {"num_inference_steps": request.num_inference_steps + 1, **dict.fromkeys(names, "shown")}
+
+    def place_pictures(self, path: Path, request: MediaRequest, pictures: InputPictures) -> Mapping[str, Any]:
+        """Return the references: pictures in their order, then the clip."""
+        if not takes_references(path) or not (pictures.pictures or pictures.video):
+            return {}
+        from pipelines.models.mini_max_h3.references import references_of
+
+        return {"references": references_of(pictures)}
 
     def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
+        if takes_references(path):
+            return self._blank_references(path, request)
         import torch
 
         unit, channels = vae_scale(path), read_config(path, "vae").get("latent_channels", 24)
@@ -97,14 +127,28 @@ class MiniMaxH3Spec(SeveralOutputsSpec):
             "keyframe_anchors": ("first", "last")[: request.num_pictures],
         }
 
+    def blank_video(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
+        return self._blank_references(path, request)
+
+    def _blank_references(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
+        """Return encoded references, and a prompt with the tokens that the text encoder has of them."""
+        from pipelines.models.mini_max_h3.references import ReferenceSizes
+
+        vae, index, multiple = read_config(path, "vae"), read_index(path), self.defaults(path).size_multiple
+        sizes = ReferenceSizes(request=request, vae=vae, index=index, multiple=multiple)
+        num_tokens = TYPICAL_TOKENS + sizes.num_prompt_tokens
+        return {**self.blank_conditioning(read_config(path, REFERENCES), num_tokens), **sizes.blank_values()}
+
     def defaults(self, path: Path) -> Defaults:
         """Return the defaults of diffusers' blocks. They make 5 + 17 n frames, of which a request may want fewer."""
-        patch = read_config(path, "transformer").get("patch_size", (1, 2, 2))
-        return replace(
+        has_references = takes_references(path)
+        patch = read_config(path, REFERENCES if has_references else WORDS).get("patch_size", (1, 2, 2))
+        common = replace(
             CLIP,
             width=1344,
             height=768,
             num_frames=124,
+            fps=RATE,
             num_inference_steps=49,
             true_cfg_scale=1.0,
             size_multiple=vae_scale(path) * patch[-1],
@@ -112,8 +156,19 @@ class MiniMaxH3Spec(SeveralOutputsSpec):
             min_frames=120,
             max_pixels=1344 * 768,
             max_frames=345,
-            max_pictures=2,
             make_sound=True,
+        )
+        if not has_references:
+            return replace(common, max_pictures=2, fits_pictures=True)
+        return replace(
+            common,
+            max_pictures=MAX_REFERENCE_PICTURES,
+            max_video_frames=common.max_frames,
+            min_video_frames=MIN_REFERENCE_FRAMES,
+            takes_both=True,
+            needs_source=True,
+            cuts_video=True,
+            max_reference_aspect=MAX_ASPECT,
         )
 
     def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:

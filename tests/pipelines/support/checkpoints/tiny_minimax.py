@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from tests.pipelines.support.checkpoints.parts import HIDDEN, saved, shake
 from tests.pipelines.support.checkpoints.tiny_qwen import Qwen3Processor, qwen3_vl, vision_tokenizer
@@ -23,17 +25,64 @@ class MiniMaxProcessor(Qwen3Processor):
     def image_processor(self) -> Any:
         return self.images
 
+    @property
+    def video_processor(self) -> Any:
+        return VideoProcessor(self.images)
+
     def create_mm_token_type_ids(self, ids: list[list[int]]) -> list[list[int]]:
-        pad = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-        return [[int(one == pad) for one in row] for row in ids]
+        kinds = {self.tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>"): n for n, kind in ((1, "image"), (2, "video"))}
+        return [[kinds.get(one, 0) for one in row] for row in ids]
+
+
+class VideoProcessor:
+    """What ``Qwen3VLVideoProcessor`` does, which needs torchvision: patches of two frames each, as of pictures."""
+
+    temporal_patch_size = 2
+
+    def __init__(self, images: Any) -> None:
+        self._images = images
+
+    def __call__(self, *, videos: list[Any], do_sample_frames: bool, return_tensors: str) -> dict[str, Any]:
+        assert not do_sample_frames
+        values, grids = [], []
+        for frames_FHWC in videos:
+            pairs = [frames_FHWC[place : place + 2] for place in range(0, len(frames_FHWC), 2)]
+            seen = [
+                [self._images(Image.fromarray(frame), return_tensors=return_tensors) for frame in pair]
+                for pair in pairs
+            ]
+            for pair in seen:
+                values.append(self._together(pair[0]["pixel_values"], pair[-1]["pixel_values"]))
+            (grid,) = seen[0][0]["image_grid_thw"]
+            grids.append(torch.tensor([len(pairs), int(grid[1]), int(grid[2])]))
+        return {"pixel_values_videos": torch.cat(values), "video_grid_thw": torch.stack(grids)}
+
+    def _together(self, first: Any, second: Any) -> Any:
+        """A picture is seen as two equal frames: take the first of one, and the second of the other."""
+        shape = (len(first), 3, self.temporal_patch_size, -1)
+        halves = first.reshape(shape)[:, :, :1], second.reshape(shape)[:, :, 1:]
+        return torch.cat(halves, dim=2).reshape(first.shape)
 
 
 def minimax_h3(path: Path) -> Path:
     """With the transformer for references, which has no weights here: nobody may load it."""
+    classes = _write(path, {"transformer": shake(_transformer())})
+    return _with_index(path, {**classes, "transformer_ref": classes["transformer"]})
+
+
+def minimax_h3_references(path: Path) -> Path:
+    """With the transformer for references alone, which scales pictures and clips to small sizes."""
+    classes = _write(path, {"transformer_ref": shake(_transformer(), seed=4)})
+    sizes = {"canvas_short_edge": 64, "canvas_max_pixels": 64 * 128, "reference_image_short_edge": 96}
+    return _with_index(path, classes, sizes)
+
+
+def _write(path: Path, transformers: dict[str, Any]) -> dict[str, Any]:
+    """Save the parts, and return their libraries and classes by name."""
     import diffusers
 
     parts = {
-        "transformer": shake(_transformer()),
+        **transformers,
         "vae": shake(_vae()),
         "audio_vae": _audio_vae(),
         "scheduler": diffusers.MiniMaxH3Scheduler(shift=12.0),
@@ -41,14 +90,16 @@ def minimax_h3(path: Path) -> Path:
         "text_encoder": qwen3_vl(NUM_LAYERS),
         "tokenizer": vision_tokenizer(),
     }
-    classes = saved(parts, path)
-    classes["processor"] = ["transformers", "Qwen3VLProcessor"]
-    classes["transformer_ref"] = classes["transformer"]
+    return {**saved(parts, path), "processor": ["transformers", "Qwen3VLProcessor"]}
+
+
+def _with_index(path: Path, classes: dict[str, Any], settings: Mapping[str, int] | None = None) -> Path:
     entries = {
         name: [*kind, {"pretrained_model_name_or_path": str(path), "subfolder": name, "type_hint": kind}]
         for name, kind in classes.items()
     }
-    index = {"_class_name": "MiniMaxH3ModularPipeline", "_blocks_class_name": "MiniMaxH3Blocks", **entries}
+    names = {"_class_name": "MiniMaxH3ModularPipeline", "_blocks_class_name": "MiniMaxH3Blocks"}
+    index = {**names, **(settings or {}), **entries}
     (path / "modular_model_index.json").write_text(json.dumps(index))
     return path
 

@@ -1,0 +1,196 @@
+"""MiniMax-H3 with references on gangs of Gloo ranks, against diffusers' modular pipeline as a user calls it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ImageReference, MiniMaxH3VideoReference
+from PIL import Image
+
+from engines.core.packing import pack
+from engines.core.tensors import relative_difference
+from engines.parallel import strategies as strategies
+from engines.torch_engine.engine import TorchEngine
+from pipelines.checkpoint import Checkpoint
+from pipelines.request import InputPicture, InputPictures, InputVideo, MediaRequest
+from pipelines.run import load_pipeline
+from pipelines.size import Size
+from tests.engines.support.gloo import gang
+from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
+from tests.pipelines.support.checkpoints.tiny_minimax import LOAD_PROCESSOR, MiniMaxProcessor, minimax_h3_references
+from tests.pipelines.support.references.own_call import own_state
+from tests.pipelines.support.references.video import Latents, frames, picture
+
+NAMES = ("latents", "audio_latents")
+SIDES = (64, 96)
+NUM_FRAMES = 120
+CASES: dict[str, tuple[tuple[tuple[int, int], ...], int]] = {
+    "a picture": (((80, 50),), 0),
+    "pictures": (((80, 50), (64, 96), (33, 71)), 0),
+    "a clip": ((), 30),
+    "all": (((80, 50), (64, 96)), 30),
+}
+"""Sizes of pictures, and frames of a clip."""
+RATES = {"a clip": 24, "all": 30}
+ALL = "all"
+QUICK = {(ALL, 1, "ulysses"), (ALL, 2, "ring"), (ALL, 4, "ulysses"), (ALL, 4, "tensor"), ("a picture", 1, "ulysses")}
+QUICK |= {("a clip", 1, "ulysses"), ("pictures", 2, "allgather_kv")}
+GANGS = [
+    pytest.param(name, num_ranks, strategy, marks=() if (name, num_ranks, strategy) in QUICK else pytest.mark.slow)
+    for name in CASES
+    for num_ranks in (1, 2, 4)
+    for strategy in ((*CONTEXT, "tensor", "pipeline", "hybrid", "guidance") if num_ranks > 1 else ("ulysses",))
+    if (strategy, num_ranks) != ("pipeline", 4)
+]
+
+
+def world() -> Any:
+    return patch(LOAD_PROCESSOR, lambda *_, **__: MiniMaxProcessor())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return minimax_h3_references(tmp_path_factory.mktemp("minimax_references"))
+
+
+def request_of(name: str, folder: Path, **changes: Any) -> MediaRequest:
+    sizes, num_video_frames = CASES[name]
+    along = {"num_pictures": len(sizes), "num_video_frames": num_video_frames, "fps": RATES.get(name, 24)}
+    more = {"prompt": "<Picture 1> turns red", "num_inference_steps": 2, "seed": 5, **along, **changes}
+    height, width = SIDES
+    return Checkpoint(folder).defaults.request(Size(width=width, height=height, num_frames=NUM_FRAMES), **more)
+
+
+def images_of(name: str) -> list[Image.Image]:
+    return [picture(width, height, seed) for seed, (width, height) in enumerate(CASES[name][0])]
+
+
+def clip_of(name: str) -> list[Image.Image]:
+    height, width = SIDES
+    return list(frames(width, height, CASES[name][1])) if CASES[name][1] else []
+
+
+def along_with(name: str) -> InputPictures:
+    (height, width), shown = SIDES, clip_of(name)
+    data = b"".join(frame.tobytes() for frame in shown)
+    size = {"width": width, "height": height, "num_frames": len(shown), "fps": RATES.get(name, 24)}
+    video = InputVideo(**size, data=data) if shown else None
+    return InputPictures(pictures=tuple(map(InputPicture.of, images_of(name))), video=video)
+
+
+def own_latents(name: str, folder: Path) -> Latents:
+    """Diffusers counts the end of the last step as one more."""
+    request, shown = request_of(name, folder), clip_of(name)
+    references: list[Any] = [MiniMaxH3ImageReference(image=one) for one in images_of(name)]
+    if shown:
+        references.append(MiniMaxH3VideoReference(frames=shown, fps=float(RATES[name])))
+    steps = request.num_inference_steps + 1
+    state = own_state(folder, request, references=references, num_inference_steps=steps)
+    return {part: state.get(part) for part in NAMES}
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Callable[[str], Latents]:
+    def of(name: str) -> Latents:
+        with world():
+            return own_latents(name, folder)
+
+    return cache(of)
+
+
+@cache
+def encoded(folder: Path, name: str) -> bytes:
+    with world():
+        conditioning = Checkpoint(folder).text_encoder().encode(request_of(name, folder), along_with(name))
+    pack(conditioning, torch.device("cpu"))
+    return pickle.dumps(conditioning)
+
+
+def denoised(folder: Path, name: str, strategy: str) -> dict[str, Any]:
+    """The state is sent before each step."""
+    checkpoint, ranks = Checkpoint(folder), tuple(range(dist.get_world_size()))
+    engine, sampler = TorchEngine(checkpoint.denoiser(), strategy=strategy), checkpoint.sampler()
+    state = sampler.begin(request_of(name, folder), pickle.loads(encoded(folder, name)))
+    pack(state, torch.device("cpu"))
+    for _ in range(sampler.num_steps(state)):
+        state = pickle.loads(pickle.dumps(state))
+        state = sampler.advance(state, engine.predict(sampler.branches(state), ranks))
+    engine.close()
+    return dict(sampler.latents(state))
+
+
+def without_exchange(folder: Path, name: str) -> dict[str, Any]:
+    """Each rank attends to its own tokens alone."""
+    with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
+        return denoised(folder, name, "ulysses")
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "strategy"), GANGS)
+def test_latents_equal_the_pipelines_own(
+    name: str, num_ranks: int, strategy: str, folder: Path, expected: Callable[[str], Latents]
+) -> None:
+    for latents in gang(num_ranks).run(denoised, folder, name, strategy):
+        for part, own in expected(name).items():
+            assert own.std() > 0.1
+            assert relative_difference(latents[part], own) <= TOLERANCE, part
+
+
+def test_without_the_exchange_they_do_not(folder: Path, expected: Callable[[str], Latents]) -> None:
+    for latents in gang(2).run(without_exchange, folder, ALL):
+        for part, own in expected(ALL).items():
+            assert relative_difference(latents[part], own) > 10 * TOLERANCE
+
+
+def test_each_reference_and_their_order_matter(folder: Path, expected: Callable[[str], Latents]) -> None:
+    own = {name: expected(name)["latents"] for name in CASES}
+    for name, latents in own.items():
+        for other, others in own.items():
+            assert name == other or relative_difference(latents, others) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_blank_references_have_the_shapes_of_real_ones(name: str, folder: Path) -> None:
+    """Pictures in the shape of the result, whose rows a plan and an estimate count."""
+    checkpoint, request = Checkpoint(folder), request_of(name, folder)
+    assert list(checkpoint.denoiser().modules) == ["transformer_ref"]
+    assert checkpoint.num_steps(request) == request.num_inference_steps
+    height, width = SIDES
+    alike = InputPictures(
+        pictures=tuple(InputPicture.of(picture(width, height, seed)) for seed, _ in enumerate(CASES[name][0])),
+        video=along_with(name).video,
+    )
+    with world():
+        conditioning = checkpoint.text_encoder().encode(request, alike)
+    (blank,) = checkpoint.first_step(request)
+    (real,) = checkpoint.sampler().branches(checkpoint.sampler().begin(request, conditioning))
+    assert {key: x.dtype for key, x in blank.inputs.items()} == {key: x.dtype for key, x in real.inputs.items()}
+    assert blank.inputs["hidden_states"].shape == real.inputs["hidden_states"].shape
+    assert len(checkpoint.denoiser().probe()) == 2
+
+
+def test_pixels_of_references_stay_with_the_encoder(folder: Path) -> None:
+    with world():
+        conditioning = Checkpoint(folder).text_encoder().encode(request_of(ALL, folder), along_with(ALL))
+    assert conditioning.values["normalized_references"] == ["image", "image", "video"]
+
+
+def test_a_clip_of_frames_is_made(folder: Path) -> None:
+    """Neither the result nor a preview holds the rows of references."""
+    checkpoint, request = Checkpoint(folder), request_of(ALL, folder)
+    with world():
+        pipeline = load_pipeline(checkpoint, TorchEngine(checkpoint.denoiser(), strategy="ulysses"))
+    *_, middle, last = pipeline.states(request, along_with(ALL))
+    media = pipeline.decoder.decode_all(pipeline.sampler.latents(last), request)
+    assert media.frames_FHWC.shape == (NUM_FRAMES, *SIDES, 3)
+    assert media.frames_FHWC.dtype == np.uint8
+    assert media.sound is not None
+    assert pipeline.decoder.preview(pipeline.sampler.preview(middle), request).shape == (22, *SIDES, 3)
