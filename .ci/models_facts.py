@@ -160,9 +160,10 @@ SERVED: Mapping[str, Callable[[Defaults], bool]] = {
     "picture to picture": lambda one: one.kind == "image" and one.max_pictures > 0,
     "inpainting": lambda one: one.kind == "image" and one.takes_mask,
     "layers": lambda one: one.max_layers > 0,
-    "text to clip": lambda one: one.kind == "video" and not one.min_pictures,
-    "picture to clip": lambda one: one.kind == "video" and one.max_pictures > 0,
-    "clip to clip": lambda one: one.max_video_frames > 0,
+    "text to clip": lambda one: one.kind == "video" and not (one.min_pictures or one.needs_source),
+    "picture to clip": lambda one: one.kind == "video" and one.max_pictures > 0 and not one.needs_source,
+    "clip to clip": lambda one: one.max_video_frames > 0 and not one.needs_source,
+    "references to clip": lambda one: one.needs_source,
     "sound": lambda one: one.kind == "video" and one.make_sound,
 }
 WORDS = {
@@ -172,10 +173,11 @@ WORDS = {
     "text to clip": ("text2video", "t2va"),
     "picture to clip": ("image2video", "flf2v", "fl2va", "condition$"),
     "clip to clip": ("video2video", "in_context"),
+    "references to clip": ("ref2va",),
     "sound": ("sound", "t2va"),
 }
 """Meaning of the names of workflows, as patterns in them."""
-NOT_SERVED = ("controlnet", "ip_adapter", "action", "ref2")
+NOT_SERVED = ("controlnet", "ip_adapter", "action")
 """Marks of workflows for which no request brings what they want."""
 
 

@@ -37,6 +37,7 @@ from pipelines.lora.source import LoraLimits, LoraSource, check_sources
 from pipelines.recipes import Recipe, check_recipe_name
 from pipelines.request import MetadataLevel
 from pipelines.single_file import with_base
+from pipelines.workflow import with_workflow
 
 
 def _model_name(name: str) -> str:
@@ -96,6 +97,8 @@ class ModelConfig(_Config):
     """All other parts of a model with a transformer file, as a directory, name or hub id."""
     controlnet: str = ""
     """A control network that is not in the model's directory, as a directory or hub id."""
+    workflow: str = ""
+    """A use of the model that needs another of its transformers (MiniMax-H3: ref2va)."""
     aliases: tuple[ModelName, ...] = ()
     """Further names in requests, for clients with a fixed one ("gpt-image-1")."""
     dtype: DataType = "auto"
@@ -192,6 +195,7 @@ class ModelConfig(_Config):
             ("base", self.base, ("",)),
             ("memory_gib", self.memory_gib, (None,)),
             ("controlnet", self.controlnet, ("",)),
+            ("workflow", self.workflow, ("",)),
             ("text_encoder.compile", self.text_encoder.compile, (False,)),
             ("decoder.compile", decoder.compile, (False,)),
             ("decoder.memory_gib", decoder.memory_gib, (None,)),
@@ -230,7 +234,8 @@ class ModelConfig(_Config):
 
     @property
     def source(self) -> str:
-        return with_network(with_base(self.path or self.name, self.base), self.controlnet)
+        model = with_workflow(with_base(self.path or self.name, self.base), self.workflow)
+        return with_network(model, self.controlnet)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -18,6 +18,7 @@ from pipelines.directory import CLASSIC_INDEX, MODULAR_INDEX, has_part, part_cla
 
 PART = "controlnet"
 SEPARATOR = f"+{PART}@"
+NO_FOLDERS: Mapping[str, Path] = {}
 LIBRARY, FOLDERS = "troupe", "controlled"
 """Place of such folders in the Hugging Face cache."""
 
@@ -51,19 +52,29 @@ def joined_folder(model: Path, network: Path) -> Path:
     It is made at the first call, and the same for equal folders. ValueError if ``model`` has a modular index, or
     ``network`` is not a model of diffusers.
     """
+    model, network = model.resolve(), network.resolve()
+    return linked_folder(model, FOLDERS, f"{model}\n{network}", _index(model, network), {PART: network})
+
+
+def linked_folder(
+    model: Path, folders: str, key: str, entries: Mapping[str, object], others: Mapping[str, Path] = NO_FOLDERS
+) -> Path:
+    """Return a folder with the index ``entries``, and links to the parts of ``model`` and to ``others`` by name.
+
+    It lies among ``folders`` of the cache, the same for equal ``key``. Its index is as old as the model's.
+    """
     from huggingface_hub import cached_assets_path
 
-    model, network = model.resolve(), network.resolve()
-    index = json.dumps(_index(model, network), indent=2)
-    name = hashlib.sha256(f"{model}\n{network}".encode()).hexdigest()[:16]
-    folder = Path(cached_assets_path(LIBRARY, FOLDERS, name))
-    targets = {path.name: path for path in model.iterdir() if path.name not in (CLASSIC_INDEX, PART)}
-    for name, target in {**targets, PART: network}.items():
+    model, index = model.resolve(), json.dumps(entries, indent=2)
+    index_name = MODULAR_INDEX if (model / MODULAR_INDEX).is_file() else CLASSIC_INDEX
+    folder = Path(cached_assets_path(LIBRARY, folders, hashlib.sha256(key.encode()).hexdigest()[:16]))
+    targets = {path.name: path for path in model.iterdir() if path.name not in (CLASSIC_INDEX, MODULAR_INDEX)}
+    for name, target in {**targets, **others}.items():
         with suppress(FileExistsError):
             (folder / name).symlink_to(target)
-    written, own = folder / CLASSIC_INDEX, (model / CLASSIC_INDEX).stat()
+    written, own = folder / index_name, (model / index_name).stat()
     if not written.is_file() or written.read_text() != index or written.stat().st_mtime_ns != own.st_mtime_ns:
-        new = folder / f"{CLASSIC_INDEX}.{os.getpid()}"
+        new = folder / f"{index_name}.{os.getpid()}"
         new.write_text(index)
         os.utime(new, ns=(own.st_atime_ns, own.st_mtime_ns))
         new.replace(written)  # atomic: other processes may make the same folder

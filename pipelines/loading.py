@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.control_network import joined_folder, split_network
 from pipelines.directory import CLASSIC_INDEX, MODULAR_INDEX, repositories
 from pipelines.single_file import split_source
+from pipelines.workflow import split_workflow, unused_folders, workflow_folder
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +35,16 @@ def resolve_path(source: str, *, weights: bool = True) -> Path:
 
     A hub id is downloaded (or found in the hub cache), with ``weights`` if requested. So are parts that a modular index
     places elsewhere. A single file (``single_file``) resolves to its base. A model with a separate control network
-    (``control_network``) resolves to a folder of both. ValueError says what to change.
+    (``control_network``) resolves to a folder of both, and one for a ``workflow`` to a folder without what that leaves
+    out. ValueError says what to change.
     """
     source, network = split_network(source)
     if network:
         return joined_folder(resolve_path(source, weights=weights), _resolve_network(network, weights=weights))
     _, source = split_source(source)
+    source, workflow = split_workflow(source)
+    if workflow:
+        return _resolve_workflow(source, workflow, weights=weights)
     if Path(source).is_dir():
         return _with_parts(Path(source), weights=weights)
     if (SHIPPED / source).is_dir():
@@ -46,6 +52,15 @@ def resolve_path(source: str, *, weights: bool = True) -> Path:
     if _HUB_ID.fullmatch(source):
         return _with_parts(_download(source, HUB_FILES if weights else CONFIGURATION_FILES), weights=weights)
     raise ValueError(f"no model {source!r}: give a diffusers folder, a hub id like owner/name, or {_shipped_names()}")
+
+
+def _resolve_workflow(source: str, workflow: str, *, weights: bool) -> Path:
+    """Return the folder for a workflow, without a download of the weights that it leaves out."""
+    path = Path(source) if Path(source).is_dir() else resolve_path(source, weights=False)
+    if weights and not Path(source).is_dir() and _HUB_ID.fullmatch(source):
+        unused = [f"{folder}/*" for folder in unused_folders(path, workflow)]
+        path = _download(source, HUB_FILES, but=unused)
+    return _with_parts(workflow_folder(path, workflow), weights=weights)
 
 
 def _resolve_network(source: str, *, weights: bool) -> Path:
@@ -66,6 +81,9 @@ def resolve_configuration(source: str) -> Path:
     if network:
         return joined_folder(resolve_configuration(source), _resolve_network(network, weights=False))
     _, source = split_source(source)
+    source, workflow = split_workflow(source)
+    if workflow:
+        return workflow_folder(resolve_configuration(source), workflow)
     name = source.rsplit("/", 1)[-1].lower().replace("-diffusers", "")
     names = {model.lower(): model for model in published_models()}
     if name in names and not Path(source).is_dir():
@@ -130,12 +148,13 @@ def _with_parts(path: Path, *, weights: bool) -> Path:
     return path
 
 
-def _download(hub_id: str, files: list[str]) -> Path:
+def _download(hub_id: str, files: list[str], *, but: list[str] | None = None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=files))
+        fetch = snapshot_download if but is None else partial(snapshot_download, ignore_patterns=but)
+        return Path(fetch(hub_id, allow_patterns=files))
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         raise ValueError(
             f"{hub_id!r} is not a folder here, and not in the hub cache, and the hub cannot be reached: unset "

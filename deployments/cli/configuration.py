@@ -16,6 +16,7 @@ from pipelines.defaults import Defaults
 from pipelines.loading import SHIPPED, hub_id_of, resolve_configuration
 from pipelines.preconditions import decoder_problems
 from pipelines.single_file import split_source, with_base
+from pipelines.workflow import split_workflow, with_workflow
 
 ENDINGS = (".yaml", ".yml", ".json")
 START_DEADLINE_S = 900
@@ -79,12 +80,14 @@ def _source(name: str) -> str:
     model, network = split_network(name)
     try:
         file, base = split_source(model)
+        base, workflow = split_workflow(base)
         if not Path(base).is_dir() and not (SHIPPED / base).is_dir():
             base = hub_id_of(base)
     except ValueError as error:
         problem = f"{name} is neither a file nor a shipped config ({shipped_configs()}), nor a model"
         raise ValueError(f"{problem}: {error}") from error
-    return with_network(with_base(str(file), base) if file else base, network)
+    model = with_workflow(with_base(str(file), base) if file else base, workflow)
+    return with_network(model, network)
 
 
 def _on_gpus(source: str, num_ranks: int, own: dict[str, Any]) -> ServeConfig:
@@ -136,9 +139,12 @@ def _num_decoding(defaults: Defaults, num_ranks: int) -> int:
 def _config(source: str, model: dict[str, Any]) -> ServeConfig:
     source, network = split_network(source)
     file, base = split_source(source)
-    own: dict[str, Any] = {"name": _name(file.stem if file else Path(base).resolve().name)}
+    base, workflow = split_workflow(base)
+    title = file.stem if file else Path(base).resolve().name
+    own: dict[str, Any] = {"name": _name(f"{title}-{workflow}" if workflow else title)}
     own |= {"path": str(file), "base": base} if file else {"path": base}
     own |= {"controlnet": network} if network else {}
+    own |= {"workflow": workflow} if workflow else {}
     application = {
         "name": "troupe",
         "route_prefix": "/",

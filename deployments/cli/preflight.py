@@ -24,6 +24,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.control_network import split_network
 from pipelines.preconditions import adapter_problems, decoder_problems, weight_problems
 from pipelines.single_file import split_source
+from pipelines.workflow import split_workflow
 
 if TYPE_CHECKING:
     from pipelines.media.provenance import Credentials
@@ -280,7 +281,7 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
         yield from model.whole_problems(checkpoint.spec.family)
     yield from adapter_problems(checkpoint, model.adapters)
     _, base = split_source(split_network(model.source)[0])
-    if Path(base).is_dir():  # a hub's weights may not be downloaded yet
+    if Path(split_workflow(base)[0]).is_dir():  # a hub's weights may not be downloaded yet
         yield from weight_problems(checkpoint)
     if must_slice(model.denoiser) and checkpoint.file is not None:
         yield f"every rank would read its share of {checkpoint.file}, which is read whole: say load: whole"

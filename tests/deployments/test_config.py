@@ -112,6 +112,8 @@ def test_models_need_different_names() -> None:
 def test_a_control_network_is_part_of_a_models_source() -> None:
     model = {"name": "a", "path": "x.safetensors", "base": "owner/model", "controlnet": "owner/network"}
     assert ModelConfig.model_validate(model).source == "x.safetensors@owner/model+controlnet@owner/network"
+    of_references = ModelConfig(name="a", path="owner/model", workflow="ref2va")
+    assert of_references.source == "owner/model+workflow@ref2va"
     assert ModelConfig.model_validate({"name": "a"}).source == "a"
 
 

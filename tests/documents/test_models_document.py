@@ -123,6 +123,8 @@ def test_what_is_served_is_what_defaults_say(program: ModuleType) -> None:
     assert "text to picture" not in program.served(program.defaults_of("QwenImageEditModularPipeline"))
     clips = {name: program.served(program.defaults_of(f"{name}ModularPipeline")) for name in ("LTX", "LTX2")}
     assert ["clip to clip" in words for words in clips.values()] == [False, True]
+    own = program.served(program.defaults_of("MiniMaxH3ModularPipeline"))
+    assert own == ["text to clip", "picture to clip", "references to clip", "sound"], "with its workflow"
 
 
 def test_what_is_declared_and_not_served_is_said(program: ModuleType) -> None:
@@ -137,6 +139,8 @@ def test_what_is_declared_and_not_served_is_said(program: ModuleType) -> None:
     assert program.beyond(flows, words) == ["controlnet_…", "controlnet_union_…", "ip_adapter_…"]
     assert program.beyond(["condition"], ["picture to clip"]) == [], "pictures at given frames"
     assert program.beyond(["condition"], words) == ["condition"]
+    assert program.beyond(["ref2va"], words) == ["ref2va"]
+    assert program.beyond(["ref2va"], ["references to clip"]) == []
 
 
 @pytest.mark.parametrize(

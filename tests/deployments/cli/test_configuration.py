@@ -15,7 +15,7 @@ from deployments.cli.configuration import config_for, to_yaml
 from deployments.cli.preflight import warnings
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
-from pipelines.loading import SHIPPED, hub_id_of, published_models
+from pipelines.loading import PUBLISHED, SHIPPED, hub_id_of, published_models
 from tests.deployments.support.commands import assert_one_line, config_file, troupe
 
 FLUX, KLEIN, WAN = "FLUX.1-dev", "FLUX.2-klein-4B", "Wan2.1-T2V-14B"
@@ -89,6 +89,12 @@ def test_takes_one_file_beside_its_base(tmp_path: Path) -> None:
     assert (model.name, model.path, model.base) == ("my-tune", str(file), "flux-shapes")
     (model,) = config_for(source := f"{file}@flux-shapes+controlnet@{tmp_path}", 1).app.models
     assert (model.base, model.controlnet, model.source) == ("flux-shapes", str(tmp_path), source)
+
+
+def test_takes_the_workflow_behind_a_name() -> None:
+    (model,) = config_for(source := f"{PUBLISHED / 'MiniMax-H3'}+workflow@ref2va", 1).app.models
+    assert (model.name, model.path, model.workflow) == ("MiniMax-H3-ref2va", str(PUBLISHED / "MiniMax-H3"), "ref2va")
+    assert model.source == source
 
 
 def test_a_config_is_a_config_still(tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""A use of a folder that needs another of its transformers, opened as a model of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from pipelines.checkpoint import Checkpoint
+from pipelines.directory import changed_at_s, part_class
+from pipelines.loading import resolve_path
+from pipelines.preconditions import weight_problems
+from pipelines.workflow import split_workflow, with_workflow
+from tests.pipelines.support.checkpoints.tiny_minimax import minimax_h3, minimax_h3_references
+
+WORKFLOW = "ref2va"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with both transformers, the second without weights."""
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
+    folder = minimax_h3(tmp_path / "model")
+    (folder / "transformer_ref").mkdir()
+    shutil.copy(folder / "transformer" / "config.json", folder / "transformer_ref")
+    return folder
+
+
+def test_names_are_split_as_they_are_made() -> None:
+    assert with_workflow("owner/model", WORKFLOW) == "owner/model+workflow@ref2va"
+    assert split_workflow("owner/model+workflow@ref2va") == ("owner/model", WORKFLOW)
+    assert with_workflow("owner/model", "") == "owner/model"
+    assert split_workflow("owner/model") == ("owner/model", "")
+
+
+def test_a_workflow_has_its_own_transformer_and_the_other_parts(folder: Path) -> None:
+    plain, own = Checkpoint.open(str(folder)), Checkpoint.open(with_workflow(str(folder), WORKFLOW))
+    assert own.path == Checkpoint.open(with_workflow(str(folder), WORKFLOW)).path
+    assert changed_at_s(own.path) == changed_at_s(folder)
+    assert [part_class(own.path, name) is None for name in ("transformer", "transformer_ref")] == [True, False]
+    assert (own.path / "vae").resolve() == folder / "vae"
+    assert plain.defaults.capabilities == ("text-to-video", "image-to-video")
+    assert own.defaults.capabilities == ("image-to-video", "video-to-video")
+    assert (own.defaults.max_pictures, own.defaults.needs_source) == (9, True)
+
+
+def test_weights_are_needed_of_its_own_transformer_alone(folder: Path, tmp_path: Path) -> None:
+    assert list(weight_problems(Checkpoint.open(str(folder)))) == []
+    (problem,) = weight_problems(Checkpoint.open(with_workflow(str(folder), WORKFLOW)))
+    assert problem.endswith("transformer_ref has no weights: download the whole model, not only its configuration")
+    references = Checkpoint.open(str(minimax_h3_references(tmp_path / "references")))
+    assert list(weight_problems(references)) == []
+
+
+def test_a_folder_without_the_transformer_is_refused(folder: Path) -> None:
+    index = folder / "modular_model_index.json"
+    entries = json.loads(index.read_text())
+    del entries["transformer_ref"]
+    index.write_text(json.dumps(entries))
+    with pytest.raises(ValueError, match="has no transformer for the workflow ref2va: download the whole model"):
+        Checkpoint.open(with_workflow(str(folder), WORKFLOW))
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("flux-shapes+workflow@ref2va", "workflow is 'ref2va', and flux has none: leave workflow out"),
+        ("MiniMax-H3+workflow@fl2va", "workflow is 'fl2va'; minimax_h3 has ref2va, and all else without one"),
+    ],
+)
+def test_unknown_workflows_are_refused(source: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Checkpoint.of_configuration(source)
+
+
+def test_the_hub_sends_no_weights_that_it_leaves_out(folder: Path) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def download(_hub_id: str, **patterns: Any) -> str:
+        asked.append(patterns)
+        return str(folder)
+
+    with patch("huggingface_hub.snapshot_download", download):
+        path = resolve_path(with_workflow("owner/model", WORKFLOW))
+    assert part_class(path, "transformer") is None
+    first, second = asked
+    assert not any(pattern.endswith(".safetensors") for pattern in first["allow_patterns"])
+    assert second["ignore_patterns"] == ["transformer/*"]
