@@ -26,8 +26,9 @@ from tests.pipelines.models.cosmos import test_cosmos as cosmos
 from tests.pipelines.models.helios import test_helios as helios
 from tests.pipelines.models.ltx2 import test_in_context as in_context
 from tests.pipelines.models.ltx2 import test_keyframes as keyframes
+from tests.pipelines.models.mini_max_h3 import test_references as minimax
 from tests.pipelines.models.qwen_image import test_control as qwen_control
-from tests.pipelines.support.checkpoints import tiny, tiny_ltx, tiny_models, tiny_whole
+from tests.pipelines.support.checkpoints import tiny, tiny_ltx, tiny_minimax, tiny_models, tiny_whole
 from tests.pipelines.support.device_jobs import HALF_TOLERANCE, Job, Latents, check_jobs, made_on_cpu
 from tests.pipelines.support.references import own_clips
 from tests.pipelines.support.references.own_call import own_latents
@@ -116,6 +117,16 @@ def qwen_control_job(folder: Path) -> Job:
     )
 
 
+def references_job(name: str, folder: Path) -> Job:
+    """The first step has fewer timesteps than the others: all rows begin at one."""
+    return Job(
+        request=minimax.request_of(name, folder, prompt="a red circle", num_inference_steps=4),
+        inputs=minimax.along_with(name),
+        read=all_latents,
+        own=lambda one: minimax.own_latents(name, folder, one),
+    )
+
+
 SDXL_CONTROL = PictureCase(
     make=tiny_whole.sdxl_controlled,
     pictures=(),
@@ -172,6 +183,12 @@ CASES: dict[str, GpuCase] = {
         for name in keyframes.PLACES
     },
     "ltx 2 at frames, guided": GpuCase(make=tiny_ltx.ltx2_few_layers, job=guided_keyframes_job),
+    **{
+        f"minimax h3 with references, {name}": GpuCase(
+            make=tiny_minimax.minimax_h3_references, job=partial(references_job, name)
+        )
+        for name in minimax.CASES
+    },
     "qwen control": CONTROLLED,
     "sdxl control": GpuCase(make=tiny_whole.sdxl_controlled, job=sdxl_control_job, source=sdxl_source),
     **{f"cosmos, {name}": clip_case(clip) for name, clip in cosmos.CLIPS.items()},
@@ -191,6 +208,7 @@ COMPILED = {
     "ltx 2 in context, pictures too",
     "ltx 2 at frames, three",
     "ltx 2 at frames, guided",
+    "minimax h3 with references, all",
     "qwen control",
     "sdxl control",
     "cosmos, from a clip",
@@ -212,6 +230,7 @@ def opened(
     folders: Callable[[Any], Path], gpu_device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[GpuCase, torch.dtype], tuple[Checkpoint, Job]]:
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tiny_minimax.LOAD_PROCESSOR, lambda *_, **__: tiny_minimax.MiniMaxProcessor())
 
     def open_case(case: GpuCase, dtype: torch.dtype) -> tuple[Checkpoint, Job]:
         folder = folders(case.make)

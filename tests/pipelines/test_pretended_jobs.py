@@ -16,7 +16,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.run import load_pipeline
 from tests.pipelines import test_gpu_whole as gpu_whole
 from tests.pipelines import test_whole_pipeline as whole
-from tests.pipelines.support.checkpoints import tiny_whole
+from tests.pipelines.support.checkpoints import tiny_minimax, tiny_whole
 from tests.pipelines.support.device_jobs import DeviceRank
 from tests.pipelines.support.pretend_gpu import GPU, GpuTensor
 from tests.pipelines.support.pretended_jobs import RecordedStep, pretended_gpu
@@ -26,6 +26,7 @@ from tests.pipelines.test_whole_pipeline import folders as folders
 QUICK = (
     "ltx 2 in context, pictures too",
     "ltx 2 at frames, guided",
+    "minimax h3 with references, all",
     "qwen control",
     "sdxl control",
     "cosmos, with sound from a clip",
@@ -48,6 +49,7 @@ def test_a_graph_can_record_the_steps_of_a_job(
 ) -> None:
     """Offloaded blocks are copied on streams, which this device has not."""
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tiny_minimax.LOAD_PROCESSOR, lambda *_, **__: tiny_minimax.MiniMaxProcessor())
     case, folder = CASES[name], folders(CASES[name].make)
     job = case.job(folder)
     with pretended_gpu() as gpu:

@@ -87,9 +87,9 @@ def along_with(name: str) -> InputPictures:
     return InputPictures(pictures=tuple(map(InputPicture.of, images_of(name))), video=video)
 
 
-def own_latents(name: str, folder: Path) -> Latents:
+def own_latents(name: str, folder: Path, request: MediaRequest) -> Latents:
     """Diffusers counts the end of the last step as one more."""
-    request, shown = request_of(name, folder), clip_of(name)
+    shown = clip_of(name)
     references: list[Any] = [MiniMaxH3ImageReference(image=one) for one in images_of(name)]
     if shown:
         references.append(MiniMaxH3VideoReference(frames=shown, fps=float(RATES[name])))
@@ -102,7 +102,7 @@ def own_latents(name: str, folder: Path) -> Latents:
 def expected(folder: Path) -> Callable[[str], Latents]:
     def of(name: str) -> Latents:
         with world():
-            return own_latents(name, folder)
+            return own_latents(name, folder, request_of(name, folder))
 
     return cache(of)
 
