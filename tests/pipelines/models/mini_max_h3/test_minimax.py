@@ -22,13 +22,13 @@ from engines.parallel import strategies as strategies
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.mini_max_h3.spec import SHARD_PLAN
-from pipelines.request import MediaRequest
+from pipelines.request import InputPicture, InputPictures, MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.support.checkpoints.tiny_minimax import LOAD_PROCESSOR, MiniMaxProcessor, minimax_h3
 from tests.pipelines.support.references.own_call import own_state
-from tests.pipelines.support.references.video import Clip, Latents, pictures_of
+from tests.pipelines.support.references.video import Clip, Latents, picture, pictures_of
 
 NAMES = ("latents", "audio_latents")
 
@@ -159,6 +159,16 @@ def test_a_gang_prepares_with_blank_steps(name: str, folder: Path) -> None:
     assert {key: x.dtype for key, x in blank.inputs.items()} == {key: x.dtype for key, x in real.inputs.items()}
     assert blank.inputs["hidden_states"].shape == real.inputs["hidden_states"].shape
     assert len(checkpoint.denoiser().probe()) == 2
+
+
+def test_a_frame_of_another_shape_is_cropped(folder: Path) -> None:
+    request = CASES["first frame"].request(folder)
+    wide = InputPicture.of(picture(160, 64, 3))
+    with patch(LOAD_PROCESSOR, lambda *_, **__: MiniMaxProcessor()):
+        encoder = Checkpoint(folder).text_encoder()
+        shown = (wide, wide.cut_to(request.width, request.height))
+        given, cut = (encoder.encode(request, InputPictures(pictures=(one,))).values for one in shown)
+    assert torch.equal(given["condition_latents"][0], cut["condition_latents"][0])
 
 
 def test_too_short_a_clip_is_refused(folder: Path) -> None:

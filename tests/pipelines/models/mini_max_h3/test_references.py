@@ -40,7 +40,7 @@ CASES: dict[str, tuple[tuple[tuple[int, int], ...], int]] = {
     "all": (((80, 50), (64, 96)), 30),
 }
 """Sizes of pictures, and frames of a clip."""
-RATES = {"a clip": 24, "all": 30}
+RATES = {"a clip": 12, "all": 30}
 ALL = "all"
 QUICK = {(ALL, 1, "ulysses"), (ALL, 2, "ring"), (ALL, 4, "ulysses"), (ALL, 4, "tensor"), ("a picture", 1, "ulysses")}
 QUICK |= {("a clip", 1, "ulysses"), ("pictures", 2, "allgather_kv")}
