@@ -18,7 +18,7 @@ from pipelines.request import Lora, MediaRequest
 from pipelines.solver import SolverLimits
 from tests.deployments.http.support.chromium import CONTROL, Chromium, chromium, needs_chromium
 from tests.deployments.http.support.page_steps import fill, press, send, shown_error, take, written
-from tests.deployments.support.fake_studio import CLIPS, PICTURES, FakeStudio
+from tests.deployments.support.fake_studio import CLIPS, PICTURES, REFERRED_CLIPS, FakeStudio
 from tests.deployments.support.files import file_of, noise
 
 pytestmark = needs_chromium
@@ -56,7 +56,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 @pytest.fixture
 def studio() -> FakeStudio:
-    return Studio(takes_pictures=True, takes_clips=True, takes_control=True, makes_both=True)
+    others = {"fake-referred-clips": REFERRED_CLIPS}
+    return Studio(takes_pictures=True, takes_clips=True, takes_control=True, makes_both=True, defaults=others)
 
 
 @pytest.fixture
@@ -98,6 +99,7 @@ def generate(page: Chromium, studio: FakeStudio) -> MediaRequest:
         ("fake-continued-clips", ["video"]),
         ("fake-controlled", ["control_image", *CONTROLS]),
         ("fake-both", ["image"]),
+        ("fake-referred-clips", ["image", "video"]),
     ],
 )
 def test_a_model_shows_what_it_takes_and_nothing_else(page: Chromium, model: str, shown: list[str]) -> None:
@@ -132,6 +134,19 @@ def test_a_clip_decides_size_and_length(page: Chromium, studio: FakeStudio, clip
     press(page, "Remove the clip")
     assert page.evaluate("[fields.width.value, fields.num_frames.value]") == ["64", "5"]
     assert page.evaluate("[fields.video.required, fields.video.files.length]") == [True, 0]
+
+
+def test_references_are_pictures_a_clip_or_both(page: Chromium, studio: FakeStudio, picture: Path, clip: Path) -> None:
+    take(page, "fake-referred-clips")
+    problem = "fields.image.validationMessage"
+    assert page.evaluate(problem) == "This model needs a picture or a clip: choose one"
+    page.choose("fields.video", clip)
+    assert page.evaluate(problem) == ""
+    request = generate(page, studio)
+    assert (request.num_pictures, request.num_video_frames) == (0, NUM_FRAMES)
+    page.choose("fields.image", picture)
+    request = generate(page, studio)
+    assert (request.num_pictures, request.num_video_frames) == (1, NUM_FRAMES)
 
 
 def test_a_clip_of_ours_is_an_input_by_its_id(page: Chromium, studio: FakeStudio) -> None:

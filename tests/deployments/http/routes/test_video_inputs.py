@@ -20,8 +20,8 @@ from pipelines.request import Lora
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.routes.test_videos import finished
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support.fake_studio import FakeStudio
-from tests.deployments.support.files import data_url
+from tests.deployments.support.fake_studio import REFERRED_CLIPS, FakeStudio
+from tests.deployments.support.files import data_url, file_of, noise
 from tests.support.patience import PATIENCE_S
 
 CHANGED, CONTINUED = "fake-changed-clips", "fake-continued-clips"
@@ -308,3 +308,31 @@ async def test_models_say_that_they_take_clips(client: httpx.AsyncClient) -> Non
     assert models[CONTINUED]["capabilities"] == ["text-to-video", "video-to-video"]
     assert models["fake-pictures"]["capabilities"] == ["text-to-image"]
     assert models[CONTINUED]["defaults"]["max_video_frames"] == 17
+
+
+@pytest.fixture
+def referred(studio: FakeStudio) -> str:
+    studio.defaults = {"fake-referred-clips": REFERRED_CLIPS}
+    return "fake-referred-clips"
+
+
+async def test_references_are_a_clip_and_pictures(client: httpx.AsyncClient, studio: FakeStudio, referred: str) -> None:
+    """The clip has the length of the result at most."""
+    pictures = [data_url(file_of(noise(64, 48, seed=seed))) for seed in range(2)]
+    fields = {"model": referred, "prompt": "a", "size": "48x32", "num_frames": 5}
+    await made(client, await client.post(VIDEOS, json={**fields, "video": URL, "input_reference": pictures}))
+    assert levels(studio) == pytest.approx(LEVELS[:5], abs=TOLERANCE)
+    assert [(one.width, one.height) for one in studio.inputs[-1].pictures] == [(64, 48)] * 2
+    await made(client, await client.post(VIDEOS, json={**fields, "input_reference": pictures[:1]}))
+    assert (studio.performed[-1].num_pictures, studio.performed[-1].num_video_frames) == (1, 0)
+    refused = error_of(await client.post(VIDEOS, json=fields), 400)
+    assert (refused["param"], refused["message"].split(":")[0]) == ("input_reference", "no reference came along")
+
+
+async def test_the_list_of_models_says_what_references_are(
+    client: httpx.AsyncClient, studio: FakeStudio, referred: str
+) -> None:
+    cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
+    limits = cards[referred]["defaults"]
+    assert (limits["needs_source"], limits["takes_both"], limits["cuts_video"]) == (True, True, True)
+    assert cards[referred]["capabilities"] == ["image-to-video", "video-to-video"]
