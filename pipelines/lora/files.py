@@ -173,6 +173,8 @@ def _names_layers(module: nn.Module, keys: Iterable[str]) -> bool:
 def _select_part(layers: Layers, source: LoraSource, path: Path, pipeline_class: Any, module: nn.Module) -> Layers:
     """Return the layers of the transformer or U-Net: those under its name, and those in its module's names."""
     name = _denoiser_name(pipeline_class) if hasattr(pipeline_class, "lora_state_dict") else TRANSFORMER
+    if source.part and any(key.startswith(f"{source.part}.") for key in layers.tensors):
+        name = source.part
     prefix = f"{name}."
     others = [key for key in layers.tensors if not key.startswith(prefix) and not are_layers_of(module, [key])]
     if unknown := [key for key in others if not key.startswith(OTHER_PARTS)]:

@@ -15,19 +15,22 @@ import torch
 import torch.distributed as dist
 from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ImageReference, MiniMaxH3VideoReference
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from engines.core.packing import pack
 from engines.core.tensors import relative_difference
 from engines.parallel import strategies as strategies
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
+from pipelines.lora.source import LoraSource
 from pipelines.request import InputPicture, InputPictures, InputVideo, MediaRequest
 from pipelines.run import load_pipeline
 from pipelines.size import Size
 from tests.engines.support.gloo import gang
+from tests.pipelines.lora.support.tiny_lora import loader, write_lora
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.support.checkpoints.tiny_minimax import LOAD_PROCESSOR, MiniMaxProcessor, minimax_h3_references
-from tests.pipelines.support.references.own_call import own_state
+from tests.pipelines.support.references.own_call import Change, as_it_is, own_state
 from tests.pipelines.support.references.video import Latents, frames, picture
 
 NAMES = ("latents", "audio_latents")
@@ -87,14 +90,14 @@ def along_with(name: str) -> InputPictures:
     return InputPictures(pictures=tuple(map(InputPicture.of, images_of(name))), video=video)
 
 
-def own_latents(name: str, folder: Path, request: MediaRequest) -> Latents:
+def own_latents(name: str, folder: Path, request: MediaRequest, change: Change = as_it_is) -> Latents:
     """Diffusers counts the end of the last step as one more."""
     shown = clip_of(name)
     references: list[Any] = [MiniMaxH3ImageReference(image=one) for one in images_of(name)]
     if shown:
         references.append(MiniMaxH3VideoReference(frames=shown, fps=float(RATES[name])))
     steps = request.num_inference_steps + 1
-    state = own_state(folder, request, references=references, num_inference_steps=steps)
+    state = own_state(folder, request, change=change, references=references, num_inference_steps=steps)
     return {part: state.get(part) for part in NAMES}
 
 
@@ -194,3 +197,21 @@ def test_a_clip_of_frames_is_made(folder: Path) -> None:
     assert media.frames_FHWC.dtype == np.uint8
     assert media.sound is not None
     assert pipeline.decoder.preview(pipeline.sampler.preview(middle), request).shape == (22, *SIDES, 3)
+
+
+@pytest.mark.parametrize(("prefix", "part"), [("transformer", ""), ("transformer_ref", "transformer_ref")])
+def test_an_adapter_is_added_to_its_transformer(
+    prefix: str, part: str, folder: Path, tmp_path: Path, expected: Callable[[str], Latents]
+) -> None:
+    """Files are for the first transformer, unless their keys name the second; diffusers takes both."""
+    name, scale, path = "a picture", 0.8, write_lora(folder, tmp_path / "ink", seed=1, says_alpha=False)
+    (file,) = path.glob("*.safetensors")
+    save_file({key.replace("transformer.", f"{prefix}.", 1): x for key, x in load_file(file).items()}, file)
+    checkpoint = Checkpoint(folder, loras=[LoraSource(path=str(path), scale=scale, part=part)])
+    request = request_of(name, folder)
+    with world():
+        own = own_latents(name, folder, request, loader({path: scale}))["latents"]
+        pipeline = load_pipeline(checkpoint, TorchEngine(checkpoint.denoiser(), strategy="ulysses"))
+        *_, last = pipeline.states(request, along_with(name))
+    assert relative_difference(pipeline.sampler.latents(last)["latents"], own) <= TOLERANCE
+    assert relative_difference(expected(name)["latents"], own) > 10 * TOLERANCE
