@@ -50,6 +50,8 @@ def as_denoiser(
         forward=Forward(spec),
         probe=probe,
         hoisted=spec.hoisted,
+        hoisted_inputs=spec.hoisted_inputs,
+        hoists_by_blocks=spec.hoists_by_blocks,
         reads_values=spec.reads_values,
         fast=spec.fast_weights(config),
         latents=spec.latents,

@@ -105,6 +105,10 @@ class ModelSpec(ABC):
     """Whether the forward reads values of tensors on the host (``DenoiserModel``)."""
     hoisted: Callable[[nn.Module, Arguments], ModelInputs] | None = None
     """Compute inputs that no step changes, once a job (``DenoiserModel``)."""
+    hoisted_inputs: tuple[str, ...] = ()
+    """Inputs that ``hoisted`` reads, if branches of guidance share what it computes (``DenoiserModel``)."""
+    hoists_by_blocks: bool = False
+    """Whether ``hoisted`` calls whole blocks, and no layer inside them (``DenoiserModel``)."""
     block_modules: tuple[str, ...] = ()
     """Submodules of the transformer, without weights, that diffusers' blocks use."""
     unused_parts: tuple[str, ...] = ()
