@@ -234,6 +234,8 @@ class DenoiserModel:
     """Computes extra inputs of ``forward`` once a job, from all but latents and timestep; the module is whole."""
     hoisted_inputs: tuple[str, ...] = ()
     """Inputs that ``hoisted`` reads: branches that share them share what it computes. Empty: all, and the constants."""
+    hoisted_features: int = 0
+    """Numbers that ``hoisted`` leaves on every rank for each token of a step, if these are many."""
     hoists_by_blocks: bool = False
     """Whether ``hoisted`` calls whole blocks, and no layer inside them: then blocks may be offloaded."""
     reads_values: bool = False

@@ -51,6 +51,7 @@ def as_denoiser(
         probe=probe,
         hoisted=spec.hoisted,
         hoisted_inputs=spec.hoisted_inputs,
+        hoisted_features=spec.hoisted_features(config),
         hoists_by_blocks=spec.hoists_by_blocks,
         reads_values=spec.reads_values,
         fast=spec.fast_weights(config),

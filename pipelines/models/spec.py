@@ -160,6 +160,10 @@ class ModelSpec(ABC):
     def stream_lengths(self, config: Config, arguments: Arguments) -> Mapping[str, int]:
         """Return the number of tokens of each stream in a call with ``arguments``."""
 
+    def hoisted_features(self, config: Config) -> int:
+        """Return how many numbers ``hoisted`` leaves for each token (``DenoiserModel``); 0 if they are few."""
+        return 0
+
     def heads(self, config: Config) -> tuple[int, int]:
         """Return number and dim of the heads of self-attention."""
         return config["num_attention_heads"], config["attention_head_dim"]

@@ -158,8 +158,13 @@ def hoisted(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
     Beside them the rotation of the result's tokens, and their frames. A latent frame takes 820 kB a place in the
     published model in bfloat16.
     """
-    if inputs[DRIVING].is_meta or is_weightless(module):  # "meta" has no places; costs once a job are not counted
+    if inputs[DRIVING].is_meta or is_weightless(module):  # costs once a job are not counted
         return _blank(module, inputs)
+    if torch.compiler.is_exporting():
+        raise ValueError(
+            "this model passes over the driving clip before its first step, which no TensorRT engine does: use "
+            "engine: torch"
+        )
     x_BCFHW = module.patch_embedding(inputs[DRIVING])
     sizes = PatchGrid(*x_BCFHW.shape[2:])
     rotation = _driving_rotation(module, sizes)

@@ -88,6 +88,10 @@ class WanAnimate2Spec(ModelSpec):
     def heads(self, config: Config) -> tuple[int, int]:
         return config["num_heads"], config["dim"] // config["num_heads"]
 
+    def hoisted_features(self, config: Config) -> int:
+        """Return keys and values of all blocks: the driving clip has a token for each of the result's."""
+        return 2 * int(config["num_layers"] * config["dim"])
+
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
         return {VIDEO: num_tokens(config, arguments)}
 

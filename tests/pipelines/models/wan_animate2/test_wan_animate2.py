@@ -21,6 +21,7 @@ from torch import Tensor
 from engines.core.packing import pack
 from engines.core.tensors import relative_difference
 from engines.parallel import strategies as strategies
+from engines.planner.profile import profile
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.options import TorchOptions
 from pipelines.checkpoint import Checkpoint
@@ -250,6 +251,9 @@ def test_blank_keys_have_the_shapes_of_real_ones(folder: Path) -> None:
         name: (x.shape, x.dtype) for name, x in blank.items()
     }
     assert real[KEYS_VALUES].shape[3:5] == (3, 15)
+    per_token = checkpoint.denoiser().hoisted_features
+    assert real[KEYS_VALUES].numel() == per_token * 3 * 15
+    assert profile(checkpoint.denoiser()).hoisted_features == per_token
 
 
 def test_the_published_defaults_and_what_they_need(folders: Callable[[Any], Path]) -> None:
