@@ -21,19 +21,21 @@ from torch import Tensor
 from engines.core.packing import pack
 from engines.core.tensors import relative_difference
 from engines.parallel import strategies as strategies
+from engines.parallel.mesh import team_of_one
 from engines.planner.profile import profile
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.options import TorchOptions
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.wan_animate2 import attention
 from pipelines.models.wan_animate2.attention import KEYS_VALUES
-from pipelines.models.wan_animate2.call import SKIPPED_BLOCK
+from pipelines.models.wan_animate2.call import NEGATIVE, SKIPPED_BLOCK
 from pipelines.request import InputPicture, InputPictures, InputVideo, MediaRequest
 from pipelines.run import load_pipeline
 from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.support.checkpoints import tiny_animate
+from tests.pipelines.support.full_size import Recorded, first_step, model_on_gpu
 from tests.pipelines.support.references.own_call import own_state
 from tests.pipelines.support.references.video import denoised_with, frames, picture
 
@@ -254,6 +256,19 @@ def test_blank_keys_have_the_shapes_of_real_ones(folder: Path) -> None:
     per_token = checkpoint.denoiser().hoisted_features
     assert real[KEYS_VALUES].numel() == per_token * 3 * 15
     assert profile(checkpoint.denoiser()).hoisted_features == per_token
+
+
+@torch.no_grad()
+def test_a_step_at_full_size_is_what_a_gpu_can_record(folder: Path, tmp_path: Path) -> None:
+    """By one block of the published size, for the default clip of 81 frames: 50 x 40 places of 22 latent frames."""
+    full = str(tiny_animate.without_weights(folder, tmp_path / "full"))
+    positive, negative = first_step(full)
+    assert [branch.constants[NEGATIVE] for branch in (positive, negative)] == [False, True]
+    model = model_on_gpu(full)
+    assert dict(model.stream_lengths(positive.arguments)) == {"video": 22 * 50 * 40}
+    for branch in (positive, negative):
+        recorded = Recorded(model, branch, team_of_one()).run()
+        assert (recorded.found, recorded.is_recorded) == ([], True)
 
 
 def test_the_published_defaults_and_what_they_need(folders: Callable[[Any], Path]) -> None:

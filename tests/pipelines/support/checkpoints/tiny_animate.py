@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import shutil
 from pathlib import Path
 
 from tests.pipelines.support.checkpoints.parts import flow, saved, shake, t5, tokenizer
@@ -50,6 +52,21 @@ def wan_animate2(path: Path, kind: str = "WanAnimate2") -> Path:
     }
     index = {"_class_name": f"{kind}ModularPipeline", "_blocks_class_name": f"{kind}Blocks", **places}
     (path / "modular_model_index.json").write_text(json.dumps(index))
+    return path
+
+
+def without_weights(folder: Path, path: Path) -> Path:
+    """The configurations of ``folder``, but of transformer and auto-encoder in the sizes of diffusers' defaults.
+
+    They are those of the published models.
+    """
+    import diffusers
+
+    shutil.copytree(folder, path, ignore=shutil.ignore_patterns("*.safetensors"))
+    for part, kind in (("transformer", diffusers.WanAnimate2Transformer3DModel), ("vae", diffusers.AutoencoderKLWan)):
+        own = inspect.signature(kind.__init__).parameters.values()
+        usual = {one.name: one.default for one in own if one.default is not one.empty}
+        (path / part / "config.json").write_text(json.dumps({"_class_name": kind.__name__, **usual}))
     return path
 
 
