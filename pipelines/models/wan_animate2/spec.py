@@ -75,6 +75,7 @@ class WanAnimate2Spec(ModelSpec):
     family = "wan_animate2"
     plan = PLAN
     fits_pictures = True
+    decodes_frames_apart = True
     float32_parts = ("vae", "image_encoder")
     eager_only = "passes over the driving clip before its first step"
     forward = lazy("pipelines.models.wan_animate2.attention:forward")

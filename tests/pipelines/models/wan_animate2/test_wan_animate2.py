@@ -185,6 +185,9 @@ def test_frames_equal_diffusers_and_a_preview_is_one_of_them(folder: Path, expec
     assert (made.shape, made.dtype) == ((request.num_frames, request.height, request.width, 3), np.dtype(np.uint8))
     own_FHWC = (255 * expected(SOME).pixels_FCHW).permute(0, 2, 3, 1).numpy()
     assert np.abs(made - own_FHWC).max() < 0.51
+    parts = [one.frames_FHWC for one in pipeline.decoder.decode_chunks(pipeline.sampler.latents(state), request)]
+    assert len(parts) > 1
+    assert np.abs(np.concatenate(parts).astype(int) - made).max() <= 1
     preview = pipeline.decoder.preview(pipeline.sampler.preview(before), request)
     assert preview.shape == (1, request.height, request.width, 3)
 
