@@ -90,12 +90,12 @@ FAMILIES = {
     "cosmos": "Cosmos 3",
     "minimax_h3": "MiniMax-H3",
     "helios": "Helios",
+    "wan_animate2": "Wan Animate 2",
 }
 """Titles of families. A key is a folder of `pipelines/models/`."""
 OTHERS = {
     "StableDiffusionXL": "Stable Diffusion XL",
     "Anima": "Anima",
-    "WanAnimate2": "Wan Animate 2",
 }
 """Titles of pipelines without a family. A key is the beginning of their names."""
 NOT_TRIED = "not tried: no model of it is here"

@@ -73,6 +73,8 @@ class Defaults:
     """Frames of the clip beyond the length of the result are left out."""
     keeps_length: bool = False
     """The result has as many frames as the clip that came along."""
+    shaped_by_picture: bool = False
+    """The result has the shape of its first picture; the clip that came along is shown whole in it, on black."""
     takes_control: bool = False
     """Requests may have a control picture, and its ``control_scale``; with ``needs_control`` they must have one."""
     needs_control: bool = False
@@ -158,7 +160,7 @@ class Defaults:
         words = {"max_pictures": 0, "min_pictures": 0, "takes_mask": False, "needs_mask": False}
         words |= {"max_video_frames": 0, "min_video_frames": 1, "needs_video": False, "keeps_length": False}
         words |= {"takes_both": False, "needs_source": False, "cuts_video": False, "max_reference_aspect": 0}
-        words |= {"takes_frame_indices": False, "video_needs_lora": False}
+        words |= {"takes_frame_indices": False, "video_needs_lora": False, "shaped_by_picture": False}
         whole = {"takes_strength": False, "frames_per_chunk": 0, "first_chunk_steps": 1, "make_sound": False}
         changes: dict[str, Any] = {**size, **frame, **words, **whole}
         return replace(self, kind=kind, **changes)

@@ -65,6 +65,8 @@ def usual_description(defaults: Defaults) -> Description:
         return Description(text="Paints the masked area of a picture, as the prompt says.", prompts=FILLINGS)
     if defaults.max_layers:
         return Description(text=f"Takes a picture apart into {counted(defaults.num_layers, 'layer', 'layers')}.")
+    if defaults.needs_video and fewest:
+        return Description(text=f"Makes clips from {source}, a clip and a prompt.", prompts=MOTIONS)
     if defaults.needs_video:
         return Description(text="Changes clips as the prompt says.", prompts=CHANGES)
     if defaults.needs_source:

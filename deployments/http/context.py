@@ -29,7 +29,7 @@ from deployments.requests.bodies import MediaBody
 from deployments.requests.model_choice import Needs, choose_card, names_others
 from deployments.requests.pictures.sources import Source, Sources
 from deployments.requests.pictures.unpack import unpack
-from deployments.requests.pictures.video import FormOf
+from deployments.requests.pictures.video import FormBeside
 from deployments.requests.prompt_enhancer import PromptEnhancers
 from deployments.requests.recipe_choice import with_recipe
 from deployments.requests.rules import Requester, RequestRules, ResolvedRequest
@@ -116,7 +116,7 @@ class ApiContext:
             pictures = pictures if body.ground is None else await asyncio.to_thread(pictures.over, body.ground)
         return ResolvedRequest(card=card, body=body, pictures=pictures)
 
-    async def _decoded(self, sources: Sources, form_of: FormOf) -> InputPictures:
+    async def _decoded(self, sources: Sources, form_of: FormBeside) -> InputPictures:
         """Return the pixels of ``sources``."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.unpacking, unpack, sources, self.settings, form_of)

@@ -96,14 +96,17 @@ class RequestRules:
             check_context(self.card, has_lora=names_lora(body))
         return sources
 
-    def video_form(self, body: MediaBody, head: VideoHead) -> VideoForm:
+    def video_form(self, body: MediaBody, head: VideoHead, pictures: InputPictures = NO_PICTURES) -> VideoForm:
         """Return the form of the clip of ``body``: in the size and at the rate of the result.
+
+        Without a given size, the clip decides the result's shape, or the first of ``pictures`` that came along.
 
         RequestError if they do not suit the model. It is checked before the clip is decoded.
         """
         defaults = self.card.defaults
         length, fps = choose_length(body, defaults)
-        width, height = choose_size(body, defaults, head)
+        is_by_picture = defaults.shaped_by_picture and len(pictures.pictures) > 0
+        width, height = choose_size(body, defaults, pictures.pictures[0] if is_by_picture else head)
         with blaming("size" if has_size(body) else "width"):
             defaults.check_size(width, height)
         is_cut = defaults.cuts_video or (defaults.keeps_length and asks_for_length(body))
@@ -117,6 +120,7 @@ class RequestRules:
             max_frames=length if is_cut else defaults.max_video_frames,
             is_cut=is_cut,
             frame_multiple=defaults.frame_multiple if defaults.keeps_length else 1,
+            is_whole=defaults.shaped_by_picture,
         )
 
     def check(

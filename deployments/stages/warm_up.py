@@ -47,8 +47,9 @@ def typical_requests(defaults: Defaults, sizes: tuple[Size, ...]) -> Iterator[tu
             mask = _grey(request, "L") if request.has_mask else None
             control = _grey(request) if request.has_control else None
             pictures = (_grey(request),) * request.num_pictures
-            yield request, InputPictures(pictures=pictures, mask=mask, control=control)
-    if defaults.needs_video:
+            video = _grey_clip(request) if request.num_video_frames else None
+            yield request, InputPictures(pictures=pictures, mask=mask, control=control, video=video)
+    if defaults.needs_video and not defaults.min_pictures:
         for size in sizes or (_shortest(defaults),):
             request = defaults.request(size, prompt=PROMPT)
             yield request, InputPictures(video=_grey_clip(request))

@@ -232,6 +232,12 @@ class DenoiserModel:
     """Returns a small, seeded step, the same on every rank, for a gang's self-check (empty: none)."""
     hoisted: Callable[[nn.Module, Arguments], ModelInputs] | None = None
     """Computes extra inputs of ``forward`` once a job, from all but latents and timestep; the module is whole."""
+    hoisted_inputs: tuple[str, ...] = ()
+    """Inputs that ``hoisted`` reads: branches that share them share what it computes. Empty: all, and the constants."""
+    hoisted_features: int = 0
+    """Numbers that ``hoisted`` leaves on every rank for each token of a step, if these are many."""
+    hoists_by_blocks: bool = False
+    """Whether ``hoisted`` calls whole blocks, and no layer inside them: then blocks may be offloaded."""
     reads_values: bool = False
     """True if ``forward`` without ``hoisted`` inputs reads tensor values, which rules out capture."""
     fast: ArrangeWeights | None = None

@@ -119,6 +119,8 @@ class ShardPlan:
     """Modules in which a stream attends to itself only, with the stream."""
     free: tuple[str, ...] = ()
     """Arguments that do not change the prediction's shape: branches that differ in them may run in parallel."""
+    reads_lse: bool = False
+    """Whether attention reads its kernel's log-sum-exp, to merge the result with that over other keys."""
 
     def rule_of(self, name: str) -> ColumnLinear | RowLinear | FullWidthNorm | None:
         """Return the first rule that matches the layer's name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -210,6 +210,8 @@ class ShardedModel:
         return kernel
 
     def _made_kernel(self, make: MakeKernel, attention: str, team: Team, layout: TokenLayout) -> Kernel:
+        if self._model.plan.reads_lse:
+            make = partial(team_kernel, keeps_lse=True)
         return make(self._local_kernel(attention), team, layout)
 
     def _local_kernel(self, attention: str = "auto") -> Kernel:

@@ -109,11 +109,14 @@ MakeKernel = Callable[[Kernel, Team, TokenLayout], Kernel]
 """Makes attention over the tokens of a team from attention on one device."""
 
 
-def team_kernel(local: Kernel, team: Team, layout: TokenLayout, *, num_parts: int = 1) -> Kernel:
+def team_kernel(
+    local: Kernel, team: Team, layout: TokenLayout, *, num_parts: int = 1, keeps_lse: bool = False
+) -> Kernel:
     """Return attention over the whole team's tokens: ulysses(ring(local)) or ulysses(allgather_kv(local)).
 
     The innermost kernel drops padded keys, because it knows which rows they are. With ``num_parts`` above 1, ulysses
-    exchanges the heads in that many parts.
+    exchanges the heads in that many parts. With ``keeps_lse`` there is a log-sum-exp whatever the strategy, and one
+    part.
     """
     inner = team.ulysses.size
     if team.ring.size > 1:
@@ -124,4 +127,6 @@ def team_kernel(local: Kernel, team: Team, layout: TokenLayout, *, num_parts: in
         kernel = allgather_kv(kernel, team.allgather_kv) if team.allgather_kv.size > 1 else kernel
     if inner == 1:
         return kernel
-    return ulysses(kernel, team.ulysses) if num_parts == 1 else ulysses_in_parts(kernel, team.ulysses, num_parts)
+    if num_parts == 1 or keeps_lse:
+        return ulysses(kernel, team.ulysses, keeps_lse=keeps_lse)
+    return ulysses_in_parts(kernel, team.ulysses, num_parts)

@@ -21,12 +21,12 @@ Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """A kernel with mask and prefix already bound."""
 
 
-def ulysses(kernel: Kernel, axis: Axis) -> Kernel:
+def ulysses(kernel: Kernel, axis: Axis, *, keeps_lse: bool = False) -> Kernel:
     """Return ``kernel`` on all tokens of the axis and a share of the heads.
 
     Queries of another stream than the keys are the same on every rank and stay whole. Heads are padded with zeros to a
-    multiple of the axis' size; too few key heads are repeated (see ``share_heads``). The result's ``lse`` is empty: it
-    would cost a third exchange.
+    multiple of the axis' size; too few key heads are repeated (see ``share_heads``). Without ``keeps_lse``, the
+    result's ``lse`` is empty: it costs a third exchange, of one float32 per token and head.
     """
 
     def ulysses_kernel(
@@ -42,7 +42,11 @@ def ulysses(kernel: Kernel, axis: Axis) -> Kernel:
         mask_BM, prefix = _gather_masking(mask_BM, prefix, axis)
         qkv_BMhD = _tokens_to_heads(q_BLHD, k_BLGD, v_BLGD, axis)
         out_BMhD, lse_BhM = kernel(*qkv_BMhD, mask_BM=mask_BM, prefix=prefix)
-        return first(heads_to_tokens(out_BMhD, axis), num_heads, dim=2), lse_BhM.new_empty(0)
+        out_BLHD = first(heads_to_tokens(out_BMhD, axis), num_heads, dim=2)
+        if not keeps_lse:
+            return out_BLHD, lse_BhM.new_empty(0)
+        lse_BLH1 = heads_to_tokens(lse_BhM.mT[..., None], axis)
+        return out_BLHD, first(lse_BLH1[..., 0].mT, num_heads, dim=1)
 
     return ulysses_kernel
 

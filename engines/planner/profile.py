@@ -70,6 +70,8 @@ class ModelProfile:
     """Repeated blocks of each module, and the bytes of the largest (``largest_block_bytes``)."""
     largest_block_bytes: int = 0
     num_modules: int = 1
+    hoisted_features: int = 0
+    """Numbers for each token that every rank holds whole (``DenoiserModel``)."""
     has_fast_path: bool = False
     divides_tokens: bool = True
     """Whether ranks may have a share of the tokens each."""
@@ -176,6 +178,7 @@ def profile(model: DenoiserModel) -> ModelProfile:
         split_weight_bytes=counter.split_weight_bytes * len(model.modules),
         tensor_unit=_tensor_unit(model, source, num_key_heads),
         largest_weight_bytes=counter.largest_weight_bytes,
+        hoisted_features=model.hoisted_features,
         has_fast_path=model.fast is not None and model.weights is None,
         divides_tokens=bool(model.plan.shards),
         **_sizes_of_blocks(model),

@@ -216,8 +216,13 @@ class StepCost:
         Branches run one after the other.
         """
         gathered = 2 * self.hidden_bytes * self.spec.allgather_kv if self.spec.allgather_kv > 1 else 0.0
-        return int(max(self.weight_bytes() + LIVE_COPIES * self.hidden_bytes + gathered, self.loading_bytes()))
+        per_token = HOISTED_COPIES * self.profile.hoisted_features * self.profile.element_bytes
+        activations = LIVE_COPIES * self.hidden_bytes + gathered + per_token * self.layout.num_tokens
+        return int(max(self.weight_bytes() + activations, self.loading_bytes()))
 
+
+HOISTED_COPIES = 2
+"""Copies of what a job computes once: the job's own, and the buffer that a captured step reads."""
 
 OFFLOAD_BUFFERS = 2
 """Buffers for offloaded blocks of a module: one is filled while the block in the other runs."""
@@ -240,12 +245,15 @@ class MemoryFloor:
     weight_bytes: int
     """Weights of the whole model."""
     token_bytes: int
+    hoisted_token_bytes: int = 0
+    """What every rank holds whole for each token."""
 
     def needed_bytes(self, num_tokens: int, spec: ParallelSpec) -> int:
-        """Return a lower bound of the weights and the activations of one rank's tokens."""
+        """Return a lower bound of the weights, the activations of one rank's tokens, and what it holds of all."""
         weights = self.weight_bytes / (spec.tensor * spec.pipeline)
         tokens = -(-num_tokens // spec.context)
-        return int(weights + CERTAIN_COPIES * tokens * self.token_bytes / spec.tensor)
+        whole = self.hoisted_token_bytes * num_tokens
+        return int(weights + CERTAIN_COPIES * tokens * self.token_bytes / spec.tensor + whole)
 
     def check(self, num_tokens: int, spec: ParallelSpec) -> None:
         """Raise ``ValueError`` for a step that cannot fit, with the bytes needed and available."""

@@ -153,6 +153,7 @@ def memory_floor(model: DenoiserModel, precision: str, num_offloaded: int = 0) -
         available_bytes=int(available),
         weight_bytes=weight_bytes if precision == "native" else weight_bytes // dtype_bytes,
         token_bytes=model.num_heads * model.head_dim * dtype_bytes,
+        hoisted_token_bytes=model.hoisted_features * dtype_bytes,
     )
 
 

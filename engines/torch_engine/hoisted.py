@@ -17,7 +17,7 @@ HoistInputs = Callable[[nn.Module, Arguments], ModelInputs]
 MAX_ENTRIES, MAX_BYTES = 32, 2**31
 """Limits of a cache. An evicted entry is computed again within one step."""
 MIN_ENTRIES = 2
-"""Entries kept whatever their size: two branches of a step alternate."""
+"""Entries kept whatever their size: two branches of a step alternate. One is kept if branches share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +35,24 @@ class _Entry:
 class HoistedCache:
     """Results by the identity of their source tensors. States of jobs hold the same tensors from step to step.
 
-    ``latents`` and ``timestep`` are the names of the inputs that change with every step.
+    ``latents`` and ``timestep`` are the names of the inputs that change with every step. ``hoisted_inputs`` as in
+    ``DenoiserModel``.
     """
 
-    def __init__(self, *, latents: str = LATENTS, timestep: str = TIMESTEP) -> None:
-        self._latents, self._timestep = latents, timestep
+    def __init__(
+        self, *, latents: str = LATENTS, timestep: str = TIMESTEP, hoisted_inputs: tuple[str, ...] = ()
+    ) -> None:
+        self._latents, self._timestep, self._hoisted_inputs = latents, timestep, hoisted_inputs
+        self._min_entries = 1 if hoisted_inputs else MIN_ENTRIES
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
     def module_inputs(self, branch: Branch, module: nn.Module, hoist: HoistInputs) -> ModelInputs:
         """Return the module's extra inputs beside the branch's: ``hoist(module, arguments)``."""
-        sources = tuple(self._constant_inputs(branch).values())
-        owner = (id(module), branch.additions, repr(sorted(branch.constants.items())))
-        return self._get(owner, sources, lambda: hoist(module, branch.arguments))
+        sources, constants = self._constant_inputs(branch), sorted(branch.constants.items())
+        if self._hoisted_inputs:
+            sources, constants = {name: x for name, x in sources.items() if name in self._hoisted_inputs}, []
+        owner = (id(module), branch.additions, repr(constants))
+        return self._get(owner, tuple(sources.values()), lambda: hoist(module, branch.arguments))
 
     def step_tensors(self, branch: Branch, weights: FastWeights, fast: FastStep) -> dict[str, Tensor]:
         """Return everything that this step of ``fast`` reads besides the latents."""
@@ -73,14 +79,15 @@ class HoistedCache:
         """Return the result for ``owner``: a module, or the step itself (its address may be reused), with additions."""
         key = (owner, *((id(tensor), version_of(tensor)) for tensor in sources))
         if key not in self._entries:
+            self._evict(self._min_entries - 1)  # before the new one takes memory
             self._entries[key] = _Entry(sources, make())
-            self._evict()
+            self._evict(self._min_entries)
         self._entries.move_to_end(key)
         return self._entries[key].result
 
-    def _evict(self) -> None:
-        """Drop the least recently used entries."""
-        while len(self._entries) > MAX_ENTRIES or (len(self._entries) > MIN_ENTRIES and self._num_bytes() > MAX_BYTES):
+    def _evict(self, min_entries: int) -> None:
+        """Drop the least recently used entries, but not the last ``min_entries``."""
+        while len(self._entries) > MAX_ENTRIES or (len(self._entries) > min_entries and self._num_bytes() > MAX_BYTES):
             self._entries.popitem(last=False)
 
     def _num_bytes(self) -> int:

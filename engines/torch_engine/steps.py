@@ -64,7 +64,9 @@ class StepRunner:
         self._device = device
         self._pool: GraphPool | None = None
         """Memory pool of all current graphs."""
-        self._hoisted = HoistedCache(latents=model.latents, timestep=model.timestep)
+        self._hoisted = HoistedCache(
+            latents=model.latents, timestep=model.timestep, hoisted_inputs=model.hoisted_inputs
+        )
         self._weights = dict(weights or {})
         self._steps: dict[Hashable, LRUCache[_Step]] = {}
         """Steps by team and its division, then by shape."""
@@ -152,7 +154,9 @@ class StepRunner:
         return _Step(prepare=prepare, function=lambda tensors: fast(tensors[latents], tensors))
 
     def _module_step(self, like: Branch, team: Team) -> _Step:
-        runs_apart = team.spec.divides_weights or self._config.offloaded_blocks  # layers outside their blocks' forwards
+        # Layers outside their blocks' forwards:
+        is_offloaded = self._config.offloaded_blocks and not self._model.hoists_by_blocks
+        runs_apart = team.spec.divides_weights or is_offloaded
         hoist = None if runs_apart else self._model.hoisted
         module, fixed = like.module, replace(like, inputs={}, schedule=None, additions=())
 

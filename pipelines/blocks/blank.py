@@ -42,6 +42,7 @@ class BlocksProbe:
             return ()
         multiple = self.defaults.size_multiple
         frames = 1 + PROBE_FRAMES * self.defaults.frame_multiple if self.defaults.kind == "video" else 1
+        frames = max(frames, self.defaults.min_frames)
         request = MediaRequest(
             request_id="probe",
             model="probe",
@@ -49,13 +50,14 @@ class BlocksProbe:
             prompt="",
             height=PROBE_SIZE[0] * multiple,
             width=PROBE_SIZE[1] * multiple,
-            num_frames=max(frames, self.defaults.min_frames),
+            num_frames=frames,
             fps=self.defaults.fps,
             num_inference_steps=max(2, self.defaults.min_steps),
             guidance_scale=self.defaults.guidance_scale,
             true_cfg_scale=2.0 if self._supports_guidance() else 1.0,
             seed=PROBE_SEED,
             num_pictures=self.defaults.usual_pictures,
+            num_video_frames=frames if self.defaults.needs_video else 0,
             has_control=self.defaults.takes_control,
             num_layers=self.defaults.num_layers,
         )

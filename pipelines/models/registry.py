@@ -29,6 +29,7 @@ FAMILY_FOLDERS = {
     "QwenImage21Transformer2DModel": "qwen_image21",
     "QwenImageTransformer2DModel": "qwen_image",
     "SD3Transformer2DModel": "sd3",
+    "WanAnimate2Transformer3DModel": "wan_animate2",
     "WanTransformer3DModel": "wan",
     "ZImageTransformer2DModel": "z_image",
 }

@@ -105,6 +105,10 @@ class ModelSpec(ABC):
     """Whether the forward reads values of tensors on the host (``DenoiserModel``)."""
     hoisted: Callable[[nn.Module, Arguments], ModelInputs] | None = None
     """Compute inputs that no step changes, once a job (``DenoiserModel``)."""
+    hoisted_inputs: tuple[str, ...] = ()
+    """Inputs that ``hoisted`` reads, if branches of guidance share what it computes (``DenoiserModel``)."""
+    hoists_by_blocks: bool = False
+    """Whether ``hoisted`` calls whole blocks, and no layer inside them (``DenoiserModel``)."""
     block_modules: tuple[str, ...] = ()
     """Submodules of the transformer, without weights, that diffusers' blocks use."""
     workflows: Mapping[str, tuple[str, ...]] = {}
@@ -159,6 +163,10 @@ class ModelSpec(ABC):
     @abstractmethod
     def stream_lengths(self, config: Config, arguments: Arguments) -> Mapping[str, int]:
         """Return the number of tokens of each stream in a call with ``arguments``."""
+
+    def hoisted_features(self, config: Config) -> int:
+        """Return how many numbers ``hoisted`` leaves for each token (``DenoiserModel``); 0 if they are few."""
+        return 0
 
     def heads(self, config: Config) -> tuple[int, int]:
         """Return number and dim of the heads of self-attention."""

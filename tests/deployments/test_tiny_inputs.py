@@ -25,7 +25,7 @@ from tests.deployments.support.bare import assert_same_picture, bare_frames, fra
 from tests.deployments.support.files import file_of
 from tests.deployments.support.live import TIMEOUT_S, config_of, live, picture, pixels_of
 from tests.pipelines.lora.support.tiny_lora import loader, request_of, write_lora
-from tests.pipelines.support.checkpoints import tiny, tiny_helios, tiny_ltx, tiny_pictures, tiny_whole
+from tests.pipelines.support.checkpoints import tiny, tiny_animate, tiny_helios, tiny_ltx, tiny_pictures, tiny_whole
 from tests.pipelines.support.references.own_call import as_it_is, own_state
 from tests.pipelines.support.references.own_clips import sounding_blocks
 from tests.pipelines.support.references.picture_cases import drawn, mask_of
@@ -44,6 +44,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "filming": CLIP.make,
     "extending": tiny_helios.helios,
     "changing": tiny_whole.wan_over,
+    "animating": tiny_animate.wan_animate2,
 }
 ALONE = "changing"
 """Its pipeline's own call runs on one rank."""
@@ -175,3 +176,25 @@ def test_a_clip_is_made_of_a_clip_and_of_that_another(
         record = httpx.get(f"{url}/v1/videos/{record['id']}", timeout=TIMEOUT_S).json()
     assert (record["status"], record["model"]) == ("completed", model), record
     assert f"/{record['remixed_from_video_id']}/" in remix
+
+
+def test_a_character_moves_like_a_clip(url: str, folders: Mapping[str, Path]) -> None:
+    """The character's picture decides the shape; without the clip, or the picture, nothing is made."""
+    body = {"model": "animating", "prompt": "a red circle", "seed": 5, "fps": FPS, "num_inference_steps": 2}
+    files = {
+        "input_reference": ("a.png", file_of(smooth(64, 96)), "image/png"),
+        "video": ("a.mp4", clip_file(80, 64, 9), "video/mp4"),
+    }
+    form = {name: str(value) for name, value in body.items()}
+    answer = httpx.post(f"{url}/v1/videos/sync", data=form, files=files, timeout=TIMEOUT_S)
+    assert answer.status_code == httpx.codes.OK, answer.text
+    served = np.stack(frames_of(answer.content))
+    along = {name: data for name, (_, data, _) in files.items()}
+    expected = bare_frames(dict(folders), **body, size=None, **along)
+    assert served.shape == expected.shape == (9, 96, 64, 3)
+    assert np.abs(served.mean((1, 2)) - expected.mean((1, 2))).max() < 12, "but for lossy compression"
+    for missing in files:
+        rest = {name: file for name, file in files.items() if name != missing}
+        refused = httpx.post(f"{url}/v1/videos", data=form, files=rest, timeout=TIMEOUT_S)
+        assert refused.status_code == httpx.codes.BAD_REQUEST, missing
+        assert refused.json()["error"]["param"] == missing

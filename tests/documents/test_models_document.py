@@ -57,7 +57,7 @@ def test_the_readme_promises_of_a_model_what_its_own_row_says(program: ModuleTyp
     table = {title: words.partition("; ") for titles, words, _ in program.families() for title in titles.split(", ")}
     for pipeline, words in said.items():
         assert table[program.title_of(pipeline)][0] == (program.NOT_TRIED if words == "—" else words), pipeline
-    assert len(said) >= 4
+    assert len(said) >= 2
     unseen = {title for title, (words, _, remark) in table.items() if remark == "not seen on a GPU"}
     ran = {title for name in filter(program.ran_on_a_gpu, program.names()) for title in titles(program, name)}
     assert {"Stable Diffusion XL", "Krea 2"} <= ran

@@ -51,6 +51,11 @@ def test_a_folder_without_a_card_has_common_shapes(tmp_path: Path) -> None:
             "camera",
         ),
         ({"kind": "video", "needs_video": True}, "Changes clips as the prompt says.", "watercolour"),
+        (
+            {"kind": "video", "needs_video": True, "min_pictures": 1, "max_pictures": 1},
+            "Makes clips from a picture, a clip and a prompt.",
+            "camera",
+        ),
         ({"needs_control": True}, "Makes pictures from a prompt and a control picture.", "fox"),
         (
             {"kind": "video", "min_pictures": 2, "max_pictures": 2},

@@ -28,6 +28,7 @@ from tests.pipelines.models.ltx2 import test_in_context as in_context
 from tests.pipelines.models.ltx2 import test_keyframes as keyframes
 from tests.pipelines.models.mini_max_h3 import test_references as minimax
 from tests.pipelines.models.qwen_image import test_control as qwen_control
+from tests.pipelines.models.wan_animate2 import test_wan_animate2 as animate
 from tests.pipelines.support.checkpoints import tiny, tiny_ltx, tiny_minimax, tiny_models, tiny_whole
 from tests.pipelines.support.device_jobs import HALF_TOLERANCE, Job, Latents, check_jobs, made_on_cpu
 from tests.pipelines.support.references import own_clips
@@ -105,6 +106,16 @@ def guided_keyframes_job(folder: Path) -> Job:
         inputs=clip_inputs(keyframes.images_of(name)),
         read=base_tokens,
         own=lambda one: own_clips.sounding_blocks(folder, one, (), conditions=keyframes.conditions_of(name)),
+    )
+
+
+def animate_job(name: str, folder: Path) -> Job:
+    request = animate.request_of(name, folder)
+    return Job(
+        request=request,
+        inputs=animate.inputs_of(request),
+        read=lambda values: {"latents": values["latents"][:, 1:]},
+        own=lambda one: {"latents": animate.own(folder, one).latents},
     )
 
 
@@ -194,6 +205,10 @@ CASES: dict[str, GpuCase] = {
     **{f"cosmos, {name}": clip_case(clip) for name, clip in cosmos.CLIPS.items()},
     **{f"helios, {name}": clip_case(clip, chunks) for name, clip in helios.CASES.items()},
     **{name: clip_case(clip) for name, clip in video.CLIPS.items()},
+    **{
+        f"wan animate 2, {name}": GpuCase(make=case.kind, job=partial(animate_job, name))
+        for name, case in animate.CASES.items()
+    },
     "offloaded flux": offloaded_case(tiny.flux),
     "offloaded wan": offloaded_case(tiny.wan, scale=3.0),
     "offloaded ltx": offloaded_case(tiny_ltx.ltx, num_blocks=2, scale=3.0),
@@ -216,6 +231,7 @@ COMPILED = {
     "helios, a clip",
     "helios, distilled, a clip",
     "wan 2.2 from a picture",
+    "wan animate 2, distilled",
     "ltx from a picture",
     "hunyuan from a picture",
     "solver, wan, boundary",

@@ -31,6 +31,7 @@ QUICK = (
     "sdxl control",
     "cosmos, with sound from a clip",
     "helios, a clip",
+    "wan animate 2, distilled",
     "solver, wan, boundary",
 )
 QUICK_WHOLE = (tiny_whole.aura_flow, tiny_whole.wan_vace, tiny_whole.flux_controlled)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.pictures.sources import VIDEO, Sources, bytes_of
-from deployments.requests.pictures.video import FormOf, read_video
+from deployments.requests.pictures.video import FormBeside, read_video
 from deployments.requests.request_errors import RequestError
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures
 
@@ -28,7 +28,7 @@ PROFILE = "icc_profile"
 COLOURED = ("L", "RGB", "RGBA", "CMYK")
 
 
-def unpack(sources: Sources, limits: PictureLimits, form_of: FormOf | None = None) -> InputPictures:
+def unpack(sources: Sources, limits: PictureLimits, form_of: FormBeside | None = None) -> InputPictures:
     """Return upright 8-bit pictures, "RGB" ("RGBA" with transparency), the mask, and the clip as ``form_of`` has it.
 
     Metadata is dropped; palettes, CMYK, 16 bits and the colours of ICC profiles are converted. RequestError for a file
@@ -44,7 +44,8 @@ def unpack(sources: Sources, limits: PictureLimits, form_of: FormOf | None = Non
         return pictures
     assert form_of is not None, "a clip needs a form"
     data = bytes_of(sources.video, VIDEO_FIELD, limits, VIDEO)
-    return replace(pictures, video=read_video(data, VIDEO_FIELD, limits, form_of))
+    video = read_video(data, VIDEO_FIELD, limits, lambda head: form_of(head, pictures))
+    return replace(pictures, video=video)
 
 
 def _pictures(sources: Sources, limits: PictureLimits) -> InputPictures:

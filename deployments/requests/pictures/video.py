@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.request_errors import RequestError
-from pipelines.request import InputPicture, InputVideo
+from pipelines.request import InputPicture, InputPictures, InputVideo
 
 if TYPE_CHECKING:
     import av
@@ -62,17 +62,21 @@ class VideoForm:
     """Leave out frames beyond ``max_frames``; otherwise they are an error."""
     frame_multiple: int = 1
     """Keep 1 + a multiple of so many frames."""
+    is_whole: bool = False
+    """Show whole frames, in the middle of black ones; otherwise they are cropped."""
 
 
 FormOf = Callable[[VideoHead], VideoForm]
+FormBeside = Callable[[VideoHead, InputPictures], VideoForm]
+"""Chooses the form of a clip by its head, and by the pictures that came along with it."""
 
 
 def read_video(data: bytes, param: str, limits: PictureLimits, form_of: FormOf) -> InputVideo:
     """Return the clip in the form that ``form_of`` chooses by its head.
 
-    Frames are upright, blended onto white, scaled to cover the size and cropped around the centre. At each instant of
-    the constant rate, the nearest frame before it or half an interval after it is shown. RequestError for another kind
-    of file, a broken one, and above a limit. It takes time: not for an event loop.
+    Frames are upright, blended onto white, and scaled to the size: cropped around the centre, or on black. At each
+    instant of the constant rate, the nearest frame before it or half an interval after it is shown. RequestError for
+    another kind of file, a broken one, and above a limit. It takes time: not for an event loop.
     """
     import av
 
@@ -273,7 +277,7 @@ def _square_size(frame: _TimedFrame) -> tuple[int, int]:
 
 
 def _fitted(timed: _TimedFrame, form: VideoForm) -> bytes:
-    """Return the pixels of a frame in the size of ``form``, as ``InputPicture.cut_to`` does of a picture."""
+    """Return the pixels of a frame in the size of ``form``; a cropped one as ``InputPicture.cut_to`` does."""
     from PIL import Image, ImageOps
 
     image = _image(timed.frame)
@@ -282,7 +286,8 @@ def _fitted(timed: _TimedFrame, form: VideoForm) -> bytes:
     if turn := 90 * round(timed.frame.rotation / 90):
         image = image.rotate(turn, expand=True)
     colours = image if image.mode == "RGB" else InputPicture.of(image).on_white()
-    return ImageOps.fit(colours, (form.width, form.height), Image.Resampling.LANCZOS).tobytes()
+    fit = ImageOps.pad if form.is_whole else ImageOps.fit
+    return fit(colours, (form.width, form.height), Image.Resampling.LANCZOS).tobytes()
 
 
 def _image(frame: av.VideoFrame) -> Image:

@@ -129,6 +129,11 @@ def test_an_encoder_prepares_with_a_clip_where_one_is_needed(folder: Path) -> No
     assert request.num_frames == request.num_video_frames == inputs.video.num_frames
     assert len(inputs.video.data) == 3 * request.width * request.height * request.num_frames
     assert [inputs.video for _, inputs in typical_requests(defaults, ())] == [None]
+    both = replace(changes, min_pictures=1, max_pictures=1, takes_both=True)
+    ((request, inputs),) = typical_requests(both, ())
+    assert (request.num_pictures, len(inputs.pictures)) == (1, 1)
+    assert inputs.video is not None
+    assert inputs.video.num_frames == request.num_video_frames > 0
 
 
 @pytest.mark.parametrize("name", ["Cosmos3-Nano", "Wan2.2-I2V-A14B", "LTX-2", "Helios-Base", "MiniMax-H3"])

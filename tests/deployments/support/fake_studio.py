@@ -82,6 +82,9 @@ CHANGED_CLIPS = replace(
 REFERRED_CLIPS = replace(
     CLIPS, width=64, height=64, max_pictures=3, max_video_frames=49, takes_both=True, needs_source=True, cuts_video=True
 )
+DRIVEN_CLIPS = replace(
+    CHANGED_CLIPS, min_pictures=1, max_pictures=1, takes_both=True, takes_strength=False, shaped_by_picture=True
+)
 CONTINUED_CLIPS = replace(CLIPS, min_video_frames=5, max_video_frames=17)
 CONTROLLED = replace(PICTURES, takes_control=True, needs_control=True, control_scale=1.0, takes_control_guidance=True)
 BEGUN_CLIPS = replace(CLIPS, width=64, height=64, max_pictures=1, takes_frame_indices=True)

@@ -41,6 +41,11 @@ def test_the_figures_are_those_of_the_step() -> None:
         floor.check(2 * fits, ParallelSpec(guidance=2))
 
 
+def test_what_every_rank_holds_whole_is_not_divided() -> None:
+    floor = MemoryFloor(available_bytes=32 * GIB, weight_bytes=24 * GIB, token_bytes=8192, hoisted_token_bytes=8192)
+    assert floor.needed_bytes(2**20, ParallelSpec(ulysses=5)) == pytest.approx(40 * GIB, abs=2**20)
+
+
 def test_no_step_takes_less_than_it_is_said_to() -> None:
     """Counted by what an eager block allocates at once: a refusal is no guess."""
     hidden, num_tokens = 64, 512

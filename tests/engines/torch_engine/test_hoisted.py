@@ -132,6 +132,28 @@ def test_the_least_recently_used_entry_is_evicted() -> None:
     assert computed == [0, 1, 2, 1]
 
 
+def test_branches_that_share_inputs_share_one_result() -> None:
+    """It goes before the next one takes memory, if it is large; constants and other inputs do not matter."""
+    cache, computed = HoistedCache(hoisted_inputs=("clip",)), []
+    clips = [torch.full((8,), float(number)) for number in range(2)]
+    results = list[weakref.ref[torch.Tensor]]()
+
+    def hoist(_module: torch.nn.Module, arguments: Arguments) -> ModelInputs:
+        computed.append(int(arguments["clip"][0]))
+        assert all(result() is None for result in results)
+        more = arguments["clip"] + 1
+        results.append(weakref.ref(more))
+        return {"more": more}
+
+    module = torch.nn.Identity()
+    with patch("engines.torch_engine.hoisted.MAX_BYTES", 1):
+        for number, is_negative in ((0, False), (0, True), (0, False), (1, False), (1, True), (0, True)):
+            inputs = {"clip": clips[number], "text": torch.zeros(1)}
+            branch = Branch(inputs=inputs, constants={"is_negative": is_negative})
+            assert torch.equal(cache.module_inputs(branch, module, hoist)["more"], clips[number] + 1)
+    assert computed == [0, 1, 0]
+
+
 def test_what_two_branches_take_turns_with_stays_however_large() -> None:
     cache, computed = HoistedCache(), []
     texts = [torch.full((8,), float(number)) for number in range(3)]

@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from PIL import Image
 
 from deployments.clips.clips import Clips
 from deployments.http.context import ApiContext
@@ -20,7 +21,7 @@ from pipelines.request import Lora
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.routes.test_videos import finished
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support.fake_studio import REFERRED_CLIPS, FakeStudio
+from tests.deployments.support.fake_studio import DRIVEN_CLIPS, REFERRED_CLIPS, FakeStudio
 from tests.deployments.support.files import data_url, file_of, noise
 from tests.support.patience import PATIENCE_S
 
@@ -103,6 +104,32 @@ async def test_a_model_that_goes_on_from_a_clip_makes_its_own_length(
     assert levels(studio) == pytest.approx(LEVELS, abs=TOLERANCE)
     await made(client, await client.post(VIDEOS, json={"prompt": "a", "model": CONTINUED}))
     assert studio.inputs[-1].video is None
+
+
+async def test_a_model_of_both_makes_the_picture_s_shape_and_shows_the_whole_clip(tmp_path: Path) -> None:
+    """The clip of 48 x 32 lies in the middle of 32 x 64: 21 rows, with black above and below."""
+    studio = FakeStudio(defaults={"driven": DRIVEN_CLIPS})
+    picture = data_url(file_of(Image.new("RGB", (32, 64), "white")))
+    along: dict[str, Any] = {"video": URL, "input_reference": picture}
+    async with client_of(build(studio, tmp_path)) as client:
+        record = await made(client, await client.post(VIDEOS, json={"prompt": "a", "model": "driven", **along}))
+        assert (record["size"], record["num_frames"]) == ("32x64", 9)
+        (image, *_), video = studio.inputs[-1].pictures, studio.inputs[-1].video
+        assert video is not None
+        assert (image.width, image.height, video.width, video.height) == (32, 64, 32, 64)
+        rows = np.asarray(video.frames()[-1]).mean((1, 2))
+        assert [round(rows[place]) for place in (0, 18, 46, 63)] == [0, 0, 0, 0]
+        assert rows[26:38] == pytest.approx(LEVELS[8], abs=TOLERANCE)
+        given = {"prompt": "a", "model": "driven", "size": "64x64", **along}
+        assert (await made(client, await client.post(VIDEOS, json=given)))["size"] == "64x64"
+        for missing, told in (("video", "send one as video"), ("input_reference", "this model takes exactly 1")):
+            body = {"prompt": "a", "model": "driven", **along}
+            error = error_of(await client.post(VIDEOS, json={**body, missing: None}), 400)
+            assert (error["param"], told in error["message"]) == (missing, True), error
+        cards = (await client.get("/v1/models")).json()["data"]
+        (card,) = (one for one in cards if one["id"] == "driven")
+        assert card["capabilities"] == ["image-to-video", "video-to-video"]
+        assert card["defaults"]["shaped_by_picture"]
 
 
 async def test_a_file_is_named_by_its_id(client: httpx.AsyncClient, studio: FakeStudio) -> None:

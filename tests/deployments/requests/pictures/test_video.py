@@ -19,7 +19,7 @@ from deployments.requests.pictures.unpack import unpack
 from deployments.requests.pictures.video import VideoForm, VideoHead
 from deployments.requests.request_errors import RequestError
 from pipelines.media.clip import encode_clip
-from pipelines.request import InputVideo
+from pipelines.request import InputPictures, InputVideo
 
 WIDTH, HEIGHT, FPS, NUM_FRAMES = 64, 48, 8, 6
 LEVELS = tuple(range(20, 260, 40))
@@ -108,7 +108,7 @@ def read(
 ) -> InputVideo:
     """Return the clip; its head is added to ``heads``."""
 
-    def form_of(head: VideoHead) -> VideoForm:
+    def form_of(head: VideoHead, _pictures: InputPictures) -> VideoForm:
         if heads is not None:
             heads.append(head)
         return form(**form_)

@@ -13,6 +13,7 @@ from engines.tensorrt_engine.export.trace import offline_team
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.registry import FAMILY_FOLDERS, load_spec
 from tests.pipelines.support.checkpoints import (
+    tiny_animate,
     tiny_flux3,
     tiny_helios,
     tiny_hunyuan,
@@ -25,6 +26,7 @@ from tests.pipelines.support.checkpoints.first_steps import first_step
 REGION = r"^the traced forward has a region of its own \(wrap_with_autocast\), which no engine can hold: use engine: "
 MASK = r"^this model masks keys \(text of several lengths\), which no TensorRT engine does: use engine: torch$"
 ALONE = "^this model has blocks that see one stream of tokens alone, which no TensorRT engine of several ranks does: "
+CLIP = "^this model passes over the driving clip before its first step, which no TensorRT engine does: use engine: "
 PROMPT = "^this model has pictures between the words of a prompt, at places that no TensorRT engine can read: "
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "ErnieImageTransformer2DModel": (tiny_others.ernie_image, REGION),
@@ -34,6 +36,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "Ideogram4Transformer2DModel": (tiny_others.ideogram4, REGION),
     "Krea2Transformer2DModel": (tiny_others.krea2, MASK),
     "QwenImage21Transformer2DModel": (tiny_qwen.qwen21, PROMPT),
+    "WanAnimate2Transformer3DModel": (tiny_animate.wan_animate2, CLIP),
     "ZImageTransformer2DModel": (tiny_models.z_image, REGION),
 }
 

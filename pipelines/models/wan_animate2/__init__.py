@@ -1,0 +1,1 @@
+"""Wan Animate 2."""

@@ -1,0 +1,27 @@
+"""The names of what the transformer of Wan Animate 2 takes. Free of torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+LATENTS, TIMESTEP, TEXT, PICTURE = "hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image"
+CONDITION = "condition_latents"
+"""What is known of the clip: the picture in its first latent frame, ``(B, mask and latents, F, H, W)``."""
+DRIVING, DRIVING_TEXT, DRIVING_PICTURE = "driving_hidden_states", "driving_text", "driving_picture"
+"""The driving clip as the transformer sees it, ``(B, C, F - 1, H, W)``, with its own prompt and first frame."""
+NEGATIVE = "is_uncondtion"
+"""Whether the call is that of the negative prompt, which leaves out a block. Diffusers' spelling."""
+SKIPPED_BLOCK = 9
+
+
+def grid(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the patches of (frames, rows, columns) of the result, the picture's frame included."""
+    frames, height, width = arguments[LATENTS].shape[-3:]
+    _, rows, columns = config["patch_size"]
+    return frames, height // rows, width // columns
+
+
+def num_tokens(config: Mapping[str, Any], arguments: Mapping[str, Any]) -> int:
+    return math.prod(grid(config, arguments))
