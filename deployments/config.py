@@ -197,6 +197,7 @@ class ModelConfig(_Config):
             ("controlnet", self.controlnet, ("",)),
             ("workflow", self.workflow, ("",)),
             ("text_encoder.compile", self.text_encoder.compile, (False,)),
+            ("text_encoder.offloads_layers", self.text_encoder.offloads_layers, (False,)),
             ("decoder.compile", decoder.compile, (False,)),
             ("decoder.memory_gib", decoder.memory_gib, (None,)),
             ("decoder.num_devices", decoder.num_devices, (1,)),

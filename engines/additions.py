@@ -130,9 +130,11 @@ class SwitchTimes:
         """CUDA events around changes that were not read yet."""
 
     @contextmanager
-    def measure(self, device: torch.device) -> Iterator[None]:
-        """Measure a change of weights on ``device``."""
-        if device.type == "cuda":
+    def measure(self, device: torch.device | None) -> Iterator[None]:
+        """Measure a change of weights on ``device``. None: no weights change, and that is no change."""
+        if device is None:
+            yield
+        elif device.type == "cuda":
             new_mark: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
             begin, end = new_mark(), new_mark()
             begin.record()  # reached when all earlier steps have ended
@@ -223,9 +225,9 @@ class _Share:
         self.mix: Mix | None = ()
 
     @property
-    def device(self) -> torch.device:
-        """Where sums are computed."""
-        return next((weight.device for weight in self._weights.values()), torch.device("cpu"))
+    def device(self) -> torch.device | None:
+        """Where sums are computed; None if no addition changes these weights."""
+        return next((weight.device for weight in self._weights.values()), None)
 
     def write(self, mix: Mix) -> None:
         changed = None if self.mix is None else {name for name, _ in (*self.mix, *mix)}

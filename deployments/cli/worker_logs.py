@@ -7,7 +7,7 @@ Ray reports a dead actor, and the cause is the last line in that worker's log.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +19,8 @@ SAVER_SAYS = re.compile(
 )
 LAST_LINES = 20
 """torch-memory-saver also reports what its caller survives: only the end of a log says why the process ended."""
+FIRST_BYTES, LAST_BYTES = 2**16, 2**20
+"""Read of each log, which may have grown for months: the actor's name, and the end."""
 WORKERS = "worker-*.err"
 ACTOR = re.compile(r"^:actor_name:(.+)$", re.MULTILINE)
 """Ray writes an actor's name to its log."""
@@ -47,24 +49,36 @@ def memory_failures(logs: Path, deployments: Iterable[str]) -> Iterator[str]:
     ``logs`` is the folder of a Ray session's logs on this host.
     """
     failed = tuple(deployments)
-    seen = set[str]()
+    seen = {""}
     for file in sorted(logs.glob(WORKERS)):
         with suppress(OSError):
-            text = file.read_text(errors="replace")
+            text = _text_of(file)
             if (message := memory_message(text)) and (part := _part_of(text, failed)) not in seen:
                 seen.add(part)
                 yield f"the GPU has no memory left for {part}: {REMEDY} ({message})"
 
 
-def _part_of(log: str, failed: Iterable[str]) -> str:
-    """Return the part, and the model if it is known: a rank's log does not name it."""
+def _text_of(file: Path) -> str:
+    """Return a log, without the middle of a long one."""
+    with file.open("rb") as log:
+        first = log.read(FIRST_BYTES)
+        log.seek(max(log.tell(), file.stat().st_size - LAST_BYTES))
+        return (first + log.read(LAST_BYTES)).decode(errors="replace")
+
+
+def _part_of(log: str, failed: Collection[str]) -> str:
+    """Return the part, and the model if it is known: a rank's log does not name it. Empty if another actor failed."""
     names = ACTOR.findall(log)
-    actor = names[-1].rpartition(f"{APPLICATION}:")[2] if names else ""
+    if not names:
+        return "a process"
+    actor = names[-1].rpartition(f"{APPLICATION}:")[2]
     if actor == RANK:
         gangs = [name for name in failed if name.startswith(f"{STAGES['denoiser']}-")]
-        actor = gangs[0] if len(gangs) == 1 else f"{STAGES['denoiser']}-"
+        actor = gangs[0] if len(gangs) == 1 else f"{STAGES['denoiser']}-" if gangs else ""
+    elif actor not in failed:
+        return ""
     for prefix, part in PARTS.items():
         if actor.startswith(f"{prefix}-"):
             model = actor.removeprefix(f"{prefix}-")
             return f"{part} of {model}" if model else f"{part} of a model"
-    return "a process"
+    return ""

@@ -139,11 +139,15 @@ def _mean(sums_ptr, count, PARTS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _smoothed_amax(sums_ptr, mean, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the largest magnitude of the keys minus their mean: rounding keeps the order of differences."""
+    """Return the largest magnitude of the keys minus their mean: rounding keeps the order of differences.
+
+    It is infinite where a mean is not finite, since a maximum may leave out NaN.
+    """
     parts, columns = tl.arange(0, PARTS), tl.arange(0, BLOCK)
     places = sums_ptr + BLOCK + parts[:, None] * 3 * BLOCK + columns[None, :]
     lowest, highest = tl.min(tl.load(places), 0), tl.max(tl.load(places + BLOCK), 0)
-    return tl.max(tl.maximum(highest - mean, mean - lowest), 0)
+    largest = tl.maximum(highest - mean, mean - lowest)
+    return tl.max(tl.where(tl.abs(mean) < float("inf"), largest, float("inf")), 0)
 
 
 @triton.jit

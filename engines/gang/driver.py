@@ -192,7 +192,8 @@ class Driver:
     async def _schedule(self) -> None:
         while True:
             self._admit_submitted()
-            await self.rest.settle()
+            if await self.rest.settle():
+                self._scheduler.forget_additions()  # weights sleep as they were loaded
             now_s, ahead = self._clock.now_s(), self._config.plans_ahead
             free = self._ledger.free_ranks(ahead, now_s) if self.rest.may_work else set()  # drops need no weights
             plan = self._scheduler.next_plan(free=free, is_idle=not self._ledger.job_ids, now_s=now_s)

@@ -68,11 +68,12 @@ class GangSleep:
                 for wait in waits:
                     wait.cancel()
 
-    async def settle(self) -> None:
+    async def settle(self) -> bool:
         """Change the state if another one is wanted, after all steps in flight. The caller sends none meanwhile.
 
-        ``GangBrokenError`` if a rank fails, dies, or is late.
+        Return whether it changed. ``GangBrokenError`` if a rank fails, dies, or is late.
         """
+        has_changed = False
         while self._is_asleep != self._wants_sleep:
             sleeps = self._wants_sleep
             for end in self._ledger.ends(range(self._config.num_ranks)):
@@ -87,6 +88,8 @@ class GangSleep:
             self._metrics.swapped(is_asleep=sleeps, swap_s=swap_s)
             log_phase("gang: sleep" if sleeps else "gang: wake", swap_s, model=self._metrics.model)
             self._notify()
+            has_changed = True
+        return has_changed
 
     def _notify(self) -> None:
         """Let ``reached`` look again."""

@@ -87,6 +87,12 @@ def masks_as_traced() -> Iterator[None]:
         masking_utils.is_tracing = plain
 
 
+def run_as_captured(forward: Callable[..., Results], args: tuple[Any, ...], options: Mapping[str, Any]) -> Results:
+    """Run a call with the bytes of a captured one: masks, and the layout of arguments, decide among kernels."""
+    with masks_as_traced():
+        return forward(*map(_laid_out, args), **{name: _laid_out(value) for name, value in options.items()})
+
+
 class CapturedForward:
     """``forward`` captured for each form of its arguments that it is called with. For calls that are prepared.
 
@@ -110,9 +116,8 @@ class CapturedForward:
         return self.run_uncaptured(args, options) if call is None else call(*args, **options)
 
     def run_uncaptured(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> Results:
-        """Run a call with the bytes of a replay: masks, and the layout of arguments, decide among kernels."""
-        with masks_as_traced():
-            return self._forward(*map(_laid_out, args), **{name: _laid_out(value) for name, value in options.items()})
+        """Run a call with the bytes of a replay."""
+        return run_as_captured(self._forward, args, options)
 
     def _captured(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> CapturedCall | None:
         if not _are_read(args, options, self._pool.device):

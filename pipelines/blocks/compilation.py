@@ -10,13 +10,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engines.core.torch_private import keep_kernel_choices, raise_recompile_limit
-from pipelines.blocks.captured import CapturedForward, form_of
+from pipelines.blocks.captured import CapturedForward, form_of, run_as_captured
 from pipelines.blocks.offloaded_layers import text_encoders_of
 from pipelines.vae.fused import fuse_decoder
 from pipelines.vae.layers import check_decoder
@@ -92,6 +93,18 @@ def faster_encoder(encoder: nn.Module, backend: str = INDUCTOR) -> Callable[...,
     raise_recompile_limit(MAX_VARIANTS)
     keep_kernel_choices()
     return torch.compile(encoder.forward, dynamic=False, backend=backend)
+
+
+def compute_as_captured(encoder: nn.Module) -> None:
+    """Let ``encoder`` compute as one that is captured on CUDA, with the same bytes, where none can be captured."""
+    make_bias_contiguous(encoder)
+    plain = encoder.forward
+
+    @wraps(plain)
+    def forward(*args: Any, **options: Any) -> Any:
+        return run_as_captured(plain, args, options)
+
+    encoder.__dict__["forward"] = forward
 
 
 def make_bias_contiguous(encoder: nn.Module) -> None:

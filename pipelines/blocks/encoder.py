@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from engines.core.parcel import Shapes
 from engines.parallel.offload import BlockOffload
 from pipelines.blocks import arguments, tree
-from pipelines.blocks.compilation import compile_calls, compile_encoders, make_bias_contiguous
+from pipelines.blocks.compilation import compile_calls, compile_encoders, compute_as_captured
 from pipelines.blocks.denoiser import guiders_of, set_scale
 from pipelines.blocks.offloaded_layers import layer_weights, offload_layers, text_encoders_of
 from pipelines.blocks.opened import CONTROL_PICTURE, TOKENIZERS, OpenedPipeline, modules_of
@@ -84,7 +84,7 @@ class BlocksEncoder:
         """Move layers to host memory, with the kernels that a ``compiled`` encoder has."""
         encoders = text_encoders_of(self._pipeline).values()
         for encoder in encoders if compiled else ():
-            make_bias_contiguous(encoder)
+            compute_as_captured(encoder)
         return offload_layers(encoders, self._opened.models_device)
 
     def forget_copies(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -56,8 +56,7 @@ class Simulation:
             if (changes_s := self._changes_in_s()) <= ROUNDING_S:
                 self._ask_policy({})
                 changes_s = self._changes_in_s()
-            self._switch()
-            ended = self._advance(self._phase_s(changes_s))
+            ended = self._advance(self._phase_s(changes_s, self._switch()))
             for one in ended:
                 yield one.id, self._now_s - self._begin_s
             self._reassign([one.ranks for one in ended])
@@ -82,27 +81,31 @@ class Simulation:
             return changes_s
         return max(changes_s, self._asked_s + COARSE_SHARE * (self._asked_s - self._begin_s) - self._now_s)
 
-    def _switch(self) -> None:
+    def _switch(self) -> dict[str, float]:
         """Change the weights of ranks for the jobs that now run on them, which counts as steps of these jobs.
 
-        Jobs with these additions may go before others then.
+        Jobs with these additions may go before others then. Return the seconds by job.
         """
-        before = self._gang
+        before, switches_s = self._gang, {}
         for one in list(self._running.values()):
             if switch_s := self._gang.switching_s(one.job, one.ranks):
                 num_left = one.num_left + switch_s / one.step_s[len(one.ranks)]
                 self._running[one.id] = replace(one, num_left=num_left)
+                switches_s[one.id] = switch_s
             self._gang = self._gang.switched(one.job, one.ranks)
         self._must_ask_policy |= self._gang is not before and bool(self._queue)
+        return switches_s
 
-    def _phase_s(self, changes_s: float) -> float:
-        """Return the seconds to the next change, in whole steps of the fastest job, at most to a job's end."""
+    def _phase_s(self, changes_s: float, switches_s: Mapping[str, float]) -> float:
+        """Return the seconds to the next change, in whole steps of the fastest job, at most to a job's end.
+
+        A step follows each change of weights (``switches_s`` by job).
+        """
         ends_s = min(map(_left_s, self._running.values()))
         if changes_s >= ends_s:
             return ends_s
         self._must_ask_policy = True
-        step_s, begun_s = min(map(_next_step_s, self._running.values()))
-        least = 0 if begun_s > ROUNDING_S else 1
+        step_s, begun_s, least = min(_next_step_s(one, switches_s.get(one.id, 0.0)) for one in self._running.values())
         return min(ends_s, begun_s + step_s * max(least, math.ceil((changes_s - begun_s - ROUNDING_S) / step_s)))
 
     def _advance(self, by_s: float) -> list[Candidate]:
@@ -138,10 +141,15 @@ def _left_s(one: Candidate) -> float:
     return one.left_s(len(one.ranks))
 
 
-def _next_step_s(one: Candidate) -> tuple[float, float]:
-    """Return the seconds of a step, and what is left of one that has begun (or of a change of weights before it)."""
+def _next_step_s(one: Candidate, switch_s: float) -> tuple[float, float, int]:
+    """Return the seconds of a step, the seconds before the next one begins, and how many must follow these.
+
+    The seconds before are what is left of a step that has begun, or of a change of weights.
+    """
     step_s = one.step_s[len(one.ranks)]
-    return step_s, (one.num_left - math.floor(one.num_left + ROUNDING_S)) * step_s
+    num_left = one.num_left - switch_s / step_s
+    begun_s = (num_left - math.floor(num_left + ROUNDING_S)) * step_s
+    return step_s, begun_s + switch_s, 0 if begun_s > ROUNDING_S and not switch_s else 1
 
 
 def _on_ranks(one: Candidate, ranks: Ranks) -> Candidate:

@@ -95,6 +95,11 @@ class Scheduler:
             entry.step_s, entry.fastest_s, entry.whole_s = self._predicted_s(entry.job)
         self._teams_are_current = False
 
+    def forget_additions(self) -> None:
+        """Take note that the weights of all ranks are as they were loaded."""
+        self._gang = replace(self._gang, additions=())
+        self._teams_are_current = False
+
     def drop(self, job_id: str) -> None:
         """Plan no more steps of a job that the ranks hold, and have them forget it."""
         if self._entries.pop(job_id, None) is not None:

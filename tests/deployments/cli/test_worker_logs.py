@@ -15,6 +15,7 @@ SAVER = "[torch_memory_saver.cpp]"
 ENDED = f"{SAVER} cudaError error: 2 (out of memory)  file=csrc/core.cpp func=resume line=312"
 SURVIVED = f"{SAVER} cuMemCreate CUDA_ERROR_OUT_OF_MEMORY (may not be an issue e.g. torch allocator will retry)"
 ENCODER = ":job_id:01000000\n:actor_name:ServeReplica:troupe:TextEncoder-FLUX.1-dev\n"
+FLUX = "TextEncoder-FLUX.1-dev"
 RANK = ":job_id:01000000\n:actor_name:Rank\n"
 
 
@@ -33,13 +34,13 @@ def test_the_last_lines_say_why_a_process_ended() -> None:
 
 
 def test_the_part_and_its_model_are_named(tmp_path: Path) -> None:
-    assert failures(tmp_path, encoder=f"{ENCODER}{ENDED}\n") == [
+    assert failures(tmp_path, FLUX, encoder=f"{ENCODER}{ENDED}\n") == [
         "the GPU has no memory left for the text encoder of FLUX.1-dev"
     ]
 
 
 def test_three_starts_of_one_part_are_one_failure(tmp_path: Path) -> None:
-    (said,) = failures(tmp_path, a=ENCODER + ENDED, b=ENCODER + ENDED, c=ENCODER + ENDED, other=ENCODER)
+    (said,) = failures(tmp_path, FLUX, a=ENCODER + ENDED, b=ENCODER + ENDED, c=ENCODER + ENDED, other=ENCODER)
     assert "text encoder" in said
 
 
@@ -48,6 +49,19 @@ def test_a_rank_has_the_model_whose_gang_failed(tmp_path: Path) -> None:
     one = "the GPU has no memory left for the transformer of "
     assert failures(tmp_path, "Denoiser-wan", "VaeDecoder-flux", **logs) == [f"{one}wan"]
     assert failures(tmp_path, "Denoiser-wan", "Denoiser-flux", **logs) == [f"{one}a model"]
+
+
+def test_an_actor_that_did_not_fail_is_not_named(tmp_path: Path) -> None:
+    """Logs of a cluster hold errors of months, which their processes survived, and those of other applications."""
+    other = ":actor_name:ServeReplica:others:Chat\n"
+    logs = {"encoder": f"{ENCODER}CUDA out of memory\n", "rank": RANK + ENDED, "other": other + ENDED}
+    assert failures(tmp_path, "VaeDecoder-flux", **logs) == []
+
+
+def test_the_middle_of_a_long_log_is_not_read(tmp_path: Path) -> None:
+    filler = "a step\n" * 400_000
+    assert len(failures(tmp_path, FLUX, encoder=f"{ENCODER}{filler}{ENDED}\n")) == 1
+    assert failures(tmp_path, FLUX, encoder=f"{ENCODER}{filler}CUDA out of memory\n{filler}") == []
 
 
 def test_a_process_that_had_memory_is_not_named(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def test_its_card_says_so(folder: Path, pictures: Path) -> None:
         ({"runtime_loras": {}}, "runtime_loras is "),
         ({"decoder": {"num_devices": 2}}, "decoder.num_devices is 2"),
         ({"text_encoder": {"compile": True}}, "text_encoder.compile is True"),
+        ({"text_encoder": {"offloads_layers": True}}, "text_encoder.offloads_layers is True"),
     ],
 )
 def test_what_it_does_not_support_is_said_at_start(folder: Path, settings: dict[str, Any], key: str) -> None:

@@ -292,6 +292,17 @@ def test_changes_of_weights_are_timed_and_steps_without_one_are_not(monkeypatch:
     assert taken_ms == [0, 3000, 0, 3000, 3000]
 
 
+def test_a_module_that_no_addition_changes_has_no_changes_to_time() -> None:
+    """Such as one of two transformers: a change that takes no time would lower the median."""
+    times, layer = rank_resources().get(SwitchTimes), linear()
+    times.forget()
+    switch = WeightSwitch(ADDITIONS)
+    switch.hold("other", "whole", layer, {}, loaded=dict(layer.named_parameters()))
+    for mix in ((("one", 1.0),), ()):
+        switch.set("other", "whole", mix)
+    assert times.take_ms() == 0
+
+
 @pytest.mark.gpu
 def test_changes_of_weights_on_a_gpu_are_timed_when_they_have_ended() -> None:
     times, layer = rank_resources().get(SwitchTimes), linear().cuda()

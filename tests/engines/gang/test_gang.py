@@ -218,12 +218,15 @@ async def test_a_job_goes_on_where_its_gang_fell_asleep(gang: Gang, tmp_path: Pa
     gate, request, late = tmp_path / "gate", FakeRequest(seed=1, num_steps=6), FakeRequest(seed=2, num_steps=3)
     trace, labels = tmp_path / "trace", {"model": "fake", "direction": "wake"}
     num_wakes = metric("troupe_swap_seconds_count", **labels)
-    begun = asyncio.ensure_future(latents(gang, fake_job("begun", replace(request, gate=str(gate)))))
+    first = replace(fake_job("begun", replace(request, gate=str(gate))), additions="one")
+    begun = asyncio.ensure_future(latents(gang, first))
     await eventually(awaited(gate).exists)
+    assert set(gang._driver._scheduler._gang.additions) == {"one"}
     falling_asleep = asyncio.ensure_future(gang.sleep())
     await asyncio.sleep(0)
     gate.touch()
     uses = await falling_asleep
+    assert not set(gang._driver._scheduler._gang.additions), "weights sleep as they were loaded"
     assert [(use.device, use.weights) for use in uses] == [("cpu", 4)] * 2
     assert metric("troupe_gangs_awake", model="fake") == 0
     dropped = asyncio.ensure_future(run(gang, fake_job("dropped", replace(late, trace=str(trace)))))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import masking_utils
 
 from engines.core.torch_private import tree_leaves
 from engines.core.weight_memory import WeightMemory
@@ -187,11 +188,18 @@ def test_a_gpu_has_the_same_bytes_and_holds_two_layers(folder: Path) -> None:
 
 
 def test_nothing_is_prepared(flux: Path) -> None:
-    """A captured call would read one buffer for all layers. T5's bias has the layout of prepared encoders."""
-    encoder = Checkpoint(flux).text_encoder(compiled=True, offloads_layers=True)
+    """A captured call would read one buffer for all layers. Masks and T5's bias are those of captured calls."""
+    checkpoint = Checkpoint(flux)
+    encoder = checkpoint.text_encoder(compiled=True, offloads_layers=True)
     assert encoder._compiled == ()
     bias = encoder._pipeline.text_encoder_2.encoder.block[0].layer[0].SelfAttention.compute_bias(8, 8)
     assert bias.stride(-1) == 1
+    traced: list[bool] = []
+    for layers in offloaded_lists(encoder):
+        layers[0].register_forward_pre_hook(lambda *_: traced.append(masking_utils.is_tracing(None)))
+    encode(encoder, checkpoint, "a red circle")
+    assert traced == [True, True]
+    assert not masking_utils.is_tracing(None)
 
 
 def test_what_is_refused(tmp_path: Path, flux: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 from unittest.mock import MagicMock, patch
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -254,7 +255,21 @@ def check_fp8_heads(
             assert one.cpu().equal(other), name
 
 
+def check_keys_that_are_not_finite(device: str, value: float) -> None:
+    """All keys of the head become NaN, which casts keep. Infinity would become 448."""
+    q, k, v = torch.randn(3, 2, 70, 2, 16)
+    k[1, 5, 1, 3] = value
+    guard = nullcontext() if device == "cuda" else patch.object(torch.cuda, "device", MagicMock())
+    with patch.object(fp8_heads, "FP8", torch.float32), guard, np.errstate(invalid="ignore"):
+        got = fp8_heads.fused_heads(*(x.to(device) for x in (q, k, v))).k_BMGD.cpu()
+    is_hit = torch.zeros(2, 1, 2, 1, dtype=torch.bool)
+    is_hit[1, 0, 1] = True
+    assert got.isnan().equal(is_hit.expand_as(got)), value
+
+
 def check_all_fp8_heads(device: str) -> None:
+    for value in (torch.nan, torch.inf, -torch.inf):
+        check_keys_that_are_not_finite(device, value)
     for dim, padded in ((10, 16), (24, 32)):
         sizes: dict[str, int] = {"dim": dim, "padded": padded}
         check_fp8_heads(device, **sizes, heads=3, groups=3, lengths=(70, 70), masked=False)

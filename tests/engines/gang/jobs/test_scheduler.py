@@ -140,6 +140,19 @@ def test_a_change_of_weights_costs_what_was_learned() -> None:
     assert "".join("".join(served(plan)) for plan in all_plans(turns)) == "acccbb"
 
 
+def test_jobs_without_additions_come_first_where_the_weights_are_as_loaded_again() -> None:
+    """As after a sleep, between the second job and the others. A change takes half a second."""
+    for is_loaded_again, expected in ((False, "dc"), (True, "cd")):
+        turns = scheduler(num_ranks=1, prediction=StepPrediction(switch_s=0.5))
+        turns.add(replace(job("b", num_steps=1), additions="one"))
+        turns.next_plan()
+        for name, additions in (("c", ()), ("d", "one")):
+            turns.add(replace(job(name, num_steps=1), additions=additions))
+        if is_loaded_again:
+            turns.forget_additions()
+        assert "".join("".join(served(plan)) for plan in all_plans(turns)) == expected
+
+
 @pytest.mark.parametrize("additions", [("one", "two"), ("two", "one")])
 def test_jobs_of_an_elastic_gang_get_the_ranks_that_have_their_additions(additions: tuple[str, str]) -> None:
     """Two ranks are hardly faster than one. The first two jobs put "one" on rank 0 and "two" on rank 1."""
