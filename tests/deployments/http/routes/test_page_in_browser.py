@@ -104,6 +104,18 @@ def test_control_and_enter_draw_an_example(page: Chromium, studio: FakeStudio) -
     assert len(heard) <= 4, "steps are not read aloud"
 
 
+def test_cards_that_wait_tell_their_place_and_time(page: Chromium, studio: FakeStudio) -> None:
+    studio.step_s = 1000
+    page.evaluate("fields.n.value = 2; fields.prompt.focus()")
+    page.type("a")
+    page.press("Enter", CONTROL)
+    page.wait_for("gallery.innerText.includes('behind')")
+    told = re.findall(r"queued.*, about \d+ s", page.evaluate("gallery.innerText"))
+    assert sorted(text.partition(",")[0] for text in told) == ["queued", "queued behind 1"]
+    page.evaluate("for (const one of gallery.querySelectorAll('button')) one.click()")
+    page.wait_for("!gallery.innerText.includes('queued')")
+
+
 def test_an_error_is_one_card_that_can_be_dismissed(page: Chromium, studio: FakeStudio) -> None:
     def fail(request: MediaRequest) -> None:
         raise RuntimeError("secret detail")
