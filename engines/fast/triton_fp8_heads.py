@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 1024
-"""Programs that fill a GPU. Each of the second kernel reads its head's sums of all parts, so more are not better."""
-MIN_PARTS, MAX_PARTS = 8, 64
+NUM_PARTS = 16
+"""Parts of a head's tokens, each a program: with 6 heads or more they fill a GPU. Each of the second kernel reads its
+head's sums of all parts, so more are not better. The number depends on nothing but the tokens: a head has the same mean
+alone, in a batch, and on ranks that hold fewer heads."""
 TILE = 8192
 """Elements of a tile."""
 NUM_WARPS = 4
@@ -240,8 +241,7 @@ def launch_heads(
     block = triton.next_power_of_2(dim)
     rows = TILE // block
     tiles, row_tiles = triton.cdiv(length, rows), triton.cdiv(num_rows, rows)
-    parts = triton.next_power_of_2(triton.cdiv(PROGRAMS, batch * num_heads))
-    parts = min(max(parts, MIN_PARTS), MAX_PARTS, triton.next_power_of_2(max(tiles, row_tiles)))
+    parts = min(NUM_PARTS, triton.next_power_of_2(max(tiles, row_tiles)))
     amax_BHP = q_BLHD.new_empty((batch, num_heads, parts), dtype=torch.float32)
     sums_BGPD = q_BLHD.new_empty((batch, groups, parts, NUM_SUMS * block), dtype=torch.float32)
     strides = (stride for x in (q_BLHD, k_BMGD, v_BMGD) for stride in x.stride()[:3])
