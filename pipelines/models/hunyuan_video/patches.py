@@ -71,8 +71,9 @@ def _next_frame(decoder: Any) -> Callable[..., Tensor]:
         if feat_cache is None:
             return whole(hidden_BCFHW)
         is_first = feat_cache[0] is None
-        feat_cache[0] = {} if is_first else feat_cache[0]
-        with _with_earlier_frames(decoder, feat_cache[0], is_first):
+        cache: FrameCache = {} if is_first else feat_cache[0]
+        feat_cache[0] = cache  # which a clip of one frame does not keep
+        with _with_earlier_frames(decoder, cache, is_first):
             return whole(hidden_BCFHW)
 
     return forward

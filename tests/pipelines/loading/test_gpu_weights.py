@@ -33,6 +33,7 @@ from pipelines.models.flux.spec import SHARD_PLAN
 from pipelines.models.registry import FAMILY_FOLDERS
 from tests.pipelines.support.checkpoints import (
     tiny,
+    tiny_animate,
     tiny_cosmos,
     tiny_flux3,
     tiny_helios,
@@ -150,6 +151,7 @@ IN_PARTS: dict[str, Callable[[Path], Path]] = {
     "helios": tiny_helios.helios,
     "krea2": tiny_others.krea2,
     "minimax": tiny_minimax.minimax_h3,
+    "wan_animate2": tiny_animate.wan_animate2,
 }
 """Families whose class keeps some modules in float32."""
 READERS = (read_whole, read_as_on_gpus, read_sliced)
