@@ -123,7 +123,7 @@ class StageConfig(ScaledConfig):
     """Threads of torch."""
     compile: bool = False
     """Prepare for the inputs of the warm-up (``denoiser.warm_sizes``, a prompt): graphs and fused norms on CUDA, else
-    ``torch.compile``. Others run as they are written."""
+    ``torch.compile``. Others run on CUDA with the same bytes, on CPUs as they are written."""
     gives_way: bool = False
     """Lower GPU priority than ranks, under NVIDIA's Multi-Process Service."""
 

@@ -59,7 +59,7 @@ class BlocksEncoder:
 
     Prompts are truncated to ``max_tokens`` (0: the pipeline's own limit). ``fits_pictures`` (``Defaults``) crops
     pictures to the request's size. ``compiled``: prompt lengths that are encoded inside ``compile_calls`` run compiled.
-    ``offloads_layers``: the text encoders' layers are in host memory, and run as they are written.
+    ``offloads_layers``: the text encoders' layers are in host memory, and no call is captured.
     """
 
     def __init__(
