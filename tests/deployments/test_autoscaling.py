@@ -79,8 +79,9 @@ def assert_right(data: bytes, seed: int) -> None:
 
 
 def nodes_of_newest_gang(cluster: FakeNodes, model: str) -> list[str]:
-    """Return the nodes of its ranks; none if a rank is gone."""
-    nodes, (*_, pids) = cluster.nodes_of_ranks(), cluster.rank_pids(model)
+    """Return the nodes of its ranks; none if there is no gang yet, or a rank is gone."""
+    nodes, gangs = cluster.nodes_of_ranks(), cluster.rank_pids(model)
+    pids = gangs[-1] if gangs else []
     return [nodes[pid] for pid in pids] if nodes.keys() >= set(pids) else []
 
 
