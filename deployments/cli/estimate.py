@@ -6,7 +6,14 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from deployments.sizing.estimate import Estimate, EstimateOptions, WeightsAlone, budgets_of, make_estimate
+from deployments.sizing.estimate import (
+    Estimate,
+    EstimateOptions,
+    WeightsAlone,
+    budgets_of,
+    make_estimate,
+    tokens_by_stream,
+)
 from deployments.sizing.fit import GIB, Fit, RequestTimes
 from deployments.sizing.savings import Budget
 from pipelines.libraries import quiet_libraries
@@ -45,7 +52,7 @@ def _weights_document(found: WeightsAlone) -> dict[str, Any]:
 def _lines(options: EstimateOptions, estimate: Estimate) -> list[str]:
     request, step = estimate.request, estimate.forecast
     frames = f", {request.num_frames} frames" if request.num_frames > 1 else ""
-    tokens = " + ".join(f"{number} {stream}" for stream, number in step.work.lengths)
+    tokens = tokens_by_stream(dict(step.work.lengths))
     return [
         f"{options.model}, {request.width}x{request.height}{frames}, {_name(estimate.dtype)}, linears {step.precision}"
         f"{_attention(options, step.machine)}",

@@ -69,6 +69,13 @@ class EstimateOptions:
         )
 
 
+def tokens_by_stream(lengths: Mapping[str, int]) -> str:
+    """Return the number of tokens of each stream; of a model's only stream, the number alone."""
+    if len(lengths) == 1:
+        return str(*lengths.values())
+    return " + ".join(f"{number} {stream}" for stream, number in lengths.items())
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputCost:
     """The largest step of a request with pictures or a clip, whose tokens are beside those of the result."""
@@ -82,10 +89,8 @@ class InputCost:
 
     @property
     def sentence(self) -> str:
-        tokens = " + ".join(f"{number} {stream}" for stream, number in self.tokens.items())
-        return (
-            f"with {self.name}: {tokens} tokens, {self.step_ms:.1f} ms a step, {self.rank_bytes / GIB:.1f} GiB a rank"
-        )
+        costs = f"{self.step_ms:.1f} ms a step, {self.rank_bytes / GIB:.1f} GiB a rank"
+        return f"with {self.name}: {tokens_by_stream(self.tokens)} tokens, {costs}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
