@@ -12,7 +12,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from engines.core.shard_plan import named_like
@@ -33,6 +32,7 @@ from tests.pipelines.support.checkpoints.tiny_flux3 import (
 )
 from tests.pipelines.support.references.own_call import own_state
 from tests.pipelines.support.references.picture_cases import PictureCase, images_of, pictures_of, request_of
+from tests.pipelines.support.references.video import denoised_from
 
 TWO = ((40, 48), (50, 34))
 CASES = {
@@ -65,14 +65,8 @@ def encoded(folder: Path, name: str) -> bytes:
 
 
 def denoised(folder: Path, name: str, strategy: str) -> Tensor:
-    checkpoint, ranks = Checkpoint(folder), tuple(range(dist.get_world_size()))
-    engine, sampler = TorchEngine(checkpoint.denoiser(), strategy=strategy), checkpoint.sampler()
-    state = sampler.begin(request_of(CASES[name], folder), pickle.loads(encoded(folder, name)))
-    for _ in range(sampler.num_steps(state)):
-        state = pickle.loads(pickle.dumps(state))
-        state = sampler.advance(state, engine.predict(sampler.branches(state), ranks))
-    engine.close()
-    latents: Tensor = sampler.latents(state)["latents"]
+    values = denoised_from(folder, request_of(CASES[name], folder), encoded(folder, name), strategy)
+    latents: Tensor = values["latents"]
     return latents
 
 

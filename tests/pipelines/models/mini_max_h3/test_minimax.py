@@ -13,7 +13,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from engines.core.packing import pack
 from engines.core.shard_plan import named_like
@@ -28,7 +27,7 @@ from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.support.checkpoints.tiny_minimax import LOAD_PROCESSOR, MiniMaxProcessor, minimax_h3
 from tests.pipelines.support.references.own_call import own_state
-from tests.pipelines.support.references.video import Clip, Latents, picture, pictures_of
+from tests.pipelines.support.references.video import Clip, Latents, denoised_from, picture, pictures_of
 
 NAMES = ("latents", "audio_latents")
 
@@ -89,16 +88,7 @@ def encoded(folder: Path, name: str) -> bytes:
 
 
 def denoised(folder: Path, name: str, strategy: str) -> dict[str, Any]:
-    """The state is sent before each step."""
-    checkpoint, ranks = Checkpoint(folder), tuple(range(dist.get_world_size()))
-    engine, sampler = TorchEngine(checkpoint.denoiser(), strategy=strategy), checkpoint.sampler()
-    state = sampler.begin(CASES[name].request(folder), pickle.loads(encoded(folder, name)))
-    pack(state, torch.device("cpu"))
-    for _ in range(sampler.num_steps(state)):
-        state = pickle.loads(pickle.dumps(state))
-        state = sampler.advance(state, engine.predict(sampler.branches(state), ranks))
-    engine.close()
-    return dict(sampler.latents(state))
+    return denoised_from(folder, CASES[name].request(folder), encoded(folder, name), strategy)
 
 
 def without_exchange(folder: Path, name: str) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ImageReference, MiniMaxH3VideoReference
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -31,7 +30,7 @@ from tests.pipelines.lora.support.tiny_lora import loader, write_lora
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.support.checkpoints.tiny_minimax import LOAD_PROCESSOR, MiniMaxProcessor, minimax_h3_references
 from tests.pipelines.support.references.own_call import Change, as_it_is, own_state
-from tests.pipelines.support.references.video import Latents, frames, picture
+from tests.pipelines.support.references.video import Latents, denoised_from, frames, picture
 
 NAMES = ("latents", "audio_latents")
 SIDES = (64, 96)
@@ -119,16 +118,7 @@ def encoded(folder: Path, name: str) -> bytes:
 
 
 def denoised(folder: Path, name: str, strategy: str) -> dict[str, Any]:
-    """The state is sent before each step."""
-    checkpoint, ranks = Checkpoint(folder), tuple(range(dist.get_world_size()))
-    engine, sampler = TorchEngine(checkpoint.denoiser(), strategy=strategy), checkpoint.sampler()
-    state = sampler.begin(request_of(name, folder), pickle.loads(encoded(folder, name)))
-    pack(state, torch.device("cpu"))
-    for _ in range(sampler.num_steps(state)):
-        state = pickle.loads(pickle.dumps(state))
-        state = sampler.advance(state, engine.predict(sampler.branches(state), ranks))
-    engine.close()
-    return dict(sampler.latents(state))
+    return denoised_from(folder, request_of(name, folder), encoded(folder, name), strategy)
 
 
 def without_exchange(folder: Path, name: str) -> dict[str, Any]:

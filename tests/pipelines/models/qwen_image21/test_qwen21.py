@@ -13,7 +13,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from engines.core.model import DenoiserModel
@@ -36,6 +35,7 @@ from tests.pipelines.models.test_gangs import CONTEXT
 from tests.pipelines.support.checkpoints.tiny_qwen import TURBO_SIGMAS, Qwen3Processor, qwen21, qwen21_turbo
 from tests.pipelines.support.references.own_call import own_state
 from tests.pipelines.support.references.picture_cases import PictureCase, images_of, pictures_of, request_of
+from tests.pipelines.support.references.video import denoised_from
 
 TOLERANCE = 1e-4
 LOAD_PROCESSOR = "transformers.Qwen3VLProcessor.from_pretrained"
@@ -68,19 +68,10 @@ def small_pictures() -> Iterator[None]:
 
 
 def denoised(folder: Path, case: PictureCase, strategy: str) -> Tensor:
-    checkpoint = Checkpoint(folder)
-    engine = TorchEngine(checkpoint.denoiser(), strategy=strategy)
     request = request_of(case, folder)
     with small_pictures():
-        pipeline = load_pipeline(checkpoint, engine)
-        conditioning = pipeline.text_encoder.encode(request, pictures_of(case))
-    sampler = pipeline.sampler
-    state = sampler.begin(request, conditioning)
-    for _ in range(sampler.num_steps(state)):
-        state = pickle.loads(pickle.dumps(state))
-        state = sampler.advance(state, engine.predict(sampler.branches(state), tuple(range(dist.get_world_size()))))
-    engine.close()
-    latents: Tensor = sampler.latents(state)["latents"]
+        conditioning = Checkpoint(folder).text_encoder().encode(request, pictures_of(case))
+    latents: Tensor = denoised_from(folder, request, pickle.dumps(conditioning), strategy)["latents"]
     return latents
 
 

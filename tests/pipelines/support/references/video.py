@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 
+from engines.core.packing import pack
 from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
@@ -109,6 +111,19 @@ def denoised_with(folder: Path, request: MediaRequest, inputs: InputPictures, st
     sampler, ranks = pipeline.sampler, tuple(range(dist.get_world_size()))
     state = sampler.begin(request, pipeline.text_encoder.encode(request, inputs))
     for _ in range(sampler.num_steps(state)):
+        state = sampler.advance(state, engine.predict(sampler.branches(state), ranks))
+    engine.close()
+    return dict(sampler.latents(state))
+
+
+def denoised_from(folder: Path, request: MediaRequest, conditioning: bytes, strategy: str) -> dict[str, Any]:
+    """Return the same from a pickled conditioning. The state is sent before each step."""
+    checkpoint, ranks = Checkpoint(folder), tuple(range(dist.get_world_size()))
+    engine, sampler = TorchEngine(checkpoint.denoiser(), strategy=strategy), checkpoint.sampler()
+    state = sampler.begin(request, pickle.loads(conditioning))
+    for _ in range(sampler.num_steps(state)):
+        pack(state, engine.device)
+        state = pickle.loads(pickle.dumps(state))
         state = sampler.advance(state, engine.predict(sampler.branches(state), ranks))
     engine.close()
     return dict(sampler.latents(state))
