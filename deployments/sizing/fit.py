@@ -77,6 +77,10 @@ class StageMemory:
         """Return the device memory of the encoder's weights."""
         return self.encoder - self.layers + self.buffers if offloaded else self.encoder
 
+    def weight_bytes(self, *, offloaded: bool = False) -> int:
+        """Return the device memory of all weights of encoder and decoder."""
+        return self.encoder_bytes(offloaded=offloaded) + self.decoder + self.copied
+
     def fullest_bytes(
         self, rank_bytes: int, place: str = SHARED, *, limited: bool = False, offloaded: bool = False
     ) -> int:
@@ -141,14 +145,12 @@ class Fit:
 
     def asleep_bytes(self, cost: Cost, *, offloaded: bool = False) -> int:
         """Return the host memory of all weights while ranks with ``cost`` and the other parts are asleep."""
-        stages = self.parts.encoder_bytes(offloaded=offloaded) + self.parts.decoder + self.parts.copied
-        return self.num_ranks * cost.weight_bytes + stages
+        return self.num_ranks * cost.weight_bytes + self.parts.weight_bytes(offloaded=offloaded)
 
     @property
     def wake_s(self) -> float:
         """Seconds of a wake-up, the fullest GPU's."""
-        own = self.step.chosen.weight_bytes + self.parts.encoder + self.parts.decoder + self.parts.copied
-        return own / self.machine.host_bytes_per_s
+        return (self.step.chosen.weight_bytes + self.parts.weight_bytes()) / self.machine.host_bytes_per_s
 
     def changes(self) -> list[Change]:
         """Return changes with which all parts fit, one for each number of GPUs, fewest first."""

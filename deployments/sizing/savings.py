@@ -222,8 +222,8 @@ def _of_step(cost: Cost, precision: str, blocks: int, rules: BudgetRules, extra_
 def _beside(fit: Fit, times: RequestTimes, cost: Cost, stage: _Stages, rules: BudgetRules) -> Iterator[Saving]:
     """Yield the savings of encoder and decoder."""
     if stage.place == TURNS and rules.places[0] != TURNS:
-        moved = fit.parts.encoder_bytes(offloaded=stage.offloaded) + fit.parts.decoder + fit.parts.copied
-        extra_s = LINGER_S + (moved + cost.weight_bytes) / fit.machine.host_bytes_per_s
+        moved = fit.parts.weight_bytes(offloaded=stage.offloaded) + cost.weight_bytes
+        extra_s = LINGER_S + moved / fit.machine.host_bytes_per_s
         yield Saving(key="text_encoder.takes_turns", value=True, extra_s=extra_s)
     if stage.offloaded and not rules.layers[0]:
         copies_s = times.num_prompts * fit.parts.prompt / fit.machine.host_bytes_per_s
