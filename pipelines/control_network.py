@@ -6,20 +6,16 @@ the parts of the model and to the network, and an index of both.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pipelines.directory import CLASSIC_INDEX, MODULAR_INDEX, has_part, part_class, read_index
+from pipelines.directory import MODULAR_INDEX, has_part, linked_folder, part_class, read_index
 
 PART = "controlnet"
 SEPARATOR = f"+{PART}@"
-NO_FOLDERS: Mapping[str, Path] = {}
-LIBRARY, FOLDERS = "troupe", "controlled"
+FOLDERS = "controlled"
 """Place of such folders in the Hugging Face cache."""
 
 
@@ -54,31 +50,6 @@ def joined_folder(model: Path, network: Path) -> Path:
     """
     model, network = model.resolve(), network.resolve()
     return linked_folder(model, FOLDERS, f"{model}\n{network}", _index(model, network), {PART: network})
-
-
-def linked_folder(
-    model: Path, folders: str, key: str, entries: Mapping[str, object], others: Mapping[str, Path] = NO_FOLDERS
-) -> Path:
-    """Return a folder with the index ``entries``, and links to the parts of ``model`` and to ``others`` by name.
-
-    It lies among ``folders`` of the cache, the same for equal ``key``. Its index is as old as the model's.
-    """
-    from huggingface_hub import cached_assets_path
-
-    model, index = model.resolve(), json.dumps(entries, indent=2)
-    index_name = MODULAR_INDEX if (model / MODULAR_INDEX).is_file() else CLASSIC_INDEX
-    folder = Path(cached_assets_path(LIBRARY, folders, hashlib.sha256(key.encode()).hexdigest()[:16]))
-    targets = {path.name: path for path in model.iterdir() if path.name not in (CLASSIC_INDEX, MODULAR_INDEX)}
-    for name, target in {**targets, **others}.items():
-        with suppress(FileExistsError):
-            (folder / name).symlink_to(target)
-    written, own = folder / index_name, (model / index_name).stat()
-    if not written.is_file() or written.read_text() != index or written.stat().st_mtime_ns != own.st_mtime_ns:
-        new = folder / f"{index_name}.{os.getpid()}"
-        new.write_text(index)
-        os.utime(new, ns=(own.st_atime_ns, own.st_mtime_ns))
-        new.replace(written)  # atomic: other processes may make the same folder
-    return folder
 
 
 def _index(model: Path, network: Path) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Read a diffusers directory: configurations and the index of parts, as plain JSON.
+"""Read a diffusers directory: configurations and the index of parts, as plain JSON. Make one of links to others.
 
 The classic index names the class of each part, whose folder has the part's name. The modular index also names each
 part's location: here, in another folder, or in a repository of the hub.
@@ -6,8 +6,11 @@ part's location: here, in another folder, or in a repository of the hub.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,9 @@ PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao"}
 """Packages by the names that configurations have for quantisers."""
 CLASSIC, MODULAR, FROM_PICTURE, CONTROLLED = "Pipeline", "ModularPipeline", "ImageToVideo", "ControlNet"
 """Parts of the names of pipeline classes."""
+NO_FOLDERS: Mapping[str, Path] = {}
+LIBRARY = "troupe"
+"""Place of folders with links in the Hugging Face cache."""
 OWN_INPUTS = ("VideoToVideo", "Control")
 """Parts of the names of pipelines that take what modular blocks for the same transformer do not."""
 
@@ -185,6 +191,31 @@ def pipelines_with_blocks() -> tuple[str, ...]:
     from diffusers.modular_pipelines.modular_pipeline import MODULAR_PIPELINE_MAPPING
 
     return tuple(sorted({make() for make in MODULAR_PIPELINE_MAPPING.values()}))
+
+
+def linked_folder(
+    model: Path, folders: str, key: str, entries: Mapping[str, object], others: Mapping[str, Path] = NO_FOLDERS
+) -> Path:
+    """Return a folder with the index ``entries``, and links to the parts of ``model`` and to ``others`` by name.
+
+    It lies among ``folders`` of the cache, the same for equal ``key``. Its index is as old as the model's.
+    """
+    from huggingface_hub import cached_assets_path
+
+    model, index = model.resolve(), json.dumps(entries, indent=2)
+    own = _index_file(model)
+    folder = Path(cached_assets_path(LIBRARY, folders, hashlib.sha256(key.encode()).hexdigest()[:16]))
+    targets = {path.name: path for path in model.iterdir() if path.name not in (CLASSIC_INDEX, MODULAR_INDEX)}
+    for name, target in {**targets, **others}.items():
+        with suppress(FileExistsError):
+            (folder / name).symlink_to(target)
+    written, age = folder / own.name, own.stat()
+    if not written.is_file() or written.read_text() != index or written.stat().st_mtime_ns != age.st_mtime_ns:
+        new = folder / f"{own.name}.{os.getpid()}"
+        new.write_text(index)
+        os.utime(new, ns=(age.st_atime_ns, age.st_mtime_ns))
+        new.replace(written)  # atomic: other processes may make the same folder
+    return folder
 
 
 def _modular_class(path: Path, name: str) -> Any:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipelines.control_network import linked_folder
-from pipelines.directory import DENOISERS, read_index
+from pipelines.directory import DENOISERS, linked_folder, read_index
 from pipelines.models.registry import spec_of
 
 SEPARATOR = "+workflow@"
