@@ -131,6 +131,10 @@ class Defaults:
         return max(self.min_pictures, int(self.needs_source))
 
     @property
+    def takes_words_alone(self) -> bool:
+        return not (self.usual_pictures or self.needs_video)
+
+    @property
     def edits(self) -> bool:
         """True if the prompt edits the input picture; False without pictures, with noise strength, or for layers."""
         paints_over = self.takes_strength and not self.strength_needs_mask
@@ -141,8 +145,7 @@ class Defaults:
         """Pairs of input and output that the model supports, such as "text-to-video"."""
         names = ["control"] if self.takes_control else []
         for kind, own in ((kind, self.of(kind)) for kind in self.kinds):
-            is_of_text = not (own.min_pictures or own.needs_video or own.needs_source)
-            sources = {"text": is_of_text, "image": own.max_pictures > 0, "video": own.max_video_frames > 0}
+            sources = {"text": own.takes_words_alone, "image": own.max_pictures > 0, "video": own.max_video_frames > 0}
             names += [f"{source}-to-{kind}" for source, is_taken in sources.items() if is_taken]
         return tuple(sorted(names, key="control".__eq__))
 

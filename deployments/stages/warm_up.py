@@ -38,7 +38,7 @@ def typical_requests(defaults: Defaults, sizes: tuple[Size, ...]) -> Iterator[tu
 
     Without sizes, clips have few frames: some encoders read all frames, which takes minutes on a CPU.
     """
-    if not defaults.usual_pictures and not defaults.needs_video:
+    if defaults.takes_words_alone:
         request = defaults.request(prompt=PROMPT)
         yield request, InputPictures(control=_grey(request)) if request.has_control else NO_PICTURES
     if defaults.max_pictures:
