@@ -19,12 +19,10 @@ from diffusers.modular_pipelines.minimax_h3.references import (
 from pipelines.models.spec import Config
 from pipelines.request import InputPictures, InputVideo, MediaRequest
 
-RATE = 24
-"""Frames a second of the model, whatever the rate of a clip that came along."""
 CLIP_LENGTH, TOKEN_DROP = 17, 3
 """Frames that the auto-encoder takes at once, and latent frames that it drops at the end."""
-SEEN_EVERY = RATE // 2
-"""The text encoder sees every such frame of a clip."""
+SEEN_A_SECOND = 2
+"""Frames of a clip that the text encoder sees."""
 EYE = 32
 """Pixels a side that the text encoder sees as one token: patches of 16, merged two by two (Qwen3-VL)."""
 CANVAS = {"canvas_short_edge": 768, "canvas_max_pixels": 768 * 1344, "reference_image_short_edge": 2048}
@@ -47,12 +45,14 @@ class ReferenceSizes:
     """Sizes of a request's encoded references; pictures have the shape of the result, which a request does not say.
 
     ``vae`` is the auto-encoder's configuration, ``index`` the folder's. Sizes in pixels are multiples of ``multiple``.
+    ``rate`` is the model's own, in frames a second.
     """
 
     request: MediaRequest
     vae: Config
     index: Mapping[str, Any]
     multiple: int
+    rate: int
 
     @property
     def num_frames(self) -> int:
@@ -76,7 +76,7 @@ class ReferenceSizes:
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of references in the prompt. Those of a clip are of pairs of frames, two frames a second."""
-        num_pairs = math.ceil(math.ceil(self._num_shown / SEEN_EVERY) / 2)
+        num_pairs = math.ceil(math.ceil(self._num_shown / (self.rate // SEEN_A_SECOND)) / 2)
         sizes = [self._picture_size] * self.request.num_pictures + [self._canvas] * num_pairs
         return sum((height // EYE) * (width // EYE) for height, width in sizes)
 
@@ -94,7 +94,7 @@ class ReferenceSizes:
         """Frames of the clip at the model's rate, up to the length of the result; 0 without a clip."""
         if not self.request.num_video_frames:
             return 0
-        return min(self.num_frames, int(self.request.num_video_frames * RATE / self.request.fps + 0.5))
+        return min(self.num_frames, int(self.request.num_video_frames * self.rate / self.request.fps + 0.5))
 
     @property
     def _num_latents(self) -> int:

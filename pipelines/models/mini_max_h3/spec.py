@@ -35,7 +35,7 @@ MIN_REFERENCE_FRAMES = 13
 MAX_ASPECT = 4.0
 """Longest side of a reference, in times the other."""
 RATE = 24
-"""Frames a second."""
+"""Frames a second of the model, whatever the rate of a clip that came along."""
 TOKENS = "tokens"
 BLOCKS = "transformer_blocks"
 REFINERS = "token_refiner.refiner_blocks.*.attn"
@@ -135,7 +135,7 @@ class MiniMaxH3Spec(SeveralOutputsSpec):
         from pipelines.models.mini_max_h3.references import ReferenceSizes
 
         vae, index, multiple = read_config(path, "vae"), read_index(path), self.defaults(path).size_multiple
-        sizes = ReferenceSizes(request=request, vae=vae, index=index, multiple=multiple)
+        sizes = ReferenceSizes(request=request, vae=vae, index=index, multiple=multiple, rate=RATE)
         num_tokens = TYPICAL_TOKENS + sizes.num_prompt_tokens
         return {**self.blank_conditioning(read_config(path, REFERENCES), num_tokens), **sizes.blank_values()}
 
