@@ -315,7 +315,6 @@ class WholeEncoder(BlocksEncoder):
 
     def __init__(self) -> None:
         self.max_tokens = 0
-        self._offloads = []
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,6 +62,8 @@ class BlocksEncoder:
     ``offloads_layers``: the text encoders' layers are in host memory, and no call is captured.
     """
 
+    _offloads: Sequence[BlockOffload] = ()
+
     def __init__(
         self,
         opened: OpenedPipeline,
@@ -75,7 +77,8 @@ class BlocksEncoder:
         self._crops_pictures = fits_pictures or opened.spec.fits_pictures
         self._sections = opened.sections.encode
         self._pipeline = opened.load(self._sections, layer_weights if offloads_layers else None)
-        self._offloads = self._offload(compiled=compiled) if offloads_layers else []
+        if offloads_layers:
+            self._offloads = self._offload(compiled=compiled)
         self._compiled = compile_encoders(self._pipeline) if compiled and not offloads_layers else ()
         self._later_inputs = opened.input_names((opened.sections.denoise, *opened.sections.decode))
         self.max_tokens = opened.max_tokens(max_tokens)
