@@ -32,7 +32,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the times to a request for a model awake and asleep, then those of mixed traffic."""
     config = shared_config(arguments)
     defaults = {model.name: Checkpoint.open(model.source, weights=False).defaults for model in config.app.models}
-    kinds = {name: one.kind for name, one in defaults.items() if not one.min_pictures}
+    kinds = {name: one.kind for name, one in defaults.items() if one.takes_words_alone}
     with serving(config) as application, client_of(application.url) as client:
         yield {"case": "start", "ready_s": application.ready_s}
         requests = Requests(client, kinds, arguments)
@@ -101,22 +101,24 @@ class Requests:
         return data, time.perf_counter() - begun_s
 
     def _picture(self, model: str) -> bytes:
-        answer = self._client.post("/v1/images/generations", json={"model": model, **self._body})
-        if answer.is_error:
-            raise RuntimeError(f"{model}: {answer.status_code} {answer.text}")
-        return bytes(answer.json()["data"][0]["b64_json"], "ascii")
+        answer = self._post("/v1/images/generations", {"model": model, **self._body})
+        return bytes(answer["data"][0]["b64_json"], "ascii")
 
     def _clip(self, model: str) -> bytes:
-        body = {"model": model, **self._body, **self._clip_fields}
-        answer = self._client.post("/v1/videos", json=body)
-        if answer.is_error:
-            raise RuntimeError(f"{model}: {answer.status_code} {answer.text}")
-        clip = answer.json()
+        clip = self._post("/v1/videos", {"model": model, **self._body, **self._clip_fields})
         while (state := self._client.get(f"/v1/videos/{clip['id']}").json())["status"] not in ("completed", "failed"):
             time.sleep(POLL_S)
         if state["status"] == "failed":
             raise RuntimeError(f"{model}: {state}")
         return self._client.get(f"/v1/videos/{clip['id']}/content").raise_for_status().content
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the JSON of the answer. RuntimeError with its text if it is an error."""
+        answer = self._client.post(path, json=body)
+        if answer.is_error:
+            raise RuntimeError(f"{body['model']}: {answer.status_code} {answer.text}")
+        document: dict[str, Any] = answer.json()
+        return document
 
 
 def swaps(requests: Requests, files: Mapping[str, bytes], rounds: int) -> Iterator[dict[str, Any]]:

@@ -64,8 +64,8 @@ CARD_LIMIT_S = 300.0
 SPARE_BYTES = 4 * 2**30
 """On the disk, beside all weights: what Ray and compilers keep."""
 MOST_SAID = 1000
-PATHS = re.compile(r"/(?:tmp|work)/[^\s:,]+")
-"""Folders of one machine, which say nothing to others."""
+PATHS = re.compile(rf"(?:/tmp|{re.escape(str(Path.cwd()))})/[^\s:,]+")
+"""Files of one machine, whose folders say nothing to others."""
 
 
 def main(words: Sequence[str] | None = None) -> None:
