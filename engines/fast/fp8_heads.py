@@ -29,7 +29,7 @@ class Fp8Inputs(NamedTuple):
     k_descale_BG: Tensor
     v_descale_BG: Tensor
     lse_shift_BHL: Tensor
-    """What smoothed keys lack in the log-sum-exp: the score of each query with the keys' mean."""
+    """Score of each query with the keys' mean, which the log-sum-exp of smoothed keys lacks."""
 
 
 def quantise_heads(

@@ -246,7 +246,7 @@ class MemoryFloor:
     """Weights of the whole model."""
     token_bytes: int
     hoisted_token_bytes: int = 0
-    """What every rank holds whole for each token."""
+    """Memory for each token of a step on every rank, however tokens are divided."""
 
     def needed_bytes(self, num_tokens: int, spec: ParallelSpec) -> int:
         """Return a lower bound of the weights, the activations of one rank's tokens, and what it holds of all."""

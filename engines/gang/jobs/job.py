@@ -45,7 +45,7 @@ class Job:
     accepted: bool = False
     """Admitted earlier: neither queue length nor predicted wait refuses it."""
     additions: Hashable = ()
-    """What its steps add to the weights; () adds nothing. Ranks change their weights for a job with other ones."""
+    """Key of the additions to the weights in its steps; () for none. Ranks change weights for a job with others."""
     idle_steps: frozenset[int] = frozenset()
     """Steps without forwards, counted from 1; they take next to no time."""
 

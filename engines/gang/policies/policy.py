@@ -74,7 +74,7 @@ class GangShape:
     switch_s: float = 0.0
     """Seconds of changing the weights for a job with other additions than the last one."""
     additions: tuple[Hashable, ...] = ()
-    """What each rank has added to its weights; (): nothing on all ranks."""
+    """Additions to the weights by rank; () for none on any rank."""
 
     @property
     def ranks(self) -> Ranks:

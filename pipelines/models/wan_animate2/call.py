@@ -8,7 +8,7 @@ from typing import Any
 
 LATENTS, TIMESTEP, TEXT, PICTURE = "hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image"
 CONDITION = "condition_latents"
-"""What is known of the clip: the picture in its first latent frame, ``(B, mask and latents, F, H, W)``."""
+"""Known part of the clip: the picture in its first latent frame, ``(B, mask and latents, F, H, W)``."""
 DRIVING, DRIVING_TEXT, DRIVING_PICTURE = "driving_hidden_states", "driving_text", "driving_picture"
 """The driving clip as the transformer sees it, ``(B, C, F - 1, H, W)``, with its own prompt and first frame."""
 NEGATIVE = "is_uncondtion"

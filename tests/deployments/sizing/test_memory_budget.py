@@ -147,7 +147,7 @@ def test_an_encoder_larger_than_the_card_takes_turns_with_layers_in_host_memory(
 
 
 def test_layers_stay_where_they_save_nothing() -> None:
-    """As of an encoder on CPU cores, or with two layers, which the buffers replace."""
+    """An encoder on CPU cores has none, nor has one with two layers, which the buffers would replace."""
     on_cpu = choose_savings(with_layers(24), TIMES, 24, replace(ALL, places=(ON_CPU,)))
     assert "text_encoder.offloads_layers" not in keys(on_cpu)
     few = replace(fit(24), parts=replace(LAYERS, layers=GIB, buffers=GIB))

@@ -97,7 +97,7 @@ def offloaded_lists(encoder: BlocksEncoder) -> list[tuple[nn.Module, ...]]:
 
 
 def test_prompts_have_the_same_bytes(folder: Path) -> None:
-    """Those of transformers' own forward. Layers run from the buffers, and are on the host afterwards."""
+    """Bytes equal those of transformers' own forward. Layers run from the buffers, and are on the host afterwards."""
     checkpoint = Checkpoint(folder)
     with small_pictures():
         plain, offloaded = checkpoint.text_encoder(), checkpoint.text_encoder(offloads_layers=True)

@@ -244,7 +244,7 @@ class SwitchingEngine(OneRankEngine):
 
 
 def test_a_report_says_what_changes_of_weights_took() -> None:
-    """Those before the first job were first ones, in the warm-up."""
+    """Changes before the first job belong to the warm-up."""
     with rank_resources().get(SwitchTimes).measure(torch.device("cpu")):
         strike("")
     runner = runner_with(SwitchingEngine())

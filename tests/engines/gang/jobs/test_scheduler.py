@@ -141,7 +141,7 @@ def test_a_change_of_weights_costs_what_was_learned() -> None:
 
 
 def test_jobs_without_additions_come_first_where_the_weights_are_as_loaded_again() -> None:
-    """As after a sleep, between the second job and the others. A change takes half a second."""
+    """The gang sleeps between the second job and the others. A change takes half a second."""
     for is_loaded_again, expected in ((False, "dc"), (True, "cd")):
         turns = scheduler(num_ranks=1, prediction=StepPrediction(switch_s=0.5))
         turns.add(replace(job("b", num_steps=1), additions="one"))

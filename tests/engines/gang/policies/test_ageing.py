@@ -102,7 +102,7 @@ class Waits:
             prediction=StepPrediction(switch_s=SWITCH_S),
         )
         self._additions: dict[int, str] = {}
-        """What each rank has added to its weights."""
+        """Additions to the weights by rank."""
         self._begun: set[int] = set()
         self._open: set[int] = set()
         self._now_s = 0.0

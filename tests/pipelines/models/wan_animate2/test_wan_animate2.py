@@ -106,7 +106,7 @@ class Made:
 
 
 def own(folder: Path, request: MediaRequest) -> Made:
-    """What diffusers makes of it. Its pipeline forgets the latents of a segment when it has decoded them."""
+    """Return diffusers' own result. Its pipeline forgets the latents of a segment when it has decoded them."""
     latents: list[Tensor] = []
 
     def decode(vae: Any, segment: Tensor) -> Tensor:
