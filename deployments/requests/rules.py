@@ -97,7 +97,7 @@ class RequestRules:
         return sources
 
     def video_form(self, body: MediaBody, head: VideoHead, pictures: InputPictures = NO_PICTURES) -> VideoForm:
-        """Return the form of the clip of ``body``: in the size and at the rate of the result.
+        """Return the form of the clip of ``body``: in the size of the result, at its rate or the model's own.
 
         Without a given size, the clip decides the result's shape, or the first of ``pictures`` that came along.
 
@@ -116,7 +116,7 @@ class RequestRules:
         return VideoForm(
             width=width,
             height=height,
-            fps=fps,
+            fps=defaults.video_fps or fps,
             max_frames=length if is_cut else defaults.max_video_frames,
             is_cut=is_cut,
             frame_multiple=defaults.frame_multiple if defaults.keeps_length else 1,
