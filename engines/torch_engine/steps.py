@@ -67,6 +67,8 @@ class StepRunner:
         self._hoisted = HoistedCache(
             latents=model.latents, timestep=model.timestep, hoisted_inputs=model.hoisted_inputs
         )
+        self._memory = rank_resources().get(WeightMemory)
+        self._memory.before_sleep(self._hoisted.clear)
         self._weights = dict(weights or {})
         self._steps: dict[Hashable, LRUCache[_Step]] = {}
         """Steps by team and its division, then by shape."""
@@ -104,6 +106,7 @@ class StepRunner:
 
     def close(self) -> None:
         """Release everything, graphs first: they hold the communicator's kernels."""
+        self._memory.forget(self._hoisted.clear)
         self.release()
         self._weights.clear()
 
@@ -195,7 +198,7 @@ class StepRunner:
         if module not in self._weights:
             assert self._model.fast is not None
             precision: Precision = "fp8" if self._config.precision == "fp8" else "native"
-            with rank_resources().get(WeightMemory).region(), self._device:
+            with self._memory.region(), self._device:
                 own = self._model.modules[module]
                 self._weights[module] = weights = self._model.fast(own, precision)
                 weights.release(unless=changed_parameters(own, self._model, module))
