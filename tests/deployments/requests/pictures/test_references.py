@@ -125,7 +125,7 @@ def test_the_model_sees_a_clip_at_its_own_rate(own_fps: int, fps: int | None, fo
     )
     assert pictures.video is not None
     assert (request.fps, request.num_video_frames) == (fps or 24, len(own_FHWC))
-    assert np.array_equal(np.stack(pictures.video.frames()), own_FHWC)
+    assert np.array_equal(np.stack([np.asarray(frame) for frame in pictures.video.frames()]), own_FHWC)
 
 
 def file_path(folder: Path, data: bytes) -> Path:
