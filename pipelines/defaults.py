@@ -58,8 +58,10 @@ class Defaults:
     """Requests may have a mask with their picture; with ``needs_mask`` they must."""
     needs_mask: bool = False
     max_video_frames: int = 0
-    """Frames of a clip that comes along (0: the model takes none), at the rate of the result."""
+    """Frames of a clip that comes along (0: the model takes none), at ``video_fps``."""
     min_video_frames: int = 1
+    video_fps: int = 0
+    """Rate at which the model takes a clip that comes along; 0: that of the result."""
     needs_video: bool = False
     video_needs_lora: bool = False
     """The clip is the context of an adapter, which requests with one must name."""
@@ -163,7 +165,7 @@ class Defaults:
         words = {"max_pictures": 0, "min_pictures": 0, "takes_mask": False, "needs_mask": False}
         words |= {"max_video_frames": 0, "min_video_frames": 1, "needs_video": False, "keeps_length": False}
         words |= {"takes_both": False, "needs_source": False, "cuts_video": False, "max_reference_aspect": 0}
-        words |= {"takes_frame_indices": False, "video_needs_lora": False, "shaped_by_picture": False}
+        words |= {"video_fps": 0, "takes_frame_indices": False, "video_needs_lora": False, "shaped_by_picture": False}
         whole = {"takes_strength": False, "frames_per_chunk": 0, "first_chunk_steps": 1, "make_sound": False}
         changes: dict[str, Any] = {**size, **frame, **words, **whole}
         return replace(self, kind=kind, **changes)
@@ -369,7 +371,7 @@ class Defaults:
             raise ValueError("this model paints what a mask marks, and none came along: send a mask with the picture")
 
     def check_video(self, num_video_frames: int, num_pictures: int = 0, num_frames: int | None = None) -> None:
-        """Check a clip that comes along, in frames at the rate of the result (0: there is none).
+        """Check a clip that comes along, in frames at ``video_fps`` (0: there is none).
 
         ``num_frames`` is the length of the result, if it is known.
         """
