@@ -27,7 +27,7 @@ from engines.gang.load import OpenWork
 from engines.gang.metrics import observe_start
 from engines.gang.placement import current_group
 from engines.gang.rank import RankInfo, kill_ranks, spawn_ranks
-from engines.gang.start import Start, rank_environments
+from engines.gang.start import Grant, Start, rank_environments
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +78,14 @@ class Gang:
         gpus: float | None = None,
         step_times: Callable[[Sequence[RankInfo], StepEstimates | None], StepTimes] | None = None,
         clock: Clock | None = None,
+        grant: Grant | None = None,
     ) -> Gang:
         """Spawn ranks in the replica's placement group, connect them, run ``load`` on each, then its result.
 
         ``model`` is the name in logs and metrics. ``environment`` is called on each node and returns the variables of
         its ranks' processes. ``python`` is their command, ``gpus`` their share of a GPU (``spawn_ranks``).
-        ``step_times`` returns the step times measured on such ranks, given the ranks' estimates.
+        ``step_times`` returns the step times measured on such ranks, given the ranks' estimates. ``grant`` returns the
+        host memory that sleeping weights may take (``Start``).
 
         On an error, a missed start deadline (``GangBrokenError``) or cancellation, all started ranks are killed.
         Exceptions of ``load`` and of its result are raised here unchanged.
@@ -92,7 +94,7 @@ class Gang:
         started_s = clock.now_s()
         environments = await rank_environments(config, group, environment, clock)
         spawn = partial(spawn_ranks, config, group, environments, python, gpus)
-        start = Start(config, spawn, clock, model, is_forked=bool(python))
+        start = Start(config, spawn, clock, model, is_forked=bool(python), grant=grant)
         try:
             infos, built = await start.run(load)
             start_s = clock.now_s() - started_s
