@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -171,6 +171,16 @@ class Gang:
     def wake_s(self) -> float:
         """Predicted seconds until steps may run; 0 while they may."""
         return self._driver.rest.wake_up.total_s
+
+    @property
+    def additions(self) -> Hashable:
+        """Additions to the weights after all steps sent."""
+        return self._driver.additions
+
+    @property
+    def switch_s(self) -> float:
+        """Predicted seconds of a change to other ones."""
+        return self._driver.switch_s
 
     async def reserve_host_memory(self, pinned: Sequence[int] | None) -> None:
         """Let each rank pin host memory in the background, at most its entry of ``pinned`` in bytes (None: all)."""
