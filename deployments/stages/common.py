@@ -179,6 +179,8 @@ class StageWeights:
             yield modules
         for module in modules:
             self.memory.hold(module)
+        if self._member is not None:
+            self.memory.prepare(self._member.granted())  # host memory is touched beside the warm-up
 
     def loaded(self) -> None:
         """Say that all weights are there and warmed up; from now on they may sleep."""

@@ -92,6 +92,7 @@ class Denoiser:
         if share is not None:
             self._member = ShareMember(share, model.name, "denoiser", move=self._move, demand=self._demand)
             shared = {"placement_group": await self._member.bundles(), "gpus": share.rank_gpus(model)}
+            shared["grant"] = self._member.grant
             await self._member.may_load()
         self._gang = await Gang.start(
             model.denoiser,
