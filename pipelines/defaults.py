@@ -55,8 +55,9 @@ class Defaults:
     """Requests may say to which frames their pictures belong; without it, one is the first, and two the first and last.
     """
     takes_mask: bool = False
-    """Requests may have a mask with their picture; with ``needs_mask`` they must."""
+    """Requests may have a mask with their picture; with ``needs_mask`` they must. ``masks_video``: with their clip."""
     needs_mask: bool = False
+    masks_video: bool = False
     max_video_frames: int = 0
     """Frames of a clip that comes along (0: the model takes none), at the rate of the result."""
     min_video_frames: int = 1
@@ -244,7 +245,7 @@ class Defaults:
         yield "num_inference_steps", partial(self.check_num_steps, request.num_inference_steps)
         yield "num_pictures", partial(self.check_num_pictures, number, has_video=request.num_video_frames > 0)
         yield "frame_indices", partial(self.check_frame_indices, request)
-        yield "has_mask", partial(self.check_mask, number, has_mask)
+        yield "has_mask", partial(self.check_mask, number, has_mask, has_video=request.num_video_frames > 0)
         yield "num_video_frames", partial(self.check_video, request.num_video_frames, number, request.num_frames)
         yield "has_control", partial(self.check_control, request.has_control)
         yield "control_scale", partial(self.check_control_scale, request)
@@ -362,9 +363,11 @@ class Defaults:
         frames = (one + request.num_frames if one < 0 else one for one in indices)
         return tuple(-(-frame // self.frame_multiple) for frame in frames)
 
-    def check_mask(self, num_pictures: int, has_mask: bool) -> None:
-        if has_mask and not (self.takes_mask and num_pictures):
-            raise ValueError(f"this model takes {'a mask with a picture' if self.takes_mask else 'no mask'}")
+    def check_mask(self, num_pictures: int, has_mask: bool, *, has_video: bool = False) -> None:
+        takes_mask = self.masks_video if has_video else self.takes_mask and num_pictures > 0
+        if has_mask and not takes_mask:
+            sources = ("picture",) * self.takes_mask + ("clip",) * self.masks_video
+            raise ValueError(f"this model takes {'a mask with a ' + ' or a '.join(sources) if sources else 'no mask'}")
         if self.needs_mask and not has_mask:
             raise ValueError("this model paints what a mask marks, and none came along: send a mask with the picture")
 

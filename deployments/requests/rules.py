@@ -87,7 +87,9 @@ class RequestRules:
         with blaming(sources.param):
             defaults.check_num_pictures(len(sources.pictures), has_video=sources.video is not None)
         with blaming("mask"):
-            defaults.check_mask(len(sources.pictures), sources.mask is not None)
+            defaults.check_mask(len(sources.pictures), sources.has_mask, has_video=sources.video is not None)
+            if sources.video_mask is not None and sources.video is None:
+                raise ValueError("a mask of a clip came along, and no clip: send it as video, or leave the mask out")
         with blaming("control_image"):
             defaults.check_control(sources.control is not None)
         with blaming("video"):
@@ -274,7 +276,7 @@ def choose_inputs(body: MediaBody, pictures: InputPictures) -> dict[str, Any]:
     """Return what comes along with ``body``, and what it says of it, as fields of ``MediaRequest``."""
     inputs = {
         "num_pictures": len(pictures.pictures),
-        "has_mask": pictures.mask is not None,
+        "has_mask": pictures.mask is not None or pictures.video_mask is not None,
         "num_video_frames": 0 if pictures.video is None else pictures.video.num_frames,
     }
     if isinstance(body, VideoBody):

@@ -29,7 +29,13 @@ class Sources:
     pictures: tuple[Source, ...] = ()
     mask: Source | None = None
     video: Source | None = None
+    video_mask: Source | None = None
+    """A picture, or a clip as long as ``video``."""
     control: Source | None = None
+
+    @property
+    def has_mask(self) -> bool:
+        return self.mask is not None or self.video_mask is not None
 
     @property
     def all(self) -> tuple[tuple[str, Source], ...]:

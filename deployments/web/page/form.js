@@ -47,7 +47,9 @@ function showKind(kind) {
 function showInputs({ kind, defaults: d }) {
   const pictures = { disabled: !d.max_pictures, required: d.min_pictures > 0, multiple: d.max_pictures > 1 };
   Object.assign(fields.image, pictures);
-  Object.assign(fields.mask, { disabled: !d.takes_mask, required: d.needs_mask });
+  const masksClip = d.masks_video && kind === "video";
+  const maskTypes = masksClip ? `${CLIPS},${PICTURES}` : PICTURES;
+  Object.assign(fields.mask, { disabled: !(d.takes_mask || masksClip), required: d.needs_mask, accept: maskTypes });
   fields.frame_indices.disabled = !d.takes_frame_indices;
   fields.video.disabled = !d.max_video_frames;
   const takesControl = d.takes_control && kind === "image";
