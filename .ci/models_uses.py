@@ -51,7 +51,7 @@ class Family:
             self._control(),
             _all_of(file for file, built in with_adapters().items() if built & self.pipelines) or UNPROVED,
             _all_of(file for file, built in with_runtime_adapters().items() if built & self.pipelines) or UNPROVED,
-            _all_of(f"loading/{file}" for file in QUANTISED_TESTS if built_in(file) & self.pipelines) or UNPROVED,
+            _all_of(file for file, built in with_quantised_files().items() if built & self.pipelines) or UNPROVED,
             self._offload(),
         )
 
@@ -88,6 +88,12 @@ def with_runtime_adapters() -> dict[str, frozenset[str]]:
     """Return the pipelines on which adapters that come at run time are compared with configured ones."""
     tested = (jobs.MODELS[name] for name, _ in CASES)
     return {"lora/test_every_model.py": of_every_model(), "lora/test_runtime_loras.py": opened_by(*tested)}
+
+
+def with_quantised_files() -> dict[str, frozenset[str]]:
+    """Return the pipelines whose quantised files are compared with what they stand for."""
+    every = opened_by(*(case.make for case in offloaded.CASES.values()))
+    return {"loading/test_every_family.py": every, **{f"loading/{file}": built_in(file) for file in QUANTISED_TESTS}}
 
 
 def with_offload() -> dict[str, frozenset[str]]:
