@@ -80,7 +80,7 @@ class Defaults:
     """Requests may have a control picture, and its ``control_scale``; with ``needs_control`` they must have one."""
     needs_control: bool = False
     control_scale: float = 0.0
-    """Default weight of the control; 0: it is fixed."""
+    """Default weight of the control, or of the clip that came along; 0: it is fixed."""
     takes_control_guidance: bool = False
     """Requests may say in which share of the steps the control counts."""
     takes_strength: bool = False
@@ -400,7 +400,7 @@ class Defaults:
         if request.control_scale is not None and not self.control_scale:
             allowed = "this model has none to set" if self.takes_control else "this model takes no control picture"
             raise ValueError(f"control_scale is {request.control_scale:g}; {allowed}: leave it out")
-        if request.control_scale is not None and not request.has_control:
+        if request.control_scale is not None and self.takes_control and not request.has_control:
             raise ValueError(
                 f"control_scale is {request.control_scale:g}, and no control picture came along: send one as "
                 "control_image, or leave it out"

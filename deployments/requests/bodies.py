@@ -260,6 +260,9 @@ class VideoBody(MediaBody):
         description="Where the clip is made anew, for models that take it: what is white in a clip as long as video, "
         "or in a picture for all frames.",
     )
+    control_scale: float | None = Field(
+        None, ge=0, le=10, description="Weight of the clip that comes along, for models that have one."
+    )
     strength: Strength | None = Field(None, description=STRENGTH)
     seconds: Seconds | None = Field(None, description="Length of the clip; the nearest that the model can make.")
     num_frames: Count | None = Field(None, description="Length in frames, instead of seconds.")

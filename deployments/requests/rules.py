@@ -280,7 +280,7 @@ def choose_inputs(body: MediaBody, pictures: InputPictures) -> dict[str, Any]:
         "num_video_frames": 0 if pictures.video is None else pictures.video.num_frames,
     }
     if isinstance(body, VideoBody):
-        return {**inputs, "frame_indices": body.frame_indices or ()}
+        return {**inputs, "frame_indices": body.frame_indices or (), "control_scale": body.control_scale}
     if not isinstance(body, EditBody):
         return inputs
     return {

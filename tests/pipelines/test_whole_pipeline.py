@@ -202,6 +202,17 @@ def test_a_mask_of_each_frame_reaches_the_call(folders: Callable[[Make], Path]) 
     assert not np.array_equal(made, own_frames(checkpoint.path, request, mask=masks[::-1]))
 
 
+def test_the_weight_of_a_clip_reaches_the_call(folders: Callable[[Make], Path]) -> None:
+    checkpoint = Checkpoint(folders(tiny_whole.wan_vace))
+    request = request_of(checkpoint, num_video_frames=NUM_FRAMES, control_scale=0.25)
+    made = load_pipeline(checkpoint).run(request, pictures_of(request))
+    assert np.array_equal(made, own_frames(checkpoint.path, request, conditioning_scale=0.25))
+    assert not np.array_equal(made, own_frames(checkpoint.path, request))
+    assert checkpoint.defaults.control_scale == 1.0
+    with pytest.raises(ValueError, match=r"control_scale is 0\.25; this model takes no control picture"):
+        request_of(Checkpoint(folders(tiny_whole.wan_over)), control_scale=0.25)
+
+
 def test_clips_are_taken_as_the_signature_says(folders: Callable[[Make], Path]) -> None:
     over, wan, vace = (Checkpoint(folders(make)).defaults for make in CLIPS)
     assert [one.capabilities for one in (over, wan, vace)] == [

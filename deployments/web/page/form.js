@@ -54,7 +54,8 @@ function showInputs({ kind, defaults: d }) {
   fields.video.disabled = !d.max_video_frames;
   const takesControl = d.takes_control && kind === "image";
   Object.assign(fields.control_image, { disabled: !takesControl, required: takesControl && d.needs_control });
-  Object.assign(fields.control_scale, { disabled: !(takesControl && d.control_scale), placeholder: d.control_scale });
+  const hasWeight = (takesControl || d.max_video_frames) && d.control_scale;
+  Object.assign(fields.control_scale, { disabled: !hasWeight, placeholder: d.control_scale });
   for (const name of ["control_guidance_start", "control_guidance_end"]) {
     fields[name].disabled = !(takesControl && d.takes_control_guidance);
   }

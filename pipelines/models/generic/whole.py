@@ -38,7 +38,7 @@ REFERENCES, MAX_REFERENCES = "reference_images", 4
 """The input for pictures of what the clip shows, and how many are taken."""
 VIDEO_MASK = "mask"
 """The input for a mask of each frame of the clip."""
-CONTROL, CONTROL_SCALE = "control_image", "controlnet_conditioning_scale"
+CONTROL, CONTROL_SCALE, VIDEO_SCALE = "control_image", "controlnet_conditioning_scale", "conditioning_scale"
 STAGES = ("block_out_channels", "encoder_block_out_channels")
 SPATIAL = ("scale_factor_spatial", "spatial_compression_ratio", "ffactor_spatial")
 TEMPORAL = ("scale_factor_temporal", "temporal_compression_ratio", "ffactor_temporal")
@@ -119,7 +119,7 @@ class WholeSpec(GenericSpec):
             masks_video="video" in inputs and VIDEO_MASK in inputs,
             takes_control=self.control is not None,
             needs_control=self.control is not None,
-            control_scale=float(inputs.get(CONTROL_SCALE) or 0.0),
+            control_scale=float(inputs.get(CONTROL_SCALE) or inputs.get(VIDEO_SCALE) or 0.0),
             takes_control_guidance=self.control is not None and "control_guidance_start" in inputs,
             max_video_frames=max_frames if "video" in inputs else 0,
             needs_video=self._needs_video,

@@ -1,4 +1,4 @@
-"""Masks of clips that come along: a clip as long, or a picture for all frames."""
+"""Masks and weights of clips that come along: a mask is a clip as long, or a picture for all frames."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PICTURES = {
 
 @pytest.fixture
 def studio() -> FakeStudio:
-    masked = replace(CHANGED_CLIPS, masks_video=True, takes_strength=False)
+    masked = replace(CHANGED_CLIPS, masks_video=True, takes_strength=False, control_scale=1.0)
     return FakeStudio(takes_clips=True, defaults={MASKED: masked})
 
 
@@ -98,6 +98,14 @@ async def test_a_picture_is_the_mask_of_all_frames(client: httpx.AsyncClient, st
     assert len(greys_FW) == KEPT
     assert (greys_FW[:, :23] > 250).all()
     assert (greys_FW[:, 25:] < 5).all()
+
+
+async def test_the_weight_of_a_clip(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+    body = {"prompt": "a", "video": URL, "control_scale": 0.5}
+    await made(client, await client.post(VIDEOS, json={**body, "model": MASKED}))
+    assert studio.performed[-1].control_scale == 0.5
+    error = error_of(await client.post(VIDEOS, json={**body, "model": CHANGED}), 400)
+    assert (error["param"], "control_scale is 0.5" in error["message"]) == ("control_scale", True)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
