@@ -171,6 +171,7 @@ async function takeShape() {
 function numbersOf(model, files) {
   const names = ["num_inference_steps", "seed", "guidance_scale", "true_cfg_scale", "layers"];
   if (files.length || chosenClip() !== null) names.push("strength");
+  if (chosenClip() !== null) names.push("control_scale");
   if (chosen(fields.control_image).length) {
     names.push("control_scale", "control_guidance_start", "control_guidance_end");
   }

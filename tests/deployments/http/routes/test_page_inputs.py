@@ -151,17 +151,21 @@ def test_references_are_pictures_a_clip_or_both(page: Chromium, studio: FakeStud
 
 
 def test_a_mask_of_a_clip_is_a_clip_or_a_picture(browser: Chromium, tmp_path: Path, picture: Path, clip: Path) -> None:
-    studio = FakeStudio(defaults={"masked": replace(CHANGED_CLIPS, masks_video=True, takes_strength=False)})
+    studio = FakeStudio(
+        defaults={"masked": replace(CHANGED_CLIPS, masks_video=True, takes_strength=False, control_scale=1.0)}
+    )
     with serving(build(studio, tmp_path)) as url:
         browser.open(url)
         browser.evaluate("fields.prompt.focus()")
         browser.type("a")
         take(browser, "masked")
-        assert browser.evaluate(SHOWN) == ["mask", "video"]
+        assert browser.evaluate(SHOWN) == ["mask", "video", "control_scale"]
         browser.choose("fields.video", clip)
+        fill(browser, control_scale=0.5)
         for mask in (clip, picture):
             browser.choose("fields.mask", mask)
-            assert generate(browser, studio).has_mask
+            request = generate(browser, studio)
+            assert (request.has_mask, request.control_scale) == (True, 0.5)
             video, masks = studio.inputs[-1].video, studio.inputs[-1].video_mask
             assert masks is not None
             assert (masks == video) is (mask == clip)
