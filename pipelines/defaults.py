@@ -59,8 +59,10 @@ class Defaults:
     needs_mask: bool = False
     masks_video: bool = False
     max_video_frames: int = 0
-    """Frames of a clip that comes along (0: the model takes none), at the rate of the result."""
+    """Frames of a clip that comes along (0: the model takes none), at ``video_fps``."""
     min_video_frames: int = 1
+    video_fps: int = 0
+    """Rate at which the model takes a clip that comes along; 0: that of the result."""
     needs_video: bool = False
     video_needs_lora: bool = False
     """The clip is the context of an adapter, which requests with one must name."""
@@ -161,10 +163,10 @@ class Defaults:
             raise ValueError(f"this model makes {self.kind}s, not {kind}s")
         size = {"width": self.picture_width, "height": self.picture_height, "picture_width": 0, "picture_height": 0}
         frame = {"num_frames": 1, "fps": 0, "frame_multiple": 1, "max_frames": 1, "min_frames": 1}
-        words = {"max_pictures": 0, "min_pictures": 0, "takes_mask": False, "needs_mask": False}
+        words = {"max_pictures": 0, "min_pictures": 0, "takes_mask": False, "needs_mask": False, "masks_video": False}
         words |= {"max_video_frames": 0, "min_video_frames": 1, "needs_video": False, "keeps_length": False}
         words |= {"takes_both": False, "needs_source": False, "cuts_video": False, "max_reference_aspect": 0}
-        words |= {"takes_frame_indices": False, "video_needs_lora": False, "shaped_by_picture": False}
+        words |= {"video_fps": 0, "takes_frame_indices": False, "video_needs_lora": False, "shaped_by_picture": False}
         whole = {"takes_strength": False, "frames_per_chunk": 0, "first_chunk_steps": 1, "make_sound": False}
         changes: dict[str, Any] = {**size, **frame, **words, **whole}
         return replace(self, kind=kind, **changes)
@@ -372,10 +374,7 @@ class Defaults:
             raise ValueError("this model paints what a mask marks, and none came along: send a mask with the picture")
 
     def check_video(self, num_video_frames: int, num_pictures: int = 0, num_frames: int | None = None) -> None:
-        """Check a clip that comes along, in frames at the rate of the result (0: there is none).
-
-        ``num_frames`` is the length of the result, if it is known.
-        """
+        """Check a clip in frames at ``video_fps`` (0: none came); ``num_frames`` are the result's, if known."""
         if not num_video_frames:
             if self.needs_video:
                 raise ValueError("this model changes clips, and none came along: send one as video")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
@@ -198,24 +199,35 @@ def linked_folder(
 ) -> Path:
     """Return a folder with the index ``entries``, and links to the parts of ``model`` and to ``others`` by name.
 
-    It lies among ``folders`` of the cache, the same for equal ``key``. Its index is as old as the model's.
+    It lies among ``folders`` of the cache, the same for equal ``key``. Its index is as old as the model's. ValueError
+    if the cache cannot be written.
     """
     from huggingface_hub import cached_assets_path
 
     model, index = model.resolve(), json.dumps(entries, indent=2)
-    own = _index_file(model)
-    folder = Path(cached_assets_path(LIBRARY, folders, hashlib.sha256(key.encode()).hexdigest()[:16]))
     targets = {path.name: path for path in model.iterdir() if path.name not in (CLASSIC_INDEX, MODULAR_INDEX)}
-    for name, target in {**targets, **others}.items():
-        with suppress(FileExistsError):
-            (folder / name).symlink_to(target)
-    written, age = folder / own.name, own.stat()
-    if not written.is_file() or written.read_text() != index or written.stat().st_mtime_ns != age.st_mtime_ns:
-        new = folder / f"{own.name}.{os.getpid()}"
-        new.write_text(index)
-        os.utime(new, ns=(age.st_atime_ns, age.st_mtime_ns))
-        new.replace(written)  # atomic: other processes may make the same folder
+    try:
+        folder = Path(cached_assets_path(LIBRARY, folders, hashlib.sha256(key.encode()).hexdigest()[:16]))
+        for name, target in {**targets, **others}.items():
+            with suppress(FileExistsError):
+                (folder / name).symlink_to(target)
+        _write_index(folder, _index_file(model), index)
+    except OSError as error:
+        raise ValueError(
+            f"no links to {model} can be made ({error}): set HF_ASSETS_CACHE to a folder that can be written"
+        ) from error
     return folder
+
+
+def _write_index(folder: Path, own: Path, index: str) -> None:
+    """Write ``index`` into ``folder`` under the name of the file ``own``, and with its age, if it differs."""
+    written, age = folder / own.name, own.stat()
+    if written.is_file() and written.read_text() == index and written.stat().st_mtime_ns == age.st_mtime_ns:
+        return
+    new = folder / f"{own.name}.{secrets.token_hex(8)}"  # other processes may make the same folder
+    new.write_text(index)
+    os.utime(new, ns=(age.st_atime_ns, age.st_mtime_ns))
+    new.replace(written)
 
 
 def _modular_class(path: Path, name: str) -> Any:

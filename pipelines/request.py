@@ -228,6 +228,7 @@ class InputVideo:
     height: int
     num_frames: int
     fps: int
+    """Rate of the request, unless the model takes clips at its own (``Defaults.video_fps``)."""
     data: bytes
     """8-bit pixels of all frames, one after another."""
 

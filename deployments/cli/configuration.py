@@ -20,6 +20,8 @@ from pipelines.workflow import split_workflow, with_workflow
 
 ENDINGS = (".yaml", ".yml", ".json")
 START_DEADLINE_S = 900
+STEP_DEADLINE_S, REFERENCES_DEADLINE_S = 30, 300
+"""The longest a warm step may take; the second is for models whose references make a step up to ten times as long."""
 """A gang of a large model loads, compiles and captures for minutes."""
 
 
@@ -119,7 +121,7 @@ def _on_gpus(source: str, num_ranks: int, own: dict[str, Any]) -> ServeConfig:
         "engine": "torch",
         "strategy": "auto",
         "warm_sizes": [f"{defaults.width}x{defaults.height}"],
-        "step_deadline_s": 30,
+        "step_deadline_s": REFERENCES_DEADLINE_S if defaults.needs_source else STEP_DEADLINE_S,
         "ping_deadline_s": 2.5,
         "start_deadline_s": START_DEADLINE_S,
     }

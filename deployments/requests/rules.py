@@ -75,10 +75,7 @@ class RequestRules:
     card: ModelCard
 
     def check_sources(self, body: MediaBody) -> Sources:
-        """Return the pictures of ``body``, still encoded.
-
-        RequestError if the model takes another number of pictures or no mask. It is checked before any is decoded.
-        """
+        """Return the encoded pictures of ``body``. RequestError if the model takes another number, or no mask."""
         sources, defaults = body.sources, self.card.defaults
         if not body.picture_fields and (defaults.min_pictures or defaults.needs_control):
             what = "changes" if defaults.min_pictures else "follows"
@@ -88,8 +85,7 @@ class RequestRules:
             defaults.check_num_pictures(len(sources.pictures), has_video=sources.video is not None)
         with blaming("mask"):
             defaults.check_mask(len(sources.pictures), sources.has_mask, has_video=sources.video is not None)
-            if sources.video_mask is not None and sources.video is None:
-                raise ValueError("a mask of a clip came along, and no clip: send it as video, or leave the mask out")
+            sources.check_video_mask()
         with blaming("control_image"):
             defaults.check_control(sources.control is not None)
         with blaming("video"):
@@ -99,10 +95,9 @@ class RequestRules:
         return sources
 
     def video_form(self, body: MediaBody, head: VideoHead, pictures: InputPictures = NO_PICTURES) -> VideoForm:
-        """Return the form of the clip of ``body``: in the size and at the rate of the result.
+        """Return the form of the clip of ``body``: in the size of the result, at its rate or the model's own.
 
         Without a given size, the clip decides the result's shape, or the first of ``pictures`` that came along.
-
         RequestError if they do not suit the model. It is checked before the clip is decoded.
         """
         defaults = self.card.defaults
@@ -118,10 +113,11 @@ class RequestRules:
         return VideoForm(
             width=width,
             height=height,
-            fps=fps,
+            fps=defaults.video_fps or fps,
             max_frames=length if is_cut else defaults.max_video_frames,
             is_cut=is_cut,
             frame_multiple=defaults.frame_multiple if defaults.keeps_length else 1,
+            min_frames=defaults.min_video_frames,
             is_whole=defaults.shaped_by_picture,
         )
 
@@ -187,6 +183,8 @@ def checks(request: MediaRequest, card: ModelCard) -> Iterator[tuple[str, Callab
     """Yield every check of a request that depends on its model, each with the field of ``MediaRequest``."""
     yield "loras", partial(check_loras, request.loras, card)
     yield "attention", partial(check_attention, request.attention, card)
+    if 0 < request.num_video_frames < card.defaults.min_video_frames:  # before the length, which it may decide
+        yield "num_video_frames", partial(card.defaults.check_video, request.num_video_frames)
     yield from card.defaults.checks(request)
     if request.num_video_frames:
         yield "num_video_frames", partial(check_context, card, has_lora=bool(request.loras))

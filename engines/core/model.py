@@ -60,6 +60,9 @@ Its shape is ``(tokens,)`` of all streams, in the order of a step's rows."""
 StepTensors: TypeAlias = Mapping[str, "Tensor"]
 """All inputs of one step, by name. A captured step has buffers of these shapes."""
 
+MAX_CAPTURED_BYTES = 2**31
+"""Inputs of a step above which it is not captured: it takes seconds, and each shape's graph would hold a copy."""
+
 
 class FastModel(Protocol):
     """One transformer's step, for one team's exchange."""

@@ -75,7 +75,7 @@ class WeightMemory:
             self._spans.hold(module)
 
     def before_sleep(self, undo: Callable[[], None]) -> None:
-        """Call ``undo`` before weights sleep; it restores their loaded values."""
+        """Call ``undo`` before weights sleep: it restores their loaded values, or frees what a step makes again."""
         self._undo.append(undo)
 
     def forget(self, undo: Callable[[], None]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from engines.core.attention import HeadShare, share_heads
 from engines.core.layout import TokenLayout
+from engines.core.model import MAX_CAPTURED_BYTES
 from engines.core.spec import ParallelSpec
 from engines.planner.machine import Machine
 from engines.planner.profile import ModelProfile
@@ -216,13 +217,11 @@ class StepCost:
         Branches run one after the other.
         """
         gathered = 2 * self.hidden_bytes * self.spec.allgather_kv if self.spec.allgather_kv > 1 else 0.0
-        per_token = HOISTED_COPIES * self.profile.hoisted_features * self.profile.element_bytes
-        activations = LIVE_COPIES * self.hidden_bytes + gathered + per_token * self.layout.num_tokens
+        hoisted = self.profile.hoisted_features * self.profile.element_bytes * self.layout.num_tokens
+        buffers = hoisted if hoisted <= MAX_CAPTURED_BYTES else 0  # which a captured step reads
+        activations = LIVE_COPIES * self.hidden_bytes + gathered + hoisted + buffers
         return int(max(self.weight_bytes() + activations, self.loading_bytes()))
 
-
-HOISTED_COPIES = 2
-"""Copies of what a job computes once: the job's own, and the buffer that a captured step reads."""
 
 OFFLOAD_BUFFERS = 2
 """Buffers for offloaded blocks of a module: one is filled while the block in the other runs."""

@@ -65,6 +65,11 @@ def resolve(
     ones, and took 20 s per shape. With offloaded blocks, steps are eager.
     """
     on_gpu = device.type == "cuda"
+    if precision not in ("auto", "native") and not model.plan.linears:
+        raise ValueError(
+            f"precision is {precision!r}, and no linears of this model can be quantised: its shard plan names none; "
+            "leave it out"
+        )
     if options.offloaded_blocks:
         compiled, fast, capture = False, False, False
     if on_gpu and scheme_of(precision) == "fp8":

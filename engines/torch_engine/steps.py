@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engines.additions import changed_parameters
 from engines.core.layout import TokenLayout
-from engines.core.model import Branch, DenoiserModel, FastWeights, Precision, StepTensors
+from engines.core.model import MAX_CAPTURED_BYTES, Branch, DenoiserModel, FastWeights, Precision, StepTensors
 from engines.core.resources import LRUCache, rank_resources
 from engines.core.weight_memory import WeightMemory
 from engines.fast.graph import CapturedStep, GraphPool
@@ -67,6 +67,8 @@ class StepRunner:
         self._hoisted = HoistedCache(
             latents=model.latents, timestep=model.timestep, hoisted_inputs=model.hoisted_inputs
         )
+        self._memory = rank_resources().get(WeightMemory)
+        self._memory.before_sleep(self._hoisted.clear)
         self._weights = dict(weights or {})
         self._steps: dict[Hashable, LRUCache[_Step]] = {}
         """Steps by team and its division, then by shape."""
@@ -104,6 +106,7 @@ class StepRunner:
 
     def close(self) -> None:
         """Release everything, graphs first: they hold the communicator's kernels."""
+        self._memory.forget(self._hoisted.clear)
         self.release()
         self._weights.clear()
 
@@ -195,7 +198,7 @@ class StepRunner:
         if module not in self._weights:
             assert self._model.fast is not None
             precision: Precision = "fp8" if self._config.precision == "fp8" else "native"
-            with rank_resources().get(WeightMemory).region(), self._device:
+            with self._memory.region(), self._device:
                 own = self._model.modules[module]
                 self._weights[module] = weights = self._model.fast(own, precision)
                 weights.release(unless=changed_parameters(own, self._model, module))
@@ -205,11 +208,14 @@ class StepRunner:
     def _may_capture(self, step: _Step, branch: Branch, tensors: StepTensors, team: Team) -> bool:
         if not self._config.capture or not step.has_room or step.num_runs < RUNS_BEFORE_CAPTURE:
             return False
+        fields = {"ranks": team.ranks, "strategy": team.spec.name}
+        num_bytes = sum(x.nbytes for x in tensors.values())
         reads_values = self._model.reads_values and tensors.keys() == branch.inputs.keys()
         if reads_values and step.num_runs == RUNS_BEFORE_CAPTURE:
-            fields = {"ranks": team.ranks, "strategy": team.spec.name}
             logger.warning("a step is not captured: it recomputes inputs that others compute once a job", extra=fields)
-        return not reads_values
+        elif num_bytes > MAX_CAPTURED_BYTES and step.num_runs == RUNS_BEFORE_CAPTURE:
+            logger.warning("a step is not captured: its inputs take %.1f GiB", num_bytes / 2**30, extra=fields)
+        return not reads_values and num_bytes <= MAX_CAPTURED_BYTES
 
     def _capture(self, step: _Step, tensors: StepTensors, team: Team) -> CapturedStep | None:
         """Return the captured step; None if a lone rank lacks memory. In a team, where others captured, raise it."""

@@ -10,6 +10,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import diffusers
 import pytest
@@ -25,6 +26,7 @@ from pipelines.blocks.opened import OpenedPipeline
 from pipelines.checkpoint import Checkpoint
 from pipelines.directory import read_config, read_index
 from pipelines.loading import published_models, resolve_configuration, shipped_checkpoints
+from pipelines.workflow import with_workflow
 from tests.pipelines.support.full_size import Kind, Recorded, first_step, model_on_gpu, trace
 from tests.pipelines.support.real_configs import FLUX, WAN, model_of
 
@@ -181,6 +183,7 @@ def test_the_configuration_is_the_published_one(name: str) -> None:
         ("ideogram-4", {"tokens": 2048 + 128 * 128}),
         ("flux-3-image-klein", {"text": 80, "image": 4096, "seen": 0}),
         ("stable-diffusion-3.5-large", {"image": 4096, "text": 77 + 256}),
+        ("MiniMax-H3+workflow@ref2va", {"tokens": 300 + 2 * 64 * 112 + 2 * 207 + 37 * 24 * 42}),
     ],
 )
 def test_tokens_of_the_default_size(name: str, tokens: dict[str, int]) -> None:
@@ -193,12 +196,24 @@ DIVIDED = {
     "HunyuanVideo-1.5-480p_i2v": "ulysses2",
     "Krea-2-Turbo": "ulysses2",
     "MiniMax-H3": "ring2",
+    "MiniMax-H3+workflow@ref2va": "ulysses2",
     "Qwen-Image-2.1": "tensor2",
     "Qwen-Image-Edit-2511": "tensor2",
     "Wan2.1-I2V-14B-480P": "tensor2",
     "ideogram-4": "ulysses2",
 }
 """How two ranks divide some of them: those with masks, with places of their own, or with what comes once a job."""
+
+
+WORKFLOWS = ("MiniMax-H3+workflow@ref2va",)
+"""Uses of published models that have a transformer of their own."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Make folders for workflows beside those of other tests."""
+    with patch("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path_factory.mktemp("cache"))):
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -215,7 +230,12 @@ def traced() -> set[Kind]:
     return set()
 
 
-@pytest.mark.parametrize("name", published_models())
+def test_every_workflow_is_there() -> None:
+    flows = {name: Checkpoint.of_configuration(name, "meta").spec.workflows for name in published_models()}
+    assert tuple(with_workflow(name, flow) for name, own in flows.items() for flow in own) == WORKFLOWS
+
+
+@pytest.mark.parametrize("name", [*published_models(), *WORKFLOWS])
 @torch.no_grad()
 def test_a_step_is_what_a_gpu_can_record_and_compile(name: str, traced: set[Kind]) -> None:
     """It begins on the device, copies nothing from the host or to it, and reads no values back."""

@@ -37,6 +37,11 @@ class Sources:
     def has_mask(self) -> bool:
         return self.mask is not None or self.video_mask is not None
 
+    def check_video_mask(self) -> None:
+        """Raise ValueError for a mask of a clip without one."""
+        if self.video_mask is not None and self.video is None:
+            raise ValueError("a mask of a clip came along, and no clip: send it as video, or leave the mask out")
+
     @property
     def all(self) -> tuple[tuple[str, Source], ...]:
         """Return the pictures, the control picture and the mask, each with the field to blame."""

@@ -62,6 +62,8 @@ class VideoForm:
     """Leave out frames beyond ``max_frames``; otherwise they are an error."""
     frame_multiple: int = 1
     """Keep 1 + a multiple of so many frames."""
+    min_frames: int = 1
+    """Keep all frames of a shorter clip, which is refused later."""
     is_whole: bool = False
     """Show whole frames, in the middle of black ones; otherwise they are cropped."""
 
@@ -266,7 +268,8 @@ def _in_form(shown: Iterable[tuple[_TimedFrame, int]], form: VideoForm, param: s
         data += _fitted(frame, form) * number
         if form.is_cut and num_frames == form.max_frames:
             break
-    kept = num_frames - (num_frames - 1) % form.frame_multiple
+    is_short = num_frames < form.min_frames
+    kept = num_frames if is_short else num_frames - (num_frames - 1) % form.frame_multiple
     del data[3 * form.width * form.height * kept :]
     return InputVideo(width=form.width, height=form.height, num_frames=kept, fps=form.fps, data=bytes(data))
 

@@ -36,8 +36,9 @@ def references_of(pictures: InputPictures) -> list[MiniMaxH3Reference]:
 
 
 def _clip_reference(video: InputVideo) -> MiniMaxH3VideoReference:
+    """Return the clip, which is at the model's rate (``Defaults.video_fps``), diffusers' default."""
     pixels = np.frombuffer(video.data, dtype=np.uint8).reshape(video.num_frames, video.height, video.width, 3)
-    return MiniMaxH3VideoReference(frames=pixels, fps=float(video.fps))
+    return MiniMaxH3VideoReference(frames=pixels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,10 +92,8 @@ class ReferenceSizes:
 
     @property
     def _num_shown(self) -> int:
-        """Frames of the clip at the model's rate, up to the length of the result; 0 without a clip."""
-        if not self.request.num_video_frames:
-            return 0
-        return min(self.num_frames, int(self.request.num_video_frames * self.rate / self.request.fps + 0.5))
+        """Frames of the clip, up to the length of the result; 0 without a clip."""
+        return min(self.num_frames, self.request.num_video_frames)
 
     @property
     def _num_latents(self) -> int:

@@ -35,7 +35,7 @@ MIN_REFERENCE_FRAMES = 13
 MAX_ASPECT = 4.0
 """Longest side of a reference, in times the other."""
 RATE = 24
-"""Frames a second of the model, whatever the rate of a clip that came along."""
+"""Frames a second of the model, and of a clip that came along, whatever the rate of the result."""
 TOKENS = "tokens"
 BLOCKS = "transformer_blocks"
 REFINERS = "token_refiner.refiner_blocks.*.attn"
@@ -165,6 +165,7 @@ class MiniMaxH3Spec(SeveralOutputsSpec):
             max_pictures=MAX_REFERENCE_PICTURES,
             max_video_frames=common.max_frames,
             min_video_frames=MIN_REFERENCE_FRAMES,
+            video_fps=RATE,
             takes_both=True,
             needs_source=True,
             cuts_video=True,

@@ -137,6 +137,15 @@ def test_loaded_values_of_weights_that_additions_change_count(precision: str, fa
     assert step.weight_bytes() == pytest.approx(held, abs=num_bytes + 0.01 * held)
 
 
+@pytest.mark.parametrize(("num_bytes", "copies"), [(2**31, 2), (2**32, 1)])
+def test_what_a_job_computes_once_counts_twice_only_where_steps_are_captured(num_bytes: int, copies: int) -> None:
+    counted = profile(models.model("flux"))
+    layout = TokenLayout(lengths=(("image", 256),), num_chunks=1)
+    step = StepCost(counted, layout, ParallelSpec(), H200, "native")
+    whole = replace(step, profile=replace(counted, hoisted_features=num_bytes // 256 // counted.element_bytes))
+    assert whole.memory_bytes() - step.memory_bytes() == copies * num_bytes
+
+
 def test_quantised_weights_need_no_room_for_those_that_are_read() -> None:
     counted = profile(models.model("flux"))
     layout = TokenLayout(lengths=(("text", 1), ("image", 1)), num_chunks=1)

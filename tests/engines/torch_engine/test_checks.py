@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +34,15 @@ def test_the_right_answer_passes() -> None:
 def test_an_answer_that_is_no_number_is_wrong() -> None:
     with pytest.raises(WrongAnswerError, match="differ from one rank alone by inf"):
         check(BrokenEngine)
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_a_precision_that_would_quantise_nothing_is_refused(precision: str) -> None:
+    model = models.model("flux")
+    whole = replace(model, plan=replace(model.plan, linears=()))
+    with pytest.raises(ValueError, match=f"precision is '{precision}', and no linears of this model can be quantised"):
+        TorchEngine(whole, strategy="ulysses", precision=precision)
+    TorchEngine(whole, strategy="ulysses", precision="native").close()
 
 
 def test_attention_in_float8_is_compared_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:

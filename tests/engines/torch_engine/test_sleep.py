@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -10,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from engines.core.model import Addition, Branch, DenoiserModel, LowRank
+from engines.core.model import Addition, Arguments, Branch, DenoiserModel, LowRank, ModelInputs
 from engines.core.weight_memory import WeightMemory
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models
@@ -95,18 +97,44 @@ def test_an_addition_that_comes_after_a_sleep_sleeps_too(tmp_path: Path) -> None
             assert torch.equal(first(engine, mixed), added)
 
 
+def test_what_jobs_computed_once_leaves_the_device_too(tmp_path: Path) -> None:
+    """A driving clip's keys and values may take more memory than the weights."""
+    made: list[weakref.ref[Tensor]] = []
+    with memory_of_a_model(tmp_path, family="wan") as (memory, model):
+        hoisted = model.hoisted
+        assert hoisted is not None
+
+        def hoist(module: nn.Module, inputs: Arguments) -> ModelInputs:
+            result = hoisted(module, inputs)
+            made.extend(map(weakref.ref, result.values()))
+            return result
+
+        with closing(TorchEngine(replace(model, hoisted=hoist))) as engine:
+            branches = models.branches("wan", "even")
+            before, num_made = first(engine, branches), len(made)
+            assert num_made
+            assert all(one() is not None for one in made)
+            memory.sleep()
+            gc.collect()
+            assert all(one() is None for one in made)
+            memory.wake()
+            assert torch.equal(first(engine, branches), before)
+            assert len(made) == 2 * num_made
+        assert not memory._undo
+
+
 def first(engine: TorchEngine, branches: tuple[Branch, ...]) -> Tensor:
     return engine.predict(branches, (0,))[0]
 
 
 @contextmanager
 def memory_of_a_model(
-    folder: Path, additions: Mapping[str, Addition] | None = None
+    folder: Path, additions: Mapping[str, Addition] | None = None, family: str = "flux"
 ) -> Iterator[tuple[WeightMemory, DenoiserModel]]:
     with separate_rank_resources() as resources:
         memory = resources.get(WeightMemory)
         memory.open("cpu", folder)
         with memory.region():
-            model = models.model.__wrapped__("flux")  # its storages go away
+            model = models.model.__wrapped__(family)  # its storages go away
         memory.hold(model.modules["transformer"])
         yield memory, replace(model, additions={} if additions is None else additions)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engines.core.model import LATENTS, Arguments, Branch, StepTensors
+from engines.core.model import LATENTS, MAX_CAPTURED_BYTES, Arguments, Branch, StepTensors
 from engines.core.spec import ParallelSpec
 from engines.core.tensors import relative_difference
 from engines.parallel.mesh import Team, team_of_one
@@ -72,6 +72,24 @@ def test_a_step_that_reads_values_is_captured_if_it_is_given_what_is_made_before
     assert len(captured) == num_captured
     assert warm == ([False, False, True, True] if made else [False, True, True, True])
     assert caplog.text.count("a step is not captured") == 1 - num_captured
+
+
+def test_a_step_of_large_inputs_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    """Its graph would read a copy of them, and keep one for each size."""
+    plain = models.model("flux")
+
+    def forward(module: nn.Module, arguments: Arguments) -> Tensor:
+        return plain.forward(module, {name: value for name, value in arguments.items() if name != "made"})
+
+    large = torch.empty(MAX_CAPTURED_BYTES + 1, dtype=torch.uint8, device="meta")
+    model = replace(plain, hoisted=lambda module, arguments: {"made": large}, forward=forward)
+    sharded, capture = ShardedModel(model), Mock()
+    with patch.object(steps, "GraphPool"), patch.object(steps, "CapturedStep", capture):
+        runner = StepRunner(model, sharded, config=CAPTURING, device=torch.device("cpu"))
+        assert [found_warm(runner, shape(0)) for _ in range(3)] == [False, True, True]
+    sharded.close()
+    assert not capture.called
+    assert caplog.text.count("a step is not captured: its inputs take 2.0 GiB") == 1
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -46,6 +47,33 @@ def test_a_workflow_has_its_own_transformer_and_the_other_parts(folder: Path) ->
     assert plain.defaults.capabilities == ("text-to-video", "image-to-video")
     assert own.defaults.capabilities == ("image-to-video", "video-to-video")
     assert (own.defaults.max_pictures, own.defaults.needs_source) == (9, True)
+
+
+def test_two_processes_of_one_number_make_it_at_once(folder: Path) -> None:
+    """Containers that share a cache may number their processes alike."""
+    source, replaced = with_workflow(str(folder), WORKFLOW), Path.replace
+    inner: list[Path] = []
+
+    def replace(written: Path, target: Path) -> Path:
+        if not inner:
+            inner.append(target)
+            inner.append(resolve_path(source))
+        return replaced(written, target)
+
+    with patch.object(Path, "replace", replace):
+        path = resolve_path(source)
+    assert inner == [path / "modular_model_index.json", path]
+    assert part_class(path, "transformer_ref") is not None
+    assert sorted(file.name for file in path.iterdir() if "index" in file.name) == ["modular_model_index.json"]
+
+
+def test_a_cache_that_cannot_be_written_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "/cache/assets")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    with pytest.raises(ValueError, match=r"Read-only file system: '/cache/assets'.*set HF_ASSETS_CACHE to a folder"):
+        resolve_path(with_workflow(str(folder), WORKFLOW))
 
 
 def test_weights_are_needed_of_its_own_transformer_alone(folder: Path, tmp_path: Path) -> None:

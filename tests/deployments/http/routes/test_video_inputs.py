@@ -132,6 +132,17 @@ async def test_a_model_of_both_makes_the_picture_s_shape_and_shows_the_whole_cli
         assert card["defaults"]["shaped_by_picture"]
 
 
+async def test_a_clip_that_is_too_short_is_to_blame(tmp_path: Path) -> None:
+    """Not the length of the result, which the request does not name."""
+    driven = replace(DRIVEN_CLIPS, min_frames=13, min_video_frames=13)
+    picture = data_url(file_of(Image.new("RGB", (32, 64), "white")))
+    async with client_of(build(FakeStudio(defaults={"driven": driven}), tmp_path)) as client:
+        body = {"prompt": "a", "model": "driven", "video": URL, "input_reference": picture}
+        error = error_of(await client.post(VIDEOS, json=body), 400)
+    assert error["param"] == "video"
+    assert f"video has {len(LEVELS)} frames at the clip's rate; this model takes from 13 to 49" in error["message"]
+
+
 async def test_a_file_is_named_by_its_id(client: httpx.AsyncClient, studio: FakeStudio) -> None:
     form: dict[str, Any] = {"data": {"purpose": "user_data"}, "files": {"file": ("a.mp4", FILE)}}
     file = (await client.post("/v1/files", **form)).json()

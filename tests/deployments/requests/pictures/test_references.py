@@ -13,6 +13,7 @@ import av
 import numpy as np
 import pytest
 from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ImageReference, MiniMaxH3VideoReference
+from diffusers.modular_pipelines.minimax_h3.before_encoder import MiniMaxH3Ref2VASetupStep
 
 from deployments.config import ModelConfig
 from deployments.ingress import make_cards
@@ -61,8 +62,8 @@ def processor() -> Iterator[None]:
         yield
 
 
-def clip_file(width: int, height: int, num_frames: int) -> bytes:
-    return encode_clip(np.stack([np.asarray(frame) for frame in frames(width, height, num_frames)]), fps=24)
+def clip_file(width: int, height: int, num_frames: int, fps: int = 24) -> bytes:
+    return encode_clip(np.stack([np.asarray(frame) for frame in frames(width, height, num_frames)]), fps=fps)
 
 
 def asked(folder: Path, **fields: Any) -> tuple[MediaRequest, InputPictures]:
@@ -99,7 +100,7 @@ def test_a_clip_of_references_is_that_of_diffusers(folder: Path) -> None:
         assert len(list(opened.decode(video=0))) == NUM_FRAMES
 
 
-def test_the_first_picture_or_else_the_clip_gives_the_shape(folder: Path) -> None:
+def test_the_clip_or_else_the_first_picture_gives_the_shape(folder: Path) -> None:
     plain = {"size": None}
     request, _ = asked(folder, **plain, input_reference=[file_of(picture(64, 96, 2))])
     assert (request.width, request.height) == (64, 96)
@@ -107,6 +108,36 @@ def test_the_first_picture_or_else_the_clip_gives_the_shape(folder: Path) -> Non
     assert (request.width, request.height, request.num_pictures) == (64, 96, 0)
     assert pictures.video is not None
     assert pictures.video.num_frames == request.num_video_frames == 30
+    request, _ = asked(folder, **plain, input_reference=[file_of(picture(96, 64, 2))], video=clip_file(64, 96, 30))
+    assert (request.width, request.height, request.num_pictures) == (64, 96, 1), "it would be cropped to another shape"
+
+
+@pytest.mark.parametrize(("own_fps", "fps"), [(12, None), (30, 60), (60, 1)])
+def test_the_model_sees_a_clip_at_its_own_rate(own_fps: int, fps: int | None, folder: Path) -> None:
+    """The rate of the result decides how fast it is played."""
+    file = clip_file(*SIZE, 50, own_fps)
+    request, pictures = asked(folder, video=file, fps=fps)
+    shown = MiniMaxH3VideoReference.from_file(file_path(folder, file))
+    assert shown.fps == own_fps
+    canvas = {"canvas_multiple": 32, "canvas_short_edge": SIZE[1], "canvas_max_pixels": SIZE[0] * SIZE[1]}
+    own_FHWC = MiniMaxH3Ref2VASetupStep._normalize_video_condition(
+        shown.frames, own_fps, NUM_FRAMES, target_fps=24.0, **canvas
+    )
+    assert pictures.video is not None
+    assert (request.fps, request.num_video_frames) == (fps or 24, len(own_FHWC))
+    assert np.array_equal(np.stack([np.asarray(frame) for frame in pictures.video.frames()]), own_FHWC)
+
+
+def file_path(folder: Path, data: bytes) -> Path:
+    path = folder / "clip.mp4"
+    path.write_bytes(data)
+    return path
+
+
+def test_the_shortest_clip_is_encoded_at_any_rate(folder: Path) -> None:
+    request, pictures = asked(folder, video=clip_file(*SIZE, 13), fps=60)
+    conditioning = Checkpoint(folder).text_encoder().encode(request, pictures)
+    assert conditioning.values["normalized_references"] == ["video"]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +147,7 @@ def test_the_first_picture_or_else_the_clip_gives_the_shape(folder: Path) -> Non
         ({"input_reference": [file_of(picture(32, 32))] * 10}, "input_reference", "takes from 0 to 9"),
         ({"input_reference": [file_of(picture(160, 32))]}, "input_reference", "at most 4 times the other"),
         ({"video": clip_file(64, 32, 12)}, "video", "video has 12 frames at the clip's rate; this model takes from 13"),
+        ({"video": clip_file(64, 32, 30, 60), "fps": 60}, "video", "video has 12 frames at the clip's rate"),
         ({"input_reference": [file_of(picture(32, 32))], "frame_indices": [0]}, "frame_indices", "leave them out"),
     ],
 )

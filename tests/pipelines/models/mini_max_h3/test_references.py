@@ -43,6 +43,7 @@ CASES: dict[str, tuple[tuple[tuple[int, int], ...], int]] = {
 }
 """Sizes of pictures, and frames of a clip."""
 RATES = {"a clip": 12, "all": 30}
+"""Of the results: a clip that comes along is at the model's own."""
 ALL = "all"
 QUICK = {(ALL, 1, "ulysses"), (ALL, 2, "ring"), (ALL, 4, "ulysses"), (ALL, 4, "tensor"), ("a picture", 1, "ulysses")}
 QUICK |= {("a clip", 1, "ulysses"), ("pictures", 2, "allgather_kv")}
@@ -84,7 +85,7 @@ def clip_of(name: str) -> list[Image.Image]:
 def along_with(name: str) -> InputPictures:
     (height, width), shown = SIDES, clip_of(name)
     data = b"".join(frame.tobytes() for frame in shown)
-    size = {"width": width, "height": height, "num_frames": len(shown), "fps": RATES.get(name, 24)}
+    size = {"width": width, "height": height, "num_frames": len(shown), "fps": 24}
     video = InputVideo(**size, data=data) if shown else None
     return InputPictures(pictures=tuple(map(InputPicture.of, images_of(name))), video=video)
 
@@ -94,7 +95,7 @@ def own_latents(name: str, folder: Path, request: MediaRequest, change: Change =
     shown = clip_of(name)
     references: list[Any] = [MiniMaxH3ImageReference(image=one) for one in images_of(name)]
     if shown:
-        references.append(MiniMaxH3VideoReference(frames=shown, fps=float(RATES[name])))
+        references.append(MiniMaxH3VideoReference(frames=shown, fps=24.0))
     steps = request.num_inference_steps + 1
     state = own_state(folder, request, change=change, references=references, num_inference_steps=steps)
     return {part: state.get(part) for part in NAMES}

@@ -19,10 +19,12 @@ from PIL import Image
 from torch import Tensor
 
 from engines.core.packing import pack
+from engines.core.spec import ParallelSpec
 from engines.core.tensors import relative_difference
 from engines.parallel import strategies as strategies
 from engines.parallel.mesh import team_of_one
 from engines.planner.profile import profile
+from engines.tensorrt_engine.export.trace import offline_team
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.options import TorchOptions
 from pipelines.checkpoint import Checkpoint
@@ -35,7 +37,7 @@ from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.support.checkpoints import tiny_animate
-from tests.pipelines.support.full_size import Recorded, first_step, model_on_gpu
+from tests.pipelines.support.full_size import Recorded, first_step, model_on_gpu, trace
 from tests.pipelines.support.references.own_call import own_state
 from tests.pipelines.support.references.video import denoised_with, frames, picture
 
@@ -262,8 +264,11 @@ def test_blank_keys_have_the_shapes_of_real_ones(folder: Path) -> None:
 
 
 @torch.no_grad()
-def test_a_step_at_full_size_is_what_a_gpu_can_record(folder: Path, tmp_path: Path) -> None:
-    """By one block of the published size, for the default clip of 81 frames: 50 x 40 places of 22 latent frames."""
+def test_a_step_at_full_size_is_what_a_gpu_can_record_and_compile(folder: Path, tmp_path: Path) -> None:
+    """By one block of the published size, for the default clip of 81 frames: 50 x 40 places of 22 latent frames.
+
+    It is compiled for both passes.
+    """
     full = str(tiny_animate.without_weights(folder, tmp_path / "full"))
     positive, negative = first_step(full)
     assert [branch.constants[NEGATIVE] for branch in (positive, negative)] == [False, True]
@@ -272,6 +277,13 @@ def test_a_step_at_full_size_is_what_a_gpu_can_record(folder: Path, tmp_path: Pa
     for branch in (positive, negative):
         recorded = Recorded(model, branch, team_of_one()).run()
         assert (recorded.found, recorded.is_recorded) == ([], True)
+        assert [call["kv_cache_mode"] for _, _, call in recorded.calls.values()] == ["extract", "cached"]
+    for call in recorded.calls.values():
+        trace(model, call)
+    for strategy in ("ulysses2", "ring2", "allgather_kv2"):
+        with offline_team(ParallelSpec.of(strategy, 2)) as team:
+            divided = Recorded(model_on_gpu(full), positive, team).run()
+        assert (divided.found, divided.is_recorded) == ([], True)
 
 
 def test_the_published_defaults_and_what_they_need(folders: Callable[[Any], Path]) -> None:
