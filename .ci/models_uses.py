@@ -12,10 +12,20 @@ from models_proofs import TESTS, build, builders_in, opened, proofs
 
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
+from tests.pipelines.blocks import test_offloaded_blocks as offloaded
 from tests.pipelines.lora.support import every_model, jobs
 from tests.pipelines.lora.test_runtime_loras import CASES
 
-COLUMNS = ("models", "recipes", "clip along", "control picture", "adapters", "at run time", "quantised files")
+COLUMNS = (
+    "models",
+    "recipes",
+    "clip along",
+    "control picture",
+    "adapters",
+    "at run time",
+    "quantised files",
+    "blocks in host memory",
+)
 RECIPES_TEST = "../deployments/requests/test_recipes.py"
 CLIP_MARKS, CONTROL_MARKS = ("InputVideo", "num_video_frames"), ("has_control",)
 """Names in files of tests that compare results with diffusers'."""
@@ -41,7 +51,8 @@ class Family:
             self._control(),
             _all_of(file for file, built in with_adapters().items() if built & self.pipelines) or UNPROVED,
             _all_of(file for file, built in with_runtime_adapters().items() if built & self.pipelines) or UNPROVED,
-            _all_of(f"loading/{file}" for file in QUANTISED_TESTS if built_in(file) & self.pipelines) or UNPROVED,
+            _all_of(file for file, built in with_quantised_files().items() if built & self.pipelines) or UNPROVED,
+            self._offload(),
         )
 
     def _recipes(self) -> str:
@@ -53,6 +64,12 @@ class Family:
         """A network may lie apart from its model: a class of the model says which."""
         specs = [Checkpoint.of_configuration(model).spec for model in self.models]
         return (self._marked(CONTROL_MARKS) or UNPROVED) if any(spec.control_part for spec in specs) else NO
+
+    def _offload(self) -> str:
+        """A U-Net has no blocks that could be elsewhere."""
+        if self.pipelines & opened_by(*(offloaded.CASES[name].make for name in offloaded.WITHOUT)):
+            return NO
+        return _all_of(file for file, built in with_offload().items() if built & self.pipelines) or UNPROVED
 
     def _if_any(self, can: Callable[[Defaults], bool], proof: str) -> str:
         return (proof or UNPROVED) if any(map(can, self.defaults)) else NO
@@ -71,6 +88,18 @@ def with_runtime_adapters() -> dict[str, frozenset[str]]:
     """Return the pipelines on which adapters that come at run time are compared with configured ones."""
     tested = (jobs.MODELS[name] for name, _ in CASES)
     return {"lora/test_every_model.py": of_every_model(), "lora/test_runtime_loras.py": opened_by(*tested)}
+
+
+def with_quantised_files() -> dict[str, frozenset[str]]:
+    """Return the pipelines whose quantised files are compared with what they stand for."""
+    every = opened_by(*(case.make for case in offloaded.CASES.values()))
+    return {"loading/test_every_family.py": every, **{f"loading/{file}": built_in(file) for file in QUANTISED_TESTS}}
+
+
+def with_offload() -> dict[str, frozenset[str]]:
+    """Return the pipelines whose jobs are compared with those without offloaded blocks."""
+    cases = (case for name, case in offloaded.CASES.items() if name not in offloaded.WITHOUT)
+    return {"blocks/test_offloaded_blocks.py": opened_by(*(case.make for case in cases))}
 
 
 def of_every_model() -> frozenset[str]:

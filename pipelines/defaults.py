@@ -55,8 +55,9 @@ class Defaults:
     """Requests may say to which frames their pictures belong; without it, one is the first, and two the first and last.
     """
     takes_mask: bool = False
-    """Requests may have a mask with their picture; with ``needs_mask`` they must."""
+    """Requests may have a mask with their picture; with ``needs_mask`` they must. ``masks_video``: with their clip."""
     needs_mask: bool = False
+    masks_video: bool = False
     max_video_frames: int = 0
     """Frames of a clip that comes along (0: the model takes none), at ``video_fps``."""
     min_video_frames: int = 1
@@ -81,7 +82,7 @@ class Defaults:
     """Requests may have a control picture, and its ``control_scale``; with ``needs_control`` they must have one."""
     needs_control: bool = False
     control_scale: float = 0.0
-    """Default weight of the control; 0: it is fixed."""
+    """Default weight of the control, or of the clip that came along; 0: it is fixed."""
     takes_control_guidance: bool = False
     """Requests may say in which share of the steps the control counts."""
     takes_strength: bool = False
@@ -162,7 +163,7 @@ class Defaults:
             raise ValueError(f"this model makes {self.kind}s, not {kind}s")
         size = {"width": self.picture_width, "height": self.picture_height, "picture_width": 0, "picture_height": 0}
         frame = {"num_frames": 1, "fps": 0, "frame_multiple": 1, "max_frames": 1, "min_frames": 1}
-        words = {"max_pictures": 0, "min_pictures": 0, "takes_mask": False, "needs_mask": False}
+        words = {"max_pictures": 0, "min_pictures": 0, "takes_mask": False, "needs_mask": False, "masks_video": False}
         words |= {"max_video_frames": 0, "min_video_frames": 1, "needs_video": False, "keeps_length": False}
         words |= {"takes_both": False, "needs_source": False, "cuts_video": False, "max_reference_aspect": 0}
         words |= {"video_fps": 0, "takes_frame_indices": False, "video_needs_lora": False, "shaped_by_picture": False}
@@ -246,7 +247,7 @@ class Defaults:
         yield "num_inference_steps", partial(self.check_num_steps, request.num_inference_steps)
         yield "num_pictures", partial(self.check_num_pictures, number, has_video=request.num_video_frames > 0)
         yield "frame_indices", partial(self.check_frame_indices, request)
-        yield "has_mask", partial(self.check_mask, number, has_mask)
+        yield "has_mask", partial(self.check_mask, number, has_mask, has_video=request.num_video_frames > 0)
         yield "num_video_frames", partial(self.check_video, request.num_video_frames, number, request.num_frames)
         yield "has_control", partial(self.check_control, request.has_control)
         yield "control_scale", partial(self.check_control_scale, request)
@@ -364,17 +365,16 @@ class Defaults:
         frames = (one + request.num_frames if one < 0 else one for one in indices)
         return tuple(-(-frame // self.frame_multiple) for frame in frames)
 
-    def check_mask(self, num_pictures: int, has_mask: bool) -> None:
-        if has_mask and not (self.takes_mask and num_pictures):
-            raise ValueError(f"this model takes {'a mask with a picture' if self.takes_mask else 'no mask'}")
+    def check_mask(self, num_pictures: int, has_mask: bool, *, has_video: bool = False) -> None:
+        takes_mask = self.masks_video if has_video else self.takes_mask and num_pictures > 0
+        if has_mask and not takes_mask:
+            sources = ("picture",) * self.takes_mask + ("clip",) * self.masks_video
+            raise ValueError(f"this model takes {'a mask with a ' + ' or a '.join(sources) if sources else 'no mask'}")
         if self.needs_mask and not has_mask:
             raise ValueError("this model paints what a mask marks, and none came along: send a mask with the picture")
 
     def check_video(self, num_video_frames: int, num_pictures: int = 0, num_frames: int | None = None) -> None:
-        """Check a clip that comes along, in frames at ``video_fps`` (0: there is none).
-
-        ``num_frames`` is the length of the result, if it is known.
-        """
+        """Check a clip in frames at ``video_fps`` (0: none came); ``num_frames`` are the result's, if known."""
         if not num_video_frames:
             if self.needs_video:
                 raise ValueError("this model changes clips, and none came along: send one as video")
@@ -399,7 +399,7 @@ class Defaults:
         if request.control_scale is not None and not self.control_scale:
             allowed = "this model has none to set" if self.takes_control else "this model takes no control picture"
             raise ValueError(f"control_scale is {request.control_scale:g}; {allowed}: leave it out")
-        if request.control_scale is not None and not request.has_control:
+        if request.control_scale is not None and self.takes_control and not request.has_control:
             raise ValueError(
                 f"control_scale is {request.control_scale:g}, and no control picture came along: send one as "
                 "control_image, or leave it out"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.control_network import joined_folder, split_network
 from pipelines.directory import CLASSIC_INDEX, MODULAR_INDEX, repositories
+from pipelines.models.registry import spec_of
 from pipelines.single_file import split_source
 from pipelines.workflow import split_workflow, unused_folders, workflow_folder
 
@@ -33,7 +35,8 @@ CONFIGURATION_FILES = [pattern for pattern in HUB_FILES if not pattern.endswith(
 def resolve_path(source: str, *, weights: bool = True) -> Path:
     """Return the diffusers directory of ``source``: a folder, the name of a shipped checkpoint, or a hub id.
 
-    A hub id is downloaded (or found in the hub cache), with ``weights`` if requested. So are parts that a modular index
+    A hub id is downloaded (or found in the hub cache), with ``weights`` if requested, but for parts that no request
+    needs. So are parts that a modular index
     places elsewhere. A single file (``single_file``) resolves to its base. A model with a separate control network
     (``control_network``) resolves to a folder of both, and one for a ``workflow`` to a folder without what that leaves
     out. ValueError says what to change.
@@ -50,7 +53,10 @@ def resolve_path(source: str, *, weights: bool = True) -> Path:
     if (SHIPPED / source).is_dir():
         return SHIPPED / source
     if _HUB_ID.fullmatch(source):
-        return _with_parts(_download(source, HUB_FILES if weights else CONFIGURATION_FILES), weights=weights)
+        path = _download(source, CONFIGURATION_FILES)
+        if weights:
+            path = _download(source, HUB_FILES, but=unused_weights(path))
+        return _with_parts(path, weights=weights)
     raise ValueError(f"no model {source!r}: give a diffusers folder, a hub id like owner/name, or {_shipped_names()}")
 
 
@@ -58,8 +64,7 @@ def _resolve_workflow(source: str, workflow: str, *, weights: bool) -> Path:
     """Return the folder for a workflow, without a download of the weights that it leaves out."""
     path = Path(source) if Path(source).is_dir() else resolve_path(source, weights=False)
     if weights and not Path(source).is_dir() and _HUB_ID.fullmatch(source):
-        unused = [f"{folder}/*" for folder in unused_folders(path, workflow)]
-        path = _download(source, HUB_FILES, but=unused)
+        path = _download(source, HUB_FILES, but=[f"{folder}/*" for folder in unused_folders(path, workflow)])
     return _with_parts(workflow_folder(path, workflow), weights=weights)
 
 
@@ -148,12 +153,20 @@ def _with_parts(path: Path, *, weights: bool) -> Path:
     return path
 
 
-def _download(hub_id: str, files: list[str], *, but: list[str] | None = None) -> Path:
+def unused_weights(path: Path) -> list[str]:
+    """Return the weights of parts that no request needs, as patterns; none of a folder that cannot be served."""
+    try:
+        return [f"{part}/*.safetensors" for part in spec_of(path).unused_parts(path)]
+    except ValueError:  # the same error comes where the folder is opened
+        return []
+
+
+def _download(hub_id: str, files: list[str], *, but: Sequence[str] = ()) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
-        fetch = snapshot_download if but is None else partial(snapshot_download, ignore_patterns=but)
+        fetch = partial(snapshot_download, ignore_patterns=but) if but else snapshot_download
         return Path(fetch(hub_id, allow_patterns=files))
     except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
         raise ValueError(

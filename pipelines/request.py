@@ -85,7 +85,7 @@ class MediaRequest:
     frame_indices: tuple[int, ...] = ()
     """Frame of the clip for each input picture, from its end if negative; empty: the model's own places."""
     has_mask: bool = False
-    """A mask comes with the input pictures."""
+    """A mask comes with the input pictures, or with the clip."""
     num_video_frames: int = 0
     """Frames of the ``InputVideo``, which only the encoder receives; 0: none."""
     has_control: bool = False
@@ -248,13 +248,15 @@ class InputPictures:
     mask: InputPicture | None = None
     """Mode "L", white where to paint."""
     video: InputVideo | None = None
+    video_mask: InputVideo | None = None
+    """As long and large as the clip, white where it is made anew."""
     control: InputPicture | None = None
     """Edges, depths or poses that the result follows."""
 
     @property
     def num_bytes(self) -> int:
         """Memory of all pixels."""
-        others = (self.mask, self.video, self.control)
+        others = (self.mask, self.video, self.video_mask, self.control)
         return sum(len(one.data) for one in (*self.pictures, *others) if one is not None)
 
     def over(self, colour: str) -> InputPictures:

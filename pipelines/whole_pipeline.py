@@ -41,10 +41,12 @@ from pipelines.component_weights import has_scales, load_folder
 from pipelines.defaults import Defaults
 from pipelines.directory import gguf_in, quantiser_of
 from pipelines.libraries import quiet_libraries
-from pipelines.models.generic.whole import REFERENCES, WholeSpec
+from pipelines.models.generic.whole import REFERENCES, VIDEO_MASK, WholeSpec
 from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaRequest
 
-PICTURES, VIDEO, FRAMES, CALL = "pictures", "video_FHWC", "frames_FHWC", "call"
+PICTURES, FRAMES, CALL = "pictures", "frames_FHWC", "call"
+CLIPS = {"video": "video_FHWC", "video_mask": "video_mask_FHWC"}
+"""Names of the tensors of a conditioning, by what they are of ``InputPictures``."""
 FLOW = "FlowMatch"
 """Part of the names of schedulers whose prediction is a velocity."""
 UNPACK = "_unpack_latents"
@@ -260,6 +262,8 @@ class WholeSampler(BlocksSampler):
             inputs["image"] = pictures.control.cut_to(request.width, request.height).image()
         if REFERENCES in names and pictures.pictures:
             inputs[REFERENCES] = [picture.on_white() for picture in pictures.pictures]
+        if VIDEO_MASK in names and pictures.video_mask is not None:
+            inputs[VIDEO_MASK] = pictures.video_mask.frames()
         return {**inputs, **{name: scale for name, scale in scales.items() if name in names}, "output_type": "pil"}
 
 
@@ -276,13 +280,14 @@ def _call(pipeline: Any, inputs: Mapping[str, Any], progress: CallProgress, paus
 def _opened(values: Mapping[str, Any], request: MediaRequest) -> InputPictures:
     """Return what came along with ``request`` from the values of its conditioning."""
     pictures: InputPictures = values.get(PICTURES, NO_PICTURES)
-    video_FHWC = values.get(VIDEO)
-    if video_FHWC is None:
-        return pictures
+    clips: dict[str, Any] = {name: _clip(values[key], request.fps) for name, key in CLIPS.items() if key in values}
+    return replace(pictures, **clips)
+
+
+def _clip(video_FHWC: Tensor, fps: int) -> InputVideo:
     num_frames, height, width = video_FHWC.shape[:3]
     data = video_FHWC.cpu().numpy().tobytes()
-    video = InputVideo(width=width, height=height, num_frames=num_frames, fps=request.fps, data=data)
-    return replace(pictures, video=video)
+    return InputVideo(width=width, height=height, num_frames=num_frames, fps=fps, data=data)
 
 
 def _frames_of(output: Any) -> NDArray[np.uint8]:
@@ -324,10 +329,11 @@ class WholeEncoder(BlocksEncoder):
         return nullcontext()
 
     def encode(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> Conditioning:
-        values: dict[str, Any] = {PICTURES: replace(pictures, video=None)}
-        if (video := pictures.video) is not None:  # a tensor, which travels beside the message
-            shape = (video.num_frames, video.height, video.width, 3)
-            values[VIDEO] = torch.frombuffer(bytearray(video.data), dtype=torch.uint8).reshape(shape)
+        values: dict[str, Any] = {PICTURES: replace(pictures, video=None, video_mask=None)}
+        for name, key in CLIPS.items():
+            if (clip := getattr(pictures, name)) is not None:  # a tensor, which travels beside the message
+                shape = (clip.num_frames, clip.height, clip.width, 3)
+                values[key] = torch.frombuffer(bytearray(clip.data), dtype=torch.uint8).reshape(shape)
         return Conditioning(values=values, kinds={}, dtype=torch.float32)
 
 

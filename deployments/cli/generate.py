@@ -68,6 +68,8 @@ def generate(client: Client, prompt: str, out: Path, options: dict[str, Any], in
     kind = _kind(model, out)
     if kind == "image":
         _check_mask(model, inputs)
+    elif inputs.mask is not None:
+        _check_mask_of_clip(model, inputs)
     body = {"prompt": prompt, **options, "model": model["id"]}
     console.print(f"{model['id']}: {prompt}")
     num_layers = options.get("layers", model["defaults"].get("num_layers", 0))
@@ -125,6 +127,14 @@ def _check_mask(model: dict[str, Any], inputs: Inputs) -> None:
         raise ValueError(f"{model['id']} takes no mask: leave --mask out, or choose another --model")
 
 
+def _check_mask_of_clip(model: dict[str, Any], inputs: Inputs) -> None:
+    """Raise ValueError for a mask without a clip, and if the model takes none."""
+    if not model["defaults"].get("masks_video"):
+        raise ValueError(f"{model['id']} makes clips without a mask: leave --mask out, or choose another --model")
+    if inputs.video is None:
+        raise ValueError("--mask says where a clip is made anew: add --video FILE")
+
+
 def _kind(model: dict[str, Any], out: Path) -> MediaKind:
     """Return the kind that the extension of ``out`` selects. ValueError if the model does not make it."""
     if kind := _kind_of(model, out):
@@ -146,9 +156,8 @@ def _events(
     if kind == "video":
         if body.get("n", 1) > 1:
             raise ValueError(f"{body['model']} makes clips, one at a time: --n is for pictures")
-        for field in ("mask", "control_image"):
-            if any(name == field for name, _ in files):
-                raise ValueError(f"{body['model']} makes clips: --{field.replace('_', '-')} is for pictures")
+        if any(name == "control_image" for name, _ in files):
+            raise ValueError(f"{body['model']} makes clips: --control-image is for pictures")
         named = [("input_reference" if name == "image" else name, file) for name, file in files]
         return client.clip({name: value for name, value in body.items() if name != "n"}, named)
     if any(name == "video" for name, _ in files):

@@ -40,7 +40,7 @@ UrlOption = Annotated[str, typer.Option("--url", help="A running server; without
 KeyOption = Annotated[Path | None, typer.Option("--api-key-file", help="The server's key; else TROUPE_API_KEY.")]
 OldKeyOption = Annotated[str | None, renamed_option("--api-key", "--api-key-file, or TROUPE_API_KEY outside,")]
 NegativeOption = Annotated[str | None, typer.Option(help="Things to avoid; needs a --true-cfg-scale above 1.")]
-MASK_HELP = "Where to paint in --image: transparent, or else white. Some models need it."
+MASK_HELP = "Where to paint in --image or --video: transparent, or else white. Some models need it."
 GUIDANCE_HELP = (
     "Scale of the model's guidance: distilled, or else classifier-free. With both kinds, it is the distilled one."
 )

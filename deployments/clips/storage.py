@@ -27,7 +27,7 @@ SINGLE_FILE = frozenset({errno.EFBIG, errno.ENAMETOOLONG})
 Variant = Literal["video", "thumbnail", "preview"]
 FILE_NAMES: dict[Variant, str] = {"video": "clip.mp4", "thumbnail": "thumbnail.webp", "preview": "preview.png"}
 CONTENT_TYPES: dict[Variant, str] = {"video": "video/mp4", "thumbnail": "image/webp", "preview": "image/png"}
-MASK_NAME, VIDEO_NAME = "input-mask.png", "input-video.rgb"
+MASK_NAME, VIDEO_NAME, VIDEO_MASK_NAME = "input-mask.png", "input-video.rgb", "input-video-mask.rgb"
 PNG_LEVEL = 0
 """No compression, for speed: the files are deleted with the finished clip."""
 DATABASE_FAILURES = (exc.DBAPIError, exc.TimeoutError)
@@ -196,18 +196,22 @@ def input_files(inputs: InputPictures) -> Iterator[tuple[str, bytes]]:
         yield MASK_NAME, png(inputs.mask)
     if inputs.video is not None:
         yield VIDEO_NAME, inputs.video.data
+    if inputs.video_mask is not None:
+        yield VIDEO_MASK_NAME, inputs.video_mask.data
 
 
 def inputs_of(request: MediaRequest, read: Callable[[str], bytes]) -> InputPictures:
     """Return the content of the files of ``input_files``, which ``read`` returns by name."""
     pictures = tuple(read_png(read(input_name(index))) for index in range(request.num_pictures))
-    mask = read_png(read(MASK_NAME)) if request.has_mask else None
-    video = video_of(request, read(VIDEO_NAME)) if request.num_video_frames else None
-    return InputPictures(pictures=pictures, mask=mask, video=video)
+    if not request.num_video_frames:
+        return InputPictures(pictures=pictures, mask=read_png(read(MASK_NAME)) if request.has_mask else None)
+    video = video_of(request, read(VIDEO_NAME))
+    mask = video_of(request, read(VIDEO_MASK_NAME)) if request.has_mask else None
+    return InputPictures(pictures=pictures, video=video, video_mask=mask)
 
 
 def video_of(request: MediaRequest, data: bytes) -> InputVideo:
-    """Return the clip that came along with ``request`` from its pixels."""
+    """Return the clip that came along with ``request``, or its mask, from the pixels."""
     size = {"width": request.width, "height": request.height, "num_frames": request.num_video_frames}
     return InputVideo(**size, fps=request.fps, data=data)
 

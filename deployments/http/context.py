@@ -41,7 +41,7 @@ BATCH_KEY = "troupe.batch_key"
 """Key in the ASGI scope of a batch's requests; the value is the hash of the batch's API key."""
 BEARER = HTTPBearer(auto_error=False, description="Needed only if the server was started with API keys.")
 B = TypeVar("B", bound=MediaBody)
-ReadSource = Callable[[Source], Awaitable[Source]]
+ReadSource = Callable[[Source, str], Awaitable[Source]]
 Credentials = Annotated[HTTPAuthorizationCredentials | None, Security(BEARER)]
 
 
@@ -98,7 +98,7 @@ class ApiContext:
     ) -> ResolvedRequest[B]:
         """Return ``body`` with its model and what came along, decoded. RequestError if the model takes something else.
 
-        ``read`` returns the content of a clip or file that is named by its id.
+        ``read`` returns the content of a clip or file that is named by its id, given that and the field.
         """
         card = choose_card(self.studio.cards(), body.model, kind, Needs.of(body))
         if card.runtime_loras is not None and names_others(body, card):
@@ -111,7 +111,8 @@ class ApiContext:
             if kind == "image":
                 self.admission.check_place(card.name, gang_in_s)
             if read is not None and sources.video is not None:
-                sources = replace(sources, video=await read(sources.video))
+                mask = None if sources.video_mask is None else await read(sources.video_mask, "mask")
+                sources = replace(sources, video=await read(sources.video, "video"), video_mask=mask)
             pictures = await self._decoded(sources, partial(rules.video_form, body))
             pictures = pictures if body.ground is None else await asyncio.to_thread(pictures.over, body.ground)
         return ResolvedRequest(card=card, body=body, pictures=pictures)

@@ -53,9 +53,9 @@ def clip_id_of(source: Source | None) -> str | None:
 
 
 async def read_source(
-    context: ApiContext, requester: Requester, source: Source, *, take: Callable[[int], None]
+    context: ApiContext, requester: Requester, source: Source, param: str, *, take: Callable[[int], None]
 ) -> Source:
-    """Return the content of the file or clip whose id ``source`` is, or else ``source`` itself.
+    """Return the content of the file or clip whose id ``source`` is, or else ``source`` itself, of the field ``param``.
 
     Its bytes are reserved by ``take`` before they are read. ApiError 404 if the client may see no such file or clip,
     409 for a clip without a file; RequestError if it is too large.
@@ -63,26 +63,26 @@ async def read_source(
     if not isinstance(source, str):
         return source
     if FILE_ID.fullmatch(source):
-        record = await find_file(context, requester, source, "video")
+        record = await find_file(context, requester, source, param)
         file = await asyncio.to_thread(context.contents.find, record.id)
     elif VIDEO_ID.fullmatch(source):
-        file = await _clip_file(context, await find_clip(context, requester, source, "video"))
+        file = await _clip_file(context, await find_clip(context, requester, source, param), param)
     else:
         return source
     try:
         if file is None:
             raise FileNotFoundError(source)
         num_bytes = file.num_bytes if isinstance(file, StoredObject) else file.stat().st_size
-        check_num_bytes(num_bytes, "video", context.settings.max_video_bytes, VIDEO)
+        check_num_bytes(num_bytes, param, context.settings.max_video_bytes, VIDEO)
         take(num_bytes)
         return await asyncio.to_thread(file.read_bytes)
     except FileNotFoundError:  # deleted meanwhile
-        raise no_file(source, "video") from None
+        raise no_file(source, param) from None
 
 
-async def _clip_file(context: ApiContext, clip: ClipRecord) -> Path | StoredObject:
+async def _clip_file(context: ApiContext, clip: ClipRecord, param: str) -> Path | StoredObject:
     file = await context.clips.file(clip.id, "video") if clip.status == "completed" else None
     if file is None:
-        message = f"video is {shown(clip.id)}, a clip without a file: it is {clip.status}; take one that is completed"
-        raise ApiError(409, message, param="video", code="video_not_ready")
+        message = f"{param} is {shown(clip.id)}, a clip without a file: it is {clip.status}; take one that is completed"
+        raise ApiError(409, message, param=param, code="video_not_ready")
     return file

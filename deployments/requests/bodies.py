@@ -32,6 +32,7 @@ from deployments.requests.fields import (
     Strength,
     Text,
     Video,
+    VideoMask,
     WrittenQuality,
 )
 from deployments.requests.pictures.sources import Sources
@@ -241,7 +242,7 @@ class WebhookBody(BaseModel):
 class VideoBody(MediaBody):
     """Body of POST /v1/videos."""
 
-    picture_fields = ("input_reference", "video")
+    picture_fields = ("input_reference", "video", "mask")
 
     input_reference: Pictures | None = Field(
         None, description="The picture to begin with, or several at frames: PNG, JPEG or WebP."
@@ -253,6 +254,14 @@ class VideoBody(MediaBody):
     )
     video: Video | None = Field(
         None, description="The clip to change or to continue: MP4, MOV, WebM or GIF, or the id of a file or a clip."
+    )
+    mask: VideoMask | None = Field(
+        None,
+        description="Where the clip is made anew, for models that take it: what is white in a clip as long as video, "
+        "or in a picture for all frames.",
+    )
+    control_scale: float | None = Field(
+        None, ge=0, le=10, description="Weight of the clip that comes along, for models that have one."
     )
     strength: Strength | None = Field(None, description=STRENGTH)
     seconds: Seconds | None = Field(None, description="Length of the clip; the nearest that the model can make.")
@@ -272,7 +281,8 @@ class VideoBody(MediaBody):
     @property
     def sources(self) -> Sources:
         """See ``MediaBody.sources``."""
-        return Sources(param="input_reference", pictures=self.input_reference or (), video=self.video)
+        pictures = self.input_reference or ()
+        return Sources(param="input_reference", pictures=pictures, video=self.video, video_mask=self.mask)
 
 
 class PageQuery(BaseModel):

@@ -82,6 +82,16 @@ def _video(written: object) -> bytes | str:
     raise PydanticCustomError("video", VIDEO_SENTENCE)
 
 
+def _video_mask(written: object) -> bytes | str:
+    """Return the same as ``_video``, or a picture."""
+    if isinstance(written, Mapping) and set(written) == {"image_url"}:
+        return _picture(written)
+    try:
+        return _video(written)
+    except PydanticCustomError:
+        raise PydanticCustomError("video_mask", VIDEO_MASK_SENTENCE) from None
+
+
 def _pictures(written: object) -> tuple[bytes | str, ...]:
     return tuple(map(_picture, written if isinstance(written, list | tuple) else (written,)))
 
@@ -148,6 +158,10 @@ VIDEO_KEYS = ("video_url", "file_id", "id")
 VIDEO_SENTENCE = (
     'it must be one clip: a file, a data URL, {"video_url": a data URL}, {"file_id": that of a file of /v1/files}, or '
     '{"id": that of a clip of /v1/videos}'
+)
+VIDEO_MASK_SENTENCE = (
+    'it must be one picture or clip: a file, a data URL, {"image_url": a data URL}, {"video_url": a data URL}, '
+    '{"file_id": that of a file of /v1/files}, or {"id": that of a clip of /v1/videos}'
 )
 MAX_SOLVER_STEPS = 1000
 MAX_FRAME_INDICES = 64
@@ -236,6 +250,9 @@ VIDEO_SCHEMA = {
 }
 Video = Annotated[bytes | str, PlainValidator(_video), WithJsonSchema(VIDEO_SCHEMA)]
 """A clip as it was written."""
+VIDEO_MASK_SCHEMA = {"anyOf": [VIDEO_SCHEMA, PICTURE_SCHEMA]}
+VideoMask = Annotated[bytes | str, PlainValidator(_video_mask), WithJsonSchema(VIDEO_MASK_SCHEMA)]
+"""A mask of a clip."""
 Strength = Annotated[float, WithJsonSchema({"type": "number", "exclusiveMinimum": 0, "maximum": 1})]
 """Looked at together with the model."""
 LORA_SCHEMA = {

@@ -37,7 +37,7 @@ class Needs:
         """Return what ``body`` needs."""
         return cls(
             num_pictures=len(body.sources.pictures),
-            has_mask=body.sources.mask is not None,
+            has_mask=body.sources.has_mask,
             strength=body.strength if isinstance(body, EditBody | VideoBody) else None,
             num_layers=body.layers if isinstance(body, EditBody) else None,
             has_video=body.sources.video is not None,
@@ -55,7 +55,8 @@ class Needs:
         takes_video = defaults.max_video_frames > 0 if self.has_video else not defaults.needs_video
         has_source = self.has_video or self.num_pictures > 0 or not defaults.needs_source
         lacks_lora = self.has_video and defaults.video_needs_lora and not self.has_lora
-        takes_mask = defaults.takes_mask if self.has_mask else not defaults.needs_mask
+        masks = defaults.masks_video if self.has_video else defaults.takes_mask
+        takes_mask = masks if self.has_mask else not defaults.needs_mask
         takes_strength = defaults.takes_strength or self.strength is None
         takes_layers = defaults.max_layers > 0 or self.num_layers is None
         takes_places = defaults.takes_frame_indices or not self.has_frame_indices

@@ -75,10 +75,7 @@ class RequestRules:
     card: ModelCard
 
     def check_sources(self, body: MediaBody) -> Sources:
-        """Return the pictures of ``body``, still encoded.
-
-        RequestError if the model takes another number of pictures or no mask. It is checked before any is decoded.
-        """
+        """Return the encoded pictures of ``body``. RequestError if the model takes another number, or no mask."""
         sources, defaults = body.sources, self.card.defaults
         if not body.picture_fields and (defaults.min_pictures or defaults.needs_control):
             what = "changes" if defaults.min_pictures else "follows"
@@ -87,7 +84,8 @@ class RequestRules:
         with blaming(sources.param):
             defaults.check_num_pictures(len(sources.pictures), has_video=sources.video is not None)
         with blaming("mask"):
-            defaults.check_mask(len(sources.pictures), sources.mask is not None)
+            defaults.check_mask(len(sources.pictures), sources.has_mask, has_video=sources.video is not None)
+            sources.check_video_mask()
         with blaming("control_image"):
             defaults.check_control(sources.control is not None)
         with blaming("video"):
@@ -276,11 +274,11 @@ def choose_inputs(body: MediaBody, pictures: InputPictures) -> dict[str, Any]:
     """Return what comes along with ``body``, and what it says of it, as fields of ``MediaRequest``."""
     inputs = {
         "num_pictures": len(pictures.pictures),
-        "has_mask": pictures.mask is not None,
+        "has_mask": pictures.mask is not None or pictures.video_mask is not None,
         "num_video_frames": 0 if pictures.video is None else pictures.video.num_frames,
     }
     if isinstance(body, VideoBody):
-        return {**inputs, "frame_indices": body.frame_indices or ()}
+        return {**inputs, "frame_indices": body.frame_indices or (), "control_scale": body.control_scale}
     if not isinstance(body, EditBody):
         return inputs
     return {

@@ -257,6 +257,7 @@ class SentPictures:
     pictures: tuple[SentMedia[InputPicture], ...] = ()
     mask: SentMedia[InputPicture] | None = None
     video: SentMedia[InputVideo] | None = None
+    video_mask: SentMedia[InputVideo] | None = None
     control: SentMedia[InputPicture] | None = None
 
     @classmethod
@@ -266,6 +267,7 @@ class SentPictures:
             pictures=tuple(map(SentMedia.of, inputs.pictures)),
             mask=None if inputs.mask is None else SentMedia.of(inputs.mask),
             video=None if inputs.video is None else SentMedia.of(inputs.video),
+            video_mask=None if inputs.video_mask is None else SentMedia.of(inputs.video_mask),
             control=None if inputs.control is None else SentMedia.of(inputs.control),
         )
 
@@ -274,6 +276,7 @@ class SentPictures:
             pictures=tuple(picture.open() for picture in self.pictures),
             mask=None if self.mask is None else self.mask.open(),
             video=None if self.video is None else self.video.open(),
+            video_mask=None if self.video_mask is None else self.video_mask.open(),
             control=None if self.control is None else self.control.open(),
         )
 

@@ -65,10 +65,9 @@ def _digest(pictures: SentPictures) -> bytes:
     control = () if pictures.control is None else (pictures.control,)
     sent = (*pictures.pictures, *control, *mask)
     forms = [(one.form, one.pixels.nbytes) for one in sent]
-    video = pictures.video
-    clip = None if video is None else video.form
-    digest = hashlib.sha256(repr((len(mask), len(control), forms, clip)).encode())
-    for one in (*sent, *(() if video is None else (video,))):
+    clips = [one for one in (pictures.video, pictures.video_mask) if one is not None]
+    digest = hashlib.sha256(repr((len(mask), len(control), forms, [one.form for one in clips])).encode())
+    for one in (*sent, *clips):
         digest.update(one.pixels.data)
     return digest.digest()
 

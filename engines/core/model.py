@@ -240,7 +240,8 @@ class DenoiserModel:
     hoisted_features: int = 0
     """Numbers that ``hoisted`` leaves on every rank for each token of a step, if these are many."""
     hoists_by_blocks: bool = False
-    """Whether ``hoisted`` calls whole blocks, and no layer inside them: then blocks may be offloaded."""
+    """Whether ``hoisted`` calls whole blocks, or holds the weights of those inside which it calls layers
+    (``offload.on_device``): then it runs once a job with offloaded blocks too."""
     reads_values: bool = False
     """True if ``forward`` without ``hoisted`` inputs reads tensor values, which rules out capture."""
     fast: ArrangeWeights | None = None

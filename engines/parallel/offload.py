@@ -7,8 +7,9 @@ Offloaded blocks are spread evenly, so that the copies hide behind the blocks be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,8 @@ from engines.core.torch_private import version_of
 ALIGNMENT = 256
 """Bytes between the beginnings of tensors in a buffer are a multiple of this, as in CUDA's own allocations."""
 NUM_BUFFERS = 2
+RUNNER = "_run_offloaded"
+"""Attribute of an offloaded block: the context manager that holds its weights on the device."""
 
 
 def offloaded_blocks(module: nn.Module, plan: ShardPlan, number: int) -> list[nn.Module]:
@@ -35,6 +38,20 @@ def offloaded_weights(module: nn.Module, plan: ShardPlan, number: int) -> frozen
     """Return the names of the parameters in the ``offloaded_blocks``."""
     own = {id(each) for block in offloaded_blocks(module, plan, number) for each in block.parameters()}
     return frozenset(name for name, each in module.named_parameters() if id(each) in own)
+
+
+@contextmanager
+def on_device(block: nn.Module) -> Iterator[None]:
+    """Hold the weights of ``block`` on the device, if it is offloaded: for layers that run outside its call.
+
+    Calls hold their own weights. Contexts of several blocks may not overlap.
+    """
+    runner = vars(block).get(RUNNER)
+    if runner is None:
+        yield
+        return
+    with runner():
+        yield
 
 
 class _HostBlock:
@@ -115,6 +132,8 @@ class BlockOffload:
                 block.register_forward_hook(self._end),
             )
         ]
+        for index, block in enumerate(blocks):
+            vars(block)[RUNNER] = partial(self._run, index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockOffload:
         """Return itself: copies of a module, hooks included, share its tensors."""
@@ -137,8 +156,18 @@ class BlockOffload:
         self.forget_copies()
         for handle in self._handles:
             handle.remove()
+        for own in self._blocks:
+            vars(own.block).pop(RUNNER, None)
 
-    def _begin(self, index: int, _module: nn.Module, _args: object) -> None:
+    @contextmanager
+    def _run(self, index: int) -> Iterator[None]:
+        self._begin(index)
+        try:
+            yield
+        finally:
+            self._leave_running()
+
+    def _begin(self, index: int, *_call: object) -> None:
         self._leave_running()  # that of a forward that failed
         held = (index, self._blocks[index].version)
         if held not in self._held:

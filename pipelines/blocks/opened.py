@@ -42,7 +42,7 @@ WeightsOnHost = Callable[[nn.Module], Collection[str]]
 FRAME_RATES = ("frame_rate", "fps")
 LAST = "last_image"
 PICTURES = ("image", LAST)
-CONTROL_PICTURE = "control_image"
+CONTROL_PICTURE, CONTROL_SCALES = "control_image", ("controlnet_conditioning_scale", "conditioning_scale")
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 SCALES = ("scale_factor_spatial", "scale_factor_temporal")
 UNLIMITED = 10**6
@@ -73,7 +73,7 @@ def inputs_of(request: MediaRequest, names: Collection[str], pictures: InputPict
         **dict.fromkeys(FRAME_RATES, request.fps),
         "video": None if video is None else video.frames(),
         CONTROL_PICTURE: None if control is None else control.cut_to(request.width, request.height).image(),
-        "controlnet_conditioning_scale": request.control_scale,
+        **dict.fromkeys(CONTROL_SCALES, request.control_scale),
         "control_guidance_start": request.control_guidance_start,
         "control_guidance_end": request.control_guidance_end,
         **_picture_inputs([_image(picture, request) for picture in pictures.pictures], mask, names),

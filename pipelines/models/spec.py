@@ -108,7 +108,7 @@ class ModelSpec(ABC):
     hoisted_inputs: tuple[str, ...] = ()
     """Inputs that ``hoisted`` reads, if branches of guidance share what it computes (``DenoiserModel``)."""
     hoists_by_blocks: bool = False
-    """Whether ``hoisted`` calls whole blocks, and no layer inside them (``DenoiserModel``)."""
+    """Whether ``hoisted`` finds the weights of offloaded blocks (``DenoiserModel``)."""
     block_modules: tuple[str, ...] = ()
     """Submodules of the transformer, without weights, that diffusers' blocks use."""
     workflows: Mapping[str, tuple[str, ...]] = {}

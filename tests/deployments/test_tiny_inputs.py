@@ -44,10 +44,11 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "filming": CLIP.make,
     "extending": tiny_helios.helios,
     "changing": tiny_whole.wan_over,
+    "masking": tiny_whole.wan_vace,
     "animating": tiny_animate.wan_animate2,
 }
-ALONE = "changing"
-"""Its pipeline's own call runs on one rank."""
+ALONE = ("changing", "masking")
+"""Their pipelines' own calls run on one rank."""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +76,7 @@ def with_adapter(config: ServeConfig, adapter: Path) -> ServeConfig:
     document = config.model_dump(mode="json")
     model = document["applications"][0]["args"]["models"][0]
     for one in document["applications"][0]["args"]["models"]:
-        if one["name"] == ALONE:
+        if one["name"] in ALONE:
             one["denoiser"] |= {"num_ranks": 1, "strategy": "auto"}
     model["loras"] = [{"name": ADAPTER, "path": str(adapter), "scale": SCALE}]
     return parse_config(document)
@@ -176,6 +177,24 @@ def test_a_clip_is_made_of_a_clip_and_of_that_another(
         record = httpx.get(f"{url}/v1/videos/{record['id']}", timeout=TIMEOUT_S).json()
     assert (record["status"], record["model"]) == ("completed", model), record
     assert f"/{record['remixed_from_video_id']}/" in remix
+
+
+def test_a_part_of_a_clip_is_made_anew(url: str, folders: Mapping[str, Path]) -> None:
+    """The mask is a clip, or a picture for all frames."""
+    body = {"model": "masking", "prompt": "a red circle", "seed": 5, "fps": FPS, "num_inference_steps": 2}
+    files = {"video": clip_file(64, 64, 5), "mask": clip_file(64, 64, 5)}
+    picture = file_of(mask_of(64, 64))
+    form = {name: str(value) for name, value in body.items()}
+    made = []
+    for sent in (files, {**files, "mask": picture}, {"video": files["video"]}):
+        answer = httpx.post(f"{url}/v1/videos/sync", data=form, files=sent, timeout=TIMEOUT_S)
+        assert answer.status_code == httpx.codes.OK, answer.text
+        served, expected = np.stack(frames_of(answer.content)), bare_frames(dict(folders), **body, size=None, **sent)
+        assert served.shape == expected.shape == (5, 64, 64, 3)
+        assert np.abs(served.mean((1, 2)) - expected.mean((1, 2))).max() < 12, "but for lossy compression"
+        made.append(expected)
+    assert not np.array_equal(made[0], made[2])
+    assert not np.array_equal(made[1], made[2])
 
 
 def test_a_character_moves_like_a_clip(url: str, folders: Mapping[str, Path]) -> None:

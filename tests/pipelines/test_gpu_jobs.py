@@ -29,7 +29,7 @@ from tests.pipelines.models.ltx2 import test_keyframes as keyframes
 from tests.pipelines.models.mini_max_h3 import test_references as minimax
 from tests.pipelines.models.qwen_image import test_control as qwen_control
 from tests.pipelines.models.wan_animate2 import test_wan_animate2 as animate
-from tests.pipelines.support.checkpoints import tiny, tiny_ltx, tiny_minimax, tiny_models, tiny_whole
+from tests.pipelines.support.checkpoints import tiny, tiny_animate, tiny_ltx, tiny_minimax, tiny_models, tiny_whole
 from tests.pipelines.support.device_jobs import HALF_TOLERANCE, Job, Latents, check_jobs, made_on_cpu
 from tests.pipelines.support.references import own_clips
 from tests.pipelines.support.references.own_call import own_latents
@@ -183,6 +183,10 @@ def offloaded_case(make: Make, num_blocks: int = 1, scale: float = 1.0) -> GpuCa
     return GpuCase(make=make, job=job, choices={"num_offloaded": num_blocks})
 
 
+def offloaded_clip(clip: Clip) -> GpuCase:
+    return replace(clip_case(clip), choices={"num_offloaded": 1})
+
+
 CONTROLLED = GpuCase(make=qwen_control.CASE.make, job=qwen_control_job)
 CASES: dict[str, GpuCase] = {
     **{
@@ -214,6 +218,10 @@ CASES: dict[str, GpuCase] = {
     "offloaded ltx": offloaded_case(tiny_ltx.ltx, num_blocks=2, scale=3.0),
     "offloaded qwen": offloaded_case(tiny_models.qwen_image),
     "offloaded qwen control": GpuCase(make=qwen_control.CASE.make, job=qwen_control_job, choices={"num_offloaded": 1}),
+    "offloaded cosmos": offloaded_clip(cosmos.CLIPS["with sound from a clip"]),
+    "offloaded wan animate 2": GpuCase(
+        make=tiny_animate.wan_animate2, job=partial(animate_job, animate.SOME), choices={"num_offloaded": 1}
+    ),
     **{f"solver, {name}": solver_case(case) for name, case in solver.CASES.items()},
 }
 SOLVERS = ("wan, boundary", "wan, dpm++", "flux, unipc", "sdxl, ancestral")

@@ -190,6 +190,29 @@ def test_pictures_of_what_a_clip_shows_come_beside_it(folders: Callable[[Make], 
     assert not np.array_equal(made, load_pipeline(checkpoint).run(request, pictures_of(request)))
 
 
+def test_a_mask_of_each_frame_reaches_the_call(folders: Callable[[Make], Path]) -> None:
+    checkpoint = Checkpoint(folders(tiny_whole.wan_vace))
+    request = request_of(checkpoint, num_video_frames=NUM_FRAMES, has_mask=True)
+    masks = [Image.new("RGB", (SIDE, SIDE)) for _ in range(NUM_FRAMES)]
+    for number, mask in enumerate(masks):
+        mask.paste("white", (8 * number, 8, 8 * number + 24, 48))
+    inputs = replace(pictures_of(request), video_mask=clip_pictures(type(frames(1, 1, 1))(masks)).video)
+    made = load_pipeline(checkpoint).run(request, inputs)
+    assert np.array_equal(made, own_frames(checkpoint.path, request, mask=masks))
+    assert not np.array_equal(made, own_frames(checkpoint.path, request, mask=masks[::-1]))
+
+
+def test_the_weight_of_a_clip_reaches_the_call(folders: Callable[[Make], Path]) -> None:
+    checkpoint = Checkpoint(folders(tiny_whole.wan_vace))
+    request = request_of(checkpoint, num_video_frames=NUM_FRAMES, control_scale=0.25)
+    made = load_pipeline(checkpoint).run(request, pictures_of(request))
+    assert np.array_equal(made, own_frames(checkpoint.path, request, conditioning_scale=0.25))
+    assert not np.array_equal(made, own_frames(checkpoint.path, request))
+    assert checkpoint.defaults.control_scale == 1.0
+    with pytest.raises(ValueError, match=r"control_scale is 0\.25; this model takes no control picture"):
+        request_of(Checkpoint(folders(tiny_whole.wan_over)), control_scale=0.25)
+
+
 def test_clips_are_taken_as_the_signature_says(folders: Callable[[Make], Path]) -> None:
     over, wan, vace = (Checkpoint(folders(make)).defaults for make in CLIPS)
     assert [one.capabilities for one in (over, wan, vace)] == [
@@ -200,6 +223,7 @@ def test_clips_are_taken_as_the_signature_says(folders: Callable[[Make], Path]) 
     assert all(one.keeps_length and one.kind == "video" for one in (over, wan, vace))
     assert (wan.strength, wan.takes_strength, wan.num_steps_of(wan.request())) == (0.8, True, 40)
     assert not vace.takes_strength
+    assert [one.masks_video for one in (over, wan, vace)] == [False, False, True]
 
 
 def test_capabilities_are_those_of_the_signature(folders: Callable[[Make], Path]) -> None:

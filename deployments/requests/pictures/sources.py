@@ -29,7 +29,18 @@ class Sources:
     pictures: tuple[Source, ...] = ()
     mask: Source | None = None
     video: Source | None = None
+    video_mask: Source | None = None
+    """A picture, or a clip as long as ``video``."""
     control: Source | None = None
+
+    @property
+    def has_mask(self) -> bool:
+        return self.mask is not None or self.video_mask is not None
+
+    def check_video_mask(self) -> None:
+        """Raise ValueError for a mask of a clip without one."""
+        if self.video_mask is not None and self.video is None:
+            raise ValueError("a mask of a clip came along, and no clip: send it as video, or leave the mask out")
 
     @property
     def all(self) -> tuple[tuple[str, Source], ...]:

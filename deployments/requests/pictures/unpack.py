@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deployments.requests.pictures.limits import PictureLimits
-from deployments.requests.pictures.sources import VIDEO, Sources, bytes_of
-from deployments.requests.pictures.video import FormBeside, read_video
+from deployments.requests.pictures.sources import VIDEO, Source, Sources, bytes_of
+from deployments.requests.pictures.video import FormBeside, VideoForm, VideoHead, is_clip, read_video
 from deployments.requests.request_errors import RequestError
-from pipelines.request import NO_PICTURES, InputPicture, InputPictures
+from pipelines.request import NO_PICTURES, InputPicture, InputPictures, InputVideo
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP")
 ANIMATED = ("PNG", "WEBP")
 """Formats whose further frames are an animation. In a JPEG they are views of a camera; the first is the picture."""
-VIDEO_FIELD = "video"
+VIDEO_FIELD, MASK_FIELD = "video", "mask"
 KINDS = "a PNG, JPEG or WebP file"
 OPAQUE = 255
 PROFILE = "icc_profile"
@@ -43,9 +43,36 @@ def unpack(sources: Sources, limits: PictureLimits, form_of: FormBeside | None =
     if sources.video is None:
         return pictures
     assert form_of is not None, "a clip needs a form"
-    data = bytes_of(sources.video, VIDEO_FIELD, limits, VIDEO)
-    video = read_video(data, VIDEO_FIELD, limits, lambda head: form_of(head, pictures))
-    return replace(pictures, video=video)
+    forms = list[VideoForm]()
+
+    def form(head: VideoHead) -> VideoForm:
+        forms.append(form_of(head, pictures))
+        return forms[0]
+
+    video = read_video(bytes_of(sources.video, VIDEO_FIELD, limits, VIDEO), VIDEO_FIELD, limits, form)
+    form_of_mask = replace(forms[0], max_frames=video.num_frames, is_cut=True, frame_multiple=1, min_frames=1)
+    mask = None if sources.video_mask is None else _video_mask(sources.video_mask, limits, form_of_mask)
+    return replace(pictures, video=video, video_mask=mask)
+
+
+def _video_mask(source: Source, limits: PictureLimits, form: VideoForm) -> InputVideo:
+    """Return the mask of a clip in its ``form``: a clip of that length, or a picture for all frames."""
+    from PIL import Image, ImageOps
+
+    data = bytes_of(source, MASK_FIELD, limits, VIDEO)
+    if is_clip(data):
+        mask = read_video(data, MASK_FIELD, limits, lambda _: form)
+        if mask.num_frames != form.max_frames:
+            message = f"mask has {mask.num_frames} frames at {form.fps} fps, and the clip {form.max_frames}"
+            raise RequestError(f"{message}: make them as long, or send a picture", MASK_FIELD)
+        return mask
+    opened = _opened(data, MASK_FIELD)
+    _check_heads([(MASK_FIELD, opened)], limits)
+    fit = ImageOps.pad if form.is_whole else ImageOps.fit
+    picture = _mask(_upright(MASK_FIELD, opened), ()).image().convert("RGB")
+    frame = fit(picture, (form.width, form.height), Image.Resampling.LANCZOS).tobytes()
+    size = {"width": form.width, "height": form.height, "num_frames": form.max_frames}
+    return InputVideo(**size, fps=form.fps, data=frame * form.max_frames)
 
 
 def _pictures(sources: Sources, limits: PictureLimits) -> InputPictures:

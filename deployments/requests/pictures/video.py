@@ -73,6 +73,11 @@ FormBeside = Callable[[VideoHead, InputPictures], VideoForm]
 """Chooses the form of a clip by its head, and by the pictures that came along with it."""
 
 
+def is_clip(data: bytes) -> bool:
+    """Return whether a file is a clip, by its first bytes."""
+    return data[4:8] in MOV_ATOMS or data.startswith((EBML, GIF))
+
+
 def read_video(data: bytes, param: str, limits: PictureLimits, form_of: FormOf) -> InputVideo:
     """Return the clip in the form that ``form_of`` chooses by its head.
 

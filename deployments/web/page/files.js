@@ -2,6 +2,8 @@
 // Pictures and clips that come along: chosen, dropped, or made here before.
 
 const DROPPED = ["image", "video", "control_image"];
+const PICTURES = "image/png,image/jpeg,image/webp";
+const CLIPS = "video/mp4,video/quicktime,video/webm,image/gif";
 const PICTURE = { format: "PNG, JPEG or WebP picture", one: "picture" };
 const CLIP = { format: "MP4, MOV, WebM or GIF clip", one: "clip" };
 
@@ -19,7 +21,8 @@ function chosenClip() {
 function chosenFiles(model) {
   const name = model.kind === "video" ? "input_reference" : "image";
   const pictures = chosen(fields.image).map((file) => [name, file]);
-  const masks = pictures.length ? chosen(fields.mask).map((file) => ["mask", file]) : [];
+  const isMasked = pictures.length || (model.defaults.masks_video && chosenClip() !== null);
+  const masks = isMasked ? chosen(fields.mask).map((file) => ["mask", file]) : [];
   const others = ["video", "control_image"].flatMap((other) => chosen(fields[other]).map((file) => [other, file]));
   return [...pictures, ...masks, ...others];
 }

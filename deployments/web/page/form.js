@@ -47,12 +47,15 @@ function showKind(kind) {
 function showInputs({ kind, defaults: d }) {
   const pictures = { disabled: !d.max_pictures, required: d.min_pictures > 0, multiple: d.max_pictures > 1 };
   Object.assign(fields.image, pictures);
-  Object.assign(fields.mask, { disabled: !d.takes_mask, required: d.needs_mask });
+  const masksClip = d.masks_video && kind === "video";
+  const maskTypes = masksClip ? `${CLIPS},${PICTURES}` : PICTURES;
+  Object.assign(fields.mask, { disabled: !(d.takes_mask || masksClip), required: d.needs_mask, accept: maskTypes });
   fields.frame_indices.disabled = !d.takes_frame_indices;
   fields.video.disabled = !d.max_video_frames;
   const takesControl = d.takes_control && kind === "image";
   Object.assign(fields.control_image, { disabled: !takesControl, required: takesControl && d.needs_control });
-  Object.assign(fields.control_scale, { disabled: !(takesControl && d.control_scale), placeholder: d.control_scale });
+  const hasWeight = (takesControl || d.max_video_frames) && d.control_scale;
+  Object.assign(fields.control_scale, { disabled: !hasWeight, placeholder: d.control_scale });
   for (const name of ["control_guidance_start", "control_guidance_end"]) {
     fields[name].disabled = !(takesControl && d.takes_control_guidance);
   }
@@ -168,6 +171,7 @@ async function takeShape() {
 function numbersOf(model, files) {
   const names = ["num_inference_steps", "seed", "guidance_scale", "true_cfg_scale", "layers"];
   if (files.length || chosenClip() !== null) names.push("strength");
+  if (chosenClip() !== null) names.push("control_scale");
   if (chosen(fields.control_image).length) {
     names.push("control_scale", "control_guidance_start", "control_guidance_end");
   }

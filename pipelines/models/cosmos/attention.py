@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from engines.core.attention import Kernel
 from engines.core.model import ModelInputs
+from engines.parallel.offload import on_device
 from pipelines.models.cosmos.call import (
     CLIP_SHAPE,
     LATENTS,
@@ -113,10 +114,12 @@ def hoisted_text(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
     rotation, (*layers, last) = (cos_1TD[0], sin_1TD[0]), module.layers
     keys_values = []
     for layer in layers:
-        x_TC, layers_21TGD = _text_layer(layer, x_TC, rotation)
+        with on_device(layer):
+            x_TC, layers_21TGD = _text_layer(layer, x_TC, rotation)
         keys_values.append(layers_21TGD)
-    k_TGD, v_TGD = _text_keys_values(last.self_attn, last.input_layernorm(x_TC))
-    keys_values.append(_for_generation(last.self_attn, k_TGD, v_TGD, rotation))
+    with on_device(last):
+        k_TGD, v_TGD = _text_keys_values(last.self_attn, last.input_layernorm(x_TC))
+        keys_values.append(_for_generation(last.self_attn, k_TGD, v_TGD, rotation))
     return {KEYS_VALUES: torch.stack(keys_values)}
 
 

@@ -71,6 +71,7 @@ class CosmosSpec(ModelSpec):
     set_kernel = lazy("pipelines.models.cosmos.attention:set_kernel")
     hoisted = lazy("pipelines.models.cosmos.attention:hoisted_text")
     """Keys and values of the text's half."""
+    hoists_by_blocks = True
 
     def shard_plan(self, config: Config) -> ShardPlan:
         """Return the plan. Layers take keys and values in place of the text (``und_seq``)."""

@@ -17,6 +17,7 @@ from pipelines.image_sizes import vae_scale
 from pipelines.models.linears import GATED, attention_linears
 from pipelines.models.spec import PICTURE, Config, ModelSpec, distilled, lazy
 from pipelines.request import MediaRequest
+from pipelines.solver import SIGMAS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,6 +65,8 @@ DISTILLED = distilled(BASE, 16)
 
 class Flux3Spec(ModelSpec):
     family = "flux3"
+    schedulers = ("euler",)
+    schedules = (SIGMAS,)
     plan = SHARD_PLAN
     counts_heads = True
     eager_split = "has blocks that see one stream of tokens alone"

@@ -36,7 +36,9 @@ NEEDS_VIDEO = ("VideoToVideo", "Edit")
 """The same for a clip."""
 REFERENCES, MAX_REFERENCES = "reference_images", 4
 """The input for pictures of what the clip shows, and how many are taken."""
-CONTROL, CONTROL_SCALE = "control_image", "controlnet_conditioning_scale"
+VIDEO_MASK = "mask"
+"""The input for a mask of each frame of the clip."""
+CONTROL, CONTROL_SCALE, VIDEO_SCALE = "control_image", "controlnet_conditioning_scale", "conditioning_scale"
 STAGES = ("block_out_channels", "encoder_block_out_channels")
 SPATIAL = ("scale_factor_spatial", "spatial_compression_ratio", "ffactor_spatial")
 TEMPORAL = ("scale_factor_temporal", "temporal_compression_ratio", "ffactor_temporal")
@@ -114,9 +116,10 @@ class WholeSpec(GenericSpec):
             min_pictures=int(has_picture and self._needs_picture),
             takes_mask=has_picture and "mask_image" in inputs,
             needs_mask=has_picture and "mask_image" in inputs and self._needs_picture,
+            masks_video="video" in inputs and VIDEO_MASK in inputs,
             takes_control=self.control is not None,
             needs_control=self.control is not None,
-            control_scale=float(inputs.get(CONTROL_SCALE) or 0.0),
+            control_scale=float(inputs.get(CONTROL_SCALE) or inputs.get(VIDEO_SCALE) or 0.0),
             takes_control_guidance=self.control is not None and "control_guidance_start" in inputs,
             max_video_frames=max_frames if "video" in inputs else 0,
             needs_video=self._needs_video,
@@ -143,7 +146,7 @@ class WholeSpec(GenericSpec):
     @property
     def _keeps_length(self) -> bool:
         """True if the result has as many frames as the input clip: the call changes them, or fills a mask in each."""
-        return "num_frames" not in self.inputs or "mask" in self.inputs or "Edit" in self.family
+        return "num_frames" not in self.inputs or VIDEO_MASK in self.inputs or "Edit" in self.family
 
     @property
     def _takes_strength(self) -> bool:

@@ -13,6 +13,7 @@ from pipelines.directory import read_config
 from pipelines.models.linears import joint_attention_linears, mlp_linears
 from pipelines.models.spec import CLIP, Config, ModelSpec, fewer_channels, first_latent_frame, lazy, num_patches
 from pipelines.request import MediaRequest
+from pipelines.solver import SIGMAS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,6 +47,8 @@ LOW = 640
 
 class HunyuanVideoSpec(ModelSpec):
     family = "hunyuan_video"
+    schedulers = ("euler",)
+    schedules = (SIGMAS,)
     fits_pictures = True
     needs_negative = True
     decodes_frames_apart = True

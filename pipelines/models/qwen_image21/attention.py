@@ -20,6 +20,7 @@ from engines.core.attention import Kernel, Prefix
 from engines.core.model import Arguments
 from engines.parallel.copies import is_weightless
 from engines.parallel.local_attention import local_kernel
+from engines.parallel.offload import on_device
 from pipelines.models.qwen_image21.call import CONDITION, GRIDS, LATENTS, PLACES, SLOT, TEXT, TIMESTEP, num_seen
 
 KEYS_VALUES, ROTATION = "seen_keys_values", "rotation"
@@ -127,7 +128,8 @@ def _encode_seen(module: Any, call: Mapping[str, Any], timestep: Tensor) -> dict
     segments = Segments(kernel=local_kernel(x_BPC.device, x_BPC.dtype), runs=runs)
     for block in module.transformer_blocks:
         options = {"rotary_emb": rotation_MD[:num], "layer_cache": layer_cache, "segments": segments}
-        x_BPC = block.forward(x_BPC, modulation_BC, **options)
+        with on_device(block):
+            x_BPC = block.forward(x_BPC, modulation_BC, **options)
     return {KEYS_VALUES: torch.stack(layer_cache), ROTATION: rotation_MD[num:].clone()}
 
 

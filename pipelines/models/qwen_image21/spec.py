@@ -62,6 +62,7 @@ class QwenImage21Spec(ModelSpec):
     set_kernel = lazy("pipelines.models.qwen_image21.attention:set_kernel")
     hoisted = lazy("pipelines.models.qwen_image21.attention:hoisted")
     """Keys and values of prompt and reference pictures."""
+    hoists_by_blocks = True
 
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
         return {SEEN: num_seen(arguments), PAINTED: arguments[LATENTS].shape[1]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Self
@@ -21,7 +22,7 @@ from pipelines.request import InputPicture, Lora, MediaRequest
 from tests.deployments.http.conftest import build, serving
 from tests.deployments.http.routes.test_video_inputs import FILE as CLIP
 from tests.deployments.support.commands import assert_one_line, troupe
-from tests.deployments.support.fake_studio import FakeStudio, colour
+from tests.deployments.support.fake_studio import CHANGED_CLIPS, FakeStudio, colour
 from tests.deployments.support.files import file_of, noise
 from tests.deployments.support.live import pixels_of
 
@@ -143,9 +144,27 @@ def test_a_clip_begins_with_a_picture(tmp_path: Path) -> None:
     with serving(build(studio, tmp_path)) as url:
         args = ("--model", "fake-begun-clips", "--image", str(tmp_path / "a.png"), "--out", str(tmp_path / "a.mp4"))
         assert troupe("generate", "a red circle", *args, "--url", url).exit_code == 0
-        for option in ("--mask", "--control-image"):
-            assert_one_line(troupe("generate", "a", *args, option, args[3], "--url", url), f"{option} is for pictures")
+        for option, told in (
+            ("--mask", "clips without a mask"),
+            ("--control-image", "--control-image is for pictures"),
+        ):
+            assert_one_line(troupe("generate", "a", *args, option, args[3], "--url", url), told)
     assert [inputs.pictures for inputs in studio.inputs] == [(InputPicture.of(picture),)]
+
+
+def test_a_mask_of_a_clip_goes_to_the_model_that_takes_it(tmp_path: Path) -> None:
+    studio = FakeStudio(takes_clips=True, defaults={"masked": replace(CHANGED_CLIPS, masks_video=True)})
+    file = tmp_path / "a.mp4"
+    file.write_bytes(CLIP)
+    with serving(build(studio, tmp_path)) as url:
+        args = ("--mask", str(file), "--out", str(tmp_path / "b.mp4"), "--url", url)
+        result = troupe("generate", "a", "--video", str(file), *args)
+        assert result.exit_code == 0, result.output
+        told = "--mask says where a clip is made anew: add --video FILE"
+        assert_one_line(troupe("generate", "a", "--model", "masked", *args), told)
+    (request,), (inputs,) = studio.performed, studio.inputs
+    assert (request.model, request.has_mask) == ("masked", True)
+    assert inputs.video_mask == inputs.video
 
 
 def test_clips_and_controls_go_to_the_models_that_take_them(tmp_path: Path) -> None:

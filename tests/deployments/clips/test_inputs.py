@@ -22,18 +22,19 @@ from tests.support.patience import PATIENCE_S
 pytestmark = pytest.mark.usefixtures("each_database")
 
 REQUEST = replace(WORDS, num_pictures=2, has_mask=True, num_video_frames=5, strength=0.5)
+CLIP = InputVideo(
+    width=WORDS.width,
+    height=WORDS.height,
+    num_frames=5,
+    fps=WORDS.fps,
+    data=noise(WORDS.width, 5 * WORDS.height).tobytes(),
+)
 INPUTS = InputPictures(
     pictures=(InputPicture.of(noise(48, 32)), InputPicture.of(noise(7, 5, "RGBA"))),
-    mask=InputPicture.of(noise(48, 32, "L")),
-    video=InputVideo(
-        width=WORDS.width,
-        height=WORDS.height,
-        num_frames=5,
-        fps=WORDS.fps,
-        data=noise(WORDS.width, 5 * WORDS.height).tobytes(),
-    ),
+    video=CLIP,
+    video_mask=replace(CLIP, data=noise(WORDS.width, 5 * WORDS.height).tobytes()[::-1]),
 )
-TAKES = replace(CLIPS, max_pictures=2, takes_mask=True, max_video_frames=5, takes_both=True, takes_strength=True)
+TAKES = replace(CLIPS, max_pictures=2, masks_video=True, max_video_frames=5, takes_both=True, takes_strength=True)
 
 
 def studio_of_inputs(**settings: Any) -> FakeStudio:
@@ -44,7 +45,7 @@ def kept(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "videos").rglob("input-*"))
 
 
-KEPT = ["input-0.png", "input-1.png", "input-mask.png", "input-video.rgb"]
+KEPT = ["input-0.png", "input-1.png", "input-video-mask.rgb", "input-video.rgb"]
 
 
 async def test_they_reach_the_studio_and_are_gone_at_the_end(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from pipelines.size import Size
 from pipelines.solver import Solver, config_changes
+from tests.pipelines.lora.support.every_model import MODELS, Model
 from tests.pipelines.support.checkpoints import tiny, tiny_ltx, tiny_models, tiny_others, tiny_unknown
 from tests.pipelines.support.references.own_call import own_state
 from training.latents import pack
@@ -49,6 +51,8 @@ class Case:
     boundary_ratio: float | None = None
     is_modular: bool = False
     scale: float = 1.0
+    model: Model | None = None
+    """One whose pipeline is called in a way of its own."""
 
 
 EULER, UNIPC, MULTISTEP = "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler", "DPMSolverMultistepScheduler"
@@ -77,6 +81,10 @@ def flow_cases(make: Callable[[Path], Path], *names: str, **more: Any) -> dict[s
         ),
     }
     return {name: replace(cases[name], **more) for name in names}
+
+
+def cases_of(model: str, *names: str, **more: Any) -> dict[str, Case]:
+    return flow_cases(MODELS[model].make, *names, model=MODELS[model], is_modular=True, **more)
 
 
 def wan_cases() -> dict[str, Case]:
@@ -146,8 +154,18 @@ FAMILIES = {
     "ernie": flow_cases(tiny_others.ernie_image, "shift", is_modular=True, scale=3.0),
     "wan": wan_cases(),
     "sdxl": noise_cases(),
+    "ltx 2": cases_of("ltx 2", "shift", "both"),
+    "hunyuan video 1.5": cases_of("hunyuan video 1.5", "shift", "both", scale=3.0),
 }
-CASES = {f"{family}, {name}": case for family, cases in FAMILIES.items() for name, case in cases.items()}
+BESIDE = {"qwen 2.1": cases_of("qwen 2.1", "shift", "both"), "flux 3": cases_of("flux 3", "shift", "both")}
+"""Their processors cannot be loaded here."""
+
+
+def named(families: Mapping[str, Mapping[str, Case]]) -> dict[str, Case]:
+    return {f"{family}, {name}": case for family, cases in families.items() for name, case in cases.items()}
+
+
+CASES = named(FAMILIES)
 
 
 def request_of(case: Case, checkpoint: Checkpoint) -> MediaRequest:
@@ -167,6 +185,8 @@ def change_solver(case: Case, pipeline: Any) -> None:
 
 
 def theirs(case: Case, folder: Path, request: MediaRequest, max_tokens: int) -> Any:
+    if case.model is not None:
+        return case.model.reference(folder, request, (), partial(change_solver, case))["latents"]
     call = {name: list(value) if isinstance(value, tuple) else value for name, value in dict(case.call).items()}
     if case.is_modular:
 
@@ -209,17 +229,16 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return load
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *named(BESIDE)])
 def test_latents_equal_those_of_diffusers(name: str, loaded: Loaded) -> None:
-    case = CASES[name]
-    checkpoint, pipeline = loaded(case.make)
-    request = request_of(case, checkpoint)
-    *states, last = pipeline.states(request)
+    case = (CASES | named(BESIDE))[name]
+    with nullcontext() if case.model is None else case.model.world():
+        checkpoint, pipeline = loaded(case.make)
+        request = request_of(case, checkpoint)
+        *states, last = pipeline.states(request)
+        expected = theirs(case, checkpoint.path, request, pipeline.text_encoder.max_tokens)
     assert len(states) == checkpoint.num_steps(request)
-    ours, expected = (
-        pipeline.sampler.latents(last)["latents"],
-        theirs(case, checkpoint.path, request, pipeline.text_encoder.max_tokens),
-    )
+    ours = pipeline.sampler.latents(last)["latents"]
     assert relative_difference(shaped_like(ours, expected), expected) <= TOLERANCE
 
 

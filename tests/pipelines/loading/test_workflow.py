@@ -105,7 +105,10 @@ def test_unknown_workflows_are_refused(source: str, told: str) -> None:
         Checkpoint.of_configuration(source)
 
 
-def test_the_hub_sends_no_weights_that_it_leaves_out(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("workflow", "left_out"), [(WORKFLOW, "transformer/*"), ("", "transformer_ref/*.safetensors")], ids=["own", "plain"]
+)
+def test_the_hub_sends_no_weights_that_it_leaves_out(folder: Path, workflow: str, left_out: str) -> None:
     asked: list[dict[str, Any]] = []
 
     def download(_hub_id: str, **patterns: Any) -> str:
@@ -113,8 +116,8 @@ def test_the_hub_sends_no_weights_that_it_leaves_out(folder: Path) -> None:
         return str(folder)
 
     with patch("huggingface_hub.snapshot_download", download):
-        path = resolve_path(with_workflow("owner/model", WORKFLOW))
-    assert part_class(path, "transformer") is None
+        path = resolve_path(with_workflow("owner/model", workflow))
+    assert (part_class(path, "transformer") is None) is bool(workflow)
     first, second = asked
     assert not any(pattern.endswith(".safetensors") for pattern in first["allow_patterns"])
-    assert second["ignore_patterns"] == ["transformer/*"]
+    assert second["ignore_patterns"] == [left_out]

@@ -33,6 +33,7 @@ CASES = [
     ("flux", Setting(num_ranks=2, strategy="tensor", sliced=True)),
     ("qwen", Setting(fast=True)),
     ("wan", Setting(precision="fp8")),
+    ("z image", Setting(fast=True)),
 ]
 
 

@@ -16,9 +16,10 @@ from pipelines.media.clip import encode_clip
 from pipelines.recipes import Recipe
 from pipelines.request import Lora, MediaRequest
 from pipelines.solver import SolverLimits
+from tests.deployments.http.conftest import build, serving
 from tests.deployments.http.support.chromium import CONTROL, Chromium, chromium, needs_chromium
 from tests.deployments.http.support.page_steps import fill, press, send, shown_error, take, written
-from tests.deployments.support.fake_studio import CLIPS, PICTURES, REFERRED_CLIPS, FakeStudio
+from tests.deployments.support.fake_studio import CHANGED_CLIPS, CLIPS, PICTURES, REFERRED_CLIPS, FakeStudio
 from tests.deployments.support.files import file_of, noise
 
 pytestmark = needs_chromium
@@ -147,6 +148,27 @@ def test_references_are_pictures_a_clip_or_both(page: Chromium, studio: FakeStud
     page.choose("fields.image", picture)
     request = generate(page, studio)
     assert (request.num_pictures, request.num_video_frames) == (1, NUM_FRAMES)
+
+
+def test_a_mask_of_a_clip_is_a_clip_or_a_picture(browser: Chromium, tmp_path: Path, picture: Path, clip: Path) -> None:
+    studio = FakeStudio(
+        defaults={"masked": replace(CHANGED_CLIPS, masks_video=True, takes_strength=False, control_scale=1.0)}
+    )
+    with serving(build(studio, tmp_path)) as url:
+        browser.open(url)
+        browser.evaluate("fields.prompt.focus()")
+        browser.type("a")
+        take(browser, "masked")
+        assert browser.evaluate(SHOWN) == ["mask", "video", "control_scale"]
+        browser.choose("fields.video", clip)
+        fill(browser, control_scale=0.5)
+        for mask in (clip, picture):
+            browser.choose("fields.mask", mask)
+            request = generate(browser, studio)
+            assert (request.has_mask, request.control_scale) == (True, 0.5)
+            video, masks = studio.inputs[-1].video, studio.inputs[-1].video_mask
+            assert masks is not None
+            assert (masks == video) is (mask == clip)
 
 
 def test_a_clip_of_ours_is_an_input_by_its_id(page: Chromium, studio: FakeStudio) -> None:

@@ -86,6 +86,7 @@ def hunyuan_blocks(folder: Path, request: MediaRequest, images: Images, change: 
         num_inference_steps=request.num_inference_steps,
         generator=torch.Generator().manual_seed(request.seed),
         output_type="pt",
+        sigmas=list(request.solver.sigmas) or None,
         **({"image": images[0]} if images else {}),
     )
     return {name: state.get(name) for name in ("latents", "videos")}

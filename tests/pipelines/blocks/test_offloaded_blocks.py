@@ -1,0 +1,107 @@
+"""Every family with its blocks in host memory: jobs have the same bytes as from weights on the device.
+
+A GPU cannot compute with host memory. Weights of offloaded blocks are NaN here unless they are on the device, so a
+layer that runs outside its block shows.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engines.parallel.offload import _HostBlock
+from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.options import TorchOptions
+from pipelines.checkpoint import Checkpoint
+from pipelines.request import InputPicture, InputPictures, MediaRequest
+from pipelines.run import load_pipeline
+from tests.pipelines.lora.support.every_model import ALONE, MODELS, Model, latents_of
+from tests.pipelines.support.checkpoints import (
+    tiny,
+    tiny_animate,
+    tiny_cosmos,
+    tiny_helios,
+    tiny_ltx,
+    tiny_models,
+    tiny_others,
+    tiny_pictures,
+    tiny_qwen,
+    tiny_video,
+)
+from tests.pipelines.support.references.video import picture, pictures_of
+
+ALL = 1000
+"""More blocks than any module has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Animated(Model):
+    """A character's picture and a driving clip come along."""
+
+    num_pictures: int = 1
+    num_video_frames: int = 5
+
+    def inputs(self, request: MediaRequest) -> InputPictures:
+        clip, character = self.images(request), picture(request.width, request.height, 3)
+        return replace(pictures_of(clip), pictures=(InputPicture.of(character),))
+
+
+CASES = {
+    **MODELS,
+    "flux": Model(make=tiny.flux),
+    "flux kontext": Model(make=tiny_pictures.flux_kontext, num_pictures=1),
+    "flux 2 klein": Model(make=tiny_models.flux2_klein),
+    "qwen": Model(make=tiny_models.qwen_image),
+    "qwen layered": Model(make=tiny_qwen.qwen_layered, num_pictures=1, world=MODELS["qwen edit"].world),
+    "z image": Model(make=tiny_models.z_image, changes={"true_cfg_scale": 3.0}),
+    "sd 3.5 large": Model(make=tiny_others.sd35_large),
+    "wan": Model(make=tiny.wan, num_latent_frames=2),
+    "wan 2.2": Model(make=tiny.wan22, num_latent_frames=2, changes={"num_inference_steps": 4}),
+    "wan 2.2, a time for each token": Model(make=tiny.wan_per_token, num_latent_frames=2),
+    "wan from a picture": Model(make=tiny_video.wan_picture, num_latent_frames=2, num_pictures=1),
+    "cosmos 3 with sound": Model(make=tiny_cosmos.cosmos_with_sound, num_latent_frames=3, changes=ALONE),
+    "helios pyramid": Model(make=tiny_helios.helios_pyramid, num_latent_frames=2, changes={"num_inference_steps": 3}),
+    "wan animate 2": Animated(make=tiny_animate.wan_animate2, num_latent_frames=2),
+    "wan animate 2, distilled": Animated(make=tiny_animate.wan_animate2_distilled, num_latent_frames=2, changes=ALONE),
+    "ltx 2 with guidance": Model(make=tiny_ltx.ltx2, num_latent_frames=2),
+}
+WITHOUT = ("sdxl",)
+"""A U-Net has no repeated blocks."""
+
+
+def made(name: str, folder: Path, number: int) -> tuple[dict[str, Tensor], int]:
+    """Return the latents of a job with ``number`` blocks in host memory, and the copies that were made for it."""
+    model, checkpoint = CASES[name], Checkpoint(folder)
+    request, denoiser = model.request(folder), checkpoint.denoiser(num_offloaded=number)
+    for weight in (x for module in denoiser.modules.values() for x in module.parameters()):
+        weight.data = weight.data.clone()  # aligned memory: kernels of CPUs round otherwise for views of a file
+    options = TorchOptions(offloaded_blocks=number)
+    with closing(TorchEngine(denoiser, options=options, fast=False)) as engine:
+        with model.world():
+            pipeline = load_pipeline(checkpoint, engine)
+        inputs = model.inputs(request) if isinstance(model, Animated) else pictures_of(model.images(request))
+        latents = latents_of(pipeline.denoise(request, inputs))
+        return latents, sum(offload.num_copies for offload in engine._sharded._offloads)
+
+
+def leave_nothing(block: _HostBlock) -> None:
+    block._point_to([torch.full_like(host, torch.nan if host.is_floating_point() else 0) for host in block._hosts])
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT])
+def test_jobs_have_the_same_bytes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = CASES[name].make(tmp_path / "model")
+    expected, num_copies = made(name, folder, 0)
+    assert num_copies == 0
+    monkeypatch.setattr(_HostBlock, "leave", leave_nothing)
+    latents, num_copies = made(name, folder, ALL)
+    assert num_copies > 0
+    assert latents.keys() == expected.keys()
+    for key, x in expected.items():
+        assert x.isfinite().all()
+        assert torch.equal(latents[key], x), key
