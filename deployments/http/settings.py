@@ -93,8 +93,8 @@ class ApiSettings(ApiLimits):
     ``own_names`` are names of the machine. ``max_open_pictures`` limits the pictures under way in a replica, by model;
     ``is_only_replica``: no other replica has further places.
     ``max_files_bytes`` and ``file_lifetime_s`` limit the files that ``response_format=url`` leaves on the disk.
-    ``num_clip_previews`` are decoded while each clip runs. An idle stream sends a comment every ``keepalive_s``. It is
-    answered after ``first_event_wait_s`` even if the job still waits; an error before that has its own HTTP status.
+    An idle stream sends a comment every ``keepalive_s``. It is answered after ``first_event_wait_s`` even if the job
+    still waits; an error before that has its own HTTP status.
     ``signed_urls``: answers have URLs of the object storage in place of its contents.
     ``sends_request_id`` is False where a proxy adds ``X-Request-Id`` to every answer already, as Ray Serve's does.
     """
@@ -105,7 +105,6 @@ class ApiSettings(ApiLimits):
     max_open_pictures: Mapping[str, int] = field(default_factory=dict)
     is_only_replica: bool = True
     signed_urls: bool = False
-    num_clip_previews: int = 3
     file_lifetime_s: float = 3600.0
     max_files_bytes: int = 1 << 30
     sends_request_id: bool = True
@@ -116,8 +115,6 @@ class ApiSettings(ApiLimits):
     def __post_init__(self) -> None:
         ApiLimits.__post_init__(self)
         check_positive(self, "file_lifetime_s", "max_files_bytes", "keepalive_s", "video_poll_s")
-        if self.num_clip_previews < 0:
-            raise ValueError(f"num_clip_previews is {self.num_clip_previews}; it must be 0 or more")
 
 
 def _check_all(name: str, values: Iterable[str], pattern: re.Pattern[str], allowed: str) -> None:
