@@ -180,9 +180,9 @@ H200 = Machine(
     },
     fast_path=True,
 )
-"""Measured (benchmarks/reports/denoise_step_h200_2026-11-21.md): bf16 products of 3072 and 12288 features in a
-step's mix, and attention of 128-wide heads, at the clock of a GPU under sustained load (10 to 20 % faster when
-cool). float8 includes its quantisation. int8 products alone are no faster than bf16's."""
+"""Measured at the clock of a GPU under sustained load; a cool one is 10 to 20 % faster
+(benchmarks/reports/denoise_step_h200_2026-11-21.md): bf16 products of 3072 and 12288 features in a step's mix, and
+attention of 128-wide heads. float8 includes its quantisation. int8 products alone are no faster than bf16's."""
 
 TERA, GIGA = 1e12, 1e9
 NVLINK, PCIE = "NVLink", "PCIe"
