@@ -192,23 +192,26 @@ PCIE_4, PCIE_5 = 32 * GIGA, 64 * GIGA
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedFigures:
-    """Published figures of a GPU. Rates are dense FLOP/s, without sparsity, accumulated in float32 (int8 in int32).
+    """Published figures of a GPU.
 
-    A rate of 0 means that the GPU has no such product. ``memory_gib`` is less the part that error correction takes, if
-    it has no memory of its own. ``link_bytes_per_s``: between two GPUs of a host, per direction. ``host_bytes_per_s``:
-    from the host's memory. ``source``: the document.
+    Rates are dense FLOP/s, without sparsity, accumulated in float32 (int8 in int32). A rate of 0 means that the GPU has
+    no such product.
     """
 
     name: str
     source: str
+    """The document."""
     bf16: float
     fp8: float
     int8: float
     memory_bytes_per_s: float
     memory_gib: float
+    """Less the part that error correction takes, if it has no memory of its own."""
     link: str
     link_bytes_per_s: float
+    """Between two GPUs of a host, per direction."""
     host_bytes_per_s: float = PCIE_5
+    """From the host's memory."""
 
 
 _H200 = PublishedFigures(
