@@ -124,8 +124,8 @@ class ModelConfig(_Config):
     allow_quantization: bool = False
     """Savings of ``memory_gib`` may quantise the transformer, if no lossless ones suffice."""
     share: str = ""
-    """Name of a group of models whose gangs are on the same GPUs. As many as fit are awake; the others sleep in host
-    memory. Empty: GPUs of its own."""
+    """Name of a group of models whose gangs are on the same GPUs. The gangs that fit are awake; the others sleep in
+    host memory. Empty: GPUs of its own."""
     stages: Literal["apart", "together"] = "apart"
     """Text encoder and decoder as two deployments, or one with the section ``text_encoder``."""
     text_encoder: EncoderConfig = EncoderConfig()
