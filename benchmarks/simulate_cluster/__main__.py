@@ -54,8 +54,9 @@ def scaling_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for num_gpus in arguments.gpus:
         spec, day = cluster_of(arguments, num_gpus), day_of(arguments, num_gpus)
         print(f"{num_gpus} GPUs: at least {floor_gpu_hours(day):.3f} GPU-h/1000", file=sys.stderr, flush=True)
-        for name, strategy in strategies(spec, arguments):
-            row = {"gpus": num_gpus, "strategy": name, **simulate(spec, day, strategy, arguments.target_wait_s)}
+        for name, strategy, policy in strategies(spec, arguments):
+            figures = simulate(spec, day, strategy, arguments.target_wait_s, policy)
+            row = {"gpus": num_gpus, "strategy": name, **figures}
             print(line(row), file=sys.stderr, flush=True)
             rows.append(row)
     return rows
@@ -88,21 +89,25 @@ def floor_gpu_hours(day: DayTraffic) -> float:
     return day.mean_s * day.num_ranks / 3.6
 
 
-def strategies(spec: ClusterSpec, arguments: argparse.Namespace) -> Iterator[tuple[str, Strategy]]:
-    """Yield what is compared, by name."""
+def strategies(spec: ClusterSpec, arguments: argparse.Namespace) -> Iterator[tuple[str, Strategy, str]]:
+    """Yield what is compared: name, strategy and order of jobs in a gang."""
     rules = ScalingRules(target_wait_s=arguments.target_wait_s, min_gangs=spec.min_gangs, max_gangs=spec.max_gangs)
-    yield "work", ByWork(rules)
+    yield "work", ByWork(rules), "shortest"
     if spec.gangs_per_node > 1:
-        yield "work, whole nodes", ByWork(replace(rules, gangs_per_node=spec.gangs_per_node))
-    for target in arguments.ongoing:
-        yield f"requests, {target:g} each", ByRequests(spec.min_gangs, spec.max_gangs, target)
-    for share in arguments.fixed:
-        yield f"fixed, {share:.0%}", FixedSize(max(1, round(share * spec.max_gangs)))
+        yield "work, whole nodes", ByWork(replace(rules, gangs_per_node=spec.gangs_per_node)), "shortest"
+    for policy in arguments.policies:
+        suffix = ", by arrival" if policy == "arrival" else ""
+        for target in arguments.ongoing:
+            yield f"requests, {target:g} each{suffix}", ByRequests(spec.min_gangs, spec.max_gangs, target), policy
+        for share in arguments.fixed:
+            yield f"fixed, {share:.0%}{suffix}", FixedSize(max(1, round(share * spec.max_gangs))), policy
 
 
-def simulate(spec: ClusterSpec, day: DayTraffic, strategy: Strategy, target_wait_s: float) -> dict[str, Any]:
+def simulate(
+    spec: ClusterSpec, day: DayTraffic, strategy: Strategy, target_wait_s: float, policy: str = "shortest"
+) -> dict[str, Any]:
     """Return the figures of one run."""
-    cluster, begin_s = Cluster(spec, strategy), time.perf_counter()
+    cluster, begin_s = Cluster(spec, strategy, policy=policy), time.perf_counter()
     warm = min(spec.max_gangs, max(spec.min_gangs, 1 + round(WARM_SHARE * day.load_at(0))))
     cluster.run(day.arrivals(), strategy.num_gangs if isinstance(strategy, FixedSize) else warm)
     waits_s = sorted(cluster.waits_s)
@@ -188,7 +193,7 @@ def line(row: dict[str, Any]) -> str:
         "{median:.3f} ms (p99 {p99:.3f}) a decision, ".format(**row["decision_ms"]) if "decision_ms" in row else ""
     )
     return (
-        f"{row['gpus']:5} GPUs {row['strategy']:20} {row['gpu_hours_per_1000']:7.3f} GPU-h/1000, "
+        f"{row['gpus']:5} GPUs {row['strategy']:30} {row['gpu_hours_per_1000']:7.3f} GPU-h/1000, "
         f"{row['in_time']:7.2%} in time, wait mean {row['mean_wait_s']:6.2f} p99 {row['p99_wait_s']:7.2f} s, "
         f"{row['num_changes']} changes, {decision}{row['num']} pictures in {row['took_s']:.0f} s"
     )
@@ -209,6 +214,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hours", type=float, default=24.0)
     parser.add_argument("--ongoing", type=float, nargs="*", default=[1.0, 2.0], help="target_ongoing_requests of Serve")
     parser.add_argument("--fixed", type=float, nargs="*", default=[1.0, 0.8], help="shares of all GPUs")
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        choices=("shortest", "arrival"),
+        default=["shortest", "arrival"],
+        help="order of jobs in the gangs that do not scale by work: arrival is first come, first served",
+    )
     parser.add_argument("--share", type=int, nargs="*", default=[], help="GPUs that four models share: 1, 2 or 4")
     parser.add_argument("--own", type=int, nargs="*", default=[1], help="GPUs of each model: 1, 2 or 4")
     parser.add_argument("--seed", type=int, default=1)

@@ -188,10 +188,13 @@ class Strategy(Protocol):
 
 
 class Cluster:
-    """One run of one strategy. ``waits_s`` has each request's time beyond what it takes alone."""
+    """One run of one strategy. ``waits_s`` has each request's time beyond what it takes alone.
 
-    def __init__(self, spec: ClusterSpec, strategy: Strategy, seed: int = 1) -> None:
-        self.spec, self._strategy = spec, strategy
+    ``policy`` is the order of jobs in a gang.
+    """
+
+    def __init__(self, spec: ClusterSpec, strategy: Strategy, seed: int = 1, policy: str = "shortest") -> None:
+        self.spec, self._strategy, self._policy = spec, strategy, policy
         self._random = Random(seed)
         self.nodes: list[ClusterNode] = []
         self.gangs: list[SimulatedReplica] = []
@@ -300,7 +303,7 @@ class Cluster:
             node = ClusterNode(now_s if is_warm else now_s + spec.node_start_s, now_s)
             self.nodes.append(node)
         number = next(self._numbers)
-        gang = SimulatedReplica(f"gang{number}", number, node, make_policy("shortest"), now_s)
+        gang = SimulatedReplica(f"gang{number}", number, node, make_policy(self._policy), now_s)
         node.gangs.add(gang)
         self.gangs.append(gang)
         self._at(now_s if is_warm else max(now_s, node.ready_s) + spec.gang_start_s, partial(self._ready, gang))

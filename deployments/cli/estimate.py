@@ -80,7 +80,8 @@ def _times_lines(times: RequestTimes, request: MediaRequest) -> list[str]:
 
 def _fit_lines(fit: Fit, found: Footprint) -> list[str]:
     shown = (f"{name} {'?' if size is None else f'{size:.1f}'}" for name, size in fit.gib(found).items())
-    asleep = f"asleep (share): {fit.host_bytes / GIB:.1f} GiB of pinned host memory, awake in {fit.wake_s:.2f} s"
+    asleep = f"asleep (share): {fit.host_bytes / GIB:.1f} GiB of pinned host memory, awake in {fit.wake_s:.2f} s; "
+    asleep += "what exceeds host_memory_gib of the share is read through the page cache, slower"
     return [f"GiB on the first GPU: {', '.join(shown)}", fit.sentence(), asleep]
 
 

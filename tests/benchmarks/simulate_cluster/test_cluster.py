@@ -42,6 +42,12 @@ def test_one_gang_serves_the_shortest_first_and_no_picture_is_lost() -> None:
     assert sorted(cluster.waits_s) == pytest.approx([0.0, 0.5, 2.5])
 
 
+def test_by_arrival_short_pictures_wait_for_the_long_one() -> None:
+    cluster = Cluster(SPEC, FixedSize(1), policy="arrival")
+    cluster.run(pictures((0.0, 10.0), (1.0, 2.0), (2.0, 0.5)), warm_gangs=1)
+    assert sorted(cluster.waits_s) == pytest.approx([0.0, 9.0, 10.0])
+
+
 def test_waits_agree_with_those_of_the_scheduler_step_by_step() -> None:
     """A gang works job by job here. The scheduler of a real one sends steps ahead, which nothing can overtake."""
     arrivals = list(DayTraffic(peak_load=0.8, num_ranks=2, from_hour=20.0, hours=0.3, seed=2).arrivals())
@@ -160,5 +166,7 @@ def test_the_last_line_is_one_document(monkeypatch: pytest.MonkeyPatch, capsys: 
         "work, whole nodes",
         "requests, 2 each",
         "fixed, 100%",
+        "requests, 2 each, by arrival",
+        "fixed, 100%, by arrival",
     ]
     assert "8 GPUs: at least" in printed.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,9 @@ def test_the_table_shows_every_candidate_and_why_one_was_chosen() -> None:
     for part in ("ulysses4 *", "ring4", "allgather_kv4", "tensor4", "pipeline4", "512 text + 4096 image", "GiB"):
         assert part in result.output
     assert "* ulysses4: the fastest of 14" in result.output
+    assert re.search(
+        r"asleep \(share\): [\d.]+ GiB of pinned .* exceeds host_memory_gib .* page cache, slower", result.output
+    )
     assert "all_to_all/4: 12.0 us + 320 GB/s" in result.output
 
 
