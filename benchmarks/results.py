@@ -1,11 +1,33 @@
-"""Results of a benchmark, printed as they come and as one document at the end."""
+"""Results of a benchmark: median and spread, and all of them as one document at the end."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """Median and spread of repeated measurements, in their unit."""
+
+    median: float
+    lowest: float
+    highest: float
+    num: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(median=statistics.median(values), lowest=min(values), highest=max(values), num=len(values))
+
+    def rounded(self, digits: int = 3) -> dict[str, float]:
+        return {name: round(value, digits) for name, value in asdict(self).items()}
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.lowest:.2f} to {self.highest:.2f}, {self.num}x)"
 
 
 def status_of(results: Iterable[Mapping[str, Any]]) -> int:

@@ -71,7 +71,7 @@ def build_app(args: AppConfig) -> serve.Application:
         Ingress,
         args,
         name=INGRESS,
-        num_replicas=args.api.num_replicas,
+        **_scale(args.api.num_replicas, args.api.autoscaling),
         ray_actor_options=_actor("base", pythons, num_cpus=args.api.num_cpus),
         max_ongoing_requests=args.api.max_ongoing_requests,
         max_surge_percent=INGRESS_SURGE_PERCENT,
@@ -132,7 +132,7 @@ def _bind_accounts(args: AppConfig, pythons: Pythons) -> serve.Application | Non
         args.api.key_limits,
         name=ACCOUNTS,
         ray_actor_options=_actor("base", pythons, num_cpus=0),
-        max_ongoing_requests=args.api.num_replicas * args.api.max_ongoing_requests,
+        max_ongoing_requests=args.api.max_num_replicas * args.api.max_ongoing_requests,
         **HEALTH,
     )
     return deployment.bind(args.api.key_limits)

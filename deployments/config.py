@@ -30,7 +30,14 @@ from deployments.http.settings import ApiLimits
 from deployments.observability.metrics_settings import MetricsSettings
 from deployments.requests.enhancer_config import PromptEnhancerConfig
 from deployments.requests.fields import Quality
-from deployments.stages.stage_config import STRICT, DataType, DecoderConfig, DenoiserConfig, EncoderConfig
+from deployments.stages.stage_config import (
+    STRICT,
+    AutoscalingConfig,
+    DataType,
+    DecoderConfig,
+    DenoiserConfig,
+    EncoderConfig,
+)
 from engines.core.spec import Attention
 from pipelines.control_network import with_network
 from pipelines.lora.source import LoraLimits, LoraSource, check_sources
@@ -117,8 +124,8 @@ class ModelConfig(_Config):
     allow_quantization: bool = False
     """Savings of ``memory_gib`` may quantise the transformer, if no lossless ones suffice."""
     share: str = ""
-    """Name of a group of models whose gangs are on the same GPUs. As many as fit are awake; the others sleep in host
-    memory. Empty: GPUs of its own."""
+    """Name of a group of models whose gangs are on the same GPUs. The gangs that fit are awake; the others sleep in
+    host memory. Empty: GPUs of its own."""
     stages: Literal["apart", "together"] = "apart"
     """Text encoder and decoder as two deployments, or one with the section ``text_encoder``."""
     text_encoder: EncoderConfig = EncoderConfig()
@@ -278,6 +285,8 @@ class ApiConfig(ApiLimits, ClipLimits):
     max_ongoing_requests: PositiveInt = 4096
     """Requests that Serve passes to a replica: more than the API's limit, so that it can refuse the rest."""
     num_replicas: PositiveInt = 1
+    autoscaling: AutoscalingConfig | None = None
+    """Number of replicas by requests under way, replaces ``num_replicas``."""
     num_cpus: float = Field(default=0.2, ge=0)
 
     def __post_init__(self) -> None:
@@ -297,6 +306,21 @@ class ApiConfig(ApiLimits, ClipLimits):
                 f"max_ongoing_requests is {self.max_ongoing_requests}; it must be above max_open_requests, which is "
                 f"{self.max_open_requests}, so that there is room for refusals"
             )
+        if self.autoscaling is not None:
+            self._check_autoscaling(self.autoscaling)
+
+    def _check_autoscaling(self, scaling: AutoscalingConfig) -> None:
+        if self.num_replicas != 1:
+            raise ValueError(
+                f"api.num_replicas {self.num_replicas} has no effect beside api.autoscaling: leave one of them out"
+            )
+        if not scaling.min_replicas:
+            raise ValueError("api.autoscaling.min_replicas is 0; it must be at least 1: nothing else takes requests")
+
+    @property
+    def max_num_replicas(self) -> int:
+        """The most replicas that there may be."""
+        return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas
 
     def part(self, limits: type[ApiLimits | ClipLimits]) -> dict[str, Any]:
         """Return the fields of ``limits``."""

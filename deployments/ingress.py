@@ -201,7 +201,7 @@ class Ingress:
                 if "image" in self._studio.cards()[model].defaults.kinds
             },
             signed_urls=self._config.api.signed_urls,
-            is_only_replica=self._config.api.num_replicas == 1,
+            is_only_replica=self._config.api.max_num_replicas == 1,
             **self._config.api.part(ApiLimits),
         )
 

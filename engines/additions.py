@@ -238,7 +238,7 @@ class _Share:
         self.mix = mix
 
     def take(self, additions: Mapping[str, Addition]) -> None:
-        """Take further additions. The weights must be as loaded, in all shares."""
+        """Take further additions. A parameter that none of the known ones changes is as loaded, whatever the mix."""
         assert self._parameters is not None
         for name, addition in additions.items():
             for own, low_rank in self._parameters.low_ranks(addition):
@@ -247,12 +247,16 @@ class _Share:
                 self._weights[own].low_ranks[name] = low_rank
 
     def forget(self, names: Collection[str]) -> None:
-        """Release additions, and the copies of weights that no other one changes. The weights must be as loaded."""
+        """Release additions that no share has in its weights, and the copies of weights that no other one changes."""
         for own, weight in list(self._weights.items()):
             for name in names:
                 weight.low_ranks.pop(name, None)
             if not weight.low_ranks:
                 del self._weights[own]
+
+    def may_have(self, names: Collection[str]) -> bool:
+        """Return whether the weights may have one of these additions now."""
+        return self.mix is None or any(name in names for name, _ in self.mix)
 
     def close(self) -> None:
         """Take no more additions: parameters whose layers were replaced are released."""
@@ -318,11 +322,25 @@ class WeightSwitch:
         wanted = {name for name, _ in mix}
         found = {name: self._additions.get(name) for name in wanted - self._known}
         new = {name: addition for name, addition in found.items() if addition is not None}
-        self._change(new, self._known - wanted - dict(self._additions.items()).keys())
+        self._change(new, self._gone(mix))
+
+    @torch.no_grad()
+    def reset_before(self, mix: Mix) -> None:
+        """Restore the loaded weights if ``catch_up`` has to, which may allocate other tensors than weights."""
+        self._reset_those_with(self._gone(mix))
+
+    def _gone(self, mix: Mix) -> set[str]:
+        return self._known - {name for name, _ in mix} - dict(self._additions.items()).keys()
+
+    def _reset_those_with(self, names: Collection[str]) -> None:
+        """Restore the loaded weights everywhere if a share may have one of these additions now."""
+        shares = (share for by_key in self._shares.values() for share in by_key.values())
+        if names and any(share.may_have(names) for share in shares):
+            self.reset_all()
 
     def _change(self, new: Mapping[str, Addition], gone: Collection[str]) -> None:
-        self.reset_all()
         shares = [share for by_key in self._shares.values() for share in by_key.values()]
+        self._reset_those_with(gone)
         try:
             for share in shares:
                 share.forget(gone)

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from PIL import Image
 
-from benchmarks.spread import Spread
+from benchmarks.results import Spread
 from deployments.cli.local import uses_proxies
 
 IMAGES, EDITS, CLIPS = "/v1/images/generations", "/v1/images/edits", "/v1/videos/sync"

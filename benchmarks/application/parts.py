@@ -19,8 +19,8 @@ from benchmarks.application.client import PROMPT, Client, Timing, data_of, media
 from benchmarks.application.memory import peak_memory
 from benchmarks.faults.timeline import rank_pids
 from benchmarks.load.client import Answer
+from benchmarks.results import Spread
 from benchmarks.serving.application import Application
-from benchmarks.spread import Spread
 
 NUM_REPEATS, NUM_NEW, NUM_LARGE = 5, 8, 3
 NUM_CLIPS = 3

@@ -24,7 +24,7 @@ from deployments.stages.common import Workers
 from deployments.stages.vae_decoder import NUM_ENCODINGS, ClipFinisher
 from engines.core.parcel import Parcel
 from pipelines.blocks.decoder import BlocksDecoder
-from pipelines.media import encode_frames
+from pipelines.media.encode import encode_frames
 from pipelines.size import Size
 
 

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models.folders import write_vae
-from benchmarks.results import tell
-from benchmarks.spread import Spread
+from benchmarks.results import Spread, tell
 from benchmarks.step_program import BF16_TFLOPS
 from pipelines.blocks.decoder import BlocksDecoder
 from pipelines.checkpoint import Checkpoint

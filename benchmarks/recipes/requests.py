@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.application.client import STAGES, Client, data_of, timing
+from benchmarks.results import Spread
 from benchmarks.serving.application import Application
-from benchmarks.spread import Spread
 from deployments.config import ServeConfig
 
 PLAIN = "plain"

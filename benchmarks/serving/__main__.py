@@ -25,9 +25,9 @@ import httpx
 
 from benchmarks.application.client import PROMPT, STAGES, Client, timing
 from benchmarks.application.memory import samples_of
+from benchmarks.results import Spread
 from benchmarks.serving.application import Application, demo_s, serving
 from benchmarks.serving.bare import Times, bare
-from benchmarks.spread import Spread
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
 

@@ -21,7 +21,7 @@ import torch
 from benchmarks.application.client import PROMPT
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
-from pipelines.media import encode_frames
+from pipelines.media.encode import encode_frames
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 

@@ -6,7 +6,8 @@
 
 ``engine`` needs no Ray: FLUX.1-dev with random weights, its memory asleep and awake, seconds of each, and whether the
 first step afterwards has the same bits, with and without an addition. ``application`` starts models that share GPUs,
-and times requests for a sleeping one. ``--small`` and the shipped models run on a CPU. The last line is one JSON
+sends mixed traffic, kills a rank of each sleeping model, and times requests for a sleeping one. ``--small`` and the
+shipped models run on a CPU. The last line is one JSON
 document.
 """
 
@@ -18,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.results import status_of, tell
+
+CASES = ("mixed", "kill", "swap")
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
@@ -40,6 +43,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     application.add_argument("--memory-gib", type=float, help="of each GPU for the models")
     application.add_argument("--steps", type=int, help="of each request; the models' own by default")
     application.add_argument("--clip", nargs="+", default=[], metavar="KEY=VALUE", help="fields of requests for clips")
+    application.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="what is measured, in this order")
     application.add_argument("--seconds", type=float, default=60.0, help="of mixed traffic")
     return parser.parse_args(words)
 

@@ -1,15 +1,12 @@
-"""The application with models that share GPUs: what a request for a sleeping model waits, and mixed traffic."""
+"""The application with models that share GPUs: mixed traffic, a killed rank, and requests for a sleeping model."""
 
 from __future__ import annotations
 
 import argparse
 import math
-import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 import httpx
@@ -17,6 +14,7 @@ import yaml
 
 from benchmarks.serving.application import serving
 from benchmarks.serving.settings import with_values, write_model
+from benchmarks.sleep import traffic
 from deployments.cli.configuration import config_for
 from deployments.cli.local import http_client
 from deployments.cli.serving import load_config, parse_config
@@ -29,16 +27,25 @@ TIMEOUT_S = 600.0
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield the times to a request for a model awake and asleep, then those of mixed traffic."""
+    """Yield the results of ``--cases`` in their order. One that fails is a result with an error."""
     config = shared_config(arguments)
     defaults = {model.name: Checkpoint.open(model.source, weights=False).defaults for model in config.app.models}
     kinds = {name: one.kind for name, one in defaults.items() if one.takes_words_alone}
     with serving(config) as application, client_of(application.url) as client:
         yield {"case": "start", "ready_s": application.ready_s}
-        requests = Requests(client, kinds, arguments)
-        files = {name: requests.made(name)[0] for name in kinds for _ in range(2)}
-        yield from swaps(requests, files, arguments.rounds)
-        yield mixed(requests, files, arguments.seconds)
+        make = Requests(client, kinds, arguments).made
+        expected = traffic.alone(make, [*kinds])
+        yield {"case": "alone", "awake_s": {name: one.took_s for name, one in expected.items()}}
+        of_case: dict[str, Callable[[], Iterable[dict[str, Any]]]] = {
+            "mixed": lambda: [traffic.mixed(make, expected, arguments.seconds)],
+            "kill": lambda: traffic.kills(make, expected, application.logs),
+            "swap": lambda: traffic.swaps(make, expected, arguments.rounds),
+        }
+        for case in arguments.cases:
+            try:
+                yield from of_case[case]()
+            except Exception as error:
+                yield {"case": case, "error": repr(error)}
 
 
 def client_of(url: str) -> httpx.Client:
@@ -119,51 +126,3 @@ class Requests:
             raise RuntimeError(f"{body['model']}: {answer.status_code} {answer.text}")
         document: dict[str, Any] = answer.json()
         return document
-
-
-def swaps(requests: Requests, files: Mapping[str, bytes], rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield seconds of a request after one for the same model, and after one for each of the others."""
-    for name in files:
-        same, awake_s, asleep_s = True, [], []
-        for _ in range(rounds):
-            for other in [one for one in files if one != name]:
-                requests.made(other)
-                data, took_s = requests.made(name)
-                asleep_s.append(took_s)
-                same = same and data == files[name]
-            data, took_s = requests.made(name)
-            awake_s.append(took_s)
-        yield {
-            "case": "swap",
-            "model": name,
-            "awake_s": median(awake_s),
-            "asleep_s": median(asleep_s),
-            "later_s": median(asleep_s) - median(awake_s),
-            "latest_s": max(asleep_s) - median(awake_s),
-            "same_bytes": same,
-        }
-
-
-def mixed(requests: Requests, files: Mapping[str, bytes], seconds: float) -> dict[str, Any]:
-    """Send requests to all models, one after the other for each, with pauses up to twice a request's time."""
-    end_s = time.monotonic() + seconds
-
-    def follow(name: str) -> tuple[list[float], bool]:
-        pauses, times_s, same = random.Random(name), [], True
-        while time.monotonic() < end_s:
-            data, took_s = requests.made(name)
-            times_s.append(took_s)
-            same = same and data == files[name]
-            time.sleep(pauses.uniform(0, 2 * took_s))
-        return times_s, same
-
-    with ThreadPoolExecutor(len(files)) as pool:
-        found = dict(zip(files, pool.map(follow, files), strict=True))
-    return {
-        "case": "mixed",
-        "seconds": seconds,
-        "mean_s": {name: fmean(times_s) for name, (times_s, _) in found.items()},
-        "longest_s": {name: max(times_s) for name, (times_s, _) in found.items()},
-        "num_requests": {name: len(times_s) for name, (times_s, _) in found.items()},
-        "same_bytes": all(same for _, same in found.values()),
-    }

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
-from deployments.asyncio_tools import cancel, taken, to_the_end
+from deployments.asyncio_tools import cancel, finish, taken, to_the_end
 from deployments.batches.contents import Contents
 from deployments.batches.records import BatchClaim, BatchRecord, BatchStore
 
@@ -168,9 +168,12 @@ class BatchRunner:
                 name = f"{batch.id}_{'output' if ending == 'out' else 'error'}.jsonl"
                 await self._store.add_file(claim.key_hash, name, "batch_output", num_bytes, file_id)
                 setattr(batch, attribute, file_id)
+        await finish(self._end(claim, status))  # else its answers would lie there for ever
+
+    async def _end(self, claim: BatchClaim, status: Any) -> None:
         if await self._store.set_status(claim, status):
             with suppress(Exception):  # room alone
-                await asyncio.to_thread(self._contents.remove, batch.id)
+                await asyncio.to_thread(self._contents.remove, claim.batch.id)
 
 
 def problem(message: str, line: int | None) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class Limited:
 
 def num_logical_cpus(config: ServeConfig) -> int:
     """Return the logical CPUs of a local cluster: the machine's, or the config's sum if that is larger."""
-    num_cpus = config.app.api.num_replicas * config.app.api.num_cpus + 1.0
+    num_cpus = config.app.api.max_num_replicas * config.app.api.num_cpus + 1.0
     for model in config.app.models:
         for stage in (model.text_encoder, model.decoder):
             num_cpus += stage.max_num_replicas * stage.num_cpus

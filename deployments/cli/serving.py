@@ -153,7 +153,16 @@ class Entrance:
 
 def end_limit_s(drain_s: float) -> float:
     """Return how long a server may take to end: all its limits, the last that of the cluster itself."""
-    return STORED_WITHIN_S + drain_s + 2 * DRAIN_MARGIN_S + DELETE_WITHIN_S + 2 * SHUTDOWN_WITHIN_S
+    return sum(limit_s for _, _, limit_s in _endings(drain_s)) + 2 * SHUTDOWN_WITHIN_S
+
+
+def _endings(drain_s: float) -> tuple[tuple[str, Callable[[], object], float], ...]:
+    """Return the steps of an orderly end, each with its limit in seconds."""
+    return (
+        ("an answer of the object store", partial(ray.put, bytes(STORED_BYTES)), STORED_WITHIN_S),
+        ("draining", partial(_drain, drain_s), drain_s + 2 * DRAIN_MARGIN_S),
+        ("deletion", partial(serve.delete, APPLICATION), DELETE_WITHIN_S),
+    )
 
 
 def end_application(entrance: Entrance, drain_s: float) -> None:
@@ -163,11 +172,7 @@ def end_application(entrance: Entrance, drain_s: float) -> None:
     """
     if entrance.door is not None:
         entrance.door.drain()
-    for what, work, limit_s in (
-        ("an answer of the object store", partial(ray.put, bytes(STORED_BYTES)), STORED_WITHIN_S),
-        ("draining", partial(_drain, drain_s), drain_s + 2 * DRAIN_MARGIN_S),
-        ("deletion", partial(serve.delete, APPLICATION), DELETE_WITHIN_S),
-    ):
+    for what, work, limit_s in _endings(drain_s):
         if not Limited(partial(_quietly, work)).ends_within(limit_s):
             logger.warning("the application cannot end in order: %s takes too long", what, extra={"waited_s": limit_s})
             return

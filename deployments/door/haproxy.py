@@ -104,7 +104,7 @@ class PictureQueue:
     @classmethod
     def of(cls, app: AppConfig) -> PictureQueue:
         num_places = sum(app.max_open_pictures[model.name] for model in app.models if may_draw(model))
-        return cls(num_places=app.api.num_replicas * num_places, body_deadline_s=app.api.body_deadline_s)
+        return cls(num_places=app.api.max_num_replicas * num_places, body_deadline_s=app.api.body_deadline_s)
 
     def variables(self) -> Iterator[str]:
         """Yield lines of the section ``global``."""

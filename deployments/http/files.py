@@ -27,9 +27,9 @@ OWN = re.compile(rf"{NAME.pattern}|\.{NAME.pattern}\.[0-9a-f]{{8}}")
 class FileShelf:
     """Files in ``folder``, gone ``lifetime_s`` after they were written, the oldest first if above ``max_bytes``.
 
-    Names hold 128 random bits. A client that knows a name may read the file, as with OpenAI's signed URLs, unless it
-    sends another key than the one that made the file. Each key has a folder of its own. Errors of the disk are raised
-    as StorageFullError or StorageLostError, never as OSError.
+    Names hold 128 random bits. A client that knows a name may read the file, as with OpenAI's signed URLs. It may not
+    if it sends another key than the one that made the file. Each key has a folder of its own. Errors of the disk are
+    raised as StorageFullError or StorageLostError, never as OSError.
     """
 
     folder: Path

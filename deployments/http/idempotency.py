@@ -60,16 +60,14 @@ class Turn:
 
 
 class KnownRequests:
-    """Answers in the database, by the keys of their requests, for ``lifetime_s`` each and ``max_bytes`` in all.
+    """Answers in the database, by the keys of their requests, for a day each and ``max_bytes`` in all.
 
     If two requests with one key come at once, on any replicas, the second waits for the first. Errors are not stored:
     the same request may be sent again. If a replica dies over a request, the next one may begin after ``lease_s``.
     """
 
-    def __init__(
-        self, database: Database, lifetime_s: float = DAY_S, max_bytes: int = MAX_BYTES, lease_s: float = LEASE_S
-    ) -> None:
-        self._database, self._lifetime_s, self._max_bytes, self._lease_s = database, lifetime_s, max_bytes, lease_s
+    def __init__(self, database: Database, max_bytes: int = MAX_BYTES, lease_s: float = LEASE_S) -> None:
+        self._database, self._max_bytes, self._lease_s = database, max_bytes, lease_s
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @asynccontextmanager
@@ -126,7 +124,7 @@ class KnownRequests:
         now_s, engine = time.time(), self._database.engine
         values = {"fingerprint": turn.fingerprint, "owner": turn.owner, "lease_until_s": now_s + self._lease_s}
         values |= {"created_at_s": now_s, "num_bytes": 0, "answer": None}
-        is_old = AnswerRow.created_at_s <= now_s - self._lifetime_s
+        is_old = AnswerRow.created_at_s <= now_s - DAY_S
         is_free = or_(is_old, and_(AnswerRow.answer.is_(None), AnswerRow.lease_until_s < now_s))
         insert = insert_into(AnswerRow, engine).values(name=turn.name, **values)
         take = insert.on_conflict_do_update(index_elements=["name"], set_=values, where=is_free)
@@ -165,7 +163,7 @@ class KnownRequests:
         sums = select(AnswerRow.name, up_to).where(AnswerRow.answer.is_not(None)).subquery()
         excess = select(sums.c.name).where(sums.c.up_to > self._max_bytes - num_new_bytes)
         async with self._database.engine.begin() as connection:
-            old = AnswerRow.created_at_s <= time.time() - self._lifetime_s
+            old = AnswerRow.created_at_s <= time.time() - DAY_S
             await connection.execute(delete(AnswerRow).where(old))
             if (await connection.scalar(select(size)) or 0) + num_new_bytes > self._max_bytes:
                 await connection.execute(delete(AnswerRow).where(AnswerRow.name.in_(excess)))

@@ -34,8 +34,8 @@ class RequestLog:
     """Gives each request an id (the client's own ``X-Request-Id`` if it is sane), answers with it, logs one line.
 
     The id and the arrival are a ``Requester`` in the scope. ``GET /health``, which is polled, is logged only when its
-    status changes. Without ``sends_request_id`` the proxy in front returns the client's id, even an invalid one. That
-    id is logged, escaped and cut, and an id is sent only if the client's is empty. An unhandled exception becomes a 500
+    status changes. Without ``sends_request_id`` the proxy in front returns the client's id, even an invalid one. It
+    is logged, escaped and cut; an id is sent only if the client's is empty. An unhandled exception becomes a 500
     in OpenAI's shape, and its traceback a log record.
 
     A proxy that dies during a request closes the connection, which counts as a client that left, not as an error.

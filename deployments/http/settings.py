@@ -20,41 +20,39 @@ ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 @dataclass(frozen=True, kw_only=True)
 class ApiLimits(PictureLimits):
-    """Configurable limits of the API. It has no slots, since its configuration section has a second such parent.
-
-    ``public_url`` replaces the host of the request in URLs of answers (behind a proxy that rewrites it). A body must
-    arrive within ``body_deadline_s`` of its request. It has at most ``max_body_bytes``, or ``max_upload_bytes`` where
-    pictures are allowed. All open uploads of a replica take about ``max_open_upload_bytes`` of memory. A replica works
-    on ``max_open_requests`` at a time; ``max_watchers`` of them may be streams of a clip's events.
-
-    ``allowed_hosts`` are names of the server beside its own. Pages of ``allowed_origins`` may send requests, beside its
-    own pages. ``X-Forwarded`` headers of ``trusted_proxies`` (addresses or networks) are believed.
-
-    ``key_limits`` are limits of API keys, for all replicas together.
-
-    An adapter that a client adds has at most ``max_lora_bytes``; one may be named by its path in ``lora_folders``.
-
-    Files that one key uploads under ``/v1/files``, and those of its batches, take at most ``max_stored_bytes``.
-
-    Results of one key are hidden from all others, unless ``share_between_keys`` is set.
-    """
+    """Configurable limits of the API. It has no slots, since its configuration section has a second such parent."""
 
     max_body_bytes: int = 1 << 20
+    """Limit of a body where no pictures are allowed."""
     max_upload_bytes: int = 64 << 20
+    """Limit of a body where pictures are allowed."""
     max_open_upload_bytes: int = 1 << 30
+    """Approximate limit of the memory that all open uploads of a replica take."""
     body_deadline_s: float = 30.0
+    """Time from a request until its body has arrived."""
     max_images_per_request: int = 4
     public_url: str = ""
+    """Replaces the host of the request in URLs of answers, behind a proxy that rewrites it."""
     allowed_hosts: tuple[str, ...] = ()
+    """Names of the server beside its own."""
     allowed_origins: tuple[str, ...] = ()
+    """Origins of pages that may send requests, beside its own pages."""
     trusted_proxies: tuple[str, ...] = ()
+    """Addresses or networks whose ``X-Forwarded`` headers are believed."""
     share_between_keys: bool = False
+    """Whether results of one key are visible to the others."""
     max_open_requests: int = 2048
+    """Limit of the requests that a replica works on at a time."""
     max_watchers: int = 1000
+    """Limit of those among them that are streams of a clip's events."""
     key_limits: tuple[KeyLimits, ...] = ()
+    """Limits of API keys, for all replicas together."""
     max_lora_bytes: int = 2 << 30
+    """Limit of an adapter that a client adds."""
     lora_folders: tuple[Path, ...] = ()
+    """Folders where a client may name an adapter by its path."""
     max_stored_bytes: int = 16 << 30
+    """Limit of the files that one key uploads under ``/v1/files``, and those of its batches."""
 
     def __post_init__(self) -> None:
         PictureLimits.__post_init__(self)
@@ -87,37 +85,38 @@ class ApiLimits(PictureLimits):
 
 @dataclass(frozen=True, kw_only=True)
 class ApiSettings(ApiLimits):
-    """Limits and places of the API. ValueError if one cannot work.
-
-    ``data_dir`` holds pictures served by URL and the clips. Without ``keys``, requests need none.
-    ``own_names`` are names of the machine. ``max_open_pictures`` limits the pictures under way in a replica, by model;
-    ``is_only_replica``: no other replica has further places.
-    ``max_files_bytes`` and ``file_lifetime_s`` limit the files that ``response_format=url`` leaves on the disk.
-    ``num_clip_previews`` are decoded while each clip runs. An idle stream sends a comment every ``keepalive_s``. It is
-    answered after ``first_event_wait_s`` even if the job still waits; an error before that has its own HTTP status.
-    ``signed_urls``: answers have URLs of the object storage in place of its contents.
-    ``sends_request_id`` is False where a proxy adds ``X-Request-Id`` to every answer already, as Ray Serve's does.
-    """
+    """Limits and places of the API. ValueError if one cannot work."""
 
     data_dir: Path
+    """Folder of the clips, and of pictures served by URL."""
     own_names: tuple[str, ...] = ()
+    """Names of the machine."""
     keys: KeyRing = field(default_factory=KeyRing, repr=False)
+    """Without keys, requests need none."""
     max_open_pictures: Mapping[str, int] = field(default_factory=dict)
+    """Limits of the pictures under way in a replica, by model."""
     is_only_replica: bool = True
+    """No other replica has further places."""
     signed_urls: bool = False
-    num_clip_previews: int = 3
+    """Answers have URLs of the object storage in place of its contents."""
     file_lifetime_s: float = 3600.0
+    """Age at which a file of ``response_format=url`` is deleted."""
     max_files_bytes: int = 1 << 30
+    """Limit of these files on the disk."""
     sends_request_id: bool = True
+    """False where a proxy adds ``X-Request-Id`` to every answer already, as Ray Serve's does."""
     keepalive_s: float = 10.0
+    """Interval of comments in an idle stream."""
     first_event_wait_s: float = 2.0
+    """A stream is answered after this time even if the job still waits.
+
+    An error before that has its own HTTP status."""
     video_poll_s: float = 0.5
+    """Interval at which records of clips and batches are read."""
 
     def __post_init__(self) -> None:
         ApiLimits.__post_init__(self)
         check_positive(self, "file_lifetime_s", "max_files_bytes", "keepalive_s", "video_poll_s")
-        if self.num_clip_previews < 0:
-            raise ValueError(f"num_clip_previews is {self.num_clip_previews}; it must be 0 or more")
 
 
 def _check_all(name: str, values: Iterable[str], pattern: re.Pattern[str], allowed: str) -> None:

@@ -40,13 +40,13 @@ class JsonLines(JsonFormatter):
         return first | log_data
 
 
-def configure_logs(level: int | str = "INFO", stream: TextIO | None = None) -> logging.Handler:
+def configure_logs(stream: TextIO | None = None) -> logging.Handler:
     """Write all logs of the project to ``stream`` (stderr) as JSON lines. A second call replaces the handler."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines())
     for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
-        logger.setLevel(level)
+        logger.setLevel(logging.INFO)
         logger.propagate = False
     return handler

@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from pydantic import ConfigDict
+
 from deployments.requests.fields import Quality
 from engines.core.spec import Attention
 from engines.gang.jobs.job import Progress as Progress
@@ -29,90 +31,97 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelCard:
-    """A served model: name in the API, family, the folder's mtime (Unix seconds), defaults and limits.
-
-    ``aliases``: its other names in requests. ``loras``: adapters that requests may name, with their default scales.
-    ``recipes``: defaults of requests that name them. ``qualities``: the recipes of low, medium or high.
-    ``description``: its subjects, and examples.
-    ``enhances_prompts``: the default of ``enhance_prompt``; None without a prompt enhancer.
-    ``path``: how steps are made, by diffusers' blocks or by the pipeline's own call. ``runtime_loras``: limits of
-    adapters that clients add; None: they may add none. ``memory``: the savings of ``memory_gib``, as a JSON object.
-    ``attentions``: precisions of attention that requests may name, the gang's own first.
-    """
+    """A served model: what requests may ask of it, and what answers say about it."""
 
     name: str
+    """Its name in the API."""
     family: str
     created: int
+    """The folder's mtime in Unix seconds."""
     defaults: Defaults
     aliases: tuple[str, ...] = ()
+    """Its other names in requests."""
     loras: tuple[Lora, ...] = ()
+    """Adapters that requests may name, with their default scales."""
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    """Defaults of requests that name them."""
     qualities: Mapping[Quality, str] = field(default_factory=dict)
+    """Recipes of low, medium or high."""
     description: Description = NO_DESCRIPTION
+    """Its subjects, and examples."""
     enhances_prompts: bool | None = None
+    """The default of ``enhance_prompt``; None without a prompt enhancer."""
     path: ModelPath = "blocks"
+    """How steps are made: by diffusers' blocks or by the pipeline's own call."""
     runtime_loras: LoraLimits | None = None
+    """Limits of adapters that clients add; None: they may add none."""
     memory: Mapping[str, Any] | None = None
+    """The savings of ``memory_gib``, as a JSON object."""
     attentions: tuple[Attention, ...] = ("auto",)
+    """Precisions of attention that requests may name, the gang's own first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTimes:
-    """Where the time of a request went, in seconds; ``total_s`` is wall-clock from start to end.
+    """Where the time of a request went."""
 
-    ``was_warm``: denoising needed no compilation or graph capture. ``gpu_s``: rank-seconds of its steps. ``eta_s``:
-    ``total_s`` as predicted at its arrival at the gang; None without a prediction. ``same_bytes``: the same request
-    always gives the same bytes; False for an elastic gang, where it gives the same picture.
-    """
+    __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)  # the API's document has them
 
     queue_s: float
     encode_s: float
     denoise_s: float
     decode_s: float
     total_s: float
+    """Wall-clock time from start to end."""
     was_warm: bool
+    """Denoising needed no compilation or graph capture."""
     gpu_s: float = 0.0
+    """Rank-seconds of its steps."""
     eta_s: float | None = None
+    """``total_s`` as predicted at its arrival at the gang; None without a prediction."""
     same_bytes: bool = True
+    """The same request always gives the same bytes. False for an elastic gang, which gives the same picture."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Queued:
-    """A gang has taken the request.
-
-    The request is predicted to take ``eta_s`` from its arrival, ``decode_s`` of it for decoding (None: nothing similar
-    was measured). The gang had ``num_before`` other requests.
-    """
+    """A gang has taken the request."""
 
     eta_s: float | None
+    """Predicted time from its arrival; None if nothing similar was measured."""
     decode_s: float | None = None
+    """Part of it for decoding."""
     num_before: int = 0
+    """Other requests that the gang had."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preview:
-    """A picture (PNG bytes) decoded from the latents after ``step``; ``index`` counts previews from 0."""
+    """A picture decoded from the latents of a running job."""
 
     index: int
+    """Number of the preview, from 0."""
     step: int
+    """The step after which it was made."""
     data: bytes
+    """PNG."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Media:
-    """The finished picture or clip; ``thumbnail`` is a WebP of the first frame for clips, else empty.
-
-    For a picture in layers, ``data`` is the lowest one, and ``further`` are those above it. ``revised_prompt``: the
-    prompt of an enhancer, if it was used.
-    """
+    """The finished picture or clip."""
 
     data: bytes
+    """The file; for a picture in layers, that of the lowest one."""
     format: MediaFormat
     seed: int
     timings: StageTimes
     thumbnail: bytes = b""
+    """A WebP of the first frame for clips, else empty."""
     further: tuple[bytes, ...] = ()
+    """Files of the layers above the lowest one."""
     revised_prompt: str | None = None
+    """The prompt of an enhancer, if it was used."""
 
     @property
     def files(self) -> tuple[bytes, ...]:

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -117,6 +118,10 @@ class ShareActor:
     def _poll_s(self, report: ShareReport) -> float:
         foresees = report.stage == "denoiser" and report.state == "asleep" and self._group.has_work
         return FORESEE_EVERY_S if foresees else POLL_S
+
+    async def grant(self, token: str, sizes: Sequence[int]) -> tuple[int, ...] | None:
+        """See ``ShareGroup.grant``."""
+        return self._group.grant(token, sizes)
 
     async def leave(self, token: str) -> None:
         """Forget a process that ends."""

@@ -61,6 +61,17 @@ class ShareMember:
         self._report = replace(self._report, state="loading")
         self._task = asyncio.create_task(self._keep_loading())
 
+    async def grant(self, uses: Sequence[MemoryUse]) -> tuple[int, ...] | None:
+        """Return the host memory that each process may take for its weights so far. None is no limit."""
+        sizes = [use.weights for use in uses]
+        try:
+            pinned: tuple[int, ...] | None = await self._actor.grant.remote(self._report.token, sizes)
+        except RayActorError as error:
+            logger.warning("no host memory is prepared: the arbiter of shared GPUs does not answer: %s", error)
+            return (0,) * len(sizes)
+        self._report = replace(self._report, pinned=pinned)
+        return pinned
+
     async def loaded(self, uses: Sequence[MemoryUse]) -> tuple[int, ...] | None:
         """Report the memory in use and begin to follow orders. Return the host memory that each process may pin.
 
@@ -68,7 +79,7 @@ class ShareMember:
         """
         if self._task is not None:
             await cancel(self._task)
-        self._report = replace(self._report, state="awake", uses=tuple(uses), demand=self._demand())
+        self._report = replace(self._report, state="awake", uses=tuple(uses), demand=self._demand(), pinned=None)
         order: ShareOrder = await self._actor.exchange.remote(replace(self._report))
         self._report = replace(self._report, pinned=order.pinned)
         self._task = asyncio.create_task(self._follow())
@@ -221,6 +232,11 @@ class ThreadMember:
     def may_load(self) -> None:
         """See ``ShareMember``."""
         asyncio.run_coroutine_threadsafe(self._member.may_load(), self._loop).result()
+
+    def granted(self) -> int | None:
+        """Return the host memory that the weights so far may take. None is no limit."""
+        pinned = asyncio.run_coroutine_threadsafe(self._member.grant([self._use()]), self._loop).result()
+        return None if pinned is None else pinned[0]
 
     def loaded(self) -> None:
         """Report the memory, and follow orders from now on."""

@@ -18,9 +18,9 @@ GIB = 2**30
 PROCESS_BYTES = GIB
 """GPU memory of a process beside what is counted: CUDA context, kernels, libraries' workspaces, unused cached memory.
 
-A context alone takes 0.6 GiB (an H100, ``gpu_gib.before`` in benchmarks/reports/sweep.jsonl). The rest is an allowance:
-the three processes of FLUX.1-dev held 3.3 GiB beside what is counted on a card of 24 GB, and 2.7 on one of 16, where
-allocators had to release unused memory (an H200, benchmarks/reports/cards.jsonl).
+A context alone takes 0.6 GiB (an H100, ``gpu_gib.before`` in benchmarks/reports/sweep.jsonl). The rest is an allowance.
+The three processes of FLUX.1-dev held 3.3 GiB beside what is counted on a card of 24 GB. On one of 16 they held 2.7,
+since allocators had to release unused memory (an H200, benchmarks/reports/cards.jsonl).
 """
 DECODE_LIMIT_GIB = 2
 """The proposed ``decoder.memory_gib``."""

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar
 
 import numpy as np
@@ -101,26 +102,43 @@ SLOW_S = 0.3
 """Delay of a health check's end above which the process lacks time: the next one does not wait."""
 
 
+class HealthCheckPace:
+    """Lets a health check last almost until the next one.
+
+    So Serve's timeout has begun when the process hangs, and ends sooner. The first call, and one after a pause or a
+    delay, ends at once: that time is lacking for the answer.
+    """
+
+    def __init__(self) -> None:
+        self._waits_until_s = -math.inf
+        """The next call waits if it begins before this time."""
+
+    @contextmanager
+    def call(self) -> Iterator[Callable[[], float]]:
+        """Yield how many seconds the call inside the block has left to wait; 0 if it may not wait."""
+        began_s = time.monotonic()
+        ends_s = began_s + CHECK_S if began_s < self._waits_until_s else began_s
+        yield lambda: max(0.0, ends_s - time.monotonic())
+        ended_s = time.monotonic()
+        is_slow = ended_s - began_s > CHECK_S + SLOW_S
+        self._waits_until_s = -math.inf if is_slow else ended_s + LATE_S
+
+
 class WeightStage:
     """A deployment with weights that sleep if its model shares GPUs."""
 
     _weights: StageWeights
-    _waits_until_s = -math.inf
-    """The next health check waits if it comes before this time."""
+
+    @cached_property
+    def _pace(self) -> HealthCheckPace:
+        return HealthCheckPace()
 
     async def check_health(self) -> None:
-        """Raise an error if the weights do not sleep and wake as ordered.
-
-        A call lasts almost until the next one. So Serve's timeout has begun when the process hangs, and ends sooner.
-        The first call, and one after a pause or a delay, return at once: that time is lacking for the answer.
-        """
+        """Raise an error if the weights do not sleep and wake as ordered."""
         self._weights.check()
-        began_s = time.monotonic()
-        if began_s < self._waits_until_s:
-            await asyncio.sleep(CHECK_S)
-        ended_s = time.monotonic()
-        is_slow = ended_s - began_s > CHECK_S + SLOW_S
-        self._waits_until_s = -math.inf if is_slow else ended_s + LATE_S
+        with self._pace.call() as left_s:
+            if wait_s := left_s():
+                await asyncio.sleep(wait_s)
 
     def __del__(self) -> None:
         """Leave other models' GPUs. Serve calls it when a replica is stopped."""
@@ -179,6 +197,8 @@ class StageWeights:
             yield modules
         for module in modules:
             self.memory.hold(module)
+        if self._member is not None:
+            self.memory.prepare(self._member.granted())  # host memory is touched beside the warm-up
 
     def loaded(self) -> None:
         """Say that all weights are there and warmed up; from now on they may sleep."""

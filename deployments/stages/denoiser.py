@@ -24,7 +24,7 @@ from deployments.replicas import is_on_loopback, prepare_replica
 from deployments.settings import process_environment
 from deployments.sharing.share_actor import ShareSpec
 from deployments.sharing.share_member import ShareMember
-from deployments.stages.common import CHECK_S, LATE_S, PRIORITIES, Encoded, EncodingDone, StageEvent
+from deployments.stages.common import CHECK_S, PRIORITIES, Encoded, EncodingDone, HealthCheckPace, StageEvent
 from deployments.stages.measured_times import estimates_s_of, step_times_of
 from deployments.stages.rank import LoadRankParts
 from deployments.stages.replica_load import ReplicaLoad
@@ -92,6 +92,7 @@ class Denoiser:
         if share is not None:
             self._member = ShareMember(share, model.name, "denoiser", move=self._move, demand=self._demand)
             shared = {"placement_group": await self._member.bundles(), "gpus": share.rank_gpus(model)}
+            shared["grant"] = self._member.grant
             await self._member.may_load()
         self._gang = await Gang.start(
             model.denoiser,
@@ -107,7 +108,7 @@ class Denoiser:
             self._gang.on_open, self._member.on_wake_s = self._member.look, self._gang.expect_wake
             self._uses = await self._gang.memory_uses()
             await self._gang.reserve_host_memory(await self._member.loaded(self._uses))
-        self._checked_s = -math.inf
+        self._pace = HealthCheckPace()
         self._check: asyncio.Future[None] | None = None
         before_end(lambda: self._hand_on(drain_s - CLOSE_S))
 
@@ -221,24 +222,21 @@ class Denoiser:
     async def check_health(self) -> None:
         """Raise if the gang is broken. One ``Gang.check_health`` may span several calls.
 
-        A call ends within two seconds, so that only a hanging replica exceeds Serve's timeout. Later calls last almost
-        until the next one: Serve polls running checks ten times a second, and so learns of a broken gang fast. A call
-        after a pause returns at once: Ray may have delayed it, and Serve's timeout counts from its sending.
+        Serve polls running checks ten times a second, and so learns of a broken gang fast.
         """
-        waits = time.monotonic() - self._checked_s < LATE_S
-        if self._member is not None and self._gang.is_whole:
-            self._member.check()
-        if self._check is None:
-            self._check = asyncio.ensure_future(self._gang.check_health())
-        check = self._check
-        await asyncio.wait({check}, timeout=CHECK_S)
-        if check.done():
-            if self._check is check:  # a call that Serve has given up on may still be here
-                self._check = None
-            check.result()
-        if waits and await self._gang.breaks_within(CHECK_S):
-            await self._gang.check_health()
-        self._checked_s = time.monotonic()
+        with self._pace.call() as left_s:
+            if self._member is not None and self._gang.is_whole:
+                self._member.check()
+            if self._check is None:
+                self._check = asyncio.ensure_future(self._gang.check_health())
+            check = self._check
+            await asyncio.wait({check}, timeout=CHECK_S)
+            if check.done():
+                if self._check is check:  # a call that Serve has given up on may still be here
+                    self._check = None
+                check.result()
+            if (wait_s := left_s()) and await self._gang.breaks_within(wait_s):
+                await self._gang.check_health()
 
     async def __del__(self) -> None:
         """Release engines, then communicators, then end ranks. Serve awaits it when a replica is stopped."""

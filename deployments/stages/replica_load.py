@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from deployments.stages.common import PRIORITIES
 from engines.gang.jobs.job import Job, JobDone
 from engines.gang.load import GangLoad, NewWork, OpenWork
-from pipelines.request import MediaRequest, StepKind
+from pipelines.request import MediaRequest, StepKind, mix_of
 
 if TYPE_CHECKING:
     from engines.gang.gang import Gang
@@ -24,9 +24,15 @@ def kind_of(request: MediaRequest) -> str:
     return f"{kind.size} branches={kind.num_branches}{kind.settings}{kind.inputs}"
 
 
+def adapters_of(mix: object) -> str:
+    """Return the name of adapters and their weights, equal for equal ones, to send."""
+    return repr(mix) if mix else ""
+
+
 def new_work(request: MediaRequest) -> NewWork:
     """Return what a router knows of a request."""
-    return NewWork(kind_of(request), request.num_inference_steps, PRIORITIES[request.service_tier])
+    priority, adapters = PRIORITIES[request.service_tier], adapters_of(mix_of(request.loras))
+    return NewWork(kind_of(request), request.num_inference_steps, priority, adapters)
 
 
 class ReplicaLoad:
@@ -71,6 +77,8 @@ class ReplicaLoad:
             cold_s=self._cold_s or 0.0,
             by_urgency=by_urgency,
             wake_s=self._gang.wake_s,
+            adapters=adapters_of(self._gang.additions),
+            switch_s=self._gang.switch_s,
         )
         return load.to_stats()
 

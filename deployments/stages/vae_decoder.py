@@ -25,8 +25,9 @@ from engines.core.logs import timed
 from engines.core.parcel import Parcel
 from pipelines.directory import part_class
 from pipelines.libraries import quick_imports
-from pipelines.media import Sound, encode_frames, encode_thumbnail
+from pipelines.media.encode import encode_frames, encode_thumbnail
 from pipelines.media.metadata import NO_TEXTS, MetadataWriter, Texts
+from pipelines.media.sound import Sound
 from pipelines.request import MediaRequest
 from pipelines.schedules import SCHEDULER
 

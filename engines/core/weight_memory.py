@@ -98,6 +98,14 @@ class WeightMemory:
         """Return what the allocator holds beside ``weights``, which it counts while they are asleep, too."""
         return max(0, torch.cuda.memory_reserved(self._device) - weights) if self._device.type == "cuda" else 0
 
+    def prepare(self, pinned_bytes: int | None = None) -> None:
+        """Begin to touch the host memory of the weights so far, at most ``pinned_bytes`` of it. Returns at once.
+
+        ``reserve`` then takes a fraction of its time. It calls CUDA, which may not happen while a graph is captured.
+        """
+        if self._spans is not None and self._host is not None:
+            self._host.prepare(_num_bytes(self._spans.find()), pinned_bytes=pinned_bytes)
+
     def reserve(self, pinned_bytes: int | None = None) -> None:
         """Begin to allocate host memory for the copy, at most ``pinned_bytes`` of it pinned. Returns at once."""
         self._pinned_limit = pinned_bytes

@@ -19,6 +19,8 @@ LATE_SHARE, ALERT_SHARE = 0.02, 0.05
 The first holds for the wanted number of gangs. Above the second, more are wanted; in between, the number stays."""
 USUAL_START_S = 60.0
 """Seconds from the order of a gang until it takes jobs, before one was seen."""
+KEPT_S = 3600.0
+"""Age of the oldest arrivals that are kept, at least."""
 NUM_STARTS = 8
 """Newest starts whose median counts."""
 MIN_WINDOW_S, WINDOW_STARTS = 120.0, 2.0
@@ -116,8 +118,7 @@ class Observation:
 class ArrivalHistory:
     """Arrivals at all gangs together, as cumulative sums over time."""
 
-    def __init__(self, keep_s: float = 3600.0) -> None:
-        self._keep_s = keep_s
+    def __init__(self) -> None:
         self._times_s: list[float] = []
         self._sums: list[tuple[float, float, float]] = []
         self._last: dict[str, GangReport] = {}
@@ -140,8 +141,8 @@ class ArrivalHistory:
         grew = not is_first and sums[0] > self._sums[-1][0]
         self._times_s.append(seen.now_s)
         self._sums.append(sums)
-        if seen.now_s - self._times_s[0] > 2 * self._keep_s:
-            oldest = bisect_left(self._times_s, seen.now_s - self._keep_s)
+        if seen.now_s - self._times_s[0] > 2 * KEPT_S:
+            oldest = bisect_left(self._times_s, seen.now_s - KEPT_S)
             del self._times_s[:oldest], self._sums[:oldest]
         return grew
 

@@ -6,7 +6,7 @@ import asyncio
 import contextvars
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -103,6 +103,16 @@ class Driver:
     def work_s(self, job: Job) -> float | None:
         """Return the predicted seconds of a job on the whole gang; None if that would be a guess."""
         return self._admission.work_s(job)
+
+    @property
+    def additions(self) -> Hashable:
+        """Additions to the weights after all steps sent."""
+        return self._scheduler.additions
+
+    @property
+    def switch_s(self) -> float:
+        """Predicted seconds of a change to other ones."""
+        return self._scheduler.prediction.switch_s
 
     def open(self, job: Job) -> OpenJob:
         if self.broken is not None:

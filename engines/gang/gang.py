@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from engines.gang.load import OpenWork
 from engines.gang.metrics import observe_start
 from engines.gang.placement import current_group
 from engines.gang.rank import RankInfo, kill_ranks, spawn_ranks
-from engines.gang.start import Start, rank_environments
+from engines.gang.start import Grant, Start, rank_environments
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +78,14 @@ class Gang:
         gpus: float | None = None,
         step_times: Callable[[Sequence[RankInfo], StepEstimates | None], StepTimes] | None = None,
         clock: Clock | None = None,
+        grant: Grant | None = None,
     ) -> Gang:
         """Spawn ranks in the replica's placement group, connect them, run ``load`` on each, then its result.
 
         ``model`` is the name in logs and metrics. ``environment`` is called on each node and returns the variables of
         its ranks' processes. ``python`` is their command, ``gpus`` their share of a GPU (``spawn_ranks``).
-        ``step_times`` returns the step times measured on such ranks, given the ranks' estimates.
+        ``step_times`` returns the step times measured on such ranks, given the ranks' estimates. ``grant`` returns the
+        host memory that sleeping weights may take (``Start``).
 
         On an error, a missed start deadline (``GangBrokenError``) or cancellation, all started ranks are killed.
         Exceptions of ``load`` and of its result are raised here unchanged.
@@ -92,7 +94,7 @@ class Gang:
         started_s = clock.now_s()
         environments = await rank_environments(config, group, environment, clock)
         spawn = partial(spawn_ranks, config, group, environments, python, gpus)
-        start = Start(config, spawn, clock, model, is_forked=bool(python))
+        start = Start(config, spawn, clock, model, is_forked=bool(python), grant=grant)
         try:
             infos, built = await start.run(load)
             start_s = clock.now_s() - started_s
@@ -169,6 +171,16 @@ class Gang:
     def wake_s(self) -> float:
         """Predicted seconds until steps may run; 0 while they may."""
         return self._driver.rest.wake_up.total_s
+
+    @property
+    def additions(self) -> Hashable:
+        """Additions to the weights after all steps sent."""
+        return self._driver.additions
+
+    @property
+    def switch_s(self) -> float:
+        """Predicted seconds of a change to other ones."""
+        return self._driver.switch_s
 
     async def reserve_host_memory(self, pinned: Sequence[int] | None) -> None:
         """Let each rank pin host memory in the background, at most its entry of ``pinned`` in bytes (None: all)."""

@@ -23,6 +23,8 @@ class NewWork(NamedTuple):
     """Jobs of one kind have steps of one time: size, branches, adapters."""
     num_steps: int
     priority: float = 1.0
+    adapters: str = ""
+    """Adapters with their weights, which the gang adds to its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,14 +41,19 @@ class GangLoad:
     """Whether shorter jobs overtake longer ones; False: jobs run in order of arrival."""
     wake_s: float = 0.0
     """Predicted seconds until the weights are on the devices; 0 if they are."""
+    adapters: str = ""
+    """Adapters in the weights after the step that was planned last, as in ``NewWork``."""
+    switch_s: float = 0.0
+    """Predicted seconds of a change to other ones."""
 
     def own_s(self, new: NewWork, usual_step_s: float) -> float:
         """Return the seconds of ``new`` alone. A kind that this gang has not run takes ``usual_step_s`` a step.
 
-        It costs ``cold_s`` more.
+        It costs ``cold_s`` more. Weights with other adapters cost ``switch_s``.
         """
-        step_s = self.step_s.get(new.kind)
-        return new.num_steps * usual_step_s + self.cold_s if step_s is None else new.num_steps * step_s
+        step_s, switch_s = self.step_s.get(new.kind), self.switch_s if new.adapters != self.adapters else 0.0
+        first_s = self.cold_s if step_s is None else switch_s
+        return new.num_steps * (usual_step_s if step_s is None else step_s) + first_s
 
     def finish_s(self, new: NewWork, own_s: float, age_s: float = 0.0, beside: Collection[OpenWork] = ()) -> float:
         """Return the predicted seconds until ``new``, which takes ``own_s``, is done.
@@ -73,6 +80,8 @@ class GangLoad:
             "cold_s": round(self.cold_s, 2),
             "by_urgency": self.by_urgency,
             "wake_s": round(self.wake_s, 1),
+            "adapters": self.adapters,
+            "switch_s": round(self.switch_s, 3),
         }
 
     @classmethod
@@ -84,7 +93,9 @@ class GangLoad:
             step_s=stats["step_s"],
             cold_s=stats["cold_s"],
             by_urgency=stats["by_urgency"],
-            wake_s=stats.get("wake_s", 0.0),  # missing in reports of an earlier version
+            wake_s=stats.get("wake_s", 0.0),  # these are missing in reports of an earlier version
+            adapters=stats.get("adapters", ""),
+            switch_s=stats.get("switch_s", 0.0),
         )
 
 

@@ -149,6 +149,9 @@ class Rank:
     def wake(self) -> None:
         self._memory.wake()
 
+    def prepare_host_memory(self, pinned_bytes: int | None) -> None:
+        self._memory.prepare(pinned_bytes)
+
     def reserve_host_memory(self, pinned_bytes: int | None) -> None:
         self._memory.reserve(pinned_bytes)
 

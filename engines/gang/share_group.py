@@ -40,7 +40,7 @@ class ShareReport:
     swap_s: float | None = None
     """Measured seconds of its last sleep and its last wake-up together."""
     pinned: tuple[int, ...] | None = None
-    """Host memory that it was allowed to pin; None until then."""
+    """Host memory that it was allowed to pin; None asks for it, for the weights of ``uses``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,9 +103,12 @@ class ShareGroup:
                 self._target |= {report.model}
             self._pinned = {token: sizes for token, sizes in self._pinned.items() if token in self._tokens()}
         known.hear(report, now_s)
+        if report.pinned is not None:
+            self._pinned[report.token] = report.pinned
         if report.uses:
             self._check_devices(report)
-            self._grant(report)
+            if report.pinned is None:
+                self.grant(report.token, [use.weights for use in report.uses])
         self._update(report.model, now_s)
         self.settle(now_s)
         return self.order(report, now_s)
@@ -117,6 +120,15 @@ class ShareGroup:
             self._update(key[0], now_s)
         self._pinned.pop(token, None)
         self.settle(now_s)
+
+    def grant(self, token: str, sizes: Sequence[int]) -> tuple[int, ...] | None:
+        """Grant a deployment host memory for weights of ``sizes`` in place of what it had. None is no limit."""
+        if self._host_bytes is None:
+            return None
+        others = sum(sum(pinned) for other, pinned in self._pinned.items() if other != token)
+        share = min(1.0, max(0, self._host_bytes - others) / max(1, sum(sizes)))
+        self._pinned[token] = tuple(int(share * size) for size in sizes)
+        return self._pinned[token]
 
     def settle(self, now_s: float) -> None:
         """Drop silent processes, then decide anew unless a swap is under way."""
@@ -227,15 +239,6 @@ class ShareGroup:
                     f"the ranks of {report.model} are on {', '.join(devices)} and those of {other.report.model} on "
                     f"{', '.join(theirs)}: models that share GPUs must be on the same ones"
                 )
-
-    def _grant(self, report: ShareReport) -> None:
-        """Grant host memory, once per process."""
-        if report.pinned is not None:
-            self._pinned[report.token] = report.pinned
-        elif self._host_bytes is not None and report.token not in self._pinned:
-            left, sizes = max(0, self._host_bytes - self.pinned_bytes), [use.weights for use in report.uses]
-            share = min(1.0, left / max(1, sum(sizes)))
-            self._pinned[report.token] = tuple(int(share * size) for size in sizes)
 
     # Members.
 

@@ -7,12 +7,14 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import repeat
 from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
 
 from engines.core.logs import log_phase
+from engines.core.resources import MemoryUse
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang_config import BuiltRank, Clock, Environment, GangConfig, LoadRank
 from engines.gang.metrics import observe_phase
@@ -20,6 +22,8 @@ from engines.gang.placement import rank_strategy
 from engines.gang.rank import RankInfo, kill_ranks
 
 PING_EVERY_S = 1.0
+Grant = Callable[[Sequence[MemoryUse]], Awaitable[Sequence[int] | None]]
+"""Takes each rank's memory use and returns the host memory that it may pin (None: all)."""
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,7 @@ class Start:
     A phase ends when all ranks have done it. An exception of a rank is raised unchanged; ranks that are late or answer
     no ping raise GangBrokenError. Without pings, a stopped process would delay the others until the phase's deadline.
     Ranks whose processes do not run in time are killed and spawned anew; all others are left to the caller.
+    ``grant`` is called with loaded weights: ranks touch the host memory that it returns while they build.
     """
 
     def __init__(
@@ -40,8 +45,9 @@ class Start:
         model: str = "unnamed",
         *,
         is_forked: bool = False,
+        grant: Grant | None = None,
     ) -> None:
-        self._config, self._spawn, self._clock, self._model = config, spawn, clock, model
+        self._config, self._spawn, self._clock, self._model, self._grant = config, spawn, clock, model, grant
         self.ranks: Sequence[Any] = ()
         self._silence_s = config.silence_s(is_forked=is_forked)
         self._end_s = clock.now_s() + config.start_deadline_s
@@ -60,6 +66,7 @@ class Start:
                 infos = await self._connect()
             with self._timed("load"):
                 await self._phase("load their weights", config.load_deadline_s, lambda rank: rank.load.remote(load))
+                await self._prepare_host_memory()
             with self._timed("build"):
                 build_s = config.build_deadline_s
                 built = await self._phase("build their engines", build_s, lambda rank: rank.build.remote())
@@ -68,6 +75,15 @@ class Start:
             await asyncio.gather(self._pings, return_exceptions=True)
         assert len(built) == len(self.ranks)
         return infos, built[0]
+
+    async def _prepare_host_memory(self) -> None:
+        """Let ranks touch the granted host memory while they build."""
+        if self._grant is None:
+            return
+        uses = await self._phase("say their memory", None, lambda rank: rank.memory_use.remote())
+        limits = await self._grant(uses)
+        next_limit = repeat(None) if limits is None else iter(limits)  # ranks are called in order
+        await self._phase("take host memory", None, lambda rank: rank.prepare_host_memory.remote(next(next_limit)))
 
     async def _start_processes(self) -> None:
         """Spawn ranks until all answer. One that hangs before its first ping, as in an import, is only seen by time."""

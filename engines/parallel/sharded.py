@@ -135,7 +135,7 @@ class ShardedModel:
             self._hold_fast(branch.module, fast)
         key = _key(branch.module, team) if fast is None else FAST
         if self._switch.is_behind(branch.additions):
-            self._switch.reset_all()  # its temporary tensors are no weights
+            self._switch.reset_before(branch.additions)  # its temporary tensors are no weights
             with self._memory.region():
                 self._switch.catch_up(branch.additions)
         self._switch.set(branch.module, key, branch.additions)

@@ -180,9 +180,9 @@ H200 = Machine(
     },
     fast_path=True,
 )
-"""Measured (benchmarks/reports/denoise_step_h200_2026-11-21.md): bf16 products of 3072 and 12288 features in a
-step's mix, and attention of 128-wide heads, at the clock of a GPU under sustained load (10 to 20 % faster when
-cool). float8 includes its quantisation. int8 products alone are no faster than bf16's."""
+"""Measured at the clock of a GPU under sustained load; a cool one is 10 to 20 % faster
+(benchmarks/reports/denoise_step_h200_2026-11-21.md): bf16 products of 3072 and 12288 features in a step's mix, and
+attention of 128-wide heads. float8 includes its quantisation. int8 products alone are no faster than bf16's."""
 
 TERA, GIGA = 1e12, 1e9
 NVLINK, PCIE = "NVLink", "PCIe"
@@ -192,23 +192,26 @@ PCIE_4, PCIE_5 = 32 * GIGA, 64 * GIGA
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedFigures:
-    """Published figures of a GPU. Rates are dense FLOP/s, without sparsity, accumulated in float32 (int8 in int32).
+    """Published figures of a GPU.
 
-    A rate of 0 means that the GPU has no such product. ``memory_gib`` is less the part that error correction takes, if
-    it has no memory of its own. ``link_bytes_per_s``: between two GPUs of a host, per direction. ``host_bytes_per_s``:
-    from the host's memory. ``source``: the document.
+    Rates are dense FLOP/s, without sparsity, accumulated in float32 (int8 in int32). A rate of 0 means that the GPU has
+    no such product.
     """
 
     name: str
     source: str
+    """The document."""
     bf16: float
     fp8: float
     int8: float
     memory_bytes_per_s: float
     memory_gib: float
+    """Less the part that error correction takes, if it has no memory of its own."""
     link: str
     link_bytes_per_s: float
+    """Between two GPUs of a host, per direction."""
     host_bytes_per_s: float = PCIE_5
+    """From the host's memory."""
 
 
 _H200 = PublishedFigures(

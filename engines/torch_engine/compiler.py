@@ -48,9 +48,21 @@ def make_products_real(graph: Graph) -> int:
             continue
         with graph.inserting_before(real_view):
             real_view.replace_all_uses_with(graph.call_function(real_product, factors))
+        _erase_unused(graph, real_view)
         num_products += 1
-    graph.eliminate_dead_code()
     return num_products
+
+
+def _erase_unused(graph: Graph, node: Node) -> None:
+    """Erase ``node``, which nothing reads, and the products and views that only it read.
+
+    ``Graph.eliminate_dead_code`` takes methods for pure: it would erase ``x.copy_(y)`` too, whose result nothing reads.
+    """
+    sources = node.all_input_nodes
+    graph.erase_node(node)
+    for source in sources:
+        if not source.users and (source.target in PRODUCTS or source.target is torch.view_as_complex):
+            _erase_unused(graph, source)
 
 
 def _factors(product: Any) -> tuple[Any, Any] | None:

@@ -8,7 +8,7 @@ request may wait: shapes that were not prepared run as they are written, with ot
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -47,11 +47,10 @@ class CompiledForward:
         form = form_of(args, options)
         if self.is_compiling:
             self._forms.add(form)
-        is_ready = form in self._forms
-        if isinstance(self._compiled, CapturedForward):
-            captured = self._compiled
-            return captured.run(form, args, options) if is_ready else captured.run_uncaptured(args, options)
-        return (self._compiled if is_ready else self.__wrapped__)(*args, **options)
+        return self._run(form, args, options)
+
+    def _run(self, form: Hashable, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        return (self._compiled if form in self._forms else self.__wrapped__)(*args, **options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """Return the plain forward of the copied module: what is prepared has weights or memory of its own."""
@@ -60,6 +59,19 @@ class CompiledForward:
     def is_ready(self, *args: Any, **options: Any) -> bool:
         """Return whether such a call is compiled, or is compiled by the next call."""
         return self._every_form or self.is_compiling or form_of(args, options) in self._forms
+
+
+class PreparedCaptures(CompiledForward):
+    """A ``CompiledForward`` of a captured one: calls of other forms run uncaptured, with the same bytes."""
+
+    def __init__(self, plain: Callable[..., Any], device: torch.device) -> None:
+        self._captured = CapturedForward(plain, device)
+        super().__init__(plain, self._captured)
+
+    def _run(self, form: Hashable, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        if form in self._forms:
+            return self._captured.run(form, args, options)
+        return self._captured.run_uncaptured(args, options)
 
 
 @contextmanager
@@ -80,19 +92,19 @@ def compile_encoders(pipeline: Any, backend: str = INDUCTOR) -> tuple[CompiledFo
     forwards = []
     for module in text_encoders_of(pipeline).values():
         make_bias_contiguous(module)
-        forwards.append(CompiledForward(module.forward, faster_encoder(module, backend)))
+        forwards.append(faster_encoder(module, backend))
         module.__dict__["forward"] = forwards[-1]
     return tuple(forwards)
 
 
-def faster_encoder(encoder: nn.Module, backend: str = INDUCTOR) -> Callable[..., Any]:
+def faster_encoder(encoder: nn.Module, backend: str = INDUCTOR) -> CompiledForward:
     """Return the prepared ``forward`` of ``encoder``: captured on CUDA, else compiled."""
     device = next(encoder.parameters()).device
     if device.type == "cuda":
-        return CapturedForward(encoder.forward, device)
+        return PreparedCaptures(encoder.forward, device)
     raise_recompile_limit(MAX_VARIANTS)
     keep_kernel_choices()
-    return torch.compile(encoder.forward, dynamic=False, backend=backend)
+    return CompiledForward(encoder.forward, torch.compile(encoder.forward, dynamic=False, backend=backend))
 
 
 def compute_as_captured(encoder: nn.Module) -> None:

@@ -142,7 +142,7 @@ class ClipEncoder:
 
     ``workers`` encode groups in parallel while further frames are added. Only ``num_frames``, the expected number,
     decides the groups: the bytes depend neither on the workers nor on the pieces. At most ``max_waiting`` groups are
-    held as pixels; then ``add`` blocks. As a context manager it cancels, at exit, groups that have not begun.
+    held as pixels; then ``add`` blocks. The end of its context cancels groups that have not begun.
     """
 
     def __init__(self, num_frames: int, fps: int, workers: Executor, max_waiting: int = 16) -> None:

@@ -13,8 +13,10 @@ from ray.serve.config import AutoscalingConfig as ServeAutoscalingConfig
 from deployments import app
 from deployments.app import build_app, serve_autoscaling
 from deployments.config import ApiConfig, AppConfig, ModelConfig, ProvenanceConfig, ShareConfig
+from deployments.door.haproxy import PictureQueue
 from deployments.stages.common import StageSpec
 from deployments.stages.stage_config import AutoscalingConfig
+from deployments.usage.quotas import KeyLimits
 
 OWN_RULE = "`look_back_period_s` .* must be greater than `metrics_interval_s`"
 
@@ -79,6 +81,19 @@ def versions(**changes: Any) -> dict[str, str]:
 def test_a_change_restarts_what_depends_on_it(changes: dict[str, Any], restarted: set[str]) -> None:
     before, after = versions(), versions(**changes)
     assert {name for name, version in after.items() if version != before[name]} == restarted
+
+
+def test_replicas_of_the_api_scale() -> None:
+    scaling = AutoscalingConfig(max_replicas=3, target_ongoing_requests=200)
+    limits = KeyLimits(max_concurrent=1)
+    api = ApiConfig(autoscaling=scaling, key_limits=(limits,))
+    args = AppConfig(models=(ModelConfig(name="flux-shapes"),), api=api, fork_workers=False)
+    built = {one.name: one._deployment_config for one in build_serve_app(build_app(args), name="troupe").deployments}
+    found = built["Ingress"].autoscaling_config
+    assert found is not None
+    assert (found.min_replicas, found.max_replicas, found.target_ongoing_requests) == (1, 3, 200)
+    assert built["Accounts"].max_ongoing_requests == 3 * api.max_ongoing_requests
+    assert PictureQueue.of(args).num_places == 3 * args.max_open_pictures["flux-shapes"]
 
 
 def test_changed_code_restarts_everything(monkeypatch: pytest.MonkeyPatch) -> None:

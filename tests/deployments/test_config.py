@@ -151,6 +151,25 @@ def test_gangs_scale_by_work_or_by_requests(scaling: dict[str, float], reason: s
         AppConfig.model_validate({"models": [{"name": "m", "denoiser": {"autoscaling": scaling}}]})
 
 
+@pytest.mark.parametrize(
+    ("api", "reason"),
+    [
+        (
+            {"autoscaling": {"min_replicas": 0, "max_replicas": 2}},
+            "api.autoscaling.min_replicas is 0; it must be at least 1",
+        ),
+        (
+            {"autoscaling": {"max_replicas": 2}, "num_replicas": 2},
+            "num_replicas 2 has no effect beside api.autoscaling",
+        ),
+        ({"autoscaling": {"target_wait_s": 5}}, "target_wait_s"),
+    ],
+)
+def test_replicas_of_the_api_scale_by_requests_and_never_to_none(api: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        AppConfig.model_validate({"models": [{"name": "m"}], "api": api})
+
+
 def test_encoders_do_not_scale_by_predicted_work() -> None:
     with pytest.raises(ValidationError, match="target_wait_s"):
         AppConfig.model_validate({"models": [{"name": "m", "text_encoder": {"autoscaling": {"target_wait_s": 5}}}]})

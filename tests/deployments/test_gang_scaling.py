@@ -26,7 +26,7 @@ from deployments.stages.stage_config import DenoiserConfig, GangScalingConfig
 from engines.gang.autoscaling import GangReport
 from engines.gang.jobs.job import Job, JobDone
 from engines.gang.load import GangLoad, OpenWork
-from pipelines.request import Lora, MediaRequest
+from pipelines.request import Lora, MediaRequest, mix_of
 from pipelines.solver import Solver
 from tests.deployments.support.fake_studio import PICTURES
 
@@ -283,6 +283,8 @@ def replica_load(work_s: float | None = 1.0, **open_s: float) -> ReplicaLoad:
         open_work=lambda: works,
         work_s=lambda job: work_s,
         wake_s=2.5,
+        additions=mix_of((Lora(name="ink"),)),
+        switch_s=0.125,
     )
     return ReplicaLoad(cast("Any", stub), start_s=12.0)
 
@@ -306,6 +308,12 @@ def test_a_replica_reports_kinds_that_it_has_run_and_what_the_first_of_a_kind_co
     assert reported.cold_s == 6.0, "beside it others may have run"
     assert reported.jobs == {"a": OpenWork(3.0, 3.0)}
     assert reported.wake_s == 2.5
+    assert (reported.switch_s, reported.adapters) == (
+        0.125,
+        new_work(replace(REQUEST, loras=(Lora(name="ink"),))).adapters,
+    )
+    assert reported.adapters != new_work(replace(REQUEST, loras=(Lora(name="ink", scale=0.5),))).adapters
+    assert new_work(REQUEST).adapters == ""
 
 
 def test_what_cannot_be_predicted_is_not_reported() -> None:

@@ -12,7 +12,7 @@ from deployments.config import AppConfig
 from deployments.ingress import make_cards, make_enhancers
 from pipelines.directory import CLASSIC_INDEX, MODULAR_INDEX, open_modular
 from pipelines.loading import SHIPPED
-from tests.deployments.support.live import config_of
+from tests.deployments.support.live import asked_for, config_of, footprint, live, picture, wait_until
 
 
 @pytest.mark.parametrize("layout", [CLASSIC_INDEX, MODULAR_INDEX])
@@ -40,3 +40,17 @@ def test_a_model_has_its_own_prompt_enhancer_or_that_of_all(monkeypatch: pytest.
         make_enhancers(config)
     monkeypatch.setenv("MINE", " secret\n")
     assert make_enhancers(config).keys == {"MINE": "secret"}
+
+
+@pytest.mark.slow
+def test_replicas_of_the_api_come_with_requests_and_go(ray_cluster: None) -> None:
+    scaling: dict[str, float] = {"max_replicas": 2, "target_ongoing_requests": 2, "look_back_period_s": 2}
+    scaling |= {"upscale_delay_s": 0.5, "downscale_delay_s": 2}
+    config = config_of({"flux-shapes": SHIPPED / "flux-shapes"}, api={"autoscaling": scaling})
+    with live(config) as url:
+        made = [picture(url, seed=seed) for seed in range(6)]
+        assert footprint()["Ingress"] == 1
+        with asked_for(url, made, num_clients=len(made)):
+            wait_until(lambda: footprint()["Ingress"] == 2, "another replica")
+        with asked_for(url, made[:1]):
+            wait_until(lambda: footprint()["Ingress"] == 1, "one client needs one, and loses no request")

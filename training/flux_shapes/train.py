@@ -116,11 +116,12 @@ def distillation(model: FluxModel, args: argparse.Namespace) -> Run:
     return Run(module=model, budget=budget)
 
 
-def _distil(model: FluxModel, data: PictureDataset, args: argparse.Namespace) -> None:
+def distil(model: FluxModel, data: PictureDataset, args: argparse.Namespace, loss: Callable[..., Tensor]) -> None:
+    """Trains the transformer to be guided by its scale alone. ``loss`` is as ``distillation_loss``."""
     device, graph = device_of(args)
     teacher = accelerate(frozen(model), device)
     run = distillation(model, args)
-    loss_of = partial(distillation_loss, model, teacher, data, args)
+    loss_of = partial(loss, model, teacher, data, args)
     fit(run, step_of_kinds(run, data, loss_of, everything=True, graph=graph), args.max_steps)
     run.use_average()
 
@@ -156,5 +157,5 @@ def train(args: argparse.Namespace) -> None:
     run = match_flow(model.to(device), data, args, partial(flow_loss, model, data, args))
     export_flux(args.out / "undistilled", frozen(model), copy.deepcopy(vae), *tokenizers)
     if run.progress >= 1 or args.max_steps:
-        _distil(model, data, args)
+        distil(model, data, args, distillation_loss)
         export_flux(args.export, frozen(model), vae, *tokenizers)

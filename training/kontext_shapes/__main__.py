@@ -19,13 +19,12 @@ from training.export import export_flux
 from training.fast import prepare
 from training.flux_shapes.data import Shown, Tokenizers
 from training.flux_shapes.model import FluxModel
-from training.flux_shapes.train import GUIDANCE, accelerate, distillation, frozen, match_flow, noised, step_of_kinds
+from training.flux_shapes.train import GUIDANCE, distil, frozen, match_flow, noised
 from training.kontext_shapes.card import write_card
 from training.kontext_shapes.data import EditDataset, training_edits
 from training.kontext_shapes.evaluate import evaluate, evaluation_options
 from training.kontext_shapes.model import build_model, build_tokenizers
 from training.latents import pack
-from training.loop import fit
 from training.options import device_of, flow_options
 
 REFERENCE_NOISE = 0.1  # largest; a picture that was painted or edited before is not as clean as a drawing
@@ -78,16 +77,6 @@ def distillation_loss(
     return error.square().mean()
 
 
-def distil(model: FluxModel, data: EditDataset, args: argparse.Namespace) -> None:
-    """Trains the transformer to be guided by its scale alone."""
-    device, graph = device_of(args)
-    teacher = accelerate(frozen(model), device)
-    run = distillation(model, args)
-    loss_of = partial(distillation_loss, model, teacher, data, args)
-    fit(run, step_of_kinds(run, data, loss_of, everything=True, graph=graph), args.max_steps)
-    run.use_average()
-
-
 def start(args: argparse.Namespace, instructions: list[str]) -> tuple[FluxModel, Tokenizers]:
     """Returns a new model, or an exported one to train on from there, and its tokenizers."""
     if not args.start:
@@ -112,7 +101,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     data = EditDataset(edits, vae, tokenizers, pool=args.pool, chunk=args.chunk, device=device, graph=graph)
     run = match_flow(model.to(device), data, args, partial(flow_loss, model, data, args))
     if args.distill_minutes and (run.progress >= 1 or args.max_steps):
-        distil(model, data, args)
+        distil(model, data, args, distillation_loss)
     export_flux(args.export, frozen(model), vae, *tokenizers, edits=True)
     options = {"checkpoint": args.export, "prompts": args.prompts, "steps": args.eval_steps}
     scores = evaluate(evaluation_options(**options, sheet=args.out / "sheet.png"))

@@ -52,6 +52,8 @@ MAKING = (400, 401, 403, 404, 408, 409, 413, 415, 429, 502, 503, 507)
 """Errors of what makes clips."""
 POLL_MS = 500
 """Interval that polling clients are asked to keep."""
+NUM_PREVIEWS = 3
+"""Previews of each clip that are decoded while it runs."""
 
 
 def video_routes(context: ApiContext) -> APIRouter:
@@ -241,8 +243,8 @@ async def submit_clip(
         )
         clip = None if turn.answer is None else await context.clips.get(turn.answer.decode())
         if clip is None:
-            rules, num_previews = RequestRules(resolved.card), context.settings.num_clip_previews
-            asked = rules.check(resolved.body, resolved.pictures, requester, num_previews)
+            rules = RequestRules(resolved.card)
+            asked = rules.check(resolved.body, resolved.pictures, requester, NUM_PREVIEWS)
             asked = replace(asked, source_clip_id=clip_id_of(resolved.body.video))
             await context.check_ready(asked.model)
             asked = await context.enhanced(request, asked)

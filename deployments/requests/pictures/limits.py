@@ -12,25 +12,26 @@ from pipelines.request import InputPictures
 
 @dataclass(frozen=True, kw_only=True)
 class PictureLimits:
-    """Configurable limits of input pictures and clips. It has no slots, since its section has further parents.
-
-    A request has at most ``max_input_pictures``, each of ``max_picture_bytes`` as sent, and ``max_picture_pixels`` in
-    all, its mask included. No side is longer than ``max_picture_aspect`` times the other. URLs must begin with one of
-    ``picture_origins``, such as "https://images.example.com".
-
-    A clip has at most ``max_video_bytes`` as sent and ``max_video_pixels`` a frame. At most ``max_video_frames`` are
-    decoded, within ``max_video_decode_s``.
-    """
+    """Configurable limits of input pictures and clips. It has no slots, since its section has further parents."""
 
     max_input_pictures: int = 16
+    """Limit of a request's pictures."""
     max_picture_bytes: int = 20 << 20
+    """Limit of each picture as sent."""
     max_picture_pixels: int = 50_000_000
+    """Limit of the pixels of a request's pictures together, the mask included."""
     max_picture_aspect: float = 10.0
+    """Limit of the longer side in multiples of the other."""
     max_video_bytes: int = 48 << 20
+    """Limit of a clip as sent."""
     max_video_pixels: int = 4096 * 2304
+    """Limit of a clip's pixels a frame."""
     max_video_frames: int = 3600
+    """Limit of the frames that are decoded."""
     max_video_decode_s: float = 30.0
+    """Limit of the time of decoding."""
     picture_origins: tuple[str, ...] = ()
+    """Beginnings of allowed URLs, such as "https://images.example.com"."""
 
     def __post_init__(self) -> None:
         check_positive(self, "max_input_pictures", "max_picture_bytes", "max_picture_pixels")

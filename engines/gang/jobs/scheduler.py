@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -99,6 +99,11 @@ class Scheduler:
         """Take note that the weights of all ranks are as they were loaded."""
         self._gang = replace(self._gang, additions=())
         self._teams_are_current = False
+
+    @property
+    def additions(self) -> Hashable:
+        """Additions to the weights of rank 0 after all planned steps."""
+        return self._gang.additions_of(0)
 
     def drop(self, job_id: str) -> None:
         """Plan no more steps of a job that the ranks hold, and have them forget it."""

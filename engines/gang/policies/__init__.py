@@ -6,5 +6,5 @@ times, see ``gang.eta``) and the planned steps. It has no Ray, no clock and no r
 order get the same plans, in a rebuilt gang and in a simulation (``benchmarks.policies``).
 
 Times are predicted seconds. Times of different teams are compared as *gang-seconds*: a step of t seconds on w of N
-ranks counts as t × w / N. That is t if all ranks work on one job.
+ranks counts as t × w / N. The sum is t if all ranks work on one job.
 """

@@ -86,23 +86,24 @@ class GangShape:
 
     def switching_s(self, job: Job, ranks: Ranks) -> float:
         """Return the seconds for which a step of ``job`` on ``ranks`` waits for a change of weights; 0 without one."""
-        return self.switch_s if any(self._additions(rank) != job.additions for rank in ranks) else 0.0
+        return self.switch_s if any(self.additions_of(rank) != job.additions for rank in ranks) else 0.0
 
     def switched(self, job: Job, ranks: Ranks) -> GangShape:
         """Return the gang after a step of ``job`` on ``ranks``."""
-        if all(self._additions(rank) == job.additions for rank in ranks):
+        if all(self.additions_of(rank) == job.additions for rank in ranks):
             return self
         return replace(
-            self, additions=tuple(job.additions if rank in ranks else self._additions(rank) for rank in self.ranks)
+            self, additions=tuple(job.additions if rank in ranks else self.additions_of(rank) for rank in self.ranks)
         )
 
     def charged(self, candidates: Iterable[Candidate]) -> list[Candidate]:
         """Return ``candidates`` with the time to change the weights, for those whose additions no rank has."""
-        present = {self._additions(rank) for rank in self.ranks}
+        present = {self.additions_of(rank) for rank in self.ranks}
         costs_s = ((one, 0.0 if one.job.additions in present else self.switch_s) for one in candidates)
         return [one if one.switch_s == cost_s else replace(one, switch_s=cost_s) for one, cost_s in costs_s]
 
-    def _additions(self, rank: int) -> Hashable:
+    def additions_of(self, rank: int) -> Hashable:
+        """Return the additions to the weights of a rank."""
         return self.additions[rank] if self.additions else ()
 
 

@@ -115,16 +115,14 @@ def _prove_on_gpus(environment: Mapping[str, str], make_model: MakeModel | None)
     return on_ranks(_rank, torch.cuda.device_count(), make_model)
 
 
-def on_ranks(
-    body: Body, num_ranks: int, make_model: MakeModel | None, *, within_s: float = START_TIMEOUT_S
-) -> list[Proof]:
+def on_ranks(body: Body, num_ranks: int, make_model: MakeModel | None) -> list[Proof]:
     """Return the proofs of rank 0, or one failed proof after a rank's death or a timeout."""
     with (
         tempfile.TemporaryDirectory() as folder,
         local_ranks(body, num_ranks, (num_ranks, folder, make_model)) as ranks,
     ):
         try:
-            proofs: list[Proof] = ranks.answer(within_s)
+            proofs: list[Proof] = ranks.answer(START_TIMEOUT_S)
             ranks.leave(LEAVE_S)
             return proofs
         except (RuntimeError, TimeoutError) as error:

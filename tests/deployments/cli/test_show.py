@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 from deployments.requests.handle import handle_request
 from deployments.service.interface import ModelCard
 from pipelines.defaults import Defaults
-from pipelines.media import encode_frames
+from pipelines.media.encode import encode_frames
 from pipelines.media.metadata import MetadataWriter
 from pipelines.media.provenance import Credentials, ManifestWriter
 from pipelines.request import Lora, MediaRequest

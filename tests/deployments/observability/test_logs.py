@@ -26,7 +26,7 @@ def lines() -> Iterator[Lines]:
     logger = logging.getLogger("troupe")
     before = (logger.handlers[:], logger.level, logger.propagate)
     stream = io.StringIO()
-    configure_logs("INFO", stream)
+    configure_logs(stream)
     yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
     logger.handlers[:], logger.level, logger.propagate = before
 

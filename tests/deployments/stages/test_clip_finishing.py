@@ -15,8 +15,10 @@ from deployments.stages.common import Workers
 from deployments.stages.vae_decoder import ClipFinisher
 from engines.core.parcel import Parcel
 from pipelines.blocks.decoder import DecodedMedia
-from pipelines.media import Sound, clip, encode_frames, encode_thumbnail
+from pipelines.media import clip
 from pipelines.media.clip import group_length
+from pipelines.media.encode import encode_frames, encode_thumbnail
+from pipelines.media.sound import Sound
 from tests.deployments.support.fake_studio import CLIPS
 from tests.support.patience import PATIENCE_S
 

@@ -19,7 +19,7 @@ from pipelines.blocks.encoder import Conditioning
 from pipelines.blocks.state import NoiseState
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_path
-from pipelines.media import encode_frames
+from pipelines.media.encode import encode_frames
 from pipelines.request import InputPicture, InputPictures, InputVideo, Lora, MediaRequest
 from pipelines.run import load_pipeline
 from pipelines.solver import Solver

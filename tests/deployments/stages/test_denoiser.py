@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,8 +12,9 @@ import numpy as np
 import pytest
 
 from deployments.app import HEALTH
+from deployments.stages import common
 from deployments.stages import denoiser as stage
-from deployments.stages.common import Encoded, EncodingDone
+from deployments.stages.common import CHECK_S, Encoded, EncodingDone, HealthCheckPace
 from deployments.stages.denoiser import Denoiser, node_environment
 from deployments.stages.replica_load import ReplicaLoad
 from engines.gang.errors import GangBrokenError, QueueFullError
@@ -130,7 +130,7 @@ class Breaking:
 
 
 async def test_a_health_check_under_way_fails_as_soon_as_the_gang_breaks() -> None:
-    denoiser = Unstarted(_gang=Breaking(), _checked_s=-math.inf, _check=None)
+    denoiser = Unstarted(_gang=Breaking(), _pace=HealthCheckPace(), _check=None)
     await denoiser.check_health()  # Serve waits for the first one before it lets requests in
     with pytest.raises(GangBrokenError):
         await denoiser.check_health()
@@ -139,15 +139,37 @@ async def test_a_health_check_under_way_fails_as_soon_as_the_gang_breaks() -> No
 async def test_health_checks_that_were_held_up_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray starts no call while a hanging ingress owes an answer; Serve's timeout goes on meanwhile."""
     now_s = 100.0
-    monkeypatch.setattr(stage, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(common, "time", SimpleNamespace(monotonic=lambda: now_s))
     gang = Breaking()
-    denoiser = Unstarted(_gang=gang, _checked_s=now_s, _check=None)
+    denoiser = Unstarted(_gang=gang, _pace=HealthCheckPace(), _check=None)
+    await denoiser.check_health()
     now_s += 4.0
     await asyncio.gather(*(denoiser.check_health() for _ in range(3)))
     assert not gang.is_broken, "none of them waited"
     now_s += 1.1
     with pytest.raises(GangBrokenError):
         await denoiser.check_health()
+
+
+async def test_a_health_check_waits_for_what_its_pings_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole call stays below Serve's timeout, and ends before the next one is due."""
+    now_s, ping_s, waited_s = 100.0, 0.0, list[float]()
+
+    class Pinged:
+        async def check_health(self) -> None:
+            nonlocal now_s
+            now_s += ping_s
+
+        async def breaks_within(self, seconds: float) -> bool:
+            waited_s.append(seconds)
+            return False
+
+    monkeypatch.setattr(common, "time", SimpleNamespace(monotonic=lambda: now_s))
+    denoiser = Unstarted(_gang=Pinged(), _pace=HealthCheckPace(), _check=None)
+    for ping_s in (0.0, 0.25, 1.2, 0.0):  # the last but one is slow, so the last does not wait
+        await denoiser.check_health()
+        now_s += ping_s
+    assert waited_s == [pytest.approx(CHECK_S - 0.25)]
 
 
 class Slow:
@@ -166,7 +188,7 @@ class Slow:
 async def test_health_checks_that_overlap_share_their_result() -> None:
     """As after a blocked event loop: Serve gives a check up and sends the next one."""
     gang = Slow()
-    denoiser = Unstarted(_gang=gang, _checked_s=-math.inf, _check=None)
+    denoiser = Unstarted(_gang=gang, _pace=HealthCheckPace(), _check=None)
     checks = [asyncio.ensure_future(denoiser.check_health()) for _ in range(2)]
     await asyncio.sleep(0)
     gang.is_checked.set()

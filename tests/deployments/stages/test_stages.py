@@ -24,7 +24,7 @@ from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from engines.core.parcel import Parcel
 from pipelines.checkpoint import Checkpoint
-from pipelines.media import encode_frames
+from pipelines.media.encode import encode_frames
 from pipelines.request import MediaRequest
 from tests.deployments.support.live import config_of
 

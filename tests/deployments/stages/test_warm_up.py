@@ -29,7 +29,7 @@ from pipelines.blocks.decoder import BlocksDecoder
 from pipelines.blocks.encoder import BlocksEncoder
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_path
-from pipelines.media import encode_frames
+from pipelines.media.encode import encode_frames
 from pipelines.size import Size
 from tests.support.locks import is_free
 

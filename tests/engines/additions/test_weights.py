@@ -240,6 +240,36 @@ def test_additions_come_and_go_in_all_shares() -> None:
     assert layer.weight.equal(base), "a share that is held later knows the same additions as the others"
 
 
+def test_weights_are_written_only_for_additions_that_they_have() -> None:
+    """Else a step would take longer than its scheduler knows, since an adapter of other requests came or went."""
+    layer, table = linear(), Table()
+    switch, base = WeightSwitch(table, grows=True), layer.weight.clone()
+    switch.hold("m", "whole", layer, {}, loaded=dict(layer.named_parameters()))
+    table.update(dict.fromkeys(("mine", "gone"), ADDITIONS["one"]))
+    mine, both = (("mine", 1.0),), (("mine", 1.0), ("gone", 0.5))
+    switch.catch_up(both)
+    switch.set("m", "whole", mine)
+    before, version = layer.weight.clone(), layer.weight._version
+    table["new"] = ADDITIONS["two"]
+    switch.catch_up((("mine", 1.0), ("new", 1.0)))
+    del table["gone"]
+    assert switch.is_behind(mine)
+    switch.reset_before(mine)
+    switch.catch_up(mine)
+    switch.set("m", "whole", mine)
+    assert not switch.is_behind(mine)
+    assert (layer.weight.equal(before), layer.weight._version) == (True, version)
+    switch.set("m", "whole", (("new", 1.0),))
+    assert torch.allclose(layer.weight, exact(base, (1.0, TWO)).float(), atol=1e-5)
+    del table["new"]
+    switch.reset_before(())
+    assert layer.weight.equal(base)
+    switch.catch_up(())
+    assert layer.weight.equal(base), "it was in the weights"
+    switch.set("m", "whole", mine)
+    assert layer.weight.equal(before)
+
+
 def test_an_addition_for_which_there_is_no_memory_is_in_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, table = linear(), Table()
     switch, base, num = WeightSwitch(table, grows=True), layer.weight.clone(), 0

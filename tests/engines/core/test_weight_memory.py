@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
+from weakref import ReferenceType, ref
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from engines.core import host_copy
-from engines.core.host_copy import HostCopy, pinned_memory
+from engines.core.host_copy import HostCopy, HostPiece, RegisteredMemory, pinned_memory, touched_memory
 from engines.core.weight_memory import WeightMemory
 from engines.core.weight_spans import _runs_in_use
 
@@ -160,11 +165,88 @@ def test_copies_that_grow_keep_their_limit(tmp_path: Path) -> None:
     assert (host.num_bytes, host.pinned_bytes) == (300, 150)
 
 
+def addresses(memory: WeightMemory) -> list[int]:
+    assert memory._host is not None
+    return [piece.bytes_B.data_ptr() for piece in memory._host._wait() if piece.is_pinned]
+
+
+@pytest.mark.parametrize(("limit", "sizes"), [(None, [1000] * 14 + [760]), (2500, [1000, 1000, 500]), (0, [])])
+def test_touched_memory_is_the_one_that_is_pinned(
+    tmp_path: Path, small_pieces: None, limit: int | None, sizes: list[int]
+) -> None:
+    """It is within the limit, CUDA is not called before ``reserve``, and what is touched again is nothing."""
+    made: list[RegisteredMemory] = []
+    pins: list[int] = []
+    touch = host_copy.touched_memory
+
+    def noted(size: int) -> RegisteredMemory:
+        made.append(memory := touch(size))
+        return memory
+
+    def pinned(memory: RegisteredMemory, device: torch.device) -> HostPiece:
+        pins.append(len(memory))
+        return HostPiece(torch.frombuffer(memory, dtype=torch.uint8), is_pinned=True)
+
+    module = parts()
+    before = values(module)
+    memory = opened(tmp_path, module)
+    with (
+        patch.object(host_copy, "touched_memory", noted),
+        patch.object(RegisteredMemory, "pinned", pinned),
+    ):
+        for _ in range(2):
+            memory.prepare(limit)
+        assert memory._host is not None
+        wait([touched for _, touched in memory._host._touched])
+        assert (sorted(map(len, made), reverse=True), pins) == (sizes, [])
+        memory.reserve(limit)
+        assert set(addresses(memory)) == {torch.frombuffer(one, dtype=torch.uint8).data_ptr() for one in made}
+    assert (len(made), sorted(pins, reverse=True)) == (len(sizes), sizes)
+    memory.sleep()
+    memory.wake()
+    assert_same(module, before)
+
+
+def test_touched_memory_that_is_not_needed_is_released(tmp_path: Path, small_pieces: None) -> None:
+    """The limit became smaller, since another process loaded meanwhile."""
+    made: list[ReferenceType[RegisteredMemory]] = []
+    touch = host_copy.touched_memory
+
+    def noted(size: int) -> RegisteredMemory:
+        memory = touch(size)
+        made.append(ref(memory))
+        return memory
+
+    host = HostCopy(CPU, tmp_path)
+    with patch.object(host_copy, "touched_memory", noted):
+        host.prepare(10_000, pinned_bytes=5_500)
+        wait([touched for _, touched in host._touched])
+        host.reserve(10_000, pinned_bytes=2_000)
+    assert host.pinned_bytes == 2_000
+    gc.collect()
+    assert sum(len(memory) for one in made if (memory := one()) is not None) == 2_000
+
+
+def test_all_pages_of_touched_memory_are_there() -> None:
+    touched, fresh = touched_memory(2**24), mmap.mmap(-1, 2**24)
+    assert (num_resident(touched), num_resident(fresh)) == (2**24 // mmap.PAGESIZE, 0)
+
+
+def num_resident(memory: mmap.mmap) -> int:
+    """Return the pages that the kernel holds, by its own account."""
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    entries = np.fromfile(
+        "/proc/self/pagemap", np.uint64, len(memory) // mmap.PAGESIZE, offset=address // mmap.PAGESIZE * 8
+    )
+    return int((entries >> np.uint64(63)).sum())
+
+
 def test_it_has_no_effect_until_it_is_opened() -> None:
     memory, module = WeightMemory(), parts()
     before = values(module)
     with memory.region():
         memory.hold(module)
+    memory.prepare()
     memory.reserve()
     assert (memory.sleep(), memory.wake(), memory.is_asleep, memory.use().weights) == (0.0, 0.0, False, 0)
     assert_same(module, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import permutations
 
 from hypothesis import given, settings
@@ -51,6 +52,18 @@ def test_a_warm_gang_is_first_until_its_wait_is_longer_than_a_cold_start() -> No
     cold = load(cold_s=5.0, kinds=SMALL)
     assert order({"cold": cold, "warm": load(4.0)}, NewWork(LARGE, 10)) == ["warm", "cold"]
     assert order({"cold": cold, "warm": load(6.0)}, NewWork(LARGE, 10)) == ["cold", "warm"]
+
+
+def test_a_gang_with_the_adapters_is_first_until_its_wait_is_longer_than_a_change() -> None:
+    new = NewWork(LARGE, 10, adapters="ink")
+    plain, ink = (GangLoad(step_s=STEP_S, adapters=adapters, switch_s=0.5) for adapters in ("", "ink"))
+    assert [one.finish_s for one in rank_gangs({"plain": plain, "ink": ink}, new)] == [20.0, 20.5]
+    assert order({"ink": ink, "plain": plain}, NewWork(LARGE, 10)) == ["plain", "ink"]
+    jobs = {"x": OpenWork(1.0, 1.0)}
+    assert order({"ink": replace(ink, jobs=jobs), "plain": plain}, new) == ["plain", "ink"]
+    assert GangLoad.of_stats({**ink.to_stats(), "adapters": "ink"}) == ink
+    old = {name: value for name, value in plain.to_stats().items() if name not in ("adapters", "switch_s")}
+    assert GangLoad.of_stats(old) == replace(plain, switch_s=0.0), "a replica of an earlier version"
 
 
 def test_a_gang_that_sleeps_is_first_once_the_others_are_busy_for_longer() -> None:

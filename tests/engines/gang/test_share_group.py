@@ -185,6 +185,26 @@ def test_host_memory_is_granted_up_to_its_limit() -> None:
     assert ShareGroup().order(a.report, 9.0).pinned is None
 
 
+def test_a_process_that_loads_is_granted_memory_before_it_reports_it() -> None:
+    """Weights that grow until all are loaded get more, and those that shrink less, within the limit."""
+    group = ShareGroup(host_bytes=50 * GIB)
+    a, b = (Member(group=group, model="a", stage=stage) for stage in ("denoiser", "decoder"))
+    assert [one.say(0.0) for one in (a, b)] == ["loading", "loading"]
+    assert group.grant(a.report.token, [30 * GIB]) == (30 * GIB,)
+    assert group.grant(b.report.token, [30 * GIB]) == (20 * GIB,), "both load at once"
+    a.report = replace(a.report, pinned=(30 * GIB,))
+    a.say(0.1, state="loading")
+    assert group.pinned_bytes == 50 * GIB
+    a.group = ShareGroup(host_bytes=50 * GIB)
+    a.say(0.2)
+    assert a.group.pinned_bytes == 30 * GIB, "a new arbiter learns it"
+    a.group, use = group, MemoryUse(device="gpu-0", device_bytes=80 * GIB, weights=10 * GIB, beside=GIB)
+    a.say(0.3, state="awake", uses=(use,), pinned=None)
+    assert group.order(a.report, 0.3).pinned == (10 * GIB,)
+    assert group.grant(b.report.token, [45 * GIB]) == (40 * GIB,)
+    assert ShareGroup().grant("any", [GIB]) is None
+
+
 def test_ranks_on_other_devices_are_an_error() -> None:
     group = ShareGroup()
     a = Member(group=group, model="a", gib=(20.0, 20.0), devices=("gpu-0", "gpu-1"))

@@ -7,7 +7,7 @@ import ctypes
 import os
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from ray.exceptions import RayActorError
 
 from engines.core import logs
 from engines.core.engine import RankContext
+from engines.core.resources import MemoryUse
 from engines.gang import gang as gang_module
 from engines.gang.errors import GangBrokenError
 from engines.gang.eta.measured_times import StepTimes
@@ -166,6 +167,32 @@ async def test_each_phase_leaves_a_line_in_the_log(caplog: pytest.LogCaptureFixt
     assert [line["phase"] for line in lines] == [f"gang: {name}" for name in ("processes", "connect", "load", "build")]
     assert {line["model"] for line in lines} == {"fake"}
     assert {line["took_s"] for line in lines} == {0.0}, "by the clock of the gang"
+
+
+@pytest.mark.parametrize("granted", [(7, 8), None])
+async def test_ranks_prepare_the_host_memory_that_they_are_granted_before_they_build(
+    granted: tuple[int, int] | None,
+) -> None:
+    asked: list[tuple[str, int, object]] = []
+
+    def method(rank: int, name: str) -> SimpleNamespace:
+        def answer(value: object = None) -> asyncio.Future[object]:
+            asked.append((name, rank, value))
+            return answered(MemoryUse(weights=rank + 1))
+
+        return remote(answer)
+
+    async def grant(uses: Sequence[MemoryUse]) -> Sequence[int] | None:
+        assert [use.weights for use in uses] == [1, 2]
+        return granted
+
+    names = (*PHASES, "memory_use", "prepare_host_memory")
+    ranks = [SimpleNamespace(**{name: method(rank, name) for name in names}) for rank in range(2)]
+    await Start(DEADLINES, lambda: ranks, SetClock(), grant=grant).run(load_fake)
+    order = list(dict.fromkeys(name for name, *_ in asked))
+    assert order[-4:] == ["load", "memory_use", "prepare_host_memory", "build"]
+    limits = {rank: value for name, rank, value in asked if name == "prepare_host_memory"}
+    assert limits == dict(enumerate(granted or (None, None)))
 
 
 async def test_a_node_that_does_not_say_what_its_ranks_need_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -277,13 +277,17 @@ def on_gpu(heads: int, groups: int, dim: int, length: int, num_keys: int, batch:
 
 
 def assert_same_heads(fused: Fp8Inputs, plain: Fp8Inputs) -> None:
-    """Queries, values and factors have the same bits. Few keys differ, by one step: their mean is rounded otherwise."""
+    """Queries, values and factors have the same bits. Few keys differ, by one step: their mean is rounded otherwise.
+
+    How many these are depends on ties. One in fifty of nine keys lies amid two steps, one in 6,000 of a thousand: the
+    mean of a few numbers with 8 bits is often a round one.
+    """
     for name in ("q_BLHD", "v_BMGD", "q_descale_BG", "k_descale_BG", "v_descale_BG"):
         one, other = getattr(fused, name), getattr(plain, name)
         assert one.contiguous().view(torch.uint8).equal(other.contiguous().view(torch.uint8)), name
     got, expected = fused.k_BMGD.float(), plain.k_BMGD.float()
     assert ((got - expected).abs() <= (expected.abs() / 8).clamp(min=2.0**-9)).all()
-    assert (got != expected).float().mean() < 1e-3
+    assert (got != expected).float().mean() < (1e-3 if got.shape[1] >= 100 else 1e-2)
     torch.testing.assert_close(fused.lse_shift_BHL, plain.lse_shift_BHL, rtol=1e-4, atol=1e-4)
 
 

@@ -17,7 +17,7 @@ from engines.fast import graph
 from pipelines.blocks import captured as captured_module
 from pipelines.blocks import compilation
 from pipelines.blocks.captured import CapturedForward, form_of
-from pipelines.blocks.compilation import CompiledForward, compile_calls
+from pipelines.blocks.compilation import PreparedCaptures, compile_calls
 
 CPU = torch.device("cpu")
 Graphs = list[Mock]
@@ -65,7 +65,7 @@ def test_a_call_that_was_not_prepared_runs_as_one_that_was(graphs: Graphs) -> No
         seen.append((masking_utils.is_tracing(x), x.is_contiguous() and mask.is_contiguous()))
         return x
 
-    prepared = CompiledForward(forward, CapturedForward(forward, CPU))
+    prepared = PreparedCaptures(forward, CPU)
     wide, tall = (torch.zeros(*shape).T for shape in ((2, 3), (3, 2)))
     with compile_calls([prepared]):
         prepared(wide, mask=wide)
@@ -83,7 +83,7 @@ def test_the_form_of_a_call_is_computed_once(graphs: Graphs, monkeypatch: pytest
     def forward(x: torch.Tensor) -> torch.Tensor:
         return x
 
-    prepared = CompiledForward(forward, CapturedForward(forward, CPU))
+    prepared = PreparedCaptures(forward, CPU)
     with compile_calls([prepared]):
         prepared(torch.zeros(1))
     for num_entries in (1, 1, 2):

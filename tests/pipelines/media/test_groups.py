@@ -16,9 +16,10 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from pipelines.media import Sound, encode_frames
 from pipelines.media import clip as clip_module
 from pipelines.media.clip import QUALITY, ClipEncoder, encode_group, group_length
+from pipelines.media.encode import encode_frames
+from pipelines.media.sound import Sound
 from tests.support.patience import PATIENCE_S
 
 Frames = NDArray[np.uint8]

@@ -14,7 +14,8 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from pipelines.media import Sound, encode_frames, encode_thumbnail
+from pipelines.media.encode import encode_frames, encode_thumbnail
+from pipelines.media.sound import Sound
 from pipelines.size import MAX_SIDES
 
 ROOT = Path(__file__).parents[3]
@@ -122,7 +123,7 @@ def test_bad_wishes_are_named(num_frames: int, format: Any, options: dict[str, A
 CLIP_DIGEST = """
 import hashlib, numpy as np
 from PIL import Image
-from pipelines.media import encode_frames
+from pipelines.media.encode import encode_frames
 rng = np.random.default_rng(0)
 def clouds(size):
     noise = (Image.fromarray(rng.integers(0, 256, (size, size, 3), dtype=np.uint8)) for _ in range(9))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipelines.media import encode_frames
+from pipelines.media.encode import encode_frames
 from pipelines.media.metadata import MetadataWriter
 from pipelines.request import Lora, MediaRequest, MetadataLevel
 

@@ -17,7 +17,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from pipelines.media import encode_frames
+from pipelines.media.encode import encode_frames
 from pipelines.media.provenance import MIME_TYPES, Credentials, ManifestWriter
 from tests.support.certificates import KEYS, Authority, Issued
 

@@ -101,7 +101,7 @@ async def test_what_the_api_logs_is_shown(tmp_path: Path) -> None:
     """In the very form that it has in a replica's log."""
     stream, shown = io.StringIO(), list[str]()
     show_requests(tmp_path, LogFormat.plain, shown.append)
-    configure_logs(stream=stream)
+    configure_logs(stream)
     try:
         async with client_of(build(FakeStudio(), tmp_path / "data")) as client:
             await client.get("/v1/models", headers={"X-Request-Id": "mine-1"})

@@ -132,6 +132,26 @@ async def test_a_batch_goes_on_after_a_restart_and_makes_nothing_twice(
     assert not (tmp_path / "batches" / batch["id"]).exists()
 
 
+async def test_a_stop_while_a_batch_ends_leaves_no_parts_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_status, is_ended, stops = BatchStore.set_status, asyncio.Event(), asyncio.Event()
+
+    async def set_slowly(store: BatchStore, claim: Any, status: Any, unless: Any = ()) -> bool:
+        is_set = await set_status(store, claim, status, unless)
+        if status == "completed":
+            is_ended.set()
+            await stops.wait()
+        return is_set
+
+    monkeypatch.setattr(BatchStore, "set_status", set_slowly)
+    async with client_of(build(FakeStudio(), tmp_path)) as client:
+        batch = await start(client, lines(IMAGES, {"prompt": "a"}))
+        await is_ended.wait()
+        asyncio.get_running_loop().call_later(0.1, stops.set)  # while the application stops
+    assert not (tmp_path / "batches" / batch["id"]).exists()
+
+
 async def test_a_cancelled_batch_keeps_what_is_made(
     client: httpx.AsyncClient, studio: FakeStudio, monkeypatch: pytest.MonkeyPatch
 ) -> None:
