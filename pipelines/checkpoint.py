@@ -105,8 +105,9 @@ class Checkpoint:
     @cached_property
     def defaults(self) -> Defaults:
         """Defaults of the model, the scheduler and the folder, read without torch."""
-        usual = self.spec.defaults(self.path)
-        scheduled = with_schedule(self.path, usual, self.spec.schedulers, self.spec.schedules)
+        spec, usual = self.spec, self.spec.defaults(self.path)
+        shifts = spec.shifts_schedule
+        scheduled = with_schedule(self.path, usual, spec.schedulers, spec.schedules, shifts=shifts)
         own = with_own_defaults(self.path, scheduled)
         return replace(own, takes_cache=own.takes_cache and not self.spec.is_whole)
 

@@ -24,14 +24,20 @@ WARM_UP_STEPS, REPEATED_STEPS = 9, 1
 
 
 def with_schedule(
-    path: Path, defaults: Defaults, schedulers: tuple[str, ...] = (), inputs: tuple[str, ...] = ()
+    path: Path,
+    defaults: Defaults,
+    schedulers: tuple[str, ...] = (),
+    inputs: tuple[str, ...] = (),
+    *,
+    shifts: bool = False,
 ) -> Defaults:
     """Return ``defaults`` with the forwards per step of the folder's scheduler, and the solver's limits.
 
-    ``schedulers`` are names that the model's blocks work with, ``inputs`` the schedules that they take.
+    ``schedulers`` are names that the model's blocks work with, ``inputs`` the schedules that they take. ``shifts``:
+    requests may shift a schedule of the model's own.
     """
     name = part_class(path, SCHEDULER)
-    if schedulers and name is not None:
+    if (schedulers or shifts) and name is not None:
         config = read_config(path, SCHEDULER)
         is_flow = predicts_flow(name, config)
         limits = SolverLimits(

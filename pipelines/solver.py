@@ -12,7 +12,8 @@ from typing import Any
 MAX_SHIFT = 1000.0
 SIGMAS, TIMESTEPS = "sigmas", "timesteps"
 SPACING = "timestep_spacing"
-SHIFTS = ("flow_shift", "shift")
+SHIFT = "shift"
+SHIFTS = ("flow_shift", SHIFT)
 """Names of a constant shift in configurations of diffusers' schedulers."""
 WITHOUT_DYNAMIC_SHIFT: Mapping[str, Any] = {"use_dynamic_shifting": False, "shift_terminal": None}
 FLOW_PREDICTION: Mapping[str, Any] = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
@@ -74,7 +75,7 @@ NOISE: Mapping[str, NamedScheduler] = {
 
 def predicts_flow(class_name: str | None, config: Mapping[str, Any]) -> bool:
     """Return whether a scheduler of this class and configuration is for flow matching."""
-    return "FlowMatch" in str(class_name) or bool(config.get("use_flow_sigmas"))
+    return "FlowMatch" in str(class_name) or SHIFT in config or bool(config.get("use_flow_sigmas"))
 
 
 def own_name(class_name: str | None, config: Mapping[str, Any]) -> str:
@@ -91,7 +92,8 @@ def config_changes(solver: Solver, class_name: str, config: Mapping[str, Any]) -
     shift = solver.flow_shift
     if not solver.scheduler:
         name = next((name for name in SHIFTS if name in config), SHIFTS[0])
-        return class_name, {} if shift is None else {name: shift, **WITHOUT_DYNAMIC_SHIFT}
+        known_keys = {key: value for key, value in WITHOUT_DYNAMIC_SHIFT.items() if key in config}
+        return class_name, {} if shift is None else {name: shift, **known_keys}
     chosen = known[solver.scheduler]
     changes = dict(chosen.config)
     if chosen.shift and shift is not None:

@@ -137,6 +137,8 @@ class ModelSpec(ABC):
     """The same, if ranks share the tokens."""
     schedulers: tuple[str, ...] = ()
     """Schedulers (``pipelines.solver``) that requests may name; none: the solver is fixed."""
+    shifts_schedule: bool = False
+    """Whether requests may shift the schedule of a scheduler without such a name."""
     schedules: tuple[str, ...] = ()
     """Schedules that the blocks take: ``sigmas``, ``timesteps``."""
     plan: ShardPlan

@@ -19,6 +19,7 @@ from pipelines.defaults import Defaults
 from pipelines.directory import part_class, read_config, read_index
 from pipelines.models.linears import GATED, attention_linears, mlp_linears
 from pipelines.models.spec import CLIP, Config, SeveralOutputsSpec, blank_like, lazy
+from pipelines.recipes import Recipe
 from pipelines.request import InputPictures, MediaRequest
 
 if TYPE_CHECKING:
@@ -60,6 +61,18 @@ SHARD_PLAN = ShardPlan(
 )
 
 
+RECIPES: Mapping[str, Recipe] = {
+    "turbo-4": Recipe(num_inference_steps=4, flow_shift=6.0),
+    "turbo-8": Recipe(num_inference_steps=8),
+}
+"""For files of lightx2v/Minimax-h3-Turbo.
+
+Of 4 steps: minimax_h3_fl2v_turbo_4step_v1.1_768p_comfyui_bf16.safetensors, with a shift of 6 for the clip and 3 for the
+sound, by its makers on the repository's page (discussions/42). Of 8 steps:
+minimax_h3_fl2v_turbo_8step_v1.0_comfyui_bf16.safetensors, with the model's own shifts.
+"""
+
+
 def takes_references(path: Path) -> bool:
     """Return whether the folder has the transformer for references alone."""
     return part_class(path, WORDS) is None
@@ -71,6 +84,8 @@ def vae_scale(path: Path) -> int:
 
 class MiniMaxH3Spec(SeveralOutputsSpec):
     family = "minimax_h3"
+    shifts_schedule = True
+    """That of the clip; the sound's stays."""
     plan = SHARD_PLAN
     local_attention = (REFINERS,)
     counts_heads = True
@@ -98,6 +113,10 @@ class MiniMaxH3Spec(SeveralOutputsSpec):
         latents, num_given = loop_state.latents.clone(), loop_state.num_condition_video_rows
         latents[num_given:] += sigma * loop_state.noise_pred[0, num_given:].float()
         return {"latents": latents}
+
+    def recipes(self, path: Path) -> Mapping[str, Recipe]:
+        """Return those of adapters for words and for first and last frames."""
+        return {} if takes_references(path) else RECIPES
 
     def unused_parts(self, path: Path) -> tuple[str, ...]:
         return () if takes_references(path) else (REFERENCES,)

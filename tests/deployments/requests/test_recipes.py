@@ -288,6 +288,7 @@ SHIPPED: dict[str, dict[str, int]] = {
     "Qwen-Image-Edit-2509": {"lightning-4": 4, "lightning-8": 8},
     "Qwen-Image-Layered": {},
     "LTX-2": {"distilled-8": 8},
+    "MiniMax-H3": {"turbo-4": 4, "turbo-8": 8},
     "Wan2.1-T2V-1.3B": {},
     "Wan2.1-T2V-14B": {"lightx2v-4": 4},
     "Wan2.1-I2V-14B-480P": {},

@@ -157,7 +157,20 @@ FAMILIES = {
     "ltx 2": cases_of("ltx 2", "shift", "both"),
     "hunyuan video 1.5": cases_of("hunyuan video 1.5", "shift", "both", scale=3.0),
 }
-BESIDE = {"qwen 2.1": cases_of("qwen 2.1", "shift", "both"), "flux 3": cases_of("flux 3", "shift", "both")}
+BESIDE = {
+    "qwen 2.1": cases_of("qwen 2.1", "shift", "both"),
+    "flux 3": cases_of("flux 3", "shift", "both"),
+    "minimax h3": {
+        "shift": Case(
+            make=MODELS["minimax h3"].make,
+            model=MODELS["minimax h3"],
+            solver=Solver(flow_shift=6.0),
+            scheduler="MiniMaxH3Scheduler",
+            config={"shift": 6.0}.items(),
+            is_modular=True,
+        )
+    },
+}
 """Their processors cannot be loaded here."""
 
 
@@ -170,6 +183,9 @@ CASES = named(FAMILIES)
 
 def request_of(case: Case, checkpoint: Checkpoint) -> MediaRequest:
     defaults, steps = checkpoint.defaults, len(case.solver.sigmas or case.solver.timesteps) or 3
+    if case.model is not None:
+        own = {"solver": case.solver, "num_inference_steps": steps, "true_cfg_scale": case.scale}
+        return replace(case.model, changes={**case.model.changes, **own}).request(checkpoint.path)
     height, width = (side * defaults.size_multiple for side in (3, 5))
     frames = None if defaults.kind == "image" else 1 + defaults.frame_multiple
     said = {"prompt": "a red circle", "seed": 5, "num_inference_steps": steps, "true_cfg_scale": case.scale}
