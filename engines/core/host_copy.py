@@ -7,7 +7,7 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -89,25 +89,27 @@ class HostCopy:
 
     def copy(self, spans: Sequence[Tensor]) -> None:
         """Copy ``spans`` (uint8, one dim) to the host. They fit into ``num_bytes``."""
-        for span_B, host_B in self._pairs(spans):
+        for _, span_B, host_B in self._pairs(spans):
             host_B.copy_(span_B, non_blocking=True)
         self._synchronize()
 
-    def fill(self, spans: Sequence[Tensor]) -> None:
-        """Copy back into the same ``spans``, in the same order."""
-        for span_B, host_B in self._pairs(spans):
-            span_B.copy_(host_B, non_blocking=True)
+    def fill(self, spans: Sequence[Tensor], *, gone: Container[int] = ()) -> None:
+        """Copy back into the same ``spans``, in the same order, but not into those whose numbers are in ``gone``."""
+        for number, span_B, host_B in self._pairs(spans):
+            if number not in gone:
+                span_B.copy_(host_B, non_blocking=True)
         self._synchronize()
 
-    def _pairs(self, spans: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pairs(self, spans: Iterable[Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield parts of the spans, with the span's number before and the host's part behind each."""
         pieces = iter(self._wait())
         host_B = torch.empty(0, dtype=torch.uint8)
-        for span_B in spans:
+        for number, span_B in enumerate(spans):
             while span_B.numel():
                 if not host_B.numel():
                     host_B = next(pieces).bytes_B
                 size = min(span_B.numel(), host_B.numel())
-                yield span_B[:size], host_B[:size]
+                yield number, span_B[:size], host_B[:size]
                 span_B, host_B = span_B[size:], host_B[size:]
 
     def _wait(self) -> list[HostPiece]:

@@ -24,8 +24,9 @@ logger = logging.getLogger(__name__)
 class WeightMemory:
     """A rank's resource (``core.resources``), without effect until ``open``.
 
-    The copy on the host is made at the first ``sleep`` and kept. It is made again only if weights were added since.
-    Functions of ``before_sleep`` undo what changes weights in place, so the copy stays right.
+    The copy on the host is made at the first ``sleep`` and kept. It is made again only if weights were added since, or
+    memory among them was freed, into which CUDA copies no more. Functions of ``before_sleep`` undo what changes weights
+    in place, so the copy stays right.
     """
 
     def __init__(self) -> None:
@@ -119,8 +120,9 @@ class WeightMemory:
         begun_s = time.monotonic()
         for undo in self._undo:
             undo()
-        if not self._is_copied:
-            self._found = self._spans.find()
+        found = self._spans.find()
+        if not self._is_copied or _places(found) != _places(self._found):
+            self._found = found
             self._host.reserve(_num_bytes(self._found), pinned_bytes=self._pinned_limit)
             self._host.copy(self._found)
             self._is_copied = True
@@ -136,7 +138,7 @@ class WeightMemory:
             return 0.0
         begun_s = time.monotonic()
         self._spans.restore(self._found)
-        self._host.fill(self._found)
+        self._host.fill(self._found, gone=self._spans.gone(self._found))
         self.is_asleep = False
         return self._took("weights are awake", begun_s)
 
@@ -146,6 +148,10 @@ class WeightMemory:
         fields = {"took_s": round(took_s, 3), "num_bytes": num_bytes, "beside_bytes": self._beside(num_bytes)}
         logger.info(message, extra=fields)
         return took_s
+
+
+def _places(spans: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(span_B.data_ptr(), span_B.nbytes) for span_B in spans]
 
 
 def _num_bytes(spans: Sequence[Tensor]) -> int:

@@ -33,6 +33,10 @@ class WeightSpans(Protocol):
         """Return all memory in use, as uint8 tensors of one dim. They stay valid after ``restore``."""
         ...
 
+    def gone(self, spans: Sequence[Tensor]) -> set[int]:
+        """Return the numbers of the spans whose memory was given back since ``find``, as nothing used it any more."""
+        ...
+
     def release(self, spans: Sequence[Tensor]) -> None:
         """Give the memory back to the device. Values are lost, tensors stay."""
         ...
@@ -60,6 +64,9 @@ class CpuSpans:
     def find(self) -> list[Tensor]:
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in self._tensors() if x.numel()}
         return [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages.values()]
+
+    def gone(self, spans: Sequence[Tensor]) -> set[int]:
+        return set()  # the spans hold their storages
 
     def release(self, spans: Sequence[Tensor]) -> None:
         self._sizes = [span_B.untyped_storage().nbytes() for span_B in spans]
@@ -125,9 +132,17 @@ class CudaSpans:
 
     def find(self) -> list[Tensor]:
         torch.cuda.synchronize(self._device)
+        return [_view(run, self._device) for one in self._segments() for run in _runs_in_use(one["blocks"])]
+
+    def gone(self, spans: Sequence[Tensor]) -> set[int]:
+        segments = [range(one["address"], one["address"] + one["total_size"]) for one in self._segments()]
+        is_there = [any(span_B.data_ptr() in segment for segment in segments) for span_B in spans]
+        return {number for number, there in enumerate(is_there) if not there}
+
+    def _segments(self) -> list[Any]:
+        """Return the segments of the pools. A block is in one of them."""
         segments = [one for one in torch.cuda.memory_snapshot() if tuple(one["segment_pool_id"]) in self._pools]  # type: ignore[no-untyped-call]
-        segments = [one for one in segments if one["device"] == self._device.index]
-        return [_view(run, self._device) for one in segments for run in _runs_in_use(one["blocks"])]
+        return [one for one in segments if one["device"] == self._device.index]
 
     def release(self, spans: Sequence[Tensor]) -> None:
         with torch.cuda.device(self._device):  # on threads that never used the device, too

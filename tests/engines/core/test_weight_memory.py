@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from engines.core import host_copy
 from engines.core.host_copy import HostCopy, HostPiece, RegisteredMemory, pinned_memory, touched_memory
 from engines.core.weight_memory import WeightMemory
-from engines.core.weight_spans import _runs_in_use
+from engines.core.weight_spans import CudaSpans, _runs_in_use
 
 CPU = torch.device("cpu")
 
@@ -84,6 +84,21 @@ def test_new_weights_are_copied_again(tmp_path: Path) -> None:
     memory.wake()
     assert_same(module, before)
     assert memory.num_copies == 2
+
+
+def test_memory_that_was_freed_is_not_restored(tmp_path: Path) -> None:
+    module, other = parts(), parts(1)
+    before = values(module)
+    memory = opened(tmp_path, other)
+    memory.hold(module)
+    memory.sleep()
+    memory.wake()
+    del other
+    gc.collect()
+    memory.sleep()
+    assert memory.use().weights == sum(x.nbytes for x in before)
+    memory.wake()
+    assert_same(module, before)
 
 
 def test_changes_are_undone_before_sleep_and_an_undo_can_be_taken_back(tmp_path: Path) -> None:
@@ -252,6 +267,28 @@ def test_it_has_no_effect_until_it_is_opened() -> None:
     assert_same(module, before)
 
 
+def test_memory_that_was_given_back_while_asleep_is_not_filled(tmp_path: Path) -> None:
+    memory = HostCopy(CPU, tmp_path)
+    spans = [torch.full((size,), size, dtype=torch.uint8) for size in (3, 5, 7)]
+    memory.reserve(15, pinned_bytes=None)
+    memory.copy(spans)
+    for span_B in spans:
+        span_B.zero_()
+    memory.fill(spans, gone={1})
+    assert [{*span_B.tolist()} for span_B in spans] == [{3}, {0}, {7}]
+
+
+def test_memory_of_a_segment_that_is_no_more_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaSpans, "_library", None)
+    spans = CudaSpans(torch.device("cuda", 0))
+    spans._pools.add((0, 7))
+    segment = {"address": 4096, "total_size": 1024, "segment_pool_id": (0, 7), "device": 0}
+    others = ({"address": 8192, "segment_pool_id": (0, 0)}, {"address": 8192, "device": 1})
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [segment, *(segment | other for other in others)])
+    views = [Mock(spec=Tensor, **{"data_ptr.return_value": address}) for address in (4096, 5000, 5120, 8192)]
+    assert spans.gone(views) == {2, 3}
+
+
 def test_adjacent_blocks_in_use_are_one_run() -> None:
     def block(address: int, size: int, state: str) -> dict[str, Any]:
         return {"address": address, "size": size, "state": state}
@@ -303,6 +340,22 @@ def test_an_error_of_pinning_is_not_left_for_the_next_kernel(monkeypatch: pytest
     piece = pinned_memory(2**12, torch.device("cuda", 0))
     assert not piece.is_pinned
     assert forgotten == [torch.device("cuda", 0)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_weights_on_a_gpu_come_back_after_memory_beside_them_was_freed(tmp_path: Path) -> None:
+    memory = WeightMemory()
+    memory.open("cuda", tmp_path)
+    with memory.region():
+        kept, freed = (torch.full((2**25,), value, device="cuda") for value in (1.0, 2.0))
+    memory.sleep()
+    memory.wake()
+    del freed
+    for _ in range(2):
+        memory.sleep()
+        memory.wake()
+        assert kept.eq(1.0).all()
 
 
 @pytest.mark.gpu
