@@ -36,7 +36,8 @@ def set_kernel(module: nn.Module, kernel: Kernel, local: tuple[str, ...] = ()) -
         processor = getattr(attention, "processor", None)
         if processor is None or not hasattr(processor, "_parallel_config") or any(rule.matches(name) for rule in rules):
             continue
-        _route(sys.modules[type(processor).__module__])
+        for kind in type(processor).__mro__:  # a patched processor calls the one that it extends
+            _route(sys.modules[kind.__module__])
         processor._parallel_config = KernelConfig(kernel)
         num_attentions += 1
     if not num_attentions:

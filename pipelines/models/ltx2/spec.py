@@ -22,7 +22,9 @@ from pipelines.request import InputPictures, MediaRequest
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from torch import Tensor
+    from torch import Tensor, nn
+
+    from engines.core.attention import Kernel
 
 VIDEO = "video"
 MAX_TOKENS = 1024
@@ -105,6 +107,12 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
             tables=tuple(FeatureTable(pattern=name, dim=1 if by_head else 2) for name in POSITIONS),
             free=SWITCHES,
         )
+
+    def set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
+        from pipelines.models.ltx2.patches import perturb_whole
+
+        perturb_whole(module)
+        super().set_kernel(module, kernel)
 
     def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
         """Return the connectors' output for each stream; a transformer with its own projections takes more features."""
