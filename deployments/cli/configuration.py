@@ -20,9 +20,9 @@ from pipelines.workflow import split_workflow, with_workflow
 
 ENDINGS = (".yaml", ".yml", ".json")
 START_DEADLINE_S = 900
+"""A gang of a large model loads, compiles and captures for minutes."""
 STEP_DEADLINE_S, REFERENCES_DEADLINE_S = 30, 300
 """The longest a warm step may take; the second is for models whose references make a step up to ten times as long."""
-"""A gang of a large model loads, compiles and captures for minutes."""
 
 
 def is_config(name: str) -> bool:

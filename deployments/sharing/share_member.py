@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from deployments.asyncio_tools import cancel
 from deployments.sharing.share_actor import ShareSpec, share_actor
@@ -62,12 +62,15 @@ class ShareMember:
         self._task = asyncio.create_task(self._keep_loading())
 
     async def grant(self, uses: Sequence[MemoryUse]) -> tuple[int, ...] | None:
-        """Return the host memory that each process may take for its weights so far. None is no limit."""
+        """Return the host memory that each process may take for its weights so far. None is no limit.
+
+        An arbiter of an earlier version knows no such call: all memory is granted by ``loaded`` then.
+        """
         sizes = [use.weights for use in uses]
         try:
             pinned: tuple[int, ...] | None = await self._actor.grant.remote(self._report.token, sizes)
-        except RayActorError as error:
-            logger.warning("no host memory is prepared: the arbiter of shared GPUs does not answer: %s", error)
+        except (RayError, AttributeError) as error:
+            logger.warning("no host memory is prepared: the arbiter of shared GPUs grants none: %s", error)
             return (0,) * len(sizes)
         self._report = replace(self._report, pinned=pinned)
         return pinned

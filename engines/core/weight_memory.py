@@ -122,7 +122,7 @@ class WeightMemory:
             undo()
         found = self._spans.find()
         if not self._is_copied or _places(found) != _places(self._found):
-            self._found = found
+            self._found, self._is_copied = found, False
             self._host.reserve(_num_bytes(self._found), pinned_bytes=self._pinned_limit)
             self._host.copy(self._found)
             self._is_copied = True

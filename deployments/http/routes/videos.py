@@ -235,9 +235,10 @@ async def submit_clip(
     along take all the memory that there is for them.
     """
     resolved = await read_upload(context, request, requester, VideoBody, "video", adapt)
-    video = resolved.pictures.video
+    clips = (resolved.pictures.video, resolved.pictures.video_mask)
+    num_bytes = sum(len(clip.data) for clip in clips if clip is not None)
     async with AsyncExitStack() as stack:
-        stack.enter_context(context.admission.memory.taken())(0 if video is None else len(video.data))
+        stack.enter_context(context.admission.memory.taken())(num_bytes)
         turn = await stack.enter_async_context(
             context.known.turn(request.url.path, requester, idempotency_key, resolved.body)
         )

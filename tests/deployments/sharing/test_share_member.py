@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from deployments.sharing import share_member
 from deployments.sharing.share_member import ShareMember
@@ -43,6 +44,21 @@ async def test_each_answer_says_how_long_the_model_sleeps(monkeypatch: pytest.Mo
     await member.close()
     assert foreseen_s == [7.0, 0.5]
     assert moves == [(True, 7.0), (False, 0.5)], "it is known before the weights move"
+
+
+async def refuse(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("name", ["no such method here", "no such method there", "dead"])
+async def test_an_arbiter_without_grants_only_delays_the_memory(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """An arbiter outlives the application that started it, and may be of an earlier version."""
+    unknown: Exception = RayTaskError("grant", "", KeyError("grant"))  # type: ignore[no-untyped-call]
+    errors = {"no such method there": unknown, "dead": ActorDiedError()}
+    methods = {} if name not in errors else {"grant": SimpleNamespace(remote=lambda *_: refuse(errors[name]))}
+    monkeypatch.setattr(share_member, "share_actor", lambda spec: SimpleNamespace(**methods))
+    member = ShareMember(cast("Any", None), "m", "denoiser", move=cast("Any", None), demand=lambda: IDLE)
+    assert await member.grant((MemoryUse(weights=7), MemoryUse(weights=8))) == (0, 0)
 
 
 async def forget(token: str) -> None:

@@ -101,6 +101,24 @@ def test_memory_that_was_freed_is_not_restored(tmp_path: Path) -> None:
     assert_same(module, before)
 
 
+def test_a_copy_that_failed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, other = parts(), parts(1)
+    before = values(module)
+    memory = opened(tmp_path, other)
+    memory.hold(module)
+    memory.sleep()
+    memory.wake()
+    del other
+    gc.collect()
+    with monkeypatch.context() as failing:
+        failing.setattr(HostCopy, "copy", Mock(side_effect=OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            memory.sleep()
+    memory.sleep()
+    memory.wake()
+    assert_same(module, before)
+
+
 def test_changes_are_undone_before_sleep_and_an_undo_can_be_taken_back(tmp_path: Path) -> None:
     module = parts()
     before = values(module)

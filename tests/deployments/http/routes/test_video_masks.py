@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from deployments.clips.clips import Clips
 from pipelines.media.clip import encode_clip
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.routes.test_video_inputs import CHANGED, FPS, NUM_FRAMES, TOLERANCE, URL, VIDEOS, made
 from tests.deployments.http.test_errors import error_of
 from tests.deployments.support.fake_studio import CHANGED_CLIPS, FakeStudio
 from tests.deployments.support.files import data_url, file_of
+from tests.support.patience import PATIENCE_S
 
 MASKED = "masked"
 KEPT, LEFT_HALF = 9, (0, 0, 24, 32)
@@ -106,6 +109,31 @@ async def test_the_weight_of_a_clip(client: httpx.AsyncClient, studio: FakeStudi
     assert studio.performed[-1].control_scale == 0.5
     error = error_of(await client.post(VIDEOS, json={**body, "model": CHANGED}), 400)
     assert (error["param"], "control_scale is 0.5" in error["message"]) == ("control_scale", True)
+
+
+async def test_frames_of_a_mask_take_memory_like_those_of_its_clip(
+    studio: FakeStudio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mask and two clips have room, two of each do not."""
+    entered, may_go, submit = asyncio.Event(), asyncio.Event(), Clips.submit
+
+    async def slow(*args: Any) -> Any:
+        if not entered.is_set():
+            entered.set()
+            await may_go.wait()
+        return await submit(*args)
+
+    monkeypatch.setattr(Clips, "submit", slow)
+    body = {"prompt": "a", "model": MASKED, "video": URL}
+    limit = 3 * KEPT * 48 * 32 * 3
+    async with client_of(build(studio, tmp_path, max_open_upload_bytes=limit)) as client:
+        first = asyncio.create_task(client.post(VIDEOS, json={**body, "mask": MASK}))
+        async with asyncio.timeout(PATIENCE_S):
+            await entered.wait()
+        assert error_of(await client.post(VIDEOS, json={**body, "mask": MASK}), 503)["code"] == "server_full"
+        assert (await client.post(VIDEOS, json=body)).status_code == 200
+        may_go.set()
+        assert (await first).status_code == 200
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
