@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -135,9 +136,14 @@ class CudaSpans:
         return [_view(run, self._device) for one in self._segments() for run in _runs_in_use(one["blocks"])]
 
     def gone(self, spans: Sequence[Tensor]) -> set[int]:
-        segments = [range(one["address"], one["address"] + one["total_size"]) for one in self._segments()]
-        is_there = [any(span_B.data_ptr() in segment for segment in segments) for span_B in spans]
-        return {number for number, there in enumerate(is_there) if not there}
+        ends = {one["address"]: one["address"] + one["total_size"] for one in self._segments()}
+        begins = sorted(ends)
+
+        def is_there(address: int) -> bool:
+            number = bisect_right(begins, address)
+            return number > 0 and address < ends[begins[number - 1]]
+
+        return {number for number, span_B in enumerate(spans) if not is_there(span_B.data_ptr())}
 
     def _segments(self) -> list[Any]:
         """Return the segments of the pools. A block is in one of them."""

@@ -86,15 +86,21 @@ def test_new_weights_are_copied_again(tmp_path: Path) -> None:
     assert memory.num_copies == 2
 
 
-def test_memory_that_was_freed_is_not_restored(tmp_path: Path) -> None:
+def with_freed_memory(folder: Path) -> tuple[Parts, list[Tensor], WeightMemory]:
+    """Return a module, its values before, and its memory, which has slept beside a module that is gone."""
     module, other = parts(), parts(1)
     before = values(module)
-    memory = opened(tmp_path, other)
+    memory = opened(folder, other)
     memory.hold(module)
     memory.sleep()
     memory.wake()
     del other
     gc.collect()
+    return module, before, memory
+
+
+def test_memory_that_was_freed_is_not_restored(tmp_path: Path) -> None:
+    module, before, memory = with_freed_memory(tmp_path)
     memory.sleep()
     assert memory.use().weights == sum(x.nbytes for x in before)
     memory.wake()
@@ -102,14 +108,7 @@ def test_memory_that_was_freed_is_not_restored(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_failed_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, other = parts(), parts(1)
-    before = values(module)
-    memory = opened(tmp_path, other)
-    memory.hold(module)
-    memory.sleep()
-    memory.wake()
-    del other
-    gc.collect()
+    module, before, memory = with_freed_memory(tmp_path)
     with monkeypatch.context() as failing:
         failing.setattr(HostCopy, "copy", Mock(side_effect=OSError("full")))
         with pytest.raises(OSError, match="full"):
