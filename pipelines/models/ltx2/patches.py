@@ -44,14 +44,14 @@ class WholePerturbation(LTX2PerturbedAttnProcessor):  # type: ignore[misc]
         all_perturbed: Any = None,
     ) -> Tensor:
         """Attend. The names are those that ``LTX2Attention`` looks for."""
-        rotary = {"query_rotary_emb": query_rotary_emb, "key_rotary_emb": key_rotary_emb}
         out_BLC: Tensor = super().__call__(
             attn,
             hidden_states,
             encoder_hidden_states,
             attention_mask,
+            query_rotary_emb,
+            key_rotary_emb,
             all_perturbed=perturbation_mask is not None,
-            **rotary,
         )
         return out_BLC
 
