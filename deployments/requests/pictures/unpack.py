@@ -50,9 +50,11 @@ def unpack(sources: Sources, limits: PictureLimits, form_of: FormBeside | None =
         return forms[0]
 
     video = read_video(bytes_of(sources.video, VIDEO_FIELD, limits, VIDEO), VIDEO_FIELD, limits, form)
+    pictures = replace(pictures, video=video)
+    if sources.video_mask is None:
+        return pictures
     form_of_mask = replace(forms[0], max_frames=video.num_frames, is_cut=True, frame_multiple=1, min_frames=1)
-    mask = None if sources.video_mask is None else _video_mask(sources.video_mask, limits, form_of_mask)
-    return replace(pictures, video=video, video_mask=mask)
+    return replace(pictures, video_mask=_video_mask(sources.video_mask, limits, form_of_mask))
 
 
 def _video_mask(source: Source, limits: PictureLimits, form: VideoForm) -> InputVideo:
