@@ -249,7 +249,7 @@ class InputPictures:
     """Mode "L", white where to paint."""
     video: InputVideo | None = None
     video_mask: InputVideo | None = None
-    """As long and large as the clip, white where it is made anew."""
+    """Mask with the frames and size of the clip, white where the clip is made anew."""
     control: InputPicture | None = None
     """Edges, depths or poses that the result follows."""
 

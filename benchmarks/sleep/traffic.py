@@ -1,4 +1,4 @@
-"""What models that take turns are asked: one after another, all at once, and while a sleeping rank is killed."""
+"""Requests to models that take turns: one after another, all at once, and while a sleeping rank is killed."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def vae_scale(path: Path) -> int:
 class MiniMaxH3Spec(SeveralOutputsSpec):
     family = "minimax_h3"
     shifts_schedule = True
-    """That of the clip; the sound's stays."""
+    """Requests shift the clip's schedule; the sound's stays."""
     plan = SHARD_PLAN
     local_attention = (REFINERS,)
     counts_heads = True

@@ -43,7 +43,7 @@ CASES: dict[str, tuple[tuple[tuple[int, int], ...], int]] = {
 }
 """Sizes of pictures, and frames of a clip."""
 RATES = {"a clip": 12, "all": 30}
-"""Of the results: a clip that comes along is at the model's own."""
+"""Frame rate of the results. A clip that comes along has the model's own rate."""
 ALL = "all"
 QUICK = {(ALL, 1, "ulysses"), (ALL, 2, "ring"), (ALL, 4, "ulysses"), (ALL, 4, "tensor"), ("a picture", 1, "ulysses")}
 QUICK |= {("a clip", 1, "ulysses"), ("pictures", 2, "allgather_kv")}
