@@ -36,10 +36,9 @@ from pipelines.blocks.tree import Sections
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
 from pipelines.directory import open_modular
-from pipelines.loading import PUBLISHED, published_models
+from pipelines.loading import PUBLISHED, ModelSource, published_models
 from pipelines.models.registry import FAMILY_FOLDERS, load_spec
 from pipelines.models.spec import LazyFunction
-from pipelines.workflow import with_workflow
 
 ROOT = Path(__file__).parents[1]
 OUT, README = ROOT / "docs" / "reference" / "models.md", ROOT / "README.md"
@@ -188,7 +187,7 @@ def once_a_job(hoist: Any) -> str:
 def defaults_of(name: str) -> tuple[Defaults, ...]:
     """Return those of a pipeline's published models, or of the small ones that tests build."""
     models = [Checkpoint.of_configuration(model) for model in published_models() if pipeline_of(model) == name]
-    flows = (with_workflow(str(one.path), flow) for one in models for flow in one.spec.workflows)
+    flows = (str(ModelSource(base=str(one.path), workflow=flow)) for one in models for flow in one.spec.workflows)
     published = tuple(one.defaults for one in (*models, *map(Checkpoint.of_configuration, flows)))
     return published or tuple(one.defaults for one in built() if one.pipeline == name)
 

@@ -39,12 +39,10 @@ from deployments.stages.stage_config import (
     EncoderConfig,
 )
 from engines.core.spec import Attention
-from pipelines.control_network import with_network
+from pipelines.loading import ModelSource
 from pipelines.lora.source import LoraLimits, LoraSource, check_sources
 from pipelines.recipes import Recipe, check_recipe_name
 from pipelines.request import MetadataLevel
-from pipelines.single_file import with_base
-from pipelines.workflow import with_workflow
 
 
 def _model_name(name: str) -> str:
@@ -242,8 +240,9 @@ class ModelConfig(_Config):
 
     @property
     def source(self) -> str:
-        model = with_workflow(with_base(self.path or self.name, self.base), self.workflow)
-        return with_network(model, self.controlnet)
+        path = self.path or self.name
+        file, base = (path, self.base) if self.base else ("", path)
+        return str(ModelSource(base=base, file=file, workflow=self.workflow, network=self.controlnet))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from engines.core.engine import Engine
 from engines.core.model import Branch, DenoiserModel
-from pipelines.control_network import split_network
 from pipelines.defaults import Defaults, with_own_defaults
 from pipelines.description import Description, read_description
 from pipelines.directory import gguf_in, part_folder, quantiser_of
-from pipelines.loading import resolve_configuration, resolve_dtype, resolve_path
+from pipelines.loading import ModelSource, resolve_configuration, resolve_dtype, resolve_path
 from pipelines.lora.source import LoraLimits, LoraSource
 from pipelines.models.registry import spec_of, transformer_class
 from pipelines.request import MediaRequest
 from pipelines.schedules import with_schedule
-from pipelines.single_file import split_source
 from pipelines.size import Size
 
 if TYPE_CHECKING:  # reading defaults must not import torch
@@ -70,13 +68,12 @@ class Checkpoint:
         loras: Iterable[LoraSource] = (),
         runtime_loras: LoraLimits | None = None,
     ) -> Checkpoint:
-        """Open a folder, a shipped checkpoint, a hub id (downloaded if needed), or ``FILE@BASE`` (``single_file``).
+        """Open a folder, a shipped checkpoint or a hub id (downloaded if needed), or another ``ModelSource``.
 
-        Each may have a control network apart (``control_network``). ``weights=False`` skips the download of weights.
-        ValueError names the attempts.
+        ``weights=False`` skips the download of weights. ValueError names the attempts.
         """
-        model, network = split_network(source)
-        file, _ = split_source(model)
+        model = ModelSource.parse(source)
+        file, network = Path(model.file) if model.file else None, model.network
         checkpoint = cls(resolve_path(source, weights=weights), device, dtype, loras, file, runtime_loras)
         if network and (checkpoint.spec.is_whole or not checkpoint.defaults.takes_control):
             raise ValueError(

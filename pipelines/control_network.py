@@ -1,7 +1,6 @@
 """A model with a control network that is stored apart from it.
 
-Its name is ``MODEL+controlnet@NETWORK``, both as folders or hub ids. It is opened as one diffusers folder with links to
-the parts of the model and to the network, and an index of both.
+It is opened as one diffusers folder with links to the parts of the model and to the network, and an index of both.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any
 from pipelines.directory import MODULAR_INDEX, has_part, linked_folder, part_class, read_index
 
 PART = "controlnet"
-SEPARATOR = f"+{PART}@"
 FOLDERS = "controlled"
 """Place of such folders in the Hugging Face cache."""
 
@@ -29,17 +27,6 @@ def control_defaults(path: Path, network_class: str) -> Mapping[str, Any]:
     if (kind := part_class(path, PART)) != network_class:
         raise ValueError(f"the {PART} of {path} is a {kind}; this model follows a {network_class}: take such a one")
     return {"takes_control": True, "control_scale": 1.0, "takes_control_guidance": True}
-
-
-def with_network(source: str, network: str) -> str:
-    """Return the name of the model ``source`` with a control network, or ``source`` if ``network`` is empty."""
-    return f"{source}{SEPARATOR}{network}" if network else source
-
-
-def split_network(source: str) -> tuple[str, str]:
-    """Return the model's own name and that of its control network, which is empty without one."""
-    model, _, network = source.partition(SEPARATOR)
-    return model, network
 
 
 def joined_folder(model: Path, network: Path) -> Path:

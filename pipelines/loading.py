@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.control_network import joined_folder, split_network
+from pipelines.control_network import joined_folder
 from pipelines.directory import CLASSIC_INDEX, MODULAR_INDEX, repositories
 from pipelines.models.registry import spec_of
-from pipelines.single_file import split_source
-from pipelines.workflow import split_workflow, unused_folders, workflow_folder
+from pipelines.single_file import split_source, with_base
+from pipelines.workflow import unused_folders, workflow_folder
 
 if TYPE_CHECKING:
     import torch
@@ -30,24 +31,56 @@ PART_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 HUB_FILES = [*TOP_FILES, *(f"*/{pattern}" for pattern in PART_FILES)]
 """Files of the diffusers layout: hub repositories often repeat the weights as one large file at the top."""
 CONFIGURATION_FILES = [pattern for pattern in HUB_FILES if not pattern.endswith(".safetensors")]
+NETWORK, WORKFLOW = "+controlnet@", "+workflow@"
+"""Marks in a model's name, before its control network and its workflow."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSource:
+    """A model's name by its parts: ``FILE@BASE+workflow@WORKFLOW+controlnet@NETWORK``, all but ``BASE`` optional."""
+
+    base: str
+    """Folder, shipped checkpoint or hub id; where only a configuration is read, also a published model's name."""
+    file: str = ""
+    """Path of a single-file transformer (``single_file``) that replaces the base's; empty: the base's own."""
+    workflow: str = ""
+    """Use of the base with another of its transformers (``workflow``); empty: its usual one."""
+    network: str = ""
+    """Folder or hub id of a control network (``control_network``); empty: none besides what the base has."""
+
+    @classmethod
+    def parse(cls, name: str) -> ModelSource:
+        """Return the parts of ``name``. ValueError if a file in it has no base, or cannot be read."""
+        model, _, network = name.partition(NETWORK)
+        file, model = split_source(model)
+        base, _, workflow = model.partition(WORKFLOW)
+        return cls(base=base, file=str(file or ""), workflow=workflow, network=network)
+
+    def __str__(self) -> str:
+        """Return the name. ValueError if the file is not a safetensors or GGUF file."""
+        name = with_base(self.file, self.base) if self.file else self.base
+        name = f"{name}{WORKFLOW}{self.workflow}" if self.workflow else name
+        return f"{name}{NETWORK}{self.network}" if self.network else name
 
 
 def resolve_path(source: str, *, weights: bool = True) -> Path:
     """Return the diffusers directory of ``source``: a folder, the name of a shipped checkpoint, or a hub id.
 
     A hub id is downloaded (or found in the hub cache), with ``weights`` if requested, but for parts that no request
-    needs. So are parts that a modular index
-    places elsewhere. A single file (``single_file``) resolves to its base. A model with a separate control network
-    (``control_network``) resolves to a folder of both, and one for a ``workflow`` to a folder without what that leaves
-    out. ValueError says what to change.
+    needs. So are parts that a modular index places elsewhere. A single file resolves to its base, a model with a
+    separate control network to a folder of both, and one for a workflow to a folder without what that leaves out (see
+    ``ModelSource``). ValueError says what to change.
     """
-    source, network = split_network(source)
-    if network:
-        return joined_folder(resolve_path(source, weights=weights), _resolve_network(network, weights=weights))
-    _, source = split_source(source)
-    source, workflow = split_workflow(source)
-    if workflow:
-        return _resolve_workflow(source, workflow, weights=weights)
+    model = ModelSource.parse(source)
+    path = _resolve_model(model, weights=weights)
+    return joined_folder(path, _resolve_network(model.network, weights=weights)) if model.network else path
+
+
+def _resolve_model(model: ModelSource, *, weights: bool) -> Path:
+    """Return the folder of a model without its control network."""
+    if model.workflow:
+        return _resolve_workflow(model.base, model.workflow, weights=weights)
+    source = model.base
     if Path(source).is_dir():
         return _with_parts(Path(source), weights=weights)
     if (SHIPPED / source).is_dir():
@@ -82,13 +115,13 @@ def resolve_configuration(source: str) -> Path:
     ``source`` is a folder, a shipped checkpoint, a hub id, or a published model's name ("Wan2.1-T2V-14B", in any case).
     ValueError as for ``resolve_path``.
     """
-    source, network = split_network(source)
-    if network:
-        return joined_folder(resolve_configuration(source), _resolve_network(network, weights=False))
-    _, source = split_source(source)
-    source, workflow = split_workflow(source)
-    if workflow:
-        return workflow_folder(resolve_configuration(source), workflow)
+    model = ModelSource.parse(source)
+    path = _base_configuration(model.base)
+    path = workflow_folder(path, model.workflow) if model.workflow else path
+    return joined_folder(path, _resolve_network(model.network, weights=False)) if model.network else path
+
+
+def _base_configuration(source: str) -> Path:
     name = source.rsplit("/", 1)[-1].lower().replace("-diffusers", "")
     names = {model.lower(): model for model in published_models()}
     if name in names and not Path(source).is_dir():

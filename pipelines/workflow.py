@@ -1,7 +1,7 @@
 """A use of a model that needs another of its transformers, as a model of its own.
 
-Its name is ``MODEL+workflow@NAME``. It is opened as a diffusers folder with links to the parts of the model, and an
-index without those that the workflow leaves out (``ModelSpec.workflows``).
+It is opened as a diffusers folder with links to the parts of the model, and an index without those that the workflow
+leaves out (``ModelSpec.workflows``).
 """
 
 from __future__ import annotations
@@ -11,20 +11,8 @@ from pathlib import Path
 from pipelines.directory import DENOISERS, linked_folder, read_index
 from pipelines.models.registry import spec_of
 
-SEPARATOR = "+workflow@"
 FOLDERS = "workflows"
 """Place of such folders in the Hugging Face cache."""
-
-
-def with_workflow(source: str, workflow: str) -> str:
-    """Return the name of the model ``source`` for a workflow, or ``source`` if ``workflow`` is empty."""
-    return f"{source}{SEPARATOR}{workflow}" if workflow else source
-
-
-def split_workflow(source: str) -> tuple[str, str]:
-    """Return the model's own name and its workflow, which is empty without one."""
-    model, _, workflow = source.partition(SEPARATOR)
-    return model, workflow
 
 
 def unused_folders(model: Path, workflow: str) -> tuple[str, ...]:

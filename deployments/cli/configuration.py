@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,9 @@ import yaml
 from deployments.cli.serving import CONFIGS, load_config, parse_config, shipped_configs
 from deployments.config import ServeConfig
 from deployments.sizing.fit import usual_limit_gib
-from pipelines.control_network import split_network, with_network
 from pipelines.defaults import Defaults
-from pipelines.loading import SHIPPED, hub_id_of, resolve_configuration
+from pipelines.loading import SHIPPED, ModelSource, hub_id_of, resolve_configuration
 from pipelines.preconditions import decoder_problems
-from pipelines.single_file import split_source, with_base
-from pipelines.workflow import split_workflow, with_workflow
 
 ENDINGS = (".yaml", ".yml", ".json")
 START_DEADLINE_S = 900
@@ -79,17 +77,14 @@ def to_yaml(config: ServeConfig) -> str:
 
 def _source(name: str) -> str:
     """Return the ``path`` of the model ``name``. ValueError if there is no such model."""
-    model, network = split_network(name)
     try:
-        file, base = split_source(model)
-        base, workflow = split_workflow(base)
-        if not Path(base).is_dir() and not (SHIPPED / base).is_dir():
-            base = hub_id_of(base)
+        model = ModelSource.parse(name)
+        if not Path(model.base).is_dir() and not (SHIPPED / model.base).is_dir():
+            model = replace(model, base=hub_id_of(model.base))
     except ValueError as error:
         problem = f"{name} is neither a file nor a shipped config ({shipped_configs()}), nor a model"
         raise ValueError(f"{problem}: {error}") from error
-    model = with_workflow(with_base(str(file), base) if file else base, workflow)
-    return with_network(model, network)
+    return str(model)
 
 
 def _on_gpus(source: str, num_ranks: int, own: dict[str, Any]) -> ServeConfig:
@@ -139,14 +134,12 @@ def _num_decoding(defaults: Defaults, num_ranks: int) -> int:
 
 
 def _config(source: str, model: dict[str, Any]) -> ServeConfig:
-    source, network = split_network(source)
-    file, base = split_source(source)
-    base, workflow = split_workflow(base)
-    title = file.stem if file else Path(base).resolve().name
-    own: dict[str, Any] = {"name": _name(f"{title}-{workflow}" if workflow else title)}
-    own |= {"path": str(file), "base": base} if file else {"path": base}
-    own |= {"controlnet": network} if network else {}
-    own |= {"workflow": workflow} if workflow else {}
+    name = ModelSource.parse(source)
+    title = Path(name.file).stem if name.file else Path(name.base).resolve().name
+    own: dict[str, Any] = {"name": _name(f"{title}-{name.workflow}" if name.workflow else title)}
+    own |= {"path": name.file, "base": name.base} if name.file else {"path": name.base}
+    own |= {"controlnet": name.network} if name.network else {}
+    own |= {"workflow": name.workflow} if name.workflow else {}
     application = {
         "name": "troupe",
         "route_prefix": "/",

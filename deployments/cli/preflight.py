@@ -21,10 +21,8 @@ from deployments.settings import Settings, process_environment
 from deployments.sizing.memory_budget import budget_of
 from deployments.stages.stage_config import DenoiserConfig, ScaledConfig, StageConfig, must_slice
 from pipelines.checkpoint import Checkpoint
-from pipelines.control_network import split_network
+from pipelines.loading import ModelSource
 from pipelines.preconditions import adapter_problems, decoder_problems, weight_problems
-from pipelines.single_file import split_source
-from pipelines.workflow import split_workflow
 
 if TYPE_CHECKING:
     from pipelines.media.provenance import Credentials
@@ -280,8 +278,7 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
     if checkpoint.spec.is_whole:
         yield from model.whole_problems(checkpoint.spec.family)
     yield from adapter_problems(checkpoint, model.adapters)
-    _, base = split_source(split_network(model.source)[0])
-    if Path(split_workflow(base)[0]).is_dir():  # a hub's weights may not be downloaded yet
+    if Path(ModelSource.parse(model.source).base).is_dir():  # a hub's weights may not be downloaded yet
         yield from weight_problems(checkpoint)
     if must_slice(model.denoiser) and checkpoint.file is not None:
         yield f"every rank would read its share of {checkpoint.file}, which is read whole: say load: whole"

@@ -17,10 +17,8 @@ from engines.core.parcel import Shapes
 from engines.core.storage import device_name, file_about
 from engines.gang.eta.measured_times import MeasuredTimes, StepTimes, TimeKey
 from engines.gang.eta.prediction import rough_step_s
-from pipelines.control_network import split_network
-from pipelines.loading import HUB_FILES, local_path
+from pipelines.loading import HUB_FILES, ModelSource, local_path
 from pipelines.request import MediaRequest
-from pipelines.single_file import split_source
 
 if TYPE_CHECKING:
     from engines.gang.rank import RankInfo
@@ -130,9 +128,8 @@ def _files_of(folder: Path) -> Iterable[Path]:
 
 def _single_files(model: ModelConfig) -> Iterable[Path]:
     """Yield weights outside the folder: a single-file transformer, and local adapters."""
-    file, _ = split_source(split_network(model.source)[0])
-    if file is not None:
-        yield file
+    if file := ModelSource.parse(model.source).file:
+        yield Path(file)
     for lora in model.adapters:
         path = local_path(lora.path)
         files = [path] if path.is_file() else [*path.glob("*.safetensors"), *([path / lora.file] if lora.file else [])]

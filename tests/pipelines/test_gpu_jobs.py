@@ -17,7 +17,7 @@ from diffusers import LTX2ConditionPipeline
 from torch import Tensor
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.control_network import with_network
+from pipelines.loading import ModelSource
 from pipelines.solver import Solver
 from tests.pipelines.blocks import test_solver as solver
 from tests.pipelines.models import test_stable_diffusion as stable_diffusion
@@ -148,7 +148,7 @@ SDXL_CONTROL = PictureCase(
 
 
 def sdxl_source(folder: Path) -> str:
-    return with_network(str(folder / "sdxl"), str(folder / "controlnet"))
+    return str(ModelSource(base=str(folder / "sdxl"), network=str(folder / "controlnet")))
 
 
 def sdxl_control_job(folder: Path) -> Job:

@@ -27,8 +27,7 @@ from engines.tensorrt_engine.export.trace import offline_team
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.checkpoint import Checkpoint
 from pipelines.directory import read_config, read_index
-from pipelines.loading import published_models, resolve_configuration, shipped_checkpoints
-from pipelines.workflow import with_workflow
+from pipelines.loading import ModelSource, published_models, resolve_configuration, shipped_checkpoints
 from tests.pipelines.support.full_size import Kind, Recorded, first_step, model_on_gpu, trace
 from tests.pipelines.support.real_configs import FLUX, WAN, model_of
 
@@ -235,7 +234,7 @@ def traced() -> set[Kind]:
 
 def test_every_workflow_is_there() -> None:
     flows = {name: Checkpoint.of_configuration(name, "meta").spec.workflows for name in published_models()}
-    assert tuple(with_workflow(name, flow) for name, own in flows.items() for flow in own) == WORKFLOWS
+    assert tuple(str(ModelSource(base=name, workflow=flow)) for name, own in flows.items() for flow in own) == WORKFLOWS
 
 
 def on_first_block(branch: Branch) -> Branch:

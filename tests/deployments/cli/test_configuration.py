@@ -15,8 +15,7 @@ from deployments.cli.configuration import config_for, to_yaml
 from deployments.cli.preflight import warnings
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
-from pipelines.loading import PUBLISHED, SHIPPED, hub_id_of, published_models
-from pipelines.workflow import with_workflow
+from pipelines.loading import PUBLISHED, SHIPPED, ModelSource, hub_id_of, published_models
 from tests.deployments.support.commands import assert_one_line, config_file, troupe
 
 FLUX, KLEIN, WAN = "FLUX.1-dev", "FLUX.2-klein-4B", "Wan2.1-T2V-14B"
@@ -103,7 +102,7 @@ def test_steps_with_many_references_are_in_time(tmp_path: Path, monkeypatch: pyt
     """With 9 pictures one takes 78 s on one H200 by ``troupe estimate --model MiniMax-H3+workflow@ref2va``."""
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path))
     plain = str(PUBLISHED / "MiniMax-H3")
-    names = (plain, with_workflow(plain, "ref2va"))
+    names = (plain, str(ModelSource(base=plain, workflow="ref2va")))
     usual_s, long_s = (config_for(name, 1).app.models[0].denoiser.step_deadline_s for name in names)
     assert usual_s < 78 < long_s / 3
 

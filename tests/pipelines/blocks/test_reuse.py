@@ -19,7 +19,7 @@ from engines.core.tensors import relative_difference
 from pipelines.blocks.state import BlocksState
 from pipelines.caching import CacheMode, computed_steps
 from pipelines.checkpoint import Checkpoint
-from pipelines.control_network import with_network
+from pipelines.loading import ModelSource
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, PlainEngine, load_pipeline
 from tests.pipelines.lora.support.tiny_lora import request_of
@@ -115,7 +115,7 @@ def test_no_step_takes_a_prediction_that_was_made_with_another_control(
 def checkpoint_with(make: Callable[[Path], Path], folder: Path) -> Checkpoint:
     """By blocks: of SDXL's classic pipeline with a network there are none, so it lies apart."""
     make(folder)
-    apart = with_network(str(folder / "sdxl"), str(folder / "controlnet"))
+    apart = str(ModelSource(base=str(folder / "sdxl"), network=str(folder / "controlnet")))
     return Checkpoint.open(apart) if (folder / "sdxl").exists() else Checkpoint(folder)
 
 

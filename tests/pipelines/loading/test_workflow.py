@@ -13,9 +13,8 @@ import pytest
 
 from pipelines.checkpoint import Checkpoint
 from pipelines.directory import changed_at_s, part_class
-from pipelines.loading import resolve_path
+from pipelines.loading import ModelSource, resolve_path
 from pipelines.preconditions import weight_problems
-from pipelines.workflow import split_workflow, with_workflow
 from tests.pipelines.support.checkpoints.tiny_minimax import minimax_h3, minimax_h3_references
 
 WORKFLOW = "ref2va"
@@ -32,15 +31,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_names_are_split_as_they_are_made() -> None:
-    assert with_workflow("owner/model", WORKFLOW) == "owner/model+workflow@ref2va"
-    assert split_workflow("owner/model+workflow@ref2va") == ("owner/model", WORKFLOW)
-    assert with_workflow("owner/model", "") == "owner/model"
-    assert split_workflow("owner/model") == ("owner/model", "")
+    network = f"owner/model+workflow@{WORKFLOW}+controlnet@owner/network"
+    parts = ModelSource(base="owner/model", workflow=WORKFLOW, network="owner/network")
+    assert (ModelSource.parse(network), str(parts)) == (parts, network)
+    for name in ("owner/model", f"owner/model+workflow@{WORKFLOW}", "owner/model+controlnet@owner/network", "a@b"):
+        assert str(ModelSource.parse(name)) == name
+    assert ModelSource.parse("a@b") == ModelSource(base="a@b")
+    with pytest.raises(ValueError, match="base is .owner/model., which needs"):
+        str(ModelSource(base="owner/model", file="owner/other"))
 
 
 def test_a_workflow_has_its_own_transformer_and_the_other_parts(folder: Path) -> None:
-    plain, own = Checkpoint.open(str(folder)), Checkpoint.open(with_workflow(str(folder), WORKFLOW))
-    assert own.path == Checkpoint.open(with_workflow(str(folder), WORKFLOW)).path
+    plain, own = Checkpoint.open(str(folder)), Checkpoint.open(str(ModelSource(base=str(folder), workflow=WORKFLOW)))
+    assert own.path == Checkpoint.open(str(ModelSource(base=str(folder), workflow=WORKFLOW))).path
     assert changed_at_s(own.path) == changed_at_s(folder)
     assert [part_class(own.path, name) is None for name in ("transformer", "transformer_ref")] == [True, False]
     assert (own.path / "vae").resolve() == folder / "vae"
@@ -51,7 +54,7 @@ def test_a_workflow_has_its_own_transformer_and_the_other_parts(folder: Path) ->
 
 def test_two_processes_of_one_number_make_it_at_once(folder: Path) -> None:
     """Containers that share a cache may number their processes alike."""
-    source, replaced = with_workflow(str(folder), WORKFLOW), Path.replace
+    source, replaced = str(ModelSource(base=str(folder), workflow=WORKFLOW)), Path.replace
     inner: list[Path] = []
 
     def replace(written: Path, target: Path) -> Path:
@@ -73,12 +76,12 @@ def test_a_cache_that_cannot_be_written_is_named(folder: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Path, "symlink_to", refuse)
     with pytest.raises(ValueError, match=r"Read-only file system: '/cache/assets'.*set HF_ASSETS_CACHE to a folder"):
-        resolve_path(with_workflow(str(folder), WORKFLOW))
+        resolve_path(str(ModelSource(base=str(folder), workflow=WORKFLOW)))
 
 
 def test_weights_are_needed_of_its_own_transformer_alone(folder: Path, tmp_path: Path) -> None:
     assert list(weight_problems(Checkpoint.open(str(folder)))) == []
-    (problem,) = weight_problems(Checkpoint.open(with_workflow(str(folder), WORKFLOW)))
+    (problem,) = weight_problems(Checkpoint.open(str(ModelSource(base=str(folder), workflow=WORKFLOW))))
     assert problem.endswith("transformer_ref has no weights: download the whole model, not only its configuration")
     references = Checkpoint.open(str(minimax_h3_references(tmp_path / "references")))
     assert list(weight_problems(references)) == []
@@ -90,7 +93,7 @@ def test_a_folder_without_the_transformer_is_refused(folder: Path) -> None:
     del entries["transformer_ref"]
     index.write_text(json.dumps(entries))
     with pytest.raises(ValueError, match="has no transformer for the workflow ref2va: download the whole model"):
-        Checkpoint.open(with_workflow(str(folder), WORKFLOW))
+        Checkpoint.open(str(ModelSource(base=str(folder), workflow=WORKFLOW)))
 
 
 @pytest.mark.parametrize(
@@ -116,7 +119,7 @@ def test_the_hub_sends_no_weights_that_it_leaves_out(folder: Path, workflow: str
         return str(folder)
 
     with patch("huggingface_hub.snapshot_download", download):
-        path = resolve_path(with_workflow("owner/model", workflow))
+        path = resolve_path(str(ModelSource(base="owner/model", workflow=workflow)))
     assert (part_class(path, "transformer") is None) is bool(workflow)
     first, second = asked
     assert not any(pattern.endswith(".safetensors") for pattern in first["allow_patterns"])

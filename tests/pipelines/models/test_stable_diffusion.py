@@ -21,7 +21,7 @@ from engines.core.packing import joined, pack, unpack
 from engines.core.tensors import relative_difference
 from engines.parallel.division import shape_of
 from pipelines.checkpoint import Checkpoint
-from pipelines.control_network import with_network
+from pipelines.loading import ModelSource
 from pipelines.request import InputPicture, MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from tests.pipelines.support.checkpoints import tiny_others, tiny_unknown, tiny_whole
@@ -246,7 +246,7 @@ def test_a_control_network_beside_sdxl_gives_the_latents_of_the_classic_pipeline
 ) -> None:
     """By blocks. A step has one shape for all weights, so that one captured step serves them."""
     folder, network = controlled
-    checkpoint = Checkpoint.open(with_network(str(folder / "sdxl"), str(network)))
+    checkpoint = Checkpoint.open(str(ModelSource(base=str(folder / "sdxl"), network=str(network))))
     assert not checkpoint.spec.is_whole
     assert checkpoint.defaults.capabilities == ("text-to-image", "image-to-image", "control")
     case = PictureCase(
@@ -273,7 +273,7 @@ def test_a_control_network_beside_sdxl_gives_the_latents_of_the_classic_pipeline
 
 def test_with_a_picture_and_a_mask_a_control_matters(controlled: tuple[Path, Path]) -> None:
     folder, network = controlled
-    checkpoint = Checkpoint.open(with_network(str(folder / "sdxl"), str(network)))
+    checkpoint = Checkpoint.open(str(ModelSource(base=str(folder / "sdxl"), network=str(network))))
     pipeline = load_pipeline(checkpoint)
     for has_mask in (False, True):
         case = PictureCase(

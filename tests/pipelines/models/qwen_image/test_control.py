@@ -20,8 +20,8 @@ from engines.parallel.division import shape_of
 from engines.tensorrt_engine.export.trace import offline_team
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
-from pipelines.control_network import with_network
 from pipelines.directory import changed_at_s, read_index
+from pipelines.loading import ModelSource
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
 from pipelines.size import Size
@@ -169,7 +169,7 @@ def test_a_step_at_full_size_is_what_a_gpu_can_record(
     """It begins on the device, copies nothing from the host or to it, and reads no values back."""
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "QwenImageControlNetModel", "num_layers": 5}))
-    name = with_network("Qwen-Image", str(tmp_path))
+    name = str(ModelSource(base="Qwen-Image", network=str(tmp_path)))
     branch, model = first_step(name)[0], model_on_gpu(name)
     assert branch.inputs["control.controlnet_cond"].shape == branch.inputs["hidden_states"].shape
     with offline_team(ParallelSpec.of(strategy, int(strategy[-1]) if strategy[-1].isdigit() else 1)) as team:
@@ -193,7 +193,7 @@ def apart(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tupl
 def test_a_network_may_lie_apart(folder: Path, apart: tuple[Path, Path]) -> None:
     model, network = apart
     assert not Checkpoint(model).defaults.takes_control
-    source = with_network(str(model), str(network))
+    source = str(ModelSource(base=str(model), network=str(network)))
     joined = Checkpoint.open(source)
     assert Checkpoint.open(source).path == joined.path
     assert changed_at_s(joined.path) == changed_at_s(model)
@@ -206,7 +206,7 @@ def test_a_network_may_lie_apart(folder: Path, apart: tuple[Path, Path]) -> None
 
 def test_a_model_that_changes_is_joined_again(apart: tuple[Path, Path]) -> None:
     model, network = apart
-    source = with_network(str(model), str(network))
+    source = str(ModelSource(base=str(model), network=str(network)))
     before = Checkpoint.open(source)
     (model / "troupe.json").write_text(json.dumps({"num_inference_steps": 7}))
     index = model / "model_index.json"
@@ -219,13 +219,13 @@ def test_a_model_that_changes_is_joined_again(apart: tuple[Path, Path]) -> None:
 def test_other_networks_and_models_are_refused(apart: tuple[Path, Path]) -> None:
     model, network = apart
     with pytest.raises(ValueError, match="is no control network of diffusers"):
-        Checkpoint.open(with_network(str(model), str(model)))
+        Checkpoint.open(str(ModelSource(base=str(model), network=str(model))))
     with pytest.raises(ValueError, match="give a folder of diffusers, or a hub id"):
-        Checkpoint.open(with_network(str(model), "nowhere"))
+        Checkpoint.open(str(ModelSource(base=str(model), network="nowhere")))
     with pytest.raises(ValueError, match="follows a QwenImageControlNetModel"):
-        Checkpoint.open(with_network(str(model), str(model / "vae")))
+        Checkpoint.open(str(ModelSource(base=str(model), network=str(model / "vae"))))
     with pytest.raises(ValueError, match="follows none by its blocks"):
-        Checkpoint.open(with_network("flux-shapes", str(network)))
+        Checkpoint.open(str(ModelSource(base="flux-shapes", network=str(network))))
 
 
 def test_no_pipeline_and_no_export_with_a_network(folder: Path, folders: Callable[[Any], Path]) -> None:
