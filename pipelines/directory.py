@@ -200,18 +200,24 @@ def linked_folder(
     """Return a folder with the index ``entries``, and links to the parts of ``model`` and to ``others`` by name.
 
     It lies among ``folders`` of the cache, the same for equal ``key``. Its index is as old as the model's. ValueError
-    if the cache cannot be written.
+    if the model cannot be read, or the cache cannot be written.
     """
     from huggingface_hub import cached_assets_path
 
     model, index = model.resolve(), json.dumps(entries, indent=2)
-    targets = {path.name: path for path in model.iterdir() if path.name not in (CLASSIC_INDEX, MODULAR_INDEX)}
+    try:
+        own, age = _index_file(model), _index_file(model).stat()
+        targets = {path.name: path for path in model.iterdir() if path.name not in (CLASSIC_INDEX, MODULAR_INDEX)}
+    except OSError as error:
+        raise ValueError(
+            f"the model's folder {model} cannot be read ({error}): let this user read it and its index"
+        ) from error
     try:
         folder = Path(cached_assets_path(LIBRARY, folders, hashlib.sha256(key.encode()).hexdigest()[:16]))
         for name, target in {**targets, **others}.items():
             with suppress(FileExistsError):
                 (folder / name).symlink_to(target)
-        _write_index(folder, _index_file(model), index)
+        _write_index(folder / own.name, index, age)
     except OSError as error:
         raise ValueError(
             f"no links to {model} can be made ({error}): set HF_ASSETS_CACHE to a folder that can be written"
@@ -219,12 +225,11 @@ def linked_folder(
     return folder
 
 
-def _write_index(folder: Path, own: Path, index: str) -> None:
-    """Write ``index`` into ``folder`` under the name of the file ``own``, and with its age, if it differs."""
-    written, age = folder / own.name, own.stat()
+def _write_index(written: Path, index: str, age: os.stat_result) -> None:
+    """Write ``index`` into the file ``written``, with the times of ``age``, if either differs."""
     if written.is_file() and written.read_text() == index and written.stat().st_mtime_ns == age.st_mtime_ns:
         return
-    new = folder / f"{own.name}.{secrets.token_hex(8)}"  # other processes may make the same folder
+    new = written.with_name(f"{written.name}.{secrets.token_hex(8)}")  # other processes may make the same folder
     new.write_text(index)
     os.utime(new, ns=(age.st_atime_ns, age.st_mtime_ns))
     new.replace(written)

@@ -12,9 +12,10 @@ from unittest.mock import patch
 import pytest
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.directory import changed_at_s, part_class
+from pipelines.directory import changed_at_s, linked_folder, part_class, read_index
 from pipelines.loading import ModelSource, resolve_path
 from pipelines.preconditions import weight_problems
+from pipelines.workflow import FOLDERS
 from tests.pipelines.support.checkpoints.tiny_minimax import minimax_h3, minimax_h3_references
 
 WORKFLOW = "ref2va"
@@ -37,7 +38,7 @@ def test_names_are_split_as_they_are_made() -> None:
     for name in ("owner/model", f"owner/model+workflow@{WORKFLOW}", "owner/model+controlnet@owner/network", "a@b"):
         assert str(ModelSource.parse(name)) == name
     assert ModelSource.parse("a@b") == ModelSource(base="a@b")
-    with pytest.raises(ValueError, match="base is .owner/model., which needs"):
+    with pytest.raises(ValueError, match=r"base is .owner/model., which needs"):
         str(ModelSource(base="owner/model", file="owner/other"))
 
 
@@ -77,6 +78,16 @@ def test_a_cache_that_cannot_be_written_is_named(folder: Path, monkeypatch: pyte
     monkeypatch.setattr(Path, "symlink_to", refuse)
     with pytest.raises(ValueError, match=r"Read-only file system: '/cache/assets'.*set HF_ASSETS_CACHE to a folder"):
         resolve_path(str(ModelSource(base=str(folder), workflow=WORKFLOW)))
+
+
+@pytest.mark.parametrize("name", ["modular_model_index.json", ""], ids=["index", "folder"])
+def test_a_model_that_went_away_is_named(folder: Path, name: str) -> None:
+    """The cache has no fault: its setting would change nothing."""
+    entries = read_index(folder)
+    (folder / name).rename(folder.parent / "elsewhere")
+    with pytest.raises(ValueError, match=rf"folder {folder} cannot be read \(.*No such file") as error:
+        linked_folder(folder, FOLDERS, "key", entries)
+    assert "HF_ASSETS_CACHE" not in str(error.value)
 
 
 def test_weights_are_needed_of_its_own_transformer_alone(folder: Path, tmp_path: Path) -> None:
