@@ -155,7 +155,7 @@ class StepKind:
         numbers = ",".join("-" if one is None else f"{one:g}" for one in experts)
         given = (
             f"experts={numbers}" if any(one is not None for one in experts) else "",
-            "clip" if request.num_video_frames else "",
+            _clip_kind(request),
             request.attention or "",
         )
         inputs = (
@@ -170,6 +170,12 @@ class StepKind:
             settings="".join(f" {one}" for one in given if one),
             inputs="".join(f" {one}" for one in inputs if one),
         )
+
+
+def _clip_kind(request: MediaRequest) -> str:
+    """Return what tells how long the clip is that came along; "clip" if as long as the result."""
+    number = request.num_video_frames
+    return f"clip={number}" if number not in (0, request.num_frames) else "clip" * bool(number)
 
 
 Mode = Literal["RGB", "RGBA", "L"]

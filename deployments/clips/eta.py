@@ -10,6 +10,9 @@ from deployments.service.interface import StageTimes
 from engines.gang.eta.measured_times import MeasuredTimes, TimeKey
 from pipelines.request import MediaRequest, StepKind
 
+USUAL_PICTURES = 2
+"""Pictures of a clip that are its first and last frame; more are references, each of which makes steps longer."""
+
 
 class OpenClip(NamedTuple):
     """A queued or running clip. Times are Unix seconds."""
@@ -26,10 +29,11 @@ class OpenClip(NamedTuple):
 def duration_key(request: MediaRequest) -> str:
     """Return the key of clips of one model that take equally long.
 
-    The database keeps keys, in a short column: adapters and pictures are not in them.
+    The database keeps keys, in a short column: adapters are not in them, nor a first and a last picture.
     """
     kind, steps = StepKind.of(request), request.num_inference_steps
-    return f"{kind.size} steps={steps} branches={kind.num_branches} cache={request.cache}{kind.settings}"
+    references = f" pictures={request.num_pictures}" if request.num_pictures > USUAL_PICTURES else ""
+    return f"{kind.size} steps={steps} branches={kind.num_branches} cache={request.cache}{kind.settings}{references}"
 
 
 def clip_times() -> MeasuredTimes:

@@ -187,13 +187,16 @@ class Denoiser:
             preview_steps=frozenset(request.preview_steps),
             shape=shape_of(request, encoding.shapes),
             additions=mix_of(request.loras),
-            estimates_s=estimates_s_of(request, encoding.shapes, self._gang.estimates),
+            estimates_s=self._estimates_s(request, encoding.shapes),
             request_id=request.request_id,
             priority=PRIORITIES[request.service_tier],
             deadline_s=request.deadline_s,
             key=request.key,
             weight=request.weight,
         )
+
+    def _estimates_s(self, request: MediaRequest, encoded: Shapes) -> dict[int, float]:
+        return estimates_s_of(request, encoded, self._gang.estimates, self._checkpoint.spec.reference_latents)
 
     async def spent_s(self, job_id: str) -> float:
         """Return the GPU seconds of a cancelled or failed job, once reported; 0 if unknown or the gang broke."""

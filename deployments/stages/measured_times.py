@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -96,13 +97,17 @@ def start_key(model: str) -> TimeKey:
     return model, 1
 
 
-def estimates_s_of(request: MediaRequest, encoded: Shapes, estimates: StepEstimates | None) -> dict[int, float]:
+def estimates_s_of(
+    request: MediaRequest, encoded: Shapes, estimates: StepEstimates | None, references: str = ""
+) -> dict[int, float]:
     """Return the estimated seconds of a step by team size, up to one factor for all steps of the model.
 
-    Without ``estimates`` of the cost model, the number of tokens decides, on one rank.
+    Without ``estimates`` of the cost model, the number of tokens decides, on one rank. ``references`` is the model's
+    ``reference_latents``.
     """
     frames = 1 + (request.num_frames - 1) / FRAMES_PER_TOKEN + request.num_layers  # and the whole picture
     num_tokens = frames * request.width * request.height / PIXELS_PER_TOKEN + num_text_tokens(encoded)
+    num_tokens += num_reference_tokens(encoded, references) if references else 0
     num_branches = 2 if request.true_cfg_scale > 1 else 1
     return estimates.step_s(num_tokens, num_branches) if estimates else {1: rough_step_s(num_tokens, num_branches)}
 
@@ -110,6 +115,11 @@ def estimates_s_of(request: MediaRequest, encoded: Shapes, estimates: StepEstima
 def num_text_tokens(encoded: Shapes) -> int:
     """Return the length of the longest sequence in a conditioning of shapes ``encoded``."""
     return max((shape[1] for _, shape in encoded if len(shape) == 3), default=0)
+
+
+def num_reference_tokens(encoded: Shapes, name: str) -> int:
+    """Return the latents' places of all values ``name``, of shapes (1, C, frames, rows, columns), in ``encoded``."""
+    return sum(math.prod(shape[2:]) for other, shape in encoded if other.partition(".")[0] == name)
 
 
 def model_facts(model: ModelConfig, folder: Path) -> dict[str, str]:

@@ -125,6 +125,8 @@ class ModelSpec(ABC):
     """Lengths that a gang warms up where its engine pads prompts."""
     fits_pictures: bool = False
     """Whether pictures become frames of the clip, cut to its size."""
+    reference_latents: str = ""
+    """Name of encoded pictures and clips that are tokens of each step, for estimates; empty: none, or in the prompt."""
     needs_negative: bool = False
     """Whether the blocks fail without a negative prompt, even if no guider looks at it."""
     has_own_guidance: bool = False

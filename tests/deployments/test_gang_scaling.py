@@ -261,6 +261,7 @@ def test_a_kind_is_what_decides_the_time_of_a_step() -> None:
         replace(REQUEST, loras=(Lora(name="ink"),)),
         replace(REQUEST, sound=False),
         replace(REQUEST, num_video_frames=5),
+        replace(REQUEST, num_video_frames=13),
         replace(REQUEST, attention="fp8"),
         replace(REQUEST, num_pictures=1),
         replace(REQUEST, has_control=True),

@@ -90,6 +90,7 @@ class MiniMaxH3Spec(SeveralOutputsSpec):
     local_attention = (REFINERS,)
     counts_heads = True
     has_own_guidance = True
+    reference_latents = "condition_latents"
     workflows = MappingProxyType({REF2VA: (WORDS,)})
     patch_blocks = lazy("pipelines.models.mini_max_h3.patches:patch_blocks")
 

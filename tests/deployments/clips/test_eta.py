@@ -83,6 +83,7 @@ def test_the_shortest_time_counts_and_old_kinds_are_forgotten() -> None:
         ),
         ({"solver": Solver(boundary_ratio=0.875)}, "48x32x5 steps=4 branches=2 cache=off experts=-,0.875"),
         ({"loras": (Lora(name="ink"),), "num_pictures": 2}, "48x32x5 steps=4 branches=2 cache=off"),
+        ({"num_pictures": 9, "num_video_frames": 13}, "48x32x5 steps=4 branches=2 cache=off clip=13 pictures=9"),
     ],
 )
 def test_keys_are_those_in_databases(changes: dict[str, Any], key: str) -> None:
@@ -93,7 +94,8 @@ def test_keys_are_those_in_databases(changes: dict[str, Any], key: str) -> None:
 
 def test_what_takes_another_time_is_not_alike() -> None:
     changes = [{"width": 64}, {"num_frames": 9}, {"num_inference_steps": 5}, {"true_cfg_scale": 1.0}, {"cache": "fast"}]
-    changes += [{"num_video_frames": 9}, {"attention": "fp8"}]
+    changes += [{"num_video_frames": 9}, {"num_video_frames": 13}, {"num_pictures": 3}, {"num_pictures": 9}]
+    changes += [{"attention": "fp8"}]
     kinds = {duration_key(REQUEST), *(duration_key(replace(REQUEST, **change)) for change in changes)}  # type: ignore[arg-type]
     assert len(kinds) == 1 + len(changes)
     assert duration_key(replace(REQUEST, seed=1, prompt="other", true_cfg_scale=7.0)) == duration_key(REQUEST)
@@ -106,7 +108,8 @@ def test_the_longest_key_fits_its_column() -> None:
         "height": 16384,
         "num_frames": 3600,
         "num_inference_steps": 1000,
-        "num_video_frames": 3600,
+        "num_video_frames": 3599,
+        "num_pictures": 16,
     }
     longest = replace(REQUEST, **sizes, sound=False, cache="conservative", attention="auto", solver=solver)
     column = ClipRow.__table__.c.alike.type

@@ -19,6 +19,7 @@ from deployments.stages.denoiser import Denoiser, node_environment
 from deployments.stages.replica_load import ReplicaLoad
 from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.jobs.job import Job, Progress
+from pipelines.models.mini_max_h3.spec import SPEC
 from pipelines.request import Lora, MediaRequest
 from tests.deployments.support.fake_studio import PICTURES
 
@@ -57,7 +58,7 @@ async def submitted(
     denoiser = Unstarted(
         _gang=gang,
         _load=ReplicaLoad(gang, start_s=1.0),
-        _checkpoint=SimpleNamespace(num_steps=num_steps),
+        _checkpoint=SimpleNamespace(num_steps=num_steps, spec=SPEC),
     )
     encoded: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
     encoded.set_result(encoding)
@@ -93,6 +94,15 @@ async def test_jobs_share_a_shape_if_what_was_encoded_does() -> None:
     one, same, other = [(await submitted(request, each, *STEPS))[0].shape for each in (ENCODED, ENCODED, longer)]
     assert one == same != other
     assert len({one, same, other}) == 2
+
+
+async def test_a_job_with_long_references_is_estimated_longer() -> None:
+    request, prompt = PICTURES.request(model="m", prompt="a"), ENCODED.shapes
+    sizes = ((1, 24, 1, 8, 14), (1, 24, 1, 16, 28), (1, 24, 37, 48, 84))
+    encoded = (ENCODED, *(replace(ENCODED, shapes=(("condition_latents.0", size), *prompt)) for size in sizes))
+    jobs = [(await submitted(request, one, *STEPS))[0] for one in encoded]
+    times_s = [job.estimates_s[1] for job in jobs]
+    assert times_s == sorted(set(times_s))
 
 
 async def test_jobs_with_equal_adapters_have_equal_additions() -> None:

@@ -155,6 +155,19 @@ def test_estimates_grow_with_what_a_step_works_on() -> None:
     assert num_text_tokens(encoded) == 7
 
 
+def test_estimates_grow_with_references() -> None:
+    """Pictures, frames of a clip and the sides of either count; latents that are no tokens of a step do not."""
+    clip = replace(PICTURES.request(model="m", prompt="a"), num_frames=81)
+    prompt = ("prompt_embeds", (1, 7, 4))
+    few, many = ((f"refs.{index}", (1, 24, 1, 8, 14)) for index in range(2)), (("refs.0", (1, 24, 1, 16, 28)),)
+    inputs = ((), (("refs.0", (1, 24, 1, 8, 14)),), tuple(few), many, (("refs.0", (1, 24, 37, 48, 84)),))
+    for estimates in (None, ESTIMATES):
+        times_s = [estimates_s_of(clip, (*own, prompt), estimates, "refs")[1] for own in inputs]
+        assert times_s == sorted(set(times_s))
+        others = (estimates_s_of(clip, (*own, prompt), estimates, name)[1] for own in inputs for name in ("", "ref"))
+        assert {*others} == {times_s[0]}
+
+
 def test_what_the_cost_model_says_counts_where_it_was_asked() -> None:
     """On teams of each size; of 64 tokens of picture and 16 of text."""
     request = replace(PICTURES.request(model="m", prompt="a"), width=128, height=128)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Callable
 from functools import cache
@@ -20,6 +21,8 @@ from engines.core.packing import pack
 from engines.core.tensors import relative_difference
 from engines.parallel import strategies as strategies
 from engines.torch_engine.engine import TorchEngine
+from pipelines.blocks.blank import blank_conditioning
+from pipelines.blocks.opened import OpenedPipeline
 from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource
 from pipelines.request import InputPicture, InputPictures, InputVideo, MediaRequest
@@ -169,6 +172,18 @@ def test_blank_references_have_the_shapes_of_real_ones(name: str, folder: Path) 
     assert {key: x.dtype for key, x in blank.inputs.items()} == {key: x.dtype for key, x in real.inputs.items()}
     assert blank.inputs["hidden_states"].shape == real.inputs["hidden_states"].shape
     assert len(checkpoint.denoiser().probe()) == 2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_estimates_count_the_references_that_a_step_attends_to(name: str, folder: Path) -> None:
+    """The rows of its packed sequence that are not the result's, of 2 x 2 places of the latents each."""
+    checkpoint, request = Checkpoint(folder), request_of(name, folder)
+    opened = OpenedPipeline(folder, torch.device("cpu"), torch.float32)
+    shapes, key = blank_conditioning(opened, request, 0).shapes, checkpoint.spec.reference_latents
+    places = sum(math.prod(shape[2:]) for value, shape in shapes if value.startswith(f"{key}."))
+    (branch,) = checkpoint.first_step(request)
+    made = checkpoint.first_latents(request)["latents"].shape
+    assert branch.inputs["hidden_states"].shape[1] == (places + math.prod(made[2:])) // 4
 
 
 def test_pixels_of_references_stay_with_the_encoder(folder: Path) -> None:
