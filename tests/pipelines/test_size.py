@@ -12,7 +12,8 @@ import pytest
 
 from deployments.requests.bodies import ImageBody, MediaBody, VideoBody
 from deployments.requests.request_errors import RequestError
-from deployments.requests.rules import Requester, RequestRules, choose_size
+from deployments.requests.rules import Requester, RequestRules
+from deployments.requests.size_choice import choose_size
 from deployments.service.interface import ModelCard
 from deployments.stages.stage_config import DenoiserConfig
 from pipelines.checkpoint import Checkpoint

@@ -43,7 +43,8 @@ from deployments.http.streams import STREAM_HEADERS, ClientGoneError, start_stre
 from deployments.http.uploads import as_it_is, read_upload
 from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
 from deployments.requests.request_errors import RequestError
-from deployments.requests.rules import Requester, RequestRules, clip_seconds
+from deployments.requests.rules import Requester, RequestRules
+from deployments.requests.size_choice import clip_seconds
 from deployments.service.interface import ModelCard
 from pipelines.request import InputPictures, MediaRequest
 

@@ -11,7 +11,8 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_layered import calculate_d
 from deployments.requests.bodies import EditBody, ImageBody, VideoBody
 from deployments.requests.images import ImageRequest
 from deployments.requests.request_errors import RequestError
-from deployments.requests.rules import Requester, RequestRules, ResolvedRequest, choose_size, size_of
+from deployments.requests.rules import Requester, RequestRules, ResolvedRequest
+from deployments.requests.size_choice import choose_size, size_of
 from deployments.service.interface import ModelCard
 from pipelines.defaults import Defaults
 from pipelines.request import NO_PICTURES, InputPicture

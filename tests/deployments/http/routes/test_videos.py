@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.requests.rules import clip_length
+from deployments.requests.size_choice import clip_length
 from engines.gang.errors import GangBrokenError
 from pipelines.request import MediaRequest
 from tests.deployments.clips.test_webhooks import LOCAL, SECRET, Receiver, listening
