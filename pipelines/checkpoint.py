@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from engines.core.engine import Engine
 from engines.core.model import Branch, DenoiserModel
-from pipelines.defaults import Defaults, with_own_defaults
+from pipelines.defaults import Defaults
 from pipelines.description import Description, read_description
 from pipelines.directory import gguf_in, part_folder, quantiser_of
 from pipelines.loading import ModelSource, resolve_configuration, resolve_dtype, resolve_path
 from pipelines.lora.source import LoraLimits, LoraSource
 from pipelines.models.registry import spec_of, transformer_class
+from pipelines.own_defaults import with_own_defaults
 from pipelines.request import MediaRequest
 from pipelines.schedules import with_schedule
 from pipelines.size import Size

@@ -1,17 +1,11 @@
-"""Defaults and limits of a model's requests, with overrides in an optional ``troupe.json`` of its directory.
-
-The file's keys are those of ``Defaults`` (all but ``kind``) and ``card`` (see ``description``). All are optional; an
-unknown key is an error.
-"""
+"""Defaults and limits of a model's requests."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from pipelines.caching import computed_steps
@@ -21,10 +15,6 @@ from pipelines.solver import NO_SOLVER_LIMITS, SolverLimits
 from pipelines.wording import counted
 
 PICTURES = ("picture", "pictures")
-FILE_NAME = "troupe.json"
-CARD = "card"
-"""The key of the model's description, which does not affect requests."""
-DIVISORS = ("size_multiple", "frame_multiple", "fps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -447,53 +437,3 @@ class Defaults:
             return "words alone"
         few, many = self.min_pictures, self.max_pictures
         return f"exactly {many}" if few == many else f"from {few} to {many}"
-
-
-KEYS = tuple(field.name for field in fields(Defaults) if field.name not in ("kind", "solver"))
-
-
-def with_own_defaults(path: Path, defaults: Defaults) -> Defaults:
-    """Return ``defaults`` with the values of ``path/troupe.json``, if it exists.
-
-    ValueError for unknown keys, for values of another type, and if the default request becomes invalid.
-    """
-    file, own = path / FILE_NAME, read_own(path)
-    own.pop(CARD, None)
-    if unknown := sorted(own.keys() - set(KEYS)):
-        raise ValueError(f"{file} has unknown keys {', '.join(unknown)}; known: {', '.join((*KEYS, CARD))}")
-    for name, value in own.items():
-        usual = getattr(defaults, name)
-        if type(value) is not type(usual) and (type(value), type(usual)) != (int, float):
-            allowed = f"it must be a value such as {json.dumps(usual)}"
-            raise ValueError(f"{file}: {name} is {json.dumps(value)}; {allowed}")
-        if name in DIVISORS and value < 1 <= usual:
-            raise ValueError(f"{file}: {name} is {value}; it must be at least 1")
-    changed = replace(defaults, **own)
-    if own:
-        check(changed, file)
-    return changed
-
-
-def check(defaults: Defaults, file: Path) -> None:
-    """Raise ValueError if the model refuses its own default request."""
-    try:
-        for kind in defaults.kinds:
-            defaults.of(kind).request()
-    except ValueError as error:
-        raise ValueError(f"{file}: its values contradict each other: {error}") from None
-
-
-def read_own(path: Path) -> dict[str, Any]:
-    """Return the contents of ``path/troupe.json``, empty if there is none. ValueError if it is no JSON object."""
-    file = path / FILE_NAME
-    try:
-        own: Any = json.loads(file.read_text("utf-8"), parse_constant=_refuse) if file.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
-    if not isinstance(own, dict):
-        raise ValueError(f"{file} is no JSON object")
-    return own
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON number")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.defaults import with_own_defaults
 from pipelines.models.spec import CLIP, PICTURE
+from pipelines.own_defaults import with_own_defaults
 
 
 @pytest.mark.parametrize(

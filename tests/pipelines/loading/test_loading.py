@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.defaults import with_own_defaults
 from pipelines.loading import (
     CONFIGURATION_FILES,
     HUB_FILES,
@@ -20,6 +19,7 @@ from pipelines.loading import (
     resolve_path,
     shipped_checkpoints,
 )
+from pipelines.own_defaults import with_own_defaults
 from tests.pipelines.support.checkpoints import tiny
 from tests.pipelines.support.references.frames import painted
 from tests.pipelines.support.sample_requests import clip, picture
