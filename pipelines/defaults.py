@@ -22,38 +22,55 @@ class Defaults:
     """Defaults and limits of a model's requests. Checks raise ValueError with the given and allowed values."""
 
     kind: MediaKind
+    """What the model makes first of all; a clip model may also make pictures (``picture_width``)."""
     width: int
     """Pixels, as are all sizes here."""
     height: int
+    """Default height of the result."""
     num_frames: int
+    """Default length of a clip, in frames; 1 for pictures."""
     fps: int
+    """Default rate of a clip, in frames a second; 0 for pictures."""
     num_inference_steps: int
+    """Default number of solver steps, without the factors of ``num_steps_of``."""
     guidance_scale: float
+    """Default distilled scale, an input of the transformer; 0: the model has none."""
     true_cfg_scale: float
+    """Default scale of classifier-free guidance; up to 1: none, one branch a step."""
     guidance_offset: float = 0.0
     """Difference of ``true_cfg_scale`` and clients' ``guidance_scale``: 1 where a scale of 0 means no guidance."""
     guides_beside_negative: bool = False
     """Without a negative prompt there is no classifier-free guidance, whatever ``true_cfg_scale``; "" is one."""
     size_multiple: int
+    """Divisor of width and height."""
     frame_multiple: int
+    """A clip has 1 + a multiple of so many frames."""
     max_pixels: int
+    """Largest product of width and height."""
     max_frames: int
+    """Longest clip; 1 for pictures."""
     max_steps: int
+    """Largest ``num_inference_steps``."""
     max_pictures: int = 0
+    """Most input pictures; 0: the model takes none."""
     min_pictures: int = 0
+    """Fewest input pictures; above 0, a prompt alone is refused."""
     takes_frame_indices: bool = False
-    """Requests may say to which frames their pictures belong; without it, one is the first, and two the first and last.
-    """
+    """Requests may place pictures at frames; without it, one is the first, and two the first and last."""
     takes_mask: bool = False
-    """Requests may have a mask with their picture; with ``needs_mask`` they must. ``masks_video``: with their clip."""
+    """Requests may have a mask with their picture."""
     needs_mask: bool = False
+    """Requests must have a mask."""
     masks_video: bool = False
+    """Requests may have a mask with their clip."""
     max_video_frames: int = 0
     """Frames of a clip that comes along (0: the model takes none), at ``video_fps``."""
     min_video_frames: int = 1
+    """Fewest frames of a clip that comes along, at ``video_fps``."""
     video_fps: int = 0
     """Rate at which the model takes a clip that comes along; 0: that of the result."""
     needs_video: bool = False
+    """Requests must have a clip."""
     video_needs_lora: bool = False
     """The clip is the context of an adapter, which requests with one must name."""
     takes_both: bool = False
@@ -69,18 +86,21 @@ class Defaults:
     shaped_by_picture: bool = False
     """The result has the shape of its first picture; the clip that came along is shown whole in it, on black."""
     takes_control: bool = False
-    """Requests may have a control picture, and its ``control_scale``; with ``needs_control`` they must have one."""
+    """Requests may have a control picture, and its ``control_scale``."""
     needs_control: bool = False
+    """Requests must have a control picture."""
     control_scale: float = 0.0
     """Default weight of the control, or of the clip that came along; 0: it is fixed."""
     takes_control_guidance: bool = False
     """Requests may say in which share of the steps the control counts."""
     takes_strength: bool = False
+    """Requests may say which share of their picture or clip is made anew."""
     strength: float = 1.0
     """Default strength: the share of the steps to run, rounded up, or down with ``rounds_steps_down``."""
     strength_needs_mask: bool = False
     """Strength is allowed only with a mask."""
     rounds_steps_down: bool = False
+    """A strength's share of the steps is rounded down, as in older pipelines of diffusers."""
     fits_pictures: bool = False
     """Crop pictures to the request's size; the pipeline's blocks would resize them to sizes unknown to this model."""
     enlarges_pictures: bool = False
@@ -90,6 +110,7 @@ class Defaults:
     num_layers: int = 0
     """Default number of layers with opacity that a picture is split into; 0: one opaque picture."""
     max_layers: int = 0
+    """Most layers of a request; 0: the model makes opaque pictures."""
     make_sound: bool = False
     """Clips have sound unless the request disables it."""
     max_tokens: int = 0
@@ -103,8 +124,11 @@ class Defaults:
     takes_cache: bool = True
     """Requests may reuse predictions (``cache``)."""
     min_steps: int = 1
+    """Smallest ``num_inference_steps``."""
     min_side: int = 1
+    """Smallest width and height."""
     min_frames: int = 1
+    """Shortest clip."""
     frames_per_chunk: int = 0
     """Clips are made in chunks of so many frames (0: whole), each with all steps."""
     first_chunk_steps: int = 1
@@ -112,6 +136,7 @@ class Defaults:
     picture_width: int = 0
     """Default size of pictures of a clip model (see ``of``); 0: it makes clips only."""
     picture_height: int = 0
+    """Default height of those pictures."""
 
     @property
     def kinds(self) -> tuple[MediaKind, ...]:

@@ -25,6 +25,7 @@ class Description:
     """A model's description."""
 
     text: str = ""
+    """What the model makes from which inputs, in a sentence or two."""
     sizes: tuple[str, ...] = ()
     """Sizes of the training, as WIDTHxHEIGHT."""
     prompts: tuple[str, ...] = ()

@@ -131,7 +131,9 @@ class FileTensor:
     """A tensor that ``FileTensors`` reads when it is indexed by ``...``, as slices of safetensors are."""
 
     name: str
+    """Key in the file."""
     take: Callable[[str], Tensor]
+    """Returns the tensor of a key, on the device."""
 
     def __getitem__(self, _: object) -> Tensor:
         return self.take(self.name)

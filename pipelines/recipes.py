@@ -29,20 +29,31 @@ class Recipe:
     path_2: str = ""
     """The adapter of a second transformer."""
     file_2: str = ""
+    """The file of ``path_2``, in its folder or repository."""
     scale: float | None = None
     """Scale of its adapter; None: 1."""
     lora: tuple[Lora, ...] = ()
     """Further adapters of the model, by name."""
     num_inference_steps: int | None = None
+    """Number of steps."""
     guidance_scale: float | None = None
+    """Distilled scale, of models that have one."""
     true_cfg_scale: float | None = None
+    """Scale of classifier-free guidance; up to 1: none."""
     guidance_scale_2: float | None = None
+    """``true_cfg_scale`` of the second transformer."""
     boundary_ratio: float | None = None
+    """Share of the training's timesteps below which the second transformer is used."""
     scheduler: str = ""
+    """A name in ``schedulers`` of the model."""
     flow_shift: float | None = None
+    """Constant shift of the schedule, in place of one that depends on the size."""
     sigmas: tuple[float, ...] = ()
+    """Noise levels of the steps before the shift, from high to low, without the final 0."""
     timesteps: tuple[float, ...] = ()
+    """Timesteps of the steps, from high to low, instead of ``sigmas``."""
     cache: CacheMode | None = None
+    """Pattern of steps that reuse the previous prediction."""
     attention: Attention | None = None
     """Precision of attention, for models whose gang computes in another one."""
     likeness: float | None = None

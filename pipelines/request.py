@@ -32,7 +32,9 @@ class Lora:
     """An adapter of the model, by name, with its scale."""
 
     name: str
+    """Name by which requests and ``/v1/loras`` know it."""
     scale: float = 1.0
+    """Factor on its weights; 1: as it was trained, 0: without effect."""
     folder: str = ""
     """Folder of an adapter that came at run time, whose last name no other one ever has; empty: configured."""
     part: str = ""
@@ -54,8 +56,11 @@ class MediaRequest:
     """One picture or one clip."""
 
     request_id: str
+    """Unique: one of the client's, with a random ending."""
     model: str
+    """Name of the model in the application's configuration."""
     kind: MediaKind
+    """Whether the result is a picture or a clip."""
     prompt: str
     """The prompt that is encoded."""
     enhance_prompt: bool | None = None
@@ -67,17 +72,21 @@ class MediaRequest:
     negative_prompt: str | None = None
     """Prompt of the second branch; None: the pipeline's default, which may differ from the empty prompt."""
     width: int
-    """Pixels, as is ``height``."""
+    """Pixels of the result."""
     height: int
+    """Pixels of the result."""
     num_frames: int = 1
-    """1 for pictures, whose ``fps`` is 0."""
+    """Length of a clip; 1 for pictures."""
     fps: int = 0
+    """Frames a second of a clip; 0 for pictures."""
     num_inference_steps: int
+    """Steps of the solver, before ``strength`` leaves some out."""
     guidance_scale: float
     """Distilled scale, an input of guidance-distilled models."""
     true_cfg_scale: float
     """Above 1: a second branch with ``negative_prompt`` (Ho & Salimans 2022, arXiv:2207.12598)."""
     seed: int
+    """Of the initial noise; equal requests with equal seeds have equal results."""
     preview_steps: tuple[int, ...] = ()
     """Steps (1 = after the first) whose latents become previews."""
     num_pictures: int = 0
@@ -93,14 +102,15 @@ class MediaRequest:
     control_scale: float | None = None
     """Weight of the control; None: the model's default."""
     control_guidance_start: float | None = None
-    """Share of the steps before the control begins, and below at which it ends; None: the model's default."""
+    """Share of the steps before the control begins; None: the model's default."""
     control_guidance_end: float | None = None
+    """Share of the steps after which the control ends; None: the model's default."""
     source_clip_id: str | None = None
     """Id of the clip that came along, if this server made it."""
     strength: float | None = None
     """Share of the picture to repaint, in (0, 1]; None: the model's default."""
     num_layers: int = 0
-    """Layers with opacity, from lowest to highest (0: one opaque picture)."""
+    """Layers with opacity, from lowest to highest; 0: one opaque picture."""
     loras: tuple[Lora, ...] = ()
     """Adapters for this request, among those served with the model."""
     cache: CacheMode = "off"
@@ -112,12 +122,13 @@ class MediaRequest:
     sound: bool | None = None
     """True if the clip has sound; None: the model's default."""
     service_tier: ServiceTier = "default"
+    """Urgency: "flex" yields to others, "priority" goes before them."""
     deadline_s: float | None = None
-    """Seconds from arrival that the client waits (None: no limit)."""
+    """Seconds from arrival that the client waits; None: no limit."""
     waited_s: float = 0.0
     """Seconds since arrival when the request is passed on."""
     key: str = ""
-    """Hash of the API key, empty without keys."""
+    """Hash of the API key; empty without keys."""
     weight: float = 1.0
     """The key's share of a gang."""
 
@@ -142,12 +153,13 @@ class StepKind:
     """All of a request that decides how long one of its steps takes. Steps of equal kinds take equally long."""
 
     size: str
-    """Pixels, and frames or layers."""
+    """Width, height and frames or layers of the result; "silent" where sound was turned off."""
     num_branches: int
+    """Forwards of a step: 2 with classifier-free guidance, else 1."""
     settings: str
-    """Settings of the request, none of which was given in most requests: then it is empty."""
+    """Experts' guidance, clip and attention of the request; empty in most requests."""
     inputs: str
-    """Adapters by name, and the numbers of pictures that came along."""
+    """Number of input pictures, control, and adapters by name; empty in most requests."""
 
     @classmethod
     def of(cls, request: MediaRequest) -> StepKind:
@@ -186,8 +198,11 @@ class InputPicture:
     """A validated, decoded picture, upright and without metadata."""
 
     width: int
+    """Pixels of a row."""
     height: int
+    """Number of rows."""
     mode: Mode
+    """Channels of a pixel, as in Pillow."""
     data: bytes
     """Rows of 8-bit pixels of ``mode``."""
 
@@ -231,12 +246,15 @@ class InputVideo:
     """A validated, decoded clip without sound: upright RGB frames at a constant rate, in the size of the request."""
 
     width: int
+    """Pixels of a row."""
     height: int
+    """Rows of a frame."""
     num_frames: int
+    """Number of frames."""
     fps: int
     """Rate of the request, unless the model takes clips at its own (``Defaults.video_fps``)."""
     data: bytes
-    """8-bit pixels of all frames, one after another."""
+    """8-bit RGB pixels of all frames, one after another."""
 
     def frames(self) -> list[Image]:
         from PIL import Image
@@ -248,12 +266,14 @@ class InputVideo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputPictures:
-    """The pictures of one request, in the client's order, and its clip."""
+    """Pictures and clip of one request."""
 
     pictures: tuple[InputPicture, ...] = ()
+    """Input pictures in the client's order, without mask and control."""
     mask: InputPicture | None = None
     """Mode "L", white where to paint."""
     video: InputVideo | None = None
+    """Clip that came along; None: there is none."""
     video_mask: InputVideo | None = None
     """Mask with the frames and size of the clip, white where the clip is made anew."""
     control: InputPicture | None = None

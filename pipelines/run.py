@@ -25,6 +25,7 @@ class PlainEngine(EagerEngine):
     """Calls the unsplit module, one branch after the other."""
 
     model: DenoiserModel
+    """The transformers, whole on one device."""
 
     @torch.no_grad()
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> tuple[Tensor, ...]:
@@ -39,9 +40,13 @@ class Pipeline:
     """All parts of one model in one process."""
 
     text_encoder: BlocksEncoder
+    """Prompt and pictures to conditioning."""
     engine: Engine
+    """The transformers, on one rank."""
     sampler: BlocksSampler
+    """Conditioning to latents, by steps of the engine."""
     decoder: BlocksDecoder
+    """Latents to pixels and sound."""
 
     def run(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> NDArray[Any]:
         """Return frames as uint8, shape (frames, height, width, 3)."""

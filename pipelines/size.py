@@ -21,9 +21,11 @@ class Size:
     """Size of a picture or clip, in pixels."""
 
     width: int
+    """Pixels of a row."""
     height: int
+    """Number of rows."""
     num_frames: int | None = None
-    """None: the model's default."""
+    """Length of a clip; None: the model's default."""
 
     @classmethod
     def parse(cls, text: str) -> Size:
@@ -48,7 +50,9 @@ class SizeLimits:
     max_pixels: float
     """Limit of the area."""
     min_side: int = 1
+    """Smallest width and height."""
     max_side: float = math.inf
+    """Largest width and height."""
 
     def check(self, width: int, height: int) -> None:
         """Raise ValueError with the allowed values for any other size."""

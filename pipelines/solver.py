@@ -30,6 +30,7 @@ class Solver:
     sigmas: tuple[float, ...] = ()
     """Noise levels of the steps before the shift, from high to low, without the final 0."""
     timesteps: tuple[float, ...] = ()
+    """Timesteps of the steps, from high to low, instead of ``sigmas``."""
     guidance_scale_2: float | None = None
     """``true_cfg_scale`` of the second transformer."""
     boundary_ratio: float | None = None
@@ -41,6 +42,7 @@ class NamedScheduler:
     """A scheduler of diffusers. All have one step for each timestep."""
 
     class_name: str
+    """Its class in diffusers."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Keys that differ from the configuration of the model's own scheduler."""
     inputs: tuple[str, ...] = ()

@@ -133,7 +133,9 @@ class CallProgress:
     """The last step of a call's scheduler."""
 
     num_calls: int = 0
+    """Steps of the scheduler so far."""
     latents: Tensor | None = None
+    """Latents after the last step; None before the first."""
     expected: Tensor | None = None
     """The final latents that the step predicts, of schedulers of flows."""
 
@@ -176,9 +178,13 @@ class WholeState:
     """A job before its next step. Its call holds all else."""
 
     request: MediaRequest
+    """What the client asked for."""
     call: PausedCall
+    """The pipeline's call in its own thread, paused after its last step."""
     progress: CallProgress
+    """What its scheduler did last."""
     step: int = 0
+    """Number of the next step."""
 
 
 class WholeEngine(EagerEngine):

@@ -21,9 +21,10 @@ from engines.core.shard_plan import LayerRule
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
-    """A processor's ``_parallel_config``."""
+    """What a processor's ``_parallel_config`` holds, so that diffusers' dispatcher calls our kernel."""
 
     kernel: Kernel
+    """Attention on this rank, perhaps wrapped by a strategy."""
 
 
 def set_kernel(module: nn.Module, kernel: Kernel, local: tuple[str, ...] = ()) -> None:

@@ -33,7 +33,9 @@ class BlocksProbe:
     """
 
     opened: OpenedPipeline
+    """The pipeline whose blocks run, on CPU or "meta" alike."""
     defaults: Defaults
+    """Limits and defaults of requests, which set the step's size."""
     modules: tuple[str, ...]
     """Names of the transformers."""
 

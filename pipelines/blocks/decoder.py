@@ -39,6 +39,7 @@ class DecodedMedia:
     frames_FHWC: NDArray[np.uint8]
     """uint8 (frames, height, width, 3), or a picture's layers (layers, height, width, 4)."""
     sound: Sound | None = None
+    """Samples of a clip with sound; None: silent, or a picture."""
 
 
 def on_white(unit_FHWC: Tensor) -> Tensor:

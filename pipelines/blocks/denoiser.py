@@ -28,6 +28,7 @@ class Forward:
     """Call a transformer as its pipeline does."""
 
     spec: ModelSpec
+    """The family, whose ``forward`` is called."""
 
     def __call__(self, module: nn.Module, arguments: Arguments) -> Tensor:
         return self.spec.forward(module, nested(arguments))

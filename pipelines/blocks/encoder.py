@@ -38,6 +38,7 @@ class Conditioning:
     """The encoders' outputs for a request, by the names that later blocks read; tensors on the CPU."""
 
     values: Mapping[str, Any]
+    """Tensors and other values by the name that the blocks of ranks and decoder read."""
     kinds: Mapping[str, tuple[str, ...]]
     """Names of the groups that values belong to."""
     dtype: torch.dtype

@@ -150,7 +150,9 @@ class StageWork:
     """FLOP and memory traffic (bytes) of one request."""
 
     flops: float
+    """Floating-point operations; a multiply and an add count as two."""
     moved_bytes: float
+    """Bytes read from and written to device memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

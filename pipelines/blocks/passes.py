@@ -34,10 +34,13 @@ class RecordedStep:
     """A step with the calls of its transformer."""
 
     state: BlocksState
+    """The job before the step, unchanged."""
     pipeline: Any
+    """Copy of the pipeline with the job's own parts, whose transformers are the ``exchange``."""
     loop_state: BlockState
     """The loop's state at the calling block."""
     exchange: Exchange
+    """The calls of the transformers, and later their answers."""
     caller: int
     """Index of the calling block."""
 

@@ -46,6 +46,7 @@ class BlocksState:
     """A job before its next step."""
 
     request: MediaRequest
+    """What the client asked for."""
     values: PipelineState
     """The pipeline's values at the start of the loop."""
     loop_state: BlockState
@@ -53,6 +54,7 @@ class BlocksState:
     parts: Mapping[str, Any]
     """The job's own schedulers and guiders."""
     loop: tree.Path
+    """Path of the block with the denoising loop."""
     left: tuple[tree.Path, ...]
     """Blocks after the loop on a rank."""
     steps: Steps
@@ -82,6 +84,7 @@ class NoiseState:
     """The state of a generator on the CPU."""
 
     state: Tensor
+    """The generator's ``get_state``, uint8."""
 
     @classmethod
     def of(cls, generator: torch.Generator) -> NoiseState:

@@ -24,9 +24,11 @@ class Sections:
     """The outermost blocks of a pipeline, by the process that runs them: encoder, ranks, decoder."""
 
     encode: tuple[str, ...]
+    """Names of the blocks before the loop's; they run in the encoder."""
     denoise: str
     """The block with the denoising loop."""
     decode: tuple[str, ...]
+    """Names of the blocks after it; they run in the decoder."""
 
     @classmethod
     def of(cls, blocks: Any) -> Sections:

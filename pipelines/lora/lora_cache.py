@@ -32,7 +32,9 @@ class LoadedLora:
     """An adapter in memory."""
 
     addition: Addition
+    """Its additions to the weights, by layer."""
     num_bytes: int
+    """Memory of its tensors."""
 
 
 class LoraCache(Mapping[str, Addition]):

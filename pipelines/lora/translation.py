@@ -81,11 +81,14 @@ REPEATED = {"qkv": "to_q", "out": "to_out_0"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Translated:
-    """Tensors by diffusers' keys, alphas by layer, and PEFT's config if the file has one."""
+    """An adapter's file in diffusers' keys."""
 
     tensors: Mapping[str, Tensor]
+    """Low-rank factors and differences by diffusers' key."""
     alphas: Mapping[str, float]
+    """Numerator of each layer's scale (alpha / rank) where the file has one."""
     config: Mapping[str, Any] | None = None
+    """PEFT's configuration in the file's metadata; None without one."""
 
 
 def by_loader(path: Path, tensors: Mapping[str, Tensor], pipeline_class: Any, module: nn.Module) -> Translated:

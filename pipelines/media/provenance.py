@@ -46,9 +46,11 @@ WITH_CHECK = MappingProxyType({**WITHOUT_CHECK, "verify": {**OFFLINE, "verify_af
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Credentials:
     algorithm: str
+    """Signature algorithm by C2PA's name, such as "es256"."""
     chain: bytes
     """Certificates as PEM, the signer's own first."""
     name: str
+    """Common name of the signer's certificate."""
     ends_at: datetime
     """No signature is valid after it."""
     key: bytes

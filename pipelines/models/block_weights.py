@@ -79,7 +79,9 @@ class BlockVectors:
     vectors_VBC: Tensor
     """Vectors of dual blocks, of single blocks, then of the last norm."""
     num_duals: int
+    """Number of blocks with a stream for text and one for pictures."""
     num_singles: int
+    """Number of blocks with one joined stream."""
     shared: bool
     """Whether all dual blocks have the same vectors, and all single blocks too."""
     first_rows: int

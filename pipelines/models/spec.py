@@ -66,7 +66,9 @@ class LazyFunction:
     """A function of another module, imported at its first call: spec files need no torch."""
 
     module: str
+    """Full name of the module."""
     name: str
+    """The function's name in it."""
 
     @property
     def target(self) -> Callable[..., Any]:

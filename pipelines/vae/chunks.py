@@ -152,10 +152,12 @@ def _record_use(tensor: Tensor, stream: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Band:
-    """Band number ``index`` of ``count``."""
+    """A share of the rows of latents, for one of several devices."""
 
     index: int = 0
+    """Its place, from the top."""
     count: int = 1
+    """Number of bands that the rows are cut into."""
 
     def __post_init__(self) -> None:
         assert 0 <= self.index < self.count, self

@@ -49,12 +49,16 @@ SHARD_PLAN = ShardPlan(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
-    """A published way to sample: the number of steps with the last scale, and the schedule's mean and deviation."""
+    """A published way to sample."""
 
     num_steps: int
+    """Number of steps that it was published for."""
     num_last: int
+    """Steps at the end whose guidance has ``LAST_SCALE``, if the request has the default scale."""
     mu: float
+    """Mean of the logit-normal schedule of noise."""
     std: float
+    """Standard deviation of the same schedule."""
 
 
 PRESETS = (

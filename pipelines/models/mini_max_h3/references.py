@@ -43,17 +43,18 @@ def _clip_reference(video: InputVideo) -> MiniMaxH3VideoReference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceSizes:
-    """Sizes of a request's encoded references; pictures have the shape of the result, which a request does not say.
-
-    ``vae`` is the auto-encoder's configuration, ``index`` the folder's. Sizes in pixels are multiples of ``multiple``.
-    ``rate`` is the model's own, in frames a second.
-    """
+    """Sizes of a request's encoded references. Pictures are taken to have the shape of the result."""
 
     request: MediaRequest
+    """Says how many pictures and frames came along, but not the shape of pictures."""
     vae: Config
+    """The auto-encoder's configuration."""
     index: Mapping[str, Any]
+    """The folder's index, which may have settings of the references' sizes (``CANVAS``)."""
     multiple: int
+    """Divisor of sizes in pixels."""
     rate: int
+    """The model's own frames a second."""
 
     @property
     def num_frames(self) -> int:
