@@ -30,7 +30,9 @@ class EngineChoice:
     options: object | None = None
     """The engine's own options (None: its defaults)."""
     num_ranks: int = 1
+    """Ranks of the gang."""
     gpus_per_rank: float = 0.0
+    """0 on the CPU; below 1, ranks share a GPU."""
     dtype: str = "auto"
     """The model's configured dtype; "auto" is resolved when it is loaded."""
     merges: bool = False
@@ -48,9 +50,11 @@ class Choosing:
     typical_step: Callable[[], tuple[Branch, ...]]
     """Returns the branches of a typical step (empty: not known before a request)."""
     folder: Path
-    """Where decisions are stored, in files of this ``name``, for these ``facts`` about model and software."""
+    """Where decisions are stored."""
     name: str
+    """Prefix of the decisions' files."""
     facts: Mapping[str, str]
+    """What a decision holds for: model, software and configuration, as texts."""
     every_team: bool = False
     """True if teams of all sizes will work, not the whole gang alone."""
     lock: HostLock | None = None
@@ -109,14 +113,17 @@ class EagerEngine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankContext:
-    """A rank's number in its gang, the gang's size, and the rank's own device ("cuda:0", "cpu").
+    """A rank's place in its gang, and its device.
 
-    ``torch.distributed`` is initialised before a context exists (unless the rank is alone).
+    There is a context only once ``torch.distributed`` is initialised, unless the rank is alone.
     """
 
     rank: int
+    """Its number, from 0."""
     num_ranks: int
+    """Ranks of the gang."""
     device: str
+    """"cuda:0", or "cpu"."""
 
 
 State = TypeVar("State")

@@ -29,10 +29,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HostPiece:
-    """Bytes on the host. ``is_pinned``: in memory that the kernel never takes, on a GPU host also known to CUDA."""
+    """Bytes on the host."""
 
     bytes_B: Tensor
+    """uint8."""
     is_pinned: bool
+    """Whether the kernel never swaps them out, and on a GPU host CUDA knows them."""
 
 
 class HostCopy:

@@ -15,14 +15,15 @@ Rows = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLayout:
-    """``num_chunks`` equal chunks of each stream; the last ones are zero-padded at the stream's end.
+    """Equal chunks of each stream; the last ones are zero-padded at the stream's end.
 
-    ``lengths`` are (stream, number of tokens) in attention's concatenation order. Context rank r holds chunk r of all
-    streams together ("text_r | image_r").
+    Context rank r holds chunk r of all streams together ("text_r | image_r").
     """
 
     lengths: tuple[tuple[str, int], ...]
+    """Pairs of stream and number of tokens, in attention's concatenation order."""
     num_chunks: int
+    """Chunks of a stream: the size of the team's context axis."""
 
     @classmethod
     def of(cls, streams: tuple[str, ...], lengths: Mapping[str, int], num_chunks: int) -> TokenLayout:

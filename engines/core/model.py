@@ -21,14 +21,14 @@ Mix: TypeAlias = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LowRank:
-    """``scale * up_NR @ down_RK`` (Hu et al. 2021, arXiv:2106.09685), in the shape of its parameter.
-
-    A parameter without two dims counts as a matrix of its first dim and all others: for a bias, K is 1.
-    """
+    """A product ``scale * up_NR @ down_RK`` (Hu et al. 2021, arXiv:2106.09685), in the shape of its parameter."""
 
     up_NR: Tensor
+    """(outputs, rank). A parameter without two dims counts as a matrix of its first dim."""
     down_RK: Tensor
+    """(rank, inputs): all other dims of the parameter flat; 1 for a bias."""
     scale: float = 1.0
+    """The adapter's own, such as alpha / rank."""
 
 
 LowRanks: TypeAlias = Mapping[str, LowRank]
@@ -136,14 +136,12 @@ Arguments: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The timesteps of all steps of a job (one value for all entries), and the index of the current step.
-
-    An engine may compute values of these and of constant inputs once per job. ``find()`` returns the timesteps, the
-    same tensor in all steps of a job.
-    """
+    """The timesteps of a job, and where it is in them. An engine may compute values of these once per job."""
 
     find: Callable[[], Tensor]
+    """Returns the timesteps of all steps, one value for all entries: the same tensor in all steps of a job."""
     step: int
+    """Index of the current step, from 0."""
 
     @property
     def timesteps_S(self) -> Tensor:
@@ -155,9 +153,11 @@ class Branch:
     """One forward of one step. With true guidance, a step has two branches or more (prompt, negative prompt)."""
 
     inputs: ModelInputs
+    """Tensors by argument of the forward, latents and timestep among them."""
     module: str = "transformer"
     """The transformer's name in ``DenoiserModel.modules`` (Wan 2.2 changes between two during a job)."""
     schedule: Schedule | None = None
+    """Timesteps of the job; None: nothing is computed ahead of a step."""
     constants: Mapping[str, Any] = field(default_factory=dict)
     """Arguments that are no tensors (grid sizes, switches); other values are another computation."""
     additions: Mix = ()
@@ -222,9 +222,11 @@ class DenoiserModel:
     modules: Mapping[str, nn.Module]
     """Transformers by name; with ``weights``, their parameters are on "meta"."""
     plan: ShardPlan
+    """How ranks divide a transformer."""
     num_heads: int
-    """Query heads of self-attention; ``head_dim`` likewise."""
+    """Query heads of self-attention."""
     head_dim: int
+    """Features of one of them."""
     stream_lengths: Callable[[Arguments], Mapping[str, int]]
     """``stream_lengths(arguments)`` returns the number of tokens by stream."""
     set_kernel: Callable[[nn.Module, Kernel], None]
@@ -257,8 +259,9 @@ class DenoiserModel:
     unchanged: tuple[str, ...] = ()
     """Submodules whose weights no addition changes that comes after the start."""
     latents: str = LATENTS
-    """Names of the per-step inputs, here and in ``timestep``."""
+    """Name of the input with the latents, which change with every step."""
     timestep: str = TIMESTEP
+    """Name of the input with the timestep."""
 
     @property
     def switches(self) -> bool:

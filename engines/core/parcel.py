@@ -21,7 +21,9 @@ class Parcel:
     """
 
     skeleton: bytes
+    """Pickle of the value, with a place for each tensor."""
     message: NDArray[np.uint8]
+    """uint8 (N,), the tensors' bytes."""
 
     @classmethod
     def of(cls, value: Any, **fields: Any) -> Self:

@@ -22,9 +22,11 @@ class TokenShard:
     module: str
     """The submodule's name ("" is the model itself, ``*`` stands for a number)."""
     where: Literal["input", "output"]
+    """Whether ``key`` names an argument of the module or a part of its output."""
     key: str | int
     """The tensor's parameter name, or its position in an output tuple (0 for a single output)."""
     dim: int
+    """The tensor's token dim."""
     stream: str | tuple[str, ...]
     """Its token sequence (FLUX: "text", "image"), or several that it concatenates in attention's order."""
 
@@ -35,18 +37,22 @@ class TokenShard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenGather:
-    """A module's output to gather from all ranks along ``dim``; padding of ``stream`` is cut off."""
+    """A module's output to gather from all ranks."""
 
     module: str
+    """The submodule's name, as in ``TokenShard``."""
     dim: int
+    """The output's token dim."""
     stream: str
+    """Its token sequence, whose padding is cut off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerRule:
-    """A rule for the layers whose names match ``pattern``, where ``*`` stands for a block's number."""
+    """A rule for layers by name."""
 
     pattern: str
+    """Name of a layer, where ``*`` stands for a block's number."""
 
     def matches(self, name: str) -> bool:
         return _regex(self.pattern).fullmatch(name) is not None
@@ -110,11 +116,15 @@ class ShardPlan:
     blocks: tuple[str, ...]
     """Names of the ``ModuleList`` of repeated blocks, in running order."""
     shards: tuple[TokenShard, ...]
+    """Tensors that ranks cut by tokens."""
     gathers: tuple[TokenGather, ...]
+    """Outputs whose tokens are gathered again: at least the prediction."""
     linears: tuple[ColumnLinear | RowLinear | FullWidthNorm, ...]
+    """Layers that a tensor axis splits by features."""
     carried: tuple[str, ...] = ()
     """Parameters that every block returns updated, in output order; without them there is no pipeline."""
     tables: tuple[FeatureTable, ...] = ()
+    """Tables with one entry a feature, which are cut as the layers that read them."""
     alone: tuple[tuple[str, str], ...] = ()
     """Modules in which a stream attends to itself only, with the stream."""
     free: tuple[str, ...] = ()

@@ -26,16 +26,21 @@ _KEEP_FIRST = ("tensor", "pipeline", "ulysses", "allgather_kv", "ring", "guidanc
 class ParallelSpec:
     """Degrees of every strategy; their product is the number of ranks that work on a step.
 
-    ``ring`` × ``ulysses`` is hybrid or unified sequence parallelism (arXiv:2405.07719). ``guidance`` is how many of a
-    step's branches run in parallel, each on an equal share of the ranks.
+    ``ring`` × ``ulysses`` is hybrid or unified sequence parallelism (arXiv:2405.07719).
     """
 
     guidance: int = 1
+    """Branches of a step that run in parallel, each on an equal share of the ranks."""
     pipeline: int = 1
+    """Stages of consecutive blocks."""
     ring: int = 1
+    """Ranks that pass keys and values round while each keeps its queries."""
     allgather_kv: int = 1
+    """Ranks that gather all keys and values."""
     ulysses: int = 1
+    """Ranks that exchange tokens for heads."""
     tensor: int = 1
+    """Ranks that split each layer's features."""
 
     def __post_init__(self) -> None:
         degrees = {axis: self.degree(axis) for axis in AXES}
