@@ -65,6 +65,7 @@ class Sharer:
     """A model that shares GPUs. Times are those of the caller's clock."""
 
     name: str
+    """The model's name in the application."""
     awake: DeviceBytes
     """Memory of all its processes while it is awake, by device."""
     asleep: DeviceBytes = field(default_factory=dict)
@@ -72,6 +73,7 @@ class Sharer:
     swap_s: float | None = None
     """Measured seconds of going to sleep and waking up again; None before the first."""
     demand: Demand = IDLE
+    """Its work, as last reported."""
     is_awake: bool = False
     """It holds its memory, at least in part."""
     waits_since_s: float | None = None

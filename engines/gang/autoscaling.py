@@ -57,7 +57,9 @@ class ScalingRules:
     target_wait_s: float
     """Time that a request may wait for others."""
     min_gangs: int = 1
+    """Fewest gangs; 0: the last one ends after ``idle_s``."""
     max_gangs: int = 1
+    """Most gangs, however long requests wait."""
     idle_s: float = 300.0
     """Time without work before the last gang ends, if ``min_gangs`` is 0."""
     gangs_per_node: int = 1
@@ -97,6 +99,7 @@ class Observation:
     """State of a model's gangs."""
 
     now_s: float
+    """Time by the caller's clock."""
     target: int
     """Current target, gangs that start included."""
     gangs: Mapping[str, GangReport] = field(default_factory=dict)
@@ -361,11 +364,13 @@ class RankDemand:
     """Demand of a model for ranks that it shares with others."""
 
     want: int
-    """Gangs."""
+    """Gangs that it would have, were it alone."""
     min_gangs: int = 0
+    """Gangs that it gets before any model gets more."""
     num_ranks: int = 1
     """Ranks of a gang."""
     priority: float = 1.0
+    """Models of a higher one get what they want first."""
 
 
 def share_ranks(demands: Mapping[str, RankDemand], num_ranks: int) -> dict[str, int]:

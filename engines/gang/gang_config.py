@@ -24,11 +24,15 @@ class GangConfig:
     """Settings of a gang. Ranks with GPUs use NCCL, others Gloo."""
 
     num_ranks: int = 2
+    """Ranks of the gang: one actor and one device each."""
     cpus_per_rank: float = 0.5
+    """CPUs that Ray reserves for each."""
     gpus_per_rank: float = 0.0
+    """GPUs that Ray reserves for each; 0: the CPU is the device, below 1: ranks share a GPU."""
     threads_per_rank: int = 1
+    """Threads of torch's operations on the CPU."""
     num_nodes: int = 1
-    """Each node has the same number of ranks, in node order."""
+    """Nodes of the cluster; each has the same number of ranks, in node order."""
     step_deadline_s: float = 60.0
     """For a step of a warm shape."""
     start_deadline_s: float = 600.0
@@ -36,6 +40,7 @@ class GangConfig:
     process_deadline_s: float = 180.0
     """For the ranks' processes to run, in all attempts, and again for imports and opening the devices."""
     connect_deadline_s: float = 120.0
+    """For the ranks to open the process group together."""
     load_deadline_s: float | None = None
     """For loading the weights; None: the rest of the start."""
     build_deadline_s: float | None = None
@@ -49,6 +54,7 @@ class GangConfig:
     max_running_jobs: int = 4
     """Jobs begun and not ended, at most: paused jobs keep their states on the ranks."""
     max_waiting_jobs: int = 32
+    """Jobs admitted and not begun, at most; more are refused."""
     policy: str = "shortest"
     """The order of jobs; in an elastic gang also their teams."""
     max_wait_s: float | None = None
@@ -120,15 +126,19 @@ class StoreAddress:
     """Address of rank 0's rendezvous store. It passes through the replica, which has no torch."""
 
     host: str
+    """Address of rank 0's node."""
     port: int
+    """Chosen by the store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankParts:
-    """A rank's engine, which predicts, and sampler, which steps."""
+    """What a rank works with."""
 
     engine: Engine
+    """Makes the forwards of a step."""
     sampler: Sampler[Any]
+    """Begins jobs, and takes the solver's steps with predictions."""
     estimates: StepEstimates | None = None
     """Estimated step times of the engine; None if unknown."""
     additions: AdditionLoader | None = None
@@ -137,10 +147,12 @@ class RankParts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltRank:
-    """A built rank's supported team sizes and estimated step times."""
+    """What a rank says once it is built."""
 
     team_sizes: tuple[int, ...]
+    """Sizes of teams that its engine supports."""
     estimates: StepEstimates | None = None
+    """Estimated step times of the engine; None if unknown."""
 
 
 Environment = Mapping[str, str]

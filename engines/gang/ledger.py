@@ -37,10 +37,13 @@ class InFlightStep:
     started_s: float | None = None
     """When all earlier steps of its ranks were reported; None where ranks report early."""
     reported_s: float = 0.0
+    """When the last of its ranks reported; 0 before."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when all ranks have reported."""
     jobs: tuple[OpenJob, ...] = ()
+    """The jobs of ``work``, once all ranks have reported."""
     was_warm: bool = False
+    """Whether no rank compiled or captured anything; False before all have reported."""
     took_ms: list[float] = field(default_factory=list)
     """Step time of each rank that has reported it."""
 

@@ -43,11 +43,18 @@ CONCURRENCY_GROUPS = {"control": 1, "sentinel": 1, "admission": NUM_ADMISSION_TH
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInfo:
+    """A rank's process and device."""
+
     rank: int
+    """Its number in the gang."""
     pid: int
+    """Id of its process on its node."""
     node_id: str
+    """Ray's id of the node."""
     device: str
+    """"cuda:0", or "cpu"."""
     device_name: str = ""
+    """The device's model, such as "NVIDIA H200"."""
 
 
 class Rank:

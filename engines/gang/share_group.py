@@ -30,13 +30,17 @@ class ShareReport:
     """The state of one deployment of a model: a gang, an encoder or a decoder."""
 
     model: str
+    """The model's name."""
     stage: str
+    """"denoiser", "text_encoder" or "decoder"."""
     token: str
     """Distinguishes a new process from the one that it replaces."""
     state: State
+    """What it is doing."""
     uses: tuple[MemoryUse, ...] = ()
     """Memory of each process, ranks in order; empty until loaded."""
     demand: Demand = IDLE
+    """Its work, under way and waiting."""
     swap_s: float | None = None
     """Measured seconds of its last sleep and its last wake-up together."""
     pinned: tuple[int, ...] | None = None
@@ -45,9 +49,10 @@ class ShareReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShareOrder:
-    """The state to reach."""
+    """What a deployment is to do."""
 
     state: State
+    """The state to reach."""
     pinned: tuple[int, ...] | None = None
     """Host memory that each process may pin; None until it has loaded, or without a limit."""
     wake_s: float = 0.0
@@ -56,8 +61,12 @@ class ShareOrder:
 
 @dataclass(kw_only=True, slots=True)
 class _Member:
+    """What a group knows of a deployment."""
+
     report: ShareReport
+    """Its last report."""
     heard_s: float
+    """When that came."""
     asked_s: float
     """When it asked for its turn to load."""
     beside: dict[str, int] = field(default_factory=dict)

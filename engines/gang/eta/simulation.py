@@ -158,9 +158,14 @@ def _on_ranks(one: Candidate, ranks: Ranks) -> Candidate:
 
 @dataclass(slots=True)
 class _TeamJob:
+    """A job that runs on a team."""
+
     candidate: Candidate
+    """The job."""
     team_size: int
+    """Ranks of the team."""
     num_left: float
+    """Steps left, in fractions."""
 
     @property
     def left_s(self) -> float:

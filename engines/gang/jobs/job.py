@@ -15,11 +15,13 @@ class Job:
     """One request for the gang."""
 
     job_id: str
+    """Unique among the gang's open jobs."""
     request: Any
     """Passed to ``Sampler.begin`` unchanged."""
     conditioning: Any
     """May be a ``Parcel`` or an ``ObjectRef``: it is resolved on the ranks, never in the scheduler's process."""
     num_steps: int
+    """Steps of the sampler, those without forwards included."""
     preview_steps: frozenset[int] = frozenset()
     """Steps after which to emit a preview, counted from 1."""
     shape: Hashable | None = None
@@ -69,6 +71,7 @@ class JobQueued:
     """The gang has admitted a job."""
 
     job_id: str
+    """The ``Job``'s."""
     eta_s: float | None
     """Predicted seconds to its last step; None if that would be a guess (see ``StepPrediction.knows``)."""
     num_before: int = 0
@@ -80,10 +83,13 @@ class Progress:
     """A job has done ``step`` of ``num_steps``. From the ranks to the clients, this is the only such event."""
 
     job_id: str = ""
+    """The ``Job``'s; empty where a client sums several."""
     step: int
+    """Steps done, from 1."""
     num_steps: int
+    """Steps of the whole job, those without forwards included."""
     num_ranks: int = 0
-    """0 where it is not known."""
+    """Size of the team that made the step; 0 where it is not known."""
     eta_s: float | None = None
     """Predicted seconds to the last step, waits for other jobs included; None if that would be a guess."""
     gpu_s: float = 0.0
@@ -95,8 +101,11 @@ class PreviewReady:
     """Latents as they would come out if the job ended now."""
 
     job_id: str
+    """The ``Job``'s."""
     step: int
+    """Steps done before it, from 1."""
     latents: Parcel
+    """What the decoder takes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +113,9 @@ class JobDone:
     """Finished latents."""
 
     job_id: str
+    """The ``Job``'s."""
     latents: Parcel
+    """What the decoder takes."""
     queue_s: float
     """Wait for the first step."""
     denoise_s: float

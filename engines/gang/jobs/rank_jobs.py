@@ -72,12 +72,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class ResidentJob:
-    """A job on a rank, with its conditioning resolved. ``state`` is the sampler's, from step 1 on."""
+    """A job on a rank."""
 
     job: Job
+    """The job, with its conditioning resolved."""
     state: Any = None
+    """The sampler's state; None before step 1."""
     num_steps_done: int = 0
+    """Steps that this rank made or received."""
     failed: bool = False
+    """Whether it ended in an error: steps that are still planned are skipped."""
     additions: object = None
     """Keeps the job's additions to the weights loaded."""
 

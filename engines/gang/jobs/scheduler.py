@@ -17,15 +17,18 @@ from engines.gang.policies.shortest import Shortest
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A job with steps to plan; see ``Candidate`` for the fields."""
+    """A job with steps to plan; other fields are as in ``Candidate``."""
 
     job: Job
+    """The request as the gang admitted it."""
     number: int
+    """Its place in order of arrival."""
     due_s: float | None
     step_s: Mapping[int, float]
     fastest_s: float
     whole_s: float
     num_planned: int = 0
+    """Steps in plans so far."""
     ranks: Ranks = ()
     holders: Ranks = ()
 

@@ -11,20 +11,24 @@ Emit = Literal["preview", "final"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobStep:
-    """One step (counted from 1) of one job. A job begins at step 1, and a rank forgets it after ``final``."""
+    """One step of one job, which ranks forget after ``emit`` "final"."""
 
     job_id: str
+    """The ``Job``'s."""
     step: int
+    """Counted from 1; a job begins at step 1."""
     emit: Emit | None = None
-    """The lead rank returns latents after it."""
+    """Latents that the lead rank returns after it; None: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """The jobs that one team of ranks advances by a step, in one prediction. The first rank leads."""
+    """The jobs that one team of ranks advances by a step, in one prediction."""
 
     job_steps: tuple[JobStep, ...]
+    """One for each job."""
     ranks: tuple[int, ...]
+    """The team; the first rank leads."""
 
     @property
     def num_ranks(self) -> int:
@@ -45,21 +49,28 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Move:
-    """Transfer of a job's state from rank ``source`` to ``ranks``; every rank of the gang takes part."""
+    """Transfer of a job's state between ranks; every rank of the gang takes part."""
 
     job_id: str
+    """The ``Job``'s."""
     source: int
+    """Rank with the newest state."""
     ranks: tuple[int, ...]
+    """Ranks that receive it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """One step of the gang: first ``drops`` are forgotten, then ``moves`` made. The teams in ``works`` are disjoint."""
+    """One step of the gang."""
 
     sequence: int
+    """Number of the plan, from 0 and without gaps."""
     works: tuple[Work, ...] = ()
+    """What teams do; the teams are disjoint."""
     drops: tuple[str, ...] = ()
+    """Ids of jobs that ranks forget before all else."""
     moves: tuple[Move, ...] = ()
+    """Transfers of jobs, before ``works``."""
     is_for_all: bool = True
     """Sent to all ranks, not only those of ``works``: jobs begin, end and change ranks in such plans."""
 
@@ -77,11 +88,14 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobFailure:
-    """``error`` ends the job and leaves the gang whole. ``shared``: every rank of the team must have seen it."""
+    """An error that ends the job and leaves the gang whole."""
 
     job_id: str
+    """The ``Job``'s."""
     error: Exception
+    """What its submitter gets; it can be pickled."""
     shared: bool = True
+    """Whether every rank of the team must have seen it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +103,9 @@ class StepReport:
     """A rank's report on a plan."""
 
     rank: int
+    """The sender's number in the gang."""
     sequence: int
+    """The plan that it reports."""
     ended_ms: Mapping[int, float] = field(default_factory=dict)
     """Times of newly ended steps by the sequence of their plans: on a CPU this step, else earlier ones
     (``CudaStepTimer``)."""
@@ -102,3 +118,4 @@ class StepReport:
     predicted: bool = True
     """The step made a forward; otherwise ``was_warm`` says nothing."""
     failures: tuple[JobFailure, ...] = ()
+    """Jobs that the plan's step ended."""

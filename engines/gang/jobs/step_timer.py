@@ -58,9 +58,14 @@ class Mark(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
+    """A step in a device's queue."""
+
     sequence: int
+    """Number of its plan."""
     begin: Mark
+    """Reached when the device can begin it."""
     end: Mark
+    """Reached when its last kernel has ended."""
 
 
 class CudaStepTimer(StepTimer):

@@ -16,15 +16,18 @@ Teams = Mapping[str, Ranks]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """A job with steps left. Times are predicted seconds; ``number`` is its place in order of arrival."""
+    """A job with steps left. Times are predicted seconds."""
 
     job: Job
+    """The request; policies read its priority, owner and additions."""
     number: int
+    """Its place in order of arrival."""
     num_left: float
     """Steps with forwards that are left (fractions of steps in a simulation)."""
     step_s: Mapping[int, float]
-    """Time of one step, by team size; ``fastest_s``: on the fastest team."""
+    """Time of one step, by team size."""
     fastest_s: float
+    """Time of one step on the fastest team."""
     whole_s: float
     """Time of all steps of the job on the fastest team, done ones included."""
     ranks: Ranks = ()
@@ -68,7 +71,9 @@ class GangShape:
     """
 
     num_ranks: int
+    """Ranks of the gang, which teams are parts of."""
     team_sizes: tuple[int, ...]
+    """Sizes that teams may have; one if the gang is not elastic."""
     move_s: float
     """Seconds of moving a job between ranks."""
     switch_s: float = 0.0
