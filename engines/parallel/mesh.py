@@ -24,23 +24,30 @@ _CONTEXT = ("ring", "allgather_kv", "ulysses")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Team:
-    """The ranks of one step as their member ``rank`` sees them: an ``Axis`` per strategy.
-
-    ``context`` spans the ranks with different tokens of one branch and the same weights, in chunk order. ``before``
-    and ``after`` are the two-rank groups with the previous and the next pipeline stage, earlier stage first.
-    """
+    """The ranks of one step as one of them sees them: an ``Axis`` per strategy."""
 
     ranks: tuple[int, ...]
+    """Numbers in the gang."""
     spec: ParallelSpec
+    """Degrees of the strategies, which are the sizes of the axes."""
     guidance: Axis
+    """Ranks with other branches of the step."""
     ring: Axis
+    """Ranks that pass keys and values round."""
     allgather_kv: Axis
+    """Ranks that gather keys and values."""
     ulysses: Axis
+    """Ranks that exchange tokens for heads."""
     tensor: Axis
+    """Ranks with other features of the same layers."""
     context: Axis
+    """Ranks with other tokens of one branch and the same weights, in chunk order."""
     pipeline: Axis = ALONE
+    """Ranks with other blocks."""
     before: Axis | None = None
+    """This rank and its counterpart in the previous pipeline stage, earlier stage first; None in the first."""
     after: Axis | None = None
+    """This rank and its counterpart in the next stage, earlier stage first; None in the last."""
 
 
 class Groups:

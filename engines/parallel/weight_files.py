@@ -26,11 +26,14 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slice:
-    """The part of a tensor in a file that fills a parameter: half-open ``ranges`` along ``dim``, or all of it."""
+    """The part of a tensor in a file that fills a parameter."""
 
     name: str
+    """Key in the file."""
     dim: int = 0
+    """Dim of ``ranges``, 0 or 1."""
     ranges: tuple[tuple[int, int], ...] = ()
+    """Half-open ranges of entries; empty: all of the tensor."""
 
     def read(self, file: Any) -> Tensor:
         """Read only the slice from disk. Copy it, because the file returns views of a mapping of the whole file."""
@@ -52,13 +55,12 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFiles:
-    """Safetensors in one folder per module, whole or sharded with an index. ``device`` receives the weights.
-
-    A submodule with a folder of its own, as ``module.submodule``, is read from that one.
-    """
+    """Safetensors in folders, whole or sharded with an index."""
 
     folders: Mapping[str, Path]
+    """Folder by module; a submodule may have one of its own, as ``module.submodule``."""
     device: torch.device
+    """Where the weights are loaded to."""
 
     def fill(
         self,
