@@ -32,24 +32,34 @@ MANY_ROWS = 2**14
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """One step: tokens per stream in the plan's order, number of branches, and number of jobs (``batch``)."""
+    """One step."""
 
     lengths: tuple[tuple[str, int], ...]
+    """Pairs of stream and number of tokens, in the plan's order."""
     num_branches: int = 1
+    """Forwards of the step."""
     batch: int = 1
+    """Jobs in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Predicted milliseconds of one step by kind of work, and bytes on each rank; ``weight_bytes`` of them stay."""
+    """Predicted milliseconds of one step by kind of work, and bytes on each rank."""
 
     spec: ParallelSpec
+    """How the ranks divide the step."""
     products_ms: float
+    """Linears."""
     attention_ms: float
+    """Attention itself."""
     elementwise_ms: float
+    """Norms, modulation, activations and copies."""
     exchange_ms: float
+    """Exchanges between ranks, less what other work hides."""
     memory_bytes: int
+    """Device memory that the step needs at once."""
     weight_bytes: int
+    """The part of ``memory_bytes`` that stays between steps."""
     offload_ms: float = 0.0
     """Copies of offloaded blocks that no other work hides."""
     host_bytes: int = 0

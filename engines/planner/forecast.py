@@ -19,14 +19,20 @@ TRIAL_MARGIN, MAX_TRIALS = 0.15, 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepForecast:
-    """Predicted costs of every candidate, fastest first, and the chosen one."""
+    """Predicted costs of every way to divide a step."""
 
     counted: ModelProfile
+    """The model's costs."""
     machine: Machine
+    """Speeds of devices and exchanges."""
     work: Workload
+    """The step."""
     precision: str
+    """Of the linears: "native", or a quantised one."""
     costs: tuple[Cost, ...]
+    """Of every candidate, fastest first."""
     chosen: Cost
+    """The fastest that fits the memory."""
 
     def reason(self) -> str:
         """Return the reason for the choice, in a sentence."""

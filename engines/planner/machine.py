@@ -19,7 +19,9 @@ class Line:
     """Time as a fixed latency plus size divided by speed."""
 
     latency_s: float
+    """Time of an empty exchange."""
     bytes_per_s: float
+    """Slope, for the size that the exchange's caller counts."""
 
     def time_s(self, size_bytes: float) -> float:
         return self.latency_s + size_bytes / self.bytes_per_s
@@ -36,13 +38,17 @@ class Machine:
     """Figures of one rank's device and of the exchanges between ranks."""
 
     name: str
+    """The device's model, or "cpu" with its threads."""
     products: Rates
+    """Pairs of rows and FLOP/s of linears in the model's own dtype."""
     attention: Rates
+    """Pairs of tokens and FLOP/s of attention."""
     copy_bytes_per_s: float
+    """Speed of a copy within the device: bytes read and bytes written."""
     memory_bytes: int
     """Memory of one rank."""
     exchanges: dict[str, Line]
-    """Keyed by "kind/ranks"."""
+    """By "kind/ranks", such as "all_to_all/2"."""
     quantised: dict[str, Rates] = field(default_factory=dict)
     """Rates of products in other precisions, by name."""
     attention_precision: str = "auto"
@@ -192,22 +198,24 @@ PCIE_4, PCIE_5 = 32 * GIGA, 64 * GIGA
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedFigures:
-    """Published figures of a GPU.
-
-    Rates are dense FLOP/s, without sparsity, accumulated in float32 (int8 in int32). A rate of 0 means that the GPU has
-    no such product.
-    """
+    """Published figures of a GPU. Rates are dense FLOP/s, without sparsity; 0: the GPU has no such product."""
 
     name: str
+    """Short name of the model, such as "H200"."""
     source: str
     """The document."""
     bf16: float
+    """Rate of products accumulated in float32."""
     fp8: float
+    """Rate of products accumulated in float32."""
     int8: float
+    """Rate of products accumulated in int32."""
     memory_bytes_per_s: float
+    """Bandwidth of its memory."""
     memory_gib: float
-    """Less the part that error correction takes, if it has no memory of its own."""
+    """GiB, less the part that error correction takes if it has no memory of its own."""
     link: str
+    """What connects two GPUs of a host: "NVLink" or "PCIe"."""
     link_bytes_per_s: float
     """Between two GPUs of a host, per direction."""
     host_bytes_per_s: float = PCIE_5

@@ -149,10 +149,12 @@ Body = Callable[..., None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalRanks:
-    """Running ranks. ``context`` watches their processes; ``receiver`` gets rank 0's answer."""
+    """Running ranks on this host."""
 
     context: ProcessContext
+    """Watches their processes."""
     receiver: Connection
+    """Gets rank 0's answer."""
 
     def answer(self, within_s: float) -> Any:
         """Return rank 0's answer.

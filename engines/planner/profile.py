@@ -29,12 +29,13 @@ class StreamCost:
     """Costs of a stream per token."""
 
     split_flops: float = 0.0
-    """Linears that a tensor axis splits; ``whole_flops``: all others."""
+    """FLOP of linears that a tensor axis splits."""
     whole_flops: float = 0.0
+    """FLOP of all other linears."""
     reduced_features: int = 0
     """Outputs of row-split linears, to be summed over the tensor axis."""
     num_norms: int = 0
-    """Full-width norms."""
+    """Full-width norms, each with a sum over the tensor axis."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,22 +43,29 @@ class ModelProfile:
     """Costs of a branch by stream, and those that do not grow with the tokens."""
 
     num_heads: int
+    """Query heads of self-attention."""
     num_key_heads: int
     """Key heads in self-attention (the most of any), which serve ``num_heads`` queries."""
     head_dim: int
+    """Features of a head."""
     num_attentions: int
-    """One per block for a model with its own attention."""
+    """Attentions of a forward; one per block for a model with its own attention."""
     dtype: torch.dtype
+    """Of the weights."""
     streams: dict[str, StreamCost]
+    """Costs that grow with the tokens, by stream."""
     once_flops: float
+    """FLOP of linears whose rows are no tokens, such as modulation."""
     num_reductions: int
-    """Row-split linears and full-width norms."""
+    """Sums over the tensor axis: row-split linears and full-width norms."""
     out_features: int
     """Features of a predicted token."""
     weight_bytes: int
-    """Weights of all modules; the next two are the parts in blocks, and in linears that a tensor axis divides."""
+    """Weights of all modules."""
     block_weight_bytes: int
+    """The part of ``weight_bytes`` in blocks."""
     split_weight_bytes: int
+    """The part of ``weight_bytes`` in linears that a tensor axis divides."""
     tensor_unit: int
     """Greatest common divisor of heads and those linears' features."""
     largest_weight_bytes: int = 0
@@ -67,12 +75,15 @@ class ModelProfile:
     num_blocks: int
     """Blocks that a pipeline may be cut between; 0 if it cannot."""
     num_repeated: int = 0
-    """Repeated blocks of each module, and the bytes of the largest (``largest_block_bytes``)."""
+    """Repeated blocks of each module."""
     largest_block_bytes: int = 0
+    """Weights of the largest repeated block."""
     num_modules: int = 1
+    """Transformers, of which a step runs one."""
     hoisted_features: int = 0
     """Numbers for each token that every rank holds whole (``DenoiserModel``)."""
     has_fast_path: bool = False
+    """Whether the family has a hand-ordered step."""
     divides_tokens: bool = True
     """Whether ranks may have a share of the tokens each."""
 
@@ -91,12 +102,16 @@ class ModelProfile:
 
 @dataclass(slots=True)
 class _Counter:
-    """Counts layers as they run. ``times``: number of equal blocks that the running one stands for."""
+    """Counts layers as they run."""
 
     lengths: dict[int, str]
+    """Stream by its number of tokens."""
     plan: ShardPlan
+    """Names the layers that a tensor axis splits."""
     batch: int
+    """Entries of the batch, each with all tokens."""
     times: int = 1
+    """Number of equal blocks that the running one stands for."""
     streams: dict[str, StreamCost] = field(default_factory=dict)
     once_flops: float = 0.0
     num_attentions: int = 0

@@ -47,11 +47,17 @@ class StepCost:
     """
 
     profile: ModelProfile
+    """The model's costs."""
     layout: TokenLayout
+    """Tokens of each stream and of each rank."""
     spec: ParallelSpec
+    """How ranks divide the step."""
     machine: Machine
+    """Speeds of devices and exchanges."""
     precision: str = "native"
+    """Of the linears: "native", or a measured scheme."""
     offloaded_blocks: int = 0
+    """Blocks of each module that are in host memory and copied for each forward."""
 
     @property
     def own_tokens(self) -> int:
@@ -244,6 +250,7 @@ class MemoryFloor:
     weight_bytes: int
     """Weights of the whole model."""
     token_bytes: int
+    """Hidden state of a token."""
     hoisted_token_bytes: int = 0
     """Memory for each token of a step on every rank, however tokens are divided."""
 
