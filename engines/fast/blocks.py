@@ -23,10 +23,12 @@ CONTEXT, LATENTS = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One GEMM per stream."""
+    """A GEMM for each of two streams."""
 
     context: Gemm
+    """For the text's rows."""
     latents: Gemm
+    """For the picture's rows."""
 
     def of_stream(self, stream: int) -> Gemm:
         return self.context if stream == CONTEXT else self.latents
@@ -34,26 +36,34 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DualBlock:
-    """A dual-stream block. ``up`` and ``down`` are the MLP's two GEMMs, with an activation between them."""
+    """A dual-stream block."""
 
     qkv: Pair
     """Queries, keys and values as one GEMM."""
     out: Pair
+    """Output projections of attention."""
     up: Pair
+    """First GEMMs of the MLP, before its activation."""
     down: Pair
+    """Second GEMMs of the MLP."""
     head_norms_S2D: Tensor
     """RMS norms of q and k, for the context's rows and for the latents'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SingleBlock:
-    """Attention and MLP side by side. The output projection is split by input; the MLP's part has the bias."""
+    """Attention and MLP side by side. The output projection is split by its input."""
 
     qkv: Gemm
+    """Queries, keys and values as one GEMM."""
     up: Gemm
+    """First GEMM of the MLP, before its activation."""
     out_mlp: Gemm
+    """The output projection's part for the MLP, with the bias."""
     out_attention: Gemm
+    """Its part for attention."""
     head_norms_S2D: Tensor
+    """RMS norms of q and k."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +71,11 @@ class Blocks:
     """All blocks of a transformer, in running order. A modulated layer norm and a plain projection follow."""
 
     duals: tuple[DualBlock, ...]
+    """Dual-stream blocks."""
     singles: tuple[SingleBlock, ...]
+    """Single-stream blocks, which follow them."""
     precision: Precision
+    """Of the GEMMs."""
 
     @property
     def quantizes(self) -> bool:
@@ -141,27 +154,37 @@ class PrePostNormBlock:
     """A block with norms around: ``x += gate * norm(out(attention(qkv(norm(x) * scale))))``, then the MLP alike."""
 
     qkv: Gemm
+    """Queries, keys and values as one GEMM."""
     out: Gemm
+    """Output projection of attention."""
     up: Gemm
+    """First GEMM of the MLP, with its activation."""
     down: Gemm
+    """Second GEMM of the MLP."""
     head_norms_S2D: Tensor
     """RMS norms of q and k."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrePostNormStep:
-    """One step through ``blocks``. Rows are tokens × ``batch``; ``eps`` is that of all norms."""
+    """One step through all blocks of one rank's tokens."""
 
     blocks: Sequence[PrePostNormBlock]
+    """In running order."""
     exchange: HeadExchange
+    """Attention over the team's tokens."""
     vectors_VBC: Tensor
     """``NUM_VECTORS`` for each block, one block after another."""
     cos_LP: Tensor
-    """With ``sin_LP``, the rotation of this rank's queries and keys."""
+    """Cosine of the rotation of this rank's queries and keys, by token and pair of features."""
     sin_LP: Tensor
+    """Sine of the same."""
     batch: int
+    """Rows of a token: entries of the batch."""
     eps: float
+    """Of all norms."""
     precision: Precision
+    """Of the GEMMs, which decides the form of normed rows."""
 
     def run(self, x_RC: Tensor) -> Tensor:
         """Return the rows after all blocks, in the memory of ``x_RC``."""

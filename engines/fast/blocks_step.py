@@ -27,7 +27,7 @@ from engines.fast.kernels import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlocksStep:
-    """One step through all blocks. ``cos_LP`` and ``sin_LP`` rotate this rank's q and k; ``batch``: rows per token.
+    """One step through all blocks of one rank's tokens.
 
     The two streams of a dual block meet only in attention. Between two attentions, the context runs on its own CUDA
     stream. It uses time and multiprocessors that the latents leave, mainly while the latents' q, k and v are exchanged.
@@ -35,11 +35,17 @@ class BlocksStep:
     """
 
     blocks: Blocks
+    """GEMMs and norms of all blocks."""
     parts: StepParts
+    """Exchanges and side streams."""
     modulation: BlockModulation
+    """Vectors of shift, scale and gate for each block."""
     cos_LP: Tensor
+    """Cosine of the rotation of this rank's q and k, by token and pair of features."""
     sin_LP: Tensor
+    """Sine of the same."""
     batch: int
+    """Rows of a token: entries of the batch."""
 
     def run(self, x_RC: Tensor) -> Tensor:
         """Return the latents' rows after all blocks and the final norm; ``x_RC`` is overwritten.

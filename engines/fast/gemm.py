@@ -28,8 +28,11 @@ class WeightPart:
     """Some rows and columns of a layer's weight."""
 
     parameter: nn.Parameter
+    """The whole weight, (outputs, inputs)."""
     rows: slice = field(default_factory=lambda: ALL)
+    """Outputs."""
     columns: slice = field(default_factory=lambda: ALL)
+    """Inputs."""
 
     def of(self, weight_NK: Tensor) -> Tensor:
         return weight_NK[self.rows, self.columns]
@@ -154,7 +157,9 @@ class QuantisedPart:
     """Rows of a float8 GEMM that stand for ``part`` of a layer."""
 
     part: WeightPart
+    """What they stand for."""
     values: QuantRows
+    """The rows in float8, with a scale each."""
 
 
 class DequantisedLinear(nn.Module):

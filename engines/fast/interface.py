@@ -123,13 +123,16 @@ class HeadExchange(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """The engine's services for a fast model: the team's exchange, and side streams for the context and for the MLP."""
+    """The engine's services for a fast model."""
 
     exchange: HeadExchange
+    """Attention over all tokens of the team."""
     exchange_within: Callable[[str], HeadExchange]
     """Returns the exchange among the tokens of one stream. All ranks request the same ones in the same order."""
     context_stream: SideStream
+    """CUDA stream for the context's rows, beside the latents'."""
     mlp_stream: SideStream
+    """CUDA stream for MLPs beside attention."""
     cut: Callable[[Tensor, int, str], Tensor]
     """``cut(x, dim, stream)`` returns this rank's tokens of a tensor with all tokens of a stream."""
     filled: Mapping[str, int] | None = None

@@ -12,10 +12,12 @@ from engines.quantization.linear import FP8, row_scales
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantRows:
-    """Rows as ``values_RC`` (float8 e4m3) times ``scale_R1`` (float32)."""
+    """Rows of float8 with a scale each: ``values_RC`` times ``scale_R1``."""
 
     values_RC: Tensor
+    """float8 e4m3."""
     scale_R1: Tensor
+    """float32."""
 
     def dequantized(self) -> Tensor:
         """Return the rows, float32."""
@@ -40,14 +42,14 @@ EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Modulation:
-    """Shift and scale after a layer norm, one vector per segment and batch entry.
-
-    The first ``first_rows`` rows use segment 0, the others the last segment (the same if there is only one).
-    """
+    """Shift and scale after a layer norm, one vector per segment and batch entry."""
 
     shift_SBC: Tensor
+    """Added to normed rows."""
     scale_SBC: Tensor
+    """One less than the factor on normed rows."""
     first_rows: int
+    """So many rows use segment 0, the others the last segment (the same if there is only one)."""
 
     def of_stream(self, number: int, num_rows: int) -> Modulation:
         """Return the modulation of the first (0) or the last (1) segment alone, for its ``num_rows`` rows."""
@@ -64,16 +66,20 @@ class Modulation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadNorms:
-    """Per head of q and k: bias, RMS norm (a weight for each segment, for q and for k), rotation of pairs."""
+    """Bias, RMS norm and rotation of q and k, per head."""
 
     weight_S2D: Tensor
+    """Weights of the norms for each segment, of q and of k."""
     cos_LP: Tensor
-    """With ``sin_LP`` (float32), the rotation of the pair (2p, 2p + 1) of token l."""
+    """float32 cosine of the rotation of the pair (2p, 2p + 1) of token l."""
     sin_LP: Tensor
+    """float32 sine of the same."""
     first_rows: int
-    """These rows use segment 0, the others the last one."""
+    """So many rows use segment 0, the others the last one."""
     bias_3HD: Tensor | None = None
+    """Added to q, k and v before the norm; None: the GEMM has added it, or there is none."""
     eps: float = EPS
+    """Of the RMS norms."""
 
     def run(self, start: int, stop: int, batch: int) -> HeadNorms:
         """Return the norms of the rows from ``start`` to ``stop`` alone."""
