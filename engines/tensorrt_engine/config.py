@@ -26,11 +26,14 @@ MIN_FUSED_HEADS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRTConfig:
+    """Configuration of a TensorRT engine, where "auto" is allowed."""
+
     strategy: str = "auto"
     """"auto", or an argument of ``ParallelSpec.of``."""
     precision: str = "auto"
     """One of ``rules.PRECISIONS``."""
     options: TensorRTOptions = field(default_factory=TensorRTOptions)
+    """How files are made and run."""
 
     def __post_init__(self) -> None:
         check_options(strategy=self.strategy, precision=self.precision, weights=self.weights)
@@ -85,11 +88,16 @@ class TensorRTConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedConfig:
+    """The same for one model, team and GPU, without "auto"."""
+
     spec: ParallelSpec
+    """How ranks divide a step."""
     precision: str
     """A quantised precision, or the name of the model's dtype."""
     ring: RingForm
+    """Where a ring runs: in TensorRT, or in torch between segments."""
     target: Target
+    """GPU that files are built for."""
 
 
 def ring_form(spec: ParallelSpec, target: Target) -> RingForm:

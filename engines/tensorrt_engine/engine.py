@@ -29,7 +29,9 @@ class _Step:
     """The step for one shape on one team."""
 
     run: EngineStep
+    """Runs the step with new tensors."""
     captured: CapturedStep | None = None
+    """Its CUDA graph; None before it is captured."""
 
     def close(self) -> None:
         """Release the CUDA graph, then the context whose memory it uses."""

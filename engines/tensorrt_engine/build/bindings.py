@@ -18,11 +18,14 @@ class TensorRTMissingError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bindings:
-    """The Python module of a TensorRT product; product and version are part of an engine's cache key."""
+    """The Python module of a TensorRT product."""
 
     module: ModuleType
+    """What was imported."""
     product: str
+    """Which of the products it is; part of an engine's cache key."""
     version: str
+    """Its version; part of an engine's cache key."""
 
     @property
     def api(self) -> Any:
@@ -93,7 +96,9 @@ class Target:
     """Compute capability that an engine file is built for, and the only one that it runs on."""
 
     major: int
+    """9 for compute capability 9.0."""
     minor: int
+    """0 for compute capability 9.0."""
 
     def __post_init__(self) -> None:
         if (self.major, self.minor) < _MULTI_DEVICE:

@@ -59,9 +59,10 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """Shapes that one optimization profile covers: input name to (smallest, most likely, largest) shape."""
+    """Shapes that one optimization profile covers."""
 
     shapes: Mapping[str, tuple[Shape, Shape, Shape]]
+    """Smallest, most likely and largest shape by input name."""
 
     def covers(self, shapes: Mapping[str, Shape]) -> bool:
         """Return whether all dims of all inputs of the profile are within its bounds."""
@@ -77,18 +78,25 @@ class BuildOptions:
     """Settings that determine the engine file, together with the network."""
 
     target: Target
+    """GPU that the file is built for."""
     profiles: tuple[Profile, ...] = ()
+    """Shapes of dynamic dims; empty: all shapes are static."""
     weight_streaming: bool = False
+    """Let weights stay in host memory at run time."""
     strip_weights: bool = False
+    """Leave weights out of the file, which is refitted at load."""
     timing_cache_dir: Path | None = field(default=None, compare=False)
+    """Folder of measured kernels that builds share; None: none. It does not change the file's key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltEngine:
-    """A serialized engine and its build time."""
+    """A new engine file."""
 
     engine_file: bytes
+    """Its bytes, as TensorRT serialized it."""
     build_s: float
+    """Seconds of the build."""
 
 
 def build(onnx_file: bytes, options: BuildOptions, *, bar: ProgressBar | None = None) -> BuiltEngine:

@@ -24,13 +24,19 @@ class EngineKey:
     """Everything that determines an engine file."""
 
     graph_digest: str
+    """SHA-256 of the ONNX graph."""
     strategy: str
+    """Name of the division among ranks."""
     num_ranks: int
+    """Size of the team."""
     precision: str
+    """Quantised precision, or the model's dtype."""
     options: str
     """Target, profiles and flags as JSON."""
     product: str
+    """TensorRT product (``Bindings``)."""
     version: str
+    """Version of the product."""
 
     @classmethod
     def of(cls, graph: bytes, *, strategy: str, num_ranks: int, precision: str, options: BuildOptions) -> EngineKey:
@@ -57,14 +63,20 @@ class EngineKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedEngine:
-    """An engine file, built or read with a correct checksum. Ranks of a gang compare ``sha256``."""
+    """An engine file, built now or read with a correct checksum."""
 
     engine_file: bytes
+    """Its bytes, as TensorRT serialized it."""
     sha256: str
+    """Of the bytes; ranks of a gang compare it."""
     key: EngineKey
+    """What it was built for."""
     build_s: float
+    """Seconds of the build, now or at that time."""
     was_cached: bool
+    """Whether it was read."""
     path: Path
+    """Where it lies."""
 
 
 class EngineCache:

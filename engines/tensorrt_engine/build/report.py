@@ -43,22 +43,34 @@ _COLLECTIVES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineReport:
-    """Contents of one engine file."""
+    """Contents of one engine file, for people."""
 
     title: str
+    """Strategy, team, precision, GPU and TensorRT version."""
     collectives: dict[str, int]
+    """Number of each operation in the graph, or in the built program where it can be read."""
     num_attentions: int
+    """Attentions in the graph."""
     num_fused_attentions: int | None
-    """None if the engine file contains no readable program."""
+    """Attentions that the program fuses; None if it cannot be read."""
     inputs: tuple[str, ...]
+    """Name, type and shape of each input that is no weight."""
     num_weight_inputs: int
+    """Weights that are inputs; 0: they are constants of the file."""
     graph_bytes: int
+    """Size of the ONNX graph."""
     engine_bytes: int
+    """Size of the engine file."""
     export_s: float
+    """Seconds of the export of all graphs."""
     build_s: float
+    """Seconds of the build, now or when the file was made."""
     was_cached: bool
+    """Whether the file was found in the cache."""
     path: str
+    """Where it lies."""
     sha256: str
+    """Of its bytes."""
 
     def lines(self) -> list[str]:
         """Return the report for a terminal."""
@@ -175,7 +187,9 @@ class EngineText:
     """Counts over the whole program of an engine file."""
 
     collectives: dict[str, int]
+    """Instructions by operation."""
     num_fused_attentions: int
+    """Instructions of fused attention."""
 
 
 def read_engine_text(engine_file: bytes) -> EngineText | None:

@@ -32,12 +32,16 @@ SHRINKING: tuple[Operation, ...] = ("reduce_scatter", "scatter")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collective:
-    """One collective over all ``num_ranks`` ranks. ``root`` is -1 for the symmetric operations."""
+    """One collective, as attributes of its ONNX node."""
 
     operation: Operation
+    """TensorRT's name of it."""
     num_ranks: int
+    """All ranks of the communicator take part."""
     reduction: Reduction = "none"
+    """How values are combined; "none" of operations that only move them."""
     root: int = -1
+    """Rank that sends or receives all; -1 for the symmetric operations."""
 
     def __post_init__(self) -> None:
         if self.operation not in get_args(Operation):

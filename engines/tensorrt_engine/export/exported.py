@@ -26,10 +26,13 @@ class EngineExport:
     graphs: tuple[EngineGraph, ...]
     """One graph, or one per kind of segment."""
     prologue: fx.GraphModule
-    """``prologue(**inputs, rank_index)`` returns ``prologue_outputs``; ``epilogue`` takes ``epilogue_inputs``."""
+    """``prologue(**inputs, rank_index)`` returns ``prologue_outputs``."""
     epilogue: fx.GraphModule
+    """``epilogue(**values)`` returns the prediction; ``values`` are ``epilogue_inputs``."""
     prologue_outputs: tuple[str, ...]
+    """Names of values, which engine and epilogue read."""
     epilogue_inputs: tuple[str, ...]
+    """Names of values of prologue and engine."""
     segments: tuple[Segment, ...] = ()
     """Segments in running order, if a ring runs in torch."""
 

@@ -29,14 +29,18 @@ WEIGHT_PREFIX = "module."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineGraph:
-    """An ONNX graph with the names of its inputs and outputs."""
+    """An ONNX graph and what its names stand for."""
 
     model: ir.Model
+    """The graph."""
     inputs: tuple[str, ...]
+    """Names of activations, in order."""
     weights: tuple[str, ...]
     """Weight inputs by ``state_dict`` key; empty if weights are constants of the graph."""
     outputs: tuple[str, ...]
+    """Names of results, in order."""
     num_ranks: int
+    """Ranks that its collectives span."""
     profiles: tuple[Profile, ...] = ()
     """Shapes that an engine covers, for a graph with dynamic dims."""
 

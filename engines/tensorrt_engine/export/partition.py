@@ -42,9 +42,13 @@ class Parts:
     epilogue: fx.GraphModule
     """Takes ``epilogue_inputs``, outputs of prologue and core; returns the prediction."""
     prologue_outputs: tuple[str, ...]
+    """Names of values, in order."""
     core_inputs: tuple[str, ...]
+    """Names of values, in order."""
     core_outputs: tuple[str, ...]
+    """Names of values, in order."""
     epilogue_inputs: tuple[str, ...]
+    """Names of values, in order."""
 
 
 def partition(traced: fx.GraphModule) -> Parts:

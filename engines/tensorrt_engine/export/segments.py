@@ -39,20 +39,27 @@ class Segment:
     kind: int
     """Index of the graph."""
     inputs: tuple[str, ...]
-    """Names of values, in the order of the graph's own; ``outputs`` likewise."""
+    """Names of values, in the order of the graph's own inputs."""
     weights: Mapping[str, str]
     """The graph's weight names to the segment's."""
     outputs: tuple[str, ...]
+    """Names of values, in the order of the graph's own outputs."""
     attention: tuple[str, str, str, str] | None
     """Names of queries, keys, values and result of the next attention; None for the last segment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TracedSegment:
+    """A segment of one trace, before equal ones share a graph."""
+
     graph: fx.GraphModule
+    """What it computes."""
     inputs: tuple[str, ...]
+    """Names of values, in order."""
     outputs: tuple[str, ...]
+    """Names of values, in order."""
     attention: tuple[str, str, str, str] | None
+    """As in ``Segment``."""
 
 
 def segment_core(parts: Parts, num_ranks: int) -> tuple[tuple[Segment, ...], tuple[EngineGraph, ...]]:

@@ -33,11 +33,14 @@ MakeRunner = Callable[[EngineGraph, Mapping[str, Tensor], Team], Runner]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WholeStep:
-    """The prologue in torch, the engine, the epilogue in torch."""
+    """A step of one engine file: prologue in torch, engine, epilogue in torch."""
 
     exported: EngineExport
+    """Graph, prologue and epilogue."""
     runner: Runner
+    """Runs the engine file."""
     rank_index: int
+    """This rank's place among those with other tokens, or other weights: an input of the prologue."""
 
     def __call__(self, inputs: ModelInputs) -> Tensor:
         prologue_outputs = self.exported.run_prologue(inputs, self.rank_index)
@@ -50,13 +53,18 @@ class WholeStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SegmentedStep:
-    """``runners[kind]`` runs every segment of that kind, with the segment's own weights bound at each run."""
+    """A step of several engine files, with attention in torch between segments."""
 
     exported: EngineExport
+    """Graphs, segments, prologue and epilogue."""
     runners: tuple[Runner, ...]
+    """One for each kind of segment, which binds a segment's own weights at each run."""
     weights: Mapping[str, Tensor]
+    """Weights by ``state_dict`` key."""
     kernel: Kernel
+    """Attention across the ring."""
     rank_index: int
+    """This rank's place among those with other tokens: an input of the prologue."""
 
     def __call__(self, inputs: ModelInputs) -> Tensor:
         prologue_outputs = self.exported.run_prologue(inputs, self.rank_index)
