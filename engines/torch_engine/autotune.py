@@ -137,9 +137,10 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecisionFile:
-    """The file of a decision, in ``folder``."""
+    """The file of a decision."""
 
     folder: Path
+    """Where all decisions are."""
     name: str
     """Prefix of the file name, which ends with a digest of the facts."""
     facts: Mapping[str, str]
@@ -316,7 +317,9 @@ class DividedForward:
     """One rank's forward in the step."""
 
     team: Team
+    """How ranks divide it."""
     num_tokens: int
+    """Tokens of all streams together, without padding."""
     is_fast: bool
     """Whether the hand-ordered step runs it."""
     is_even: bool

@@ -35,8 +35,9 @@ class TorchChoices:
     attention: str = "auto"
     """Precision of attention (see ``engines.core.spec``)."""
     calibration: Path | None = None
+    """File of ``troupe calibrate``, for static scales; None of other precisions."""
     compile_blocks: bool = False
-    """Where the module runs."""
+    """Compile the module's blocks, where the module runs."""
     fast: bool = False
     """Run the family's hand-ordered step where a team allows it, else the module."""
     capture: bool = False
@@ -44,6 +45,7 @@ class TorchChoices:
     exchange: ExchangeRules = field(default_factory=ExchangeRules)
     """The default until steps are timed."""
     prompt_windows: bool = False
+    """See ``TorchOptions``."""
     offloaded_blocks: int = 0
     """See ``TorchOptions``. Blocks are not compiled, and steps neither hand-ordered nor captured."""
 

@@ -39,9 +39,13 @@ class _Step:
     """The step for one shape on one team."""
 
     prepare: Callable[[Branch], StepTensors]
+    """Returns the tensors of a branch, which the function reads."""
     function: Callable[[StepTensors], Tensor]
+    """Returns the prediction."""
     num_runs: int = 0
+    """Calls so far."""
     captured: CapturedStep | None = None
+    """Its CUDA graph; None: it runs eagerly."""
     has_room: bool = True
     """Whether memory for a graph may exist: False after a failure, until another graph is released."""
 

@@ -53,7 +53,9 @@ class LocalSent:
     """Heads that are attended where they are."""
 
     kernel: Attend
+    """Attention of one rank."""
     qkv_LB3HD: Tensor
+    """Queries, keys and values, normed and rotated in place."""
 
     def attend(self) -> LocalAttended:
         return LocalAttended(out_LBHD=attend_tokens_first(self.kernel, self.qkv_LB3HD))
@@ -61,7 +63,10 @@ class LocalSent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalAttended:
+    """The result of attention on one rank."""
+
     out_LBHD: Tensor
+    """All heads of all tokens."""
 
     def collect(self) -> Tensor:
         length, batch, *_ = self.out_LBHD.shape
@@ -103,13 +108,18 @@ class UlyssesHeads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UlyssesSent:
-    """A running all-to-all: (source, its tokens, batch, which, own heads, D). ``num_columns`` counts all heads."""
+    """A running all-to-all of queries, keys and values."""
 
     kernel: Attend
+    """Attention of one rank."""
     axis: Axis
+    """Ranks that exchange heads."""
     pending_WLB3hD: Tensor
+    """By source: its tokens, batch, which of q, k and v, own heads, D."""
     num_rows: int
+    """Own rows, which the way back has again."""
     num_columns: int
+    """Heads × D, of all heads."""
 
     def attend(self) -> UlyssesAttended:
         out_LBhD = attend_tokens_first(self.kernel, wait(self.pending_WLB3hD).flatten(0, 1)).contiguous()
@@ -119,10 +129,12 @@ class UlyssesSent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UlyssesAttended:
-    """A running all-to-all: (rank of the heads, own rows, columns of its heads)."""
+    """A running all-to-all of results."""
 
     pending_WRC: Tensor
+    """By rank of the heads: own rows, columns of its heads."""
     num_columns: int
+    """Heads × D, of all heads."""
 
     def collect(self) -> Tensor:
         return drop_surplus(wait(self.pending_WRC), self.num_columns)

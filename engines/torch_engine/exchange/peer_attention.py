@@ -48,10 +48,12 @@ def peer_ulysses(attend: Attend, axis: Axis, device: torch.device) -> Kernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Slices of one rank's heads."""
+    """Slices of one rank's heads, which are sent together."""
 
     queries: slice
+    """Of its query heads."""
     keys: slice
+    """Of its key heads."""
 
     @property
     def qkv(self) -> tuple[slice, slice, slice]:
@@ -75,13 +77,18 @@ class Inbox(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Memory:
-    """Memory for one shape. ``inboxes`` are by part and rank; ``outboxes`` are all ranks' (B, L, W, H / W, D)."""
+    """Memory for one shape."""
 
     inbox: PeerMemory
+    """What this rank receives: parts of queries, keys and values."""
     outbox: PeerMemory
+    """Results, written by the ranks that attended."""
     parts: tuple[Part, ...]
+    """Shares of each rank's heads, in the order in which they are sent."""
     inboxes: tuple[tuple[Inbox, ...], ...]
+    """By part and rank."""
     outboxes: tuple[Tensor, ...]
+    """All ranks' results, (B, L, W, H / W, D)."""
 
 
 class PeerUlysses:

@@ -30,33 +30,36 @@ Copies = tuple[torch.cuda.Event | None, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Memory:
-    """Memory for one shape: W ranks, h heads of one rank (see ``heads``).
-
-    ``inbox`` is read as (all tokens, B, 3, h, D); ``outbox`` as (W, rows, h x D) or, pushed, as (rows, W x h x D).
-    ``staging_WN`` holds data to copy. A kernel adds the offset of own rows in an inbox to its addresses: ``pushed_W``
-    are the inboxes; ``staged_W`` are the staging memory's less that offset (for the own share: the own inbox).
-    """
+    """Memory for one shape: W ranks, h heads of one rank (see ``heads``)."""
 
     inbox: PeerMemory
+    """Read as (all tokens, B, 3, h, D)."""
     outbox: PeerMemory
+    """Read as (W, rows, h x D) or, pushed, as (rows, W x h x D)."""
     staging_WN: Tensor
+    """Data to copy, by receiver."""
     pushed_W: Tensor
+    """Addresses of the inboxes. A kernel adds the offset of own rows in an inbox."""
     staged_W: Tensor
+    """Addresses of the staging memory less that offset; for the own share that of the own inbox."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerSent:
-    """Queries that other ranks are writing into ``qkv_LB3hD`` (all tokens, own heads), and this rank into theirs.
-
-    ``copies`` are events at the end of this rank's copies; empty if pushed. ``num_columns`` counts all heads.
-    """
+    """Queries, keys and values that ranks are writing into each other's memory."""
 
     exchange: PeerHeads
+    """What attends to them."""
     memory: _Memory
+    """Memory of this shape."""
     qkv_LB3hD: Tensor
+    """What this rank receives: all tokens, own heads."""
     num_rows: int
+    """Own rows."""
     num_columns: int
+    """Heads × D, of all heads."""
     copies: Copies
+    """Events at the end of this rank's copies; empty if pushed."""
 
     def attend(self) -> PeerAttended:
         return self.exchange.attend(self)
@@ -64,13 +67,18 @@ class PeerSent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerAttended:
-    """Results on their way back; ``out_WRC`` must live until the copies from it have ended."""
+    """Results on their way back."""
 
     exchange: PeerHeads
+    """What collects them."""
     memory: _Memory
+    """Memory of this shape."""
     out_WRC: Tensor
+    """Own results by receiver; it must live until the copies from it have ended."""
     num_columns: int
+    """Heads × D, of all heads."""
     is_copied: bool
+    """Whether copies send them; else a kernel pushes them."""
 
     def collect(self) -> Tensor:
         return self.exchange.collect(self)

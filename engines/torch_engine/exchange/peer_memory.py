@@ -29,13 +29,16 @@ SEGMENT_BYTES, MIN_BYTES = 2 * 2**20, 12 * 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerMemory:
-    """Memory on each rank of an axis, written by the others. ``handle`` keeps the mappings alive."""
+    """Memory on each rank of an axis, written by the others."""
 
     local: Tensor
+    """This rank's own."""
     views_W: tuple[Tensor, ...]
     """All ranks' memories, as this rank may write them."""
     addresses_W: Tensor
+    """int64, the addresses of ``views_W`` for kernels."""
     handle: Any
+    """Keeps the mappings alive."""
 
     @classmethod
     def open(cls, numel: int, sample: Tensor, axis: Axis, *, use: str) -> PeerMemory:
