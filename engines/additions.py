@@ -99,10 +99,12 @@ def merge(module: nn.Module, amounts: Iterable[tuple[float, LowRanks]], slices: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergingSource:
-    """A ``WeightSource`` that adds ``additions``, each with its amount, to the weights of ``source``."""
+    """A ``WeightSource`` that merges additions into the weights that it reads."""
 
     source: WeightSource
+    """Files of the weights."""
     additions: tuple[tuple[float, Addition], ...]
+    """Additions to merge, each with its amount (a factor on its products)."""
 
     @property
     def device(self) -> torch.device:
@@ -188,10 +190,15 @@ class _Parameters:
     """The parameters of a module, or of a rank's share of it, as they were loaded."""
 
     name: str
+    """The module's name in ``DenoiserModel.modules``."""
     module: nn.Module
+    """The module, or a rank's share of it."""
     slices: Mapping[str, Any]
+    """Which part of a file's tensor each split parameter is (``parallel.weight_files``)."""
     loaded: Mapping[str, nn.Parameter]
+    """Parameters by name, with the values of the start."""
     writers: Writers
+    """What writes new values of a parameter, where the engine holds copies."""
     device: torch.device | None = None
     """Where sums are computed; None: where the parameters are."""
 

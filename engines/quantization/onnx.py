@@ -76,11 +76,14 @@ def quantize(module: nn.Module, plan: ShardPlan, amax: Mapping[str, float], sche
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantization:
-    """``quantize`` for an exporter, with one calibration's record."""
+    """``quantize`` for an exporter."""
 
     plan: ShardPlan
+    """Names the large layers."""
     amax: Mapping[str, float]
+    """Largest absolute input of each layer in a calibration."""
     scheme: Scheme
+    """Eight-bit format."""
 
     def __call__(self, module: nn.Module) -> nn.Module:
         return quantize(module, self.plan, self.amax, self.scheme)

@@ -30,6 +30,7 @@ class Scales:
     of_weight: Mapping[str, str]
     """Scale key by weight key."""
     formats: frozenset[str]
+    """Keys whose values describe a layer's format (ComfyUI)."""
     unneeded: frozenset[str]
     """Keys that dequantisation ignores."""
 
