@@ -263,7 +263,7 @@ class ApiConfig(ApiLimits, ClipLimits):
     """Limits of the HTTP API, and resources of its deployment. Keys and database URL come from the environment."""
 
     data_dir: Path | None = None
-    """None: the environment's data directory."""
+    """Folder of clips, files and the database; None: the environment's data directory."""
     database: str = ""
     """URL of a PostgreSQL or SQLite database, unless the environment has one; by default SQLite in the data directory.
     """
@@ -284,9 +284,11 @@ class ApiConfig(ApiLimits, ClipLimits):
     max_ongoing_requests: PositiveInt = 4096
     """Requests that Serve passes to a replica: more than the API's limit, so that it can refuse the rest."""
     num_replicas: PositiveInt = 1
+    """Replicas of the API."""
     autoscaling: AutoscalingConfig | None = None
     """Number of replicas by requests under way, replaces ``num_replicas``."""
     num_cpus: float = Field(default=0.2, ge=0)
+    """Logical CPUs of Ray for each replica."""
 
     def __post_init__(self) -> None:
         ApiLimits.__post_init__(self)

@@ -49,10 +49,15 @@ class ForkedWorker:
     command: Sequence[str]
     """A script, or ``-m`` and a module, with arguments."""
     environment: Mapping[str, str]
+    """Variables of the shim."""
     folder: str
+    """Working directory."""
     umask: int
+    """Bits that new files do not get."""
     niceness: int
+    """Priority of the scheduler, -20 to 19."""
     oom_score_adj: str
+    """Content of ``/proc/self/oom_score_adj``."""
     limits: Mapping[str, tuple[int, int]]
     """Soft and hard limit by name (``RLIMIT_NOFILE``)."""
     blocked: Sequence[int]

@@ -38,28 +38,38 @@ class LoraRecord:
     """An adapter of a model."""
 
     id: str
+    """``lora_`` and 128 random bits."""
     model: str
+    """The model's name in the application."""
     name: str
+    """Name by which requests ask for it, unique within model and scope."""
     scope: str
     """Hash of the only key that may use it; empty: all may."""
     key_hash: str
     """The key that added it."""
     scale: float = 1.0
+    """Its scale in requests that give none."""
     part: str = ""
+    """Prefix of its keys in the file, as in ``LoraSource``."""
     num_bytes: int = 0
+    """Size of its files."""
     status: LoraStatus = "loading"
+    """"ready" once all gangs have it."""
     created_at_s: float = 0.0
+    """Unix time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraStore:
-    """Adapters in ``database``, and their files below ``root``.
+    """Adapters that clients add. ``viewer`` is the hash of the key that looks, None for all adapters.
 
-    ``viewer`` is the hash of the key that looks, None for all adapters. Methods that touch files block.
+    Methods that touch files block.
     """
 
     database: Database
+    """Holds the records."""
     root: Path
+    """Folder of the adapters' files."""
 
     async def add(self, record: LoraRecord, max_loras: int) -> str | None:
         """Reserve the record's name. Return why it cannot be added: "exists", or "full" at the model's limit."""

@@ -26,7 +26,9 @@ class OwnedFolder:
     """A private temporary folder, owned by this process until it deletes, releases or forgets the object, or ends."""
 
     path: Path
+    """The folder."""
     _lock: TextIO
+    """Open file in it, locked while the folder is owned."""
 
     @classmethod
     def make(cls, base: Path, prefix: str) -> Self:

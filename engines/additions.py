@@ -176,6 +176,7 @@ class _Weight:
     device: torch.device
     """Where sums are computed."""
     low_ranks: dict[str, LowRank] = field(default_factory=dict)
+    """Products by addition, cut to this rank's share."""
 
     def write(self, mix: Mix) -> None:
         amounts = [(amount, self.low_ranks[name]) for name, amount in mix if name in self.low_ranks]

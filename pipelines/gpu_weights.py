@@ -91,11 +91,14 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Piece:
-    """A byte range of an open ``file`` from ``offset``, and its target."""
+    """A byte range of an open file, and where it goes."""
 
     file: int
+    """Descriptor."""
     offset: int
+    """First byte."""
     target: Tensor
+    """uint8, on the device; its size is the range's."""
 
 
 def read_tensors(

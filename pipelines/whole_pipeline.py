@@ -58,14 +58,20 @@ class _CallCancelled(BaseException):
 
 @dataclass(slots=True, eq=False)
 class _Handover:
-    """Lets two threads take turns: the owner of a call, and the call."""
+    """What lets two threads take turns: the owner of a call, and the call."""
 
     may_run: Semaphore = field(default_factory=lambda: Semaphore(0))
+    """Released when the call is to go on."""
     has_paused: Semaphore = field(default_factory=lambda: Semaphore(0))
+    """Released when the call has taken a step, or has ended."""
     is_cancelled: bool = False
+    """The call ends at its next turn."""
     has_ended: bool = False
+    """The call takes no more turns."""
     result: Any = None
+    """What it returned."""
     error: BaseException | None = None
+    """What it raised, until its owner has seen it."""
 
     def pause(self) -> None:
         self.has_paused.release()

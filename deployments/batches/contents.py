@@ -18,13 +18,15 @@ PREFIX = "batches"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """Files by their names, in ``bucket`` or else below ``root``. Blocks: not for an event loop.
+    """Files by their names, in object storage or on the disk. Blocks: not for an event loop.
 
     A file is there whole or not at all. StorageFullError or StorageLostError if they cannot be used now.
     """
 
     root: Path
+    """Folder of the files, if there is no ``bucket``."""
     bucket: Bucket | None = None
+    """Object storage; None: files are below ``root``."""
 
     def write(self, name: str, data: bytes) -> None:
         if self.bucket is not None:

@@ -25,18 +25,31 @@ class BatchRecord:
     """A batch as clients see it. Times are Unix seconds."""
 
     id: str
+    """``batch_`` and 128 random bits."""
     endpoint: str
+    """Route of all its requests, such as "/v1/images/generations"."""
     input_file_id: str
+    """File with a request a line."""
     created_at: int
+    """When the client made it."""
     expires_at: int
+    """When requests that have not begun are given up."""
     status: BatchStatus = "validating"
+    """Where it is; OpenAI's values."""
     metadata: dict[str, str] | None = None
+    """The client's own; None: it sent none."""
     errors: list[dict[str, Any]] = field(default_factory=list)
+    """Lines that cannot be requests, as OpenAI's error objects; at most 100."""
     num_total: int = 0
+    """Requests of the input file; 0 before they are counted."""
     num_completed: int = 0
+    """Requests that succeeded."""
     num_failed: int = 0
+    """Requests that ended in an error."""
     output_file_id: str | None = None
+    """File of the answers; None before the end, or without any."""
     error_file_id: str | None = None
+    """File of the errors; None before the end, or without any."""
     times: dict[str, int] = field(default_factory=dict)
     """When each status began, by the name of the status."""
 
@@ -50,11 +63,17 @@ class FileRecord:
     """A file that a client has handed in, or gets back."""
 
     id: str
+    """``file-`` and 128 random bits."""
     number: int
+    """Order of creation."""
     filename: str
+    """Name that the client gave."""
     purpose: str
+    """What it may be used for, such as "batch" and "user_data"."""
     num_bytes: int
+    """Size of the content."""
     created_at: int
+    """Unix time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +81,11 @@ class BatchClaim:
     """A lease on a batch."""
 
     batch: BatchRecord
+    """The batch as it was when it was claimed."""
     key_hash: str
+    """Hash of the API key that it is of; empty without keys."""
     owner: str
+    """New with every claim, so writes of a late runner have no effect."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +93,9 @@ class BatchStore:
     """Batches and files by the key that they are of; with ``key_hash`` None, of all keys."""
 
     database: Database
+    """Holds the records."""
     lease_s: float
+    """Duration of a claim; then another runner takes the batch over."""
 
     async def add_file(
         self, key_hash: str, filename: str, purpose: str, num_bytes: int, file_id: str, max_bytes: int | None = None

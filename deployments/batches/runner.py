@@ -39,8 +39,11 @@ class BatchLine:
     """One request of a batch."""
 
     index: int
+    """Number of the line in its file, from 0."""
     custom_id: str
+    """The client's name for it, which no other line has."""
     body: Mapping[str, Any]
+    """JSON body of the request."""
 
 
 class BatchRunner:

@@ -113,19 +113,29 @@ class EngineBuildOptions:
     model: str
     """A model with weights; a published model's name is enough unless ``needs_weights``."""
     strategy: str
+    """How ranks divide a step; "auto" as in ``TensorRTConfig``."""
     num_ranks: int
+    """Ranks of the gang."""
     precision: str
+    """Of the linears; "auto" is the model's dtype."""
     target: str
+    """Compute capability, such as "sm90"; "auto" is this machine's GPU."""
     sizes: tuple[str, ...] = ()
-    """Empty: the model's default size."""
+    """WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES, which share an engine file; empty: the model's default size."""
     dtype: str = "auto"
     """``auto`` is bfloat16."""
     weights: str = "inputs"
+    """"inputs": one file for all fine-tunes, or "constants"."""
     cache_dir: Path | None = None
+    """Folder of engine files; None: the engine's default."""
     weight_streaming: bool = False
+    """Weights may stay on the host."""
     strip_weights: bool = False
+    """Leave weights out of the file."""
     calibrate: bool = False
+    """First measure activations, for static scales."""
     prompts: Path | None = None
+    """File of prompts to calibrate with, one a line; None: some of our own."""
 
     @property
     def needs_weights(self) -> bool:

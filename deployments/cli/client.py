@@ -38,11 +38,13 @@ class Result:
     """A finished file."""
 
     data: bytes
+    """The bytes of the file."""
     index: int = 0
     """Number of the picture in its request."""
     layer: int = 0
     """Number of the layer in its picture."""
     seed: int
+    """The seed that made it, given or random."""
     timings_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds by stage."""
 

@@ -38,7 +38,9 @@ class Finding:
     """One line of the report."""
 
     subject: str
+    """What it is about."""
     detail: str
+    """What was found, and what to do if it is wrong."""
     ok: bool | None = None
     """None for facts without a judgement."""
 
@@ -68,6 +70,7 @@ class MakeModel:
     """Load ``source`` on a device. It is pickled for the processes of the proofs."""
 
     source: str
+    """A ``ModelSource``."""
 
     def __call__(self, device: str) -> DenoiserModel:
         from pipelines.checkpoint import Checkpoint

@@ -27,9 +27,13 @@ class Inputs:
     """Files that go with a prompt."""
 
     images: Sequence[Path] = ()
+    """Input pictures."""
     mask: Path | None = None
+    """Picture or clip that is white where to paint."""
     control_image: Path | None = None
+    """Picture of edges, depths or a pose to follow."""
     video: Path | None = None
+    """Clip to change or to go on from."""
 
     def read(self) -> list[tuple[str, tuple[str, bytes]]]:
         """Return their contents with their form fields. ValueError if one cannot be read."""

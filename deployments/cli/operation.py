@@ -41,7 +41,9 @@ class Server:
     """A running server, as its file describes it."""
 
     pid: int
+    """Process of the command that started it."""
     url: str
+    """Address for clients."""
     metrics_url: str
     """Empty without metrics."""
 

@@ -121,6 +121,7 @@ class Entrance:
     """The clients' address, and the address of Ray's proxy."""
 
     url: str
+    """Address for clients."""
     backend: tuple[str, int]
     """Host and port of Ray's proxy; without a door, those of ``url``."""
     door: Door | None

@@ -27,9 +27,11 @@ class FileSettings:
     """The metadata of one file."""
 
     file: Path
+    """The picture or clip."""
     settings: dict[str, Any] | None = None
     """Troupe's own fields."""
     texts: Texts
+    """Texts of its format by keyword, such as a PNG's."""
     signature: dict[str, Any] | None = None
     """Fields of the C2PA manifest."""
     problem: str | None = None

@@ -29,24 +29,34 @@ logger = logging.getLogger("troupe.clips")
 
 @dataclass(kw_only=True, slots=True)
 class Attempt:
-    """One run of the request of ``claim.clip``, with its progress."""
+    """One run of a claimed clip's request, with its progress."""
 
     studio: Studio
+    """Makes the clip."""
     claims: Claims
+    """Where progress and end are written."""
     folders: ClipFolders | ClipObjects
+    """Where the file is written."""
     settings: ClipSettings
+    """Intervals and number of attempts."""
     times: MeasuredTimes
+    """Durations of similar clips, which it adds to."""
     claim: Claim
+    """The clip, and the lease on it."""
     admission: asyncio.Future[None] | None = None
     """Done once a gang accepts the clip. Raises, in place of a failed record, if none does."""
     progress: int = field(default=0, init=False)
     """0 to 99."""
     num_previews: int = field(default=0, init=False)
+    """Previews written so far."""
     eta_at_s: float | None = field(default=None, init=False)
     """Predicted end in Unix seconds."""
     gpu_s: float | None = field(default=None, init=False)
+    """GPU seconds of the attempt so far; None before the gang reports any."""
     _decode_s: float | None = field(default=None, init=False)
+    """Predicted seconds from the last step to the file; None: unknown."""
     _made_s: float = field(default_factory=lambda: time.monotonic(), init=False)
+    """When the attempt began, by the monotonic clock."""
 
     async def run(self) -> None:
         """Make the clip or record its failure. On cancellation, requeue the clip and raise."""

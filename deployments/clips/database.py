@@ -21,11 +21,14 @@ FILE_GONE = "file_gone"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipError:
-    """The failure of a clip: ``code`` for programs, ``message`` for people."""
+    """The failure of a clip."""
 
     code: str
+    """For programs."""
     message: str
+    """For people."""
     retry_after_s: float | None = None
+    """Seconds after which a new request may succeed; None: unknown."""
     gpu_s: float | None = None
     """GPU seconds of the last attempt, if known."""
 
@@ -35,26 +38,37 @@ class ClipRecord:
     """A requested clip. Times are Unix seconds."""
 
     id: str
+    """``video_`` and 128 random bits."""
     number: int
     """Order of creation."""
     request: MediaRequest
+    """What is made."""
     seconds: str
+    """Duration of the clip, as text."""
     status: ClipStatus
+    """Where it is; OpenAI's values."""
     progress: int
     """0 to 100."""
     num_previews: int
+    """Previews that can be had."""
     attempts: int
+    """Runs that have begun."""
     created_at_s: float
+    """When the client asked for it."""
     completed_at: int | None
+    """When it ended; None before."""
     error: ClipError | None
+    """Why it failed; None if it did not."""
     timings: StageTimes | None
+    """Where the time went; None before the end."""
     key_hash: str = ""
+    """Hash of the API key that it is of; empty without keys."""
     webhook: Webhook | None = None
     """Receiver of the message about its end."""
     eta_at_s: float | None = None
-    """Predicted end."""
+    """Predicted end; None: unknown."""
     num_before: int | None = None
-    """Position in the queue."""
+    """Position in the queue; None if it does not wait."""
 
     @property
     def created_at(self) -> int:

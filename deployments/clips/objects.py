@@ -35,11 +35,14 @@ OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": TIMEOUTS}}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredObject:
-    """An object of ``bucket`` as it was when it was looked up."""
+    """An object as it was when it was looked up."""
 
     bucket: Bucket
+    """Where it is."""
     name: str
+    """Its key in the bucket."""
     num_bytes: int
+    """Its size."""
     modified_s: float
     """Unix time."""
 
@@ -182,6 +185,7 @@ class ClipObjects:
     """``ClipFolders`` in object storage: a prefix for each clip. Raises StorageLostError."""
 
     bucket: Bucket
+    """Where the objects are."""
 
     def write(self, clip_id: str, variant: Variant, data: bytes) -> None:
         self.bucket.write(_name(clip_id, FILE_NAMES[variant]), data)
@@ -226,11 +230,14 @@ def _name(clip_id: str, name: str = "") -> str:
 
 @dataclass(kw_only=True, slots=True)
 class ObjectOrphans:
-    """Objects of clips without a record, once they are ``patience_s`` old. Listing them all is done as rarely."""
+    """Objects of clips without a record, which are deleted."""
 
     bucket: Bucket
+    """Where the objects are."""
     patience_s: float
+    """Age at which they are deleted, and interval at which all objects are listed."""
     _listed_s: float | None = field(default=None, init=False)
+    """When all objects were listed last; None: never."""
 
     def folders(self) -> list[str]:
         """Return the ids that have old objects alone; none before it is time to look again."""

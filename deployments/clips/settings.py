@@ -32,6 +32,7 @@ class ClipSettings(ClipLimits):
     """Settings of a runner."""
 
     data_dir: Path
+    """Folder of the database and of files, unless these are elsewhere."""
     database_url: str = ""
     """URL of a database (``Database``); by default SQLite in ``data_dir``."""
     storage: str = ""
@@ -43,11 +44,13 @@ class ClipSettings(ClipLimits):
     progress_s: float = 0.5
     """Interval of progress reports."""
     max_attempts: int = 3
+    """Runs of a clip before it fails; a runner that dies uses up one."""
     retry_s: float = 5.0
     """Time before a failed clip is retried."""
     orphan_s: float = 3600.0
     """Age at which folders without a record and partial files are deleted."""
     webhooks: WebhookSettings = field(default_factory=WebhookSettings)
+    """Where messages may go."""
     num_gangs: Mapping[str, int] = field(default_factory=dict)
     """Gangs by model; 1 for others."""
 

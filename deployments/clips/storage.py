@@ -106,14 +106,17 @@ def _write_to(folder: Path) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class Orphans:
-    """Folders in ``root`` without a record, and partly written files.
+    """Folders without a record, and partly written files, which are deleted.
 
-    They are deleted after ``patience_s``: a file may still be written, and a wrong database URL may be corrected.
+    They are given time: a file may still be written, and a wrong database URL may be corrected.
     """
 
     root: Path
+    """Folder of the clips' folders."""
     patience_s: float
+    """Age at which they are deleted."""
     _since_s: dict[Path, float] = field(default_factory=dict, init=False)
+    """When each was first seen."""
 
     def folders(self) -> list[str]:
         """Return the ids that have a folder."""
@@ -134,9 +137,10 @@ class Orphans:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipFolders:
-    """The folders of all clips in ``root``. Raises StorageFullError or StorageLostError, never OSError."""
+    """The folders of all clips. Raises StorageFullError or StorageLostError, never OSError."""
 
     root: Path
+    """Folder of the clips' folders."""
 
     def path(self, clip_id: str, variant: Variant) -> Path:
         return self.root / clip_id / FILE_NAMES[variant]

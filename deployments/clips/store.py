@@ -31,6 +31,7 @@ def new_clip_id() -> str:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipStore:
     engine: AsyncEngine
+    """Connections to the database."""
 
     def session(self) -> AsyncSession:
         return AsyncSession(self.engine, expire_on_commit=False)
@@ -137,18 +138,22 @@ class ClipStore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """A lease on ``clip``. ``owner`` is new with every claim, so writes of a late runner have no effect."""
+    """A lease on a clip."""
 
     clip: ClipRecord
+    """The clip as it was when it was claimed."""
     owner: str
+    """New with every claim, so writes of a late runner have no effect."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claims:
-    """Claims clips of ``store`` for ``lease_s`` at a time. A write with a lost claim returns False."""
+    """Claims clips. A write with a lost claim returns False."""
 
     store: ClipStore
+    """The records."""
     lease_s: float
+    """Duration of a claim, counted anew from each report."""
 
     async def take(self, models: Collection[str]) -> Claim | None:
         """Claim the oldest clip of ``models`` that is queued or whose claim has expired."""

@@ -25,10 +25,12 @@ HOST = re.compile(r"\*|(\*\.)?[\w.:-]+")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Webhook:
-    """Receiver of messages about the end of a clip, and the secret that signs them."""
+    """Receiver of messages about the end of a clip."""
 
     url: str
+    """Where they are posted."""
     secret: str = field(repr=False)
+    """Signs them (Standard Webhooks): ``whsec_`` and base64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,9 @@ class KeyWebhook:
     key: str
     """The beginning of the key's SHA-256, or "*" for every key and for none."""
     url: str
+    """Where messages are posted."""
     secret: str = field(repr=False)
+    """Signs them (Standard Webhooks): ``whsec_`` and base64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +54,7 @@ class WebhookSettings:
     networks: tuple[str, ...] = ()
     """Private networks that their addresses may be in; these may be called by http, too."""
     keys: tuple[KeyWebhook, ...] = ()
+    """Webhooks of API keys, for requests without one of their own."""
 
     def __post_init__(self) -> None:
         for host in self.hosts:

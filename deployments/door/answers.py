@@ -21,9 +21,13 @@ class Answer:
     """An answer in place of HAProxy's error page."""
 
     status: int
+    """HTTP status."""
     message: str
+    """For people."""
     code: str
+    """For programs."""
     headers: Mapping[str, str] = field(default_factory=dict)
+    """Further fields of the head."""
 
     @property
     def body(self) -> str:

@@ -12,6 +12,7 @@ class DoorSettings:
     """Limits on connections and request heads, enforced in HAProxy."""
 
     max_connections: int = 2000
+    """Connections at a time; more wait in the kernel."""
     max_head_bytes: int = 16384
     """Size limit of a head: request line and headers."""
     head_timeout_s: float = 10.0

@@ -100,6 +100,7 @@ class PictureQueue:
     num_places: int
     """Concurrent pictures of the application."""
     body_deadline_s: float
+    """Time for a body to arrive."""
 
     @classmethod
     def of(cls, app: AppConfig) -> PictureQueue:
@@ -184,8 +185,11 @@ class Wiring:
     backend: tuple[str, int]
     """Host and port of Ray's proxy."""
     folder: Path
+    """Where configuration, error pages and sockets are written."""
     trusted_proxies: Sequence[str] = ()
+    """Addresses or networks whose ``X-Forwarded`` headers are believed."""
     allowed_origins: Sequence[str] = ()
+    """Origins of pages that may send requests."""
     queue: PictureQueue | None = None
     """None: pictures are not queued."""
 

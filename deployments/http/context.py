@@ -47,20 +47,36 @@ Credentials = Annotated[HTTPAuthorizationCredentials | None, Security(BEARER)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ApiContext:
+    """What all routes share."""
+
     studio: Studio
+    """Makes pictures and clips."""
     settings: ApiSettings
+    """Limits and places."""
     files: FileShelf | ObjectShelf
+    """Pictures that answers name by URL."""
     clips: Clips
+    """Durable requests for clips."""
     admission: Admission
+    """Limits of open requests and pictures."""
     lookout: Lookout
+    """Watches records of clips for streams."""
     unpacking: Executor
+    """Threads that decode pictures and clips."""
     accounts: Accounts
+    """What each API key uses."""
     key_limits: KeyLimitGuard
+    """Limits of API keys, over all replicas."""
     known: KnownRequests
+    """Answers by ``Idempotency-Key``."""
     enhancers: PromptEnhancers
+    """Rewriters of prompts by model."""
     batches: BatchStore
+    """Records of batches and files."""
     contents: Contents
+    """Contents of these files."""
     loras: LoraStore
+    """Adapters that clients add."""
 
     async def authorize(self, request: Request, credentials: Credentials) -> Requester:
         """Return the sender: a dependency of every route that needs a key. ApiError 401 without a known key."""

@@ -25,7 +25,7 @@ OWN = re.compile(rf"{NAME.pattern}|\.{NAME.pattern}\.[0-9a-f]{{8}}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileShelf:
-    """Files in ``folder``, gone ``lifetime_s`` after they were written, the oldest first if above ``max_bytes``.
+    """Pictures that answers name by URL, on the disk.
 
     Names hold 128 random bits. A client that knows a name may read the file, as with OpenAI's signed URLs. It may not
     if it sends another key than the one that made the file. Each key has a folder of its own. Errors of the disk are
@@ -33,8 +33,11 @@ class FileShelf:
     """
 
     folder: Path
+    """Where they are."""
     lifetime_s: float
+    """Seconds after which a file is deleted."""
     max_bytes: int
+    """Size of all files, above which the oldest are deleted."""
 
     def put(self, data: bytes, suffix: str, key_hash: str = "") -> str:
         """Store ``data`` for a key's holder and return its name."""
@@ -69,16 +72,18 @@ class FileShelf:
 
 @dataclass(kw_only=True, slots=True)
 class ObjectShelf:
-    """``FileShelf`` in object storage. A name holds 96 random bits, and 32 by which the key that it is of is known.
-
-    ``signs``: its URLs are signed ones of the storage.
-    """
+    """``FileShelf`` in object storage. A name holds 96 random bits, and 32 of the hash of its API key."""
 
     bucket: Bucket
+    """Where the objects are."""
     lifetime_s: float
+    """Seconds after which a file is deleted."""
     max_bytes: int
+    """Size of all files, above which the oldest are deleted."""
     signs: bool = False
+    """Its URLs are signed ones of the storage."""
     _swept_s: float = field(default=-math.inf, init=False)
+    """When old objects were deleted last, by the monotonic clock."""
 
     def put(self, data: bytes, suffix: str, key_hash: str = "") -> str:
         """Store ``data`` for a key's holder and return its name."""

@@ -28,10 +28,12 @@ BRACKETS = re.compile(r"\[(\d*|image_url|video_url|file_id|id)\]$")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """``fields`` are text; ``pictures`` are files, or URLs that hold them, by their field in their order."""
+    """Fields of a multipart form."""
 
     fields: dict[str, str] = field(default_factory=dict)
+    """Texts by name."""
     pictures: dict[str, list[bytes | str]] = field(default_factory=dict)
+    """Files, or URLs that hold them, by field and in their order."""
 
 
 class _MemoryParser(MultiPartParser):

@@ -50,11 +50,14 @@ logger = logging.getLogger("troupe.api")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """The state of one request: ``answer`` is the earlier answer to the same request, None if there is none."""
+    """What is known of a request with an ``Idempotency-Key``."""
 
     name: str = ""
+    """Digest of key, API key and path; empty: the request has no key."""
     fingerprint: str = ""
+    """Digest of the body, by which another one is refused."""
     answer: bytes | None = None
+    """The earlier answer to the same request; None if there is none."""
     owner: str = ""
     """Holder of the turn, if this call works on the request."""
 

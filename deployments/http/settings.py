@@ -31,6 +31,7 @@ class ApiLimits(PictureLimits):
     body_deadline_s: float = 30.0
     """Time from a request until its body has arrived."""
     max_images_per_request: int = 4
+    """Limit of ``n``."""
     public_url: str = ""
     """Replaces the host of the request in URLs of answers, behind a proxy that rewrites it."""
     allowed_hosts: tuple[str, ...] = ()

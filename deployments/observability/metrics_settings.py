@@ -15,6 +15,7 @@ class MetricsSettings:
     """Address of ``/metrics``."""
 
     host: str = "127.0.0.1"
+    """Address to bind."""
     port: int | Literal["auto"] | None = "auto"
     """None: no metrics; ``auto``: DEFAULT_PORT, or in ``troupe serve`` the next free one."""
 

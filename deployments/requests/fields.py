@@ -193,9 +193,10 @@ Background = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class NoEffect:
-    """Marks a field that is accepted and changes nothing of what is made; ``example`` is what clients send."""
+    """Marks a field that is accepted and changes nothing of what is made."""
 
     example: object
+    """What clients send."""
 
 
 Text = Annotated[str, AfterValidator(_without_nul)]

@@ -20,11 +20,13 @@ class ImageRequest:
     """One or several pictures."""
 
     body: ImageBody
+    """The checked body."""
     requests: tuple[MediaRequest, ...]
     """One request per picture, with consecutive seeds."""
     pictures: InputPictures
     """Input pictures of each request."""
     output: Output
+    """Format of the files."""
     quality: Quality | None
     """The quality that decided the steps; None if the client gave their number."""
 

@@ -23,14 +23,21 @@ class Needs:
     """Requirements of a request on its model. None: the request has no such value."""
 
     num_pictures: int = 0
+    """Input pictures, without mask and control."""
     has_mask: bool = False
+    """A mask comes with pictures or clip."""
     strength: float | None = None
+    """Share to paint anew."""
     num_layers: int | None = None
+    """Layers of the result."""
     has_video: bool = False
+    """A clip comes along."""
     has_lora: bool = False
     """It names an adapter, or a recipe, which may have one."""
     has_control: bool = False
+    """A control picture comes along."""
     has_frame_indices: bool = False
+    """It places pictures at frames."""
 
     @classmethod
     def of(cls, body: MediaBody) -> Needs:

@@ -53,10 +53,11 @@ class Requester:
     """Sender and arrival of a request."""
 
     request_id: str
+    """Of the HTTP request: the client's, or a new one."""
     key: str = ""
-    """Hash of the API key, empty without keys."""
+    """Hash of the API key; empty without keys."""
     weight: float = 1.0
-    """Share of the key."""
+    """The key's share of a gang, relative to others."""
     came_s: float = field(default_factory=time.monotonic)
     """Arrival by the monotonic clock."""
 
@@ -71,6 +72,7 @@ class RequestRules:
     """The rules of one model for requests."""
 
     card: ModelCard
+    """The model."""
 
     def check_sources(self, body: MediaBody) -> Sources:
         """Return the encoded pictures of ``body``. RequestError if the model takes another number, or no mask."""
@@ -206,8 +208,11 @@ class ResolvedRequest(Generic[B]):
     """A request whose model is chosen and whose pictures and clip are decoded."""
 
     card: ModelCard
+    """The chosen model."""
     body: B
+    """The checked body."""
     pictures: InputPictures = NO_PICTURES
+    """Pictures and clip that came along."""
 
 
 def _body_field(name: str, body: MediaBody) -> str:

@@ -38,13 +38,12 @@ logger = logging.getLogger("troupe.flow")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueueLimits:
-    """Limits of a model's gangs together.
-
-    ``max_jobs`` includes running jobs. Requests wait ``max_wait_s`` at most (None: as long as a recovery may take).
-    """
+    """Limits of a model's gangs together."""
 
     max_jobs: float = math.inf
+    """Running and waiting jobs."""
     max_wait_s: float | None = None
+    """Longest wait of a request; None: as long as a recovery may take."""
 
 
 ANY = QueueLimits()

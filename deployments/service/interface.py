@@ -23,10 +23,12 @@ ModelPath = Literal["blocks", "whole pipeline"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """How the bytes should come out. ``compression`` is 0–100 as in OpenAI's API (jpeg and webp)."""
+    """How the bytes should come out."""
 
     format: MediaFormat
+    """Of the file."""
     compression: int = 100
+    """Quality of JPEG and WebP, 0 to 100 as in OpenAI's API."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,9 +38,11 @@ class ModelCard:
     name: str
     """Its name in the API."""
     family: str
+    """Name of the models that share its class of transformer."""
     created: int
     """The folder's mtime in Unix seconds."""
     defaults: Defaults
+    """Defaults and limits of requests."""
     aliases: tuple[str, ...] = ()
     """Its other names in requests."""
     loras: tuple[Lora, ...] = ()
@@ -68,9 +72,13 @@ class StageTimes:
     __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)  # the API's document has them
 
     queue_s: float
+    """From the gang's admission to the first step."""
     encode_s: float
+    """Prompt and pictures; next to 0 where they were cached."""
     denoise_s: float
+    """From the first step to the last."""
     decode_s: float
+    """Latents to the bytes of a file."""
     total_s: float
     """Wall-clock time from start to end."""
     was_warm: bool
@@ -114,8 +122,11 @@ class Media:
     data: bytes
     """The file; for a picture in layers, that of the lowest one."""
     format: MediaFormat
+    """Of the file."""
     seed: int
+    """The seed that made it, given or random."""
     timings: StageTimes
+    """Where the time went."""
     thumbnail: bytes = b""
     """A WebP of the first frame for clips, else empty."""
     further: tuple[bytes, ...] = ()

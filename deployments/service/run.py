@@ -44,29 +44,37 @@ class StageHandles:
     """The three deployments of one model."""
 
     text_encoder: DeploymentHandle[Any]
+    """Encodes prompts and pictures."""
     denoiser: DeploymentHandle[Any]
+    """Has a gang in each replica."""
     decoder: DeploymentHandle[Any]
+    """Decodes latents and previews."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """One run of a request through the stages.
-
-    ``pictures`` are for the encoder alone. ``exclusive``: runs alone in its gang; ``accepted``: full
-    queues must take it. Each deployment has ``wait_s`` to take the request, which has waited for ``waited_s`` already.
-    ``decode_times`` are measured, transport included; the decoder is asked for keys that they lack.
-    """
+    """One run of a request through the stages."""
 
     stages: StageHandles
+    """The model's deployments."""
     request: MediaRequest
+    """What to make."""
     output: Output
+    """Format of the file."""
     pictures: InputPictures
+    """For the encoder alone."""
     exclusive: bool
+    """It runs alone in its gang."""
     wait_s: float
+    """Seconds that each deployment has to take the request."""
     accepted: bool = False
+    """It was admitted before: full queues must take it."""
     waited_s: float = 0.0
+    """Seconds that it has waited already, in earlier runs."""
     decode_times: DecodeTimes = field(default_factory=DecodeTimes)
+    """Measured, transport included; the decoder is asked for keys that they lack."""
     num_steps_seen: int = field(default=0, init=False)
+    """Steps that were reported to this run."""
     job_id: str = field(default="", init=False)
     """Its id in the gang; empty until a gang has it."""
     gpu_s: float = field(default=0.0, init=False)
@@ -74,16 +82,23 @@ class Run:
     held_s: float = field(default=0.0, init=False)
     """Time spent waiting for replicas."""
     is_finished: bool = field(default=False, init=False)
+    """The picture or clip was published."""
     _started_s: float = field(default_factory=lambda: time.perf_counter(), init=False)
+    """Begin of this run, by ``time.perf_counter``."""
     _previews: asyncio.Queue[PreviewReady | None] = field(default_factory=asyncio.Queue, init=False)
     """Latents to decode in this order; None after the last."""
     _encode_s: float = field(default=0.0, init=False)
+    """Time in the encoder; 0 until it is known."""
     _queued_at_s: float = field(default=0.0, init=False)
+    """When the gang admitted it, since it came."""
     _decoder_estimate_s: float | None = field(default=None, init=False)
     """Decode time by the decoder's own estimate."""
     _eta_s: float | None = field(default=None, init=False)
+    """Predicted end, since it came; None without a prediction."""
     _done: JobDone | None = field(default=None, init=False)
+    """The end of its steps; None before."""
     _decoding: asyncio.Task[Decoded] | None = field(default=None, init=False)
+    """Decodes the latents, once they are there."""
 
     def events(self) -> AsyncGenerator[StudioEvent]:
         """Yield progress and previews, ``Media`` last. They do not wait for each other.

@@ -40,8 +40,11 @@ class ShareSpec:
     """A share group and its models."""
 
     name: str
+    """Of the share, unique in the application."""
     config: ShareConfig
+    """GPUs and limits of the share."""
     models: tuple[ModelConfig, ...]
+    """The models that take turns."""
 
     @property
     def actor_name(self) -> str:

@@ -38,17 +38,27 @@ class EstimateOptions:
     """Options of the command line; None is the model's or the machine's own value."""
 
     model: str
+    """A folder, hub id, or published model's name."""
     num_ranks: int
+    """Ranks of the gang."""
     size: str | None = None
+    """WIDTHxHEIGHT."""
     num_frames: int | None = None
+    """Length of a clip."""
     guided: bool | None = None
+    """Whether there is classifier-free guidance."""
     dtype: str = "auto"
+    """Of the weights; "auto" is bfloat16."""
     precision: str = "native"
+    """Of the linears."""
     attention: str = "auto"
+    """Precision of attention."""
     machine: str | None = None
     """Name of a known machine, or a file of a measurement."""
     measure: bool = False
+    """Measure this machine instead of taking known figures."""
     num_steps: int | None = None
+    """Solver steps."""
     memory_gib: float | None = None
     """Memory of each GPU."""
 
@@ -83,7 +93,9 @@ class InputCost:
     name: str
     """The pictures or the clip, in words."""
     tokens: Mapping[str, int]
+    """Tokens of the step by stream, with theirs."""
     step_ms: float
+    """Predicted time of the step."""
     rank_bytes: int
     """Memory of each rank."""
 
@@ -98,14 +110,19 @@ class Estimate:
     """Times and memory of one request on one machine."""
 
     request: MediaRequest
+    """What is estimated."""
     dtype: torch.dtype
+    """Of the weights."""
     forecast: StepForecast
+    """Costs of a step by every way to divide it."""
     origin: str
     """Source of the machine's figures."""
     parts: Footprint
     """Parts beside the transformer."""
     fit: Fit
+    """Memory of the fullest GPU."""
     times: RequestTimes
+    """Seconds of the stages."""
     inputs: tuple[InputCost, ...]
     """Costs of optional pictures and clips that add tokens to a step."""
 
@@ -115,11 +132,17 @@ class WeightsAlone:
     """Memory on one rank of a model whose steps are unknown before a request."""
 
     model: str
+    """The model's name."""
     dtype: torch.dtype
+    """Of the weights."""
     num_parameters: int
+    """Of the transformers."""
     weight_bytes: int
+    """Of the transformers."""
     parts: Footprint
+    """Parts beside the transformer."""
     memory_bytes: int
+    """Memory of the GPU."""
 
     @property
     def total_bytes(self) -> int:

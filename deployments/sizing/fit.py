@@ -38,7 +38,9 @@ class StageMemory:
     """Bytes of encoder and decoder beside the ranks."""
 
     encoder: int
+    """Weights of the encoder."""
     decoder: int
+    """Weights of the decoder."""
     decode: int
     """One decode, beside weights."""
     limited: int
@@ -100,11 +102,14 @@ class StageMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """Keys or options that make the fullest of ``num_gpus`` hold ``num_bytes``."""
+    """Something that makes a model fit."""
 
     words: tuple[str, ...]
+    """Keys or options to set."""
     num_gpus: int
+    """GPUs that it takes."""
     num_bytes: int
+    """Memory of the fullest of them then."""
 
     def __str__(self) -> str:
         gpus = "1 GPU" if self.num_gpus == 1 else f"{self.num_gpus} GPUs"
@@ -116,9 +121,13 @@ class Fit:
     """Memory of the fullest GPU, which holds a rank, the encoder and the decoder."""
 
     step: StepForecast
+    """Costs of a step."""
     num_ranks: int
+    """Ranks of the gang."""
     parts: StageMemory
+    """Memory of encoder and decoder."""
     unknown: tuple[str, ...]
+    """Parts of unknown size, which are not counted."""
 
     @property
     def machine(self) -> Machine:
@@ -266,10 +275,15 @@ class RequestTimes:
     """Seconds of one request on an idle gang; None if unknown before a request."""
 
     num_steps: int
+    """Solver steps, those without forwards included."""
     step_s: float
+    """One step."""
     encode_s: float | None
+    """All prompts; None: unknown."""
     decode_s: float | None
+    """Latents to pixels; None: unknown."""
     encode_flops: float = 0.0
+    """Floating-point operations of the encoder for one prompt."""
     num_prompts: int = 1
     """Prompts that are encoded one after the other, a negative one included."""
 

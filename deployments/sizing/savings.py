@@ -25,13 +25,16 @@ OFFLOAD_PARTS = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saving:
-    """A changed key of a model's configuration, such as ``decoder.memory_gib``, which saves memory."""
+    """A changed key of a model's configuration, which saves memory."""
 
     key: str
+    """Such as ``decoder.memory_gib``."""
     value: Any
+    """What it is set to."""
     extra_s: float
     """Predicted seconds more for each request; below 0, it is faster."""
     is_lossy: bool = False
+    """Results differ: weights are quantised."""
 
     def __str__(self) -> str:
         return f"{self.key}: {str(self.value).lower() if isinstance(self.value, bool) else self.value}"
@@ -46,9 +49,11 @@ class BudgetRules:
     precisions: tuple[str, ...] = ("native",)
     """Precisions of the linears; the first is the configured one."""
     strategy: str = "auto"
+    """The configured one, which savings keep."""
     offloads: bool = True
     """More blocks of the transformer may be in host memory than the ``num_offloaded`` that are configured."""
     num_offloaded: int = 0
+    """Blocks of the transformer in host memory, as configured."""
     layers: tuple[bool, ...] = (False, True)
     """Whether layers of the text encoder are in host memory; the first is what is configured."""
 
@@ -58,10 +63,13 @@ class Budget:
     """The memory of one model on its fullest GPU, after the chosen savings."""
 
     memory_gib: float
+    """Memory of a GPU that was to be kept to."""
     num_bytes: int
+    """Memory of the fullest GPU with ``savings``."""
     host_bytes: int
     """Host memory of all ranks' offloaded blocks, of the encoder's layers, and of weights that sleep."""
     savings: tuple[Saving, ...]
+    """Chosen changes, in the order of their choice."""
     unknown: tuple[str, ...] = ()
     """Parts of unknown size, which are not counted."""
     figures: str = ""
@@ -168,6 +176,7 @@ class _Stages:
     """Settings of encoder and decoder."""
 
     place: str
+    """Where the encoder is."""
     offloaded: bool
     """Layers of the text encoder are in host memory."""
     limited: bool

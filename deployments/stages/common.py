@@ -34,12 +34,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageSpec:
-    """Configuration of one stage of a model, and of the metadata and signature of its files."""
+    """Configuration of one stage of a model."""
 
     model: ModelConfig
+    """The model."""
     stage: StageConfig
+    """Resources of the stage."""
     metadata: MetadataLevel = "full"
+    """What files say of their request."""
     provenance: ProvenanceConfig | None = None
+    """Signs files; None: they are not signed."""
     share: ShareSpec | None = None
     """The models that it shares GPUs with."""
 
@@ -49,6 +53,7 @@ class Encoded(Parcel):
     """Conditioning of one request."""
 
     encode_s: float
+    """Time in the encoder; next to 0 if it comes from the cache."""
     shapes: Shapes
     """Shapes of its tensors by name."""
     was_kept: bool = False
@@ -60,6 +65,7 @@ class EncodingDone:
     """The first event of a job: its conditioning is there."""
 
     encode_s: float
+    """Time in the encoder; next to 0 if it comes from the cache."""
     was_kept: bool = False
     """True if it comes from the cache."""
 
@@ -73,9 +79,11 @@ class Decoded:
     """Finished files."""
 
     data: bytes
+    """The file; for a picture in layers, that of the lowest one."""
     thumbnail: bytes
-    """Empty for pictures."""
+    """A WebP of a clip's first frame; empty for pictures."""
     decode_s: float
+    """From latents to bytes."""
     further: tuple[bytes, ...] = ()
     """Layers above the first."""
 
@@ -259,6 +267,7 @@ class SentMedia(Generic[M]):
     form: M
     """The picture or clip without its bytes."""
     pixels: NDArray[np.uint8]
+    """Its bytes."""
 
     @classmethod
     def of(cls, media: M) -> SentMedia[M]:
@@ -273,10 +282,15 @@ class SentPictures:
     """Pictures and clip of a request, sent by value to the encoder only (``engines.core.parcel``)."""
 
     pictures: tuple[SentMedia[InputPicture], ...] = ()
+    """Input pictures in the client's order."""
     mask: SentMedia[InputPicture] | None = None
+    """Mask of a picture."""
     video: SentMedia[InputVideo] | None = None
+    """Clip that came along."""
     video_mask: SentMedia[InputVideo] | None = None
+    """Mask of the clip."""
     control: SentMedia[InputPicture] | None = None
+    """Control picture."""
 
     @classmethod
     def of(cls, inputs: InputPictures) -> Self:

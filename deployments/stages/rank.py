@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadRankParts:
-    """A ``LoadRank``. It is pickled: it holds configuration only, and imports happen on the rank."""
+    """A ``LoadRank``, which is pickled: imports happen on the rank."""
 
     model: ModelConfig
+    """Configuration of the model."""
 
     def __call__(self, context: RankContext) -> BuildRank:
         from deployments.observability.logs import configure_logs

@@ -93,6 +93,7 @@ class ScaledConfig:
     """A deployment with a number of replicas."""
 
     num_replicas: PositiveInt = 1
+    """Replicas, each with resources of its own."""
     autoscaling: AutoscalingConfig | None = None
     """Replaces ``num_replicas``."""
 
@@ -119,6 +120,7 @@ class StageConfig(ScaledConfig):
     num_cpus: float = Field(default=0.2, ge=0)
     """Logical CPUs of Ray."""
     num_gpus: float = Field(default=0.0, ge=0)
+    """GPUs of Ray; 0: the CPU is the device, below 1: a share."""
     num_threads: PositiveInt = 1
     """Threads of torch."""
     compile: bool = False
@@ -194,9 +196,11 @@ class DenoiserConfig(ScaledConfig, GangConfig):
     autoscaling: GangScalingConfig | None = None
     """Replaces ``num_replicas``."""
     engine: Annotated[str, AfterValidator(_engine)] = "torch"
+    """"torch" or "tensorrt"."""
     strategy: str = "auto"
-    """See ``EngineChoice``, as for ``precision``."""
+    """"auto", or how ranks divide a step (``ParallelSpec.of``)."""
     precision: str = "auto"
+    """Precision of the linears, in the engine's own terms; "auto": as the engine decides."""
     attention: str = "auto"
     """Precision of attention: ``auto`` (the model's dtype) or ``fp8``."""
     load: Literal["auto", "whole", "sliced"] = "auto"
@@ -209,7 +213,9 @@ class DenoiserConfig(ScaledConfig, GangConfig):
     warm_sizes: tuple[WrittenSize, ...] = ()
     """Sizes that are compiled and captured at start; on TensorRT one engine file takes all sizes between them."""
     torch: TorchOptions | None = None
+    """Options of the engine torch."""
     tensorrt: Annotated[TensorRTOptions | None, BeforeValidator(_tensorrt)] = None
+    """Options of the engine tensorrt."""
 
     def __post_init__(self) -> None:
         ScaledConfig.__post_init__(self)

@@ -39,14 +39,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheKeys:
-    """Cache keys: digests of everything that conditioning may depend on, without and with the seed.
+    """Digests of everything that conditioning may depend on.
 
     Fields that cannot matter are excluded by name, so a new field counts by default. The client's API key is included:
     otherwise cache timing would reveal other clients' prompts.
     """
 
     unseeded: bytes
+    """Without the seed, for encoders that draw nothing."""
     seeded: bytes
+    """With the seed."""
 
     @classmethod
     def of(cls, request: MediaRequest, pictures: SentPictures) -> Self:

@@ -30,7 +30,9 @@ class Totals:
     since: int
     """Unix time since when is counted."""
     num_requests: int = 0
+    """Finished pictures and clips."""
     gpu_s: float = 0.0
+    """Rank-seconds."""
 
 
 class UsageLedger:

@@ -91,13 +91,17 @@ class Drawing:
     """The pictures of one request while they are made."""
 
     context: ApiContext
+    """What all routes share."""
     pictures: ImageRequest
+    """What is to be made."""
     request_id: str
+    """Id of the HTTP request, for logs and errors."""
     gang_in_s: float
     """Seconds until a gang begins new work."""
     turn: Turn = field(default_factory=Turn)
     """Under which the last events of a stream are kept."""
     _spent: SpentSeconds = field(default_factory=SpentSeconds, init=False)
+    """GPU seconds of its pictures."""
     _queued: list[tuple[int, Queued]] = field(default_factory=list, init=False)
     """Places in queues by picture, in the order of their events."""
     _finished: list[bytes] = field(default_factory=list, init=False)

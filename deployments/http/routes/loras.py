@@ -250,10 +250,15 @@ class NewLora:
     """An adapter on its way to the gangs. Until the last of them has it, requests cannot name it."""
 
     context: ApiContext
+    """What all routes share."""
     requester: Requester
+    """The sender."""
     body: LoraBody
+    """Fields of the form."""
     files: Files
+    """Open uploads by field: the adapter, and PEFT's configuration."""
     lora_id: str = field(default_factory=new_lora_id)
+    """``lora_`` and 128 random bits."""
 
     async def run(self) -> LoraRecord:
         """Return the adapter's record once all gangs of its model have it. ApiError or RequestError if it cannot be."""

@@ -23,15 +23,20 @@ ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sources:
-    """Encoded pictures and clip of one request. ``param`` is the field of the pictures, for messages."""
+    """Encoded pictures and clip of one request."""
 
     param: str
+    """Field of the pictures in the body, for messages."""
     pictures: tuple[Source, ...] = ()
+    """Input pictures in the client's order."""
     mask: Source | None = None
+    """White where to paint the picture."""
     video: Source | None = None
+    """Clip that comes along."""
     video_mask: Source | None = None
     """A picture, or a clip as long as ``video``."""
     control: Source | None = None
+    """Control picture."""
 
     @property
     def has_mask(self) -> bool:
@@ -55,8 +60,11 @@ class SourceKind:
     """The kind of a source: its name in messages, an example of a URL, the error code if it is too large."""
 
     name: str
+    """Noun in messages."""
     example: str
+    """Example of a URL."""
     too_large: str
+    """Error code above the limit of bytes."""
 
 
 PICTURE = SourceKind(name="picture", example="data:image/png;base64,…", too_large="picture_too_large")

@@ -47,17 +47,23 @@ class VideoHead:
     """Size of a clip's frames, upright and with square pixels."""
 
     width: int
+    """Pixels of a row."""
     height: int
+    """Rows of a frame."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VideoForm:
-    """The clip that a request needs: its size, its rate, and its length in frames."""
+    """The form of a clip that a request needs."""
 
     width: int
+    """Pixels of a row."""
     height: int
+    """Rows of a frame."""
     fps: int
+    """Frames a second."""
     max_frames: int
+    """Longest clip."""
     is_cut: bool = False
     """Leave out frames beyond ``max_frames``; otherwise they are an error."""
     frame_multiple: int = 1
@@ -149,8 +155,12 @@ def _parts(data: bytes) -> Iterator[tuple[slice, bool]]:
 
 @dataclass(frozen=True, slots=True)
 class _TimedFrame:
+    """A decoded frame and when it is shown."""
+
     frame: av.VideoFrame
+    """As PyAV decoded it."""
     start_s: float
+    """When it begins in the clip."""
     end_s: float
     """By its own duration; the next frame may come sooner or later."""
     aspect: float
@@ -162,9 +172,13 @@ class _File:
     """An open file. Its decoding stops at the limits."""
 
     container: InputContainer
+    """What PyAV has opened."""
     param: str
+    """Field of the clip in the body, for messages."""
     limits: PictureLimits
+    """Limits of bytes, frames and time."""
     _end_s: float = field(default=0.0, init=False)
+    """When decoding has taken too long, by the monotonic clock."""
 
     def open(self) -> tuple[_TimedFrame, Iterator[_TimedFrame]]:
         """Return the first frame and the others."""
