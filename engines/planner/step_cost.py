@@ -40,11 +40,7 @@ LIVE_COPIES = 24
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Costs of all blocks as if the rank ran them all; a pipeline divides them by its stages.
-
-    ``precision`` is that of the linears: "native", or a measured scheme. The ``offloaded_blocks`` of each module are in
-    host memory and copied for each forward.
-    """
+    """Costs of all blocks as if the rank ran them all; a pipeline divides them by its stages."""
 
     profile: ModelProfile
     """The model's costs."""
