@@ -67,7 +67,7 @@ def _table(findings: list[Finding]) -> Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MakeModel:
-    """Load ``source`` on a device. It is pickled for the processes of the proofs."""
+    """Load a model on a device. It is pickled for the processes of the proofs."""
 
     source: str
     """A ``ModelSource``."""

@@ -275,7 +275,7 @@ class RequestTimes:
     """Seconds of one request on an idle gang; None if unknown before a request."""
 
     num_steps: int
-    """Solver steps, those without forwards included."""
+    """Steps of the sampler (``Defaults.num_steps_of``)."""
     step_s: float
     """One step."""
     encode_s: float | None

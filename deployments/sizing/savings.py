@@ -63,7 +63,7 @@ class Budget:
     """The memory of one model on its fullest GPU, after the chosen savings."""
 
     memory_gib: float
-    """Memory of a GPU that was to be kept to."""
+    """The limit: memory of a GPU."""
     num_bytes: int
     """Memory of the fullest GPU with ``savings``."""
     host_bytes: int
