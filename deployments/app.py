@@ -15,9 +15,10 @@ from ray import serve
 from ray.serve.config import DEFAULT_METRICS_INTERVAL_S
 
 from deployments.autoscaling import DECIDE_EVERY_S, LOOK_BACK_S
-from deployments.config import AppConfig, ModelConfig, ShareConfig
+from deployments.config import AppConfig, ShareConfig
 from deployments.forked_workers import Level, Pythons, worker_pythons
 from deployments.ingress import Ingress
+from deployments.model_config import ModelConfig
 from deployments.names import ACCOUNTS, CODEC, INGRESS, STAGES, deployment_name
 from deployments.ray_private import deployment_names, with_version
 from deployments.request_router import REPLICAS_PER_REPORT_S, REPORT_EVERY_S

@@ -15,7 +15,8 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from deployments.cli.cluster import SERVE_ENVIRONMENT
-from deployments.config import ModelConfig, ServeConfig
+from deployments.config import ServeConfig
+from deployments.model_config import ModelConfig
 
 ROOT = Path(__file__).parents[1]
 AWS, HOSTS = ROOT / "ray_cluster.yaml", ROOT / "ray_cluster_hosts.yaml"

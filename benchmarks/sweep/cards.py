@@ -52,7 +52,8 @@ from benchmarks.sweep.whole import made, phases_of
 from deployments.cli.configuration import config_for
 from deployments.cli.local import http_client
 from deployments.cli.serving import parse_config
-from deployments.config import ModelConfig, ServeConfig
+from deployments.config import ServeConfig
+from deployments.model_config import ModelConfig
 from deployments.sizing.memory_budget import budget_of, predicted_s
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults

@@ -19,7 +19,8 @@ from rich.text import Text
 
 from deployments.cli.preflight import install_hint
 from deployments.cli.progress import console
-from deployments.config import ModelConfig, ServeConfig, ShareConfig
+from deployments.config import ServeConfig, ShareConfig
+from deployments.model_config import ModelConfig
 from deployments.sizing.fit import GIB
 from engines.gang.share_group import USABLE
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from deployments.cli.local import OWN_NAMES, client_problem, folder_problem, token_files, token_problem
 from deployments.clips.settings import DATABASE
-from deployments.config import ModelConfig, ServeConfig
+from deployments.config import ServeConfig
 from deployments.door.door import FOLDER as DOOR_FOLDER
 from deployments.door.door import listen
+from deployments.model_config import ModelConfig
 from deployments.observability.metrics_settings import DEFAULT_PORT
 from deployments.places import file_refusal, is_open_to_others, refusal
 from deployments.settings import Settings, process_environment

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deployments.config import AppConfig, ModelConfig
+from deployments.config import AppConfig
 from deployments.door.answers import (
     AGAIN,
     ALL_TAKEN,
@@ -44,6 +44,7 @@ from deployments.door.door_settings import DoorSettings
 from deployments.door.lua_actions import lua_actions
 from deployments.http.body_limit import STRAY_BYTES
 from deployments.http.origins import CORS_METHODS
+from deployments.model_config import ModelConfig
 from deployments.names import FULL_HEADER, LIVE
 from pipelines.checkpoint import Checkpoint
 

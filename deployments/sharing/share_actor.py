@@ -19,7 +19,8 @@ import ray
 from ray.util import get_placement_group
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from deployments.config import ModelConfig, ShareConfig
+from deployments.config import ShareConfig
+from deployments.model_config import ModelConfig
 from engines.gang.placement import shared_bundles
 from engines.gang.share_group import ShareGroup, ShareOrder, ShareReport
 

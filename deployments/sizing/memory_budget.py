@@ -11,7 +11,8 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from deployments.config import AppConfig, ModelConfig, check_sleeping
+from deployments.config import AppConfig
+from deployments.model_config import ModelConfig, check_sleeping
 from deployments.sizing.estimate import Estimate, EstimateOptions, make_estimate
 from deployments.sizing.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit, RequestTimes
 from deployments.sizing.savings import Budget, BudgetRules, choose_savings, extra_s_of

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from deployments.config import ModelConfig, ProvenanceConfig
+from deployments.config import ProvenanceConfig
+from deployments.model_config import ModelConfig
 from deployments.settings import set_defaults
 from deployments.sharing.share_actor import ShareSpec
 from deployments.sharing.share_member import AwakeGate, ThreadMember

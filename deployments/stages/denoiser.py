@@ -16,8 +16,8 @@ import psutil
 import ray
 from ray import serve
 
-from deployments.config import ModelConfig
 from deployments.forked_workers import python_like_own
+from deployments.model_config import ModelConfig
 from deployments.observability.exposition import ReplicaMetrics, replica_metrics
 from deployments.ray_private import before_end
 from deployments.replicas import is_on_loopback, prepare_replica

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal, Protocol
 
-from deployments.config import ModelConfig
+from deployments.model_config import ModelConfig
 from deployments.settings import Settings
 from deployments.stages.measured_times import FACTORS, software_facts
 from engines.core.logs import timed

@@ -9,7 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deployments.config import AppConfig, ModelConfig
+from deployments.config import AppConfig
+from deployments.model_config import ModelConfig
 from deployments.names import own_version
 from deployments.service.interface import MediaFormat, Output
 from deployments.settings import Settings

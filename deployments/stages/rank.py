@@ -8,7 +8,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
-from deployments.config import ModelConfig
+from deployments.model_config import ModelConfig
 from deployments.stages.devices import asleep_folder, host_lock
 from deployments.stages.kernel_cache import shared_kernels, strategies_folder
 from deployments.stages.measured_times import model_facts, software_facts

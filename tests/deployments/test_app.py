@@ -12,8 +12,9 @@ from ray.serve.config import AutoscalingConfig as ServeAutoscalingConfig
 
 from deployments import app
 from deployments.app import build_app, serve_autoscaling
-from deployments.config import ApiConfig, AppConfig, ModelConfig, ProvenanceConfig, ShareConfig
+from deployments.config import ApiConfig, AppConfig, ProvenanceConfig, ShareConfig
 from deployments.door.haproxy import PictureQueue
+from deployments.model_config import ModelConfig
 from deployments.stages.common import StageSpec
 from deployments.stages.stage_config import AutoscalingConfig
 from deployments.usage.quotas import KeyLimits

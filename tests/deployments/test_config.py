@@ -23,7 +23,8 @@ from deployments.cli.serving import (
     parse_config,
     ready_deadline_s,
 )
-from deployments.config import AppConfig, ModelConfig, ServeConfig
+from deployments.config import AppConfig, ServeConfig
+from deployments.model_config import ModelConfig
 from deployments.stages.stage_config import DenoiserConfig, StageConfig
 from engines.core.spec import PRECISIONS, is_static
 from engines.gang.gang_config import GangConfig

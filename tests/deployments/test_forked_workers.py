@@ -408,7 +408,7 @@ with forking_cluster():
 LATER = """
 import json, sys
 before = set(sys.modules)
-from deployments.config import ModelConfig
+from deployments.model_config import ModelConfig
 from deployments.stages.rank import LoadRankParts
 from engines.core.engine import RankContext
 from engines.gang.rank import Rank

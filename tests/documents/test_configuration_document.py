@@ -11,6 +11,7 @@ import pytest
 from deployments import config
 from deployments.clips.webhooks import KeyWebhook, WebhookSettings
 from deployments.door.door_settings import DoorSettings
+from deployments.model_config import ModelConfig
 from deployments.observability.metrics_settings import MetricsSettings
 from deployments.requests.enhancer_config import PromptEnhancerConfig
 from deployments.stages import stage_config as stages
@@ -48,7 +49,7 @@ SECTIONS: dict[str, Any] = {
     "metrics.": MetricsSettings,
     "door.": DoorSettings,
 }
-UNNAMED = (config.ServeConfig, config.ApplicationConfig, config.AppConfig, config.ModelConfig)
+UNNAMED = (config.ServeConfig, config.ApplicationConfig, config.AppConfig, ModelConfig)
 SAID_ELSEWHERE = {"applications", "args", "import_path", "route_prefix", "text_encoder", "denoiser", "decoder"}
 SAID_ELSEWHERE |= {"models", "api", "door", "metrics", "http_options", "autoscaling", "torch", "tensorrt", "nccl"}
 """Sections, which have keys of their own, and what is the same in every file."""

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from deployments.cli.build import model_over
 from deployments.cli.main import app
-from deployments.config import ModelConfig
+from deployments.model_config import ModelConfig
 from deployments.stages.rank import LoadRankParts
 from deployments.stages.stage_config import DenoiserConfig
 from engines.core.engine import RankContext

@@ -12,7 +12,8 @@ import torch
 
 from deployments.cli import doctor
 from deployments.cli.progress import console
-from deployments.config import ModelConfig, ShareConfig
+from deployments.config import ShareConfig
+from deployments.model_config import ModelConfig
 
 EVERYTHING = (*doctor.PACKAGES, *doctor.EXPORT_PACKAGES, doctor.NCCL_PACKAGES[0])
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.config import AppConfig, ModelConfig
+from deployments.config import AppConfig
 from deployments.http.answers import Model
 from deployments.ingress import make_cards
+from deployments.model_config import ModelConfig
 from deployments.sizing import memory_budget
 from deployments.sizing.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit, RequestTimes, StageMemory
 from deployments.sizing.memory_budget import applied, budget_of, machine_like, predicted_s, rules_for, with_budgets

@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from deployments.config import ModelConfig
 from deployments.door.haproxy import may_draw
 from deployments.ingress import make_cards
+from deployments.model_config import ModelConfig
 from deployments.requests.bodies import ImageBody
 from deployments.requests.images import ImageRequest
 from deployments.requests.model_choice import choose_card

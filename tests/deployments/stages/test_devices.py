@@ -17,7 +17,7 @@ from PIL import Image
 
 from deployments.app import _bind_stage
 from deployments.cli.preflight import num_gpus_needed, problems
-from deployments.config import ModelConfig
+from deployments.model_config import ModelConfig
 from deployments.service.interface import Output
 from deployments.stages.common import StageSpec
 from deployments.stages.devices import ALL_GPUS, VISIBLE, own_gpu, stage_devices

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deployments.config import ModelConfig
+from deployments.model_config import ModelConfig
 from deployments.stages import measured_times
 from pipelines.lora.source import LoraSource
 

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from deployments.config import ModelConfig
+from deployments.model_config import ModelConfig
 from deployments.stages import kernel_cache
 from deployments.stages.kernel_cache import shared_kernels, stage_kernels, strategies_folder
 from engines.core import torch_private
@@ -24,7 +24,7 @@ MODEL = ModelConfig(name="pictures", path="flux-shapes")
 NODE = """
 import json, torch
 from torch._dynamo.utils import counters
-from deployments.config import ModelConfig
+from deployments.model_config import ModelConfig
 from deployments.stages.kernel_cache import shared_kernels
 
 with shared_kernels(ModelConfig(name="pictures", path="flux-shapes"), "decoder", "cpu"):

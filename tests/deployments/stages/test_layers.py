@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from deployments.config import ModelConfig
 from deployments.ingress import make_cards
+from deployments.model_config import ModelConfig
 from deployments.requests.handle import handle_request
 from deployments.service.interface import MediaFormat, Output
 from deployments.stages.common import SentPictures, StageSpec

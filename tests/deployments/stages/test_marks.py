@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from deployments.config import ModelConfig, ProvenanceConfig
+from deployments.config import ProvenanceConfig
+from deployments.model_config import ModelConfig
 from deployments.service.interface import MediaFormat, Output
 from deployments.stages.common import SentPictures, StageSpec
 from deployments.stages.text_encoder import PromptEncoder

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deployments.config import ModelConfig
+from deployments.model_config import ModelConfig
 from deployments.service.interface import Output
 from deployments.stages import measured_times, vae_decoder
 from deployments.stages.common import StageSpec

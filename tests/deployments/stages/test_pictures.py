@@ -14,7 +14,7 @@ from ray import serve
 from ray.serve.config import ProxyLocation
 from ray.serve.handle import DeploymentHandle
 
-from deployments.config import ModelConfig
+from deployments.model_config import ModelConfig
 from deployments.stages.common import SentPictures, StageSpec, StageWeights, Workers
 from deployments.stages.text_encoder import ConditioningCache, PromptEncoder
 from pipelines.checkpoint import Checkpoint

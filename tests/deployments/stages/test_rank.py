@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deployments.config import ModelConfig
+from deployments.model_config import ModelConfig
 from deployments.stages.rank import LoadRankParts, is_sliced
 from deployments.stages.stage_config import DenoiserConfig
 from engines.core.engine import RankContext

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from deployments.config import ModelConfig
 from deployments.ingress import make_cards
+from deployments.model_config import ModelConfig
 from deployments.requests.handle import handle_request
 from deployments.service.interface import Output
 from deployments.stages.common import StageSpec, load_stage

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 import pipelines
-from deployments.config import AppConfig, ModelConfig
+from deployments.config import AppConfig
+from deployments.model_config import ModelConfig
 from deployments.stages import denoiser
 from deployments.stages.denoiser import node_environment
 from deployments.stages.rank import LoadRankParts

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from deployments.config import ModelConfig
+from deployments.model_config import ModelConfig
 from deployments.service.interface import Output
 from deployments.stages import vae_decoder
 from deployments.stages import warm_up as warm_up_module

@@ -12,8 +12,8 @@ from PIL import Image
 
 from deployments.cli.preflight import problems
 from deployments.cli.serving import parse_config
-from deployments.config import ModelConfig
 from deployments.ingress import make_cards
+from deployments.model_config import ModelConfig
 from deployments.service.interface import Output
 from deployments.stages.common import StageSpec
 from deployments.stages.rank import LoadRankParts

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deployments.config import ModelConfig
+from deployments.model_config import ModelConfig
 from deployments.observability.logs import request_context, request_id_var
 from deployments.service.interface import Output
 from deployments.stages import vae_decoder

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deployments.config import ModelConfig
+from deployments.model_config import ModelConfig
 from pipelines.checkpoint import Checkpoint
 from pipelines.single_file import load_single_file, split_source
 from tests.pipelines.support.checkpoints import tiny, tiny_models, tiny_video

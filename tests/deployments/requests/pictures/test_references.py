@@ -15,8 +15,8 @@ import pytest
 from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ImageReference, MiniMaxH3VideoReference
 from diffusers.modular_pipelines.minimax_h3.before_encoder import MiniMaxH3Ref2VASetupStep
 
-from deployments.config import ModelConfig
 from deployments.ingress import make_cards
+from deployments.model_config import ModelConfig
 from deployments.requests.handle import handle_request
 from deployments.requests.request_errors import RequestError
 from deployments.service.interface import Output
