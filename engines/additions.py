@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from engines.core.host_copy import NUM_THREADS, pinned_memory
 from engines.core.model import (
     Addition,
     DenoiserModel,
@@ -180,7 +182,7 @@ class _Weight:
 
     def write(self, mix: Mix) -> None:
         amounts = [(amount, self.low_ranks[name]) for name, amount in mix if name in self.low_ranks]
-        base = self.base.to(self.device)
+        base = self.base.to(self.device, non_blocking=True)
         value = add_products(base, amounts) if amounts else base
         for write in self.writers:
             write(value)
@@ -202,6 +204,8 @@ class _Parameters:
     """What writes new values of a parameter, where the engine holds copies."""
     device: torch.device | None = None
     """Where sums are computed; None: where the parameters are."""
+    on_host: bool = False
+    """Values at load are copied to host memory."""
 
     def low_ranks(self, addition: Addition) -> Iterator[tuple[str, LowRank]]:
         """Yield the low-rank products of ``addition`` by the parameters of this share, on their device."""
@@ -211,17 +215,24 @@ class _Parameters:
             if whole in ranks and not parameter.is_meta:
                 yield own, _to_device(slice_low_rank(ranks[whole], self.slices, own), self.device or parameter.device)
 
-    def weight(self, own: str) -> _Weight:
-        """Return a weight that changes through writers, and whose parameter stays as loaded.
+    def weights(self, names: Collection[str]) -> dict[str, _Weight]:
+        """Return weights that change through writers, and whose parameters stay as loaded.
 
-        Without writers, the parameter itself changes, and its values, which must be those at load, are copied.
+        Without writers, a parameter itself changes, and its values, which must be those at load, are copied.
         """
+        found = {own: self.loaded[own] for own in names}
+        writers = {own: self._writers(own) for own in found}
+        in_place = {own: each.detach() for own, each in found.items() if not writers[own]}
+        bases = {own: each.detach() for own, each in found.items()}
+        bases |= dict(zip(in_place, _copies(list(in_place.values()), on_host=self.on_host), strict=True))
+        return {
+            own: _Weight(base=bases[own], writers=writers[own] or (each.copy_,), device=self.device or each.device)
+            for own, each in found.items()
+        }
+
+    def _writers(self, own: str) -> tuple[WriteWeight, ...]:
         parameter = self.loaded[own]
-        device = self.device or parameter.device
-        if writers := self.writers.get(parameter) or _layer_writers(self.module, own, parameter):
-            return _Weight(base=parameter.detach(), writers=writers, device=device)
-        base = parameter.detach().clone(memory_format=torch.contiguous_format)
-        return _Weight(base=base, writers=(parameter.copy_,), device=device)
+        return self.writers.get(parameter) or _layer_writers(self.module, own, parameter)
 
 
 class _Share:
@@ -247,12 +258,12 @@ class _Share:
 
     def take(self, additions: Mapping[str, Addition]) -> None:
         """Take further additions. A parameter that none of the known ones changes is as loaded, whatever the mix."""
-        assert self._parameters is not None
-        for name, addition in additions.items():
-            for own, low_rank in self._parameters.low_ranks(addition):
-                if own not in self._weights:
-                    self._weights[own] = self._parameters.weight(own)
-                self._weights[own].low_ranks[name] = low_rank
+        parameters = self._parameters
+        assert parameters is not None
+        found = [(name, *each) for name, addition in additions.items() for each in parameters.low_ranks(addition)]
+        self._weights |= parameters.weights(dict.fromkeys(own for _, own, _ in found if own not in self._weights))
+        for name, own, low_rank in found:
+            self._weights[own].low_ranks[name] = low_rank
 
     def forget(self, names: Collection[str]) -> None:
         """Release additions that no share has in its weights, and the copies of weights that no other one changes."""
@@ -281,13 +292,19 @@ class WeightSwitch:
     Shares then keep the loaded parameters of all replaced layers. All shares know the same additions, since a share
     must be able to undo in common memory what another one did.
 
-    ``device``: sums are computed there, for parameters that may be in host memory.
+    ``device``: sums are computed there, for parameters that may be in host memory. ``on_host``: loaded values of
+    weights that change in place are stored in pinned host memory.
     """
 
     def __init__(
-        self, additions: Mapping[str, Addition], *, grows: bool = False, device: torch.device | None = None
+        self,
+        additions: Mapping[str, Addition],
+        *,
+        grows: bool = False,
+        device: torch.device | None = None,
+        on_host: bool = False,
     ) -> None:
-        self._additions, self._grows, self._device = additions, grows, device
+        self._additions, self._grows, self._device, self._on_host = additions, grows, device, on_host
         self._known = set(dict(additions.items()))
         self._shares: dict[str, dict[Hashable, _Share]] = {}
 
@@ -310,8 +327,8 @@ class WeightSwitch:
         current = dict(self._additions.items())
         if gone := self._known - current.keys():
             self._change({}, gone)
-        own = _Parameters(name=name, module=module, slices=slices, loaded=loaded, writers=writers, device=self._device)
-        new = _Share(own)
+        how: dict[str, Any] = {"device": self._device, "on_host": self._on_host}
+        new = _Share(_Parameters(name=name, module=module, slices=slices, loaded=loaded, writers=writers, **how))
         new.take({known: current[known] for known in self._known})
         if not self._grows:
             new.close()
@@ -393,6 +410,20 @@ class WeightSwitch:
         """Restore the loaded weights in all modules, and forget them."""
         self.reset_all()
         self._shares.clear()
+
+
+def _copies(tensors: Sequence[Tensor], *, on_host: bool) -> list[Tensor]:
+    """Return contiguous copies, on the tensors' devices or in pinned host memory."""
+    if not on_host:
+        return [each.clone(memory_format=torch.contiguous_format) for each in tensors]
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pinning") as pool:
+        return list(pool.map(_host_copy, tensors))
+
+
+@torch.no_grad()
+def _host_copy(tensor: Tensor) -> Tensor:
+    host_B = pinned_memory(tensor.nbytes, tensor.device).bytes_B
+    return host_B.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def _layer_writers(module: nn.Module, name: str, parameter: nn.Parameter) -> tuple[WriteWeight, ...]:

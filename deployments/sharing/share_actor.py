@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from deployments.config import ShareConfig
 from deployments.model_config import ModelConfig
 from engines.gang.placement import shared_bundles
-from engines.gang.share_group import ShareGroup, ShareOrder, ShareReport
+from engines.gang.share_group import GANG, ShareGroup, ShareOrder, ShareReport
 
 NAMESPACE = "troupe"
 POLL_S, FORESEE_EVERY_S = 2.0, 0.5
@@ -120,7 +120,7 @@ class ShareActor:
         return order
 
     def _poll_s(self, report: ShareReport) -> float:
-        foresees = report.stage == "denoiser" and report.state == "asleep" and self._group.has_work
+        foresees = report.stage == GANG and report.state == "asleep" and self._group.has_work
         return FORESEE_EVERY_S if foresees else POLL_S
 
     async def grant(self, token: str, sizes: Sequence[int]) -> tuple[int, ...] | None:

@@ -53,6 +53,7 @@ def rules_for(model: ModelConfig, quantised: Iterable[str]) -> BudgetRules:
         offloads=bool(denoiser.gpus_per_rank),
         num_offloaded=denoiser.num_offloaded,
         layers=_layers(model),
+        originals=(True,) if denoiser.torch is not None and denoiser.torch.originals_on_host else (False, True),
     )
 
 

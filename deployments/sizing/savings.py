@@ -56,6 +56,8 @@ class BudgetRules:
     """Blocks of the transformer in host memory, as configured."""
     layers: tuple[bool, ...] = (False, True)
     """Whether layers of the text encoder are in host memory; the first is what is configured."""
+    originals: tuple[bool, ...] = (False, True)
+    """Whether loaded values of weights that adapters change are in host memory; the first is what is configured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,13 +151,13 @@ def _order(budget: Budget) -> tuple[Any, ...]:
 def _budgets(fit: Fit, times: RequestTimes, memory_gib: float, rules: BudgetRules) -> Iterator[Budget]:
     rules = replace(rules, num_offloaded=min(rules.num_offloaded, fit.step.counted.num_repeated))
     steps = list(_steps(fit, rules))
-    own = (rules.precisions[0], rules.num_offloaded)
-    base_ms = min(cost.total_ms for cost, *given in steps if tuple(given) == own)
+    own = _Step(rules.precisions[0], rules.num_offloaded, rules.originals[0])
+    base_ms = min(cost.total_ms for cost, step in steps if step == own)
     places = rules.places[:1] if fit.unknown else rules.places  # what an unknown encoder costs is not known
     stages = list(_stage_choices(fit, places, rules))
-    for cost, precision, blocks in steps:
+    for cost, step in steps:
         extra_s = times.num_steps * (cost.total_ms - base_ms) / 1e3
-        of_step = tuple(_of_step(cost, precision, blocks, rules, extra_s))
+        of_step = (*_of_step(cost, step, rules, extra_s), *_originals(fit, step, rules))
         for stage in stages:
             host_bytes = fit.parts.layers if stage.offloaded else 0
             host_bytes += fit.asleep_bytes(cost, offloaded=stage.offloaded) if stage.place == TURNS else 0
@@ -169,6 +171,17 @@ def _budgets(fit: Fit, times: RequestTimes, memory_gib: float, rules: BudgetRule
                 unknown=fit.unknown,
                 figures=fit.machine.name,
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Settings of ranks."""
+
+    precision: str
+    blocks: int
+    """Blocks of each transformer in host memory."""
+    originals: bool
+    """Loaded values of weights that adapters change are in host memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +205,8 @@ def _stage_choices(fit: Fit, places: Sequence[str], rules: BudgetRules) -> Itera
                 yield _Stages(place, offloaded, limited)
 
 
-def _steps(fit: Fit, rules: BudgetRules) -> Iterator[tuple[Cost, str, int]]:
-    """Yield each division of the step with its precision and number of offloaded blocks."""
+def _steps(fit: Fit, rules: BudgetRules) -> Iterator[tuple[Cost, _Step]]:
+    """Yield each division of the step with its settings."""
     from engines.planner.cost_model import candidates, predict
 
     counted, work = fit.step.counted, fit.step.work
@@ -205,7 +218,15 @@ def _steps(fit: Fit, rules: BudgetRules) -> Iterator[tuple[Cost, str, int]]:
     for precision in rules.precisions:
         for spec in specs:
             for blocks in _numbers_of_blocks(counted.num_repeated, rules) if not spec.divides_weights else (0,):
-                yield predict(counted, work, spec, machine, precision, offloaded_blocks=blocks), precision, blocks
+                for originals in rules.originals if _has_originals(fit) else rules.originals[:1]:
+                    places: dict[str, Any] = {"offloaded_blocks": blocks, "originals_on_host": originals}
+                    cost = predict(counted, work, spec, machine, precision, **places)
+                    yield cost, _Step(precision, blocks, originals)
+
+
+def _has_originals(fit: Fit) -> bool:
+    """Return whether loaded values of weights may be in host memory: hand-ordered steps have copies of their own."""
+    return fit.step.counted.changed_weight_bytes > 0 and not fit.step.counted.has_fast_path
 
 
 def _numbers_of_blocks(num_blocks: int, rules: BudgetRules) -> list[int]:
@@ -214,15 +235,22 @@ def _numbers_of_blocks(num_blocks: int, rules: BudgetRules) -> list[int]:
     return sorted({own, *(number for part in parts if (number := -(-num_blocks * part // OFFLOAD_PARTS)) > own)})
 
 
-def _of_step(cost: Cost, precision: str, blocks: int, rules: BudgetRules, extra_s: float) -> Iterator[Saving]:
+def _originals(fit: Fit, step: _Step, rules: BudgetRules) -> Iterator[Saving]:
+    """Yield the saving of loaded values in host memory. All of them are copied for each request, as if all differed."""
+    if step.originals and not rules.originals[0]:
+        extra_s = fit.step.counted.changed_weight_bytes / fit.machine.host_bytes_per_s
+        yield Saving(key="denoiser.torch.originals_on_host", value=True, extra_s=extra_s)
+
+
+def _of_step(cost: Cost, step: _Step, rules: BudgetRules, extra_s: float) -> Iterator[Saving]:
     """Yield the savings of ranks; all their time counts as that of the last."""
     found: list[Saving] = []
-    if rules.strategy == "auto" and cost.spec.num_ranks > 1 and (cost.spec.divides_weights or blocks):
+    if rules.strategy == "auto" and cost.spec.num_ranks > 1 and (cost.spec.divides_weights or step.blocks):
         found.append(Saving(key="denoiser.strategy", value=cost.spec.name, extra_s=0.0))
-    if precision != rules.precisions[0]:
-        found.append(Saving(key="denoiser.precision", value=precision, extra_s=0.0, is_lossy=True))
-    if blocks != rules.num_offloaded:
-        found.append(Saving(key="denoiser.torch.offloaded_blocks", value=blocks, extra_s=0.0))
+    if step.precision != rules.precisions[0]:
+        found.append(Saving(key="denoiser.precision", value=step.precision, extra_s=0.0, is_lossy=True))
+    if step.blocks != rules.num_offloaded:
+        found.append(Saving(key="denoiser.torch.offloaded_blocks", value=step.blocks, extra_s=0.0))
     if found:
         found[-1] = replace(found[-1], extra_s=extra_s)
     yield from found

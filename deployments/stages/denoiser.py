@@ -35,6 +35,7 @@ from engines.gang.arbiter import Demand
 from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.gang import Gang
 from engines.gang.jobs.job import Job, JobDone
+from engines.gang.share_group import GANG
 from engines.registry import rank_environment
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import Lora, MediaRequest, mix_of
@@ -90,7 +91,7 @@ class Denoiser:
         self._checkpoint = Checkpoint.open(model.source, weights=False)
         shared: dict[str, Any] = {}
         if share is not None:
-            self._member = ShareMember(share, model.name, "denoiser", move=self._move, demand=self._demand)
+            self._member = ShareMember(share, model.name, GANG, move=self._move, demand=self._demand)
             shared = {"placement_group": await self._member.bundles(), "gpus": share.rank_gpus(model)}
             shared["grant"] = self._member.grant
             await self._member.may_load()

@@ -15,6 +15,8 @@ from engines.gang.arbiter import IDLE, Arbiter, Demand, Sharer
 
 State = Literal["waiting", "loading", "awake", "asleep"]
 """A process waits for its turn to load, loads, and is then awake or asleep."""
+GANG = "denoiser"
+"""The stage whose processes are the ranks of a gang."""
 PROCESS_BYTES = 2**29
 """Memory of a process on its GPU beside PyTorch's: CUDA context, kernels, libraries."""
 USABLE = 0.95
@@ -152,7 +154,7 @@ class ShareGroup:
 
     def order(self, report: ShareReport, now_s: float) -> ShareOrder:
         """Return the state that the sender of ``report`` is to reach."""
-        foresees = report.stage == "denoiser" and report.model in self._arbiter.sharers
+        foresees = report.stage == GANG and report.model in self._arbiter.sharers
         wake_s = self._arbiter.wake_s(report.model, now_s, self._target) if foresees else 0.0
         return ShareOrder(state=self._state(report), pinned=self._pinned.get(report.token), wake_s=wake_s)
 
@@ -189,7 +191,19 @@ class ShareGroup:
             return "awake" if self._loading == model else "asleep"
         if model not in self._target:
             return "asleep"
-        return "awake" if report.state == "awake" or self._all_asleep(self._leaving()) else "asleep"
+        if report.state == "awake":
+            return "awake"
+        return "awake" if self._all_asleep(self._leaving()) and not self._may_wait(report) else "asleep"
+
+    def _may_wait(self, report: ShareReport) -> bool:
+        """Return whether a stage without work lets the gang of its model, which has some, wake up first.
+
+        Both copies take one bus. An encoder has no work if its cache has the conditioning.
+        """
+        if report.stage == GANG or report.demand.backlog_s:
+            return False
+        gang = self._members.get((report.model, GANG))
+        return gang is not None and gang.report.state == "asleep" and gang.report.demand.backlog_s > 0
 
     # Loads: one model at a time, alone on its devices, since its memory is not known before.
 
@@ -243,7 +257,7 @@ class ShareGroup:
         for other in self._members.values():
             theirs = [use.device for use in other.report.uses]
             num = min(len(devices), len(theirs))
-            if other.report.stage == report.stage == "denoiser" and devices[:num] != theirs[:num]:
+            if other.report.stage == report.stage == GANG and devices[:num] != theirs[:num]:
                 raise ValueError(
                     f"the ranks of {report.model} are on {', '.join(devices)} and those of {other.report.model} on "
                     f"{', '.join(theirs)}: models that share GPUs must be on the same ones"

@@ -65,10 +65,12 @@ class ShardedModel:
         quantises: bool = False,
         attention: str = "auto",
         num_offloaded: int = 0,
+        originals_on_host: bool = False,
     ) -> None:
         """``quantises``: ``on_new_module`` quantises the large layers, whose weights are read to the host.
 
         ``num_offloaded`` blocks of each module stay on the host (``BlockOffload``). Teams divide no weights then.
+        ``originals_on_host``: so do loaded values of weights that additions change.
         """
         self._model = model
         self._hooks = {name: TokenHooks(module, model.plan) for name, module in model.modules.items()}
@@ -77,7 +79,9 @@ class ShardedModel:
         self._shares: dict[_Key, _Share] = {}
         self._num_offloaded, self._offloads = num_offloaded, list[BlockOffload]()
         device = model.device if num_offloaded else None
-        self._switch = WeightSwitch(model.additions, grows=model.additions_change, device=device)
+        self._switch = WeightSwitch(
+            model.additions, grows=model.additions_change, device=device, on_host=originals_on_host
+        )
         self._memory = rank_resources().get(WeightMemory)
         self._memory.before_sleep(self._switch.reset_all)
         self._fast_modules: set[str] = set()

@@ -48,6 +48,8 @@ class TorchChoices:
     """See ``TorchOptions``."""
     offloaded_blocks: int = 0
     """See ``TorchOptions``. Blocks are not compiled, and steps neither hand-ordered nor captured."""
+    originals_on_host: bool = False
+    """See ``TorchOptions``."""
 
 
 def resolve(
@@ -78,6 +80,11 @@ def resolve(
         _check_capability(precision, device)
     has_fast = model.fast is not None and model.weights is None and precision in ("auto", "native", "fp8")
     wants_fast = on_gpu and model.head_dim.bit_count() == 1 if fast is None else fast  # kernels need powers of two
+    if options.originals_on_host and has_fast and wants_fast:
+        raise ValueError(
+            "torch.originals_on_host is for models whose steps change weights in place, and this model's hand-ordered "
+            "step has copies of its own: leave it out"
+        )
     return TorchChoices(
         precision="native" if precision == "auto" else precision,
         attention=attention,
@@ -88,6 +95,7 @@ def resolve(
         exchange=usual_exchange(options),
         prompt_windows=options.prompt_windows,
         offloaded_blocks=options.offloaded_blocks,
+        originals_on_host=options.originals_on_host,
     )
 
 

@@ -98,11 +98,14 @@ class TorchEngine:
         self._fitting_shapes, self._run_shapes = (LRUCache[None](MAX_SEEN_SHAPES) for _ in range(2))
         self._was_warm, quantises = False, self.config.precision != "native"
         make_kernel = kernel_by_length(self.config.exchange, self.device, self.dtype)
-        modules: dict[str, Any] = {"quantises": quantises, "num_offloaded": self.config.offloaded_blocks}
-        self._sharded = ShardedModel(
-            model, self._prepare_module, make_kernel=make_kernel, attention=attention, **modules
-        )
-        self._steps = StepRunner(model, self._sharded, config=self.config, device=self.device, weights=fast_weights)
+        config = self.config
+        modules: dict[str, Any] = {"quantises": quantises, "make_kernel": make_kernel, "attention": attention}
+        places: dict[str, Any] = {
+            "num_offloaded": config.offloaded_blocks,
+            "originals_on_host": config.originals_on_host,
+        }
+        self._sharded = ShardedModel(model, self._prepare_module, **modules, **places)
+        self._steps = StepRunner(model, self._sharded, config=config, device=self.device, weights=fast_weights)
         if quantises and model.weights is None:
             self._quantise_weights()
 

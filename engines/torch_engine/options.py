@@ -21,6 +21,9 @@ class TorchOptions:
     offloaded_blocks: int = 0
     """Number of blocks of each transformer that stay in host memory. Each is copied to the device for its forward.
     Above 0, steps run eagerly."""
+    originals_on_host: bool = False
+    """Loaded values of weights that adapters change are in pinned host memory, from which each change copies them.
+    For models without a hand-ordered step."""
     prompt_windows: bool = False
     """Hand-ordered steps pad prompts, so that many lengths share a captured step; attention gets a mask."""
 

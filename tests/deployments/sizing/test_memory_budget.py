@@ -147,6 +147,20 @@ def test_an_encoder_larger_than_the_card_takes_turns_with_layers_in_host_memory(
         choose_savings(own, TIMES, 23, replace(rules, layers=(False,)))
 
 
+def test_loaded_values_that_adapters_change_are_in_host_memory_before_blocks_are() -> None:
+    """A copy for each change of adapters costs less than one of each block for each forward."""
+    whole = fit(40)
+    counted = replace(COUNTED, changed_weight_bytes=COUNTED.block_weight_bytes)
+    changed = replace(whole, step=replace(whole.step, counted=counted))
+    budget = choose_savings(changed, TIMES, 40, ALL)
+    assert keys(budget) == ["denoiser.torch.originals_on_host"]
+    assert budget.host_bytes == COUNTED.block_weight_bytes
+    assert budget.num_bytes == whole.total_bytes
+    assert budget.extra_s == pytest.approx(COUNTED.block_weight_bytes / MACHINE.host_bytes_per_s)
+    fast = replace(changed, step=replace(changed.step, counted=replace(counted, has_fast_path=True)))
+    assert "denoiser.torch.originals_on_host" not in keys(choose_savings(fast, TIMES, 40, ALL))
+
+
 def test_layers_stay_where_they_save_nothing() -> None:
     """An encoder on CPU cores has none, nor has one with two layers, which the buffers would replace."""
     on_cpu = choose_savings(with_layers(24), TIMES, 24, replace(ALL, places=(ON_CPU,)))
@@ -306,6 +320,9 @@ def test_the_configuration_says_what_may_change() -> None:
     assert TURNS not in rules_for(model(memory_gib=8, **two), quantised).places, "one replica each can sleep"
     offloading = {"gpus_per_rank": 0.8, "strategy": "ulysses", "torch": {"offloaded_blocks": 5}}
     assert rules_for(model(memory_gib=8, **{**ON_GPU, "denoiser": offloading}), quantised).num_offloaded == 5
+    assert rules_for(model(memory_gib=8, **{**ON_GPU, "denoiser": offloading}), quantised).originals == (False, True)
+    offloading = {"gpus_per_rank": 0.8, "torch": {"originals_on_host": True}}
+    assert rules_for(model(memory_gib=8, **{**ON_GPU, "denoiser": offloading}), quantised).originals == (True,)
     assert rules_for(model(memory_gib=8, **ON_GPU), quantised).layers == (False, True)
     layers = {**ON_GPU, "text_encoder": {"num_gpus": 0.1, "offloads_layers": True}}
     assert rules_for(model(memory_gib=8, **layers), quantised).layers == (True,)

@@ -72,16 +72,17 @@ def test_a_share_gets_its_part(dim: int, ranges: tuple[tuple[int, int], ...]) ->
     assert torch.allclose(add_products(torch.zeros_like(torch.cat(pieces, dim)), [(1.0, mine)]), torch.cat(pieces, dim))
 
 
-def switch_of(layer: nn.Module) -> WeightSwitch:
-    switch = WeightSwitch(ADDITIONS)
+def switch_of(layer: nn.Module, *, on_host: bool = False) -> WeightSwitch:
+    switch = WeightSwitch(ADDITIONS, on_host=on_host)
     switch.hold("m", "whole", layer, {}, loaded=dict(layer.named_parameters()))
     return switch
 
 
-def test_weights_change_in_place_and_come_back_bit_for_bit() -> None:
+@pytest.mark.parametrize("on_host", [False, True])
+def test_weights_change_in_place_and_come_back_bit_for_bit(on_host: bool) -> None:
     layer = linear(torch.bfloat16)
     base, address = layer.weight.clone(), layer.weight.data_ptr()
-    switch = switch_of(layer)
+    switch = switch_of(layer, on_host=on_host)
     for mix in ((("one", 1.0),), (("two", -3.0), ("one", 0.5)), (("one", 0.0),), ()):
         switch.set("m", "whole", mix)
         kinds = {"one": ONE, "two": TWO}
@@ -331,6 +332,20 @@ def test_a_module_that_no_addition_changes_has_no_changes_to_time() -> None:
     for mix in ((("one", 1.0),), ()):
         switch.set("other", "whole", mix)
     assert times.take_ms() == 0
+
+
+@pytest.mark.gpu
+def test_loaded_values_in_host_memory_take_none_of_the_gpus() -> None:
+    layer = nn.Linear(1024, 1024, dtype=torch.bfloat16, device="cuda").requires_grad_(False)
+    products = {"weight": LowRank(up_NR=random(1024, 4, seed=1), down_RK=random(4, 1024, seed=2))}
+    base, before = layer.weight.clone(), torch.cuda.memory_allocated()
+    switch = WeightSwitch({"one": {"m": products}}, on_host=True)
+    switch.hold("m", "whole", layer, {}, loaded=dict(layer.named_parameters()))
+    assert torch.cuda.memory_allocated() - before < layer.weight.nbytes // 2
+    switch.set("m", "whole", (("one", 1.0),))
+    assert not layer.weight.equal(base)
+    switch.set("m", "whole", ())
+    assert layer.weight.equal(base)
 
 
 @pytest.mark.gpu

@@ -105,6 +105,28 @@ def test_a_model_with_work_wakes_up_once_the_other_is_wholly_asleep() -> None:
     assert group.awake == ("a",)
 
 
+def test_an_encoder_without_work_wakes_up_after_the_gang_of_its_model() -> None:
+    """The conditioning was in the cache: the gang's weights alone use the bus."""
+    group = ShareGroup()
+    gang, encoder = Member(group=group, model="a"), Member(group=group, model="a", stage="text_encoder", gib=(10.0,))
+    other = Member(group=group, model="b")
+    gang.say(0.0)
+    encoder.say(0.0)
+    for one in (gang, encoder):
+        one.loads(0.0)
+    other.say(0.0)
+    for one in (gang, encoder):
+        one.follows(0.0)
+    other.loads(0.0)
+    gang.say(1.0, demand=WORK)
+    other.follows(2.0)
+    assert [gang.say(2.0), encoder.say(2.0)] == ["awake", "asleep"]
+    assert encoder.say(2.1, demand=WORK) == "awake", "another prompt came"
+    assert encoder.say(2.2, demand=IDLE) == "asleep"
+    gang.say(3.0, state="awake")
+    assert encoder.say(3.0) == "awake"
+
+
 def test_an_order_says_how_long_a_model_will_sleep() -> None:
     group = ShareGroup()
     a, b = (Member(group=group, model=model) for model in "ab")

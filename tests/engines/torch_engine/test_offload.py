@@ -8,13 +8,16 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from engines import additions
 from engines.core.engine import EngineChoice
+from engines.core.host_copy import pinned_memory
 from engines.core.model import Addition, DenoiserModel, LowRank
 from engines.core.shard_plan import ShardPlan
 from engines.core.weight_memory import WeightMemory
@@ -60,6 +63,25 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
 def test_the_same_bits_as_without(precision: str, number: int) -> None:
     whole, offloaded = (predictions(models.model.__wrapped__("flux"), n, precision) for n in (0, number))
     assert equal(whole, offloaded)
+
+
+def test_the_same_bits_with_loaded_values_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = Mock(side_effect=pinned_memory)
+    monkeypatch.setattr(additions, "pinned_memory", pinned)
+    model = replace(models.model.__wrapped__("flux"), additions=ADDITIONS)
+    mixes: tuple[Any, ...] = ((), (("one", 1.0),), (("one", 0.5),), ())
+    found = []
+    for option in (TorchOptions(), TorchOptions(originals_on_host=True)):
+        with closing(TorchEngine(model, options=option)) as engine:
+            steps = [
+                tuple(replace(branch, additions=mix) for branch in models.branches("flux", "uneven")) for mix in mixes
+            ]
+            found.append([engine.predict(step, (0,))[0] for step in steps])
+    weights = dict(model.modules["transformer"].named_parameters())
+    assert {call.args[0] for call in pinned.call_args_list} == {weights[name].nbytes for name in ADDED}
+    assert equal(*found)
+    with pytest.raises(ValueError, match=r"torch\.originals_on_host is for models whose steps change weights in place"):
+        resolve(model, torch.device("cpu"), precision="native", options=option, fast=True)
 
 
 def test_the_same_bits_on_a_team() -> None:
