@@ -86,6 +86,7 @@ class TorchEngine:
         check(EngineChoice(**choice, options=options, num_ranks=num_ranks, switches=model.switches))
         module = next(iter(model.modules.values()))
         self.device, self.dtype = model.device, dtype_of(module)
+        modules: dict[str, Any]
         how: dict[str, Any] = {"compiled": compiled, "fast": fast, "capture": capture}
         self.config = resolve(model, self.device, precision=precision, attention=attention, options=options, **how)
         gang: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "groups": gang_groups()}
@@ -98,13 +99,9 @@ class TorchEngine:
         self._fitting_shapes, self._run_shapes = (LRUCache[None](MAX_SEEN_SHAPES) for _ in range(2))
         self._was_warm, quantises = False, self.config.precision != "native"
         make_kernel = kernel_by_length(self.config.exchange, self.device, self.dtype)
-        config = self.config
-        modules: dict[str, Any] = {"quantises": quantises, "make_kernel": make_kernel, "attention": attention}
-        places: dict[str, Any] = {
-            "num_offloaded": config.offloaded_blocks,
-            "originals_on_host": config.originals_on_host,
-        }
-        self._sharded = ShardedModel(model, self._prepare_module, **modules, **places)
+        config, modules = self.config, {"quantises": quantises, "make_kernel": make_kernel, "attention": attention}
+        modules |= {"num_offloaded": config.offloaded_blocks, "originals_on_host": config.originals_on_host}
+        self._sharded = ShardedModel(model, self._prepare_module, **modules)
         self._steps = StepRunner(model, self._sharded, config=config, device=self.device, weights=fast_weights)
         if quantises and model.weights is None:
             self._quantise_weights()
