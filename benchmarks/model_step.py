@@ -103,7 +103,8 @@ def main() -> None:
     rank, world = start_distributed()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    document = {"hardware": f"{world} x {hardware}", "torch": torch.__version__, "python_s": python_s(), "results": []}
+    document: Result = {"hardware": f"{world} x {hardware}", "torch": torch.__version__, "python_s": python_s()}
+    document["results"] = []
     say(f"{document['hardware']}, torch {torch.__version__}, ten million additions in Python {document['python_s']} s")
     for name in arguments.models:
         for size in arguments.size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,9 +47,9 @@ def test_xdit_s_attention_is_that_of_every_block_and_its_parts_are_put_together(
     model = PublishedModel.made(str(tiny.flux(tmp_path)), torch.device("cpu"), torch.float32, num_tokens=8)
     expected, calls = model.call(), list[torch.Size]()
 
-    def attend(*qkv_BHLD: torch.Tensor) -> torch.Tensor:
-        calls.append(qkv_BHLD[0].shape)
-        return torch.nn.functional.scaled_dot_product_attention(*qkv_BHLD)
+    def attend(q_BHLD: torch.Tensor, k_BHLD: torch.Tensor, v_BHLD: torch.Tensor) -> torch.Tensor:
+        calls.append(q_BHLD.shape)
+        return torch.nn.functional.scaled_dot_product_attention(q_BHLD, k_BHLD, v_BHLD)
 
     monkeypatch.setattr(xdit, "_attention", lambda _: attend)
     monkeypatch.setattr(type(model.module), "compile_repeated_blocks", lambda *_, **__: None)
@@ -113,7 +114,7 @@ def test_peers_with_precisions_get_the_one_that_is_asked_for(monkeypatch: pytest
         return torch.nn.Linear(1, 1), lambda _, own: lambda: torch.tensor([own["x"], torch.is_inference_mode_enabled()])
 
     group = SimpleNamespace(all_gather=lambda x: x)
-    monkeypatch.setattr(published.importlib, "import_module", lambda _: SimpleNamespace(get_cfg_group=lambda: group))
+    monkeypatch.setattr(importlib, "import_module", lambda _: SimpleNamespace(get_cfg_group=lambda: group))
     for name, value in (("is_initialized", True), ("get_world_size", 2), ("get_rank", 1)):
         monkeypatch.setattr(dist, name, lambda value=value: value)
     for project in (sglang_models, vllm_omni_models):
