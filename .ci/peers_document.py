@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from models_tables import replaced, table
+from models_facts import replaced, table
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT, README = ROOT / "docs" / "reference" / "performance.md", ROOT / "README.md"
