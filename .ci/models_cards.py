@@ -32,7 +32,8 @@ LETTERS = {"denoiser.strategy": "w", "denoiser.precision": "q", "decoder.memory_
 LETTERS["text_encoder.num_gpus"] = "c"
 TIGHT = "~"
 SEEN = REPORTS / "cards.jsonl"
-SEEN_COLUMNS = "model|card|savings|estimated, GiB|held at most, GiB|size|steps|ready, s|first, s|other prompt, s|predicted, s|same bytes"
+SEEN_COLUMNS = "model|card|savings|estimated, GiB|held at most, GiB|size|steps|ready, s|first, s|other prompt, s"
+SEEN_COLUMNS += "|predicted, s|same bytes"
 SAVING_LETTERS = {
     "decoder.memory_gib": "d",
     "text_encoder.takes_turns": "t",
