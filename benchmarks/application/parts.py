@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from benchmarks.application.client import PROMPT, Client, Timing, data_of, medians, timing
-from benchmarks.application.memory import peak_memory
+from benchmarks.application.memory import peak_memory, samples_of
 from benchmarks.faults.timeline import rank_pids
 from benchmarks.load.client import Answer
 from benchmarks.results import Spread
@@ -26,6 +26,7 @@ NUM_REPEATS, NUM_NEW, NUM_LARGE = 5, 8, 3
 NUM_CLIPS = 3
 """Clips after the first one."""
 NUM_CLIENTS, NUM_OVERLAPPING = 2, 12
+IDLE_S, MEMORY_EVERY_S = 5.0, 0.5
 
 Document = dict[str, Any]
 
@@ -76,7 +77,7 @@ class Visit:
     @cached_property
     def card(self) -> Mapping[str, Any]:
         """The application's description of its model: ``id``, ``kind`` (image or video), ``defaults`` of requests."""
-        return self.client.get("/v1/models").raise_for_status().json()["data"][0]  # type: ignore[no-any-return]
+        return self.client.card()
 
     @cached_property
     def first(self) -> tuple[Timing, bytes]:
@@ -162,6 +163,18 @@ def at_once(visit: Visit) -> Document:
     return {"at_once": {"num": num, "per_s": round(num / took_s, 3), **times, "eta_error": eta_error(answers)}}
 
 
+def footprint(visit: Visit) -> Document:
+    """Measure memory and CPU at rest, and the highest memory while pictures come together."""
+    time.sleep(IDLE_S)
+    idle_cores, idle = visit.application.cpu_share(IDLE_S), visit.application.memory()
+    with samples_of(visit.application.memory, MEMORY_EVERY_S) as samples:
+        at_once(visit)
+    peak = max(sample.pss_bytes for sample in samples)
+    memory = {"idle": round(idle.pss_bytes / 2**30, 2), "peak": round(peak / 2**30, 2)}
+    cores = {"idle_cores": round(idle_cores, 3), "load_at_end": round(os.getloadavg()[0], 1)}
+    return {"footprint": {"memory_gib": memory, "num_processes": idle.num_processes, **cores}}
+
+
 def clips(visit: Visit) -> Document:
     """Measure the first clip of each shape and the same one again, and the memory of the first GPU."""
     return {"clips": {str(shape): _clip(visit, shape) for shape in visit.clips}}
@@ -222,9 +235,11 @@ PARTS: Mapping[str, Part] = {
     "at_once": at_once,
     "overlap": overlap,
     "clips": clips,
+    "footprint": footprint,
     "kill": kill,
 }
 """Parts in the order of measurement: what slows others down comes last."""
+USUAL = tuple(name for name in PARTS if name != "footprint")
 OF_CLIPS, OF_ALL_MODELS = {"clips"}, {"kill"}
 """All other parts are for models that make pictures."""
 

@@ -87,6 +87,26 @@ def test_pictures_alone_are_drawn_once_for_all_parts() -> None:
     assert overlap["s_per_picture"] > 0
 
 
+def test_memory_is_seen_at_rest_and_while_pictures_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of all looks finds the most."""
+    monkeypatch.setattr(parts, "IDLE_S", 0.0)
+    server, gib = Server(), iter((1, *[2] * 100))
+    visit = server.visit()
+    visit.application.memory = lambda: SimpleNamespace(pss_bytes=next(gib) << 30, num_processes=7)  # type: ignore
+    visit.application.cpu_share = lambda over_s: 0.25  # type: ignore
+    found = parts.footprint(visit)["footprint"]
+    assert (found["memory_gib"], found["num_processes"], found["idle_cores"]) == ({"idle": 1.0, "peak": 2.0}, 7, 0.25)
+    assert len(server.asked) == visit.at_once
+
+
+def test_a_client_asks_for_its_model_and_finds_its_card() -> None:
+    server = Server()
+    client = Client("http://server", model="full")
+    client._transport = server
+    client.paint()
+    assert (server.asked[0]["model"], client.card()["id"]) == ("full", "full")
+
+
 def test_other_bytes_are_said() -> None:
     visit = Server().visit()
     visit.first = ({}, b"others")
