@@ -7,7 +7,7 @@ soon as enough GPUs are free, so smaller ones run at the same time (``runs_besid
 hangs costs no other. One for which no time is left is skipped and named. CUDA_VISIBLE_DEVICES chooses the GPUs.
 
 Peers come from PYTHONPATH, then from archives in their order, then from what is installed. An archive is for hosts
-without a package index. With archives each peer is checked first:
+without a package index:
 
     python -m benchmarks.peers.pack DIR                                            once, where there is an index
     python -m benchmarks.peers.run OUT_DIR DIR/peers.tar.xz --limit-s 560 --stages best
@@ -39,12 +39,9 @@ from typing import Any
 
 import yaml
 
-from benchmarks.peers.check import CHECKS
-
 ROOT = Path(__file__).resolve().parents[2]
 MODEL_STEP = "benchmarks.model_step"
 CUDA = Path("/usr/local/cuda")
-CHECK_S, CHECK_LINES = 90, 8
 SMALLEST_LIMIT_S, STOP_S, POLL_S, GATHER_S = 15, 35, 0.2, 5
 """``STOP_S`` is more than the 30 s that a launcher gives its ranks before it kills them."""
 MOST_LOGGED = 400_000
@@ -102,9 +99,6 @@ def main() -> None:
     print(f"unpacked after {time.monotonic() - start_s:.0f} s; {tools(environment)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        if arguments.archives:
-            check(work, environment, limit_s=arguments.check_s)
-            gather(work, arguments.out, {})
         outcome = perform(
             chosen(arguments.stages), visible_gpus(), start_s + arguments.limit_s, work, arguments.out, environment
         )
@@ -116,7 +110,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("out", type=Path, metavar="OUT_DIR")
     parser.add_argument("archives", type=Path, nargs="*", metavar="ARCHIVE")
     parser.add_argument("--limit-s", type=int, default=540)
-    parser.add_argument("--check-s", type=float, default=CHECK_S, help=f"of it for the checks; {CHECK_S}")
     parser.add_argument("--stages", nargs="+", default=(), choices=known_runs(), metavar="STAGE")
     temporary = Path(tempfile.gettempdir()) / "troupe_peers"
     parser.add_argument("--sites", type=Path, default=temporary, help=f"where archives are unpacked; {temporary}")
@@ -263,32 +256,6 @@ def tools(environment: Mapping[str, str]) -> str:
     """Return where compilers are."""
     places = {"nvcc": f"{environment['CUDA_HOME']}/bin/nvcc", "ninja": "ninja", "c++": "c++"}
     return ", ".join(f"{name}: {shutil.which(place) or 'missing'}" for name, place in places.items())
-
-
-def check(
-    work: Path, environment: Mapping[str, str], names: Iterable[str] = tuple(CHECKS), limit_s: float = CHECK_S
-) -> list[str]:
-    """Run checks at the same time. Print what each found, and return the names of those that failed."""
-    end_s, failed = time.monotonic() + limit_s, []
-    started: dict[str, subprocess.Popen[bytes]] = {}
-    for name in names:
-        command = [sys.executable, "-m", "benchmarks.peers.check", name]
-        with (work / f"check_{name}.log").open("w") as stream:
-            started[name] = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT, env=environment)
-    for name, process in started.items():
-        try:
-            code: int | str = process.wait(max(0.0, end_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            code = f"stopped after {limit_s:g} s"
-        lines = [line[:300] for line in (work / f"check_{name}.log").read_text(errors="replace").splitlines()]
-        if code == 0:
-            print(f"check {name}: good: {lines[-1]}", flush=True)
-        else:
-            failed.append(name)
-            print(f"check {name}: FAILED ({code})", *lines[-CHECK_LINES:], sep="\n", flush=True)
-    return failed
 
 
 if __name__ == "__main__":
