@@ -71,12 +71,13 @@ serve: $(READY) ## Serve CONFIG (deployments/configs/laptop.yaml) on 127.0.0.1:8
 	@$(PY) -m deployments.cli.main serve $(CONFIG)
 
 bench: $(READY) ## Measure on this machine's CPU, with a plot in out/bench; the last line of output is one JSON document
-	@$(PY) -m benchmarks.denoise_step fast/1024/w1/bf16
-	@$(PY) -m benchmarks.serving
+	@$(PY) -m benchmarks.model_step flux-shapes --makers eager ours
+	@$(PY) -m benchmarks.bare flux-shapes
+	@$(PY) -m benchmarks.application flux-shapes --config laptop --side 0 --parts pictures,at_once,footprint
 	@$(PY) -m benchmarks.load --plot out/bench/load.png
 
 bench-gpu: $(READY) ## Measure a step on all GPUs of this host, beside its peers, into out/bench-gpu (10 minutes)
-	@$(PY) -m benchmarks.denoise_step.gpu out/bench-gpu
+	@$(PY) -m benchmarks.peers.run out/bench-gpu --limit-s 600
 
 bench-faults: $(READY) ## Kill processes of the application at random for ten minutes, and say what its clients saw
 	@$(PY) -m benchmarks.faults

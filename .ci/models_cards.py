@@ -12,8 +12,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from models_facts import of_gpus, swept
-from models_tables import replaced, table
+from models_facts import REPORTS, of_gpus, replaced, swept, table
 
 from benchmarks.sweep.card_sizes import CARDS, Card
 from benchmarks.sweep.kept import ERROR, Kept, Result
@@ -32,10 +31,9 @@ MOST_HELD = 1.5
 LETTERS = {"denoiser.strategy": "w", "denoiser.precision": "q", "decoder.memory_gib": "d", "text_encoder and": "e"}
 LETTERS["text_encoder.num_gpus"] = "c"
 TIGHT = "~"
-SEEN = Path(__file__).parents[1] / "benchmarks" / "reports" / "cards.jsonl"
-SEEN_COLUMNS = ("model", "card", "savings", "estimated, GiB", "held at most, GiB", "size", "steps", "ready, s")
-SEEN_COLUMNS += ("first, s", "other prompt, s", "predicted, s", "same bytes")
-FAILED, OUT_OF_MEMORY = "failed", "out of memory"
+SEEN = REPORTS / "cards.jsonl"
+SEEN_COLUMNS = "model|card|savings|estimated, GiB|held at most, GiB|size|steps|ready, s|first, s|other prompt, s"
+SEEN_COLUMNS += "|predicted, s|same bytes"
 SAVING_LETTERS = {
     "decoder.memory_gib": "d",
     "text_encoder.takes_turns": "t",
@@ -44,8 +42,6 @@ SAVING_LETTERS = {
     "text_encoder.num_gpus": "c",
     "denoiser.precision": "q",
 }
-
-
 SMALL_CARDS = CARDS[:5]
 
 
@@ -108,8 +104,13 @@ def savings_rows() -> Iterator[tuple[str, ...]]:
 
 def savings_row(model: str, estimate: Estimate) -> tuple[str, ...]:
     marks, seen = "[^encoder]" if estimate.fit.unknown else "", seen_on_cards()
-    cells = ((seen.get((model, card.gb)), card) for card in SMALL_CARDS)
-    return f"{model}{marks}", *(seen_cell(one) if one else savings_cell(budget_on(estimate, c)) for one, c in cells)
+    cells = (
+        f"**{failure(one) or said_savings(one['savings'], one['extra_s'])}**"
+        if (one := seen.get((model, card.gb)))
+        else savings_cell(budget_on(estimate, card))
+        for card in SMALL_CARDS
+    )
+    return f"{model}{marks}", *cells
 
 
 def seen_on_cards() -> dict[tuple[str, float], Result]:
@@ -118,13 +119,9 @@ def seen_on_cards() -> dict[tuple[str, float], Result]:
     return {(one["model"], one["card_gb"]): one for one in results}
 
 
-def seen_cell(one: Result) -> str:
-    """Return the savings with which the model was seen to run, with their predicted costs, or that it failed."""
-    return f"**{failure(one) if ERROR in one else said_savings(one['savings'], one['extra_s'])}**"
-
-
 def failure(one: Result) -> str:
-    return OUT_OF_MEMORY if "out_of_memory" in one else FAILED
+    """Return why the model did not run; "" if it did."""
+    return "" if ERROR not in one else "out of memory" if "out_of_memory" in one else "failed"
 
 
 def seen_rows() -> Iterator[tuple[str, ...]]:

@@ -20,15 +20,14 @@ from models_facts import (
     beyond,
     counted,
     licence_of,
+    replaced,
     seen,
     served,
     swept,
+    table,
     timed,
 )
-from models_proofs import built, proofs
-from models_tables import replaced, table
-from models_uses import COLUMNS as USE_COLUMNS
-from models_uses import Family
+from models_proofs import USE_COLUMNS, built, proofs, use_row
 
 from engines.core.shard_plan import ShardPlan
 from engines.core.spec import STRATEGIES
@@ -43,31 +42,8 @@ from pipelines.models.spec import LazyFunction
 ROOT = Path(__file__).parents[1]
 OUT, README = ROOT / "docs" / "reference" / "models.md", ROOT / "README.md"
 CONTEXT = ("ulysses", "ring", "allgather_kv", "hybrid")
-COLUMNS = (
-    "pipeline",
-    "transformer",
-    "family",
-    "from what to what",
-    "declared beyond",
-    "strategies",
-    "once a job",
-    "models",
-    "licence",
-    "proved by",
-)
-MODEL_COLUMNS = (
-    "model",
-    "pipeline",
-    "parameters",
-    "whole",
-    "tensor 2",
-    "tensor 4",
-    "pipeline 2",
-    "pipeline 4",
-    "timed",
-    "seen on a GPU",
-    "licence",
-)
+COLUMNS = "pipeline|transformer|family|from what to what|declared beyond|strategies|once a job|models|licence|proved by"
+MODEL_COLUMNS = "model|pipeline|parameters|whole|tensor 2|tensor 4|pipeline 2|pipeline 4|timed|seen on a GPU|licence"
 README_COLUMNS = ("models", "from what to what", "divided by")
 MODULAR = "ModularPipeline"
 UNCAPTURED = " (not captured)"
@@ -92,10 +68,7 @@ FAMILIES = {
     "wan_animate2": "Wan Animate 2",
 }
 """Titles of families. A key is a folder of `pipelines/models/`."""
-OTHERS = {
-    "StableDiffusionXL": "Stable Diffusion XL",
-    "Anima": "Anima",
-}
+OTHERS = {"StableDiffusionXL": "Stable Diffusion XL", "Anima": "Anima"}
 """Titles of pipelines without a family. A key is the beginning of their names."""
 NOT_TRIED = "not tried: no model of it is here"
 """Cell of a pipeline without a model here."""
@@ -103,28 +76,23 @@ NOT_TRIED = "not tried: no model of it is here"
 
 def document(written: str) -> str:
     """Return docs/reference/models.md with its tables made anew."""
-    return replaced(
-        with_pipelines(written), "published models", table(MODEL_COLUMNS, map(model_row, published_models()))
-    )
+    models = table(MODEL_COLUMNS, map(model_row, published_models()))
+    return replaced(with_pipelines(written), "published models", models)
 
 
 def with_pipelines(written: str) -> str:
     """Make all but the table of published models, whose weights take long to count."""
-    uses = table(USE_COLUMNS, (family.row() for family in used()))
+    uses = table(USE_COLUMNS, use_rows())
     return replaced(replaced(written, "uses", uses), "pipelines", table(COLUMNS, filter(None, map(row, names()))))
 
 
-def used() -> Iterator[Family]:
-    """Yield the families, and the pipelines without one, by their titles."""
+def use_rows() -> Iterator[tuple[str, ...]]:
+    """Yield the rows of families, and of pipelines without one, by their titles."""
     titles = {name: FAMILIES.get(family_of(name)) or title_of(name) for name in names()}
     for title in dict.fromkeys((*FAMILIES.values(), *OTHERS.values())):
-        members = [name for name in names() if titles[name] == title]
-        yield Family(
-            title=title,
-            pipelines=frozenset(members),
-            models=tuple(model for model in published_models() if pipeline_of(model) in members),
-            defaults=tuple(one for name in members for one in defaults_of(name)),
-        )
+        members = frozenset(name for name in names() if titles[name] == title)
+        models = [model for model in published_models() if pipeline_of(model) in members]
+        yield use_row(title, members, models, [one for name in members for one in defaults_of(name)])
 
 
 @cache
@@ -149,11 +117,8 @@ def transformer_of(name: str) -> Any:
         denoise = blocks.sub_blocks[Sections.of(blocks).denoise]
     except ValueError:
         return None
-    return next(spec.type_hint for spec in denoise.expected_components if is_denoiser(spec.name))
-
-
-def is_denoiser(name: str) -> bool:
-    return bool({"transformer", "unet"} & set(name.split("_")))
+    parts = (spec for spec in denoise.expected_components if {"transformer", "unet"} & set(spec.name.split("_")))
+    return next(spec.type_hint for spec in parts)
 
 
 def row(name: str) -> tuple[str, ...]:
@@ -241,15 +206,8 @@ def pipeline_of(model: str) -> str:
 
 def model_row(name: str) -> tuple[str, ...]:
     number, shares = counted(name)
-    return (
-        name,
-        f"`{shown(pipeline_of(name))}`",
-        f"{number / 1e9:.1f} B",
-        *shares,
-        timed(name) or "—",
-        seen(name),
-        licence_of(name),
-    )
+    size = f"{number / 1e9:.1f} B"
+    return name, f"`{shown(pipeline_of(name))}`", size, *shares, timed(name) or "—", seen(name), licence_of(name)
 
 
 def readme(written: str) -> str:

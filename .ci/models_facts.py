@@ -1,10 +1,10 @@
-"""Facts of published models: licence, parameters and memory, where they were seen and timed, and what they make."""
+"""Facts of published models: licence, memory, where they were seen and timed, what they make. Tables of documents."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -17,74 +17,47 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
 from pipelines.loading import PUBLISHED
 
-APACHE = "Apache-2.0"
-FLUX1_DEV = "FLUX.1 [dev] Non-Commercial License"
-FLUX = "FLUX Non-Commercial License"
-FLUX3 = "FLUX Kommunity License"
-HUNYUAN = "Tencent Hunyuan Community License"
-COSMOS = "OpenMDW-1.1"
-KREA = "Krea 2 Community License"
-QWEN21 = "Qwen Research License"
-STABILITY = "Stability AI Community License"
 NOT_FOUND = "see its page"
-
 LICENCES = {
-    "Cosmos3": COSMOS,
-    "ERNIE-Image": APACHE,
-    "FLUX.1-Kontext-dev": FLUX1_DEV,
-    "FLUX.1-dev": FLUX1_DEV,
-    "FLUX.1-schnell": APACHE,
-    "FLUX.2-dev": FLUX,
-    "FLUX.2-klein-4B": APACHE,
-    "FLUX.2-klein-9B": FLUX,
-    "Helios": APACHE,
-    "HunyuanVideo-1.5": HUNYUAN,
-    "Krea-2": KREA,
-    "LTX-2": "LTX-2 Community License",
-    "LTX-2.5": "LTX-2.x Community License",
-    "LTX-Video": "LTXV Open Weights License",
-    "MiniMax-H3": "MiniMax H3 Community License",
-    "Qwen-Image": APACHE,
-    "Qwen-Image-2.1": QWEN21,
-    "Wan2": APACHE,
-    "Z-Image": APACHE,
-    "flux-3-image-klein": FLUX3,
-    "ideogram-4": "Ideogram Non-Commercial Model Agreement",
-    "stable-diffusion-3": STABILITY,
-    "stable-diffusion-xl": "CreativeML Open RAIL++-M",
+    "Apache-2.0": "ERNIE-Image FLUX.1-schnell FLUX.2-klein-4B Helios Qwen-Image Wan2 Z-Image",
+    "FLUX.1 [dev] Non-Commercial License": "FLUX.1-dev FLUX.1-Kontext-dev",
+    "FLUX Non-Commercial License": "FLUX.2-dev FLUX.2-klein-9B",
+    "FLUX Kommunity License": "flux-3-image-klein",
+    "Tencent Hunyuan Community License": "HunyuanVideo-1.5",
+    "OpenMDW-1.1": "Cosmos3",
+    "Krea 2 Community License": "Krea-2",
+    "LTX-2 Community License": "LTX-2",
+    "LTX-2.x Community License": "LTX-2.5",
+    "LTXV Open Weights License": "LTX-Video",
+    "MiniMax H3 Community License": "MiniMax-H3",
+    "Qwen Research License": "Qwen-Image-2.1",
+    "Stability AI Community License": "stable-diffusion-3",
+    "CreativeML Open RAIL++-M": "stable-diffusion-xl",
+    "Ideogram Non-Commercial Model Agreement": "ideogram-4",
 }
-"""Licences by the beginning of a model's name. The longest match counts."""
-UNPUBLISHED = {
-    "Cosmos3DistilledPipeline": "Cosmos3",
-    "HeliosPyramidDistilledPipeline": "Helios",
+"""Beginnings of models' names by licence. The longest match counts."""
+UNPUBLISHED = {"Cosmos3DistilledPipeline": "Cosmos3", "HeliosPyramidDistilledPipeline": "Helios"}
+UNPUBLISHED |= {
     "HeliosPyramidPipeline": "Helios",
     "LTX25Pipeline": "LTX-2.5",
-    "QwenImage21TurboPipeline": "Qwen-Image-2.1-Turbo",
+    "QwenImage21TurboPipeline": "Qwen-Image-2.1",
 }
 """Models of pipelines without a published configuration here."""
 
 
 def licence_of(model: str) -> str:
-    known = [name for name in LICENCES if model.startswith(name)]
-    return LICENCES[max(known, key=len)] if known else NOT_FOUND
-
-
-GIB = 2**30
+    known = {name: licence for licence, names in LICENCES.items() for name in names.split() if model.startswith(name)}
+    return known[max(known, key=len)] if known else NOT_FOUND
 
 
 def configuration(name: str) -> str:
     """Return the first model with the same configuration, which has the same weights."""
     parts = (json.loads(file.read_text()) for file in sorted((PUBLISHED / name).glob("*/config.json")))
-    own = [part for part in parts if is_denoiser_class(part["_class_name"])]
-    _SAME.setdefault(json.dumps(own), name)
-    return _SAME[json.dumps(own)]
+    own = [part for part in parts if re.search("Transformer|^UNet", part["_class_name"])]
+    return _SAME.setdefault(json.dumps(own), name)
 
 
 _SAME: dict[str, str] = {}
-
-
-def is_denoiser_class(name: str) -> bool:
-    return "Transformer" in name or name.startswith("UNet")
 
 
 def counted(name: str) -> tuple[int, tuple[str, ...]]:
@@ -118,10 +91,11 @@ def gib(model: DenoiserModel, tensor: int, stages: int) -> float:
         for weight in module.parameters():
             share = weight.nbytes / (tensor if id(weight) in split else 1)
             total += share / (stages if id(weight) in inner else 1)
-    return total / GIB
+    return total / 2**30
 
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "reports" / "sweep.jsonl"
+REPORTS = Path(__file__).parents[1] / "benchmarks" / "reports"
+RESULTS = REPORTS / "sweep.jsonl"
 NOT_YET = "not yet"
 MOST_SAID = 160
 """Characters of a reason."""
@@ -155,51 +129,47 @@ def said(result: Result) -> str:
     return f"{result['date']}, {where}, {result['size']}: {result['step_ms']} ms" + (f" ({notes})" if notes else "")
 
 
-SERVED: Mapping[str, Callable[[Defaults], bool]] = {
-    "text to picture": lambda one: one.kind == "image" and not one.min_pictures,
-    "picture to picture": lambda one: one.kind == "image" and one.max_pictures > 0,
-    "inpainting": lambda one: one.kind == "image" and one.takes_mask,
-    "layers": lambda one: one.max_layers > 0,
-    "text to clip": lambda one: one.kind == "video" and not (one.min_pictures or one.needs_source),
-    "picture to clip": lambda one: one.kind == "video" and one.max_pictures > 0 and not one.needs_source,
-    "clip to clip": lambda one: one.max_video_frames > 0 and not one.needs_source,
-    "references to clip": lambda one: one.needs_source,
-    "sound": lambda one: one.kind == "video" and one.make_sound,
+SERVED: Mapping[str, tuple[Callable[[Defaults], bool], str]] = {
+    "text to picture": (lambda one: one.kind == "image" and not one.min_pictures, "text2image"),
+    "picture to picture": (
+        lambda one: one.kind == "image" and one.max_pictures > 0,
+        "image2image|img2img|image_conditioned",
+    ),
+    "inpainting": (lambda one: one.kind == "image" and one.takes_mask, "inpaint"),
+    "layers": (lambda one: one.max_layers > 0, "(?!)"),
+    "text to clip": (lambda one: one.kind == "video" and not (one.min_pictures or one.needs_source), "text2video|t2va"),
+    "picture to clip": (
+        lambda one: one.kind == "video" and one.max_pictures > 0 and not one.needs_source,
+        "image2video|flf2v|fl2va|condition$",
+    ),
+    "clip to clip": (lambda one: one.max_video_frames > 0 and not one.needs_source, "video2video|in_context"),
+    "references to clip": (lambda one: one.needs_source, "ref2va"),
+    "sound": (lambda one: one.kind == "video" and one.make_sound, "sound|t2va"),
 }
-WORDS = {
-    "text to picture": ("text2image",),
-    "picture to picture": ("image2image", "img2img", "image_conditioned"),
-    "inpainting": ("inpaint",),
-    "text to clip": ("text2video", "t2va"),
-    "picture to clip": ("image2video", "flf2v", "fl2va", "condition$"),
-    "clip to clip": ("video2video", "in_context"),
-    "references to clip": ("ref2va",),
-    "sound": ("sound", "t2va"),
-}
-"""Meaning of the names of workflows, as patterns in them."""
-NOT_SERVED = ("controlnet", "ip_adapter", "action")
+"""What requests may ask, by which defaults, and the pattern of workflows that do so."""
+NOT_SERVED = "controlnet|ip_adapter|action"
 """Marks of workflows for which no request brings what they want."""
 
 
 def served(models: Iterable[Defaults]) -> list[str]:
     """Return what requests may ask of some of ``models``, in the order of ``SERVED``."""
     made = [one.of(kind) for one in models for kind in one.kinds]
-    return [word for word, asks in SERVED.items() if any(map(asks, made))]
+    return [word for word, (asks, _) in SERVED.items() if any(map(asks, made))]
 
 
 def beyond(declared: Iterable[str], words: Iterable[str]) -> list[str]:
     """Return the workflows that are declared and not served. Those with one mark count as one, ``controlnet_…``."""
     known = set(words)
-    rest = [_brief(flow) for flow in declared if not _meant(flow) <= known or not _meant(flow) or _is_marked(flow)]
+    rest = [
+        _brief(flow)
+        for flow in declared
+        if not _meant(flow) <= known or not _meant(flow) or re.search(NOT_SERVED, flow)
+    ]
     return list(dict.fromkeys(rest))
 
 
 def _meant(flow: str) -> set[str]:
-    return {word for word, marks in WORDS.items() if any(re.search(mark, flow) for mark in marks)}
-
-
-def _is_marked(flow: str) -> bool:
-    return any(mark in flow for mark in NOT_SERVED)
+    return {word for word, (_, pattern) in SERVED.items() if re.search(pattern, flow)}
 
 
 def _brief(flow: str) -> str:
@@ -207,7 +177,6 @@ def _brief(flow: str) -> str:
     return next((f"{mark}_…" for mark in marks if flow.startswith(mark)), flow)
 
 
-REPORTS = Path(__file__).parents[1] / "benchmarks" / "reports"
 GPUS = "h[12]00"
 """In the names of reports of machines with GPUs, as a pattern."""
 SUBJECTS = ("application", "denoise_step", "model_step", "pairs", "peers", "quad")
@@ -222,8 +191,12 @@ PARTS = "benchmarks.decode"
 @cache
 def timings() -> dict[str, tuple[Path, ...]]:
     """Return reports by subject, the newest first."""
-    found = {subject: sorted(REPORTS.glob(f"{subject}_*{GPUS}_*.md"), key=_date, reverse=True) for subject in SUBJECTS}
-    return {subject: tuple(files) for subject, files in found.items()}
+
+    def date(file: Path) -> str:
+        return file.stem.rsplit("_", 1)[1]
+
+    found = {subject: REPORTS.glob(f"{subject}_*{GPUS}_*.md") for subject in SUBJECTS}
+    return {subject: tuple(sorted(files, key=date, reverse=True)) for subject, files in found.items()}
 
 
 def timed(model: str) -> str:
@@ -236,16 +209,24 @@ def names(report: str, model: str) -> bool:
     """Return whether a heading, the first cell of a row or a command names the model, as a whole word."""
     word = "|".join(re.escape(name) for name in (model, CALLED.get(model, model)))
     exact = re.compile(rf"(?<![\w.-])(?:{word})(?![\w-]|\.\w)")
-    return any(exact.search(place) for place in _places(report))
-
-
-def _places(report: str) -> list[str]:
     lines = [line.strip() for line in report.splitlines()]
     headings = [line for line in lines if line.startswith("#")]
     cells = [line.split("|")[1] for line in lines if line.startswith("|")]
     commands = [line for line in lines if COMMAND in line and PARTS not in line]
-    return headings + cells + commands
+    return any(exact.search(place) for place in headings + cells + commands)
 
 
-def _date(file: Path) -> str:
-    return file.stem.rsplit("_", 1)[1]
+def table(columns: str | Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table; ``columns`` may be one text with bars between."""
+    columns = columns.split("|") if isinstance(columns, str) else columns
+    lines = [columns, ("---",) * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def replaced(document: str, name: str, tables: str) -> str:
+    """Return ``document`` with ``tables`` between the marks of ``name``."""
+    begin, end = f"<!-- {name}: ", f"<!-- end of {name} -->"
+    before, rest = document.split(begin)
+    program, rest = rest.split(" -->\n", 1)
+    _, after = rest.split(end)
+    return f"{before}{begin}{program} -->\n{tables}{end}{after}"

@@ -1,4 +1,4 @@
-"""Which tests build a checkpoint of which pipeline, and compare it with diffusers' own call.
+"""Which tests build a checkpoint of which pipeline and compare it with diffusers' own call, and what families can do.
 
 Builders (functions of ``tests/pipelines/support/**/tiny*.py`` that write a checkpoint into a path) are run, and what
 they write is opened: their pipelines are what it is. Files of tests are read for the builders that they name.
@@ -7,26 +7,36 @@ they write is opened: their pipelines are what it is. Files of tests are read fo
 from __future__ import annotations
 
 import ast
+import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from _pytest.mark import ParameterSet
 
 from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
 from pipelines.directory import open_modular
+from tests.pipelines.blocks import test_offloaded_blocks as offloaded
+from tests.pipelines.lora.support import every_model, jobs
+from tests.pipelines.lora.test_runtime_loras import CASES
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests" / "pipelines"
 SUPPORT, REFERENCES = "tests.pipelines.support", "tests.pipelines.support.references"
 COMPARED_WITH = ("diffusers", REFERENCES)
 """What a file imports from that compares."""
+USE_COLUMNS = "models|recipes|clip along|control picture|adapters|at run time|quantised files|blocks in host memory"
+RECIPES_TEST = "../deployments/requests/test_recipes.py"
+CLIP_MARKS, CONTROL_MARKS = ("InputVideo", "num_video_frames"), ("has_control",)
+"""Names in files of tests that compare results with diffusers'."""
+QUANTISED_TESTS = ("test_gguf.py", "test_scaled_files.py", "test_single_file.py")
+NO, UNPROVED = "—", "untested"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +56,7 @@ class Proof:
         return f"`{self.file}` ({numbers}{', GPU' if self.on_gpu else ''})"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Built:
+class Built(NamedTuple):
     """What a builder's checkpoint opens as: its modular pipeline's class, and its defaults."""
 
     pipeline: str
@@ -70,15 +79,11 @@ def proofs() -> dict[str, tuple[Proof, ...]]:
 def proof_of(file: Path, tree: ast.Module) -> Proof:
     module = import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
     tests = [test for name, test in vars(module).items() if name.startswith("test_")]
-    marks = [mark for test in (module, *tests) for mark in _marks(test)]
+    listed = (getattr(owner, "pytestmark", []) for owner in (module, *tests))
+    marks = [mark for some in listed for mark in (some if isinstance(some, list) else [some])]
     numbers = {number for mark in marks for number in _numbers(mark)} | set(_gangs(tree))
     on_gpu = any(mark.name == "gpu" for mark in marks)
     return Proof(file=str(file.relative_to(TESTS)), num_ranks=tuple(sorted(numbers)) or (1,), on_gpu=on_gpu)
-
-
-def _marks(owner: Any) -> list[Any]:
-    marks = getattr(owner, "pytestmark", [])
-    return marks if isinstance(marks, list) else [marks]
 
 
 def _numbers(mark: Any) -> Iterator[int]:
@@ -86,7 +91,7 @@ def _numbers(mark: Any) -> Iterator[int]:
     if mark.name != "parametrize":
         return
     names, values = mark.args
-    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    names = re.findall(r"\w+", names) if isinstance(names, str) else list(names)
     if "num_ranks" in names:
         for value in values:
             one = value.values if isinstance(value, ParameterSet) else value if len(names) > 1 else (value,)
@@ -100,12 +105,12 @@ def _gangs(tree: ast.Module) -> Iterator[int]:
             if "one_rank" in test.name:
                 yield 1
             if "without" not in test.name and "raises" not in ast.dump(test):
-                calls = (node for node in ast.walk(test) if isinstance(node, ast.Call) and _name(node.func) == "gang")
+                calls = (node for node in ast.walk(test) if isinstance(node, ast.Call) and _is_gang(node.func))
                 yield from (one.value for call in calls for one in call.args if isinstance(one, ast.Constant))
 
 
-def _name(node: ast.expr) -> str:
-    return node.id if isinstance(node, ast.Name) else ""
+def _is_gang(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "gang"
 
 
 @cache
@@ -150,17 +155,19 @@ def imports(tree: ast.Module) -> dict[str, tuple[str, str]]:
 
 
 def builders(module: str, name: str) -> Iterator[tuple[str, str]]:
-    if module.startswith(f"{SUPPORT}.") and ".tiny" in module and _builder(module, name) is not None:
-        yield module, name
+    """Yield both if they name a builder: a function whose first parameter is ``path``."""
+    if module.startswith(f"{SUPPORT}.") and ".tiny" in module:
+        make: Any = getattr(import_module(module), name, None)
+        if callable(make) and not isinstance(make, type) and next(iter(signature(make).parameters), None) == "path":
+            yield module, name
 
 
 @cache
 def build(module: str, name: str) -> Built:
-    make = _builder(module, name)
-    assert make is not None
-    return opened(make)
+    return opened(getattr(import_module(module), name))
 
 
+@cache
 def opened(make: Callable[[Path], Path]) -> Built:
     """Run a builder, and open what it writes."""
     with tempfile.TemporaryDirectory() as folder:
@@ -168,8 +175,65 @@ def opened(make: Callable[[Path], Path]) -> Built:
         return Built(pipeline=type(open_modular(path)).__name__, defaults=Checkpoint(path).defaults)
 
 
-def _builder(module: str, name: str) -> Callable[[Path], Path] | None:
-    make: Any = getattr(import_module(module), name, None)
-    if not callable(make) or isinstance(make, type):
-        return None
-    return make if next(iter(signature(make).parameters), None) == "path" else None
+def use_row(
+    title: str, members: frozenset[str], models: Iterable[str], defaults: Iterable[Defaults]
+) -> tuple[str, ...]:
+    """Return the cells of the pipelines ``members``, by their classes' names, with their published ``models``."""
+    opened_models = [Checkpoint.of_configuration(model) for model in models]
+    names = dict.fromkeys(name for one in opened_models for name in one.spec.recipes(one.path))
+    # A control network may lie apart from its model: a class of the model says which.
+    has_control = any(one.spec.control_part for one in opened_models)
+    without_blocks = opened_by(*(offloaded.CASES[name].make for name in offloaded.WITHOUT))  # a U-Net
+    adapters, at_run_time, quantised, offload = (
+        _all_of(file for file, built in files.items() if built & members) or UNPROVED for files in uses()
+    )
+    return (
+        title,
+        f"{', '.join(names)}: `{RECIPES_TEST}`" if names else NO,
+        _marked(members, CLIP_MARKS) if any(one.max_video_frames > 0 for one in defaults) else NO,
+        _marked(members, CONTROL_MARKS) if has_control else NO,
+        adapters,
+        at_run_time,
+        quantised,
+        NO if members & without_blocks else offload,
+    )
+
+
+def _marked(members: Iterable[str], marks: tuple[str, ...]) -> str:
+    found = {proof.file for name in members for proof in proofs().get(name, ())}
+    named = (file for file in sorted(found) if any(mark in (TESTS / file).read_text() for mark in marks))
+    return _all_of(named) or UNPROVED
+
+
+@cache
+def uses() -> tuple[dict[str, frozenset[str]], ...]:
+    """Return the pipelines that files of tests compare, by file.
+
+    Adapters with diffusers' own, adapters that come at run time with configured ones, quantised files with what they
+    stand for, and offloaded blocks with blocks on the device.
+    """
+    every_adapter = opened_by(*(model.make for model in every_model.MODELS.values()))
+    every = opened_by(*(case.make for case in offloaded.CASES.values()))
+    kept = opened_by(*(case.make for name, case in offloaded.CASES.items() if name not in offloaded.WITHOUT))
+    at_run_time = opened_by(*(jobs.MODELS[name] for name, _ in CASES))
+    return (
+        {"lora/test_every_model.py": every_adapter, "lora/test_jobs.py": opened_by(*jobs.MODELS.values())},
+        {"lora/test_every_model.py": every_adapter, "lora/test_runtime_loras.py": at_run_time},
+        {"loading/test_every_family.py": every, **{f"loading/{file}": built_in(file) for file in QUANTISED_TESTS}},
+        {"blocks/test_offloaded_blocks.py": kept},
+    )
+
+
+def opened_by(*makers: Callable[[Path], Path]) -> frozenset[str]:
+    """Return the pipelines of what ``makers`` write."""
+    return frozenset(opened(make).pipeline for make in makers)
+
+
+def built_in(file: str) -> frozenset[str]:
+    """Return the pipelines that a file of ``tests/pipelines/loading`` builds."""
+    tree = ast.parse((TESTS / "loading" / file).read_text())
+    return frozenset(build(*builder).pipeline for builder in builders_in(tree))
+
+
+def _all_of(files: Iterable[str]) -> str:
+    return ", ".join(f"`{file}`" for file in files)

@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from models_tables import replaced, table
+from models_facts import replaced, table
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT, README = ROOT / "docs" / "reference" / "performance.md", ROOT / "README.md"
@@ -45,7 +45,7 @@ MAKERS = {
     "eager": ("diffusers", "eager"),
     "xdit": ("xDiT", "Ulysses, blocks compiled"),
 }
-"""Project and setting by maker, in cases of ``benchmarks.denoise_step`` and results of ``benchmarks.model_step``."""
+"""Project and setting by maker, in results of ``benchmarks.model_step``, and in older ones by "case"."""
 OTHER_WAYS = ("ours compiled", "ours, prompts filled up")
 """Makers of Troupe that are not timed beside peers."""
 FLUX = "FLUX.1-dev"

@@ -1,8 +1,9 @@
-"""Times of repeated calls, by device events on a GPU."""
+"""Times of repeated calls on all ranks, by device events on a GPU, and what measured steps are compared with."""
 
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,38 +12,54 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from engines.core.tensors import relative_difference
+
+BF16_TFLOPS = 790.0
+"""Rate of an H200 in a large bf16 product on random data."""
 SAMPLE_S = 0.05
+
+
+def start_distributed() -> tuple[int, int]:
+    """Return this process's rank and the number of ranks. A single rank needs no process group."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1 and torch.cuda.is_available():
+        torch.cuda.set_device(rank)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        dist.init_process_group("nccl", pg_options=options, device_id=torch.device("cuda", rank))
+    elif world > 1:
+        dist.init_process_group("gloo")
+    return rank, world
+
+
+def relative_error(given: Tensor, expected: Tensor, allowed: float | None = None) -> float:
+    """Return it with three digits. AssertionError unless it is below ``allowed``."""
+    error = relative_difference(given, expected)
+    assert allowed is None or error < allowed, f"wrong answer: relative error {error:.3f}"
+    return float(f"{error:.2e}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """Milliseconds of a repeat on the slowest rank of its team, over all repeats and teams."""
+    """Milliseconds of a repeat on the slowest rank."""
 
     median_ms: float
     lowest_ms: float
     p90_ms: float
     num_repeats: int
-    """Repeats of each team."""
     clock_mhz: int | None = None
     """Mean of the devices while the repeats ran, if known. A GPU at its power limit lowers its clock."""
     power_w: int | None = None
 
     @classmethod
-    def of(
-        cls,
-        values_ms: Sequence[float],
-        num_repeats: int | None = None,
-        clock_mhz: int | None = None,
-        power_w: int | None = None,
-    ) -> Times:
-        """Return the times of ``values_ms``. By default each value is one repeat."""
+    def of(cls, values_ms: Sequence[float], clock_mhz: int | None = None, power_w: int | None = None) -> Times:
         ordered = sorted(values_ms)
         return cls(
             median_ms=statistics.median(ordered),
             lowest_ms=ordered[0],
             p90_ms=ordered[math.ceil(0.9 * len(ordered)) - 1],
-            num_repeats=len(ordered) if num_repeats is None else num_repeats,
+            num_repeats=len(ordered),
             clock_mhz=clock_mhz,
             power_w=power_w,
         )
@@ -63,19 +80,11 @@ class _Samples:
             return
 
 
-def measure(
-    call: Callable[[], object],
-    *,
-    repeats: int = 20,
-    warm_up: int = 3,
-    num_ranks: int | None = None,
-    heat_s: float = 0.0,
-) -> Times:
+def measure(call: Callable[[], object], *, repeats: int = 20, warm_up: int = 3, heat_s: float = 0.0) -> Times:
     """Repeat ``call`` on all ranks at once. A repeat's time is the time between two events around it.
 
-    Every ``num_ranks`` ranks (None: all) are a team, whose repeat takes as long as on its slowest rank. The repeats of
-    all teams count. Before them devices work for ``heat_s``: at its power limit a GPU that has rested is faster than
-    one at work, by more than makers of long steps differ.
+    A repeat takes as long as on the slowest rank. Before the repeats devices work for ``heat_s``: at its power limit a
+    GPU that has rested is faster than one at work, by more than makers of long steps differ.
     """
     for _ in range(warm_up):
         call()
@@ -84,8 +93,8 @@ def measure(
         _heat(call, heat_s)
     samples = _Samples([], [])
     times = _cuda_times(call, repeats, samples) if torch.cuda.is_available() else _cpu_times(call, repeats)
-    clock_mhz, power_w = _mean_of_ranks(samples.clocks_mhz), _mean_of_ranks(samples.powers_w)
-    return Times.of(_times_of_teams(times, num_ranks), repeats, clock_mhz, power_w)
+    slowest = [max(repeat) for repeat in zip(*_of_all_ranks(times), strict=True)]
+    return Times.of(slowest, _mean_of_ranks(samples.clocks_mhz), _mean_of_ranks(samples.powers_w))
 
 
 def _heat(call: Callable[[], object], heat_s: float) -> None:
@@ -125,15 +134,6 @@ def _cpu_times(call: Callable[[], object], repeats: int) -> list[float]:
         call()
         times.append((time.perf_counter() - start_s) * 1000)
     return times
-
-
-def _times_of_teams(times: list[float], num_ranks: int | None) -> list[float]:
-    return [max(repeat) for team in _teams(_of_all_ranks(times), num_ranks) for repeat in zip(*team, strict=True)]
-
-
-def _teams(ranks: list[list[float]], num_ranks: int | None) -> list[list[list[float]]]:
-    each = num_ranks or len(ranks)
-    return [ranks[first : first + each] for first in range(0, len(ranks), each)]
 
 
 def _mean_of_ranks(values: list[float]) -> int | None:

@@ -3,10 +3,13 @@
     python -m benchmarks.application [MODEL] [--config gpu2] [--set KEY=VALUE] [--folder FOLDER] [--side 1024]
                                      [--at-once 8] [--clip 832x480x81@8] [--parts pictures,overlap] [--out FILE]
 
-The model replaces that of the shipped configuration ``--config``. It lies in ``--folder``, and is written there if
-nothing is there. ``--parts`` are those of ``benchmarks.application.parts``. If one fails, the others go on and the
-status is 1. Parts of pictures are null for a model that makes clips, and the other way round. ``--out`` is written
-after each part. The last line is one JSON document.
+    python -m benchmarks.application flux-shapes --config laptop --side 0 --parts pictures,at_once,footprint
+
+A published model replaces that of the shipped configuration ``--config``. It lies in ``--folder``, and is written there
+if nothing is there. A model of ``--config`` runs beside its others. ``--parts`` are those of
+``benchmarks.application.parts``. If one fails, the others go on and the status is 1. Parts of pictures are null for a
+model that makes clips, and the other way round. ``--out`` is written after each part. The last line is one JSON
+document.
 """
 
 from __future__ import annotations
@@ -22,10 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.application.client import Client
-from benchmarks.application.parts import ANY_CLIP, PARTS, ClipShape, Part, Visit, is_for
+from benchmarks.application.parts import ANY_CLIP, PARTS, USUAL, ClipShape, Part, Visit, is_for
 from benchmarks.faults.timeline import records_of
 from benchmarks.serving.application import serving
 from benchmarks.serving.settings import add_options, add_part_options, argument_type, config_of
+from deployments.cli.serving import load_config
+from deployments.config import ServeConfig
 
 FAILED = "failed"
 
@@ -48,18 +53,25 @@ def main(words: Sequence[str] | None = None) -> None:
 def measured(arguments: argparse.Namespace) -> Generator[dict[str, Any]]:
     """Yield parts of the document as they come."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
-        arguments.folder = arguments.folder or Path(name) / arguments.model
         began_s = time.perf_counter()
-        config = config_of(arguments)
+        config, model = config_and_name(arguments, Path(name))
         yield {"written_s": round(time.perf_counter() - began_s, 1)}
         with serving(config) as application:
             yield {"ready_s": round(application.ready_s, 1), "strategy": decided(application.logs)}
-            with Client(application.url, arguments.side) as client:
+            with Client(application.url, arguments.side, model) as client:
                 asked = {"at_once": arguments.at_once, "clips": arguments.clip}
                 visit = Visit(application=application, client=client, **asked)
                 yield from of_parts(visit, arguments.parts)
             ending_s = time.perf_counter()
         yield {"end_s": round(time.perf_counter() - ending_s, 1)}
+
+
+def config_and_name(arguments: argparse.Namespace, scratch: Path) -> tuple[ServeConfig, str]:
+    """Return the configuration and, where it has several models, the name of the one that is measured."""
+    if arguments.folder is None and arguments.model in {one.name for one in load_config(arguments.config).app.models}:
+        return config_of(argparse.Namespace(**{**vars(arguments), "model": None})), arguments.model
+    folder = arguments.folder or scratch / arguments.model
+    return config_of(argparse.Namespace(**{**vars(arguments), "folder": folder})), ""
 
 
 def of_parts(visit: Visit, parts: Mapping[str, Part]) -> Iterator[dict[str, Any]]:
@@ -89,7 +101,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="FLUX.2-klein-4B")
     add_options(parser, config="gpu2", model=False)
-    parser.add_argument("--side", type=int, default=1024, help="of most pictures, in pixels")
+    parser.add_argument("--side", type=int, default=1024, help="of most pictures, in pixels; 0: the model's size")
     parser.add_argument("--at-once", type=int, default=8, help="pictures that come together in the part of that name")
     parser.add_argument(
         "--clip",
@@ -99,7 +111,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="WxHxFRAMES[@STEPS]",
         help="of the part clips; by default what the model makes by default",
     )
-    add_part_options(parser, PARTS, PARTS)
+    add_part_options(parser, PARTS, USUAL)
     return parser.parse_args(words)
 
 

@@ -29,30 +29,36 @@ Timing = Mapping[str, float]
 class Client(httpx.Client):
     """Asks the application at ``url`` for pictures of ``side`` x ``side`` pixels (0: the model's size) and for clips.
 
-    RuntimeError for what is not made.
+    ``model`` is one of several. RuntimeError for what is not made.
     """
 
-    def __init__(self, url: str, side: int = 0) -> None:
+    def __init__(self, url: str, side: int = 0, model: str = "") -> None:
         super().__init__(base_url=url, timeout=TIMEOUT_S, trust_env=uses_proxies(url))
-        self.side = side
+        self.side, self.model = side, model
+        self._usual = {"prompt": PROMPT, "seed": 1, **({"model": model} if model else {})}
+
+    def card(self) -> Mapping[str, Any]:
+        """Return the description of the model: ``id``, ``kind`` (image or video), ``defaults``, ``recipes``."""
+        cards = self.get("/v1/models").raise_for_status().json()["data"]
+        return next(card for card in cards if self.model in ("", card["id"]))
 
     def paint(self, **fields: Any) -> httpx.Response:
         size = {"size": _square(self.side)} if self.side else {}
-        return _checked(self.post(IMAGES, json={"prompt": PROMPT, "seed": 1, **size, **fields}))
+        return checked(self.post(IMAGES, json={**self._usual, **size, **fields}))
 
     def paint_square(self, side: int) -> httpx.Response:
         return self.paint(size=_square(side))
 
     def film(self, **fields: Any) -> httpx.Response:
         """Return a clip, once it is made."""
-        return _checked(self.post(CLIPS, json={"prompt": PROMPT, "seed": 1, **fields}))
+        return checked(self.post(CLIPS, json={**self._usual, **fields}))
 
     def edit(self) -> httpx.Response:
         """Return an edited picture of noise."""
         file = io.BytesIO()
         Image.effect_noise((self.side, self.side), 60).convert("RGB").save(file, "PNG")
-        data = {"prompt": PROMPT, "seed": "1", "size": _square(self.side)}
-        return _checked(self.post(EDITS, data=data, files={"image": ("noise.png", file.getvalue(), "image/png")}))
+        data = {**self._usual, "seed": "1", "size": _square(self.side)}
+        return checked(self.post(EDITS, data=data, files={"image": ("noise.png", file.getvalue(), "image/png")}))
 
     def paint_each(
         self, bodies: Sequence[Mapping[str, Any]], num_clients: int
@@ -74,7 +80,7 @@ def _square(side: int) -> str:
     return f"{side}x{side}"
 
 
-def _checked(answer: httpx.Response) -> httpx.Response:
+def checked(answer: httpx.Response) -> httpx.Response:
     if answer.status_code != httpx.codes.OK:
         raise RuntimeError(f"no picture or clip, but {answer.status_code}: {answer.text[:1000]}")
     return answer

@@ -14,9 +14,10 @@ from statistics import fmean
 from typing import Any
 
 import httpx
+import psutil
 
 from benchmarks.application.client import PROMPT, Client, Timing, data_of, medians, timing
-from benchmarks.application.memory import peak_memory
+from benchmarks.application.memory import peak_memory, samples_of
 from benchmarks.faults.timeline import rank_pids
 from benchmarks.load.client import Answer
 from benchmarks.results import Spread
@@ -26,6 +27,10 @@ NUM_REPEATS, NUM_NEW, NUM_LARGE = 5, 8, 3
 NUM_CLIPS = 3
 """Clips after the first one."""
 NUM_CLIENTS, NUM_OVERLAPPING = 2, 12
+IDLE_S, MEMORY_EVERY_S = 5.0, 0.5
+NUM_ZEROS = 3
+GONE_WITHIN_S, POLL_S, REST_S = 120.0, 0.2, 3.0
+"""Until a gang without work has ended, its processes are looked at, and Serve has forgotten it."""
 
 Document = dict[str, Any]
 
@@ -76,7 +81,7 @@ class Visit:
     @cached_property
     def card(self) -> Mapping[str, Any]:
         """The application's description of its model: ``id``, ``kind`` (image or video), ``defaults`` of requests."""
-        return self.client.get("/v1/models").raise_for_status().json()["data"][0]  # type: ignore[no-any-return]
+        return self.client.card()
 
     @cached_property
     def first(self) -> tuple[Timing, bytes]:
@@ -162,6 +167,18 @@ def at_once(visit: Visit) -> Document:
     return {"at_once": {"num": num, "per_s": round(num / took_s, 3), **times, "eta_error": eta_error(answers)}}
 
 
+def footprint(visit: Visit) -> Document:
+    """Measure memory and CPU at rest, and the highest memory while pictures come together."""
+    time.sleep(IDLE_S)
+    idle_cores, idle = visit.application.cpu_share(IDLE_S), visit.application.memory()
+    with samples_of(visit.application.memory, MEMORY_EVERY_S) as samples:
+        at_once(visit)
+    peak = max(sample.pss_bytes for sample in samples)
+    memory = {"idle": round(idle.pss_bytes / 2**30, 2), "peak": round(peak / 2**30, 2)}
+    cores = {"idle_cores": round(idle_cores, 3), "load_at_end": round(os.getloadavg()[0], 1)}
+    return {"footprint": {"memory_gib": memory, "num_processes": idle.num_processes, **cores}}
+
+
 def clips(visit: Visit) -> Document:
     """Measure the first clip of each shape and the same one again, and the memory of the first GPU."""
     return {"clips": {str(shape): _clip(visit, shape) for shape in visit.clips}}
@@ -211,6 +228,31 @@ def kill(visit: Visit) -> Document:
     return {"after_a_kill": {"answered_s": round(took_s, 1), "same_bytes": data_of(answer) == expected}}
 
 
+def zero(visit: Visit) -> Document:
+    """Ask for the first picture or clip again when no gang runs any more, several times.
+
+    For a model with ``denoiser.autoscaling``, whose ``min_replicas`` is 0. TimeoutError if its gang does not end.
+    """
+    _, expected = visit.first
+    times_s, same = [], True
+    for _ in range(NUM_ZEROS):
+        _wait_for_end(rank_pids(visit.application.logs, visit.card["id"]))
+        start_s = time.perf_counter()
+        answer = visit.make_first()
+        times_s.append(round(time.perf_counter() - start_s, 2))
+        same = same and data_of(answer) == expected
+    return {"from_zero": {"answered_s": times_s, "same_bytes": same}}
+
+
+def _wait_for_end(pids: Sequence[int]) -> None:
+    end_s = time.monotonic() + GONE_WITHIN_S
+    while any(map(psutil.pid_exists, pids)):
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"the gang did not end within {GONE_WITHIN_S:g} s: denoiser.autoscaling says when")
+        time.sleep(POLL_S)
+    time.sleep(REST_S)
+
+
 Part = Callable[[Visit], Document]
 
 PARTS: Mapping[str, Part] = {
@@ -222,10 +264,13 @@ PARTS: Mapping[str, Part] = {
     "at_once": at_once,
     "overlap": overlap,
     "clips": clips,
+    "footprint": footprint,
+    "zero": zero,
     "kill": kill,
 }
 """Parts in the order of measurement: what slows others down comes last."""
-OF_CLIPS, OF_ALL_MODELS = {"clips"}, {"kill"}
+USUAL = tuple(name for name in PARTS if name not in ("footprint", "zero"))
+OF_CLIPS, OF_ALL_MODELS = {"clips"}, {"zero", "kill"}
 """All other parts are for models that make pictures."""
 
 

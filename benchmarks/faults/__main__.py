@@ -26,11 +26,9 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.faults.clients import Clients
+from benchmarks.faults.clients import Clients, drawn_turns
 from benchmarks.faults.kills import KINDS, Killer
-from benchmarks.faults.peace import Peace, num_processes
-from benchmarks.faults.storm import draw_references, ride_out, summary
-from benchmarks.faults.visits import drawn_turns
+from benchmarks.faults.storm import Peace, draw_references, num_processes, ride_out, summary
 from benchmarks.serving.application import free_port, serving
 from benchmarks.serving.settings import with_values
 from deployments.cli.local import uses_proxies

@@ -6,7 +6,8 @@
 Stops (SIGSTOP) or kills (SIGKILL) one process of each kind, the most important first, until ``--seconds`` are over; the
 start and the end of the application come on top. Three clients ask for a picture: one is at its third step of
 ``--steps`` when the fault strikes, one asks at once for one of four steps, one five seconds later. A client whose
-request fails asks again at once. Seconds count from the fault and include the picture itself.
+request fails asks again at once. Seconds count from the fault and include the picture itself. Where a gang is lost
+under a picture, lines below its row say where the seconds go: the parts one after the other, then the ranks' phases.
 
 Prints one table. ``--out`` is written after each row. Ends with 1 if a picture has other bytes than without a fault, a
 client has none after a minute, or the application does not recover. The last line is one JSON document.
@@ -32,6 +33,7 @@ import psutil
 
 from benchmarks.faults.insistent import Answer, Health, InsistentClient
 from benchmarks.faults.kills import Fault, faults, processes_of, send
+from benchmarks.faults.timeline import inside, records_of, spans
 from benchmarks.serving.application import Application, serving
 from benchmarks.serving.settings import add_options, config_of
 from deployments.config import ServeConfig
@@ -86,7 +88,8 @@ def run(application: Application, config: ServeConfig, arguments: argparse.Names
             left_out.append(fault.name)
         else:
             rows.append(row(application, client, fault, references, counts))
-            print(f"{time.strftime('%H:%M:%S')}", *lines_of(rows[-1]), sep="\n", flush=True)
+            rows[-1]["pss_gib"] = round(application.memory().pss_bytes / 2**30, 2)
+            print(f"{time.strftime('%H:%M:%S')}", *lines_of(rows[-1]), *parts_lines(rows[-1]), sep="\n", flush=True)
         if arguments.out:
             arguments.out.write_text(json.dumps(document))
     return document
@@ -109,9 +112,10 @@ def row(
 ) -> dict[str, Any]:
     """Strike once, wait for all answers and until the application is whole again."""
     strike, health, is_under_way = fault.aim(), Health(url=application.url), threading.Event()
-    num_steps = max(references)
+    num_steps, steps = max(references), list[tuple[int, float]]()
 
     def at_step(step: int) -> None:
+        steps.append((step, time.time()))
         if step >= STRIKE_AT_STEP:
             is_under_way.set()
 
@@ -123,14 +127,13 @@ def row(
         under_way = pool.submit(client.picture, num_steps, time.monotonic() + 2 * GIVE_UP_S, at_step)
         is_under_way.wait(GIVE_UP_S)
         victims = strike()
-        struck_s = time.monotonic()
+        struck_s, struck_unix_s = time.monotonic(), time.time()
         give_up_s = struck_s + GIVE_UP_S
         asked = {UNDER_WAY: under_way, AT_ONCE: pool.submit(client.picture, FEW_STEPS, give_up_s)}
         asked[LATER] = pool.submit(ask_later)
         gone_s = _gone_s(victims, give_up_s)
         answers = {moment: answer.result() for moment, answer in asked.items()}
-        for victim in victims:
-            send(victim, signal.SIGCONT)
+        _ = [send(victim, signal.SIGCONT) for victim in victims]
         is_whole = settled(application, health, counts)
     texts = {
         moment: answer.text(references[num_steps if moment == UNDER_WAY else FEW_STEPS])
@@ -149,8 +152,26 @@ def row(
             for moment, answer in answers.items()
         },
         "is_well": is_whole and bool(victims) and all(text.endswith("right") for text in texts.values()),
+        "parts_s": parts_of(application, client.model, struck_unix_s, steps),
         "load": round(os.getloadavg()[0], 1),
     }
+
+
+def parts_of(
+    application: Application, model: str, fault_s: float, steps: Sequence[tuple[int, float]]
+) -> dict[str, float]:
+    """Return the seconds of each part of a recovery, then of ranks' phases; empty where no gang was lost.
+
+    ``steps`` are those of the picture that was under way, with their Unix times.
+    """
+    first_s = next((at_s for step, at_s in steps if at_s > fault_s and step <= STRIKE_AT_STEP), None)
+    if first_s is None:
+        return {}
+    records, end_s = records_of(application.logs), steps[-1][1]
+    with suppress(ValueError):
+        parts = {part.what: part.took_s for part in spans(records, model, fault_s, first_s, end_s)}
+        return {what: round(took_s, 2) for what, took_s in (parts | inside(records, fault_s, end_s)).items()}
+    return {}
 
 
 def _gone_s(victims: Sequence[psutil.Process], until_s: float) -> float | None:
@@ -199,6 +220,10 @@ def lines_of(one: dict[str, Any]) -> Iterator[str]:
     for moment, answer in one["answers"].items():
         seconds = "never" if answer["s"] is None else answer["s"]
         yield f"| {one['fault']} | {gone} | {outages} | {moment} | {answer['answer']} | {seconds} |"
+
+
+def parts_lines(one: dict[str, Any]) -> Iterator[str]:
+    return (f"  {what:<60} {took_s:7.2f} s" for what, took_s in one["parts_s"].items())
 
 
 if __name__ == "__main__":

@@ -29,9 +29,6 @@ class Span:
     def took_s(self) -> float:
         return self.until_s - self.from_s
 
-    def __str__(self) -> str:
-        return f"{self.what:<58} {self.from_s:7.2f} {self.until_s:7.2f} {self.took_s:7.2f}"
-
 
 def records_of(logs: Path) -> list[Record]:
     """Return the structured lines of all processes in a Ray session's folder ``logs``, by time."""
@@ -57,7 +54,7 @@ def seconds(record: Record) -> float:
 
 
 def spans(records: Iterable[Record], model: str, fault_s: float, first_step_s: float, end_s: float) -> list[Span]:
-    """Return the parts of the recovery of ``model``'s gang in order, from ``fault_s`` to the answer at ``end_s``.
+    """Return the parts of the recovery of ``model``'s gang in order, from ``fault_s`` to the last step at ``end_s``.
 
     ``first_step_s`` is the request's first step in the new gang. All times are Unix times. ``records`` are sorted.
     ValueError if a line that every recovery has is missing.
@@ -72,7 +69,7 @@ def spans(records: Iterable[Record], model: str, fault_s: float, first_step_s: f
     for phase in GANG_PHASES:
         ends[f"gang: {phase}"] = seconds(_phase(after, f"gang: {phase}", model))
     ends["until the request's first step is seen again"] = first_step_s
-    ends["all other steps, and the decoding"] = end_s
+    ends["all other steps"] = end_s
     return list(_one_after_the_other(ends, fault_s))
 
 

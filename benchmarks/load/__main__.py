@@ -33,10 +33,19 @@ import httpx
 
 from benchmarks.load import alone as lone
 from benchmarks.load.alone import LoneTimes
-from benchmarks.load.arrivals import Arrival, bursts, owned, poisson, trace, trace_file
 from benchmarks.load.client import Outcome, send_all
-from benchmarks.load.mix import Mix, RequestClass, load_mix
-from benchmarks.load.owner import load_owners
+from benchmarks.load.mix import (
+    Arrival,
+    Mix,
+    RequestClass,
+    bursts,
+    load_mix,
+    load_owners,
+    owned,
+    poisson,
+    trace,
+    trace_file,
+)
 from benchmarks.load.summary import gpu_use, plot, print_classes, summary
 from benchmarks.serving.application import free_port, serving
 from benchmarks.serving.settings import add_options, argument_type, config_of, with_values

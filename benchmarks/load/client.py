@@ -11,8 +11,7 @@ from typing import Any
 import httpx
 
 from benchmarks.application.client import stages_ms
-from benchmarks.load.arrivals import Arrival
-from benchmarks.load.mix import Kind, RequestClass
+from benchmarks.load.mix import Arrival, Kind, RequestClass
 from deployments.cli.local import uses_proxies
 
 TIMEOUT_S = 1200.0

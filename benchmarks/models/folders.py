@@ -6,6 +6,7 @@ import json
 import shutil
 import string
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -124,117 +125,72 @@ def _save(model: Any, folder: Path) -> None:
     torch.cuda.empty_cache()
 
 
-def _qwen3(kind: str) -> Any:
-    """Qwen3-4B, as in its published ``config.json``."""
-    import transformers
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoder:
+    """A text encoder of transformers: its class, and its configuration by sizes or as ``published`` by a model."""
 
-    config = transformers.Qwen3Config(
-        vocab_size=151936,
-        hidden_size=2560,
-        intermediate_size=9728,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-    )
-    return getattr(transformers, kind)(config)
+    kind: str
+    config: str = ""
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    published: str = ""
 
-
-def _clip() -> Any:
-    """The text part of CLIP ViT-L/14."""
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
-    sizes["projection_dim"] = 768
-    return CLIPTextModel(CLIPTextConfig(**sizes, max_position_embeddings=CLIP_LENGTH, eos_token_id=101))
+    def __call__(self) -> Any:
+        transformers = import_module("transformers")
+        kind = getattr(transformers, self.kind)
+        if not self.published:
+            return kind(getattr(transformers, self.config)(**self.sizes))
+        config = encoder_config(resolve_configuration(self.published), "text_encoder")
+        assert config is not None
+        return kind(kind.config_class(**config))
 
 
-def _t5() -> Any:
-    """The encoder of T5 v1.1 XXL."""
-    from transformers import T5Config, T5EncoderModel
-
-    sizes = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
-    return T5EncoderModel(T5Config(**sizes, vocab_size=32128, feed_forward_proj="gated-gelu"))
+def _sizes(names: str, *values: int, **others: Any) -> dict[str, Any]:
+    return {**dict(zip(names.split(), values, strict=True)), **others}
 
 
-def _umt5() -> Any:
-    """The encoder of UMT5 XXL."""
-    from transformers import UMT5Config, UMT5EncoderModel
+BERT_NAMES = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
+T5_NAMES = "d_model d_kv d_ff num_layers num_heads vocab_size"
+OF_CLIP = {"max_position_embeddings": CLIP_LENGTH, "eos_token_id": 101}
+VIT_L = _sizes(BERT_NAMES, 768, 3072, 12, 12, projection_dim=768, **OF_CLIP)
+BIG_G = _sizes(BERT_NAMES, 1280, 5120, 32, 20, projection_dim=1280, hidden_act="gelu", **OF_CLIP)
+GATED = {"feed_forward_proj": "gated-gelu"}
+QWEN3_4B = _sizes(BERT_NAMES, 2560, 9728, 36, 32, num_key_value_heads=8, head_dim=128, vocab_size=151936)
+QWEN25_7B = _sizes(BERT_NAMES, 3584, 18944, 28, 28, num_key_value_heads=4, vocab_size=152064)
+ROTARY = {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}}
 
-    sizes = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_heads": 64}
-    return UMT5EncoderModel(UMT5Config(**sizes, vocab_size=256384, feed_forward_proj="gated-gelu"))
-
-
-def _clip_with_projection() -> Any:
-    """The text part of CLIP ViT-L/14, and what follows it."""
-    from transformers import CLIPTextModelWithProjection
-
-    return CLIPTextModelWithProjection(_clip().config)
-
-
-def _clip_large() -> Any:
-    """The text part of OpenCLIP ViT-bigG/14, and what follows it."""
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
-
-    sizes = {"hidden_size": 1280, "intermediate_size": 5120, "num_hidden_layers": 32, "num_attention_heads": 20}
-    more = {"projection_dim": 1280, "hidden_act": "gelu", "max_position_embeddings": CLIP_LENGTH}
-    return CLIPTextModelWithProjection(CLIPTextConfig(**sizes, **more, eos_token_id=101))
-
-
-def _byt5() -> Any:
-    """The encoder of Glyph-ByT5, small."""
-    from transformers import T5Config, T5EncoderModel
-
-    sizes = {"d_model": 1472, "d_kv": 64, "d_ff": 3584, "num_layers": 12, "num_heads": 6}
-    return T5EncoderModel(T5Config(**sizes, vocab_size=1510, feed_forward_proj="gated-gelu"))
-
-
-def _qwen25() -> Any:
-    """The text part of Qwen2.5-VL-7B."""
-    from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
-
-    sizes = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "vocab_size": 152064}
-    heads = {"num_attention_heads": 28, "num_key_value_heads": 4}
-    rotary = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}
-    return Qwen2_5_VLTextModel(Qwen2_5_VLTextConfig(**sizes, **heads, rope_parameters=rotary))
-
-
-def _published_encoder(model: str, kind: str) -> Any:
-    """Return the ``text_encoder`` of ``model``, of the class ``kind``, as its published configuration says."""
-    import transformers
-
-    config = encoder_config(resolve_configuration(model), "text_encoder")
-    assert config is not None
-    made = getattr(transformers, kind)
-    return made(made.config_class(**config))
-
+CLIP = Encoder("CLIPTextModel", "CLIPTextConfig", VIT_L)
+CLIP_WITH_PROJECTION = Encoder("CLIPTextModelWithProjection", "CLIPTextConfig", VIT_L)
+CLIP_LARGE = Encoder("CLIPTextModelWithProjection", "CLIPTextConfig", BIG_G)
+T5_XXL = Encoder("T5EncoderModel", "T5Config", _sizes(T5_NAMES, 4096, 64, 10240, 24, 64, 32128, **GATED))
+UMT5_XXL = Encoder("UMT5EncoderModel", "UMT5Config", _sizes(T5_NAMES, 4096, 64, 10240, 24, 64, 256384, **GATED))
+GLYPH_BYT5 = Encoder("T5EncoderModel", "T5Config", _sizes(T5_NAMES, 1472, 64, 3584, 12, 6, 1510, **GATED))
+QWEN25 = Encoder("Qwen2_5_VLTextModel", "Qwen2_5_VLTextConfig", QWEN25_7B | ROTARY)
 
 Encoders = Mapping[str, Callable[[], Any]]
-
-WAN: Encoders = {"text_encoder": _umt5}
-FLUX: Encoders = {"text_encoder": _clip, "text_encoder_2": _t5}
-HUNYUAN: Encoders = {"text_encoder": _qwen25, "text_encoder_2": _byt5}
-SD3: Encoders = {"text_encoder": _clip_with_projection, "text_encoder_2": _clip_large, "text_encoder_3": _t5}
-QWEN: Encoders = {"text_encoder": lambda: _published_encoder("Qwen-Image", "Qwen2_5_VLForConditionalGeneration")}
-Z_IMAGE: Encoders = {"text_encoder": lambda: _qwen3("Qwen3Model")}
+WAN: Encoders = {"text_encoder": UMT5_XXL}
+FLUX: Encoders = {"text_encoder": CLIP, "text_encoder_2": T5_XXL}
+HUNYUAN: Encoders = {"text_encoder": QWEN25, "text_encoder_2": GLYPH_BYT5}
+SD3: Encoders = {"text_encoder": CLIP_WITH_PROJECTION, "text_encoder_2": CLIP_LARGE, "text_encoder_3": T5_XXL}
+QWEN: Encoders = {"text_encoder": Encoder("Qwen2_5_VLForConditionalGeneration", published="Qwen-Image")}
+Z_IMAGE: Encoders = {"text_encoder": Encoder("Qwen3Model", "Qwen3Config", QWEN3_4B)}
+TWO_CLIPS = ("stable-diffusion-3-medium", "stable-diffusion-3.5-large", "stable-diffusion-3.5-medium")
 
 ENCODERS: Mapping[str, Encoders] = {
     "Cosmos3-Nano": {},
     "Cosmos3-Super": {},
     **dict.fromkeys(("FLUX.1-Kontext-dev", "FLUX.1-dev", "FLUX.1-schnell"), FLUX),
-    "FLUX.2-dev": {"text_encoder": lambda: _published_encoder("FLUX.2-dev", "Mistral3ForConditionalGeneration")},
-    "FLUX.2-klein-4B": {"text_encoder": lambda: _qwen3("Qwen3ForCausalLM")},
+    "FLUX.2-dev": {"text_encoder": Encoder("Mistral3ForConditionalGeneration", published="FLUX.2-dev")},
+    "FLUX.2-klein-4B": {"text_encoder": Encoder("Qwen3ForCausalLM", "Qwen3Config", QWEN3_4B)},
     "Helios-Base": WAN,
     **dict.fromkeys(("HunyuanVideo-1.5-480p_t2v", "HunyuanVideo-1.5-720p_t2v"), HUNYUAN),
-    "LTX-Video": {"text_encoder": _t5},
+    "LTX-Video": {"text_encoder": T5_XXL},
     **dict.fromkeys(("Qwen-Image", "Qwen-Image-2512"), QWEN),
     **dict.fromkeys(("Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B", "Wan2.2-I2V-A14B", "Wan2.2-T2V-A14B", "Wan2.2-TI2V-5B"), WAN),
     **dict.fromkeys(("Z-Image", "Z-Image-Turbo"), Z_IMAGE),
-    **dict.fromkeys(("stable-diffusion-3-medium", "stable-diffusion-3.5-large", "stable-diffusion-3.5-medium"), SD3),
-    "stable-diffusion-xl-base-1.0": {"text_encoder": _clip, "text_encoder_2": _clip_large},
+    **dict.fromkeys(TWO_CLIPS, SD3),
+    "stable-diffusion-xl-base-1.0": {"text_encoder": CLIP, "text_encoder_2": CLIP_LARGE},
 }
 """Text encoders by model and part."""
-TWO_CLIPS = ("stable-diffusion-3-medium", "stable-diffusion-3.5-large", "stable-diffusion-3.5-medium")
 LENGTHS: Mapping[str, Mapping[str, int]] = {
     **{name: {"tokenizer": CLIP_LENGTH} for name in ("FLUX.1-Kontext-dev", "FLUX.1-dev", "FLUX.1-schnell")},
     **{

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.step_program import relative_error
-from benchmarks.timing import rank_synchronize
+from benchmarks.timing import rank_synchronize, relative_error
 
 SUFFIX = "-captured"
 """End of the names of makers whose steps are captured."""

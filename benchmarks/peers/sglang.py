@@ -1,8 +1,7 @@
-"""SGLang Diffusion's FLUX transformer (sglang 0.5.23) on the same weights, Ulysses over all ranks, as it serves it.
+"""SGLang Diffusion's transformers (sglang 0.5.23) on the same weights, as it serves them.
 
 Its compiled kernels (sgl_kernel) are made for the PyTorch that it pins, 2.14. Elsewhere FlashAttention-3 comes from
-fa3-fwd, whose library any PyTorch can load, and the product in float8 is PyTorch's; of the others this model calls
-none.
+fa3-fwd, whose library any PyTorch can load, and the product in float8 is PyTorch's; of the others FLUX.1 calls none.
 """
 
 from __future__ import annotations
@@ -17,14 +16,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.models.flux import architecture
 from benchmarks.models.making import default_dtype, without_init
-from benchmarks.peers.sglang_calls import call_in_parts, rotary_in_parts
 from benchmarks.peers.sglang_graphs import GraphedTransformer, weak_reference
-from engines.core.model import Precision
 from engines.core.spec import ParallelSpec
 
 Compiled = Literal["", "whole", "blocks", "graphs"]
@@ -34,45 +29,18 @@ TRAINED_STEPS = 1000
 """Factor of timesteps and guidance, as its pipeline passes them."""
 
 
-def sglang_step(
-    module: Any, inputs: dict[str, Tensor], *, compiled: Compiled = "", precision: Precision = "native"
-) -> Callable[[], Tensor]:
-    """Return a step. Its own functions divide text and picture among the ranks and gather the prediction.
-
-    ``compiled``: "whole" is its ``--enable-torch-compile``, "blocks" also its ``--regional-compile``, "graphs" its
-    ``--enable-breakable-cuda-graph``, "" its default.
-    ``precision`` "fp8" is its ``--quantization fp8``.
-    """
-    transformer = _transformer(module, compiled, precision)
-    kept = {name: inputs[name] for name in ("encoder_hidden_states", "pooled_projections")}
-    times = {name: inputs[name] * TRAINED_STEPS for name in ("timestep", "guidance")}
-    rotary = rotary_in_parts(transformer, inputs["txt_ids"], inputs["img_ids"])
-    return call_in_parts(transformer, inputs["hidden_states"], freqs_cis=rotary, **kept, **times)
-
-
-@cache
-def _transformer(module: Any, compiled: Compiled, precision: Precision) -> Any:
-    """Return its transformer with the parameters of ``module``, by the same names. Quantised ones are copies."""
-    if compiled == "graphs":
-        return GraphedTransformer(_transformer(module, "", precision))
-    begin(ParallelSpec(ulysses=dist.get_world_size()))
-    from sglang.multimodal_gen.configs.models.dits.flux import FluxArchConfig, FluxConfig
-    from sglang.multimodal_gen.runtime.models.dits.flux import FluxTransformer2DModel
-
-    config = FluxConfig(arch_config=FluxArchConfig(**architecture(module)))
-    return loaded(FluxTransformer2DModel, config, module, compiled, precision)
-
-
 def loaded(
     transformer_class: Any,
     config: Any,
     module: Any,
     compiled: Compiled = "",
-    precision: Precision = "native",
+    precision: str = "native",
     weights: Mapping[str, Tensor] | None = None,
 ) -> Any:
     """Return one of its transformers with the parameters of ``module``. What it stacks or quantises is a copy.
 
+    ``compiled``: "whole" is its ``--enable-torch-compile``, "blocks" also its ``--regional-compile``, "graphs" its
+    ``--enable-breakable-cuda-graph``, "" its default. ``precision`` "fp8" is its ``--quantization fp8``.
     ``weights`` are those parameters by the names of its checkpoints, where diffusers has others.
     """
     from sglang.kernels.ops.diffusion import FUSED_LINEAR_GELU, FUSED_LN_MODULATE
@@ -124,7 +92,7 @@ def _compile(transformer: Any, compiled: Compiled, settings: dict[str, Any]) -> 
         compile_matching_submodules(transformer, compile_kwargs=how)
 
 
-def _quantization(precision: Precision) -> Any:
+def _quantization(precision: str) -> Any:
     from sglang.multimodal_gen.runtime.layers.quantization import get_quantization_config
 
     return get_quantization_config(precision)()

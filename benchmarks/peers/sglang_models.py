@@ -13,12 +13,17 @@ from torch import Tensor
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers import sglang
 from benchmarks.peers.calls import Call, ClipOfText, Prepare, known
-from benchmarks.peers.sglang_calls import call_in_parts, call_of, rotary_in_parts
-from benchmarks.peers.step import SGLANG_COMPILED
 from engines.core.spec import ParallelSpec
 
 GROUPS = "sglang.multimodal_gen.runtime.distributed.parallel_state"
 """Module of its groups of ranks."""
+COMPILED: dict[str, sglang.Compiled] = {
+    "sglang": "",
+    "sglang-graphs": "graphs",
+    "sglang-blocks": "blocks",
+    "sglang-compiled": "whole",
+}
+"""How each maker is compiled."""
 FLUX3 = "Flux3Transformer2DModel"
 FLUX3_NAMES = {
     r"^timestep_embedder\.linear_1": "time_in.in_layer",
@@ -42,7 +47,9 @@ FLUX3_NAMES = {
 """Patterns of diffusers' names of weights, and what the checkpoints say instead."""
 
 
-def transformer_of(model: PublishedModel, maker: str, layout: ParallelSpec) -> tuple[Any, Prepare]:
+def transformer_of(
+    model: PublishedModel, maker: str, layout: ParallelSpec, precision: str = "native"
+) -> tuple[Any, Prepare]:
     """Return the transformer, eager as it ships or with compiled blocks, and what prepares a call."""
     module, name = model.module, type(model.module).__name__
     place, configs, prepare = known(MODELS, name)
@@ -57,7 +64,57 @@ def transformer_of(model: PublishedModel, maker: str, layout: ParallelSpec) -> t
     options = {NAMES.get(key, key): value for key, value in module.config.items() if not key.startswith("_")}
     config.update_model_arch(flux3_options(module.config) if name == FLUX3 else options)
     weights = flux3_weights(module.state_dict()) if name == FLUX3 else module.state_dict()
-    return sglang.loaded(transformer_class, config, module, SGLANG_COMPILED[maker], weights=weights), prepare
+    return sglang.loaded(transformer_class, config, module, COMPILED[maker], precision, weights), prepare
+
+
+def call_of(transformer: Any, batch: Any = None, *, autocast: bool = False, **arguments: Any) -> Call:
+    """Return the call of one step. ``batch`` is its request; ``autocast`` is how its pipeline calls some models."""
+    from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
+
+    parameter = next(transformer.parameters())
+    casts = autocast and parameter.dtype != torch.float32
+
+    def call() -> Any:
+        with (
+            set_forward_context(current_timestep=0, attn_metadata=None, forward_batch=batch),
+            torch.autocast(parameter.device.type, parameter.dtype, enabled=casts),
+        ):
+            return transformer(**arguments)
+
+    return call
+
+
+def call_in_parts(transformer: Any, tokens_BSD: Tensor, **arguments: Any) -> Call:
+    """Return a call that divides the picture's tokens among the ranks and gathers their predictions.
+
+    ``arguments`` of these tokens are already divided. The transformer divides tokens of text itself.
+    """
+    from sglang.multimodal_gen.runtime.distributed.sp_shard_utils import gather_seq, shard_seq
+
+    mine, plan = shard_seq(tokens_BSD)
+    call = call_of(transformer, hidden_states=mine, **arguments)
+    return lambda: gather_seq(call(), plan.orig_len)
+
+
+def rotary_in_parts(transformer: Any, text_ids: Tensor, picture_ids: Tensor) -> tuple[Tensor, ...]:
+    """Return cosines and sines of all text and of this rank's part of the picture, from FLUX's ids (tokens, axes)."""
+    from sglang.multimodal_gen.configs.pipeline_configs.base import shard_rotary_emb_for_sp
+
+    text, picture = (transformer.rotary_emb(ids.flatten(0, -2)) for ids in (text_ids, picture_ids))
+    mine = map(shard_rotary_emb_for_sp, picture)
+    return tuple(torch.cat(pair, dim=0) for pair in zip(text, mine, strict=True))
+
+
+def _flux(transformer: Any, own: Mapping[str, Any]) -> Call:
+    return call_in_parts(
+        transformer,
+        own["hidden_states"],
+        encoder_hidden_states=own["encoder_hidden_states"],
+        pooled_projections=own["pooled_projections"],
+        guidance=None if own["guidance"] is None else own["guidance"] * sglang.TRAINED_STEPS,
+        timestep=own["timestep"] * sglang.TRAINED_STEPS,
+        freqs_cis=rotary_in_parts(transformer, own["txt_ids"], own["img_ids"]),
+    )
 
 
 def _flux2(transformer: Any, own: Mapping[str, Any]) -> Call:
@@ -197,6 +254,7 @@ def _cosmos(transformer: Any, own: Mapping[str, Any]) -> Call:
 
 
 MODELS: dict[str, tuple[str, str, Prepare]] = {
+    "FluxTransformer2DModel": ("flux", "flux:FluxConfig", _flux),
     "Flux2Transformer2DModel": ("flux_2", "flux:FluxConfig", _flux2),
     "QwenImageTransformer2DModel": ("qwen_image", "qwenimage:QwenImageDitConfig", _qwen),
     "ZImageTransformer2DModel": ("zimage", "zimage:ZImageDitConfig", _z_image),

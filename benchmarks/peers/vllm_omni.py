@@ -1,14 +1,9 @@
-"""vLLM-Omni's FLUX transformer (vllm-omni and vllm 0.30.0) on the same weights, its own Ulysses over all ranks.
-
-No release up to 0.30 declares for FLUX.1 how its sequence is cut: of its ways to speed up one picture on several GPUs,
-this model has tensor parallelism. So the plan is ours; hooks, attention, exchange and compilation are vLLM-Omni's.
-"""
+"""vLLM-Omni's transformers (vllm-omni and vllm 0.30.0) on the same weights, as its worker runs them."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from types import ModuleType
@@ -16,50 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from benchmarks.models.flux import architecture
 from benchmarks.models.making import default_dtype, without_init
-from engines.core.model import Precision
 from engines.core.spec import ParallelSpec
 
 ROOM = 2.0
 """Free memory that suffices, as a multiple of a module's weights."""
 OPEN = ExitStack()
 """Contexts that stay open as long as the process."""
-
-
-def vllm_omni_step(
-    module: Any, inputs: dict[str, Tensor], *, compiled: bool, tensor: bool = False, precision: Precision = "native"
-) -> Callable[[], Tensor]:
-    """Return a step in inference mode, as its worker runs it.
-
-    ``compiled`` is its default, block by block; without it is its ``enforce_eager``. ``tensor`` is tensor parallelism,
-    which it supports for this model. ``precision`` "fp8" is its ``--quantization fp8``.
-    """
-    transformer = _transformer(module, compiled, tensor, precision)
-
-    @torch.inference_mode()
-    def step() -> Tensor:
-        answer: Tensor = transformer(**inputs, return_dict=False)[0]
-        return answer
-
-    return step
-
-
-@cache
-def _transformer(module: Any, compiled: bool, tensor: bool, precision: Precision) -> Any:
-    world = dist.get_world_size()
-    layout = ParallelSpec(tensor=world) if tensor else ParallelSpec(ulysses=world)
-    od_config = begin(next(module.parameters()).dtype, precision, layout)
-    from vllm_omni.diffusion.models.flux.flux_transformer import FluxTransformer2DModel
-
-    transformer = loaded(FluxTransformer2DModel, architecture(module), module, od_config)
-    if world > 1 and not tensor:
-        cut_sequence(transformer, _plan_of_flux(), layout)
-    if compiled:
-        compile_blocks(transformer, od_config)
-    return transformer
 
 
 def loaded(transformer_class: Any, options: dict[str, Any], module: Any, od_config: Any) -> Any:
@@ -98,7 +57,7 @@ def compile_blocks(transformer: Any, od_config: Any) -> None:
     regionally_compile(transformer, dynamic=od_config.diffusion_compile_dynamic)
 
 
-def _quantization(precision: Precision) -> Any:
+def _quantization(precision: str) -> Any:
     """Return its configuration of "fp8". Its own function imports all methods, and language models with them."""
     if precision == "native":
         return None
@@ -129,15 +88,6 @@ def cut_sequence(transformer: Any, plan: dict[str, Any], layout: ParallelSpec) -
     apply_sequence_parallel(transformer, config, plan)
 
 
-def _plan_of_flux() -> dict[str, Any]:
-    """Return diffusers' plan for this model: divide text and picture among the ranks, gather the prediction."""
-    from vllm_omni.diffusion.distributed.sp_plan import SequenceParallelInput, SequenceParallelOutput
-
-    dims = {"hidden_states": (1, 3), "encoder_hidden_states": (1, 3), "img_ids": (0, 2), "txt_ids": (0, 2)}
-    cuts = {name: SequenceParallelInput(split_dim=dim, expected_dims=rank) for name, (dim, rank) in dims.items()}
-    return {"": cuts, "proj_out": SequenceParallelOutput(gather_dim=1, expected_dims=3)}
-
-
 def make_importable() -> None:
     """Prepare imports. Call it before the first of its modules is imported.
 
@@ -151,7 +101,7 @@ def make_importable() -> None:
 
 
 @cache
-def begin(dtype: torch.dtype, precision: Precision, layout: ParallelSpec) -> Any:
+def begin(dtype: torch.dtype, precision: str, layout: ParallelSpec) -> Any:
     """Return its configuration, with groups and contexts as its worker makes them. The contexts stay open.
 
     Another configuration needs its own process.

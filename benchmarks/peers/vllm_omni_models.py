@@ -17,30 +17,49 @@ from engines.core.spec import ParallelSpec
 
 GROUPS = "vllm_omni.diffusion.distributed.parallel_state"
 """Module of its groups of ranks."""
+FLUX = "FluxTransformer2DModel"
 
 
-def transformer_of(model: PublishedModel, maker: str, layout: ParallelSpec) -> tuple[Any, Prepare]:
+def transformer_of(
+    model: PublishedModel, maker: str, layout: ParallelSpec, precision: str = "native"
+) -> tuple[Any, Prepare]:
     """Return the transformer, with compiled blocks as it ships or eager, and what prepares a call.
 
-    Its weights are copies of those of ``model``, whose module may be on the CPU from now on.
+    ``precision`` "fp8" is its ``--quantization fp8``. Its weights are copies of those of ``model``, whose module may be
+    on the CPU from now on.
     """
     module, name = model.module, type(model.module).__name__
     place, prepare = known(MODELS, name)
     if name.startswith("Flux2") and module.config.guidance_embeds:
         place = "flux2.flux2_transformer"  # klein has a file of its own
-    od_config = vllm_omni.begin(next(module.parameters()).dtype, "native", layout)
+    od_config = vllm_omni.begin(next(module.parameters()).dtype, precision, layout)
     if name.startswith("Cosmos3"):
         transformer_class, options = _cosmos_class(), _cosmos_options(module, od_config)
     else:
         transformer_class = getattr(importlib.import_module(f"vllm_omni.diffusion.models.{place}"), name)
-        settings = {**module.config, "od_config": od_config}
+        settings = {**module.config} if name == FLUX else {**module.config, "od_config": od_config}
         options = {key: settings[key] for key in inspect.signature(transformer_class).parameters if key in settings}
     transformer = vllm_omni.loaded(transformer_class, options, module, od_config)
-    if layout.context > 1:
+    if layout.context > 1 and name == FLUX:
+        vllm_omni.cut_sequence(transformer, _plan_of_flux(), layout)
+    elif layout.context > 1:
         _cut_by_its_plan(transformer, layout)
     if "eager" not in maker:
         vllm_omni.compile_blocks(transformer, od_config)
     return transformer, prepare
+
+
+def _plan_of_flux() -> dict[str, Any]:
+    """Return diffusers' plan for FLUX.1: divide text and picture among the ranks, gather the prediction.
+
+    No release up to 0.30 declares how its sequence is cut: it has tensor parallelism for this model. So the plan is
+    ours; hooks, attention, exchange and compilation are vLLM-Omni's.
+    """
+    from vllm_omni.diffusion.distributed.sp_plan import SequenceParallelInput, SequenceParallelOutput
+
+    dims = {"hidden_states": (1, 3), "encoder_hidden_states": (1, 3), "img_ids": (0, 2), "txt_ids": (0, 2)}
+    cuts = {name: SequenceParallelInput(split_dim=dim, expected_dims=rank) for name, (dim, rank) in dims.items()}
+    return {"": cuts, "proj_out": SequenceParallelOutput(gather_dim=1, expected_dims=3)}
 
 
 def _cut_by_its_plan(transformer: Any, layout: ParallelSpec) -> None:
@@ -93,17 +112,13 @@ def _cosmos_options(module: Any, od_config: Any) -> dict[str, Any]:
     return {"od_config": od_config, **{name: config[name] for name in ("sound_gen", "sound_dim", "sound_latent_fps")}}
 
 
-def _flux2(transformer: Any, own: Mapping[str, Any]) -> Call:
+def _as_they_are(transformer: Any, own: Mapping[str, Any]) -> Call:
     return lambda: transformer(**own, return_dict=False)[0]
 
 
 def _qwen(transformer: Any, own: Mapping[str, Any]) -> Call:
     lengths = [own["encoder_hidden_states"].shape[1]]
     return lambda: transformer(**own, txt_seq_lens=lengths).sample
-
-
-def _wan(transformer: Any, own: Mapping[str, Any]) -> Call:
-    return lambda: transformer(**own, return_dict=False)[0]
 
 
 def _z_image(transformer: Any, own: Mapping[str, Any]) -> Call:
@@ -127,10 +142,11 @@ def _cosmos(transformer: Any, own: Mapping[str, Any]) -> Call:
 
 
 MODELS: dict[str, tuple[str, Prepare]] = {
-    "Flux2Transformer2DModel": ("flux2_klein.flux2_klein_transformer", _flux2),
+    FLUX: ("flux.flux_transformer", _as_they_are),
+    "Flux2Transformer2DModel": ("flux2_klein.flux2_klein_transformer", _as_they_are),
     "QwenImageTransformer2DModel": ("qwen_image.qwen_image_transformer", _qwen),
     "ZImageTransformer2DModel": ("z_image.z_image_transformer", _z_image),
-    "WanTransformer3DModel": ("wan2_2.wan2_2_transformer", _wan),
+    "WanTransformer3DModel": ("wan2_2.wan2_2_transformer", _as_they_are),
     "Cosmos3OmniTransformer": ("cosmos3.transformer_cosmos3", _cosmos),
 }
 """Place of the transformer and what prepares a call, by diffusers' class."""

@@ -19,7 +19,7 @@ from random import Random
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.load.owner import Owner, load_owners
+from benchmarks.load.mix import Owner, load_owners
 from benchmarks.policies.h200 import NUM_STEPS, SHARES, STEPS
 from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation
 from benchmarks.serving.settings import argument_type

@@ -56,7 +56,7 @@ class Served:
 
     @cached_property
     def card(self) -> Mapping[str, Any]:
-        return self.client.get("/v1/models").raise_for_status().json()["data"][0]  # type: ignore[no-any-return]
+        return self.client.card()
 
     @property
     def recipes(self) -> Mapping[str, Mapping[str, Any]]:

@@ -222,15 +222,6 @@ def wait_ready(url: str, process: subprocess.Popen[bytes], log: Path, within_s: 
     raise TimeoutError(f"not ready within {within_s:g} s:\n{log.read_text()[-4000:]}")
 
 
-def demo_s() -> float:
-    """Return the seconds that ``make demo`` takes if everything is installed."""
-    with tempfile.TemporaryDirectory(prefix="troupe_bench_", dir="/tmp", ignore_cleanup_errors=True) as name:
-        env = os.environ | {"TROUPE_DATA_DIR": name, "RAY_TMPDIR": name}
-        started_s = time.perf_counter()
-        subprocess.run([*COMMAND, "demo", "--out", name], env=env, check=True, stdout=subprocess.DEVNULL)
-        return time.perf_counter() - started_s
-
-
 def free_port(host: str) -> int:
     """Return a port that was free a moment ago."""
     with socket.socket() as probe:

@@ -17,9 +17,7 @@ start models side by side, and measure one after the other. It ends with 1 if it
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,7 +32,7 @@ from benchmarks.models.folders import ENCODERS
 from benchmarks.results import status_of
 from benchmarks.serving.settings import write_model
 from benchmarks.sweep import whole
-from benchmarks.sweep.asked import Asked, turn_of
+from benchmarks.sweep.asked import Asked, add_run_options, check_room, facts, turn_of
 from benchmarks.sweep.kept import ERROR, Kept, Result
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import published_models
@@ -54,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> None:
         if time.monotonic() - begun_s > arguments.limit_s:
             print(f"the time is over: {name} on {ranks} and what follows are left", file=sys.stderr, flush=True)
             break
-        result = {**facts(name, ranks), **result_of(name, ranks, arguments)}
+        result = {**facts(model=name, ranks=ranks), **result_of(name, ranks, arguments)}
         kept.add(result)
         print(json.dumps(result), flush=True)
         results.append(result)
@@ -67,12 +65,6 @@ def left(arguments: argparse.Namespace, kept: Kept) -> Iterator[tuple[int, str]]
         for name in arguments.models:
             if not kept.has(model=name, ranks=ranks, failed=not arguments.again):
                 yield ranks, name
-
-
-def facts(name: str, ranks: int) -> Result:
-    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return {"model": name, "ranks": ranks, "date": today, "hardware": hardware, "torch": torch.__version__}
 
 
 def result_of(name: str, ranks: int, arguments: argparse.Namespace) -> Result:
@@ -95,20 +87,10 @@ def measured(name: str, ranks: int, arguments: argparse.Namespace) -> dict[str, 
     if name not in ENCODERS:
         return lone(name, ranks, arguments)
     with tempfile.TemporaryDirectory(prefix="troupe_sweep_", dir=arguments.scratch) as scratch:
-        check_room(name, Path(scratch))
+        needed = Checkpoint.of_configuration(name, "meta", "bfloat16").weights_bytes() + SPARE_BYTES
+        check_room(name, needed, arguments.scratch)
         write_model(name, Path(scratch) / name)
         return whole.measured(Path(scratch) / name, ranks, asked, turn)
-
-
-def check_room(name: str, scratch: Path) -> None:
-    """ValueError for a model that the disk has no room for."""
-    needed = Checkpoint.of_configuration(name, "meta", "bfloat16").weights_bytes() + SPARE_BYTES
-    free = shutil.disk_usage(scratch).free
-    if needed > free:
-        raise ValueError(
-            f"{name} takes {needed / 2**30:.0f} GiB on the disk, {free / 2**30:.0f} are free in {scratch.parent}: "
-            "name another folder with --scratch"
-        )
 
 
 def lone(name: str, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -130,11 +112,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--ranks", nargs="+", type=int, default=[1], help="GPUs that work together, one after the other"
     )
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="after which no model is begun")
-    parser.add_argument("--again", action="store_true", help="those that failed as well")
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where models are written to")
-    Asked.add_options(parser)
+    add_run_options(parser, OUT, "model")
     return parser.parse_args(words)
 
 

@@ -1,14 +1,18 @@
-"""The picture or clip that a sweep asks every model for, and when."""
+"""The picture or clip that a sweep asks every model for, when, on what, and with how much room on the disk."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock
 
 from pipelines.defaults import Defaults
@@ -64,3 +68,29 @@ class Asked:
 def turn_of(lock: Path | None) -> AbstractContextManager[Any]:
     """Return a context in which no other holder of ``lock`` measures; one that does nothing without it."""
     return FileLock(lock) if lock else nullcontext()
+
+
+def facts(**keys: Any) -> dict[str, Any]:
+    """Return ``keys`` with the date, the hardware and the version of torch."""
+    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    return {**keys, "date": today, "hardware": hardware, "torch": torch.__version__}
+
+
+def check_room(name: str, needed_bytes: int, folder: Path) -> None:
+    """Raise ValueError for a model that the disk has no room for."""
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        raise ValueError(
+            f"{name} takes {needed_bytes / 2**30:.0f} GiB on the disk, {free_bytes / 2**30:.0f} are free in {folder}: "
+            "name another folder with --scratch"
+        )
+
+
+def add_run_options(parser: argparse.ArgumentParser, out: Path, what: str) -> None:
+    """Add the options of a sweep that goes on where it stopped."""
+    parser.add_argument("--out", type=Path, default=out)
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help=f"after which no {what} is begun")
+    parser.add_argument("--again", action="store_true", help="those that failed as well")
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where models are written to")
+    Asked.add_options(parser)

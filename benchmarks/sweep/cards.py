@@ -22,12 +22,10 @@ On a CPU nothing is held, and only models that need no GPU can be served.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import re
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -36,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 
 from benchmarks.application.client import PROMPT, data_of, timing
 from benchmarks.faults.timeline import records_of
@@ -44,7 +41,7 @@ from benchmarks.models.folders import first_twins
 from benchmarks.results import status_of
 from benchmarks.serving.application import Application, serving
 from benchmarks.serving.settings import write_model
-from benchmarks.sweep.asked import Asked
+from benchmarks.sweep.asked import Asked, add_run_options, check_room, facts
 from benchmarks.sweep.card_sizes import card_bytes
 from benchmarks.sweep.kept import ERROR, Kept, Result
 from benchmarks.sweep.occupant import occupied
@@ -89,10 +86,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 def result_of(name: str, gb: float, folder: Callable[[], Path], arguments: argparse.Namespace) -> Result:
     """Return the line of one model on one card; ``folder`` returns where the model lies."""
-    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    result: Result = {"model": name, "card_gb": gb, "date": today, "hardware": hardware, "torch": torch.__version__}
-    began_s = time.monotonic()
+    result, began_s = facts(model=name, card_gb=gb), time.monotonic()
     try:
         measure(result, name, gb, folder, arguments)
     except Exception as error:
@@ -185,7 +179,7 @@ def written(name: str, arguments: argparse.Namespace) -> Iterator[Path]:
         return
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    check_room(name, arguments.scratch, twins=arguments.twins)
+    check_room(name, disk_bytes(name, twins=arguments.twins) + SPARE_BYTES, arguments.scratch)
     try:
         write_model(name, unfinished, twins=arguments.twins)
         unfinished.rename(folder)
@@ -194,16 +188,6 @@ def written(name: str, arguments: argparse.Namespace) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
         if not arguments.keep:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def check_room(name: str, scratch: Path, *, twins: bool) -> None:
-    """Raise ValueError for a model that the disk has no room for."""
-    needed, free = disk_bytes(name, twins=twins) + SPARE_BYTES, shutil.disk_usage(scratch).free
-    if needed > free:
-        raise ValueError(
-            f"{name} takes {needed / 2**30:.0f} GiB on the disk, {free / 2**30:.0f} are free in {scratch}: "
-            "name another folder with --scratch"
-        )
 
 
 def disk_bytes(name: str, *, twins: bool) -> int:
@@ -225,15 +209,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("models", nargs="+", help="published, or folders")
     parser.add_argument("--memory", nargs="+", type=float, required=True, metavar="GB", help="sizes of cards")
     parser.add_argument("--allow-quantization", action="store_true", help="where no lossless savings suffice")
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="after which no card is begun")
+    add_run_options(parser, OUT, "card")
     parser.add_argument("--card-limit-s", type=float, default=CARD_LIMIT_S, help="of the start and requests of a card")
-    parser.add_argument("--again", action="store_true", help="those that failed as well")
-    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where models are written to")
     parser.add_argument("--keep", action="store_true", help="written models, for the next call")
     parser.add_argument("--twins", action="store_true", help="write equal transformers once")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keeps the logs of each application")
-    Asked.add_options(parser)
     parser.set_defaults(steps=FEW_STEPS)
     return parser.parse_args(words)
 

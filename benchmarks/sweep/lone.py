@@ -23,12 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.distributed import start_distributed
 from benchmarks.models.folders import write_vae
 from benchmarks.models.published import SEED, PublishedModel
 from benchmarks.sweep.asked import Asked, turn_of
 from benchmarks.sweep.kept import DECODE_ERROR
-from benchmarks.timing import rank_synchronize
+from benchmarks.timing import rank_synchronize, start_distributed
 from engines.torch_engine.engine import TorchEngine
 from pipelines.blocks.blank import blank_conditioning
 from pipelines.blocks.sampler import BlocksSampler

@@ -15,7 +15,7 @@ import httpx
 import torch
 from PIL import Image
 
-from benchmarks.application.client import CLIPS, EDITS, IMAGES, PROMPT, TIMEOUT_S, data_of, timing
+from benchmarks.application.client import CLIPS, EDITS, IMAGES, PROMPT, TIMEOUT_S, checked, data_of, timing
 from benchmarks.application.memory import samples_of
 from benchmarks.faults.timeline import Record, records_of
 from benchmarks.serving.application import Application, serving
@@ -130,9 +130,7 @@ def made(
         answer = client.post(CLIPS if is_clip else EDITS, data=text, files=files)
     else:
         answer = client.post(CLIPS if is_clip else IMAGES, json=fields)
-    if answer.status_code != httpx.codes.OK:
-        raise RuntimeError(f"no picture or clip, but {answer.status_code}: {answer.text[:1000]}")
-    return answer
+    return checked(answer)
 
 
 def noise(size: Size) -> bytes:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from contextvars import Context
-from dataclasses import dataclass
 from uuid import uuid4
 
 from sqlalchemy import func, select
@@ -15,24 +14,12 @@ from deployments.asyncio_tools import cancel, to_the_end
 from deployments.clips.storage import UNAVAILABLE
 from deployments.database.database import Database, insert_into
 from deployments.database.tables import UsageRow
-from deployments.usage.quotas import Account
+from deployments.usage.quotas import Account, Balance
 
 RETRY_S = 1.0
 KEY = ("key_hash", "replica")
 
 logger = logging.getLogger("troupe.accounts")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Totals:
-    """Use of one key."""
-
-    since: int
-    """Unix time since when is counted."""
-    num_requests: int = 0
-    """Finished pictures and clips."""
-    gpu_s: float = 0.0
-    """Rank-seconds."""
 
 
 class UsageLedger:
@@ -64,13 +51,13 @@ class UsageLedger:
         except UNAVAILABLE as error:
             logger.error("what keys have used since the last write is lost: %s", error)
 
-    async def others(self, key: str) -> Totals | None:
+    async def others(self, key: str) -> Balance | None:
         """Return what ``key`` has used through other replicas, and before a restart; None if it never did."""
         sums = func.min(UsageRow.since), func.sum(UsageRow.num_requests), func.sum(UsageRow.gpu_s)
         query = select(*sums).where(UsageRow.key_hash == key, UsageRow.replica != self._replica)
         async with self._database.engine.connect() as connection:
             since, num_requests, gpu_s = (await connection.execute(query)).one()
-        return None if since is None else Totals(since=since, num_requests=num_requests, gpu_s=gpu_s)
+        return None if since is None else Balance(since=since, num_requests=num_requests, gpu_s=gpu_s)
 
     async def _write_all(self) -> None:
         while accounts := dict(self._unwritten):

@@ -141,7 +141,7 @@ class Balance:
     """Finished pictures and clips."""
     gpu_s: float
     """GPU-seconds of these, and of those that its client ended or failed by."""
-    last_minute_s: float
+    last_minute_s: float = 0.0
     """GPU-seconds of the last minute."""
 
     @classmethod

@@ -75,6 +75,17 @@ def test_parts_are_told_what_they_are_asked_for(
     assert document["clips"] is None, "a model of pictures makes none"
 
 
+def test_a_model_of_the_configuration_runs_beside_its_others(
+    tmp_path: Path, served: list[ServeConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(parts.PARTS, "jpeg", lambda visit: {"jpeg": visit.client.model})
+    words = ["wan-shapes", "--config", "laptop", "--parts", "jpeg", "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit):
+        program.main(words)
+    assert {"flux-shapes", "wan-shapes"} < {model.name for model in served[0].app.models}
+    assert json.loads((tmp_path / "out").read_text())["jpeg"] == "wan-shapes"
+
+
 def test_a_part_that_fails_leaves_the_others(tmp_path: Path, served: list[ServeConfig]) -> None:
     assert run(tmp_path, "--parts", "jpeg,double_side,kill") == 1
     document = json.loads((tmp_path / "out").read_text())

@@ -87,6 +87,26 @@ def test_pictures_alone_are_drawn_once_for_all_parts() -> None:
     assert overlap["s_per_picture"] > 0
 
 
+def test_memory_is_seen_at_rest_and_while_pictures_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of all looks finds the most."""
+    monkeypatch.setattr(parts, "IDLE_S", 0.0)
+    server, gib = Server(), iter((1, *[2] * 100))
+    visit = server.visit()
+    visit.application.memory = lambda: SimpleNamespace(pss_bytes=next(gib) << 30, num_processes=7)  # type: ignore
+    visit.application.cpu_share = lambda over_s: 0.25  # type: ignore
+    found = parts.footprint(visit)["footprint"]
+    assert (found["memory_gib"], found["num_processes"], found["idle_cores"]) == ({"idle": 1.0, "peak": 2.0}, 7, 0.25)
+    assert len(server.asked) == visit.at_once
+
+
+def test_a_client_asks_for_its_model_and_finds_its_card() -> None:
+    server = Server()
+    client = Client("http://server", model="full")
+    client._transport = server
+    client.paint()
+    assert (server.asked[0]["model"], client.card()["id"]) == ("full", "full")
+
+
 def test_other_bytes_are_said() -> None:
     visit = Server().visit()
     visit.first = ({}, b"others")
@@ -130,7 +150,10 @@ def test_clips_of_several_shapes() -> None:
 
 
 def test_parts_are_for_models_that_make_such_things() -> None:
-    for kind, expected in (("image", [name for name in PARTS if name != "clips"]), ("video", ["clips", "kill"])):
+    for kind, expected in (
+        ("image", [name for name in PARTS if name != "clips"]),
+        ("video", ["clips", "zero", "kill"]),
+    ):
         server = Server()
         server.kind = kind
         visit = server.visit()
@@ -147,6 +170,21 @@ def test_a_clip_is_made_again_after_a_kill(tmp_path: Path, monkeypatch: pytest.M
     assert parts.kill(visit)["after_a_kill"]["same_bytes"] is True
     assert server.asked == [{"prompt": PROMPT, "seed": 1}] * 2
     assert parts.kill(visit)["after_a_kill"]["same_bytes"] is False, "the third comes out otherwise"
+
+
+def test_a_request_waits_until_no_gang_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gang = {"time": "2026-11-23T00:00:00+00:00", "message": "gang is ready", "model": "full", "pids": [6, 7]}
+    (tmp_path / "worker-1.err").write_text(json.dumps(gang))
+    running = [True, True, False]
+    monkeypatch.setattr(parts.psutil, "pid_exists", lambda pid: pid == 7 and bool(running) and running.pop(0))
+    monkeypatch.setattr(parts.time, "sleep", lambda seconds: None)
+    server = Server()
+    found = parts.zero(server.visit(tmp_path))["from_zero"]
+    assert (running, len(server.asked), len(found["answered_s"]), found["same_bytes"]) == ([], 4, 3, True)
+    monkeypatch.setattr(parts.psutil, "pid_exists", lambda pid: True)
+    monkeypatch.setattr(parts, "GONE_WITHIN_S", 0.0)
+    with pytest.raises(TimeoutError, match=r"denoiser\.autoscaling says when"):
+        parts.zero(server.visit(tmp_path))
 
 
 def test_the_last_rank_of_the_newest_gang_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

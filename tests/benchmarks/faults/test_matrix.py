@@ -20,6 +20,7 @@ import pytest
 from benchmarks.faults import insistent, kills, matrix
 from benchmarks.faults.insistent import Answer, Health, InsistentClient
 from benchmarks.faults.kills import Fault
+from tests.benchmarks.faults.test_timeline import FAULT_S, RECORDS
 
 PICTURE = {"data": [{"b64_json": "AAAA"}]}
 
@@ -39,7 +40,7 @@ class Struck:
 
     @contextmanager
     def _serving(self, _: object) -> Iterator[Any]:
-        yield SimpleNamespace(url="", process=None)
+        yield SimpleNamespace(url="", process=None, memory=lambda: SimpleNamespace(pss_bytes=2**30))
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -79,9 +80,22 @@ def test_other_bytes_are_a_failure(
     answers = [[answer["answer"] for answer in row["answers"].values()] for row in document["rows"]]
     assert answers == [["right"] * 3, ["right", "wrong bytes", "wrong bytes"]]
     assert [row["is_well"] for row in document["rows"]] == [True, False]
+    assert document["rows"][0]["pss_gib"] == 1.0
     printed = capsys.readouterr().out.splitlines()
     assert json.loads(printed[-1])["rows"] == document["rows"]
     assert sum(line.startswith("| two |") for line in printed[printed.index(matrix.HEAD) :]) == 3
+
+
+def test_a_lost_gang_has_a_timeline_and_other_faults_have_none(tmp_path: Path) -> None:
+    (tmp_path / "worker-1.err").write_text("".join(f"{json.dumps(one)}\n" for one in RECORDS))
+    application: Any = SimpleNamespace(logs=tmp_path)
+    again = [(3, FAULT_S - 1), (1, FAULT_S + 7.5), (2, FAULT_S + 9.0)]
+    parts = matrix.parts_of(application, "m", FAULT_S, again)
+    assert parts["gang: load"] == 1.5
+    assert parts["until the request's first step is seen again"] == 0.5
+    assert (parts["all other steps"], parts["rank: weights"]) == (1.5, 1.0)
+    assert matrix.parts_of(application, "m", FAULT_S, [(3, FAULT_S - 1), (4, FAULT_S + 1)]) == {}
+    assert matrix.parts_of(application, "another", FAULT_S, again) == {}
 
 
 def test_faults_without_time_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

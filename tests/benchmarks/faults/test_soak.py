@@ -14,10 +14,9 @@ import psutil
 import pytest
 
 from benchmarks.faults import kills
-from benchmarks.faults.clients import Clients, End, Outcome, refusal
+from benchmarks.faults.clients import STORM_SIZE, Clients, End, Outcome, Visit, drawn_turns, refusal
 from benchmarks.faults.kills import Killer
 from benchmarks.faults.storm import draw_references, ride_out, summary, was_cut_by_kill
-from benchmarks.faults.visits import STORM_SIZE, Visit, drawn_turns
 from tests.deployments.http.conftest import build, serving
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S

@@ -13,9 +13,8 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from pydantic import ValidationError
 
 from benchmarks.load.__main__ import main, parse
-from benchmarks.load.arrivals import bursts, poisson, trace, trace_file
 from benchmarks.load.client import Outcome, send_all
-from benchmarks.load.mix import MIXES, Kind, Mix, RequestClass, load_mix
+from benchmarks.load.mix import MIXES, Kind, Mix, RequestClass, bursts, load_mix, poisson, trace, trace_file
 from benchmarks.load.summary import gpu_use, plot, print_classes, summary
 from pipelines.request import ServiceTier
 from tests.benchmarks.load.support.server import Server

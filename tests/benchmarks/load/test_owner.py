@@ -7,9 +7,7 @@ from collections import Counter
 import pytest
 from pydantic import ValidationError
 
-from benchmarks.load.arrivals import owned, poisson
-from benchmarks.load.mix import load_mix
-from benchmarks.load.owner import OWNERS, Owner, Owners, load_owners
+from benchmarks.load.mix import OWNERS, Owner, Owners, load_mix, load_owners, owned, poisson
 from benchmarks.serving.application import key_variables
 from deployments.cli.serving import load_config
 from deployments.settings import Settings

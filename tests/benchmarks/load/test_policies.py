@@ -14,10 +14,8 @@ import pytest
 from benchmarks.load import __main__ as program
 from benchmarks.load import alone as lone
 from benchmarks.load.alone import read
-from benchmarks.load.arrivals import Arrival
 from benchmarks.load.client import Outcome
-from benchmarks.load.mix import load_mix
-from benchmarks.load.owner import NUM_DIGITS, Owner
+from benchmarks.load.mix import NUM_DIGITS, Arrival, Owner, load_mix
 from deployments.config import ServeConfig
 from deployments.usage.api_keys import hash_of
 from deployments.usage.quotas import KeyLimits

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tarfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from benchmarks.model_step import CLIPS, MODELS, parse
 from benchmarks.peers import run
+from benchmarks.peers.run import Run
+from engines.core.spec import ParallelSpec
 from tests.support.patience import PATIENCE_S
+
+FACTS = {"hardware": "1 x H200", "torch": "2.11", "python_s": 0.6}
+CHECKS_S = 30
+"""Seconds before the first run, in which peers are unpacked and checked."""
 
 
 @pytest.fixture
@@ -37,36 +47,129 @@ def test_few_files_are_left_and_each_log_s_end_is_in_one(
     for name in ("first", "second"):
         (work / f"{name}.log").write_text(f"much of {name}")
         os.utime(work / f"{name}.log", (len(name), len(name)))
-        (work / f"{name}.json").write_text(json.dumps({"results": [{"case": name}]}))
-    (work / "meeting-stage").mkdir()
+        (work / f"{name}.json").write_text(json.dumps({**FACTS, "results": [{"maker": name}]}))
     out = tmp_path / "out"
     out.mkdir()
     for _ in range(2):
-        run.gather(work, out)
+        run.gather(work, out, {})
     assert {path.name for path in out.iterdir()} == {"logs.txt", "results.jsonl"}
     assert (out / "logs.txt").read_text() == "## first\n first\n## second\nsecond\n"
     found = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    assert found == [{"stage": name, "case": name} for name in ("first", "second")]
+    assert found == [{"stage": name, **FACTS, "maker": name} for name in ("first", "second")]
 
 
-def test_what_there_is_can_be_read_while_stages_run(
-    monkeypatch: pytest.MonkeyPatch, work: Path, tmp_path: Path
+def script(folder: Path, text: str) -> str:
+    """Return the name of a module that other processes can run."""
+    (folder / "scripted.py").write_text(text)
+    return "scripted"
+
+
+def runs(module: str, *sizes: int, limit_s: int = 60) -> list[Run]:
+    return [
+        Run(name=f"r{i}", gpus=n, likely_s=1, limit_s=limit_s, words=f"r{i}", module=module)
+        for i, n in enumerate(sizes)
+    ]
+
+
+def performed(some: Sequence[Run], gpus: Sequence[str], folder: Path, within_s: float = 600) -> dict[str, str]:
+    (folder / "out").mkdir()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(run.ROOT)))}
+    return run.perform(some, gpus, time.monotonic() + within_s, folder / "work", folder / "out", environment)
+
+
+@pytest.mark.usefixtures("work")
+def test_what_there_is_can_be_read_while_runs_go_on_and_small_ones_go_on_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The second of two stages ends when the gist of the first is there, or never."""
-    (tmp_path / "benchmarks/denoise_step").mkdir(parents=True)
-    (tmp_path / "benchmarks/denoise_step/gpu.py").write_text(
-        "import pathlib, sys, time\n"
-        "work, out = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1]).parent / 'out'\n"
-        "(work / 'one.log').write_text(' '.join(sys.argv[2:]))\n"
-        "while not (out / 'logs.txt').exists(): time.sleep(0.05)\n"
-        "sys.exit(3)"
-    )
-    monkeypatch.chdir(tmp_path)
+    """Each of two runs ends when the gist of the other is there, or never."""
+    text = """
+import os, pathlib, sys, time
+work, out = (pathlib.Path(__file__).parent / name for name in ("work", "out"))
+print(os.environ["CUDA_VISIBLE_DEVICES"], flush=True)
+(work / f"{sys.argv[1]}.json").write_text('{"hardware": "h", "torch": "t", "python_s": 1, "results": [{"maker": "m"}]}')
+while not (out / "logs.txt").exists() or (out / "logs.txt").read_text().count("##") < 2: time.sleep(0.05)
+sys.exit(3 * (sys.argv[1] == "r1"))
+"""
     monkeypatch.setattr(run, "GATHER_S", 0.2)
-    (tmp_path / "out").mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    assert run.perform(("one", "other"), 60, work, tmp_path / "out", environment) == 3
-    assert (tmp_path / "out/logs.txt").read_text() == "## one\n--limit-s=60 --stages one other\n"
+    outcome = performed(runs(script(tmp_path, text), 1, 1), ("5", "GPU-8932f937"), tmp_path)
+    assert [one.split(" after")[0] for one in outcome.values()] == ["exit 0", "exit 3"]
+    assert (tmp_path / "out/logs.txt").read_text() == "## r0\n5\n\n## r1\nGPU-8932f937\n\n"
+    found = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
+    assert [(one["stage"], one["runs_beside"]) for one in found] == [("r0", 1), ("r1", 1)]
+
+
+@pytest.mark.usefixtures("work")
+def test_a_run_waits_for_its_gpus_and_what_needs_more_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    monkeypatch.setattr(Run, "command", lambda one, _: [sys.executable, "-m", one.module, one.words])
+    outcome = performed(runs(script(tmp_path, text), 4, 2, 1, 1, 2), ("0", "1"), tmp_path)
+    assert outcome.pop("r0") == "skipped: 2 GPUs"
+    assert {one.split(" after")[0] for one in outcome.values()} == {"exit 0"}
+    said = {path.stem: path.read_text().strip() for path in (tmp_path / "work").glob("*.log")}
+    assert (said["r1"], sorted((said["r2"], said["r3"])), sorted(said["r4"])) == ("0,1", ["0", "1"], [",", "0", "1"])
+
+
+@pytest.mark.usefixtures("work")
+def test_a_run_that_hangs_is_stopped_and_without_time_none_begins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "SMALLEST_LIMIT_S", 0)
+    hangs = script(tmp_path, "import time\nprint('compiling', flush=True)\ntime.sleep(600)")
+    outcome = performed(runs(hangs, 1, 1, limit_s=1), ("0",), tmp_path, 1)
+    assert outcome["r0"].startswith("stopped after")
+    assert outcome["r1"].startswith("skipped: ")
+    assert f"== r0: {outcome['r0']}" in capsys.readouterr().out
+
+
+def test_a_result_that_was_being_written_costs_no_other_and_errors_are_short(work: Path) -> None:
+    (work / "half.json").write_text('{"results": [{"ca')
+    error = f"{'x' * 1000}{run.ROOT}/benchmarks/peers"
+    (work / "whole.json").write_text(json.dumps({**FACTS, "results": [{"maker": "m", "error": error}]}))
+    (found,) = run.collect(work, {"whole": 2})
+    assert found == {"stage": "whole", **FACTS, "maker": "m", "runs_beside": 2, "error": found["error"]}
+    assert found["error"].endswith("xbenchmarks/peers")
+    assert len(found["error"]) == run.ERROR_SAID
+
+
+def test_what_a_compiler_tries_is_no_news() -> None:
+    tried = (
+        "AUTOTUNE addmm(128x256)",
+        "  triton_mm_3 0.0216 ms 100.0% ",
+        "strides: [0, 1]",
+        "INFO 11-23 11:56:07 [compile]",
+        "",
+        "x OMP_NUM_THREADS",
+    )
+    assert all(run.NOISE.match(line) for line in tried)
+    assert not run.NOISE.match("model FLUX.1-dev, size 1024x1024x1, floor_ms 94.1")
+
+
+@pytest.mark.parametrize("one", run.chosen(()), ids=lambda one: one.name)
+def test_runs_name_models_and_makers_that_are_known_and_fit_their_gpus(one: Run) -> None:
+    """What may hang comes after what it is a variant of. diffusers divides a model for good."""
+    assert 0 < one.likely_s < one.limit_s
+    if one.module != run.MODEL_STEP:
+        return
+    arguments = parse(shlex.split(one.words))
+    assert {*arguments.models} <= {*MODELS, *CLIPS, "FLUX.1-dev", "flux-3-image-klein"}
+    bases = [(maker, maker.removesuffix("-captured")) for maker in arguments.makers]
+    assert all(arguments.makers.index(base) < arguments.makers.index(maker) for maker, base in bases if maker != base)
+    for strategy in arguments.strategies:
+        spec = ParallelSpec.of(strategy, one.gpus)
+        assert spec.num_ranks == one.gpus
+        assert "guidance" not in strategy or spec.guidance == arguments.branches == 2
+    divides = [base for _, base in bases if base in ("diffusers", "diffusers-ring")]
+    assert one.gpus == 1 or not divides or {*divides} == {base for _, base in bases}
+
+
+def test_runs_at_best_settings_fit_into_one_call_on_four_gpus() -> None:
+    best = run.chosen(["best"])
+    assert sum(one.likely_s * one.gpus for one in best) / 4 <= 540 - CHECKS_S
+    assert run.chosen(["best_quad", "best"])[:2] == run.chosen(["best_quad", "best_quad_diffusers"])
+    names = [one.name for one in run.chosen(())]
+    assert len({*names}) == len(names)
 
 
 def test_an_archive_is_unpacked_once_and_what_was_left_half_unpacked_is_not_taken(
@@ -116,41 +219,11 @@ def test_compilers_are_those_of_the_environment_or_of_path(
     assert run.tools(environment).startswith("nvcc: missing" if given else f"nvcc: {tmp_path}/cuda/bin/nvcc")
 
 
-def test_a_check_that_fails_is_named_with_the_end_of_its_output(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "benchmarks/peers").mkdir(parents=True)
-    (tmp_path / "benchmarks/peers/check.py").write_text(
-        "import sys\nprint(sys.argv[1], 'is here')\nsys.exit(3 * (sys.argv[1] == 'bad'))"
-    )
-    monkeypatch.chdir(tmp_path)
-    assert run.check(tmp_path, {**os.environ, "PYTHONPATH": str(tmp_path)}, ("bad", "good")) == ["bad"]
-    assert capsys.readouterr().out.splitlines() == [
-        "check bad: FAILED (3)",
-        "bad is here",
-        "check good: good: good is here",
-    ]
-
-
-def test_a_check_that_does_not_end_is_stopped(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "benchmarks/peers").mkdir(parents=True)
-    (tmp_path / "benchmarks/peers/check.py").write_text("import time\ntime.sleep(60)")
-    monkeypatch.chdir(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    assert run.check(tmp_path, environment, ("slow",), limit_s=1) == ["slow"]
-    assert "stopped after 1 s" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_without_a_gpu_all_is_said_and_nothing_is_timed(archive: Path, tmp_path: Path) -> None:
-    limits = ["--limit-s", str(round(3 * PATIENCE_S)), "--check-s", str(2 * PATIENCE_S)]
-    options = [*limits, "--sites", str(tmp_path / "sites"), "--stages", "peers_of_one"]
+    options = ["--limit-s", str(round(3 * PATIENCE_S)), "--sites", str(tmp_path / "sites"), "--stages", "best_one"]
     command = [sys.executable, "-m", "benchmarks.peers.run", str(tmp_path / "out"), str(archive), *options]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd=run.ROOT, env=environment)
     lines = ended.stdout.splitlines()
-    assert {"check attention: FAILED (1)", "check sglang: FAILED (1)", "check vllm_omni: FAILED (1)"} < {*lines}
-    outcome = json.loads(lines[-1])["stages"]["peers_of_one"]
-    assert outcome.startswith("skipped: 0 GPUs")
+    assert json.loads(lines[-1])["stages"] == {"best_one": "skipped: 0 GPUs"}

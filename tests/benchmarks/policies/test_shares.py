@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.load.owner import Owner
+from benchmarks.load.mix import Owner
 from benchmarks.policies.__main__ import by_owner, line, poisson, with_owners
 from benchmarks.policies.h200 import NUM_STEPS, SHARES, STEPS
 from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation, Span

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.load.owner import load_owners
+from benchmarks.load.mix import load_owners
 from benchmarks.policies.__main__ import poisson, with_deadlines, with_owners
 from benchmarks.policies.h200 import STEPS
 from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation

@@ -8,9 +8,10 @@
     python -m benchmarks.model_step Qwen-Image --branches 2
     torchrun --nproc_per_node 2 -m benchmarks.model_step Qwen-Image --branches 2 --strategies guidance
 
-SGLang's and vLLM-Omni's transformers of FLUX.2, Z-Image, Qwen-Image, Wan and Cosmos 3 are timed where they are
-installed. On several GPUs they are divided as these projects do it (benchmarks/peers/layout.py). ``sglang-graphs`` is
-SGLang with its own CUDA graphs. A name that ends with ``-captured`` is a step captured whole in one CUDA graph:
+SGLang's and vLLM-Omni's transformers of FLUX, Z-Image, Qwen-Image, Wan and Cosmos 3 are timed where they are
+installed, and xDiT's attention in FLUX.1. On several GPUs they are divided as these projects do it
+(benchmarks/peers/published.py). ``sglang-graphs`` is SGLang with its own CUDA graphs. A name that ends with
+``-captured`` is a step captured whole in one CUDA graph:
 
     python -m benchmarks.model_step Qwen-Image --branches 2 --makers sglang vllm-omni sglang-blocks diffusers ours
     torchrun --nproc_per_node 2 -m benchmarks.model_step Qwen-Image --branches 2 --makers ours sglang sglang-captured
@@ -20,6 +21,7 @@ and with its blocks compiled, with cuDNN's attention. On several GPUs it uses it
 process can then time nothing else. "diffusers-undivided" is what one GPU takes, for transformers that it does not
 divide. "ours" is the engine as a gang calls it, after what is made once a job is made;
 "ours, fp8 attention" the same with attention in float8, on a Hopper GPU with fa3-fwd (or emulated on a CPU).
+``--precision`` is that of ours, SGLang and vLLM-Omni.
 
 ``--blocks 4`` keeps the first 4 blocks of each list of the transformer, where whole steps take too long. Errors and
 "floor_ms" are then those of the kept blocks. "whole_ms" is an estimate: the median, scaled up to all blocks. What is
@@ -29,13 +31,18 @@ outside of blocks is scaled too. It is left out if the lists keep unequal shares
 
 Makers are timed in the order of ``--makers``, those of diffusers' module first. ``--exact`` compares with the module in
 float32. A strategy is right if its error is at most 1.2 x that of "eager". The last line is one JSON document. The
-status is 1 if nothing was measured of one of the models.
+status is 1 if nothing was measured of one of the models. ``benchmarks.peers.run`` runs many of these on a host.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
+import os
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -46,37 +53,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.denoise_step.cases import REDUCE_OVERHEAD
 from benchmarks.kernel_times import print_profile
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers import capture
 from benchmarks.peers.published import MAKERS as PEERS
-from benchmarks.peers.published import OpenPeer
-from benchmarks.peers.step import reduced
-from benchmarks.step_program import BF16_TFLOPS, Result, StepProgram, attempt, relative_error
-from benchmarks.timing import measure, rank_synchronize
-from benchmarks.turns import Meeting, add_options, meeting_of
+from benchmarks.peers.published import OpenPeer, of_project
+from benchmarks.results import status_of
+from benchmarks.timing import BF16_TFLOPS, measure, rank_synchronize, relative_error, start_distributed
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.options import TorchOptions
 from pipelines.size import Size
 
 MODELS = ("Z-Image-Turbo", "Qwen-Image", "FLUX.2-klein-4B", "FLUX.2-dev")
 CLIPS = ("Wan2.1-T2V-14B", "Wan2.2-I2V-A14B", "HunyuanVideo-1.5-480p_t2v", "LTX-2", "Cosmos3-Nano")
-UNDIVIDED = "diffusers-undivided"
-OF_MODULE = ("eager", "diffusers", UNDIVIDED, REDUCE_OVERHEAD)
-CAPTURABLE = ("eager", "diffusers", UNDIVIDED, *(peer for peer in PEERS if peer != "sglang-graphs"))
+UNDIVIDED, RING, REDUCE_OVERHEAD = "diffusers-undivided", "diffusers-ring", "diffusers-reduce-overhead"
+OF_MODULE = ("eager", "diffusers", RING, UNDIVIDED, REDUCE_OVERHEAD)
+CAPTURABLE = (*OF_MODULE[:-1], *(peer for peer in PEERS if peer != "sglang-graphs"))
 FP8_ATTENTION = "ours, fp8 attention"
 OURS = ("ours compiled", "ours", "ours filled", FP8_ATTENTION)
 MAKERS = (*OF_MODULE, *PEERS, *(maker + capture.SUFFIX for maker in CAPTURABLE), *OURS)
 MAX_ERROR, MAX_FP8_ERROR = 0.05, 0.2
 """In bf16, sums in another order differ."""
 CUDNN = "_native_cudnn"
+MAX_ERROR_CHARACTERS, NUM_ADDITIONS = 3000, 2_000_000
+Result = dict[str, Any]
 Way = tuple[str, Callable[[], Result]]
 
 
 class Arguments(argparse.Namespace):
     models: Sequence[str] = MODELS
-    size: Size | None = None
+    size: Sequence[Size | None]
     tokens: int | None = None
     branches: int = 1
     batch: int = 1
@@ -88,34 +94,70 @@ class Arguments(argparse.Namespace):
     precision: str = "native"
     profile: bool = False
     exact: bool = False
-    meet: Path | None = None
-    turn: tuple[int, int] = (1, 0)
-    meeting: Meeting | None = None
     out: Path | None = None
 
 
 @torch.no_grad()
 def main() -> None:
     arguments = parse(sys.argv[1:])
-    program = StepProgram.begin(arguments.out)
-    arguments.meeting = program.meeting = meeting_of(arguments, program.rank)
+    rank, world = start_distributed()
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    document: Result = {"hardware": f"{world} x {hardware}", "torch": torch.__version__, "python_s": python_s()}
+    document["results"] = []
+    say(f"{document['hardware']}, torch {torch.__version__}, ten million additions in Python {document['python_s']} s")
     for name in arguments.models:
-        failure = attempt(partial(time_model, program, name, arguments))
-        if "error" in failure:
-            program.say(f"{name}: failed\n{failure['error']}")
-        torch._dynamo.reset()
-        torch.cuda.empty_cache()
-        rank_synchronize()
-    program.end([[one for one in program.results if one["model"] == name] for name in arguments.models])
+        for size in arguments.size:
+            failure = attempt(partial(time_model, document, name, size, device, world, arguments))
+            if "error" in failure:
+                say(f"{name}: failed\n{failure['error']}")
+            torch._dynamo.reset()
+            torch.cuda.empty_cache()
+            rank_synchronize()
+    say(json.dumps(document))
+    groups = ([one for one in document["results"] if one["model"] == name] for name in arguments.models)
+    os._exit(max(map(status_of, groups)))  # graphs hold the communicator: an orderly shutdown would wait for them
 
 
-def time_model(program: StepProgram, name: str, arguments: Arguments) -> Result:
-    sizes = (arguments.size, arguments.tokens, arguments.branches, arguments.batch, arguments.blocks)
-    model = PublishedModel.made(name, program.device, program.dtype, *sizes)
-    facts = facts_of(model, program.world)
-    program.say(", ".join(f"{key} {value}" for key, value in facts.items()))
-    for result in results_of(model, facts, arguments, program.world):
-        program.add(result)
+def python_s() -> float:
+    """Return the seconds of ten million additions: steps that are not captured wait for Python."""
+    start_s, total = time.perf_counter(), 0
+    for number in range(NUM_ADDITIONS):
+        total += number
+    return round((time.perf_counter() - start_s) * 10_000_000 / NUM_ADDITIONS, 2)
+
+
+def say(text: str) -> None:
+    """Print ``text`` on the first rank."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def attempt(run: Callable[[], Result]) -> Result:
+    """Return what ``run`` does, or its "error". A maker that fails leaves the others their turn and their memory."""
+    try:
+        return run()
+    except Exception:
+        error = traceback.format_exc()[-MAX_ERROR_CHARACTERS:]
+    gc.collect()  # once nothing holds the frames of what failed
+    torch.cuda.empty_cache()
+    return {"error": error}
+
+
+def time_model(
+    document: Result, name: str, size: Size | None, device: torch.device, world: int, arguments: Arguments
+) -> Result:
+    """Time all makers. The first rank prints results, and writes the document after each: a later one may hang."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    sizes = (size, arguments.tokens, arguments.branches, arguments.batch, arguments.blocks)
+    model = PublishedModel.made(name, device, dtype, *sizes)
+    facts = facts_of(model, world)
+    say(", ".join(f"{key} {value}" for key, value in facts.items()))
+    for result in results_of(model, facts, arguments, world):
+        say(json.dumps(result))
+        document["results"].append(result)
+        if arguments.out and (not dist.is_initialized() or dist.get_rank() == 0):
+            arguments.out.write_text(json.dumps(document))
     return {}
 
 
@@ -131,18 +173,17 @@ def facts_of(model: PublishedModel, world: int) -> Result:
 
 
 def results_of(model: PublishedModel, facts: Result, arguments: Arguments, world: int) -> Iterator[Result]:
-    """Yield ``facts`` with the times of each maker. Where others meet, each maker is a round of the meeting."""
-    facts = {**facts, "precision": arguments.precision}
+    """Yield ``facts`` with the times of each maker."""
     reference = model.exact_call() if arguments.exact else model.call()
-    with OpenPeer(model) as peer:
+    with OpenPeer(model, arguments.precision) as peer:
         ways = ways_of(model, reference, arguments, world, peer)
         for name in in_order(arguments.makers):
             if name in OURS:
                 peer.close()  # GPUs of 80 GB have no room for both
+            has_precision = name in OURS or of_project(name)
+            precision = {"precision": arguments.precision if has_precision else "native"}
             for maker, run in ways[name]:
-                yield {**facts, "maker": maker, **of_whole(model, attempt(run))}
-                if arguments.meeting:
-                    arguments.meeting.end()
+                yield {**facts, **precision, "maker": maker, **of_whole(model, attempt(run))}
 
 
 def of_whole(model: PublishedModel, result: Result) -> Result:
@@ -165,6 +206,7 @@ def ways_of(
     ways: dict[str, tuple[str, Callable[..., Result]]] = {
         "eager": ("diffusers eager", partial(eager, model, reference, arguments)),
         "diffusers": ("diffusers compiled", partial(diffusers, model, reference, arguments, world)),
+        RING: (RING, partial(diffusers, model, reference, arguments, world, degree="ring_degree")),
         UNDIVIDED: ("diffusers compiled, undivided", partial(diffusers, model, reference, arguments, 1)),
         REDUCE_OVERHEAD: (REDUCE_OVERHEAD, partial(eager, model, reference, arguments, reduce=True)),
         **{name: (name, partial(peer_times, peer, name, reference, arguments)) for name in PEERS},
@@ -199,12 +241,29 @@ def eager(
         return times_of(reduced(model.call) if reduce else model.call, reference, arguments, captured)
 
 
+def reduced(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Compile ``step`` with ``mode="reduce-overhead"``. Its answer is valid until the next step."""
+    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
+
+    def run() -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        answer: Tensor = compiled()
+        return answer
+
+    return run
+
+
 def set_attention(model: PublishedModel) -> None:
     model.module.set_attention_backend(CUDNN if torch.cuda.is_available() else "native")
 
 
 def diffusers(
-    model: PublishedModel, reference: Tensor, arguments: Arguments, world: int, captured: bool = False
+    model: PublishedModel,
+    reference: Tensor,
+    arguments: Arguments,
+    world: int,
+    captured: bool = False,
+    degree: str = "ulysses_degree",
 ) -> Result:
     """Time it with compiled blocks. The module is as it was afterwards, but on several GPUs, where hooks stay."""
     set_attention(model)
@@ -215,7 +274,7 @@ def diffusers(
     if world > 1 and model.module._parallel_config is None:
         from diffusers import ContextParallelConfig
 
-        model.module.enable_parallelism(config=ContextParallelConfig(ulysses_degree=world))
+        model.module.enable_parallelism(config=ContextParallelConfig(**{degree: world}))
     model.module.compile_repeated_blocks(dynamic=False, fullgraph=False)
     try:
         with torch.inference_mode():
@@ -226,7 +285,7 @@ def diffusers(
 
 
 def peer_times(peer: OpenPeer, maker: str, reference: Tensor, arguments: Arguments, captured: bool = False) -> Result:
-    """Time SGLang's or vLLM-Omni's transformer."""
+    """Time another project's transformer."""
     return times_of(peer.step(maker), reference, arguments, captured, MAX_ERROR)
 
 
@@ -274,8 +333,6 @@ def ours(
 
 
 def timed(step: Callable[[], object], arguments: Arguments) -> Result:
-    if arguments.meeting:
-        arguments.meeting.begin()
     heat_s = arguments.heat_s if torch.cuda.is_available() else 0.0
     times = measure(step, repeats=arguments.repeats, heat_s=heat_s)
     return {name: round(value, 2) for name, value in asdict(times).items() if value is not None}
@@ -284,26 +341,23 @@ def timed(step: Callable[[], object], arguments: Arguments) -> Result:
 def parse(words: Sequence[str]) -> Arguments:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=Arguments.models, help=f"clips: {', '.join(CLIPS)}")
-    parser.add_argument("--size", type=Size.parse, help="WIDTHxHEIGHT, of clips WIDTHxHEIGHTxFRAMES")
+    sizes = "WIDTHxHEIGHT, of clips WIDTHxHEIGHTxFRAMES; may be given several times"
+    parser.add_argument("--size", type=Size.parse, action="append", help=sizes)
     parser.add_argument("--tokens", type=int, help="of the prompt")
-    default = Arguments.branches
-    parser.add_argument("--branches", type=int, default=default, help="forwards of one step: 2 with guidance")
-    default = Arguments.batch
-    parser.add_argument(
-        "--batch", type=int, default=default, help="pictures in one forward, where a model takes several"
-    )
+    parser.add_argument("--branches", type=int, default=1, help="forwards of one step: 2 with guidance")
+    parser.add_argument("--batch", type=int, default=1, help="pictures in one forward, where a model takes several")
     parser.add_argument("--blocks", type=int, help="kept of each list of the transformer; default: all")
     parser.add_argument("--repeats", type=int, default=Arguments.repeats)
     parser.add_argument("--heat-s", type=float, default=Arguments.heat_s, help="for which GPUs work before them")
     known = ", ".join(MAKERS)
     parser.add_argument("--makers", nargs="+", default=Arguments.makers, choices=MAKERS, help=known)
     parser.add_argument("--strategies", nargs="+", default=Arguments.strategies, help="of ours, one after the other")
-    parser.add_argument("--precision", default=Arguments.precision, help="of ours")
+    parser.add_argument("--precision", default=Arguments.precision, help="of ours and of peers that have it")
     parser.add_argument("--exact", action="store_true", help="compare with the module in float32")
     parser.add_argument("--profile", action="store_true", help="also print the kernels of ours")
-    add_options(parser)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="file for the JSON document")
     arguments = parser.parse_args(words, namespace=Arguments())
+    arguments.size = arguments.size or (None,)
     others = [maker for maker in arguments.makers if maker.removesuffix(capture.SUFFIX) in PEERS]
     if arguments.blocks is not None and arguments.blocks < 1:
         parser.error(f"--blocks {arguments.blocks}: keep at least 1 block")

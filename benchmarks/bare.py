@@ -1,24 +1,24 @@
 """Pictures without Ray, Serve, HTTP and gangs: the pipeline in one process and one thread, as each stage is served.
 
-    python -m benchmarks.serving.bare MODEL
+    python -m benchmarks.bare [MODEL] [--num 20]
 
-Draws a picture for each line on stdin and answers with a line of JSON: seconds from the request to the PNG, with the
-plain module and with the engine that ranks use. So pictures can take turns with other measurements.
+It is the ceiling of ``benchmarks.application``: seconds from the request to the PNG, with the plain module and with the
+engine that ranks use. The last line is one JSON document.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import subprocess
-import sys
+import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 
 import torch
 
 from benchmarks.application.client import PROMPT
+from benchmarks.results import Spread
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.media.encode import encode_frames
@@ -26,9 +26,7 @@ from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 
 NUM_WARM_UP = 2
-
-Times = dict[str, dict[str, float]]
-"""Seconds by pipeline ("plain", "engine") and part ("denoise", "decode", "total")."""
+PARTS = ("denoise", "decode", "total")
 
 
 def default_request(model: str) -> MediaRequest:
@@ -53,33 +51,21 @@ def draw(pipeline: Pipeline, request: MediaRequest) -> dict[str, float]:
     return {"denoise": denoised_s - started_s, "decode": ended_s - denoised_s, "total": ended_s - started_s}
 
 
-def main(model: str) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="flux-shapes")
+    parser.add_argument("--num", type=int, default=20, help="pictures by each pipeline, in turns")
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    request, both = default_request(model), pipelines(model)
-    for seed, _ in enumerate(sys.stdin):
-        times = {name: draw(pipeline, replace(request, seed=seed)) for name, pipeline in both.items()}
-        print(json.dumps(times), flush=True)
-
-
-@contextmanager
-def bare(model: str) -> Iterator[Callable[[], Times]]:
-    """Yield a function that draws in its own warm process, which sleeps between calls."""
-    command = [sys.executable, "-m", "benchmarks.serving.bare", model]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        stdin, stdout = process.stdin, process.stdout
-
-        def ask() -> Times:
-            print(file=stdin, flush=True)
-            times: Times = json.loads(stdout.readline())
-            return times
-
-        for _ in range(NUM_WARM_UP):
-            ask()
-        yield ask
-        stdin.close()
+    request, both = default_request(arguments.model), pipelines(arguments.model)
+    runs = [
+        {name: draw(pipeline, replace(request, seed=seed)) for name, pipeline in both.items()}
+        for seed in range(NUM_WARM_UP + arguments.num)
+    ][NUM_WARM_UP:]
+    found = {name: {part: Spread.of([run[name][part] for run in runs]).rounded() for part in PARTS} for name in both}
+    versions = {name: version(name) for name in ("torch", "diffusers")}
+    print(json.dumps({"model": arguments.model, "cores": os.cpu_count(), "versions": versions, "bare_s": found}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from benchmarks.sleep.__main__ import main
-from benchmarks.sleep.traffic import Alone, Answers, in_parts, summary_of
+from benchmarks.sleep import Alone, Answers, in_parts, main, summary_of
 
 
 def by_ticks(arrivals_s: list[float], work_s: float, number: int, num: int, period_s: float) -> list[float]:

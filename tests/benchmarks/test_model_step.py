@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.model_step.__main__ import Arguments, diffusers, facts_of, in_order, main, of_whole, parse, results_of
+from benchmarks import kernel_times
+from benchmarks.model_step import Arguments, diffusers, facts_of, in_order, main, of_whole, parse, results_of
 from benchmarks.models.published import PublishedModel
+from benchmarks.peers import capture
+from benchmarks.peers.capture import CapturedPeer
+from benchmarks.peers.published import OpenPeer
 from pipelines.size import Size
 from tests.pipelines.support.checkpoints import tiny_models, tiny_qwen
 
@@ -26,9 +31,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("branches", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_floor_comes_before_the_times_and_counts_every_branch(
-    folder: str, branches: int, capsys: pytest.CaptureFixture[str]
+    folder: str, branches: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = ["--size", "96x96", "--tokens", "20", "--repeats", "2", "--branches", str(branches)]
+    out = tmp_path / "out"
+    sizes = ["--size", "96x96", "--tokens", "20", "--repeats", "2", "--branches", str(branches), "--out", str(out)]
     called = patch.object(sys, "argv", ["benchmarks.model_step", folder, *sizes, "--makers", "eager", "ours"])
     no_gpu = patch("torch.cuda.is_available", return_value=False)
     with called, no_gpu, patch("os._exit", side_effect=SystemExit) as end, pytest.raises(SystemExit):
@@ -40,6 +46,7 @@ def test_the_floor_comes_before_the_times_and_counts_every_branch(
     assert [json.loads(line)["maker"] for line in results] == ["diffusers eager", "ours, ulysses"]
     document = json.loads(last)
     assert document["results"] == [json.loads(line) for line in results]
+    assert (json.loads(out.read_text()), document["python_s"] > 0) == (document, True)
     assert document["results"][1]["branches"] == branches
     assert document["results"][1]["relative_error"] < 1e-5
 
@@ -113,6 +120,49 @@ def test_what_measured_nothing_does_not_end_with_0(folder: str, capsys: pytest.C
         assert [one["model"] for one in said["results"] if "error" not in one] == models[:-1]
     if dist.is_initialized():  # by the peer, in a process that was to end
         dist.destroy_process_group()
+
+
+def test_a_precision_is_that_of_makers_that_have_it(folder: str) -> None:
+    model = PublishedModel.made(folder, torch.device("cpu"), torch.float32, Size.parse("96x96"), 20)
+    arguments = Arguments(makers=("eager", "ours", "sglang"), repeats=1, precision="fp8")
+    with patch.object(OpenPeer, "step", side_effect=ValueError("none here")):
+        found = list(results_of(model, {}, arguments, 1))
+    assert [one["precision"] for one in found] == ["native", "fp8", "fp8"]
+    assert found[0]["relative_error"] == 0 < found[1]["relative_error"] < 0.2
+
+
+def test_sizes_follow_each_other() -> None:
+    assert parse(["--size", "96x96", "--size", "64x32"]).size == [Size.parse("96x96"), Size.parse("64x32")]
+    assert parse([]).size == (None,)
+
+
+def test_a_captured_peer_says_how_far_its_answer_is_from_its_eager_one(folder: str) -> None:
+    model, closed = PublishedModel.made(folder, torch.device("cpu"), torch.float32, Size.parse("96x96"), 20), []
+    graph = SimpleNamespace(replay=lambda: None, reset=lambda: closed.append(True))
+    captured = patch.object(capture, "captured", lambda step: CapturedPeer(graph=graph, answer=step(), error=0.002))
+    peer = patch.object(OpenPeer, "step", return_value=model.call)
+    with captured, peer:
+        (found,) = results_of(model, {}, Arguments(makers=("sglang-captured",), repeats=1), 1)
+    assert (found["capture_error"], found["relative_error"], closed) == (0.002, 0.0, [True])
+    assert found["maker"] == "sglang-captured"
+
+
+def test_a_peer_with_another_answer_is_an_error(folder: str) -> None:
+    model = PublishedModel.made(folder, torch.device("cpu"), torch.float32, Size.parse("96x96"), 20)
+    with patch.object(OpenPeer, "step", return_value=lambda: 1.2 * model.call()):
+        (found,) = results_of(model, {}, Arguments(makers=("sglang",), repeats=1), 1)
+    assert "wrong answer: relative error 0.200" in found["error"]
+
+
+def test_kernels_share_a_steps_time() -> None:
+    spans = {"nvjet_a": (0, 3), "ncclDevKernel": (2, 9), "flash_fwd": (5, 6), "triton_pass": (12, 15)}
+    kernels = [
+        SimpleNamespace(name=name, time_range=SimpleNamespace(start=1000 * start, end=1000 * end))
+        for name, (start, end) in spans.items()
+    ]
+    assert kernel_times.split_of_time(kernels) == (
+        "5.00 ms: GEMMs 1.00, exchange 2.33, attention 0.33, passes 1.00, exchange alone 1.67, idle 1.00"
+    )
 
 
 def test_makers_come_in_their_order_and_what_cannot_be_captured_is_an_error(folder: str) -> None:

@@ -1,1 +1,0 @@
-"""Decoder alone, on one device and on several."""

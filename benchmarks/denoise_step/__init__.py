@@ -1,1 +1,0 @@
-"""A denoising step of FLUX.1-dev: its time on every number of ranks, beside peers."""

@@ -1,1 +1,0 @@
-"""One forward of published transformers at full size, beside diffusers' own."""
