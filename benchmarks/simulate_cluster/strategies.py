@@ -48,7 +48,7 @@ class ByWork:
         by_name = {gang.name: gang for gang in running}
         loads = {gang.name: gang.load() for gang in running}
         new = NewWork(job.size, NUM_STEPS)
-        (first, *_) = rank_gangs(loads, new, lambda name: now_s - by_name[name].now_s)
+        (first, *_) = rank_gangs(loads, new, {gang.name: now_s - gang.now_s for gang in running})
         return by_name[first.name]
 
 
