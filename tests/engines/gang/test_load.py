@@ -50,6 +50,19 @@ def test_a_request_of_low_priority_overtakes_less() -> None:
     assert rank_gangs(waiting, NewWork(LARGE, 2))[0].finish_s == 4.0
 
 
+@settings(max_examples=50, **UNHURRIED)
+@given(st.floats(0.01, 3.0), st.integers(1, 100), st.floats(0.92, 1.08), st.sampled_from([0.25, 1.0, 4.0]))
+def test_a_request_waits_for_earlier_ones_of_its_own_kind(
+    step_s: float, num_steps: int, drift: float, priority: float
+) -> None:
+    """Though reports are rounded, and the prediction of open jobs may be newer than that of the kind."""
+    left_s = drift * num_steps * step_s
+    jobs = {str(number): OpenWork(left_s, left_s / priority) for number in range(3)}
+    reported = GangLoad.of_stats(GangLoad(jobs=jobs, step_s={LARGE: step_s}).to_stats())
+    (choice,) = rank_gangs({"a": reported}, NewWork(LARGE, num_steps, priority=priority))
+    assert choice.finish_s > 3.5 * num_steps * step_s - 0.02
+
+
 def test_a_warm_gang_is_first_until_its_wait_is_longer_than_a_cold_start() -> None:
     cold = load(cold_s=5.0, kinds=SMALL)
     assert order({"cold": cold, "warm": load(4.0)}, NewWork(LARGE, 10)) == ["warm", "cold"]
@@ -179,7 +192,8 @@ def test_the_jobs_of_a_report_are_added_up_once_for_all_requests() -> None:
     loads = {"a": GangLoad(jobs=jobs, step_s=STEP_S), "b": load()}
     num_before = jobs.num_reads
     finishes_s = [rank_gangs(loads, NewWork(LARGE, num_steps))[-1].finish_s for num_steps in range(1, 20)]
-    assert finishes_s == [2.0 * num_steps + 2.0 * num_steps for num_steps in range(1, 20)]
+    num_before_s = [sum(1.0 + number <= 2.2 * num_steps for number in range(50)) for num_steps in range(1, 20)]
+    assert finishes_s == [num + 2.0 * num_steps for num_steps, num in enumerate(num_before_s, 1)]
     assert jobs.num_reads == num_before
 
 
@@ -226,7 +240,11 @@ class PlainBoard:
         open_sent = {job: one for job, one in self.sent.get(name, {}).items() if now_s - one[0] <= 1.0 + one[1]}
         beside = [(left_s, urgency_s) for job, (_, left_s, urgency_s) in open_sent.items() if job not in stats["jobs"]]
         first = [
-            sum(left_s for left_s, urgency_s in jobs if not stats["by_urgency"] or urgency_s <= own_s / new.priority)
+            sum(
+                left_s
+                for left_s, urgency_s in jobs
+                if not stats["by_urgency"] or urgency_s <= 1.1 * own_s / new.priority + 0.01
+            )
             for jobs in (stats["jobs"].values(), beside)
         ]
         finish_s = max(0.0, stats["wake_s"] + first[0] - (now_s - heard_s)) + first[1] + own_s
