@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, cycle
 from random import Random
 from typing import Protocol
 
@@ -41,6 +41,8 @@ class ClusterSpec:
     failures_per_gpu_hour: float = 1 / 50_000
     """Grattafiori et al. 2024, "The Llama 3 Herd of Models": 419 interruptions of 16,384 GPUs in 54 days."""
     min_gangs: int = 1
+    measured_starts_s: Sequence[float] = ()
+    """Seconds of the gangs' starts in their order, over and over; empty: ``gang_start_s`` each."""
     measured_step_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step by size; empty: those of FLUX.1-dev on H200s."""
 
@@ -60,8 +62,10 @@ class ClusterSpec:
 class Strategy(Protocol):
     """Decisions about gangs and requests."""
 
-    every_s: float
-    """Interval of decisions."""
+    @property
+    def every_s(self) -> float:
+        """Interval of decisions."""
+        ...
 
     def target(self, now_s: float, cluster: Cluster) -> int:
         """Return the number of gangs that there should be."""
@@ -83,7 +87,7 @@ class Cluster:
     ) -> None:
         self.spec, self._strategy, self._policy = spec, strategy, policy
         self._replica = StepReplica if by_steps else JobReplica
-        self._step_s = spec.step_s
+        self._step_s, self._starts_s = spec.step_s, cycle(spec.measured_starts_s or (spec.gang_start_s,))
         self._random = Random(seed)
         self.nodes: list[ClusterNode] = []
         self.gangs: list[SimulatedReplica] = []
@@ -92,7 +96,8 @@ class Cluster:
         self.num_open = 0
         self.target = 0
         self.waits_s: list[float] = []
-        self.num_changes = self.num_failures = 0
+        self.latencies_s: list[float] = []
+        self.num_changes = self.num_failures = self.num_starts = 0
         self.gpu_s = self.now_s = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._ties, self._numbers = count(), count()
@@ -109,7 +114,10 @@ class Cluster:
         return self._running
 
     def run(self, arrivals: Iterable[Picture], warm_gangs: int) -> None:
-        """Run all ``arrivals`` to the last picture. ``warm_gangs`` gangs run from the beginning."""
+        """Run all ``arrivals`` to the last picture, and to the end of the last node if no gang has to stay.
+
+        ``warm_gangs`` gangs run from the beginning.
+        """
         for _ in range(warm_gangs):
             self._start_gang(0.0, is_warm=True)
         self.target, self._stream = warm_gangs, iter(arrivals)
@@ -160,7 +168,8 @@ class Cluster:
 
     def _advance(self, gang: SimulatedReplica) -> None:
         for job in gang.advance(self.now_s):
-            self.waits_s.append(self.now_s - job.arrived_s - job.lone_s)
+            self.latencies_s.append(self.now_s - job.arrived_s)
+            self.waits_s.append(self.latencies_s[-1] - job.lone_s)
             self.num_open -= 1
         if gang.is_draining and not gang.jobs:
             self._remove(gang)
@@ -181,7 +190,8 @@ class Cluster:
             if self.now_s - node.empty_s >= self.spec.node_idle_s:
                 self._charge(node)
                 self.nodes.remove(node)
-        if self._picture is not None or self.num_open:
+        may_be_empty = not self.spec.min_gangs and self.nodes
+        if self._picture is not None or self.num_open or may_be_empty:
             self._at(self.now_s + self._strategy.every_s, self._decide)
         else:
             self._events.clear()
@@ -199,15 +209,17 @@ class Cluster:
             self.nodes.append(node)
         number = next(self._numbers)
         gang = self._replica(f"gang{number}", number, node, self._step_s, now_s, self._policy)
+        gang.start_s = next(self._starts_s)
         node.gangs.add(gang)
         self.gangs.append(gang)
-        self._at(now_s if is_warm else max(now_s, node.ready_s) + spec.gang_start_s, partial(self._ready, gang))
+        self._at(now_s if is_warm else max(now_s, node.ready_s) + gang.start_s, partial(self._ready, gang))
         return True
 
     def _ready(self, gang: SimulatedReplica) -> None:
         if gang.is_draining:
             return
         gang.is_running, self._running = True, None
+        self.num_starts += 1
         if rate := self.spec.failures_per_gpu_hour * self.spec.num_ranks / 3600:
             self._at(self.now_s + self._random.expovariate(rate), partial(self._fail, gang))
         waiting, self.unassigned = self.unassigned, []
@@ -239,7 +251,7 @@ class Cluster:
         self._running = None
         for job in gang.fail():
             self._at(self.now_s + FAILURE_SEEN_S, partial(self._assign, job))
-        self._at(self.now_s + self.spec.gang_start_s, partial(self._ready, gang))
+        self._at(self.now_s + gang.start_s, partial(self._ready, gang))
 
     def _charge(self, node: ClusterNode) -> None:
         self.gpu_s += (self.now_s - node.begun_s) * self.spec.gpus_per_node

@@ -57,7 +57,11 @@ class SimulatedReplica(ABC):
         self.is_running = self.is_draining = False
         self.version = 0
         """Number of the jobs that came, and of failures: each may change ``next_s``."""
+        self.start_s = 0.0
+        """Seconds of its start on a node that runs."""
         self._step_s = step_s
+        self._warm_step_s: dict[str, float] = {}
+        """Step times of sizes that it has run."""
         self._sums = (0, 0.0, 0.0)
 
     def take(self, job: PictureJob) -> None:
@@ -70,7 +74,9 @@ class SimulatedReplica(ABC):
 
     def advance(self, now_s: float) -> list[PictureJob]:
         """Work up to ``now_s``, which is ``next_s`` at most. Return the jobs that are done."""
-        return [self.jobs.pop(number) for number in self._work(now_s)]
+        done = [self.jobs.pop(number) for number in self._work(now_s)]
+        self._warm_step_s |= {job.size: self._step_s[job.size] for job in done}
+        return done
 
     def fail(self) -> list[PictureJob]:
         """Forget everything. Return the jobs, which begin anew."""
@@ -82,9 +88,9 @@ class SimulatedReplica(ABC):
     def load(self) -> GangLoad:
         """Return what it reports to the router."""
         jobs = {str(number): OpenWork(left_s, left_s) for number, left_s in self._left_s().items()}
-        return GangLoad(jobs=jobs, step_s=self._step_s)
+        return GangLoad(jobs=jobs, step_s=self._warm_step_s)
 
-    def report(self, start_s: float) -> GangReport:
+    def report(self) -> GangReport:
         """Return what it reports to the autoscaling policy."""
         num_arrived, arrived_s, arrived_s2 = self._sums
         return GangReport(
@@ -93,7 +99,7 @@ class SimulatedReplica(ABC):
             num_arrived=num_arrived,
             arrived_s=arrived_s,
             arrived_s2=arrived_s2,
-            start_s=start_s,
+            start_s=self.start_s,
         )
 
     @property

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from benchmarks.simulate_cluster.cluster import Cluster
+from benchmarks.simulate_cluster.cluster import Cluster, Strategy
 from benchmarks.simulate_cluster.replicas import PictureJob, SimulatedReplica
 from engines.gang.autoscaling import GangScaler, Observation, ScalingRules
 from engines.gang.load import REPLICAS_PER_REPORT_S, REPORT_EVERY_S, LoadBoard, NewWork
@@ -35,7 +35,7 @@ class ByWork:
     def target(self, now_s: float, cluster: Cluster) -> int:
         """See ``Strategy.target``."""
         self._scaler = self._scaler or GangScaler(self.rules)
-        gangs = {gang.name: gang.report(cluster.spec.gang_start_s) for gang in cluster.running}
+        gangs = {gang.name: gang.report() for gang in cluster.running}
         self._report(now_s, cluster.running)
         seen = Observation(
             now_s=now_s, target=cluster.target, gangs=gangs, num_unassigned=float(len(cluster.unassigned))
@@ -124,6 +124,29 @@ class FixedSize:
     def choose(self, now_s: float, running: Sequence[SimulatedReplica], job: PictureJob) -> SimulatedReplica:
         """See ``Strategy.choose``."""
         return _less_loaded(running, self._random)
+
+
+@dataclass(slots=True)
+class Observed:
+    """Another strategy, and the state of its cluster before each decision."""
+
+    strategy: Strategy
+    moments: list[tuple[float, int, int]] = field(default_factory=list)
+    """Time, number of running gangs and number of nodes."""
+
+    @property
+    def every_s(self) -> float:
+        """See ``Strategy.every_s``."""
+        return self.strategy.every_s
+
+    def target(self, now_s: float, cluster: Cluster) -> int:
+        """See ``Strategy.target``."""
+        self.moments.append((now_s, len(cluster.running), len(cluster.nodes)))
+        return self.strategy.target(now_s, cluster)
+
+    def choose(self, now_s: float, running: Sequence[SimulatedReplica], job: PictureJob) -> SimulatedReplica:
+        """See ``Strategy.choose``."""
+        return self.strategy.choose(now_s, running, job)
 
 
 def _less_loaded(running: Sequence[SimulatedReplica], random: Random) -> SimulatedReplica:

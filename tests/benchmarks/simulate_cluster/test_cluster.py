@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean
 
 import pytest
@@ -22,7 +23,7 @@ from benchmarks.simulate_cluster.replicas import (
     SimulatedReplica,
     StepReplica,
 )
-from benchmarks.simulate_cluster.strategies import ByRequests, ByWork, FixedSize
+from benchmarks.simulate_cluster.strategies import ByRequests, ByWork, FixedSize, Observed
 from engines.gang.autoscaling import ScalingRules
 from engines.gang.policies.policy import make_policy
 
@@ -87,14 +88,14 @@ def test_a_gang_reports_the_work_that_it_has_left(by_steps: bool) -> None:
         while (next_s := gang.next_s) is not None and next_s <= now_s:
             gang.advance(next_s)
         gang.advance(now_s)
-        reports.append((gang.report(20.0), {name: one.left_s for name, one in gang.load().jobs.items()}))
+        reports.append((gang.report(), {name: one.left_s for name, one in gang.load().jobs.items()}))
     assert [report.backlog_s for report, _ in reports] == pytest.approx([6.0, 5.5, 5.0])
     assert [sum(left_s.values()) for _, left_s in reports] == pytest.approx([6.0, 5.5, 5.0])
     assert reports[-1][1]["0"] == pytest.approx(4.0, abs=2 * STEP_S), "the shorter one is worked on"
     assert (reports[-1][0].num_jobs, reports[-1][0].num_arrived, reports[-1][0].arrived_s2) == (2, 2, 20.0)
     assert {job.number for job in gang.fail()} == {0, 1}
     assert gang.next_s is None
-    assert gang.report(20.0).backlog_s == 0.0
+    assert gang.report().backlog_s == 0.0
 
 
 def test_waits_job_by_job_agree_with_those_of_the_scheduler() -> None:
@@ -123,6 +124,17 @@ def test_without_a_gang_a_request_waits_for_node_and_gang_which_end_when_nobody_
     assert cluster.waits_s == pytest.approx([120.0, 120.0], abs=2.0)
     assert cluster.gpu_s < 4 * 2 * (120 + 5 + RULES.idle_s + 30 + SPEC.node_idle_s + 10)
     assert cluster.num_changes >= 3
+
+
+def test_a_cluster_that_may_be_empty_runs_until_it_is() -> None:
+    strategy = Observed(ByWork(RULES))
+    cluster = Cluster(replace(BY_HAND, min_gangs=0, measured_starts_s=(20.0, 30.0)), strategy)
+    cluster.run(pictures((10.0, 5.0), (1000.0, 5.0)), warm_gangs=0)
+    assert cluster.waits_s == pytest.approx([120.0, 130.0], abs=2.0), "each start took as long as measured"
+    assert (cluster.nodes, cluster.num_starts) == ([], 2)
+    nodes_s = sum(nodes * (later_s - at_s) for (at_s, _, nodes), (later_s, *_) in pairwise(strategy.moments))
+    assert 4 * nodes_s == pytest.approx(cluster.gpu_s, abs=8), "a decision sees what the one before it did"
+    assert max(at_s for at_s, gangs, _ in strategy.moments if gangs) < 1135 + RULES.idle_s + 130
 
 
 @dataclass
