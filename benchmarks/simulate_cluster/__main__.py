@@ -38,8 +38,8 @@ from benchmarks.simulate_cluster.shared_gpus import (
 from benchmarks.simulate_cluster.strategies import ByRequests, ByWork, FixedSize
 from engines.gang.autoscaling import ScalingRules
 
-SCHEDULERS = "of gangs: a real one's, step by step, or its policy job by job (default for more than 64 GPUs)"
-MOST_BY_STEPS = 64
+SCHEDULERS = "of gangs: a real one's, step by step, or its policy job by job (default for more than 16 GPUs)"
+MOST_BY_STEPS = 16
 """GPUs up to which gangs have the scheduler of a real one by default."""
 WARM_SHARE = 1.3
 """Gangs that run at the beginning, as a multiple of the load then."""
@@ -183,6 +183,7 @@ def share(
         group.run(request for request in requests if request.model in names)
     latencies = [one for group in groups for one in group.latencies_s]
     latencies_s = sorted(latency_s for _, latency_s in latencies)
+    decisions_ms = [ms for group in groups if isinstance(group.turns, ByArbiter) for ms in group.turns.decisions_ms]
     return {
         "num": len(latencies),
         "in_time": sum(latency_s <= day.lone_s[size] + target_wait_s for size, latency_s in latencies) / len(latencies),
@@ -191,27 +192,30 @@ def share(
         "p99_s": latencies_s[int(0.99 * len(latencies_s))],
         "num_swaps": sum(group.num_swaps for group in groups),
         "swap_share": sum(group.swap_s for group in groups) / (3600 * day.hours),
-    }
+    } | ({"decision_ms": spread(decisions_ms)} if decisions_ms else {})
 
 
 def sharing_line(row: dict[str, Any]) -> str:
     return (
         f"{row['gpus']:3} GPUs, {row['layout']:24} {row['gpu_hours_per_1000']:7.3f} GPU-h/1000, "
         f"{row['in_time']:7.2%} in time, latency mean {row['mean_s']:7.2f} median {row['median_s']:6.2f} "
-        f"p99 {row['p99_s']:8.2f} s, {row['num_swaps']} swaps ({row['swap_share']:.1%} of the time)"
+        f"p99 {row['p99_s']:8.2f} s, {cpu_times(row)}{row['num_swaps']} swaps ({row['swap_share']:.1%} of the time)"
     )
 
 
-def line(row: dict[str, Any]) -> str:
-    decision = "".join(
+def cpu_times(row: dict[str, Any]) -> str:
+    return "".join(
         "{median:.3f} ms (p99 {p99:.3f}) a {name}, ".format(**row[f"{name}_ms"], name=name)
         for name in ("decision", "choice")
         if f"{name}_ms" in row
     )
+
+
+def line(row: dict[str, Any]) -> str:
     return (
         f"{row['gpus']:5} GPUs {row['strategy']:30} {row['scheduler']:4} {row['gpu_hours_per_1000']:7.3f} GPU-h/1000, "
         f"{row['in_time']:7.2%} in time, wait mean {row['mean_wait_s']:6.2f} p99 {row['p99_wait_s']:7.2f} s, "
-        f"{row['num_changes']} changes, {decision}{row['num']} pictures in {row['took_s']:.0f} s"
+        f"{row['num_changes']} changes, {cpu_times(row)}{row['num']} pictures in {row['took_s']:.0f} s"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -83,6 +84,8 @@ class ByArbiter:
 
     def __init__(self, models: Sequence[SharingModel]) -> None:
         self._arbiter = Arbiter({"gpu": int(USABLE_GIB * GIB)})
+        self.decisions_ms: list[float] = []
+        """CPU time of each decision."""
         for model in models:
             awake = {"gpu": int((model.weights_gib + BESIDE_GIB) * GIB)}
             asleep = {"gpu": int(ASLEEP_GIB * GIB)}
@@ -93,7 +96,10 @@ class ByArbiter:
         for name, gang in gangs.items():
             ending_s = gang.first.left_s if gang.first is not None and name in awake else None
             self._arbiter.hear(name, Demand(backlog_s=gang.load().backlog_s, ending_s=ending_s), now_s)
-        return self._arbiter.decide(now_s)
+        begin_s = time.thread_time()
+        wanted = self._arbiter.decide(now_s)
+        self.decisions_ms.append(1e3 * (time.thread_time() - begin_s))
+        return wanted
 
     def moved(self, name: str, *, is_awake: bool, now_s: float) -> None:
         """See ``Turns.moved``."""
