@@ -43,6 +43,8 @@ class ClusterSpec:
     min_gangs: int = 1
     measured_starts_s: Sequence[float] = ()
     """Seconds of the gangs' starts in their order, over and over; empty: ``gang_start_s`` each."""
+    measured_node_starts_s: Sequence[float] = ()
+    """The same of nodes."""
     measured_step_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step by size; empty: those of FLUX.1-dev on H200s."""
 
@@ -87,7 +89,9 @@ class Cluster:
     ) -> None:
         self.spec, self._strategy, self._policy = spec, strategy, policy
         self._replica = StepReplica if by_steps else JobReplica
-        self._step_s, self._starts_s = spec.step_s, cycle(spec.measured_starts_s or (spec.gang_start_s,))
+        self._step_s = spec.step_s
+        self._starts_s = cycle(spec.measured_starts_s or (spec.gang_start_s,))
+        self._node_starts_s = cycle(spec.measured_node_starts_s or (spec.node_start_s,))
         self._random = Random(seed)
         self.nodes: list[ClusterNode] = []
         self.gangs: list[SimulatedReplica] = []
@@ -205,7 +209,7 @@ class Cluster:
         if free:
             node = max(free, key=lambda one: (len(one.gangs), -one.ready_s))
         else:
-            node = ClusterNode(now_s if is_warm else now_s + spec.node_start_s, now_s)
+            node = ClusterNode(now_s if is_warm else now_s + next(self._node_starts_s), now_s)
             self.nodes.append(node)
         number = next(self._numbers)
         gang = self._replica(f"gang{number}", number, node, self._step_s, now_s, self._policy)

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from random import Random
 from statistics import fmean, median
 from threading import Event, Thread
 from typing import Any
+
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # read when Ray is imported
 
 from benchmarks.load.arrivals import Arrival
 from benchmarks.load.client import Outcome, send_all
@@ -101,12 +104,12 @@ class Recording:
         self.moments.append((now_s - self.begin_s, len(running), len(began_s)))
 
     def starts(self) -> dict[str, Any]:
-        """Return seconds: mean of nodes' starts, each start of a gang in order, and mean of nodes without a gang."""
+        """Return seconds: starts of nodes and of gangs on them, in order, and the mean of nodes without a gang."""
         gangs = sorted(self.gangs.values(), key=lambda gang: gang.ordered_s)
         ready = [(gang, gang.ready_s) for gang in gangs if gang.ready_s is not None]
         nodes_s = [gang.node_s - gang.ordered_s for gang, _ in ready if gang.node_s is not None]
         return {
-            "node_start_s": fmean(nodes_s),
+            "node_starts_s": nodes_s,
             "gang_starts_s": [ready_s - (gang.node_s or gang.ordered_s) for gang, ready_s in ready],
             "node_idle_s": fmean(self.idle_s) if self.idle_s else IDLE_TIMEOUT_S,
         }
@@ -211,7 +214,7 @@ def simulated(arrivals: Sequence[Arrival], times: Mapping[str, Any]) -> Run:
         num_gpus=RULES.max_gangs,
         gpus_per_node=1,
         num_ranks=1,
-        node_start_s=times["node_start_s"],
+        measured_node_starts_s=times["node_starts_s"],
         measured_starts_s=times["gang_starts_s"],
         node_idle_s=times["node_idle_s"],
         failures_per_gpu_hour=0.0,
@@ -237,6 +240,13 @@ def times_of(recording: Recording, outcomes: Sequence[Outcome]) -> dict[str, Any
     return {"step_s": step_s, "beside_s": beside_s, **recording.starts()}
 
 
+def changes(moments: Sequence[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
+    """Return the moments that differ from the one before, and the last one."""
+    return [
+        one for one, before in zip(moments, [None, *moments], strict=False) if before is None or one[1:] != before[1:]
+    ]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     """A run of the cluster and its simulation."""
@@ -246,11 +256,20 @@ class Comparison:
     real: Run
     simulated: Run
 
+    @property
+    def latencies_s(self) -> list[tuple[float, str, float]]:
+        """Arrival, kind and latency of each request of the cluster."""
+        return [
+            (one.at_s, one.kind.name, latency_s)
+            for one, latency_s in zip(self.arrivals, self.real.latencies_s, strict=True)
+        ]
+
     def document(self) -> dict[str, Any]:
         """Return what was measured, figures of both runs and their ratios, as JSON values."""
         real, simulation = self.real.figures(), self.simulated.figures()
         return {
-            "arrivals": [(one.at_s, one.kind.name) for one in self.arrivals],
+            "latencies_s": self.latencies_s,
+            "moments": changes(self.real.moments),
             "times": dict(self.times),
             "real": real,
             "simulated": simulation,

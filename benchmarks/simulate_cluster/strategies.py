@@ -132,7 +132,7 @@ class Observed:
 
     strategy: Strategy
     moments: list[tuple[float, int, int]] = field(default_factory=list)
-    """Time, number of running gangs and number of nodes."""
+    """Time, number of running gangs and number of running nodes."""
 
     @property
     def every_s(self) -> float:
@@ -141,7 +141,8 @@ class Observed:
 
     def target(self, now_s: float, cluster: Cluster) -> int:
         """See ``Strategy.target``."""
-        self.moments.append((now_s, len(cluster.running), len(cluster.nodes)))
+        num_nodes = sum(node.ready_s <= now_s for node in cluster.nodes)
+        self.moments.append((now_s, len(cluster.running), num_nodes))
         return self.strategy.target(now_s, cluster)
 
     def choose(self, now_s: float, running: Sequence[SimulatedReplica], job: PictureJob) -> SimulatedReplica:

@@ -61,38 +61,18 @@ class GangLoad:
     """Predicted seconds of a change to other ones."""
     backlog_s: float = field(init=False, compare=False)
     """Predicted seconds until all open jobs are done."""
-    rounded_backlog_s: float = field(init=False, repr=False, compare=False)
-    _urgencies_s: Sequence[float] = field(init=False, repr=False, compare=False)
-    _left_s: Sequence[float] = field(init=False, repr=False, compare=False)
-    """Seconds of the jobs up to each place in ``_urgencies_s``, beginning with none."""
+    urgencies_s: Sequence[float] = field(init=False, repr=False, compare=False)
+    """Those of the jobs, in order."""
+    left_sums_s: Sequence[float] = field(init=False, repr=False, compare=False)
+    """Seconds left of none, one, two ... of the most urgent jobs together."""
 
     def __post_init__(self) -> None:
         """Add up the jobs once, since a router asks for each request."""
         ordered = sorted(self.jobs.values(), key=attrgetter("urgency_s"))
         left_s = [*accumulate((one.left_s for one in ordered), initial=0.0)]
-        object.__setattr__(self, "_urgencies_s", [one.urgency_s for one in ordered])
-        object.__setattr__(self, "_left_s", left_s)
+        object.__setattr__(self, "urgencies_s", [one.urgency_s for one in ordered])
+        object.__setattr__(self, "left_sums_s", left_s)
         object.__setattr__(self, "backlog_s", left_s[-1])
-        object.__setattr__(self, "rounded_backlog_s", round(left_s[-1], 2))
-
-    def own_s(self, new: NewWork, usual_step_s: float) -> float:
-        """Return the seconds of ``new`` alone. A kind that this gang has not run takes ``usual_step_s`` a step.
-
-        It costs ``cold_s`` more. Weights with other adapters cost ``switch_s``.
-        """
-        step_s, switch_s = self.step_s.get(new.kind), self.switch_s if new.adapters != self.adapters else 0.0
-        first_s = self.cold_s if step_s is None else switch_s
-        return new.num_steps * (usual_step_s if step_s is None else step_s) + first_s
-
-    def finish_s(self, new: NewWork, own_s: float, age_s: float = 0.0, beside: Collection[OpenWork] = ()) -> float:
-        """Return the predicted seconds until ``new``, which takes ``own_s``, is done.
-
-        ``age_s``: age of this report, in which the gang has woken up or worked. ``beside``: jobs that were sent since.
-        """
-        urgency_s = (1 + SAME_SHARE) * own_s / new.priority + SAME_S if self.by_urgency else math.inf
-        wait_s = self.wake_s + self._left_s[bisect_right(self._urgencies_s, urgency_s)] - age_s
-        beside_s = sum(one.left_s for one in beside if one.urgency_s <= urgency_s) if beside else 0.0
-        return (wait_s if wait_s > 0.0 else 0.0) + beside_s + own_s
 
     def to_stats(self) -> dict[str, Any]:
         """Return the fields as JSON values, rounded so that equal states are equal."""
@@ -124,13 +104,14 @@ class GangLoad:
 class Choice(NamedTuple):
     """A gang for a request. Better ones compare as less."""
 
-    finish_s: float
-    """Predicted seconds until the request is done. Both times are rounded, so that ties are ties."""
-    backlog_s: float
+    finish_10ms: int
+    backlog_10ms: int
     """Open work of the gang before it."""
     place: int
     """Place of the gang among the others."""
     name: str
+    finish_s: float
+    """Predicted seconds until the request is done."""
     own_s: float
     """Seconds of the request alone."""
 
@@ -143,19 +124,27 @@ def rank_gangs(
 ) -> list[Choice]:
     """Return the gangs by predicted finish of ``new``, the first one first; [] if nothing is known of its kind.
 
-    Ties go to the gang with less work, then to the earlier one in ``loads``, so that the last gang can become idle.
+    Ties within 10 ms go to the gang with less work, then to the earlier one in ``loads``, so that the last gang can
+    become idle.
     ``ages_s``: age of a gang's report; ``sent``: jobs that were sent to a gang since.
     """
     known_s = (load.step_s[new.kind] for load in loads.values() if new.kind in load.step_s)
     if (usual_step_s := next(known_s, None)) is None:
         return []
-    ages_s, sent = ages_s or {}, sent or {}
-    ranked = []
-    for place, (name, load) in enumerate(loads.items()):
-        own_s, beside = load.own_s(new, usual_step_s), sent.get(name, ())
-        finish_s = round(load.finish_s(new, own_s, ages_s.get(name, 0.0), beside), 2)
-        backlog_s = round(load.backlog_s + sum(one.left_s for one in beside), 2) if beside else load.rounded_backlog_s
-        ranked.append(Choice(finish_s, backlog_s, place, name, own_s))
+    ages_s, sent, ranked = ages_s or {}, sent or {}, []
+    for place, (name, load) in enumerate(loads.items()):  # without calls: a model may have hundreds of gangs
+        step_s, backlog_s = load.step_s.get(new.kind), load.backlog_s
+        if step_s is None:
+            own_s = new.num_steps * usual_step_s + load.cold_s
+        else:
+            own_s = new.num_steps * step_s + (load.switch_s if new.adapters != load.adapters else 0.0)
+        urgency_s = (1 + SAME_SHARE) * own_s / new.priority + SAME_S if load.by_urgency else math.inf
+        wait_s = load.wake_s + load.left_sums_s[bisect_right(load.urgencies_s, urgency_s)] - ages_s.get(name, 0.0)
+        finish_s = wait_s + own_s if wait_s > 0 else own_s
+        if beside := sent.get(name):
+            finish_s += sum([one.left_s for one in beside if one.urgency_s <= urgency_s])
+            backlog_s += sum([one.left_s for one in beside])
+        ranked.append(Choice(round(100 * finish_s), round(100 * backlog_s), place, name, finish_s, own_s))
     ranked.sort()
     return ranked
 
@@ -192,16 +181,16 @@ class LoadBoard:
         loads = {name: self._loads[name] for name in names}
         ranked = rank_gangs(loads, new, {name: now_s - self._heard_s[name] for name in names}, sent)
         if ranked:
-            work = OpenWork(ranked[0].own_s, ranked[0].own_s / new.priority)
-            self._sent.setdefault(ranked[0].name, {})[job_id] = (now_s, work)
+            first, sent_before = ranked[0], self._sent.get(ranked[0].name, {})
+            still = {name: one for name, one in sent_before.items() if now_s - one[0] <= SENT_MEMORY_S + one[1].left_s}
+            self._sent[first.name] = still | {job_id: (now_s, OpenWork(first.own_s, first.own_s / new.priority))}
         return [choice.name for choice in ranked]
 
     def _unreported(self, name: str, now_s: float) -> list[OpenWork]:
         """Return the jobs that were sent to a gang and that neither its report has nor time has ended."""
-        sent, reported = self._sent[name], self._loads[name].jobs
-        for job_id in [job_id for job_id, (at_s, one) in sent.items() if now_s - at_s > SENT_MEMORY_S + one.left_s]:
-            del sent[job_id]
-        return [one for job_id, (_, one) in sent.items() if job_id not in reported]
+        reported, since_s = self._loads[name].jobs, now_s - SENT_MEMORY_S
+        sent = self._sent[name].items()
+        return [one for job_id, (at_s, one) in sent if job_id not in reported and since_s <= at_s + one.left_s]
 
     def confirm(self, name: str, job_id: str) -> None:
         """Record which gang has got a job."""

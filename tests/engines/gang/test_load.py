@@ -85,7 +85,8 @@ def test_a_gang_that_sleeps_is_first_once_the_others_are_busy_for_longer() -> No
     asleep = GangLoad(step_s=STEP_S, wake_s=4.0)
     assert order({"asleep": asleep, "awake": load(3.0)}, NewWork(LARGE, 10)) == ["awake", "asleep"]
     assert order({"asleep": asleep, "awake": load(5.0)}, NewWork(LARGE, 10)) == ["asleep", "awake"]
-    assert asleep.finish_s(NewWork(LARGE, 10), 20.0, age_s=1.0) == 23.0, "its sleep has become shorter"
+    (later,) = rank_gangs({"asleep": asleep}, NewWork(LARGE, 10), {"asleep": 1.0})
+    assert later.finish_s == 23.0, "its sleep has become shorter"
 
 
 def test_nothing_known_of_a_kind_gives_no_order() -> None:
