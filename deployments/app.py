@@ -21,7 +21,6 @@ from deployments.ingress import Ingress
 from deployments.model_config import ModelConfig
 from deployments.names import ACCOUNTS, CODEC, INGRESS, STAGES, deployment_name
 from deployments.ray_private import deployment_names, with_version
-from deployments.request_router import REPLICAS_PER_REPORT_S, REPORT_EVERY_S
 from deployments.sharing.share_actor import ShareSpec
 from deployments.sizing.memory_budget import with_budgets
 from deployments.stages.common import StageSpec
@@ -32,6 +31,7 @@ from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import Codec, VaeDecoder
 from deployments.usage.deployed_keeper import AccountsReplica
 from engines.core.storage import code_digest
+from engines.gang.load import REPLICAS_PER_REPORT_S, REPORT_EVERY_S
 from engines.gang.placement import gang_bundles, gang_strategy
 from engines.gang.share_group import USABLE
 

@@ -12,11 +12,6 @@ from deployments.stages.replica_load import new_work
 from engines.gang.load import LoadBoard
 from pipelines.request import MediaRequest
 
-REPORT_EVERY_S = 1.0
-"""Interval of the replicas' reports to Serve's controller, which passes them on."""
-REPLICAS_PER_REPORT_S = 50
-"""Replicas of a deployment that report in one second, at most."""
-
 
 class FinishTimeRouter(FIFOMixin, RequestRouter):
     """Ranks replicas by ``LoadBoard``.

@@ -38,6 +38,9 @@ from benchmarks.simulate_cluster.shared_gpus import (
 from benchmarks.simulate_cluster.strategies import ByRequests, ByWork, FixedSize
 from engines.gang.autoscaling import ScalingRules
 
+SCHEDULERS = "of gangs: a real one's, step by step, or its policy job by job (default for more than 16 GPUs)"
+MOST_BY_STEPS = 16
+"""GPUs up to which gangs have the scheduler of a real one by default."""
 WARM_SHARE = 1.3
 """Gangs that run at the beginning, as a multiple of the load then."""
 
@@ -55,8 +58,9 @@ def scaling_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         spec, day = cluster_of(arguments, num_gpus), day_of(arguments, num_gpus)
         print(f"{num_gpus} GPUs: at least {floor_gpu_hours(day):.3f} GPU-h/1000", file=sys.stderr, flush=True)
         for name, strategy, policy in strategies(spec, arguments):
-            figures = simulate(spec, day, strategy, arguments.target_wait_s, policy)
-            row = {"gpus": num_gpus, "strategy": name, **figures}
+            by_steps = arguments.scheduler == "real" if arguments.scheduler else num_gpus <= MOST_BY_STEPS
+            figures = simulate(spec, day, strategy, arguments.target_wait_s, policy, by_steps=by_steps)
+            row = {"gpus": num_gpus, "strategy": name, "scheduler": "real" if by_steps else "jobs", **figures}
             print(line(row), file=sys.stderr, flush=True)
             rows.append(row)
     return rows
@@ -104,10 +108,16 @@ def strategies(spec: ClusterSpec, arguments: argparse.Namespace) -> Iterator[tup
 
 
 def simulate(
-    spec: ClusterSpec, day: DayTraffic, strategy: Strategy, target_wait_s: float, policy: str = "shortest"
+    spec: ClusterSpec,
+    day: DayTraffic,
+    strategy: Strategy,
+    target_wait_s: float,
+    policy: str = "shortest",
+    *,
+    by_steps: bool = True,
 ) -> dict[str, Any]:
     """Return the figures of one run."""
-    cluster, begin_s = Cluster(spec, strategy, policy=policy), time.perf_counter()
+    cluster, begin_s = Cluster(spec, strategy, policy=policy, by_steps=by_steps), time.perf_counter()
     warm = min(spec.max_gangs, max(spec.min_gangs, 1 + round(WARM_SHARE * day.load_at(0))))
     cluster.run(day.arrivals(), strategy.num_gangs if isinstance(strategy, FixedSize) else warm)
     waits_s = sorted(cluster.waits_s)
@@ -124,9 +134,13 @@ def simulate(
         "took_s": time.perf_counter() - begin_s,
     }
     if isinstance(strategy, ByWork):
-        decisions_ms = sorted(strategy.decisions_ms)
-        row["decision_ms"] = {"median": median(decisions_ms), "p99": decisions_ms[int(0.99 * len(decisions_ms))]}
+        row["decision_ms"], row["choice_ms"] = spread(strategy.decisions_ms), spread(strategy.choices_ms)
     return row
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {"median": median(ordered), "p99": ordered[int(0.99 * len(ordered))]}
 
 
 def sharing_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -169,6 +183,7 @@ def share(
         group.run(request for request in requests if request.model in names)
     latencies = [one for group in groups for one in group.latencies_s]
     latencies_s = sorted(latency_s for _, latency_s in latencies)
+    decisions_ms = [ms for group in groups if isinstance(group.turns, ByArbiter) for ms in group.turns.decisions_ms]
     return {
         "num": len(latencies),
         "in_time": sum(latency_s <= day.lone_s[size] + target_wait_s for size, latency_s in latencies) / len(latencies),
@@ -177,25 +192,30 @@ def share(
         "p99_s": latencies_s[int(0.99 * len(latencies_s))],
         "num_swaps": sum(group.num_swaps for group in groups),
         "swap_share": sum(group.swap_s for group in groups) / (3600 * day.hours),
-    }
+    } | ({"decision_ms": spread(decisions_ms)} if decisions_ms else {})
 
 
 def sharing_line(row: dict[str, Any]) -> str:
     return (
         f"{row['gpus']:3} GPUs, {row['layout']:24} {row['gpu_hours_per_1000']:7.3f} GPU-h/1000, "
         f"{row['in_time']:7.2%} in time, latency mean {row['mean_s']:7.2f} median {row['median_s']:6.2f} "
-        f"p99 {row['p99_s']:8.2f} s, {row['num_swaps']} swaps ({row['swap_share']:.1%} of the time)"
+        f"p99 {row['p99_s']:8.2f} s, {cpu_times(row)}{row['num_swaps']} swaps ({row['swap_share']:.1%} of the time)"
+    )
+
+
+def cpu_times(row: dict[str, Any]) -> str:
+    return "".join(
+        "{median:.3f} ms (p99 {p99:.3f}) a {name}, ".format(**row[f"{name}_ms"], name=name)
+        for name in ("decision", "choice")
+        if f"{name}_ms" in row
     )
 
 
 def line(row: dict[str, Any]) -> str:
-    decision = (
-        "{median:.3f} ms (p99 {p99:.3f}) a decision, ".format(**row["decision_ms"]) if "decision_ms" in row else ""
-    )
     return (
-        f"{row['gpus']:5} GPUs {row['strategy']:30} {row['gpu_hours_per_1000']:7.3f} GPU-h/1000, "
+        f"{row['gpus']:5} GPUs {row['strategy']:30} {row['scheduler']:4} {row['gpu_hours_per_1000']:7.3f} GPU-h/1000, "
         f"{row['in_time']:7.2%} in time, wait mean {row['mean_wait_s']:6.2f} p99 {row['p99_wait_s']:7.2f} s, "
-        f"{row['num_changes']} changes, {decision}{row['num']} pictures in {row['took_s']:.0f} s"
+        f"{row['num_changes']} changes, {cpu_times(row)}{row['num']} pictures in {row['took_s']:.0f} s"
     )
 
 
@@ -208,6 +228,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--target-wait-s", type=float, default=10.0)
     parser.add_argument("--node-start-s", type=float, default=240.0)
     parser.add_argument("--gang-start-s", type=float, default=28.0)
+    parser.add_argument("--scheduler", choices=("real", "jobs"), help=SCHEDULERS)
     parser.add_argument("--min-gangs", type=int, default=1)
     parser.add_argument("--shape", default="peaks", choices=SHAPES, help="of the load: two peaks, or a public trace")
     parser.add_argument("--from-hour", type=float, default=0.0)

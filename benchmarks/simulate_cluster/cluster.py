@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, cycle
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from benchmarks.policies.h200 import STEPS
-from engines.gang.autoscaling import GangReport
-from engines.gang.jobs.job import Job
-from engines.gang.load import GangLoad, OpenWork
-from engines.gang.policies.policy import Candidate, Policy, make_policy
+from benchmarks.simulate_cluster.replicas import (
+    ClusterNode,
+    JobReplica,
+    Picture,
+    PictureJob,
+    SimulatedReplica,
+    StepReplica,
+)
 
 FAILURE_SEEN_S = 2.0
 """Seconds until the jobs of a failed gang run elsewhere."""
-STEP_S = {size: by_size[2] for size, by_size in STEPS.items()}
-"""Step times that gangs report. Requests carry their own seconds: only the names count here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +41,16 @@ class ClusterSpec:
     failures_per_gpu_hour: float = 1 / 50_000
     """Grattafiori et al. 2024, "The Llama 3 Herd of Models": 419 interruptions of 16,384 GPUs in 54 days."""
     min_gangs: int = 1
+    measured_starts_s: Sequence[float] = ()
+    """Seconds of the gangs' starts in their order, over and over; empty: ``gang_start_s`` each."""
+    measured_node_starts_s: Sequence[float] = ()
+    """The same of nodes."""
+    measured_step_s: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of a step by size; empty: those of FLUX.1-dev on H200s."""
+
+    @property
+    def step_s(self) -> Mapping[str, float]:
+        return self.measured_step_s or {size: by_size[self.num_ranks] for size, by_size in STEPS.items()}
 
     @property
     def max_gangs(self) -> int:
@@ -49,134 +61,13 @@ class ClusterSpec:
         return self.gpus_per_node // self.num_ranks
 
 
-class Picture(NamedTuple):
-    """A request of the trace."""
-
-    at_s: float
-    size: str
-    lone_s: float
-    """Seconds that it takes alone."""
-
-
-@dataclass(slots=True, eq=False)
-class PictureJob:
-    """A request on its way."""
-
-    number: int
-    size: str
-    lone_s: float
-    arrived_s: float
-    left_s: float
-
-    def candidate(self) -> Candidate:
-        """Return it as the gang's policy sees it: steps of one second."""
-        return Candidate(
-            job=Job(job_id=str(self.number), request=None, conditioning=None, num_steps=1),
-            number=self.number,
-            num_left=self.left_s,
-            step_s={1: 1.0},
-            fastest_s=1.0,
-            whole_s=self.lone_s,
-            holders=() if self.left_s == self.lone_s else (0,),
-        )
-
-
-@dataclass(slots=True, eq=False)
-class ClusterNode:
-    ready_s: float
-    begun_s: float
-    gangs: set[SimulatedReplica] = field(default_factory=set)
-    empty_s: float = 0.0
-    """Since when it has no gang, if it has none."""
-
-
-@dataclass(slots=True, eq=False)
-class SimulatedReplica:
-    """A gang with its own policy of jobs, one at a time as in a gang that is not elastic."""
-
-    name: str
-    number: int
-    node: ClusterNode
-    policy: Policy
-    now_s: float
-    jobs: dict[int, PictureJob] = field(default_factory=dict)
-    first: PictureJob | None = None
-    version: int = 0
-    is_running: bool = False
-    is_draining: bool = False
-    num_arrived: int = 0
-    arrived_s: float = 0.0
-    arrived_s2: float = 0.0
-    _load: GangLoad | None = None
-
-    def take(self, job: PictureJob, now_s: float) -> None:
-        """Add a job."""
-        self.advance(now_s)
-        self.jobs[job.number] = job
-        self.num_arrived += 1
-        self.arrived_s += job.lone_s
-        self.arrived_s2 += job.lone_s**2
-
-    def advance(self, now_s: float) -> None:
-        """Work on the first job up to ``now_s``."""
-        by_s, self.now_s = now_s - self.now_s, now_s
-        if self.first is not None and by_s > 0:
-            if len(self.jobs) > 1:
-                waiting = [job.candidate() for job in self.jobs.values() if job is not self.first]
-                self.policy.note(self.first.candidate(), by_s, waiting)
-            self.first.left_s -= by_s
-            self._load = None
-
-    def end_first(self, now_s: float) -> PictureJob:
-        """Remove the job that was worked on, which is done."""
-        self.advance(now_s)
-        assert self.first is not None
-        self.policy.forget(str(self.first.number))
-        return self.jobs.pop(self.first.number)
-
-    def reorder(self) -> None:
-        """Let the policy choose the job to work on."""
-        self.version += 1
-        self._load = None
-        if len(self.jobs) < 2:
-            self.first = next(iter(self.jobs.values()), None)
-            return
-        candidates = [job.candidate() for job in self.jobs.values()]
-        self.first = self.jobs[self.policy.order(candidates, self.now_s)[0].number]
-
-    def fail(self) -> list[PictureJob]:
-        """Forget everything. Return the jobs, which begin anew."""
-        jobs, self.jobs, self.first = list(self.jobs.values()), {}, None
-        for job in jobs:
-            job.left_s = job.lone_s
-        self.is_running, self.version, self._load = False, self.version + 1, None
-        self.num_arrived, self.arrived_s, self.arrived_s2 = 0, 0.0, 0.0
-        return jobs
-
-    def load(self) -> GangLoad:
-        """Return what it reports to the router, as of ``now_s``."""
-        if self._load is None:
-            jobs = {str(job.number): OpenWork(job.left_s, job.left_s) for job in self.jobs.values()}
-            self._load = GangLoad(jobs=jobs, step_s=STEP_S)
-        return self._load
-
-    def report(self, now_s: float, start_s: float) -> GangReport:
-        """Return what it reports to the autoscaling policy."""
-        return GangReport(
-            backlog_s=max(0.0, self.load().backlog_s - (now_s - self.now_s)) if self.jobs else 0.0,
-            num_jobs=len(self.jobs),
-            num_arrived=self.num_arrived,
-            arrived_s=self.arrived_s,
-            arrived_s2=self.arrived_s2,
-            start_s=start_s,
-        )
-
-
 class Strategy(Protocol):
     """Decisions about gangs and requests."""
 
-    every_s: float
-    """Interval of decisions."""
+    @property
+    def every_s(self) -> float:
+        """Interval of decisions."""
+        ...
 
     def target(self, now_s: float, cluster: Cluster) -> int:
         """Return the number of gangs that there should be."""
@@ -190,11 +81,17 @@ class Strategy(Protocol):
 class Cluster:
     """One run of one strategy. ``waits_s`` has each request's time beyond what it takes alone.
 
-    ``policy`` is the order of jobs in a gang.
+    ``policy`` is the order of jobs in a gang. ``by_steps``: gangs have the scheduler of a real one.
     """
 
-    def __init__(self, spec: ClusterSpec, strategy: Strategy, seed: int = 1, policy: str = "shortest") -> None:
+    def __init__(
+        self, spec: ClusterSpec, strategy: Strategy, seed: int = 1, policy: str = "shortest", *, by_steps: bool = True
+    ) -> None:
         self.spec, self._strategy, self._policy = spec, strategy, policy
+        self._replica = StepReplica if by_steps else JobReplica
+        self._step_s = spec.step_s
+        self._starts_s = cycle(spec.measured_starts_s or (spec.gang_start_s,))
+        self._node_starts_s = cycle(spec.measured_node_starts_s or (spec.node_start_s,))
         self._random = Random(seed)
         self.nodes: list[ClusterNode] = []
         self.gangs: list[SimulatedReplica] = []
@@ -203,7 +100,8 @@ class Cluster:
         self.num_open = 0
         self.target = 0
         self.waits_s: list[float] = []
-        self.num_changes = self.num_failures = 0
+        self.latencies_s: list[float] = []
+        self.num_changes = self.num_failures = self.num_starts = 0
         self.gpu_s = self.now_s = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._ties, self._numbers = count(), count()
@@ -220,7 +118,10 @@ class Cluster:
         return self._running
 
     def run(self, arrivals: Iterable[Picture], warm_gangs: int) -> None:
-        """Run all ``arrivals`` to the last picture. ``warm_gangs`` gangs run from the beginning."""
+        """Run all ``arrivals`` to the last picture, and to the end of the last node if no gang has to stay.
+
+        ``warm_gangs`` gangs run from the beginning.
+        """
         for _ in range(warm_gangs):
             self._start_gang(0.0, is_warm=True)
         self.target, self._stream = warm_gangs, iter(arrivals)
@@ -242,9 +143,10 @@ class Cluster:
 
     def _arrive(self) -> None:
         assert self._picture is not None
-        picture = self._picture
+        at_s, size, num_steps = self._picture
         self.num_open += 1
-        self._assign(PictureJob(next(self._numbers), picture.size, picture.lone_s, picture.at_s, picture.lone_s))
+        lone_s = num_steps * self._step_s[size]
+        self._assign(PictureJob(next(self._numbers), size, num_steps, lone_s, at_s))
         self._next_arrival()
 
     # Jobs.
@@ -254,27 +156,33 @@ class Cluster:
             self.unassigned.append(job)
             return
         gang = self._strategy.choose(self.now_s, self.running, job)
-        gang.take(job, self.now_s)
-        self._work(gang)
+        self._advance(gang)
+        gang.take(job)
+        self._await(gang)
 
-    def _work(self, gang: SimulatedReplica) -> None:
-        gang.reorder()
-        if gang.first is not None:
-            self._at(self.now_s + gang.first.left_s, partial(self._end_job, gang, gang.version))
+    def _await(self, gang: SimulatedReplica) -> None:
+        """Look at a gang again when its state changes."""
+        if gang.next_s is not None:
+            self._at(gang.next_s, partial(self._look, gang, gang.version))
 
-    def _end_job(self, gang: SimulatedReplica, version: int) -> None:
-        if version != gang.version:
-            return  # the order has changed since
-        job = gang.end_first(self.now_s)
-        self.waits_s.append(self.now_s - job.arrived_s - job.lone_s)
-        self.num_open -= 1
-        self._work(gang)
+    def _look(self, gang: SimulatedReplica, version: int) -> None:
+        if version == gang.version:  # else a later look is due
+            self._advance(gang)
+            self._await(gang)
+
+    def _advance(self, gang: SimulatedReplica) -> None:
+        for job in gang.advance(self.now_s):
+            self.latencies_s.append(self.now_s - job.arrived_s)
+            self.waits_s.append(self.latencies_s[-1] - job.lone_s)
+            self.num_open -= 1
         if gang.is_draining and not gang.jobs:
             self._remove(gang)
 
     # Gangs and nodes.
 
     def _decide(self) -> None:
+        for gang in self.running:
+            self._advance(gang)
         target = self._strategy.target(self.now_s, self)
         self.num_changes += target != self.target
         self.target = target
@@ -286,7 +194,8 @@ class Cluster:
             if self.now_s - node.empty_s >= self.spec.node_idle_s:
                 self._charge(node)
                 self.nodes.remove(node)
-        if self._picture is not None or self.num_open:
+        may_be_empty = not self.spec.min_gangs and self.nodes
+        if self._picture is not None or self.num_open or may_be_empty:
             self._at(self.now_s + self._strategy.every_s, self._decide)
         else:
             self._events.clear()
@@ -300,19 +209,21 @@ class Cluster:
         if free:
             node = max(free, key=lambda one: (len(one.gangs), -one.ready_s))
         else:
-            node = ClusterNode(now_s if is_warm else now_s + spec.node_start_s, now_s)
+            node = ClusterNode(now_s if is_warm else now_s + next(self._node_starts_s), now_s)
             self.nodes.append(node)
         number = next(self._numbers)
-        gang = SimulatedReplica(f"gang{number}", number, node, make_policy(self._policy), now_s)
+        gang = self._replica(f"gang{number}", number, node, self._step_s, now_s, self._policy)
+        gang.start_s = next(self._starts_s)
         node.gangs.add(gang)
         self.gangs.append(gang)
-        self._at(now_s if is_warm else max(now_s, node.ready_s) + spec.gang_start_s, partial(self._ready, gang))
+        self._at(now_s if is_warm else max(now_s, node.ready_s) + gang.start_s, partial(self._ready, gang))
         return True
 
     def _ready(self, gang: SimulatedReplica) -> None:
         if gang.is_draining:
             return
-        gang.is_running, gang.now_s, self._running = True, self.now_s, None
+        gang.is_running, self._running = True, None
+        self.num_starts += 1
         if rate := self.spec.failures_per_gpu_hour * self.spec.num_ranks / 3600:
             self._at(self.now_s + self._random.expovariate(rate), partial(self._fail, gang))
         waiting, self.unassigned = self.unassigned, []
@@ -344,7 +255,7 @@ class Cluster:
         self._running = None
         for job in gang.fail():
             self._at(self.now_s + FAILURE_SEEN_S, partial(self._assign, job))
-        self._at(self.now_s + self.spec.gang_start_s, partial(self._ready, gang))
+        self._at(self.now_s + gang.start_s, partial(self._ready, gang))
 
     def _charge(self, node: ClusterNode) -> None:
         self.gpu_s += (self.now_s - node.begun_s) * self.spec.gpus_per_node

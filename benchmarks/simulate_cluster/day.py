@@ -11,7 +11,7 @@ from random import Random
 from typing import Literal
 
 from benchmarks.policies.h200 import NUM_STEPS, STEPS
-from benchmarks.simulate_cluster.cluster import Picture
+from benchmarks.simulate_cluster.replicas import Picture
 
 DAY_S = 86400.0
 PEAKS = ((10.5, 2.2, 0.85), (20.0, 2.6, 1.0))
@@ -80,7 +80,7 @@ class DayTraffic:
 
     def arrivals(self) -> Iterator[Picture]:
         """Yield pictures in order of time. Equal seeds give equal traffic."""
-        random, lone_s, end_s, at_s = Random(self.seed), self.lone_s, 3600 * self.hours, 0.0
+        random, end_s, at_s = Random(self.seed), 3600 * self.hours, 0.0
         num_bursts = round(BURSTS_A_DAY * self.hours / 24) if self.shape == "peaks" else 0
         bursts = sorted(random.uniform(0, end_s) for _ in range(num_bursts))
         highest = self.peak_load * (max(public_heights()) if self.shape == "gentd26" else BURST_FACTOR) / self.mean_s
@@ -90,4 +90,4 @@ class DayTraffic:
             rate = self.load_at(at_s) / self.mean_s * (BURST_FACTOR if in_burst else 1.0)
             if random.random() * highest < rate:
                 (size,) = random.choices(sizes, shares)
-                yield Picture(at_s, size, lone_s[size])
+                yield Picture(at_s, size)

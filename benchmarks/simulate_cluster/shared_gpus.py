@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple, Protocol
 
 from benchmarks.policies.h200 import NUM_STEPS, STEPS
-from benchmarks.simulate_cluster.cluster import ClusterNode, Picture, PictureJob, SimulatedReplica
+from benchmarks.simulate_cluster.replicas import ClusterNode, JobReplica, Picture, PictureJob
 from engines.gang.arbiter import Arbiter, Demand, Sharer
-from engines.gang.policies.policy import make_policy
 
 GIB = 2**30
 SWAP_GIB_PER_S = 45.0
@@ -20,7 +20,6 @@ BESIDE_GIB, ASLEEP_GIB = 6.0, 2.0
 """Memory of a gang beside its weights on each GPU, awake and asleep."""
 USABLE_GIB = 76.0
 """Memory for models on a GPU with 80 GiB."""
-ROUNDING_S = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +66,7 @@ def with_models(
 class Turns(Protocol):
     """Decides which models are awake."""
 
-    def decide(self, gangs: Mapping[str, SimulatedReplica], awake: frozenset[str], now_s: float) -> frozenset[str]:
+    def decide(self, gangs: Mapping[str, JobReplica], awake: frozenset[str], now_s: float) -> frozenset[str]:
         """Return the models that are to be awake."""
         ...
 
@@ -85,17 +84,22 @@ class ByArbiter:
 
     def __init__(self, models: Sequence[SharingModel]) -> None:
         self._arbiter = Arbiter({"gpu": int(USABLE_GIB * GIB)})
+        self.decisions_ms: list[float] = []
+        """CPU time of each decision."""
         for model in models:
             awake = {"gpu": int((model.weights_gib + BESIDE_GIB) * GIB)}
             asleep = {"gpu": int(ASLEEP_GIB * GIB)}
             self._arbiter.add(Sharer(name=model.name, awake=awake, asleep=asleep, swap_s=2 * model.move_s))
 
-    def decide(self, gangs: Mapping[str, SimulatedReplica], awake: frozenset[str], now_s: float) -> frozenset[str]:
+    def decide(self, gangs: Mapping[str, JobReplica], awake: frozenset[str], now_s: float) -> frozenset[str]:
         """See ``Turns.decide``."""
         for name, gang in gangs.items():
             ending_s = gang.first.left_s if gang.first is not None and name in awake else None
             self._arbiter.hear(name, Demand(backlog_s=gang.load().backlog_s, ending_s=ending_s), now_s)
-        return self._arbiter.decide(now_s)
+        begin_s = time.thread_time()
+        wanted = self._arbiter.decide(now_s)
+        self.decisions_ms.append(1e3 * (time.thread_time() - begin_s))
+        return wanted
 
     def moved(self, name: str, *, is_awake: bool, now_s: float) -> None:
         """See ``Turns.moved``."""
@@ -109,7 +113,7 @@ class ByArbiter:
 class ByArrival:
     """One model at a time: that of the oldest open request."""
 
-    def decide(self, gangs: Mapping[str, SimulatedReplica], awake: frozenset[str], now_s: float) -> frozenset[str]:
+    def decide(self, gangs: Mapping[str, JobReplica], awake: frozenset[str], now_s: float) -> frozenset[str]:
         """See ``Turns.decide``."""
         oldest = {name: min(gang.jobs) for name, gang in gangs.items() if gang.jobs}
         return frozenset({min(oldest, key=lambda name: oldest[name])}) if oldest else awake
@@ -125,7 +129,7 @@ class ByArrival:
 class AllAwake(ByArrival):
     """No turns: every model has GPUs of its own."""
 
-    def decide(self, gangs: Mapping[str, SimulatedReplica], awake: frozenset[str], now_s: float) -> frozenset[str]:
+    def decide(self, gangs: Mapping[str, JobReplica], awake: frozenset[str], now_s: float) -> frozenset[str]:
         """See ``Turns.decide``."""
         return frozenset(gangs)
 
@@ -149,7 +153,7 @@ class SharedGpus:
     swap_s: float = 0.0
     """Time in which a model went to sleep or woke up."""
     now_s: float = 0.0
-    _gangs: dict[str, SimulatedReplica] = field(default_factory=dict)
+    _gangs: dict[str, JobReplica] = field(default_factory=dict)
     _awake: frozenset[str] = frozenset()
     _swap: _Swap | None = None
 
@@ -157,22 +161,22 @@ class SharedGpus:
         """Run all requests to the last picture."""
         node = ClusterNode(0.0, 0.0)
         for number, model in enumerate(self.models):
-            self._gangs[model.name] = SimulatedReplica(model.name, number, node, make_policy("shortest"), 0.0)
+            step_s = {size: by_size[self.num_ranks] for size, by_size in STEPS.items()}
+            self._gangs[model.name] = JobReplica(model.name, number, node, step_s, 0.0)
         self._decide()
         for number, request in enumerate(requests):
             while (change_s := self._change_s()) < request.at_s:
                 self._advance(change_s)
             self._advance(request.at_s)
             lone_s = NUM_STEPS * STEPS[request.size][self.num_ranks]
-            gang = self._gangs[request.model]
-            gang.take(PictureJob(number, request.size, lone_s, request.at_s, lone_s), gang.now_s)
-            gang.reorder()
+            job = PictureJob(number, request.size, NUM_STEPS, lone_s, request.at_s)
+            self._gangs[request.model].take(job)
             self._decide()
         while (change_s := self._change_s()) < math.inf:
             self._advance(change_s)
 
     @property
-    def _working(self) -> list[SimulatedReplica]:
+    def _working(self) -> list[JobReplica]:
         leaving = self._swap.leaving if self._swap is not None else frozenset()
         return [gang for name, gang in self._gangs.items() if gang.jobs and name in self._awake - leaving]
 
@@ -189,12 +193,8 @@ class SharedGpus:
     def _advance(self, to_s: float) -> None:
         working, by_s, self.now_s = self._working, to_s - self.now_s, to_s
         for gang in working:
-            gang.advance(gang.now_s + by_s / len(working))  # its own clock goes on while it works
-            assert gang.first is not None
-            if gang.first.left_s <= ROUNDING_S:
-                job = gang.end_first(gang.now_s)
-                gang.reorder()
-                self.latencies_s.append((job.size, to_s - job.arrived_s))
+            done = gang.advance(gang.now_s + by_s / len(working))  # its own clock goes on while it works
+            self.latencies_s += ((job.size, to_s - job.arrived_s) for job in done)
         if self._swap is not None and to_s >= self._swap.end_s:
             self._end_swap(self._swap)
         self._decide()

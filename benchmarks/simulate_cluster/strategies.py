@@ -8,28 +8,35 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
-from benchmarks.policies.h200 import NUM_STEPS
-from benchmarks.simulate_cluster.cluster import Cluster, PictureJob, SimulatedReplica
+from benchmarks.simulate_cluster.cluster import Cluster, Strategy
+from benchmarks.simulate_cluster.replicas import PictureJob, SimulatedReplica
 from engines.gang.autoscaling import GangScaler, Observation, ScalingRules
-from engines.gang.load import NewWork, rank_gangs
+from engines.gang.load import REPLICAS_PER_REPORT_S, REPORT_EVERY_S, LoadBoard, NewWork
 
 
 @dataclass(slots=True)
 class ByWork:
-    """Troupe's own: ``GangScaler`` for gangs, ``rank_gangs`` for requests."""
+    """Troupe's own: ``GangScaler`` for gangs, ``LoadBoard`` for requests."""
 
     rules: ScalingRules
-    every_s: float = 2.0
+    every_s: float = REPORT_EVERY_S
+    """Interval of decisions, and of the reports that precede them."""
     decisions_ms: list[float] = field(default_factory=list)
     """CPU time of each decision."""
+    choices_ms: list[float] = field(default_factory=list)
+    """CPU time of each choice of a gang."""
     _scaler: GangScaler | None = None
+    _board: LoadBoard = field(default_factory=LoadBoard)
+    _stats: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _random: Random = field(default_factory=lambda: Random(1))
 
     def target(self, now_s: float, cluster: Cluster) -> int:
         """See ``Strategy.target``."""
         self._scaler = self._scaler or GangScaler(self.rules)
-        start_s = cluster.spec.gang_start_s
-        gangs = {gang.name: gang.report(now_s, start_s) for gang in cluster.running}
+        gangs = {gang.name: gang.report() for gang in cluster.running}
+        self._report(now_s, cluster.running)
         seen = Observation(
             now_s=now_s, target=cluster.target, gangs=gangs, num_unassigned=float(len(cluster.unassigned))
         )
@@ -42,14 +49,23 @@ class ByWork:
 
     def choose(self, now_s: float, running: Sequence[SimulatedReplica], job: PictureJob) -> SimulatedReplica:
         """See ``Strategy.choose``."""
-        for gang in running:  # none is earlier than the first idle one
-            if not gang.jobs:
-                return gang
         by_name = {gang.name: gang for gang in running}
-        loads = {gang.name: gang.load() for gang in running}
-        new = NewWork(job.size, NUM_STEPS)
-        (first, *_) = rank_gangs(loads, new, lambda name: now_s - by_name[name].now_s)
-        return by_name[first.name]
+        begin_s = time.thread_time()
+        ranked = self._board.choose([*by_name], str(job.number), NewWork(job.size, job.num_steps), now_s)
+        self.choices_ms.append(1e3 * (time.thread_time() - begin_s))
+        return by_name[ranked[0]] if ranked else _less_loaded(running, self._random)
+
+    def _report(self, now_s: float, running: Sequence[SimulatedReplica]) -> None:
+        """Let the router hear of gangs: of new ones at once, of others in turn (``REPLICAS_PER_REPORT_S``)."""
+        num_turns = -(-self.rules.max_gangs // REPLICAS_PER_REPORT_S)
+        turn = round(now_s / self.every_s) % num_turns
+        self._stats = {
+            gang.name: gang.load().to_stats()
+            if gang.name not in self._stats or gang.number % num_turns == turn
+            else self._stats[gang.name]
+            for gang in running
+        }
+        self._board.hear(self._stats, now_s)
 
 
 @dataclass(slots=True)
@@ -108,6 +124,30 @@ class FixedSize:
     def choose(self, now_s: float, running: Sequence[SimulatedReplica], job: PictureJob) -> SimulatedReplica:
         """See ``Strategy.choose``."""
         return _less_loaded(running, self._random)
+
+
+@dataclass(slots=True)
+class Observed:
+    """Another strategy, and the state of its cluster before each decision."""
+
+    strategy: Strategy
+    moments: list[tuple[float, int, int]] = field(default_factory=list)
+    """Time, number of running gangs and number of running nodes."""
+
+    @property
+    def every_s(self) -> float:
+        """See ``Strategy.every_s``."""
+        return self.strategy.every_s
+
+    def target(self, now_s: float, cluster: Cluster) -> int:
+        """See ``Strategy.target``."""
+        num_nodes = sum(node.ready_s <= now_s for node in cluster.nodes)
+        self.moments.append((now_s, len(cluster.running), num_nodes))
+        return self.strategy.target(now_s, cluster)
+
+    def choose(self, now_s: float, running: Sequence[SimulatedReplica], job: PictureJob) -> SimulatedReplica:
+        """See ``Strategy.choose``."""
+        return self.strategy.choose(now_s, running, job)
 
 
 def _less_loaded(running: Sequence[SimulatedReplica], random: Random) -> SimulatedReplica:

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import attrgetter
 from typing import Any, NamedTuple
+
+REPORT_EVERY_S = 1.0
+"""Interval of a gang's reports to routers."""
+REPLICAS_PER_REPORT_S = 50
+"""Gangs of a model that report in one second, at most."""
+
+SAME_SHARE, SAME_S = 0.1, 0.01
+"""Open jobs with so much more left than a new one count as equal, and run before it.
+
+Predicted times of steps are corrected by steps of a tenth (``MIN_CHANGE``), and reports are rounded."""
 
 
 class OpenWork(NamedTuple):
@@ -45,32 +59,20 @@ class GangLoad:
     """Adapters in the weights after the step that was planned last, as in ``NewWork``."""
     switch_s: float = 0.0
     """Predicted seconds of a change to other ones."""
+    backlog_s: float = field(init=False, compare=False)
+    """Predicted seconds until all open jobs are done."""
+    urgencies_s: Sequence[float] = field(init=False, repr=False, compare=False)
+    """Those of the jobs, in order."""
+    left_sums_s: Sequence[float] = field(init=False, repr=False, compare=False)
+    """Seconds left of none, one, two ... of the most urgent jobs together."""
 
-    def own_s(self, new: NewWork, usual_step_s: float) -> float:
-        """Return the seconds of ``new`` alone. A kind that this gang has not run takes ``usual_step_s`` a step.
-
-        It costs ``cold_s`` more. Weights with other adapters cost ``switch_s``.
-        """
-        step_s, switch_s = self.step_s.get(new.kind), self.switch_s if new.adapters != self.adapters else 0.0
-        first_s = self.cold_s if step_s is None else switch_s
-        return new.num_steps * (usual_step_s if step_s is None else step_s) + first_s
-
-    def finish_s(self, new: NewWork, own_s: float, age_s: float = 0.0, beside: Collection[OpenWork] = ()) -> float:
-        """Return the predicted seconds until ``new``, which takes ``own_s``, is done.
-
-        ``age_s``: age of this report, in which the gang has woken up or worked. ``beside``: jobs that were sent since.
-        """
-        urgency_s = own_s / new.priority
-        reported_s, beside_s = (
-            sum(one.left_s for one in works if not self.by_urgency or one.urgency_s <= urgency_s)
-            for works in (self.jobs.values(), beside)
-        )
-        return max(0.0, self.wake_s + reported_s - age_s) + beside_s + own_s
-
-    @property
-    def backlog_s(self) -> float:
-        """Predicted seconds until all open jobs are done."""
-        return sum(one.left_s for one in self.jobs.values())
+    def __post_init__(self) -> None:
+        """Add up the jobs once, since a router asks for each request."""
+        ordered = sorted(self.jobs.values(), key=attrgetter("urgency_s"))
+        left_s = [*accumulate((one.left_s for one in ordered), initial=0.0)]
+        object.__setattr__(self, "urgencies_s", [one.urgency_s for one in ordered])
+        object.__setattr__(self, "left_sums_s", left_s)
+        object.__setattr__(self, "backlog_s", left_s[-1])
 
     def to_stats(self) -> dict[str, Any]:
         """Return the fields as JSON values, rounded so that equal states are equal."""
@@ -100,35 +102,51 @@ class GangLoad:
 
 
 class Choice(NamedTuple):
-    """A gang for a request."""
+    """A gang for a request. Better ones compare as less."""
 
+    finish_10ms: int
+    backlog_10ms: int
+    """Open work of the gang before it."""
+    place: int
+    """Place of the gang among the others."""
     name: str
     finish_s: float
+    """Predicted seconds until the request is done."""
     own_s: float
+    """Seconds of the request alone."""
 
 
 def rank_gangs(
     loads: Mapping[str, GangLoad],
     new: NewWork,
-    age_s: Callable[[str], float] = lambda name: 0.0,
+    ages_s: Mapping[str, float] | None = None,
     sent: Mapping[str, Collection[OpenWork]] | None = None,
 ) -> list[Choice]:
     """Return the gangs by predicted finish of ``new``, the first one first; [] if nothing is known of its kind.
 
-    Ties go to the gang with less work, then to the earlier one in ``loads``, so that the last gang can become idle.
-    ``age_s``: age of a gang's report; ``sent``: jobs that were sent to a gang since.
+    Ties within 10 ms go to the gang with less work, then to the earlier one in ``loads``, so that the last gang can
+    become idle.
+    ``ages_s``: age of a gang's report; ``sent``: jobs that were sent to a gang since.
     """
     known_s = (load.step_s[new.kind] for load in loads.values() if new.kind in load.step_s)
     if (usual_step_s := next(known_s, None)) is None:
         return []
-    ranked: list[tuple[float, float, int, Choice]] = []
-    for number, (name, load) in enumerate(loads.items()):
-        own_s = load.own_s(new, usual_step_s)
-        beside = sent.get(name, ()) if sent else ()
-        finish_s = load.finish_s(new, own_s, age_s(name), beside)
-        backlog_s = load.backlog_s + sum(one.left_s for one in beside)
-        ranked.append((round(finish_s, 2), round(backlog_s, 2), number, Choice(name, finish_s, own_s)))
-    return [choice for *_, choice in sorted(ranked)]
+    ages_s, sent, ranked = ages_s or {}, sent or {}, []
+    for place, (name, load) in enumerate(loads.items()):  # without calls: a model may have hundreds of gangs
+        step_s, backlog_s = load.step_s.get(new.kind), load.backlog_s
+        if step_s is None:
+            own_s = new.num_steps * usual_step_s + load.cold_s
+        else:
+            own_s = new.num_steps * step_s + (load.switch_s if new.adapters != load.adapters else 0.0)
+        urgency_s = (1 + SAME_SHARE) * own_s / new.priority + SAME_S if load.by_urgency else math.inf
+        wait_s = load.wake_s + load.left_sums_s[bisect_right(load.urgencies_s, urgency_s)] - ages_s.get(name, 0.0)
+        finish_s = wait_s + own_s if wait_s > 0 else own_s
+        if beside := sent.get(name):
+            finish_s += sum([one.left_s for one in beside if one.urgency_s <= urgency_s])
+            backlog_s += sum([one.left_s for one in beside])
+        ranked.append(Choice(round(100 * finish_s), round(100 * backlog_s), place, name, finish_s, own_s))
+    ranked.sort()
+    return ranked
 
 
 SENT_MEMORY_S = 1.0
@@ -157,22 +175,22 @@ class LoadBoard:
 
     def choose(self, names: Sequence[str], job_id: str, new: NewWork, now_s: float) -> list[str]:
         """Return ``names`` by predicted finish of ``new``, and assume that the first one gets it; [] if unknown."""
-        if any(name not in self._loads for name in names):
+        if not self._loads.keys() >= set(names):
             return []
-        sent = {name: self._unreported(name, now_s) for name in names}
+        sent = {name: self._unreported(name, now_s) for name in names if self._sent.get(name)}
         loads = {name: self._loads[name] for name in names}
-        ranked = rank_gangs(loads, new, lambda name: now_s - self._heard_s[name], sent)
+        ranked = rank_gangs(loads, new, {name: now_s - self._heard_s[name] for name in names}, sent)
         if ranked:
-            work = OpenWork(ranked[0].own_s, ranked[0].own_s / new.priority)
-            self._sent.setdefault(ranked[0].name, {})[job_id] = (now_s, work)
+            first, sent_before = ranked[0], self._sent.get(ranked[0].name, {})
+            still = {name: one for name, one in sent_before.items() if now_s - one[0] <= SENT_MEMORY_S + one[1].left_s}
+            self._sent[first.name] = still | {job_id: (now_s, OpenWork(first.own_s, first.own_s / new.priority))}
         return [choice.name for choice in ranked]
 
     def _unreported(self, name: str, now_s: float) -> list[OpenWork]:
         """Return the jobs that were sent to a gang and that neither its report has nor time has ended."""
-        sent, reported = self._sent.get(name, {}), self._loads[name].jobs
-        for job_id in [job_id for job_id, (at_s, one) in sent.items() if now_s - at_s > SENT_MEMORY_S + one.left_s]:
-            del sent[job_id]
-        return [one for job_id, (_, one) in sent.items() if job_id not in reported]
+        reported, since_s = self._loads[name].jobs, now_s - SENT_MEMORY_S
+        sent = self._sent[name].items()
+        return [one for job_id, (at_s, one) in sent if job_id not in reported and since_s <= at_s + one.left_s]
 
     def confirm(self, name: str, job_id: str) -> None:
         """Record which gang has got a job."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from statistics import fmean
 
 import pytest
@@ -12,9 +13,17 @@ import pytest
 from benchmarks.policies.h200 import NUM_STEPS, STEPS
 from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation
 from benchmarks.simulate_cluster import __main__ as program
-from benchmarks.simulate_cluster.cluster import Cluster, ClusterSpec, Picture, PictureJob, SimulatedReplica, Strategy
+from benchmarks.simulate_cluster.cluster import Cluster, ClusterSpec, Strategy
 from benchmarks.simulate_cluster.day import MIX, PARTS_PER_HOUR, DayTraffic, public_heights
-from benchmarks.simulate_cluster.strategies import ByRequests, ByWork, FixedSize
+from benchmarks.simulate_cluster.replicas import (
+    ClusterNode,
+    JobReplica,
+    Picture,
+    PictureJob,
+    SimulatedReplica,
+    StepReplica,
+)
+from benchmarks.simulate_cluster.strategies import ByRequests, ByWork, FixedSize, Observed
 from engines.gang.autoscaling import ScalingRules
 from engines.gang.policies.policy import make_policy
 
@@ -31,50 +40,101 @@ RULES = ScalingRules(target_wait_s=10.0, min_gangs=0, max_gangs=4, idle_s=60.0)
 HOURS = DayTraffic(peak_load=4.8, num_ranks=2, from_hour=8.0, hours=3.0)
 
 
+BY_STEPS = pytest.mark.parametrize("by_steps", [True, False])
+STEP_S = 1 / 64
+BY_HAND = replace(SPEC, measured_step_s={"1024x1024": STEP_S})
+
+
 def pictures(*at_and_lone_s: tuple[float, float]) -> list[Picture]:
-    return [Picture(at_s, "1024x1024", lone_s) for at_s, lone_s in at_and_lone_s]
+    return [Picture(at_s, "1024x1024", round(lone_s / STEP_S)) for at_s, lone_s in at_and_lone_s]
 
 
-def test_one_gang_serves_the_shortest_first_and_no_picture_is_lost() -> None:
-    """10 s begin; 2 and 1 s come: the shorter ones run at once, and the long one ends after all."""
-    cluster = Cluster(SPEC, FixedSize(1))
+@BY_STEPS
+def test_one_gang_serves_the_shortest_first_and_no_picture_is_lost(by_steps: bool) -> None:
+    """10 s begin; 2 and 0.5 s come: the shorter ones run at once, and the long one ends after all."""
+    cluster = Cluster(BY_HAND, FixedSize(1), by_steps=by_steps)
     cluster.run(pictures((0.0, 10.0), (1.0, 2.0), (2.0, 0.5)), warm_gangs=1)
-    assert sorted(cluster.waits_s) == pytest.approx([0.0, 0.5, 2.5])
+    num_ahead = 2 if by_steps else 0  # steps that are sent, which nothing overtakes
+    assert sorted(cluster.waits_s) == pytest.approx([0.0, 0.5, 2.5], abs=num_ahead * STEP_S + 1e-9)
 
 
-def test_by_arrival_short_pictures_wait_for_the_long_one() -> None:
-    cluster = Cluster(SPEC, FixedSize(1), policy="arrival")
+@BY_STEPS
+def test_by_arrival_short_pictures_wait_for_the_long_one(by_steps: bool) -> None:
+    cluster = Cluster(BY_HAND, FixedSize(1), policy="arrival", by_steps=by_steps)
     cluster.run(pictures((0.0, 10.0), (1.0, 2.0), (2.0, 0.5)), warm_gangs=1)
     assert sorted(cluster.waits_s) == pytest.approx([0.0, 9.0, 10.0])
 
 
-def test_waits_agree_with_those_of_the_scheduler_step_by_step() -> None:
-    """A gang works job by job here. The scheduler of a real one sends steps ahead, which nothing can overtake."""
-    arrivals = list(DayTraffic(peak_load=0.8, num_ranks=2, from_hour=20.0, hours=0.3, seed=2).arrivals())
+def test_a_gang_has_the_scheduler_of_a_real_one() -> None:
+    """Waits are those of ``benchmarks.policies``, whose step sent ahead delays who comes meanwhile."""
+    arrivals = list(DayTraffic(peak_load=0.8, num_ranks=2, from_hour=20.0, hours=0.1, seed=2).arrivals())
     cluster = Cluster(SPEC, FixedSize(1))
     cluster.run(arrivals, warm_gangs=1)
     simulation = Simulation(SimulatedGang(steps=STEPS, num_ranks=2, team_sizes=(2,)), make_policy("shortest"))
     latencies_s = simulation.run([Arrival(at_s=one.at_s, shape=one.size, num_steps=NUM_STEPS) for one in arrivals])
-    waits_s = [latencies_s[number] - one.lone_s for number, one in enumerate(arrivals)]
-    assert len(waits_s) == len(cluster.waits_s) > 200
-    assert fmean(cluster.waits_s) == pytest.approx(fmean(waits_s), rel=0.15)
-    late = [sum(wait_s > RULES.target_wait_s for wait_s in ones) for ones in (cluster.waits_s, waits_s)]
+    waits_s = [latencies_s[number] - NUM_STEPS * STEPS[one.size][2] for number, one in enumerate(arrivals)]
+    assert len(waits_s) > 60
+    assert sorted(cluster.waits_s) == pytest.approx(sorted(waits_s), abs=1e-6)
+
+
+@BY_STEPS
+def test_a_gang_reports_the_work_that_it_has_left(by_steps: bool) -> None:
+    """While it works for the policy, and while it waits for the router."""
+    gang = (StepReplica if by_steps else JobReplica)("a", 0, ClusterNode(0.0, 0.0), BY_HAND.step_s, 0.0)
+    for number, lone_s in enumerate([4.0, 2.0]):
+        gang.take(PictureJob(number, "1024x1024", round(lone_s / STEP_S), lone_s, 0.0))
+    reports = []
+    for now_s in (0.0, 0.5, 1.0):
+        while (next_s := gang.next_s) is not None and next_s <= now_s:
+            gang.advance(next_s)
+        gang.advance(now_s)
+        reports.append((gang.report(), {name: one.left_s for name, one in gang.load().jobs.items()}))
+    assert [report.backlog_s for report, _ in reports] == pytest.approx([6.0, 5.5, 5.0])
+    assert [sum(left_s.values()) for _, left_s in reports] == pytest.approx([6.0, 5.5, 5.0])
+    assert reports[-1][1]["0"] == pytest.approx(4.0, abs=2 * STEP_S), "the shorter one is worked on"
+    assert (reports[-1][0].num_jobs, reports[-1][0].num_arrived, reports[-1][0].arrived_s2) == (2, 2, 20.0)
+    assert {job.number for job in gang.fail()} == {0, 1}
+    assert gang.next_s is None
+    assert gang.report().backlog_s == 0.0
+
+
+def test_waits_job_by_job_agree_with_those_of_the_scheduler() -> None:
+    arrivals = list(DayTraffic(peak_load=0.8, num_ranks=2, from_hour=20.0, hours=0.3, seed=2).arrivals())
+    waits_s: dict[bool, list[float]] = {}
+    for by_steps in (True, False):
+        cluster = Cluster(SPEC, FixedSize(1), by_steps=by_steps)
+        cluster.run(arrivals, warm_gangs=1)
+        waits_s[by_steps] = cluster.waits_s
+    assert len(waits_s[True]) == len(waits_s[False]) > 200
+    assert fmean(waits_s[False]) == pytest.approx(fmean(waits_s[True]), rel=0.15)
+    late = [sum(wait_s > RULES.target_wait_s for wait_s in ones) for ones in waits_s.values()]
     assert late[0] == pytest.approx(late[1], rel=0.15)
     assert late[1] > 10
 
 
 def test_nodes_cost_from_their_order_to_their_end() -> None:
-    cluster = Cluster(SPEC, FixedSize(1))
+    cluster = Cluster(BY_HAND, FixedSize(1))
     cluster.run(pictures((0.0, 10.0), (30.0, 20.0)), warm_gangs=1)
     assert cluster.gpu_s == pytest.approx(4 * 60.0), "a node of four GPUs up to the decision after the last picture"
 
 
 def test_without_a_gang_a_request_waits_for_node_and_gang_which_end_when_nobody_asks() -> None:
-    cluster = Cluster(SPEC, ByWork(RULES))
+    cluster = Cluster(BY_HAND, ByWork(RULES))
     cluster.run(pictures((10.0, 5.0), (1000.0, 5.0)), warm_gangs=0)
     assert cluster.waits_s == pytest.approx([120.0, 120.0], abs=2.0)
     assert cluster.gpu_s < 4 * 2 * (120 + 5 + RULES.idle_s + 30 + SPEC.node_idle_s + 10)
     assert cluster.num_changes >= 3
+
+
+def test_a_cluster_that_may_be_empty_runs_until_it_is() -> None:
+    strategy = Observed(ByWork(RULES))
+    cluster = Cluster(replace(BY_HAND, min_gangs=0, measured_starts_s=(20.0, 30.0)), strategy)
+    cluster.run(pictures((10.0, 5.0), (1000.0, 5.0)), warm_gangs=0)
+    assert cluster.waits_s == pytest.approx([120.0, 130.0], abs=2.0), "each start took as long as measured"
+    assert (cluster.nodes, cluster.num_starts) == ([], 2)
+    nodes_s = sum(nodes * (later_s - at_s) for (at_s, _, nodes), (later_s, *_) in pairwise(strategy.moments))
+    assert 4 * nodes_s == pytest.approx(cluster.gpu_s, abs=8), "a decision sees what the one before it did"
+    assert max(at_s for at_s, gangs, _ in strategy.moments if gangs) < 1135 + RULES.idle_s + 130
 
 
 @dataclass
@@ -93,18 +153,18 @@ class Alternating:
 
 
 def test_a_gang_that_ends_finishes_its_jobs() -> None:
-    cluster = Cluster(replace(SPEC, gang_start_s=0.0), Alternating())
+    cluster = Cluster(replace(BY_HAND, gang_start_s=0.0), Alternating())
     cluster.run(pictures(*((float(at_s), 4.0) for at_s in range(0, 60, 2))), warm_gangs=2)
     assert len(cluster.waits_s) == 30
     assert min(cluster.waits_s) >= -1e-9
 
 
 def test_jobs_of_a_failed_gang_run_again() -> None:
-    cluster = Cluster(replace(SPEC, failures_per_gpu_hour=20.0), FixedSize(4))
-    arrivals = list(replace(HOURS, peak_load=1.5, hours=1.0).arrivals())
+    cluster = Cluster(replace(SPEC, failures_per_gpu_hour=60.0), FixedSize(4))
+    arrivals = list(replace(HOURS, peak_load=1.5, hours=0.3).arrivals())
     cluster.run(arrivals, warm_gangs=4)
     assert len(cluster.waits_s) == len(arrivals)
-    assert cluster.num_failures > 50
+    assert cluster.num_failures > 25
 
 
 def test_a_day_has_its_shares_and_is_the_same_again() -> None:
@@ -142,15 +202,15 @@ def test_by_work_fewer_gpu_hours_give_no_more_late_pictures() -> None:
         "requests": ByRequests(1, 16),
         "fixed": FixedSize(16),
     }
-    rows = {name: program.simulate(spec, day, strategy, 10.0) for name, strategy in strategies.items()}
+    rows = {name: program.simulate(spec, day, strategy, 10.0, by_steps=False) for name, strategy in strategies.items()}
     assert rows["work"]["gpu_hours"] < 0.9 * rows["requests"]["gpu_hours"]
     assert rows["work"]["gpu_hours"] < 0.6 * rows["fixed"]["gpu_hours"]
     assert rows["work"]["in_time"] >= rows["requests"]["in_time"]
 
 
 def test_serves_own_policy_waits_before_it_changes_the_number() -> None:
-    spec = replace(SPEC, node_start_s=0.0, gang_start_s=0.0)
-    cluster = Cluster(spec, ByRequests(1, 4, upscale_delay_s=30.0, downscale_delay_s=600.0))
+    spec = replace(BY_HAND, node_start_s=0.0, gang_start_s=0.0)
+    cluster = Cluster(spec, ByRequests(1, 4, upscale_delay_s=30.0, downscale_delay_s=600.0), by_steps=False)
     cluster.run(pictures(*((0.0, 300.0) for _ in range(8)), *((2000.0, 2.0),)), warm_gangs=1)
     assert cluster.num_changes == 2, "up to four, and down when all are done"
 
@@ -169,4 +229,6 @@ def test_the_last_line_is_one_document(monkeypatch: pytest.MonkeyPatch, capsys: 
         "requests, 2 each, by arrival",
         "fixed, 100%, by arrival",
     ]
+    assert [*{row["scheduler"] for row in document["rows"]}] == ["real"], "a small cluster"
+    assert document["rows"][0]["choice_ms"]["p99"] > 0
     assert "8 GPUs: at least" in printed.err

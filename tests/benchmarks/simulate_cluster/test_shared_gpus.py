@@ -101,4 +101,5 @@ def test_four_models_on_the_same_four_gpus_are_faster_than_on_one_each(
     assert arbiter["mean_s"] < own["mean_s"]
     assert arbiter["in_time"] > own["in_time"]
     assert arbiter["num_swaps"] < arrival["num_swaps"]
+    assert arbiter["decision_ms"]["p99"] > 0
     assert "4 GPUs, 4 shared, by the arbiter" in printed.err

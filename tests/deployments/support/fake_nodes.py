@@ -71,9 +71,14 @@ class FakeNodes:
 
     def gangs(self, deployment: str) -> dict[str, str]:
         """The running replicas of a denoiser, each with the id of its node; none while Serve builds a new version."""
+        return {one["replica_id"]: one["node_id"] for one in self.replicas(deployment) if one["state"] == "RUNNING"}
+
+    def replicas(self, deployment: str) -> list[dict[str, Any]]:
+        """What Serve says of the replicas of a deployment, those that start and end included."""
         answer = httpx.get(f"{self.dashboard}/api/serve/applications/", timeout=TIMEOUT_S).json()
-        replicas = answer["applications"]["troupe"]["deployments"].get(deployment, {"replicas": []})["replicas"]
-        return {one["replica_id"]: one["node_id"] for one in replicas if one["state"] == "RUNNING"}
+        found = answer["applications"]["troupe"]["deployments"].get(deployment, {"replicas": []})
+        replicas: list[dict[str, Any]] = found["replicas"]
+        return replicas
 
     def workers(self) -> list[Node]:
         """The worker nodes that run, oldest first."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,6 +50,19 @@ def test_a_request_of_low_priority_overtakes_less() -> None:
     assert rank_gangs(waiting, NewWork(LARGE, 2))[0].finish_s == 4.0
 
 
+@settings(max_examples=50, **UNHURRIED)
+@given(st.floats(0.01, 3.0), st.integers(1, 100), st.floats(0.92, 1.08), st.sampled_from([0.25, 1.0, 4.0]))
+def test_a_request_waits_for_earlier_ones_of_its_own_kind(
+    step_s: float, num_steps: int, drift: float, priority: float
+) -> None:
+    """Though reports are rounded, and the prediction of open jobs may be newer than that of the kind."""
+    left_s = drift * num_steps * step_s
+    jobs = {str(number): OpenWork(left_s, left_s / priority) for number in range(3)}
+    reported = GangLoad.of_stats(GangLoad(jobs=jobs, step_s={LARGE: step_s}).to_stats())
+    (choice,) = rank_gangs({"a": reported}, NewWork(LARGE, num_steps, priority=priority))
+    assert choice.finish_s > 3.5 * num_steps * step_s - 0.02
+
+
 def test_a_warm_gang_is_first_until_its_wait_is_longer_than_a_cold_start() -> None:
     cold = load(cold_s=5.0, kinds=SMALL)
     assert order({"cold": cold, "warm": load(4.0)}, NewWork(LARGE, 10)) == ["warm", "cold"]
@@ -70,7 +85,8 @@ def test_a_gang_that_sleeps_is_first_once_the_others_are_busy_for_longer() -> No
     asleep = GangLoad(step_s=STEP_S, wake_s=4.0)
     assert order({"asleep": asleep, "awake": load(3.0)}, NewWork(LARGE, 10)) == ["awake", "asleep"]
     assert order({"asleep": asleep, "awake": load(5.0)}, NewWork(LARGE, 10)) == ["asleep", "awake"]
-    assert asleep.finish_s(NewWork(LARGE, 10), 20.0, age_s=1.0) == 23.0, "its sleep has become shorter"
+    (later,) = rank_gangs({"asleep": asleep}, NewWork(LARGE, 10), {"asleep": 1.0})
+    assert later.finish_s == 23.0, "its sleep has become shorter"
 
 
 def test_nothing_known_of_a_kind_gives_no_order() -> None:
@@ -83,8 +99,8 @@ def test_what_was_sent_since_a_report_counts_and_what_was_worked_off_does_not() 
     new = NewWork(LARGE, 10)
     sent = {"a": [OpenWork(2.0, 2.0)]}
     assert rank_gangs(loads, new, sent=sent)[0].name == "b"
-    assert rank_gangs(loads, new, lambda name: {"a": 2.5, "b": 0.0}[name], sent)[0].name == "a"
-    assert rank_gangs(loads, new, lambda name: 100.0)[0].finish_s == 20.0, "no gang is done before it begins"
+    assert rank_gangs(loads, new, {"a": 2.5, "b": 0.0}, sent)[0].name == "a"
+    assert rank_gangs(loads, new, dict.fromkeys(loads, 100.0))[0].finish_s == 20.0, "no gang is done before it begins"
 
 
 def test_of_idle_gangs_the_oldest_is_first_so_that_the_newest_may_end() -> None:
@@ -160,3 +176,134 @@ def test_a_job_that_another_gang_took_counts_there() -> None:
     assert board.choose("ab", "1", new, 0.0)[0] == "a"
     board.confirm("b", "1")
     assert board.choose("ab", "2", new, 0.0)[0] == "a"
+
+
+class CountedJobs(dict[str, OpenWork]):
+    """Jobs of a gang, and how often they were gone through."""
+
+    num_reads = 0
+
+    def values(self) -> Any:
+        self.num_reads += 1
+        return super().values()
+
+
+def test_the_jobs_of_a_report_are_added_up_once_for_all_requests() -> None:
+    jobs = CountedJobs({str(number): OpenWork(1.0, 1.0 + number) for number in range(50)})
+    loads = {"a": GangLoad(jobs=jobs, step_s=STEP_S), "b": load()}
+    num_before = jobs.num_reads
+    finishes_s = [rank_gangs(loads, NewWork(LARGE, num_steps))[-1].finish_s for num_steps in range(1, 20)]
+    num_before_s = [sum(1.0 + number <= 2.2 * num_steps for number in range(50)) for num_steps in range(1, 20)]
+    assert finishes_s == [num + 2.0 * num_steps for num_steps, num in enumerate(num_before_s, 1)]
+    assert jobs.num_reads == num_before
+
+
+class PlainBoard:
+    """The rule of ``LoadBoard`` job by job: reports by name, and the jobs that were sent since."""
+
+    def __init__(self) -> None:
+        self.reports: dict[str, tuple[float, Mapping[str, Any]]] = {}
+        self.sent: dict[str, dict[str, tuple[float, float, float]]] = {}
+
+    def hear(self, stats: Mapping[str, Mapping[str, Any]], now_s: float) -> None:
+        for name in set(self.reports) - {name for name, one in stats.items() if one}:
+            del self.reports[name]
+            self.sent.pop(name, None)
+        for name, one in stats.items():
+            if one and (name not in self.reports or one != self.reports[name][1]):
+                self.reports[name] = now_s, one
+                kept = {job: sent for job, sent in self.sent.get(name, {}).items() if now_s - sent[0] < 1.0}
+                self.sent[name] = kept
+
+    def choose(self, names: Sequence[str], job_id: str, new: NewWork, now_s: float) -> list[str]:
+        if any(name not in self.reports for name in names):
+            return []
+        known = [self.reports[name][1]["step_s"] for name in names if new.kind in self.reports[name][1]["step_s"]]
+        ordered = (
+            sorted(self.key(name, place, new, known[0][new.kind], now_s) for place, name in enumerate(names))
+            if known
+            else []
+        )
+        if ordered:
+            own_s = ordered[0][-1]
+            self.sent.setdefault(ordered[0][3], {})[job_id] = now_s, own_s, own_s / new.priority
+        return [name for _, _, _, name, _ in ordered]
+
+    def key(
+        self, name: str, place: int, new: NewWork, usual_s: float, now_s: float
+    ) -> tuple[float, float, int, str, float]:
+        heard_s, stats = self.reports[name]
+        own_s = new.num_steps * stats["step_s"].get(new.kind, usual_s)
+        if new.kind not in stats["step_s"]:
+            own_s += stats["cold_s"]
+        elif new.adapters != stats["adapters"]:
+            own_s += stats["switch_s"]
+        open_sent = {job: one for job, one in self.sent.get(name, {}).items() if now_s - one[0] <= 1.0 + one[1]}
+        beside = [(left_s, urgency_s) for job, (_, left_s, urgency_s) in open_sent.items() if job not in stats["jobs"]]
+        first = [
+            sum(
+                left_s
+                for left_s, urgency_s in jobs
+                if not stats["by_urgency"] or urgency_s <= 1.1 * own_s / new.priority + 0.01
+            )
+            for jobs in (stats["jobs"].values(), beside)
+        ]
+        finish_s = max(0.0, stats["wake_s"] + first[0] - (now_s - heard_s)) + first[1] + own_s
+        backlog_s = sum(left_s for left_s, _ in stats["jobs"].values()) + sum(left_s for left_s, _ in beside)
+        return round(finish_s, 2), round(backlog_s, 2), place, name, own_s
+
+
+EXACT_S = st.sampled_from([0.5, 1.0, 2.0, 8.0, 32.0])
+"""Seconds whose sums are the same in any order, and often equal."""
+REPORTS = st.builds(
+    lambda jobs, kinds, by_urgency, cold_s, wake_s, adapters, switch_s: {
+        "jobs": {job_id: [left_s, left_s * slower] for job_id, (left_s, slower) in jobs.items()},
+        "step_s": {kind: {SMALL: 0.125, LARGE: 2.0}[kind] for kind in kinds},
+        "by_urgency": by_urgency,
+        "cold_s": cold_s,
+        "wake_s": wake_s,
+        "adapters": adapters,
+        "switch_s": switch_s,
+    },
+    st.dictionaries(st.integers(0, 30).map(str), st.tuples(EXACT_S, st.sampled_from([0.25, 1.0, 4.0])), max_size=6),
+    st.sampled_from([[SMALL], [SMALL, LARGE]]),
+    st.booleans(),
+    EXACT_S,
+    st.sampled_from([0.0, 1.5]),
+    st.sampled_from(["", "ink"]),
+    st.sampled_from([0.0, 0.5]),
+)
+EVENTS = st.one_of(
+    st.tuples(st.just("hear"), st.dictionaries(st.sampled_from("abc"), REPORTS, min_size=1)),
+    st.tuples(
+        st.just("choose"),
+        st.builds(
+            NewWork,
+            st.sampled_from([SMALL, LARGE]),
+            st.sampled_from([4, 16]),
+            st.sampled_from([0.25, 1.0, 4.0]),
+            st.sampled_from(["", "ink"]),
+        ),
+    ),
+)
+
+
+@settings(max_examples=200, **UNHURRIED)
+@given(
+    st.lists(REPORTS, min_size=3, max_size=3),
+    st.lists(st.tuples(st.sampled_from([0.0, 0.125, 1.0, 4.0]), EVENTS), min_size=1, max_size=12),
+)
+def test_choices_are_those_of_the_rule_job_by_job(
+    reports: list[dict[str, Any]], events: list[tuple[float, tuple[str, Any]]]
+) -> None:
+    board, plain, now_s = LoadBoard(), PlainBoard(), 0.0
+    stats = dict(zip("abc", reports, strict=True))
+    for number, (later_s, (event, value)) in enumerate([(0.0, ("hear", stats)), *events]):
+        now_s += later_s
+        if event == "hear":
+            stats = stats | value
+            board.hear(stats, now_s)
+            plain.hear(stats, now_s)
+        else:
+            chosen = [one.choose("abc", str(number), value, now_s) for one in (board, plain)]
+            assert chosen[0] == chosen[1]
