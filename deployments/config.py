@@ -32,7 +32,7 @@ from deployments.requests.enhancer_config import PromptEnhancerConfig
 from deployments.requests.fields import Quality
 from deployments.stages.stage_config import (
     STRICT,
-    AutoscalingConfig,
+    ApiScalingConfig,
     DataType,
     DecoderConfig,
     DenoiserConfig,
@@ -285,7 +285,7 @@ class ApiConfig(ApiLimits, ClipLimits):
     max_ongoing_requests: PositiveInt = 4096
     """Requests that Serve passes to a replica: more than the API's limit, so that it can refuse the rest."""
     num_replicas: PositiveInt = 1
-    autoscaling: AutoscalingConfig | None = None
+    autoscaling: ApiScalingConfig | None = None
     """Number of replicas by requests under way, replaces ``num_replicas``."""
     num_cpus: float = Field(default=0.2, ge=0)
 
@@ -309,7 +309,7 @@ class ApiConfig(ApiLimits, ClipLimits):
         if self.autoscaling is not None:
             self._check_autoscaling(self.autoscaling)
 
-    def _check_autoscaling(self, scaling: AutoscalingConfig) -> None:
+    def _check_autoscaling(self, scaling: ApiScalingConfig) -> None:
         if self.num_replicas != 1:
             raise ValueError(
                 f"api.num_replicas {self.num_replicas} has no effect beside api.autoscaling: leave one of them out"
