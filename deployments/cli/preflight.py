@@ -277,8 +277,7 @@ def _model(model: ModelConfig) -> Iterator[str]:
 def _model_problems(model: ModelConfig) -> Iterator[str]:
     checkpoint = Checkpoint.open(model.source, weights=False)
     _ = checkpoint.defaults
-    if checkpoint.spec.is_whole:
-        yield from model.whole_problems(checkpoint.spec.family)
+    yield from model.path_problems(checkpoint.spec)
     yield from adapter_problems(checkpoint, model.adapters)
     _, base = split_source(split_network(model.source)[0])
     if Path(split_workflow(base)[0]).is_dir():  # a hub's weights may not be downloaded yet

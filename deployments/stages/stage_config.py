@@ -214,6 +214,8 @@ class DenoiserConfig(ScaledConfig, GangConfig):
     """
     warm_sizes: tuple[WrittenSize, ...] = ()
     """Sizes that are compiled and captured at start; on TensorRT one engine file takes all sizes between them."""
+    compile: bool = False
+    """Compile the denoiser of a whole pipeline at start, for ``warm_sizes`` or the default size."""
     torch: TorchOptions | None = None
     tensorrt: Annotated[TensorRTOptions | None, BeforeValidator(_tensorrt)] = None
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engines.core.engine import AdditionLoader, Engine, RankContext, Sampler
+from engines.core.engine import AdditionLoader, Engine, Forwards, RankContext, Sampler
 from engines.core.estimates import StepEstimates
 from engines.gang.policies.policy import find_policy
 from engines.parallel.nccl_options import DEFAULT_OPTIONS, NcclOptions
@@ -133,14 +133,17 @@ class RankParts:
     """Estimated step times of the engine; None if unknown."""
     additions: AdditionLoader | None = None
     """Loads what requests add to the weights; None: nothing comes at run time."""
+    forwards: Forwards | None = None
+    """How the modules' forwards run, if the engine says so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltRank:
-    """A built rank's supported team sizes and estimated step times."""
+    """A built rank's supported team sizes, estimated step times, and how its modules' forwards run."""
 
     team_sizes: tuple[int, ...]
     estimates: StepEstimates | None = None
+    forwards: Forwards | None = None
 
 
 Environment = Mapping[str, str]

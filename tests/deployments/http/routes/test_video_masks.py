@@ -147,7 +147,7 @@ async def test_a_mask_has_the_limit_of_what_it_is(studio: FakeStudio, tmp_path: 
     """It may be above the limit of the other kind, and is refused below that."""
     mask, answers = LARGE[kind], []
     for most, other in ((len(mask), len(FILE)), (len(mask) - 1, 1 << 20)):
-        limits = {"max_video_bytes": other, "max_picture_bytes": other, f"max_{kind}_bytes": most}
+        limits: dict[str, Any] = {"max_video_bytes": other, "max_picture_bytes": other, f"max_{kind}_bytes": most}
         async with client_of(build(studio, tmp_path, **limits)) as client:
             sent = data_url(mask, "video/mp4")
             if by_id:
