@@ -42,7 +42,7 @@ from pipelines.defaults import Defaults
 from pipelines.directory import gguf_in, quantiser_of
 from pipelines.libraries import quiet_libraries
 from pipelines.models.generic.compiled_forwards import CompiledForwards
-from pipelines.models.generic.whole import REFERENCES, VIDEO_MASK, WholeSpec
+from pipelines.models.generic.whole import DISTILLED_SCALE, REFERENCES, VIDEO_MASK, WholeSpec
 from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaRequest
 
 logger = logging.getLogger(__name__)
@@ -279,6 +279,7 @@ class WholeSampler(BlocksSampler):
         scales = {"guidance_scale": request.guidance_scale, "true_cfg_scale": request.true_cfg_scale}
         if not self._whole.has_distilled_scale:
             scales = {"guidance_scale": request.true_cfg_scale}
+        scales[DISTILLED_SCALE] = request.guidance_scale
         if pictures.control is not None and self._whole.control == "image":
             inputs["image"] = pictures.control.cut_to(request.width, request.height).image()
         if REFERENCES in names and pictures.pictures:
@@ -326,6 +327,8 @@ def _picture_latents(pipeline: Any, latents: Tensor, request: MediaRequest) -> T
     num_channels = getattr(getattr(vae, "config", None), "latent_channels", None)
     if latents.ndim == 3 and hasattr(pipeline, UNPACK):
         latents = pipeline._unpack_latents(latents, request.height, request.width, pipeline.vae_scale_factor)
+    if latents.ndim == 5 and latents.shape[1] == 1 and latents.shape[-1] == num_channels:  # a frame, channels last
+        latents = latents[:, 0].movedim(-1, 1)
     return latents if latents.ndim == 4 and latents.shape[1] == num_channels else None
 
 

@@ -42,7 +42,7 @@ SETTINGS: dict[Any, tuple[Settings, Settings]] = {
 """Settings of requests, and the arguments of the call that say the same."""
 NOT_COMPILED = (tiny_whole.hidream,)
 """What Dynamo has been seen to refuse on a CPU."""
-MAKES = (*whole.QUICK, *whole.CLIPS, *whole.CONTROLLED, whole.LARGE)
+MAKES = (*whole.QUICK, *whole.CLIPS, *whole.CONTROLLED, *whole.LARGE)
 
 
 def in_turns(pipeline: Pipeline, requests: tuple[MediaRequest, ...]) -> list[NDArray[np.uint8]]:

@@ -85,7 +85,7 @@ def latents_of(checkpoint: Checkpoint, request: MediaRequest) -> Tensor:
 
 def test_the_picture_is_that_of_the_eager_call(folders: Callable[[Any], Path]) -> None:
     """By Inductor. The same seed has the same bytes, whatever other request was between."""
-    folder = folders(tiny_whole.pixart_sigma)
+    folder = folders(tiny_whole.wan_over)
     compiled, eager = Checkpoint(folder), Checkpoint(folder)
     engine = warm(compiled)
     assert engine.forwards == "compiled"
