@@ -29,7 +29,7 @@ from deployments.observability.metrics_settings import MetricsSettings
 from deployments.requests.enhancer_config import PromptEnhancerConfig
 from deployments.stages.stage_config import (
     STRICT,
-    AutoscalingConfig,
+    ApiScalingConfig,
 )
 from pipelines.request import MetadataLevel
 
@@ -99,7 +99,7 @@ class ApiConfig(ApiLimits, ClipLimits):
     """Requests that Serve passes to a replica: more than the API's limit, so that it can refuse the rest."""
     num_replicas: PositiveInt = 1
     """Replicas of the API."""
-    autoscaling: AutoscalingConfig | None = None
+    autoscaling: ApiScalingConfig | None = None
     """Number of replicas by requests under way, replaces ``num_replicas``."""
     num_cpus: float = Field(default=0.2, ge=0)
     """Logical CPUs of Ray for each replica."""
@@ -124,7 +124,7 @@ class ApiConfig(ApiLimits, ClipLimits):
         if self.autoscaling is not None:
             self._check_autoscaling(self.autoscaling)
 
-    def _check_autoscaling(self, scaling: AutoscalingConfig) -> None:
+    def _check_autoscaling(self, scaling: ApiScalingConfig) -> None:
         if self.num_replicas != 1:
             raise ValueError(
                 f"api.num_replicas {self.num_replicas} has no effect beside api.autoscaling: leave one of them out"

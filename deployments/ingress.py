@@ -70,6 +70,7 @@ def make_cards(config: AppConfig, memory: Mapping[str, Mapping[str, Any]] = NO_M
             description=checkpoint.description,
             enhances_prompts=enhancers[model.name].default if model.name in enhancers else None,
             path="whole pipeline" if checkpoint.spec.is_whole else "blocks",
+            forwards="eager" if checkpoint.spec.is_whole and not model.denoiser.compile else None,
             runtime_loras=model.runtime_loras,
             memory=memory.get(model.name),
             attentions=model.attentions,

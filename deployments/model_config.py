@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -27,6 +27,9 @@ from engines.core.spec import Attention
 from pipelines.loading import ModelSource
 from pipelines.lora.source import LoraLimits, LoraSource, check_sources
 from pipelines.recipes import Recipe, check_recipe_name
+
+if TYPE_CHECKING:
+    from pipelines.models.spec import ModelSpec
 
 
 def _model_name(name: str) -> str:
@@ -151,9 +154,20 @@ class ModelConfig(BaseModel):
             )
         return self
 
-    def whole_problems(self, family: str) -> Iterator[str]:
+    def path_problems(self, spec: ModelSpec) -> Iterator[str]:
+        """Yield the settings that a model does not support as it is run: by its blocks, or as a whole pipeline."""
+        if spec.is_whole:
+            yield from self._whole_problems(spec.family)
+        elif self.denoiser.compile:
+            yield (
+                f"denoiser.compile is for whole pipelines, and {spec.family} runs by its blocks, which are compiled "
+                "on GPUs: remove it"
+            )
+
+    def _whole_problems(self, family: str) -> Iterator[str]:
         """Yield the settings that a pipeline does not support that runs as a whole, on one rank a gang."""
         denoiser, decoder = self.denoiser, self.decoder
+        sizes = denoiser.warm_sizes if denoiser.compile else ()
         settings = (
             ("engine", denoiser.engine, ("torch",)),
             ("num_ranks", denoiser.num_ranks, (1,)),
@@ -162,7 +176,7 @@ class ModelConfig(BaseModel):
             ("attention", denoiser.attention, ("auto",)),
             *(("attention of a recipe", one, ("auto",)) for one in self.attentions[1:]),
             ("load", denoiser.load, ("auto", "whole")),
-            ("warm_sizes", denoiser.warm_sizes, ((),)),
+            ("warm_sizes", denoiser.warm_sizes, (sizes,)),
             ("torch", denoiser.torch, (None,)),
             ("loras", self.adapters, ((),)),
             ("runtime_loras", self.runtime_loras, (None,)),

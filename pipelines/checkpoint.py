@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from engines.core.engine import Engine
 from engines.core.model import Branch, DenoiserModel
 from pipelines.defaults import Defaults
 from pipelines.description import Description, read_description
@@ -33,6 +32,7 @@ if TYPE_CHECKING:  # reading defaults must not import torch
     from pipelines.blocks.sampler import BlocksSampler
     from pipelines.blocks.state import BlocksState
     from pipelines.models.generic.whole import WholeSpec
+    from pipelines.whole_pipeline import WholeEngine
 
 logger = logging.getLogger(__name__)
 
@@ -216,13 +216,25 @@ class Checkpoint:
 
         return partial(self._opened.load_part, stays=stays)
 
-    def own_engine(self) -> Engine | None:
-        """Return the engine that a whole pipeline needs; None for models that run on any engine."""
+    def own_engine(self, *, compiled: bool = False) -> WholeEngine | None:
+        """Return the engine that a whole pipeline needs; None for models that run on any engine.
+
+        ``compiled``: its warm-up with ``trial_steps`` compiles the denoisers.
+        """
         if not self.spec.is_whole:
             return None
-        from pipelines.whole_pipeline import WholeEngine
+        from pipelines.models.generic.compiled_forwards import CompiledForwards
+        from pipelines.whole_pipeline import WholeEngine, parts_of
 
-        return WholeEngine()
+        return WholeEngine(CompiledForwards(parts_of(self._whole)) if compiled else None)
+
+    def trial_steps(self, sizes: Iterable[Size]) -> Iterator[tuple[Branch, ...]]:
+        """Yield first steps of a whole pipeline's calls: for each of ``sizes`` (none: the default), twice."""
+        from pipelines.models.generic.compiled_forwards import blank_pictures, trial_requests
+
+        encoder, sampler = self.text_encoder(), self.sampler()
+        for request in trial_requests(self.defaults, sizes):
+            yield sampler.branches(sampler.begin(request, encoder.encode(request, blank_pictures(request))))
 
     def outline(self) -> DenoiserModel:
         """Return the transformers without weight values, from the configuration, for exports under fake tensors."""

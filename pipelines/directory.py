@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +26,11 @@ GGUF = ".gguf"
 QUANTIZATION = "quantization_config"
 """Key in the configuration of a part that a library has quantised."""
 PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao"}
-"""Packages by the names that configurations have for quantisers."""
+"""Packages by the names that configurations have for quantisers: those whose transformers are read here."""
+OWN_CLASS = "_class_name"
+"""Key in the configuration of diffusers' classes, which those of transformers lack."""
+BITS = ("_4bit", "_8bit")
+"""Ends of names in transformers' list of quantisers that configurations lack."""
 CLASSIC, MODULAR, FROM_PICTURE, CONTROLLED = "Pipeline", "ModularPipeline", "ImageToVideo", "ControlNet"
 """Parts of the names of pipeline classes."""
 NO_FOLDERS: Mapping[str, Path] = {}
@@ -55,15 +59,40 @@ def changed_at_s(path: Path) -> int:
 def quantiser_of(folder: Path) -> str:
     """Return the library that quantised the weights of a part, as its configuration says; empty if none did.
 
-    ValueError if its package is missing.
+    ValueError if it is unknown, or its package is missing.
     """
     file = folder / "config.json"
-    config = (_read_json(file) if file.is_file() else {}).get(QUANTIZATION) or {}
-    quantiser = str(config.get("quant_method", ""))
+    config = _read_json(file) if file.is_file() else {}
+    quantization = config.get(QUANTIZATION) or {}
+    if not quantization:
+        return ""
+    quantiser = str(quantization.get("quant_method") or "")
     package = PACKAGES.get(quantiser)
-    if package is not None and find_spec(package) is None:
+    if package is None:
+        _check_quantiser(folder, quantiser, is_own=OWN_CLASS in config)
+    elif find_spec(package) is None:
         raise ValueError(f"{folder} is quantised by {quantiser}, whose package is missing: pip install {package}")
     return quantiser
+
+
+def _check_quantiser(folder: Path, quantiser: str, *, is_own: bool) -> None:
+    """Raise ValueError for a quantiser without an entry in ``PACKAGES``, unless transformers reads its encoders."""
+    known = dict.fromkeys(PACKAGES)
+    if not is_own:
+        from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+        known |= dict.fromkeys(name.removesuffix(BITS[0]).removesuffix(BITS[1]) for name in AUTO_QUANTIZER_MAPPING)
+    if quantiser not in known:
+        raise ValueError(unknown_quantiser(str(folder), quantiser, known))
+
+
+def unknown_quantiser(where: str, quantiser: str, known: Iterable[str]) -> str:
+    """Return the message for weights of a ``quantiser`` that nothing reads; ``known`` are those that are read."""
+    names = ", ".join(f"{name} (pip install {PACKAGES[name]})" if name in PACKAGES else name for name in known)
+    return (
+        f"{where} is quantised by {quantiser or 'an unnamed quantiser'}, which is not known here: take weights of "
+        f"{names}, a GGUF file, or the weights that were quantised"
+    )
 
 
 def check_package(file: Path) -> None:

@@ -13,6 +13,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.directory import DENOISERS, GGUF, gguf_in, part_class, part_folder, quantiser_of, read_config, read_index
 from pipelines.loading import local_path, resolve_file
 from pipelines.lora.source import ADAPTER_FILES, LoraSource
+from pipelines.single_file import check_metadata
 
 if TYPE_CHECKING:
     from pipelines.models.generic.whole import WholeSpec
@@ -42,7 +43,7 @@ def _files_problems(checkpoint: Checkpoint) -> Iterator[str]:
         if part not in unused and not is_replaced:
             yield from _folder_problems(part_folder(checkpoint.path, part))
     if checkpoint.file is not None:
-        yield from _file_problems(checkpoint.file)
+        yield from _file_problems(checkpoint.file, is_transformer=True)
 
 
 def adapter_problems(checkpoint: Checkpoint, sources: Iterable[LoraSource]) -> Iterator[str]:
@@ -106,7 +107,7 @@ def _folder_problems(folder: Path) -> Iterator[str]:
         yield f"{folder} has no weights: download the whole model, not only its configuration"
 
 
-def _file_problems(file: Path) -> Iterator[str]:
+def _file_problems(file: Path, *, is_transformer: bool = False) -> Iterator[str]:
     if file.suffix == GGUF:
         with file.open("rb") as opened:
             if opened.read(len(GGUF_MAGIC)) != GGUF_MAGIC:
@@ -115,5 +116,9 @@ def _file_problems(file: Path) -> Iterator[str]:
     try:
         with safe_open(file, framework="numpy") as opened:
             opened.keys()
+            if is_transformer:
+                check_metadata(file, opened.metadata())
+    except ValueError as error:
+        yield str(error)
     except (SafetensorError, OSError) as error:
         yield f"{file} is no safetensors file, or not the whole of one ({error}): download it again"

@@ -6,12 +6,13 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.directory import GGUF, check_package
+from pipelines.directory import GGUF, PACKAGES, QUANTIZATION, check_package, unknown_quantiser
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +66,16 @@ def split_source(source: str) -> tuple[Path | None, str]:
     return file, base
 
 
+def check_metadata(file: Path, metadata: Mapping[str, str] | None) -> None:
+    """Raise ValueError for a file whose ``metadata`` names a quantiser, as those of SVDQuant do."""
+    if written := (metadata or {}).get(QUANTIZATION):
+        try:
+            quantiser = str(json.loads(written)["method"])
+        except (ValueError, LookupError, TypeError):
+            quantiser = ""
+        raise ValueError(unknown_quantiser(str(file), quantiser, PACKAGES))
+
+
 def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, dtype: torch.dtype) -> Any:
     """Load a model of diffusers' class ``kind`` by the configuration in the folder ``config``, in the file's dtypes.
 
@@ -95,7 +106,7 @@ def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, 
 
 def _read_file(file: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the transformer's tensors, dropping other parts of the pipeline."""
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
 
     from engines.quantization.scaled_files import dequantised
@@ -103,6 +114,8 @@ def _read_file(file: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     if file.suffix == GGUF:
         return _of_transformer(dict(_read_gguf(file, dtype)))
     try:
+        with safe_open(file, framework="pt") as opened:
+            check_metadata(file, opened.metadata())
         tensors = load_file(file)
     except SafetensorError as error:
         raise ValueError(f"{file} is no safetensors file, or not the whole of one ({error})") from error

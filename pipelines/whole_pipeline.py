@@ -30,7 +30,7 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engines.core.engine import EagerEngine, JobFailedError
+from engines.core.engine import EagerEngine, Forwards, JobFailedError
 from engines.core.logs import log_level
 from engines.core.model import Branch
 from pipelines.blocks.decoder import BlocksDecoder, DecodedMedia
@@ -41,8 +41,11 @@ from pipelines.component_weights import has_scales, load_folder
 from pipelines.defaults import Defaults
 from pipelines.directory import gguf_in, quantiser_of
 from pipelines.libraries import quiet_libraries
-from pipelines.models.generic.whole import REFERENCES, VIDEO_MASK, WholeSpec
+from pipelines.models.generic.compiled_forwards import CompiledForwards
+from pipelines.models.generic.whole import DISTILLED_SCALE, REFERENCES, VIDEO_MASK, WholeSpec
 from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaRequest
+
+logger = logging.getLogger(__name__)
 
 PICTURES, FRAMES, CALL = "pictures", "frames_FHWC", "call"
 CLIPS = {"video": "video_FHWC", "video_mask": "video_mask_FHWC"}
@@ -194,10 +197,28 @@ class WholeState:
 
 
 class WholeEngine(EagerEngine):
-    """Takes the next step of each call: a step's forwards, guidance and solver are the call's own."""
+    """Takes the next step of each call: a step's forwards, guidance and solver are the call's own.
 
-    def __init__(self) -> None:
-        self._warm: set[tuple[int, int, int]] = set()
+    ``compiled``: the forwards of its denoisers, if they are compiled.
+    """
+
+    def __init__(self, compiled: CompiledForwards | None = None) -> None:
+        self._compiled, self._warm = compiled, set[tuple[int, int, int]]()
+
+    @property
+    def forwards(self) -> Forwards:
+        """How the denoisers' forwards run, after the warm-up."""
+        return "eager" if self._compiled is None else self._compiled.forwards
+
+    def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> None:
+        """Compile for the first steps of calls. A call that fails is logged, since others may not."""
+        if self._compiled is None:
+            return
+        with self._compiled.warming():
+            try:
+                self.predict(branches, ranks)
+            except (ValueError, JobFailedError) as error:
+                logger.error("the warm-up of the pipeline failed, and forwards may run eagerly", exc_info=error)
 
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> tuple[Tensor, ...]:
         """Return each call's latents after its next step. Errors of a pipeline fail the job, those of a device all."""
@@ -270,6 +291,7 @@ class WholeSampler(BlocksSampler):
         scales = {"guidance_scale": request.guidance_scale, "true_cfg_scale": request.true_cfg_scale}
         if not self._whole.has_distilled_scale:
             scales = {"guidance_scale": request.true_cfg_scale}
+        scales[DISTILLED_SCALE] = request.guidance_scale
         if pictures.control is not None and self._whole.control == "image":
             inputs["image"] = pictures.control.cut_to(request.width, request.height).image()
         if REFERENCES in names and pictures.pictures:
@@ -317,6 +339,8 @@ def _picture_latents(pipeline: Any, latents: Tensor, request: MediaRequest) -> T
     num_channels = getattr(getattr(vae, "config", None), "latent_channels", None)
     if latents.ndim == 3 and hasattr(pipeline, UNPACK):
         latents = pipeline._unpack_latents(latents, request.height, request.width, pipeline.vae_scale_factor)
+    if latents.ndim == 5 and latents.shape[1] == 1 and latents.shape[-1] == num_channels:  # a frame, channels last
+        latents = latents[:, 0].movedim(-1, 1)
     return latents if latents.ndim == 4 and latents.shape[1] == num_channels else None
 
 

@@ -276,8 +276,7 @@ def _model(model: ModelConfig) -> Iterator[str]:
 def _model_problems(model: ModelConfig) -> Iterator[str]:
     checkpoint = Checkpoint.open(model.source, weights=False)
     _ = checkpoint.defaults
-    if checkpoint.spec.is_whole:
-        yield from model.whole_problems(checkpoint.spec.family)
+    yield from model.path_problems(checkpoint.spec)
     yield from adapter_problems(checkpoint, model.adapters)
     if Path(ModelSource.parse(model.source).base).is_dir():  # a hub's weights may not be downloaded yet
         yield from weight_problems(checkpoint)

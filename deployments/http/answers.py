@@ -14,6 +14,7 @@ from deployments.requests.model_choice import BEHIND
 from deployments.requests.recipe_choice import recipe_document, steps_of_quality
 from deployments.requests.rules import QUALITY_SHARES
 from deployments.service.interface import ModelCard, ModelPath, Progress, StageTimes
+from engines.core.engine import Forwards
 from engines.core.spec import Attention
 from pipelines.caching import CacheMode
 from pipelines.defaults import Defaults
@@ -41,6 +42,10 @@ class Model(BaseModel):
     kinds: tuple[MediaKind, ...] = Field(description="All that it makes, its kind first; beyond OpenAI.")
     family: str = Field(description="beyond OpenAI")
     path: ModelPath = Field(description="How steps are made: by blocks, or by a pipeline's own call. Beyond OpenAI.")
+    forwards: Forwards | None = Field(
+        description="How forwards of a whole pipeline run; null of other models, or before a gang is there. "
+        "Beyond OpenAI."
+    )
     aliases: tuple[str, ...] = Field(description="Other names that requests may give it; beyond OpenAI.")
     loras: tuple[ModelLora, ...] = Field(
         description="Adapters that requests may name, with their scales; beyond OpenAI."
@@ -83,6 +88,7 @@ class Model(BaseModel):
             kinds=defaults.kinds,
             family=card.family,
             path=card.path,
+            forwards=card.forwards,
             aliases=card.aliases,
             loras=tuple(
                 ModelLora(name=lora.name, scale=lora.scale) for lora in card.loras if lora.name not in card.recipes

@@ -12,7 +12,8 @@ from deployments.clips.database import ClipRecord
 from deployments.clips.objects import StoredObject
 from deployments.http.context import ApiContext
 from deployments.http.errors import ApiError
-from deployments.requests.pictures.sources import VIDEO, Source, check_num_bytes
+from deployments.requests.pictures.sources import VIDEO, VIDEO_MASK, Source, check_num_bytes, max_bytes_of
+from deployments.requests.pictures.unpack import MASK_FIELD
 from deployments.requests.request_errors import shown
 from deployments.requests.rules import Requester
 
@@ -73,7 +74,8 @@ async def read_source(
         if file is None:
             raise FileNotFoundError(source)
         num_bytes = file.num_bytes if isinstance(file, StoredObject) else file.stat().st_size
-        check_num_bytes(num_bytes, param, context.settings.max_video_bytes, VIDEO)
+        kind = VIDEO_MASK if param == MASK_FIELD else VIDEO
+        check_num_bytes(num_bytes, param, max_bytes_of(kind, context.settings), kind)
         take(num_bytes)
         return await asyncio.to_thread(file.read_bytes)
     except FileNotFoundError:  # deleted meanwhile

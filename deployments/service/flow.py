@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ray import exceptions as ray_errors
@@ -16,20 +16,30 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments.observability.metrics import observe_failure
 from deployments.ray_private import leave_replica
-from deployments.service.interface import STATUS_MAX_AGE_S, Media, ModelCard, ModelUnavailableError, Output, StudioEvent
+from deployments.service.interface import (
+    STATUS_MAX_AGE_S,
+    WHOLE,
+    Media,
+    ModelCard,
+    ModelUnavailableError,
+    Output,
+    StudioEvent,
+)
 from deployments.service.readiness import Readiness
 from deployments.service.retries import RECOVERY_DEADLINE_S, RETRYABLE, Retries
 from deployments.service.run import Run, StageHandles
 from deployments.stages.measured_times import DecodeTimes
 from deployments.usage.accounts import Accounts
 from deployments.usage.metering import UsageMeter
-from engines.core.engine import JobFailedError
+from engines.core.engine import Forwards, JobFailedError
 from engines.gang.errors import GangBrokenError, QueueFullError
 from pipelines.request import NO_PICTURES, InputPictures, Lora, MediaRequest
 
 RETRY_PAUSE_S = 0.25
 LOAD_WITHIN_S = 300.0
 """For all gangs to read an adapter."""
+LOOK_WITHIN_S = 2.0
+"""For all gangs to answer what is shown of them."""
 NOT_REACHED = (TimeoutError, DeploymentUnavailableError, *RETRYABLE)
 """Errors of a call to all gangs; the second means that there are none."""
 
@@ -68,7 +78,10 @@ class DeployedStudio:
         accounts: Accounts | None = None,
         limits: Mapping[str, QueueLimits] = NO_LIMITS,
     ) -> None:
-        self._cards, self._stages, self._readiness, self._patience_s = cards, stages, readiness, patience_s
+        self._cards, self._stages, self._readiness, self._patience_s = dict(cards), stages, readiness, patience_s
+        self._unknown_forwards = tuple(
+            name for name, card in cards.items() if card.path == WHOLE and card.forwards is None
+        )
         self._limits = limits
         self._num_open: defaultdict[str, int] = defaultdict(int)
         self._job_s: dict[str, float] = {}
@@ -78,6 +91,20 @@ class DeployedStudio:
 
     def cards(self) -> Mapping[str, ModelCard]:
         return self._cards
+
+    async def look(self) -> None:
+        """See ``Studio.look``. Without an answer, cards stay as they are."""
+        await asyncio.gather(*(self._ask_forwards(model) for model in self._unknown_forwards))
+
+    async def _ask_forwards(self, model: str) -> None:
+        answers = list[object]()
+        with suppress(*NOT_REACHED):
+            asked = self._stages[model].denoiser.broadcast("forwards")
+            answers = await asked.results_async(timeout_s=LOOK_WITHIN_S, return_exceptions=True)
+        found = {answer for answer in answers if isinstance(answer, str)}
+        if found:
+            forwards: Forwards = "compiled" if found == {"compiled"} else "eager"
+            self._cards[model] = replace(self._cards[model], forwards=forwards)
 
     async def not_ready(self, max_age_s: float = STATUS_MAX_AGE_S) -> Mapping[str, str]:
         """See ``Studio.not_ready``."""

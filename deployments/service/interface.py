@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 from pydantic import ConfigDict
 
 from deployments.requests.fields import Quality
+from engines.core.engine import Forwards
 from engines.core.spec import Attention
 from engines.gang.jobs.job import Progress as Progress
 from pipelines.defaults import Defaults
@@ -19,6 +20,7 @@ from pipelines.request import NO_PICTURES, InputPictures, Lora, MediaRequest
 
 MediaFormat = Literal["png", "jpeg", "webp", "mp4"]
 ModelPath = Literal["blocks", "whole pipeline"]
+WHOLE: ModelPath = "whole pipeline"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +59,8 @@ class ModelCard:
     """The default of ``enhance_prompt``; None without a prompt enhancer."""
     path: ModelPath = "blocks"
     """How steps are made: by diffusers' blocks or by the pipeline's own call."""
+    forwards: Forwards | None = None
+    """How the forwards of a whole pipeline run; None of models with blocks, or before the first gang."""
     runtime_loras: LoraLimits | None = None
     """Limits of adapters that clients add; None: they may add none."""
     memory: Mapping[str, Any] | None = None
@@ -169,6 +173,10 @@ class Studio(Protocol):
     """
 
     def cards(self) -> Mapping[str, ModelCard]: ...
+
+    async def look(self) -> None:
+        """Ask gangs for what ``cards`` say of them."""
+        ...
 
     async def not_ready(self, max_age_s: float = STATUS_MAX_AGE_S) -> Mapping[str, str]:
         """Return the models that are not ready, each with the reason.

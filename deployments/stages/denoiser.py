@@ -28,6 +28,7 @@ from deployments.stages.common import CHECK_S, PRIORITIES, Encoded, EncodingDone
 from deployments.stages.measured_times import estimates_s_of, step_times_of
 from deployments.stages.rank import LoadRankParts
 from deployments.stages.replica_load import ReplicaLoad
+from engines.core.engine import Forwards
 from engines.core.logs import log_phase
 from engines.core.parcel import Shapes
 from engines.core.resources import MemoryUse
@@ -202,6 +203,10 @@ class Denoiser:
     async def spent_s(self, job_id: str) -> float:
         """Return the GPU seconds of a cancelled or failed job, once reported; 0 if unknown or the gang broke."""
         return await self._gang.spent_s(job_id)
+
+    async def forwards(self) -> Forwards | None:
+        """Return how forwards of the gang run, if its engine says so."""
+        return self._gang.forwards
 
     async def load_lora(self, lora: Lora) -> None:
         """Load an adapter that came at run time on all ranks. ValueError if it does not suit the model."""

@@ -33,7 +33,7 @@ FRAMES_PER_TOKEN = 4
 """Typical of transformers of 2026; the first frame has tokens of its own."""
 FACTORS = (
     *("engine", "strategy", "precision", "attention", "num_ranks", "num_nodes", "threads_per_rank"),
-    *("torch", "tensorrt", "nccl"),
+    *("compile", "torch", "tensorrt", "nccl"),
 )
 """Configuration fields of a denoiser that affect step time."""
 NEEDED = ("torch", "diffusers", "transformers")

@@ -15,7 +15,7 @@ from deployments.stages.measured_times import model_facts, software_facts
 from deployments.stages.stage_config import DenoiserConfig, must_slice
 from engines.core.engine import Choosing, RankContext
 from engines.core.logs import log_phase, timed
-from engines.core.model import DenoiserModel, Mix
+from engines.core.model import Branch, DenoiserModel, Mix
 from engines.core.resources import rank_resources
 from engines.core.spec import scheme_of
 from engines.gang.gang_config import BuildRank, RankParts
@@ -50,7 +50,7 @@ class LoadRankParts:
             checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, **loras)
             eager_only = checkpoint.eager_only(is_split=config.splits_tokens)
             config.check_engine(self.model.dtype, eager_only=eager_only)  # before weights are read
-            if checkpoint.spec.is_whole and (problems := tuple(self.model.whole_problems(checkpoint.spec.family))):
+            if problems := tuple(self.model.path_problems(checkpoint.spec)):
                 raise ValueError("; ".join(problems))
             denoiser = self._denoiser(checkpoint, context)
         return partial(_build, self.model, context, checkpoint, denoiser)
@@ -94,9 +94,9 @@ def _make_engine(
 
     config = model.denoiser
     start_s = time.monotonic()
-    steps = checkpoint.first_steps(config.warm_sizes, denoiser.modules, fills_prompts=config.fills_prompts)
+    own, steps = checkpoint.own_engine(compiled=config.compile), _first_steps(config, checkpoint, denoiser)
     attentions = model.attentions[1:]
-    engine = checkpoint.own_engine() or load_engine(
+    engine = own or load_engine(
         config.engine,
         denoiser,
         context,
@@ -117,7 +117,22 @@ def _make_engine(
     if model.memory_gib is not None:
         release_unused_memory(context.device)
     additions = cast("LoraCache", denoiser.additions) if denoiser.additions_change else None
-    return RankParts(engine=engine, sampler=checkpoint.sampler(), estimates=engine.estimates, additions=additions)
+    return RankParts(
+        engine=engine,
+        sampler=checkpoint.sampler(),
+        estimates=engine.estimates,
+        additions=additions,
+        forwards=None if own is None else own.forwards,
+    )
+
+
+def _first_steps(
+    config: DenoiserConfig, checkpoint: Checkpoint, denoiser: DenoiserModel
+) -> tuple[tuple[Branch, ...], ...]:
+    """Return the steps of the warm-up."""
+    if not checkpoint.spec.is_whole:
+        return checkpoint.first_steps(config.warm_sizes, denoiser.modules, fills_prompts=config.fills_prompts)
+    return tuple(checkpoint.trial_steps(config.warm_sizes)) if config.compile else ()
 
 
 def recipe_mixes(model: ModelConfig) -> tuple[Mix, ...]:

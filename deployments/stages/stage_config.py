@@ -57,6 +57,12 @@ class AutoscalingConfig(BaseModel):
         return self
 
 
+class ApiScalingConfig(AutoscalingConfig):
+    """Number of replicas of the HTTP API, by open requests: one is open until it is answered, so they are many."""
+
+    target_ongoing_requests: PositiveFloat = 200.0
+
+
 BY_REQUESTS = ("target_ongoing_requests", "look_back_period_s", "upscale_delay_s", "downscale_delay_s")
 BY_WORK = ("idle_s", "priority", "gangs_per_node")
 
@@ -212,6 +218,8 @@ class DenoiserConfig(ScaledConfig, GangConfig):
     """
     warm_sizes: tuple[WrittenSize, ...] = ()
     """Sizes that are compiled and captured at start; on TensorRT one engine file takes all sizes between them."""
+    compile: bool = False
+    """Compile the denoiser of a whole pipeline at start, for ``warm_sizes`` or the default size."""
     torch: TorchOptions | None = None
     """Options of the engine torch."""
     tensorrt: Annotated[TensorRTOptions | None, BeforeValidator(_tensorrt)] = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from engines.core.estimates import StepEstimates
 from engines.core.model import Branch
@@ -59,6 +59,10 @@ class Choosing:
     """True if teams of all sizes will work, not the whole gang alone."""
     lock: HostLock | None = None
     """The lock of the host's GPUs, held while steps are timed."""
+
+
+Forwards = Literal["compiled", "eager"]
+"""How the forwards of an engine's modules run."""
 
 
 class Engine(Protocol):

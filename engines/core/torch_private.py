@@ -55,6 +55,17 @@ def keep_kernel_choices() -> None:
     torch._inductor.config.dynamic_scale_rblock = False
 
 
+def separate_sizes() -> AbstractContextManager[None]:
+    """Return a context in which equal sizes of a dynamic compilation count as different ones (in its thread).
+
+    Code for one number of tokens in text and picture would otherwise be compiled again for two.
+    """
+    import torch.fx.experimental._config as config
+
+    context: AbstractContextManager[None] = config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    return context
+
+
 def end_failed_capture(device: torch.device, pool: Any) -> None:
     """Tell the allocator of ``device`` (with an index) that a capture into the graph pool ``pool`` has ended.
 

@@ -14,6 +14,7 @@ from typing import Any
 from ray.exceptions import ObjectLostError
 from ray.util.placement_group import PlacementGroup
 
+from engines.core.engine import Forwards
 from engines.core.estimates import StepEstimates
 from engines.core.resources import MemoryUse
 from engines.gang.arbiter import Demand
@@ -53,11 +54,14 @@ class Gang:
         clock: Clock,
         step_times: StepTimes | None = None,
         estimates: StepEstimates | None = None,
+        forwards: Forwards | None = None,
     ) -> None:
         self.config = config
         self.infos = tuple(infos)
         self.estimates = estimates
         """Estimated step times, if the ranks have any."""
+        self.forwards = forwards
+        """How the modules' forwards run, if the engine says so."""
         self.on_open: Callable[[], object] = lambda: None
         """Called after each new job."""
         self._ranks = ranks
@@ -102,7 +106,8 @@ class Gang:
             pids = [info.pid for info in infos]
             logger.info("gang is ready", extra={"model": model, "start_s": round(start_s, 3), "pids": pids})
             measured = step_times(infos, built.estimates) if step_times is not None else None
-            return cls(config, start.ranks, infos, built.team_sizes, model, clock, measured, built.estimates)
+            said: dict[str, Any] = {"estimates": built.estimates, "forwards": built.forwards}
+            return cls(config, start.ranks, infos, built.team_sizes, model, clock, measured, **said)
         except BaseException:
             kill_ranks(start.ranks)
             raise

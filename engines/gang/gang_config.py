@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engines.core.engine import AdditionLoader, Engine, RankContext, Sampler
+from engines.core.engine import AdditionLoader, Engine, Forwards, RankContext, Sampler
 from engines.core.estimates import StepEstimates
 from engines.gang.policies.policy import find_policy
 from engines.parallel.nccl_options import DEFAULT_OPTIONS, NcclOptions
@@ -143,6 +143,8 @@ class RankParts:
     """Estimated step times of the engine; None if unknown."""
     additions: AdditionLoader | None = None
     """Loads what requests add to the weights; None: nothing comes at run time."""
+    forwards: Forwards | None = None
+    """How the modules' forwards run, if the engine says so."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +155,8 @@ class BuiltRank:
     """Sizes of teams that its engine supports."""
     estimates: StepEstimates | None = None
     """Estimated step times of the engine; None if unknown."""
+    forwards: Forwards | None = None
+    """How its modules' forwards run; None: not known."""
 
 
 Environment = Mapping[str, str]

@@ -130,7 +130,7 @@ class Rank:
                 warm_up_transfers(self._context)
         self._runner = RankJobs(parts, self._context)
         logger.info("rank is built", extra={"rank": self._context.rank})
-        return BuiltRank(team_sizes=parts.engine.team_sizes, estimates=parts.estimates)
+        return BuiltRank(team_sizes=parts.engine.team_sizes, estimates=parts.estimates, forwards=parts.forwards)
 
     def execute(self, plan: StepPlan) -> Any:
         """Return the report, then a parcel of latents per ``plan.emits_of`` this rank, each as its own Ray object."""

@@ -96,7 +96,7 @@ def compile_blocks(module: nn.Module, plan: ShardPlan, *, backend: str = "induct
     keep_kernel_choices()
     for block in _modules_of_kinds(module, plan):
         forward = types.MethodType(type(block).forward, block)
-        compiled = torch.compile(forward, dynamic=False, fullgraph=True, backend=_with_real_products(backend))
+        compiled = torch.compile(forward, dynamic=False, fullgraph=True, backend=with_real_products(backend))
         block.__dict__["forward"] = _with_eager_fallback(compiled, forward)
 
 
@@ -112,8 +112,11 @@ def _modules_of_kinds(module: nn.Module, plan: ShardPlan) -> Iterator[nn.Module]
 
 
 @cache
-def _with_real_products(backend: str) -> Callable[..., Any]:
-    """Return one function for all blocks: another backend object would compile again."""
+def with_real_products(backend: str) -> Callable[..., Any]:
+    """Return the compiler of ``backend``, which rewrites complex products first.
+
+    It is one function for all blocks: another backend object would compile again.
+    """
     compile_graph = compile_backend(backend)
 
     def compile_rewritten(traced: GraphModule, inputs: Any, **options: Any) -> Any:

@@ -16,7 +16,7 @@ from deployments.config import ApiConfig, AppConfig, ProvenanceConfig, ShareConf
 from deployments.door.haproxy import PictureQueue
 from deployments.model_config import ModelConfig
 from deployments.stages.common import StageSpec
-from deployments.stages.stage_config import AutoscalingConfig
+from deployments.stages.stage_config import ApiScalingConfig, AutoscalingConfig
 from deployments.usage.quotas import KeyLimits
 
 OWN_RULE = "`look_back_period_s` .* must be greater than `metrics_interval_s`"
@@ -85,7 +85,7 @@ def test_a_change_restarts_what_depends_on_it(changes: dict[str, Any], restarted
 
 
 def test_replicas_of_the_api_scale() -> None:
-    scaling = AutoscalingConfig(max_replicas=3, target_ongoing_requests=200)
+    scaling = ApiScalingConfig(max_replicas=3)
     limits = KeyLimits(max_concurrent=1)
     api = ApiConfig(autoscaling=scaling, key_limits=(limits,))
     args = AppConfig(models=(ModelConfig(name="flux-shapes"),), api=api, fork_workers=False)

@@ -12,12 +12,14 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from tests.pipelines import test_whole_pipeline as whole
 from tests.pipelines.support.checkpoints import tiny_whole
 from tests.pipelines.support.device_jobs import OTHER
+from tests.pipelines.test_whole_compiled import ROUNDING, latents_of, warm
 from tests.pipelines.test_whole_pipeline import folders as folders
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +40,9 @@ SETTINGS: dict[Any, tuple[Settings, Settings]] = {
     **dict.fromkeys(whole.CONTROLLED, CONTROLLED),
 }
 """Settings of requests, and the arguments of the call that say the same."""
-MAKES = (*whole.QUICK, *whole.CLIPS, *whole.CONTROLLED, whole.LARGE)
+NOT_COMPILED = (tiny_whole.hidream,)
+"""What Dynamo has been seen to refuse on a CPU."""
+MAKES = (*whole.QUICK, *whole.CLIPS, *whole.CONTROLLED, *whole.LARGE)
 
 
 def in_turns(pipeline: Pipeline, requests: tuple[MediaRequest, ...]) -> list[NDArray[np.uint8]]:
@@ -79,3 +83,19 @@ def test_previews_are_decoded_there(make: whole.Make, folders: Callable[[Any], P
     assert bool(values) == (request.kind == "image")
     if values:
         assert pipeline.decoder.preview(values, request).std() > 1
+
+
+@pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
+def test_compiled_denoisers_draw_the_picture_of_the_eager_call(
+    make: whole.Make, folders: Callable[[Any], Path], gpu_device: str
+) -> None:
+    """Those that cannot be compiled run eagerly. A seed has its bytes whatever runs between."""
+    compiled, eager = (Checkpoint(folders(make), gpu_device, torch.float32) for _ in range(2))
+    engine = warm(compiled)
+    assert engine.forwards == ("eager" if make in NOT_COMPILED else "compiled")
+    settings, _ = SETTINGS.get(make, ({}, {}))
+    request = whole.request_of(compiled, **settings)
+    made, exact = latents_of(compiled, request), latents_of(eager, request)
+    assert relative_difference(made, exact) < ROUNDING
+    latents_of(compiled, replace(request, **OTHER))
+    assert latents_of(compiled, request).equal(made)

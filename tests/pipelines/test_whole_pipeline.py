@@ -27,7 +27,7 @@ from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaReq
 from pipelines.run import load_pipeline
 from pipelines.size import Size
 from pipelines.whole_pipeline import CALL, CallProgress, PausedCall, follow
-from tests.pipelines.support.checkpoints import tiny_whole
+from tests.pipelines.support.checkpoints import tiny_whole, tiny_whole_qwen
 from tests.pipelines.support.references.video import frames, named, picture
 from tests.pipelines.support.references.video import pictures_of as clip_pictures
 from tests.support.patience import PATIENCE_S
@@ -45,16 +45,20 @@ QUICK = (
     tiny_whole.ovis_image,
     tiny_whole.pixart_sigma,
     tiny_whole.sana,
+    tiny_whole_qwen.hunyuan_image,
+    tiny_whole_qwen.hunyuan_image_distilled,
+    tiny_whole_qwen.kandinsky5_clips,
+    tiny_whole_qwen.longcat_image,
 )
 CLIPS = (tiny_whole.cogvideox_over, tiny_whole.wan_over, tiny_whole.wan_vace)
 """They take a clip."""
 CONTROLLED = (tiny_whole.flux_controlled, tiny_whole.sdxl_controlled)
 """They follow a control picture."""
-LARGE = tiny_whole.hidream
-"""It draws 512x512 whatever size a request has, which takes 10 s."""
+LARGE = (tiny_whole.hidream, tiny_whole_qwen.kandinsky5)
+"""They draw 512x512 or 1024x1024 whatever size a request has, which takes seconds."""
 CONTROLS = {"FluxControlNetPipeline": "control_image", "StableDiffusionXLControlNetPipeline": "image"}
 Make = Callable[[Path], Path]
-MAKES = [*QUICK, tiny_whole.cogvideox_over, pytest.param(LARGE, marks=pytest.mark.slow)]
+MAKES = [*QUICK, tiny_whole.cogvideox_over, *(pytest.param(make, marks=pytest.mark.slow) for make in LARGE)]
 
 
 @pytest.fixture(scope="session")
@@ -109,7 +113,7 @@ def frames_by(pipeline: Any, request: MediaRequest, **arguments: Any) -> NDArray
         output_type="pil",
         **arguments,
     )
-    media = made.frames[0] if request.kind == "video" else made.images
+    media = made.frames[0] if request.kind == "video" else made[next(iter(made))]
     return np.stack([np.asarray(frame) for frame in media[: request.num_frames]])
 
 
@@ -230,12 +234,29 @@ def test_capabilities_are_those_of_the_signature(folders: Callable[[Make], Path]
     paints, paints_over, clips = (
         Checkpoint(folders(make)).defaults for make in (tiny_whole.chroma, tiny_whole.chroma_over, tiny_whole.cogvideox)
     )
-    assert (paints.kind, paints.width, paints.num_inference_steps) == ("image", 1024, 35)
+    assert (paints.kind, paints.width, paints.num_inference_steps) == ("image", 512, 35), "1024 with 8x8 pixels a value"
     assert (paints.guidance_scale, paints.true_cfg_scale, paints.max_pictures) == (0.0, 5.0, 0)
     assert (paints_over.min_pictures, paints_over.takes_strength, paints_over.strength) == (1, True, 0.9)
     assert (clips.kind, clips.width, clips.height, clips.num_frames, clips.frame_multiple) == ("video", 64, 64, 5, 4)
     with pytest.raises(ValueError, match="cache is 'fast'; this model runs all steps of its pipeline"):
         paints.request(cache="fast", num_inference_steps=20)
+
+
+def test_a_distilled_scale_beside_a_guider_reaches_the_call(folders: Callable[[Make], Path]) -> None:
+    distilled, guided = (
+        Checkpoint(folders(make)) for make in (tiny_whole_qwen.hunyuan_image_distilled, tiny_whole_qwen.hunyuan_image)
+    )
+    assert (distilled.defaults.guidance_scale, guided.defaults.guidance_scale) == (3.25, 0.0)
+    request = request_of(distilled, guidance_scale=7.0)
+    own = own_frames(distilled.path, request, distilled_guidance_scale=7.0)
+    assert np.array_equal(load_pipeline(distilled).run(request), own)
+    assert not np.array_equal(own, own_frames(distilled.path, request))
+
+
+def test_the_size_is_that_of_the_call(folders: Callable[[Make], Path]) -> None:
+    """One latent value is 8x8 pixels here, and 32x32 of the published HunyuanImage: 2048x2048."""
+    defaults = Checkpoint(folders(tiny_whole_qwen.hunyuan_image)).defaults
+    assert (defaults.width, defaults.height) == (512, 512)
 
 
 class OneRank:
@@ -292,7 +313,13 @@ def test_jobs_that_take_turns_do_not_mix(folders: Callable[[Make], Path]) -> Non
     assert threads_of_calls() == []
 
 
-@pytest.mark.parametrize("make", [tiny_whole.aura_flow, tiny_whole.chroma])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(tiny_whole.aura_flow, tiny_whole.chroma, tiny_whole_qwen.hunyuan_image, tiny_whole_qwen.longcat_image),
+        pytest.param(tiny_whole_qwen.kandinsky5, marks=pytest.mark.slow),
+    ],
+)
 def test_a_preview_of_a_flow_is_the_picture_that_the_step_expects(make: Make, folders: Callable[[Make], Path]) -> None:
     """After the last step it is the picture itself."""
     rank = OneRank(folders(make))

@@ -67,6 +67,7 @@ def model_routes(context: ApiContext) -> APIRouter:
     @router.get("/v1/models", responses=error_documents(401, 503))
     async def list_models(requester: Requester = authorized) -> ModelList:
         """List the served models."""
+        await context.studio.look()
         cards = await context.cards(requester)
         return ModelList(data=[model for card in cards.values() for model in Model.all_of(card)])
 
@@ -75,6 +76,7 @@ def model_routes(context: ApiContext) -> APIRouter:
         """One model, by its name or an alias: its kind, defaults, limits, and prompts to begin with."""
         if not model.strip("/"):
             raise HTTPException(404)
+        await context.studio.look()
         card = find_card(await context.cards(requester), model)
         lora = split_name(model)[1]
         if lora is None:

@@ -69,6 +69,15 @@ class SourceKind:
 
 PICTURE = SourceKind(name="picture", example="data:image/png;base64,…", too_large="picture_too_large")
 VIDEO = SourceKind(name="clip", example="data:video/mp4;base64,…", too_large="video_too_large")
+VIDEO_MASK = SourceKind(name="clip or picture", example="data:video/mp4;base64,…", too_large="video_too_large")
+"""A mask of a clip, before its first bytes say which of both it is."""
+
+
+def max_bytes_of(kind: SourceKind, limits: PictureLimits) -> int:
+    """Return the limit of the bytes of one source."""
+    if kind is VIDEO_MASK:
+        return max(limits.max_video_bytes, limits.max_picture_bytes)
+    return limits.max_video_bytes if kind is VIDEO else limits.max_picture_bytes
 
 
 def bytes_of(source: Source, param: str, limits: PictureLimits, kind: SourceKind = PICTURE) -> bytes:
@@ -76,7 +85,7 @@ def bytes_of(source: Source, param: str, limits: PictureLimits, kind: SourceKind
 
     Nothing is fetched but from the configuration's ``picture_origins``.
     """
-    max_bytes = limits.max_video_bytes if kind is VIDEO else limits.max_picture_bytes
+    max_bytes = max_bytes_of(kind, limits)
     if isinstance(source, bytes):
         check_num_bytes(len(source), param, max_bytes, kind)
         return source

@@ -10,7 +10,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from deployments.requests.pictures.limits import PictureLimits
-from deployments.requests.pictures.sources import VIDEO, Source, Sources, bytes_of
+from deployments.requests.pictures.sources import (
+    PICTURE,
+    VIDEO,
+    VIDEO_MASK,
+    Source,
+    Sources,
+    bytes_of,
+    check_num_bytes,
+    max_bytes_of,
+)
 from deployments.requests.pictures.video import FormBeside, VideoForm, VideoHead, is_clip, read_video
 from deployments.requests.request_errors import RequestError
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, InputVideo
@@ -61,8 +70,10 @@ def _video_mask(source: Source, limits: PictureLimits, form: VideoForm) -> Input
     """Return the mask of a clip in its ``form``: a clip of that length, or a picture for all frames."""
     from PIL import Image, ImageOps
 
-    data = bytes_of(source, MASK_FIELD, limits, VIDEO)
-    if is_clip(data):
+    data = bytes_of(source, MASK_FIELD, limits, VIDEO_MASK)
+    kind = VIDEO if is_clip(data) else PICTURE
+    check_num_bytes(len(data), MASK_FIELD, max_bytes_of(kind, limits), kind)
+    if kind is VIDEO:
         mask = read_video(data, MASK_FIELD, limits, lambda _: form)
         if mask.num_frames != form.max_frames:
             message = f"mask has {mask.num_frames} frames at {form.fps} fps, and the clip {form.max_frames}"

@@ -36,6 +36,8 @@ NEEDS_VIDEO = ("VideoToVideo", "Edit")
 """The same for a clip."""
 REFERENCES, MAX_REFERENCES = "reference_images", 4
 """The input for pictures of what the clip shows, and how many are taken."""
+DISTILLED_SCALE = "distilled_guidance_scale"
+"""The input for a distilled scale beside a guider (HunyuanImage), where the transformer embeds it."""
 VIDEO_MASK = "mask"
 """The input for a mask of each frame of the clip."""
 CONTROL, CONTROL_SCALE, VIDEO_SCALE = "control_image", "controlnet_conditioning_scale", "conditioning_scale"
@@ -43,6 +45,7 @@ STAGES = ("block_out_channels", "encoder_block_out_channels")
 SPATIAL = ("scale_factor_spatial", "spatial_compression_ratio", "ffactor_spatial")
 TEMPORAL = ("scale_factor_temporal", "temporal_compression_ratio", "ffactor_temporal")
 """Keys of auto-encoders' configurations: stages, or pixels and frames per latent value."""
+SAMPLE_SIZE = "default_sample_size"
 SIDES = ("sample_width", "sample_height")
 USUAL_SCALE, USUAL_TEMPORAL = 8, 4
 
@@ -106,7 +109,7 @@ class WholeSpec(GenericSpec):
             num_frames=num_frames,
             fps=int(inputs.get("fps") or inputs.get("frame_rate") or FPS) if is_video else 0,
             num_inference_steps=int(inputs.get("num_inference_steps") or NUM_STEPS),
-            **self._guidance(),
+            **self._guidance(path),
             size_multiple=math.lcm(16, scale * _patch_size(path)),
             frame_multiple=temporal if is_video and is_in_groups else 1,
             max_pixels=max(1280 * 720 if is_video else 2048 * 2048, width * height),
@@ -154,8 +157,12 @@ class WholeSpec(GenericSpec):
         has_source = self._has_picture or "video" in self.inputs
         return has_source and "strength" in self.inputs and "denoise_strength" not in self.inputs
 
-    def _guidance(self) -> dict[str, Any]:
+    def _guidance(self, path: Path) -> dict[str, Any]:
         scale, true_scale = self.inputs.get("guidance_scale"), self.inputs.get("true_cfg_scale")
+        if DISTILLED_SCALE in self.inputs:
+            is_distilled = _denoiser_config(path).get("guidance_embeds")
+            distilled = float(self.inputs[DISTILLED_SCALE] or 0.0) if is_distilled else 0.0
+            return {"guidance_scale": distilled, "true_cfg_scale": 1.0}
         if self.has_distilled_scale:
             return {"guidance_scale": float(scale or 0.0), "true_cfg_scale": float(true_scale or 1.0)}
         return {"guidance_scale": 0.0, "true_cfg_scale": float(scale or 1.0)}
@@ -169,7 +176,19 @@ class WholeSpec(GenericSpec):
             return int(width), int(height)
         if len(sides) == len(SIDES):
             return sides[0] * scale, sides[1] * scale
-        return (side * scale, side * scale) if isinstance(side, int) else usual
+        side = side if isinstance(side, int) else self._sample_size
+        return usual if side is None or usual == CLIP else (side * scale, side * scale)
+
+    @cached_property
+    def _sample_size(self) -> int | None:
+        """Latent values a side of the pipeline's own default, which its constructor sets; None if it sets none."""
+        parameters = inspect.signature(self.pipeline_class.__init__).parameters.values()
+        needed = [one.name for one in parameters if one.default is one.empty and one.name != "self"]
+        try:
+            side = getattr(self.pipeline_class(**dict.fromkeys(needed)), SAMPLE_SIZE, None)
+        except (AttributeError, TypeError, ValueError):  # it reads its parts
+            return None
+        return side if isinstance(side, int) else None
 
     def _num_frames(self, path: Path, temporal: int) -> int:
         """Return the call's number, else the transformer's: some count frames of latents, others those of the clip."""

@@ -16,7 +16,10 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from deployments.service import flow
 from deployments.service.flow import DeployedStudio
 from deployments.service.interface import (
+    WHOLE,
     Media,
+    ModelCard,
+    ModelPath,
     ModelUnavailableError,
     Output,
     Preview,
@@ -233,15 +236,15 @@ async def test_the_decoder_is_asked_about_new_sizes_alone() -> None:
     assert [request.width for request, _ in stages.all_sent["expected_s"]] == [64, 32]
 
 
-class LoraGangs:
-    """Gangs that answer calls for adapters; the next one is what a single call meets."""
+class SetGangs:
+    """Gangs with set answers; the next one is what a single call meets."""
 
     def __init__(self, *answers: object, following: Exception | None = None) -> None:
         self.answers, self.following = answers, following
         self.calls: list[str] = []
         self.load_lora = SimpleNamespace(remote=self._next)
 
-    def broadcast(self, method: str, lora: Lora) -> SimpleNamespace:
+    def broadcast(self, method: str, *arguments: object) -> SimpleNamespace:
         async def results_async(*, timeout_s: float, return_exceptions: bool) -> list[object]:
             assert return_exceptions
             if not self.answers:
@@ -264,18 +267,18 @@ WRONG = ValueError("the adapter 'ink' is for another model")
 @pytest.mark.parametrize(
     ("gangs", "calls", "error"),
     [
-        (LoraGangs(None, None), ["load_lora"], None),
-        (LoraGangs(None, BROKEN), ["load_lora"], None),
-        (LoraGangs(None, WRONG), ["load_lora"], ValueError),
-        (LoraGangs(None, RuntimeError("?")), ["load_lora"], RuntimeError),
-        (LoraGangs(), ["load_lora", "next"], None),
-        (LoraGangs(following=WRONG), ["load_lora", "next"], ValueError),
-        (LoraGangs(BROKEN), ["load_lora", "next"], None),
-        (LoraGangs(BROKEN, following=BROKEN), ["load_lora", "next"], ModelUnavailableError),
+        (SetGangs(None, None), ["load_lora"], None),
+        (SetGangs(None, BROKEN), ["load_lora"], None),
+        (SetGangs(None, WRONG), ["load_lora"], ValueError),
+        (SetGangs(None, RuntimeError("?")), ["load_lora"], RuntimeError),
+        (SetGangs(), ["load_lora", "next"], None),
+        (SetGangs(following=WRONG), ["load_lora", "next"], ValueError),
+        (SetGangs(BROKEN), ["load_lora", "next"], None),
+        (SetGangs(BROKEN, following=BROKEN), ["load_lora", "next"], ModelUnavailableError),
     ],
 )
 async def test_an_adapter_is_loaded_on_all_gangs_or_the_next_one(
-    gangs: LoraGangs, calls: list[str], error: type[Exception] | None
+    gangs: SetGangs, calls: list[str], error: type[Exception] | None
 ) -> None:
     """A gang that breaks loads it later; an adapter that breaks gangs breaks no third one."""
     stages: Any = {"m": SimpleNamespace(denoiser=gangs)}
@@ -285,3 +288,26 @@ async def test_an_adapter_is_loaded_on_all_gangs_or_the_next_one(
     assert gangs.calls == calls
     await studio.remove_lora("m", Lora(name="ink", folder="/a/lora_1"))
     assert gangs.calls == [*calls, "remove_lora"]
+
+
+@pytest.mark.parametrize(
+    ("answers", "forwards"),
+    [
+        (("compiled", "compiled"), "compiled"),
+        (("compiled", "eager"), "eager"),
+        (("compiled", BROKEN), "compiled"),
+        ((), None),
+    ],
+)
+async def test_a_card_has_what_gangs_say_of_their_forwards(answers: tuple[object, ...], forwards: str | None) -> None:
+    """Those of a whole pipeline that is compiled are asked, others not."""
+    gangs, blocks = SetGangs(*answers), SetGangs("eager")
+    paths: dict[str, ModelPath] = {"whole": WHOLE, "blocks": "blocks"}
+    cards = {
+        name: ModelCard(name=name, family="m", created=0, defaults=PICTURES, path=path) for name, path in paths.items()
+    }
+    stages: Any = {"whole": SimpleNamespace(denoiser=gangs), "blocks": SimpleNamespace(denoiser=blocks)}
+    studio = DeployedStudio(cards, stages, Readiness({}))
+    await studio.look()
+    assert {name: card.forwards for name, card in studio.cards().items()} == {"whole": forwards, "blocks": None}
+    assert (gangs.calls, blocks.calls) == (["forwards"], [])

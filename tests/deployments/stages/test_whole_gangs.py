@@ -8,21 +8,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from deployments.cli.preflight import problems
 from deployments.cli.serving import parse_config
+from deployments.config import AppConfig
 from deployments.ingress import make_cards
 from deployments.model_config import ModelConfig
 from deployments.service.interface import Output
 from deployments.stages.common import StageSpec
 from deployments.stages.rank import LoadRankParts
+from deployments.stages.stage_config import DenoiserConfig
 from deployments.stages.text_encoder import PromptEncoder
 from deployments.stages.vae_decoder import VaeDecoder
 from engines.core.engine import RankContext
 from engines.core.parcel import Parcel
 from engines.gang.gang_config import RankParts
 from pipelines.checkpoint import Checkpoint
+from pipelines.models.generic import compiled_forwards
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
 from pipelines.size import Size
@@ -80,6 +84,47 @@ def test_its_card_says_so(folder: Path, pictures: Path) -> None:
     cards = make_cards(config_of({"whole": folder, "blocks": pictures}).app)
     assert {name: card.path for name, card in cards.items()} == {"whole": "whole pipeline", "blocks": "blocks"}
     assert cards["whole"].family == "AuraFlowPipeline"
+
+
+@pytest.mark.parametrize(("fails", "forwards"), [(False, "compiled"), (True, "eager")])
+def test_a_rank_compiles_its_pipeline_and_says_so(
+    folder: Path, fails: bool, forwards: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_compiled: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        num_compiled.append(len(inputs))
+        if fails:
+            raise RuntimeError("no code for this processor")
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled_forwards, "with_real_products", lambda name: backend)
+    model = model_of(folder, denoiser={"num_ranks": 1, "compile": True, "warm_sizes": ["64x64"]})
+    with separate_rank_resources():
+        parts = LoadRankParts(model=model)(CONTEXT)()
+    assert (parts.forwards, len(num_compiled) > 0) == (forwards, True)
+    request = Checkpoint(folder).defaults.request(Size(width=64, height=64), prompt="a fox", num_inference_steps=2)
+    state = parts.sampler.begin(request, Checkpoint(folder).text_encoder().encode(request))
+    parts.engine.predict(parts.sampler.branches(state), (0,))
+    assert parts.engine.was_warm
+
+
+def test_forwards_run_eagerly_unless_compile_is_set(folder: Path) -> None:
+    with separate_rank_resources():
+        assert LoadRankParts(model=model_of(folder))(CONTEXT)().forwards == "eager"
+    eager, compiled = (
+        make_cards(AppConfig(models=(model_of(folder, denoiser={"num_ranks": 1, "compile": compiles}),)))["m"]
+        for compiles in (False, True)
+    )
+    assert (eager.forwards, compiled.forwards) == ("eager", None), "a gang says what became of it"
+
+
+def test_compile_is_for_whole_pipelines(pictures: Path) -> None:
+    model = ModelConfig(name="m", path=str(pictures), denoiser=DenoiserConfig(num_ranks=1, compile=True))
+    said = r"denoiser\.compile is for whole pipelines, and flux runs by its blocks"
+    with separate_rank_resources(), pytest.raises(ValueError, match=said):
+        LoadRankParts(model=model)(CONTEXT)
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,9 @@ class FakeStudio:
         for _ in range(num_steps):
             self.permits.release()
 
+    async def look(self) -> None:
+        pass
+
     async def not_ready(self, max_age_s: float = 0.0) -> Mapping[str, str]:
         return self.reasons
 

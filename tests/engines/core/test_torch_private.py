@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ from engines.core.torch_private import (
     raise_recompile_limit,
     recompile_limit_error,
     scaled_mm,
+    separate_sizes,
     symmetric_memory,
     tree_leaves,
     tree_map_only,
@@ -177,6 +179,25 @@ def test_more_versions_are_compiled_until_there_are_too_many() -> None:
         assert compiled(torch.zeros(2)).tolist() == [1, 1]
         raise_recompile_limit(2)
         assert compiled(torch.zeros(3)).tolist() == [1, 1, 1]
+    torch._dynamo.reset()
+
+
+def test_code_for_two_equal_sizes_serves_different_ones() -> None:
+    num_compiled = []
+    for context in (nullcontext(), separate_sizes()):
+        torch._dynamo.reset()
+        graphs: list[Any] = []
+
+        def backend(graph: Any, inputs: Any, graphs: list[Any] = graphs) -> Any:
+            graphs.append(graph)
+            return graph.forward
+
+        compiled = torch.compile(lambda x, y: (x + 1, y + 1), dynamic=True, backend=backend)
+        with context:
+            compiled(torch.zeros(4), torch.zeros(4))
+            compiled(torch.zeros(4), torch.zeros(5))
+        num_compiled.append(len(graphs))
+    assert num_compiled == [2, 1]
     torch._dynamo.reset()
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from diffusers import PixArtTransformer2DModel, TorchAoConfig, ZImageTransformer2DModel
+from diffusers import BitsAndBytesConfig, PixArtTransformer2DModel, TorchAoConfig, ZImageTransformer2DModel
+from safetensors.torch import save_file
+from transformers import BitsAndBytesConfig as EncoderBitsAndBytesConfig
 from transformers import Qwen3Model
 from transformers import TorchAoConfig as EncoderConfig
 
@@ -29,15 +33,19 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def quantised(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same model, its transformer and text encoder in torchao's int8."""
     torchao: Any = pytest.importorskip("torchao.quantization", reason="pip install torchao")
-    folder = tmp_path_factory.mktemp("torchao") / "model"
+    configs = {
+        "transformer": TorchAoConfig(torchao.Int8WeightOnlyConfig()),
+        "text_encoder": EncoderConfig(torchao.Int8WeightOnlyConfig()),
+    }
+    return written(plain, tmp_path_factory.mktemp("torchao") / "model", configs, dtype=torch.float32)
+
+
+def written(plain: Path, folder: Path, configs: Mapping[str, Any], **settings: Any) -> Path:
+    """Return ``folder``, with the model in ``plain`` whose parts are quantised by ``configs``."""
+    kinds: dict[str, Any] = {"transformer": ZImageTransformer2DModel, "text_encoder": Qwen3Model}
     shutil.copytree(plain, folder)
-    classes: tuple[tuple[str, Any, Any], ...] = (
-        ("transformer", ZImageTransformer2DModel, TorchAoConfig),
-        ("text_encoder", Qwen3Model, EncoderConfig),
-    )
-    for part, kind, config in classes:
-        settings = {"quantization_config": config(torchao.Int8WeightOnlyConfig()), "dtype": torch.float32}
-        model = kind.from_pretrained(plain / part, **settings)
+    for part, config in configs.items():
+        model = kinds[part].from_pretrained(plain / part, quantization_config=config, **settings)
         shutil.rmtree(folder / part)
         model.save_pretrained(folder / part)
     return folder
@@ -112,3 +120,90 @@ def test_a_missing_package_is_named_before_anything_starts(quantiser: str, plain
         assert problem.endswith(said)
         with pytest.raises(ValueError, match=said):
             Checkpoint(folder).denoiser()
+
+
+def quantised_by(quantiser: object, plain: Path, folder: Path, part: str) -> Path:
+    """A copy of a model, one part of which says that it is quantised."""
+    shutil.copytree(plain, folder)
+    file = folder / part / "config.json"
+    written = {"quantization_config": {} if quantiser is None else {"quant_method": quantiser, "bits": 4}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **written}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("part", "quantiser", "also_known"),
+    [("transformer", "svdquant", ()), ("transformer", "nunchaku_lite", ()), ("text_encoder", "svdquant", ("gptq",))],
+)
+def test_an_unknown_quantiser_is_named_before_anything_starts(
+    part: str, quantiser: str, also_known: tuple[str, ...], plain: Path, tmp_path: Path
+) -> None:
+    folder = quantised_by(quantiser, plain, tmp_path / "model", part)
+    (problem,) = weight_problems(Checkpoint(folder))
+    for said in (
+        f"{part} is quantised by {quantiser}, which is not known here",
+        "bitsandbytes (pip install bitsandbytes)",
+        "torchao (pip install torchao)",
+        *also_known,
+    ):
+        assert said in problem
+    load = Checkpoint(folder).denoiser if part == "transformer" else lambda: encoded(folder)
+    with pytest.raises(ValueError, match=f"is quantised by {quantiser}, which is not known here"):
+        load()
+
+
+def encoded(folder: Path) -> Any:
+    checkpoint = Checkpoint(folder)
+    return checkpoint.text_encoder().encode(checkpoint.defaults.request())
+
+
+def test_encoders_of_other_quantisers_are_left_to_transformers(plain: Path, tmp_path: Path) -> None:
+    folder = quantised_by("gptq", plain, tmp_path / "model", "text_encoder")
+    assert not [*weight_problems(Checkpoint(folder))]
+
+
+def test_a_file_that_nunchaku_has_quantised_is_refused(plain: Path, tmp_path: Path) -> None:
+    """Its metadata says so: its tensors have names that no model here has."""
+    file = tmp_path / "svdq-int4_r32.safetensors"
+    written = json.dumps({"method": "svdquant", "rank": 32, "weight": {"dtype": "int4", "group_size": 64}})
+    save_file({"layers.0.qweight": torch.zeros(4, 4, dtype=torch.int8)}, file, {"quantization_config": written})
+    checkpoint = Checkpoint.open(f"{file}@{plain}")
+    said = rf"{file.name} is quantised by svdquant, which is not known here: take weights of bitsandbytes \(pip"
+    (problem,) = weight_problems(checkpoint)
+    assert re.search(said, problem)
+    with pytest.raises(ValueError, match=said):
+        checkpoint.denoiser()
+
+
+BITSANDBYTES: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16},
+    "int8": {"load_in_8bit": True},
+}
+"""Settings of its configurations."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BITSANDBYTES)
+def test_folders_of_bitsandbytes(name: str, plain: Path, tmp_path: Path, gpu_device: str) -> None:
+    """Only a GPU reads them. The transformer computes with the values that its library multiplies by."""
+    pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
+    configs = {
+        "transformer": BitsAndBytesConfig(**BITSANDBYTES[name]),
+        "text_encoder": EncoderBitsAndBytesConfig(**BITSANDBYTES[name]),
+    }
+    settings: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": {"": gpu_device}}
+    folder = written(plain, tmp_path / "model", configs, **settings)
+    own, exact = (Checkpoint(one, gpu_device, torch.bfloat16) for one in (folder, plain))
+    assert not [*weight_problems(own)]
+    model, (unquantised,) = own.denoiser(), exact.denoiser().modules.values()
+    branch, (module,) = model.probe()[0], model.modules.values()
+    assert {(type(x.data), x.dtype.itemsize > 1) for x in module.parameters()} == {(torch.Tensor, True)}
+    kind: Any = ZImageTransformer2DModel
+    reference = kind.from_pretrained(folder / "transformer", **settings)
+    assert {x.dtype for x in reference.parameters()} & {torch.uint8, torch.int8}
+    mine = model.forward(module, branch.arguments)
+    assert relative_difference(mine, model.forward(reference, branch.arguments)) < 0.05
+    assert 1e-3 < relative_difference(mine, model.forward(unquantised, branch.arguments)) < 0.5
+    request = own.defaults.request()
+    encodings = [dict(one.text_encoder().encode(request).values)["prompt_embeds"][0] for one in (own, exact)]
+    assert 1e-3 < relative_difference(*encodings) < 0.5

@@ -16,7 +16,7 @@ from PIL import Image
 from deployments.clips.clips import Clips
 from pipelines.media.clip import encode_clip
 from tests.deployments.http.conftest import build, client_of
-from tests.deployments.http.routes.test_video_inputs import CHANGED, FPS, NUM_FRAMES, TOLERANCE, URL, VIDEOS, made
+from tests.deployments.http.routes.test_video_inputs import CHANGED, FILE, FPS, NUM_FRAMES, TOLERANCE, URL, VIDEOS, made
 from tests.deployments.http.test_errors import error_of
 from tests.deployments.support.fake_studio import CHANGED_CLIPS, FakeStudio
 from tests.deployments.support.files import data_url, file_of
@@ -134,6 +134,29 @@ async def test_frames_of_a_mask_take_memory_like_those_of_its_clip(
         assert (await client.post(VIDEOS, json=body)).status_code == 200
         may_go.set()
         assert (await first).status_code == 200
+
+
+NOISE_FHWC = np.random.default_rng(3).integers(0, 256, (NUM_FRAMES, 32, 48, 3), np.uint8)
+LARGE = {"video": encode_clip(NOISE_FHWC, FPS), "picture": file_of(Image.fromarray(NOISE_FHWC[0]))}
+"""Masks with more bytes than the clip itself has."""
+
+
+@pytest.mark.parametrize("by_id", [False, True], ids=["data URL", "id"])
+@pytest.mark.parametrize("kind", LARGE)
+async def test_a_mask_has_the_limit_of_what_it_is(studio: FakeStudio, tmp_path: Path, kind: str, by_id: bool) -> None:
+    """It may be above the limit of the other kind, and is refused below that."""
+    mask, answers = LARGE[kind], []
+    for most, other in ((len(mask), len(FILE)), (len(mask) - 1, 1 << 20)):
+        limits: dict[str, Any] = {"max_video_bytes": other, "max_picture_bytes": other, f"max_{kind}_bytes": most}
+        async with client_of(build(studio, tmp_path, **limits)) as client:
+            sent = data_url(mask, "video/mp4")
+            if by_id:
+                kept = await client.post("/v1/files", data={"purpose": "user_data"}, files={"file": ("m", mask)})
+                sent = kept.json()["id"]
+            answers.append(await client.post("/v1/videos/sync", json={"prompt": "a", "video": URL, "mask": sent}))
+    assert answers[0].status_code == 200, answers[0].text
+    error = error_of(answers[1], 413)
+    assert (error["param"], error["code"]) == ("mask", f"{kind}_too_large")
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

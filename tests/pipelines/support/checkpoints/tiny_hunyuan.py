@@ -30,7 +30,7 @@ def hunyuan_video(path: Path, *, task: str = "t2v") -> Path:
         "vae": shake(vae),
         "text_encoder": qwen_vl().model.language_model,
         "tokenizer": chat_tokenizer(),
-        "text_encoder_2": _byt5(),
+        "text_encoder_2": byt5(),
         "tokenizer_2": ByT5Tokenizer(),
         "transformer": shake(_transformer(task)),
         "guider": ClassifierFreeGuidance(),
@@ -45,7 +45,7 @@ def hunyuan_video(path: Path, *, task: str = "t2v") -> Path:
 hunyuan_video_picture = partial(hunyuan_video, task="i2v")
 
 
-def _byt5() -> Any:
+def byt5() -> Any:
     from transformers import T5Config, T5EncoderModel
 
     sizes = {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 1, "num_heads": 4}
