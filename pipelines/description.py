@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from pipelines.defaults import CARD, FILE_NAME, Defaults, read_own
+from pipelines.defaults import CARD, Defaults
+from pipelines.directory import FILE_NAME, read_own
 from pipelines.size import Size
 from pipelines.wording import counted
 

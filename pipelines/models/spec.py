@@ -119,6 +119,8 @@ class ModelSpec(ABC):
     """Pipelines with such a part that the modular blocks serve."""
     float32_parts: tuple[str, ...] = ()
     """Parts of the pipeline that are float32 whatever the transformer's dtype is."""
+    rank_parts: tuple[str, ...] = ()
+    """Parts that the blocks of some steps call on ranks, beside the transformers (``OpenedPipeline.rank_part``)."""
     short_prompts: tuple[int, ...] = ()
     """Lengths of prompts, in tokens, that a gang warms up beside the longest."""
     windowed_prompts: tuple[int, ...] = ()

@@ -114,7 +114,7 @@ def animate_job(name: str, folder: Path) -> Job:
     return Job(
         request=request,
         inputs=animate.inputs_of(request),
-        read=lambda values: {"latents": values["latents"][:, 1:]},
+        read=lambda values: {"latents": animate.latents_of(values)},
         own=lambda one: {"latents": animate.own(folder, one).latents},
     )
 

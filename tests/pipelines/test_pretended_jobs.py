@@ -32,6 +32,7 @@ QUICK = (
     "cosmos, with sound from a clip",
     "helios, a clip",
     "wan animate 2, distilled",
+    "wan animate 2, two segments",
     "solver, wan, boundary",
 )
 QUICK_WHOLE = (tiny_whole.aura_flow, tiny_whole.wan_vace, tiny_whole.flux_controlled)

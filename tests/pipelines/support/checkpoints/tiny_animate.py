@@ -72,3 +72,17 @@ def without_weights(folder: Path, path: Path) -> Path:
 
 def wan_animate2_distilled(path: Path) -> Path:
     return wan_animate2(path, "WanAnimate2Distilled")
+
+
+def wan_animate2_segments(path: Path) -> Path:
+    """Return one whose clips are made in segments of three latent frames."""
+    return in_segments(wan_animate2(path))
+
+
+def wan_animate2_distilled_segments(path: Path) -> Path:
+    return in_segments(wan_animate2_distilled(path))
+
+
+def in_segments(folder: Path) -> Path:
+    (folder / "troupe.json").write_text(json.dumps({"frames_per_chunk": 9}))
+    return folder
