@@ -254,7 +254,11 @@ def _modular_class(path: Path, name: str) -> Any:
 
     plain = name.removesuffix(CLASSIC).removesuffix(FROM_PICTURE).removesuffix(CONTROLLED)
     modular = name if name.endswith(MODULAR) else plain + MODULAR
-    special = (make(read_index(path)) for make in MODULAR_PIPELINE_MAPPING.values() if make() == modular)
+    special = (
+        make(read_index(path))
+        for kind, make in MODULAR_PIPELINE_MAPPING.items()
+        if make() == modular or kind.replace("-", "") == plain.lower()
+    )
     return getattr(diffusers, next(special, modular), None) if modular != MODULAR else None
 
 

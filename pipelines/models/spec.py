@@ -127,6 +127,8 @@ class ModelSpec(ABC):
     """Lengths that a gang warms up where its engine pads prompts."""
     fits_pictures: bool = False
     """Whether pictures become frames of the clip, cut to its size."""
+    has_video_values: bool = False
+    """Whether requests without a clip have values in its place (``blank_video``)."""
     needs_negative: bool = False
     """Whether the blocks fail without a negative prompt, even if no guider looks at it."""
     has_own_guidance: bool = False
