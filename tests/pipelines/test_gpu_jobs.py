@@ -121,11 +121,10 @@ def animate_job(name: str, folder: Path) -> Job:
 
 
 def vace_job(name: str, folder: Path) -> Job:
-    pictures = vace.CASES[name].num_pictures
     return Job(
         request=vace.request_of(name, folder),
         inputs=vace.inputs_of(name),
-        own=lambda one: {"latents": vace.own(folder, one, **vace.call_of(name))[:, :, pictures:]},
+        own=lambda one: {"latents": vace.own(name, folder, one)},
     )
 
 

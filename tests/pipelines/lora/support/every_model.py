@@ -34,6 +34,7 @@ from tests.pipelines.support.checkpoints import (
     tiny_pictures,
     tiny_qwen,
     tiny_unknown,
+    tiny_vace,
 )
 from tests.pipelines.support.references import own_clips
 from tests.pipelines.support.references.own_call import Change, own_state
@@ -178,6 +179,9 @@ MODELS = {
     ),
     "wan animate 2": Animated(
         make=tiny_animate.wan_animate2, reference=animated, num_latent_frames=2, world=loading_for_words
+    ),
+    "wan vace": Model(
+        make=tiny_vace.wan_vace, reference=own_clips.vace_pipeline, num_latent_frames=2, num_video_frames=5
     ),
     "cosmos 3": Model(make=tiny_cosmos.cosmos, reference=own_clips.guided_blocks, num_latent_frames=3),
 }

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import diffusers
 import numpy as np
 import pytest
 import torch
@@ -27,6 +26,7 @@ from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.support.checkpoints import tiny_vace
+from tests.pipelines.support.references import own_clips
 from tests.pipelines.support.references.video import Frames, denoised_with, frames, picture, pictures_of
 
 HEIGHT, WIDTH, NUM_FRAMES = 48, 80, 5
@@ -101,33 +101,15 @@ def inputs_of(name: str) -> InputPictures:
     )
 
 
-def call_of(name: str) -> dict[str, Any]:
-    """The same as arguments of diffusers' pipeline."""
+def own(name: str, folder: Path, request: MediaRequest, **more: Any) -> Any:
+    """Return what diffusers' pipeline makes of the same."""
     case = CASES[name]
-    call = {
-        "video": list(clip_of()) if case.has_clip else None,
-        "mask": list(masks_of()) if case.has_mask else None,
-        "reference_images": shown(name) or None,
-        "conditioning_scale": case.control_scale,
-    }
-    return {name: value for name, value in call.items() if value is not None}
-
-
-def own(folder: Path, request: MediaRequest, output_type: str = "latent", **call: Any) -> Any:
-    pipeline = diffusers.WanVACEPipeline.from_pretrained(folder)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline(
-        prompt=request.prompt,
-        negative_prompt=request.negative_prompt,
-        height=HEIGHT,
-        width=WIDTH,
-        num_frames=NUM_FRAMES,
-        num_inference_steps=request.num_inference_steps,
-        guidance_scale=request.true_cfg_scale,
-        generator=torch.Generator().manual_seed(request.seed),
-        output_type=output_type,
-        **call,
-    ).frames
+    call: dict[str, Any] = {"reference_images": shown(name) or None, **more}
+    if case.has_mask:
+        call["mask"] = list(masks_of())
+    if case.control_scale is not None:
+        call["conditioning_scale"] = case.control_scale
+    return own_clips.vace_pipeline(folder, request, clip_of() if case.has_clip else (), **call)["latents"]
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +118,8 @@ def expected(folders: Callable[[Any], Path]) -> Callable[[str], Tensor]:
 
     def of(name: str) -> Tensor:
         folder = folders(CASES[name].make)
-        latents: Tensor = own(folder, request_of(name, folder), **call_of(name))
-        return latents[:, :, CASES[name].num_pictures :]
+        latents: Tensor = own(name, folder, request_of(name, folder))
+        return latents
 
     return cache(of)
 
@@ -203,7 +185,7 @@ def test_frames_equal_diffusers_and_a_preview_is_one_of_them(folders: Callable[[
     request, pipeline = request_of(name, folder), load_pipeline(Checkpoint(folder))
     *_, before, state = pipeline.states(request, inputs_of(name))
     made = pipeline.decoder.decode(pipeline.sampler.latents(state), request)
-    (own_FHWC,) = own(folder, request, output_type="np", **call_of(name))
+    (own_FHWC,) = own(name, folder, request, output_type="np")
     assert np.abs(made - 255 * own_FHWC).max() < 0.51
     preview = pipeline.decoder.preview(pipeline.sampler.preview(before), request)
     assert preview.shape == (1, HEIGHT, WIDTH, 3)
