@@ -53,8 +53,8 @@ CASES = {
     "wan animate 2, distilled": Animated(make=tiny_animate.wan_animate2_distilled, num_latent_frames=2, changes=ALONE),
     "ltx 2 with guidance": Model(make=tiny_ltx.ltx2, num_latent_frames=2),
 }
-WITHOUT = ("sdxl",)
-"""A U-Net has no repeated blocks."""
+WITHOUT = ("sdxl", "anima")
+"""A U-Net has no repeated blocks, and diffusers declares none of the transformer of Anima."""
 
 
 def made(name: str, folder: Path, number: int) -> tuple[dict[str, Tensor], int]:

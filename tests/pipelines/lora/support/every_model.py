@@ -180,6 +180,7 @@ MODELS = {
     "wan animate 2": Animated(
         make=tiny_animate.wan_animate2, reference=animated, num_latent_frames=2, world=loading_for_words
     ),
+    "anima": Model(make=tiny_unknown.anima, divided=None),
     "wan vace": Model(
         make=tiny_vace.wan_vace, reference=own_clips.vace_pipeline, num_latent_frames=2, num_video_frames=5
     ),
