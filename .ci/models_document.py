@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
 from models_facts import (
     ERROR,
     NOT_FOUND,
@@ -66,6 +67,7 @@ FAMILIES = {
     "minimax_h3": "MiniMax-H3",
     "helios": "Helios",
     "wan_animate2": "Wan Animate 2",
+    "wan_vace": "Wan VACE",
 }
 """Titles of families. A key is a folder of `pipelines/models/`."""
 OTHERS = {"StableDiffusionXL": "Stable Diffusion XL", "Anima": "Anima"}
@@ -117,8 +119,19 @@ def transformer_of(name: str) -> Any:
         denoise = blocks.sub_blocks[Sections.of(blocks).denoise]
     except ValueError:
         return None
-    parts = (spec for spec in denoise.expected_components if {"transformer", "unet"} & set(spec.name.split("_")))
-    return next(spec.type_hint for spec in parts)
+    parts = loop_of(denoise).expected_components  # blocks before it may name another class
+    return next(spec.type_hint for spec in parts if is_denoiser(spec.name))
+
+
+def loop_of(block: Any) -> Any:
+    """Return the denoising loop inside ``block``, the first if it has several."""
+    if isinstance(block, LoopSequentialPipelineBlocks):
+        return block
+    return next(filter(None, map(loop_of, block.sub_blocks.values())), None)
+
+
+def is_denoiser(name: str) -> bool:
+    return bool({"transformer", "unet"} & set(name.split("_")))
 
 
 def row(name: str) -> tuple[str, ...]:

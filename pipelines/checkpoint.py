@@ -152,6 +152,10 @@ class Checkpoint:
         """Return the sampler, the same object at every call."""
         return self._sampler
 
+    def rank_parts(self) -> tuple[nn.Module, ...]:
+        """Return the models that a rank's steps call beside the transformers, loaded."""
+        return tuple(self._opened.rank_part(name) for name in self.spec.rank_parts)
+
     def decoder(
         self, *, compiled: bool = False, memory_bytes: int | None = None, others: Sequence[str] = ()
     ) -> BlocksDecoder:
@@ -282,7 +286,10 @@ class Checkpoint:
         from pipelines.blocks.footprint import footprint
 
         latents = self.first_latents(request) if self.spec.has_known_conditioning else None
-        return footprint(self._opened, self._opened.max_tokens(self.defaults.max_tokens), latents)
+        one = footprint(self._opened, self._opened.max_tokens(self.defaults.max_tokens), latents)
+        if one.decode is None or not self.defaults.chunk_overlap:
+            return one
+        return replace(one, decode=one.decode.times(self.defaults.num_chunks(request.num_frames)))
 
     def typical_step(self) -> tuple[Branch, ...]:
         """Return the branches of a step of the default request; none if the conditioning is unknown."""

@@ -133,6 +133,8 @@ class Defaults:
     """Clips are made in chunks of so many frames (0: whole), each with all steps."""
     first_chunk_steps: int = 1
     """Factor on the first chunk's number of steps."""
+    chunk_overlap: int = 0
+    """Frames at the end of a chunk that the next one begins with."""
     picture_width: int = 0
     """Default size of pictures of a clip model (see ``of``); 0: it makes clips only."""
     picture_height: int = 0
@@ -183,6 +185,7 @@ class Defaults:
         words |= {"takes_both": False, "needs_source": False, "cuts_video": False, "max_reference_aspect": 0}
         words |= {"video_fps": 0, "takes_frame_indices": False, "video_needs_lora": False, "shaped_by_picture": False}
         whole = {"takes_strength": False, "frames_per_chunk": 0, "first_chunk_steps": 1, "make_sound": False}
+        whole |= {"chunk_overlap": 0}
         changes: dict[str, Any] = {**size, **frame, **words, **whole}
         return replace(self, kind=kind, **changes)
 
@@ -313,7 +316,8 @@ class Defaults:
     def check_cache(self, request: MediaRequest) -> None:
         if not self.takes_cache and request.cache != "off":
             raise ValueError(f"cache is {request.cache!r}; this model runs all steps of its pipeline: it must be off")
-        if self.frames_per_chunk and request.cache != "off":
+        in_rounds = self.frames_per_chunk > 0 and not self.chunk_overlap
+        if request.cache != "off" and (in_rounds or self.num_chunks(request.num_frames) > 1):
             raise ValueError(f"cache is {request.cache!r}; this model makes clips in chunks, with which it must be off")
         computed_steps(request.cache, self.num_steps_of(request))
 
@@ -333,12 +337,17 @@ class Defaults:
         if request.kind != self.kind:
             return self.of(request.kind).num_steps_of(request)
         steps, strength = request.num_inference_steps, self.strength_of(request)
-        if self.frames_per_chunk:
-            return steps * (-(-request.num_frames // self.frames_per_chunk) - 1 + self.first_chunk_steps)
         if strength is not None:
             steps = int(steps * strength) if self.rounds_steps_down else steps - int(steps - steps * strength)
         order, extra = (1, 0) if request.solver.scheduler else (self.solver_order, self.extra_steps)
-        return steps * order + extra if steps else 0
+        whole = steps * order + extra if steps else 0
+        return whole * (self.num_chunks(request.num_frames) - 1 + self.first_chunk_steps)
+
+    def num_chunks(self, num_frames: int) -> int:
+        """Return the chunks of a clip, each with all steps."""
+        if not self.frames_per_chunk:
+            return 1
+        return max(1, -(-(num_frames - self.chunk_overlap) // (self.frames_per_chunk - self.chunk_overlap)))
 
     def strength_of(self, request: MediaRequest) -> float | None:
         """Return the share of its picture or clip that ``request`` repaints; None if it starts from noise."""

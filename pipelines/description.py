@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.defaults import Defaults
-from pipelines.own_defaults import CARD, FILE_NAME, read_own
+from pipelines.directory import FILE_NAME, read_own
+from pipelines.own_defaults import CARD
 from pipelines.size import Size
 from pipelines.wording import counted
 

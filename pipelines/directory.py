@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+FILE_NAME = "troupe.json"
 DENOISERS = ("transformer", "transformer_ref", "unet")
 """Parts that make predictions."""
 CLASSIC_INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
@@ -49,6 +50,22 @@ def read_config(path: Path, part: str) -> Mapping[str, Any]:
 def read_index(path: Path) -> Mapping[str, Any]:
     """Return the pipeline's parts and settings. ValueError if the folder has neither form of index."""
     return _read_json(_index_file(path))
+
+
+def read_own(path: Path) -> dict[str, Any]:
+    """Return the contents of ``path/troupe.json``, empty if there is none. ValueError if it is no JSON object."""
+    file = path / FILE_NAME
+    try:
+        own: Any = json.loads(file.read_text("utf-8"), parse_constant=_refuse) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(own, dict):
+        raise ValueError(f"{file} is no JSON object")
+    return own
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON number")
 
 
 def changed_at_s(path: Path) -> int:
@@ -271,7 +288,11 @@ def _modular_class(path: Path, name: str) -> Any:
 
     plain = name.removesuffix(CLASSIC).removesuffix(FROM_PICTURE).removesuffix(CONTROLLED)
     modular = name if name.endswith(MODULAR) else plain + MODULAR
-    special = (make(read_index(path)) for make in MODULAR_PIPELINE_MAPPING.values() if make() == modular)
+    special = (
+        make(read_index(path))
+        for kind, make in MODULAR_PIPELINE_MAPPING.items()
+        if make() == modular or kind.replace("-", "") == plain.lower()
+    )
     return getattr(diffusers, next(special, modular), None) if modular != MODULAR else None
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 from pipelines.defaults import Defaults
+from pipelines.directory import FILE_NAME, read_own
 
-FILE_NAME = "troupe.json"
 CARD = "card"
 """The key of the model's description, which does not affect requests."""
 DIVISORS = ("size_multiple", "frame_multiple", "fps")
@@ -49,19 +48,3 @@ def check(defaults: Defaults, file: Path) -> None:
             defaults.of(kind).request()
     except ValueError as error:
         raise ValueError(f"{file}: its values contradict each other: {error}") from None
-
-
-def read_own(path: Path) -> dict[str, Any]:
-    """Return the contents of ``path/troupe.json``, empty if there is none. ValueError if it is no JSON object."""
-    file = path / FILE_NAME
-    try:
-        own: Any = json.loads(file.read_text("utf-8"), parse_constant=_refuse) if file.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
-    if not isinstance(own, dict):
-        raise ValueError(f"{file} is no JSON object")
-    return own
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON number")

@@ -69,7 +69,8 @@ class LoadRankParts:
                 num_offloaded=self.model.denoiser.num_offloaded,
                 typical=checkpoint.defaults.request(),
             )
-        for module in denoiser.modules.values():
+            beside = checkpoint.rank_parts()
+        for module in (*denoiser.modules.values(), *beside):
             memory.hold(module)
         return denoiser
 

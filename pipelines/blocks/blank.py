@@ -104,7 +104,8 @@ def blank_conditioning(
     if negative is not None and _has_guiders(opened):
         values |= {f"negative_{name}": x for name, x in negative.items()}
         negative = None
-    inputs = dict(opened.spec.blank_video(opened.path, request)) if request.num_video_frames else {}
+    has_video = request.num_video_frames > 0 or opened.spec.has_video_values
+    inputs = dict(opened.spec.blank_video(opened.path, request)) if has_video else {}
     if request.num_pictures or request.has_control:
         inputs |= opened.spec.blank_pictures(opened.path, request)
     values |= {name: _fill(x, generator) for name, x in inputs.items()}

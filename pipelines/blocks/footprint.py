@@ -37,6 +37,8 @@ HunyuanVideo's; this gives 9.8, 6.3 and 11.2.
 """
 COUNTED_FRAMES = 3
 """Latent frames of a chunked clip that are counted; all later ones equal the last."""
+DECODES = ("decode", "decode_segments")
+"""How blocks call an auto-encoder."""
 VIEWS = frozenset(
     {"_unsafe_view", "alias", "as_strided", "chunk", "detach", "empty", "empty_like", "expand", "permute", "reshape"}
     | {"select", "slice", "split", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"}
@@ -153,6 +155,9 @@ class StageWork:
     """Floating-point operations; a multiply and an add count as two."""
     moved_bytes: float
     """Bytes read from and written to device memory."""
+
+    def times(self, number: int) -> StageWork:
+        return StageWork(flops=number * self.flops, moved_bytes=number * self.moved_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,12 +317,13 @@ def _decoded_latents(opened: OpenedPipeline, pipeline: Any, latents: Mapping[str
     values = opened.state({})
     for name, value in latents.items():
         values.set(name, value)
-    pipeline.vae.__dict__["decode"] = decode
+    pipeline.vae.__dict__.update(dict.fromkeys(DECODES, decode))
     try:
         with log_level(logging.CRITICAL + 1, "diffusers"):  # it logs every exception of a block, with a traceback
             tree.run(opened.blocks, [(name,) for name in opened.sections.decode], pipeline, values)
     except _Decoding as reached:
         return reached.latents
     finally:
-        del pipeline.vae.__dict__["decode"]
+        for name in DECODES:
+            del pipeline.vae.__dict__[name]
     return None

@@ -112,6 +112,7 @@ class OpenedPipeline:
         self.blocks: Any = self.pipeline.blocks
         self.sections = Sections.of(self.blocks)
         self._configs: dict[str, Any] = {}
+        self._rank_parts: dict[str, Any] = {}
         self.spec.patch_blocks(self.blocks)
         self.spec.extend_blocks(self.blocks, path)
         self.sections = Sections.of(self.blocks)
@@ -212,7 +213,15 @@ class OpenedPipeline:
             setattr(pipeline, name, self._stand_in(name))
         if self.control_part:
             getattr(pipeline, self.control_part).forward = _RecordedControl(self.spec)
+        pipeline.rank_part = self.rank_part
         return pipeline
+
+    def rank_part(self, name: str) -> Any:
+        """Return one of the spec's ``rank_parts``, loaded at the first call."""
+        assert name in self.spec.rank_parts, name
+        if name not in self._rank_parts:
+            self._rank_parts[name] = self.load_part(name)
+        return self._rank_parts[name]
 
     def load_part(self, name: str, stays: WeightsOnHost | None = None) -> Any:
         """Return the loaded part, a transformer with its control network as a submodule.

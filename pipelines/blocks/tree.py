@@ -17,6 +17,8 @@ from diffusers.modular_pipelines.modular_pipeline import (
 
 Path = tuple[str, ...]
 """Names of blocks, from the pipeline's root inwards."""
+TEXT_PARTS = "text_"
+"""Beginning of the names of models that prompts go through: encoders, conditioners, projections."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +76,25 @@ def insert_after(blocks: Any, kind: type[Any], name: str, make: Callable[[], Any
             blocks.sub_blocks.insert(name, make(), place + 1)
         else:
             insert_after(block, kind, name, make)
+
+
+def move_text_blocks(blocks: Any) -> None:
+    """Move blocks that call a model of the text from the denoising section to the end of the encoding one.
+
+    Ranks have no such models. If several workflows have the block, one is enough.
+    """
+    denoise, moved = Sections.of(blocks).denoise, dict[str, Any]()
+    _take_text_blocks(blocks.sub_blocks[denoise], moved)
+    for name, block in moved.items():
+        blocks.sub_blocks.insert(name, block, list(blocks.sub_blocks).index(denoise))
+
+
+def _take_text_blocks(block: Any, moved: dict[str, Any]) -> None:
+    for name, inner in list(block.sub_blocks.items()):
+        if inner.sub_blocks:
+            _take_text_blocks(inner, moved)
+        elif any(part.name.startswith(TEXT_PARTS) for part in inner.expected_components):
+            moved.setdefault(name, block.sub_blocks.pop(name))
 
 
 def run(blocks: Any, paths: Iterable[Path], pipeline: Any, state: PipelineState) -> None:

@@ -31,6 +31,7 @@ FAMILY_FOLDERS = {
     "SD3Transformer2DModel": "sd3",
     "WanAnimate2Transformer3DModel": "wan_animate2",
     "WanTransformer3DModel": "wan",
+    "WanVACETransformer3DModel": "wan_vace",
     "ZImageTransformer2DModel": "z_image",
 }
 """Class name of a transformer to the folder of its family, which has the spec as ``spec.SPEC``."""

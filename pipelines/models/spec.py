@@ -121,6 +121,8 @@ class ModelSpec(ABC):
     """Pipelines with such a part that the modular blocks serve."""
     float32_parts: tuple[str, ...] = ()
     """Parts of the pipeline that are float32 whatever the transformer's dtype is."""
+    rank_parts: tuple[str, ...] = ()
+    """Parts that the blocks of some steps call on ranks, beside the transformers (``OpenedPipeline.rank_part``)."""
     short_prompts: tuple[int, ...] = ()
     """Lengths of prompts, in tokens, that a gang warms up beside the longest."""
     windowed_prompts: tuple[int, ...] = ()
@@ -129,6 +131,8 @@ class ModelSpec(ABC):
     """Whether pictures become frames of the clip, cut to its size."""
     reference_latents: str = ""
     """Name of encoded pictures and clips that are tokens of each step, for estimates; empty: none, or in the prompt."""
+    has_video_values: bool = False
+    """Whether requests without a clip have values in its place (``blank_video``)."""
     needs_negative: bool = False
     """Whether the blocks fail without a negative prompt, even if no guider looks at it."""
     has_own_guidance: bool = False

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, TypeVar, cast
 
 import torch
@@ -90,6 +91,28 @@ def decode_bands(vae: Any, latents_BCFHW: Tensor, decoders: Sequence[Any]) -> It
         yield rows[0] if count == 1 else torch.cat([each.to(latents_BCFHW.device) for each in rows], -2)
 
 
+def decode_segments(vae: Any, latents_BCFHW: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the pixels of segments of ``lengths`` latent frames, each decoded alone, without any overlap.
+
+    The first frame of each segment but the first is the last one of the segment before it. A ``ChunkedVae`` returns the
+    next chunk of them.
+    """
+    own = getattr(vae, "decode_segments", None)
+    if own is not None:
+        pixels_BCFHW: Tensor = own(latents_BCFHW, lengths)
+        return pixels_BCFHW
+    segments = (vae.decode(one, return_dict=False)[0] for one in torch.split(latents_BCFHW, list(lengths), dim=2))
+    return torch.cat([pixels[:, :, 1:] if number else pixels for number, pixels in enumerate(segments)], dim=2)
+
+
+def _segment_chunks(
+    vae: Any, latents_BCFHW: Tensor, lengths: Sequence[int], decoders: Sequence[Any]
+) -> Iterator[Tensor]:
+    """Yield the chunks of ``decode_segments``; the first latent frame is one frame."""
+    for number, one_BCFHW in enumerate(torch.split(latents_BCFHW, list(lengths), dim=2)):
+        yield from islice(decode_chunks(vae, one_BCFHW, decoders), min(number, 1), None)
+
+
 class ChunkedVae:
     """Replaces a pipeline's auto-encoder: each ``decode`` returns the next chunk of the first call's clip.
 
@@ -106,12 +129,16 @@ class ChunkedVae:
 
     def decode(self, latents_BCFHW: Tensor, return_dict: bool = True) -> DecoderOutput:
         """Return a ``DecoderOutput``, which can also be indexed like the tuple of ``return_dict=False``."""
+        return DecoderOutput(sample=self.decode_segments(latents_BCFHW, [latents_BCFHW.shape[2]]))
+
+    def decode_segments(self, latents_BCFHW: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Return the next chunk of what ``decode_segments`` returns."""
         if self._chunks is None:
-            chunks = decode_chunks(self._vae, latents_BCFHW, self._decoders)
+            chunks = _segment_chunks(self._vae, latents_BCFHW, lengths, self._decoders)
             self._chunks = chunks if self._main is None else issue_ahead(chunks, latents_BCFHW, self._main)
-            self.num_left = latents_BCFHW.shape[2]
+            self.num_left = sum(lengths) - (len(lengths) - 1)
         self.num_left -= 1
-        return DecoderOutput(sample=next(self._chunks))
+        return next(self._chunks)
 
 
 def issue_ahead(chunks: Iterator[Tensor], latents_BCFHW: Tensor, main: Any) -> Iterator[Tensor]:

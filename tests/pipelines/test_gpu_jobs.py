@@ -29,6 +29,7 @@ from tests.pipelines.models.ltx2 import test_keyframes as keyframes
 from tests.pipelines.models.mini_max_h3 import test_references as minimax
 from tests.pipelines.models.qwen_image import test_control as qwen_control
 from tests.pipelines.models.wan_animate2 import test_wan_animate2 as animate
+from tests.pipelines.models.wan_vace import test_wan_vace as vace
 from tests.pipelines.support.checkpoints import tiny, tiny_animate, tiny_ltx, tiny_minimax, tiny_models, tiny_whole
 from tests.pipelines.support.device_jobs import HALF_TOLERANCE, Job, Latents, check_jobs, made_on_cpu
 from tests.pipelines.support.references import own_clips
@@ -114,8 +115,16 @@ def animate_job(name: str, folder: Path) -> Job:
     return Job(
         request=request,
         inputs=animate.inputs_of(request),
-        read=lambda values: {"latents": values["latents"][:, 1:]},
+        read=lambda values: {"latents": animate.latents_of(values)},
         own=lambda one: {"latents": animate.own(folder, one).latents},
+    )
+
+
+def vace_job(name: str, folder: Path) -> Job:
+    return Job(
+        request=vace.request_of(name, folder),
+        inputs=vace.inputs_of(name),
+        own=lambda one: {"latents": vace.own(name, folder, one)},
     )
 
 
@@ -213,6 +222,7 @@ CASES: dict[str, GpuCase] = {
         f"wan animate 2, {name}": GpuCase(make=case.kind, job=partial(animate_job, name))
         for name, case in animate.CASES.items()
     },
+    **{f"wan vace, {name}": GpuCase(make=case.make, job=partial(vace_job, name)) for name, case in vace.CASES.items()},
     "offloaded flux": offloaded_case(tiny.flux),
     "offloaded wan": offloaded_case(tiny.wan, scale=3.0),
     "offloaded ltx": offloaded_case(tiny_ltx.ltx, num_blocks=2, scale=3.0),
@@ -240,6 +250,7 @@ COMPILED = {
     "helios, distilled, a clip",
     "wan 2.2 from a picture",
     "wan animate 2, distilled",
+    "wan vace, two transformers",
     "ltx from a picture",
     "hunyuan from a picture",
     "solver, wan, boundary",

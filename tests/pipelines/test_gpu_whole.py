@@ -36,7 +36,6 @@ SETTINGS: dict[Any, tuple[Settings, Settings]] = {
         {**OVER, "num_inference_steps": 4, "true_cfg_scale": 2.0},
         {**OVER, "guidance_scale": 2.0},
     ),
-    tiny_whole.wan_vace: ({"num_video_frames": whole.NUM_FRAMES}, {}),
     **dict.fromkeys(whole.CONTROLLED, CONTROLLED),
 }
 """Settings of requests, and the arguments of the call that say the same."""

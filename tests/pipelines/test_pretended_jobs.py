@@ -32,9 +32,11 @@ QUICK = (
     "cosmos, with sound from a clip",
     "helios, a clip",
     "wan animate 2, distilled",
+    "wan animate 2, two segments",
+    "wan vace, two transformers",
     "solver, wan, boundary",
 )
-QUICK_WHOLE = (tiny_whole.aura_flow, tiny_whole.wan_vace, tiny_whole.flux_controlled)
+QUICK_WHOLE = (tiny_whole.aura_flow, tiny_whole.wan_over, tiny_whole.flux_controlled)
 TOLERANCE = 1e-3
 """Relative: operations are taken apart there, and guidance scales what rounds otherwise up."""
 

@@ -72,7 +72,8 @@ function showOptions({ kind, defaults: d, enhances_prompts: enhances }) {
   const { scheduler: own, schedulers } = d.solver;
   Object.assign(fields.layers, { disabled: !d.max_layers, max: d.max_layers, placeholder: d.num_layers, value: "" });
   showChoice(fields.scheduler, schedulers, own ? `default (${own})` : "default");
-  const takesCache = d.takes_cache && !d.frames_per_chunk && d.max_steps >= MIN_CACHED_STEPS;
+  const inRounds = d.frames_per_chunk && !d.chunk_overlap;
+  const takesCache = d.takes_cache && !inRounds && d.max_steps >= MIN_CACHED_STEPS;
   showChoice(fields.cache, takesCache ? CACHES : [], "default");
   showSwitch(fields.generate_sound, kind === "video" && d.make_sound ? true : null);
   showSwitch(fields.enhance_prompt, enhances);

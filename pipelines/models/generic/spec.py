@@ -27,7 +27,7 @@ from pipelines.directory import (
     read_index,
 )
 from pipelines.models.generic.outline import empty, repeated_blocks
-from pipelines.models.spec import CONTROL, Config, ModelSpec, blank_like, check_channels, scale_residual
+from pipelines.models.spec import CONTROL, Config, ModelSpec, blank_like, check_channels, lazy, scale_residual
 from pipelines.recipes import Recipe
 from pipelines.solver import NOISE, SIGMAS, TIMESTEPS
 
@@ -87,6 +87,7 @@ class GenericSpec(ModelSpec):
     """A class that runs whole, on one rank a gang, with its own attention."""
 
     has_known_conditioning = False
+    patch_blocks = lazy("pipelines.blocks.tree:move_text_blocks")
 
     def __init__(self, module_class: Any) -> None:
         self.module_class, self.family = module_class, str(module_class.__name__)

@@ -155,11 +155,17 @@ def hoisted_text(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
     text_BTC: Tensor = module.condition_embedder.text_embedder(inputs["encoder_hidden_states"])
     if PICTURES in inputs:
         text_BTC = torch.cat((module.condition_embedder.image_embedder(inputs[PICTURES]), text_BTC), dim=1)
-    keys_values_N2BTC = text_BTC.new_empty(len(module.blocks), 2, *text_BTC.shape)
-    for keys_values_2BTC, block in zip(keys_values_N2BTC, module.blocks, strict=True):
+    blocks = readers(module)
+    keys_values_N2BTC = text_BTC.new_empty(len(blocks), 2, *text_BTC.shape)
+    for keys_values_2BTC, block in zip(keys_values_N2BTC, blocks, strict=True):
         for target_BTC, x_BTC in zip(keys_values_2BTC, cross_keys_and_values(block.attn2, text_BTC), strict=True):
             target_BTC.copy_(x_BTC)
     return {KEYS_VALUES: keys_values_N2BTC}
+
+
+def readers(module: Any) -> list[Any]:
+    """Return the blocks that attend to the text, those of a control clip first."""
+    return [*getattr(module, "vace_blocks", ()), *module.blocks]
 
 
 def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
@@ -175,7 +181,7 @@ def replace_text(module: Any, keys_values_N2BTC: Tensor | None) -> Iterator[None
     """Give each block keys and values in place of the text, inside this context. None keeps the text."""
     with ExitStack() as stack:
         if keys_values_N2BTC is not None:
-            for block, x_2BTC in zip(module.blocks, keys_values_N2BTC, strict=True):
+            for block, x_2BTC in zip(readers(module), keys_values_N2BTC, strict=True):
                 stack.callback(block.register_forward_pre_hook(_text_hook(x_2BTC)).remove)
         yield
 

@@ -6,7 +6,7 @@ The text stays whole on every rank (cross-attention needs all of it), as do the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -218,11 +218,13 @@ class WanSpec(ModelSpec):
     def defaults(self, path: Path) -> Defaults:
         """Return the defaults of the published model that the folder resembles, with its own grid."""
         (spatial, temporal), patch = space_time_scales(path), read_config(path, "transformer")["patch_size"]
-        return replace(
-            _model_defaults(path),
-            size_multiple=math.lcm(SIZE_MULTIPLE, spatial * patch[1], spatial * patch[2]),
-            frame_multiple=temporal,
-        )
+        multiple = self.size_multiple(spatial, patch)
+        return replace(_model_defaults(path), size_multiple=multiple, frame_multiple=temporal)
+
+    @staticmethod
+    def size_multiple(spatial: int, patch: Sequence[int]) -> int:
+        """Return the multiple of sides, with latent values of ``spatial`` pixels, in patches."""
+        return math.lcm(SIZE_MULTIPLE, spatial * patch[1], spatial * patch[2])
 
 
 SPEC = WanSpec()

@@ -1,12 +1,13 @@
-"""Blocks of Wan Animate 2 for clips of one segment, in place of diffusers' loop over segments.
+"""Blocks of Wan Animate 2 in place of diffusers' loop over segments, whose passes over the transformer are one block.
 
-That loop encodes and decodes inside, because each segment continues the pixels of the one before. A clip of one
-segment needs neither: the encoder process encodes the driving clip, and the decoder process decodes the result. The
-arithmetic is that of diffusers' blocks for its first segment.
+Here a step of the loop is a step of the solver, in whichever segment. Three processes share what that loop does: the
+encoder encodes the driving clip, all segments at once; the decoder decodes the result. In between, a rank decodes the
+end of a segment and encodes it again for the next one, which continues its pixels. The arithmetic is diffusers' own.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,21 +27,39 @@ from diffusers.modular_pipelines.wan_animate_2.denoise import (
     WanAnimate2SegmentPrevFramesStep,
     WanAnimate2SegmentSchedulerResetStep,
     WanAnimate2SegmentVaeEncoderStep,
-    decode_vae,
 )
-from diffusers.modular_pipelines.wan_animate_2.encoders import WanAnimate2ProcessImagesInputStep
+from diffusers.modular_pipelines.wan_animate_2.encoders import (
+    WanAnimate2ProcessImagesInputStep,
+    WanAnimate2ProcessVideosInputStep,
+    WanAnimate2VideoClipEncoderStep,
+    clip_visual_encode,
+    encode_vae,
+    get_i2v_mask,
+)
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
 from pipelines.blocks.tree import block_at, replace_blocks
-from pipelines.models.wan_animate2.call import CONDITION, DRIVING, DRIVING_PICTURE, DRIVING_TEXT, NEGATIVE, PICTURE
+from pipelines.models.wan_animate2.call import (
+    CONDITION,
+    DRIVING,
+    DRIVING_PICTURE,
+    DRIVING_TEXT,
+    DRIVING_VIDEO,
+    FINISHED,
+    NEGATIVE,
+    PICTURE,
+    REFERENCE,
+    num_latent_frames,
+)
+from pipelines.vae.chunks import decode_chunks, decode_segments
 
 MODEL = "wan-animate-2"
-LATENTS = "latents"
+LATENTS, STEPS = "latents", "segment_steps"
 EMBEDS, NEGATIVE_EMBEDS = "prompt_embeds", "negative_prompt_embeds"
-DRIVING_VALUES = ("driving_video_latents", "driving_video_condition")
 CONSTANTS = (CONDITION, DRIVING, DRIVING_TEXT, DRIVING_PICTURE, PICTURE, EMBEDS, NEGATIVE_EMBEDS)
-"""Values of the loop that no step changes: the same tensors in every call of a job."""
+"""Values of the loop that no step of a segment changes: the same tensors in every call."""
+ON_CPU = torch.device("cpu")
 
 
 class KeepPictureSize(WanAnimate2ProcessImagesInputStep):  # type: ignore[misc]  # diffusers has no types
@@ -61,8 +80,29 @@ class KeepPictureSize(WanAnimate2ProcessImagesInputStep):  # type: ignore[misc] 
         return components, state
 
 
+class ClipOnHost(WanAnimate2ProcessVideosInputStep):  # type: ignore[misc]
+    """Replaces a block that puts the whole clip on the device: 6 GB for 40 s of 640 x 800 pixels."""
+
+    @torch.no_grad()
+    def __call__(self, components: Any, state: PipelineState) -> tuple[Any, PipelineState]:
+        super().__call__(SimpleNamespace(_execution_device=ON_CPU, video_processor=components.video_processor), state)
+        return components, state
+
+
+class DrivingPictureEncoder(WanAnimate2VideoClipEncoderStep):  # type: ignore[misc]
+    """Replaces the block that reads the first frame of that clip, which is not on the device."""
+
+    @torch.no_grad()
+    def __call__(self, components: Any, state: PipelineState) -> tuple[Any, PipelineState]:
+        values, device, encoder = self.get_block_state(state), components._execution_device, components.image_encoder
+        first_CHW = values.driving_video_pixels[0, :, 0].to(device)
+        values.condition_clip_context = clip_visual_encode(encoder, first_CHW, device, encoder.dtype)
+        self.set_block_state(state, values)
+        return components, state
+
+
 class DrivingClipEncoder(ModularPipelineBlocks):  # type: ignore[misc]
-    """Encode the driving clip, and the frames that the first segment continues: none."""
+    """Encode the driving clip's segments, and the frames that the first one continues: none."""
 
     model_name = MODEL
 
@@ -73,25 +113,28 @@ class DrivingClipEncoder(ModularPipelineBlocks):  # type: ignore[misc]
 
     @property
     def inputs(self) -> list[InputParam]:
-        named = (*WanAnimate2SegmentVaeEncoderStep().inputs, *WanAnimate2SegmentPrevFramesStep().inputs)
-        return [*{param.name: param for param in named}.values()]
+        blocks = (WanAnimate2SegmentVaeEncoderStep(), WanAnimate2SegmentPrevFramesStep())
+        named = [param for block in blocks for param in block.inputs]
+        return [*{param.name: param for param in named}.values(), InputParam("num_segments", required=True)]
 
     @property
     def intermediate_outputs(self) -> list[OutputParam]:
-        names = (*DRIVING_VALUES, "reference_latents")
-        return [OutputParam(name, type_hint=Tensor) for name in names]
+        return [OutputParam(name, type_hint=Tensor) for name in (DRIVING_VIDEO, REFERENCE)]
 
     @torch.no_grad()
     def __call__(self, components: Any, state: PipelineState) -> tuple[Any, PipelineState]:
-        values = self.get_block_state(state)
-        for block in (WanAnimate2SegmentVaeEncoderStep(), WanAnimate2SegmentPrevFramesStep()):
-            block(components, values, k=0)
+        values, length = self.get_block_state(state), state.get("segment_frame_length")
+        starts = [k * values.effective_segment for k in range(values.num_segments)]
+        pixels = (values.driving_video_pixels[:, :, start : start + length] for start in starts)
+        encoded = [encode_vae(components.vae, one.to(components._execution_device)) for one in pixels]
+        values.driving_video_latents = torch.cat(encoded)
+        WanAnimate2SegmentPrevFramesStep()(components, values, k=0)
         self.set_block_state(state, values)
         return components, state
 
 
 class PrepareSegment(ModularPipelineBlocks):  # type: ignore[misc]
-    """Draw the noise, make the schedule, and cast what no step changes to the transformer's dtype."""
+    """Begin the first segment, and cast what no step changes to the transformer's dtype."""
 
     model_name = MODEL
 
@@ -103,7 +146,7 @@ class PrepareSegment(ModularPipelineBlocks):  # type: ignore[misc]
 
     @property
     def inputs(self) -> list[InputParam]:
-        names = ("reference_latents", *DRIVING_VALUES, "prompt_ref_embeds", "condition_clip_context", EMBEDS)
+        names = (REFERENCE, DRIVING_VIDEO, "prompt_ref_embeds", "condition_clip_context", EMBEDS)
         return [
             InputParam.template("generator"),
             InputParam.template("num_inference_steps"),
@@ -114,19 +157,14 @@ class PrepareSegment(ModularPipelineBlocks):  # type: ignore[misc]
 
     @property
     def intermediate_outputs(self) -> list[OutputParam]:
-        return [OutputParam(name, type_hint=Tensor) for name in (LATENTS, "timesteps", *CONSTANTS)]
+        return [OutputParam(name, type_hint=Tensor) for name in (LATENTS, "timesteps", STEPS, FINISHED, *CONSTANTS)]
 
     @torch.no_grad()
     def __call__(self, components: Any, state: PipelineState) -> tuple[Any, PipelineState]:
         values, dtype = self.get_block_state(state), components.transformer.dtype
-        shape = (components.num_channels_latents, *values.reference_latents.shape[1:])
-        values.latents = randn_tensor(
-            shape, generator=values.generator, device=components._execution_device, dtype=torch.float32
-        )
-        WanAnimate2SegmentSchedulerResetStep()(components, values, k=0)
-        values.condition_latents = values.reference_latents[None].to(dtype)
-        driving = (values.driving_video_latents[0], values.driving_video_condition)
-        values.driving_hidden_states = torch.cat(driving)[None].to(dtype)
+        values.segment_steps, values.finished_segments = values.num_inference_steps, []
+        begin_segment(components, values, 0)
+        values.timesteps = components.scheduler.timesteps
         values.driving_text = values.prompt_ref_embeds.to(dtype)
         values.driving_picture = values.condition_clip_context.to(dtype)
         for name in (PICTURE, EMBEDS, NEGATIVE_EMBEDS):
@@ -134,6 +172,20 @@ class PrepareSegment(ModularPipelineBlocks):  # type: ignore[misc]
             setattr(values, name, None if value is None else value.to(dtype))
         self.set_block_state(state, values)
         return components, state
+
+
+def begin_segment(components: Any, values: BlockState, number: int) -> None:
+    """Draw the noise of a segment, begin its schedule, and set the conditions that its steps share."""
+    device, dtype = components._execution_device, components.transformer.dtype
+    shape = (components.num_channels_latents, *values.reference_latents.shape[1:])
+    values.latents = randn_tensor(shape, generator=values.generator, device=device, dtype=torch.float32)
+    components.scheduler.set_timesteps(values.segment_steps, device=device)
+    values.condition_latents = values.reference_latents[None].to(dtype)
+    driving_CFHW = values.driving_video_latents[number]
+    sizes, factor = driving_CFHW.shape[1:], components.vae_scale_factor_temporal
+    mask_CFHW = get_i2v_mask(*sizes, 1 + factor * (sizes[0] - 1), device=device)
+    parts = (driving_CFHW, mask_CFHW.to(driving_CFHW.dtype), driving_CFHW)
+    values.driving_hidden_states = torch.cat(parts)[None].to(dtype)
 
 
 class SegmentDenoiser(ModularPipelineBlocks):  # type: ignore[misc]
@@ -151,20 +203,16 @@ class SegmentDenoiser(ModularPipelineBlocks):  # type: ignore[misc]
     @property
     def inputs(self) -> list[InputParam]:
         needed = (LATENTS, CONDITION, DRIVING, DRIVING_TEXT, DRIVING_PICTURE, PICTURE, EMBEDS)
-        return [
-            *(InputParam(name, required=True) for name in needed),
-            InputParam(NEGATIVE_EMBEDS),
-            InputParam.template("num_inference_steps"),
-        ]
+        return [*(InputParam(name, required=True) for name in needed), InputParam(NEGATIVE_EMBEDS)]
 
     @torch.no_grad()
-    def __call__(self, components: Any, block_state: BlockState, i: int, t: Tensor) -> tuple[Any, BlockState]:
+    def __call__(self, components: Any, block_state: BlockState, k: int, i: int, t: Tensor) -> tuple[Any, BlockState]:
         guider, transformer = components.guider, components.transformer
         by_branch = {
             "encoder_hidden_states": (block_state.prompt_embeds, block_state.negative_prompt_embeds),
             NEGATIVE: (False, True),
         }
-        guider.set_state(step=i, num_inference_steps=block_state.num_inference_steps, timestep=t)
+        guider.set_state(step=i, num_inference_steps=len(block_state.timesteps), timestep=t)
         branches = guider.prepare_inputs(by_branch)
         shared = {name: getattr(block_state, name) for name in CONSTANTS if name not in (EMBEDS, NEGATIVE_EMBEDS)}
         for branch in branches:
@@ -207,19 +255,72 @@ class SolverStep(ModularPipelineBlocks):  # type: ignore[misc]
         return [OutputParam(LATENTS, type_hint=Tensor)]
 
     @torch.no_grad()
-    def __call__(self, components: Any, block_state: BlockState, i: int, t: Tensor) -> tuple[Any, BlockState]:
+    def __call__(self, components: Any, block_state: BlockState, k: int, i: int, t: Tensor) -> tuple[Any, BlockState]:
         batch = (block_state.noise_pred[None], t, block_state.latents[None])
         stepped = components.scheduler.step(*batch, return_dict=False, generator=block_state.generator)[0]
         block_state.latents = stepped[0]
         return components, block_state
 
 
-class SegmentLoop(LoopSequentialPipelineBlocks):  # type: ignore[misc]
-    """The steps of a segment."""
+class NextSegment(ModularPipelineBlocks):  # type: ignore[misc]
+    """After the last step of a segment, begin the one that continues it."""
 
     model_name = MODEL
-    block_classes = [SegmentDenoiser, SolverStep]  # noqa: RUF012  diffusers' form
-    block_names = ["denoiser", "update"]  # noqa: RUF012
+
+    @property
+    def expected_components(self) -> list[ComponentSpec]:
+        parts: list[ComponentSpec] = PrepareSegment().expected_components
+        return parts
+
+    @property
+    def inputs(self) -> list[InputParam]:
+        own = [param for param in WanAnimate2SegmentPrevFramesStep().inputs if param.name != "reference_image_latents"]
+        needed = (LATENTS, REFERENCE, DRIVING_VIDEO, FINISHED, STEPS)
+        return [InputParam.template("generator"), *(InputParam(name, required=True) for name in needed), *own]
+
+    @property
+    def intermediate_outputs(self) -> list[OutputParam]:
+        return [OutputParam(name, type_hint=Tensor) for name in (LATENTS, FINISHED)]
+
+    @torch.no_grad()
+    def __call__(self, components: Any, block_state: BlockState, k: int, i: int, t: Tensor) -> tuple[Any, BlockState]:
+        number = k + 1
+        if i + 1 < len(block_state.timesteps) or number == len(block_state.driving_video_latents):
+            return components, block_state
+        vae, device = components.rank_part("vae"), components._execution_device
+        spatial = components.vae_scale_factor_spatial
+        block_state.finished_segments = [*block_state.finished_segments, block_state.latents]
+        block_state.out_frames = last_frames(vae, block_state.latents)
+        block_state.reference_image_latents = block_state.reference_latents[:, :1]
+        parts = SimpleNamespace(vae=vae, _execution_device=device, vae_scale_factor_spatial=spatial)
+        WanAnimate2SegmentPrevFramesStep()(parts, block_state, k=number)
+        block_state.out_frames = None
+        begin_segment(components, block_state, number)
+        return components, block_state
+
+
+def last_frames(vae: Any, latents_CFHW: Tensor) -> Tensor:
+    """Return the frames of a segment's last latent frame, ``pixels_BCFHW``. The others are not kept."""
+    *_, last_BCFHW = decode_chunks(vae, to_decode(vae, latents_CFHW[None, :, 1:]))
+    return last_BCFHW
+
+
+def to_decode(vae: Any, latents_BCFHW: Tensor) -> Tensor:
+    """Return latents at the scale of the auto-encoder, as diffusers' ``decode_vae`` does."""
+    latents_BCFHW = latents_BCFHW.to(vae.dtype)
+    mean_BCFHW, std_BCFHW = (
+        torch.tensor(values).view(1, -1, 1, 1, 1).to(latents_BCFHW.device, latents_BCFHW.dtype)
+        for values in (vae.config.latents_mean, vae.config.latents_std)
+    )
+    return latents_BCFHW / (1.0 / std_BCFHW) + mean_BCFHW
+
+
+class SegmentLoop(LoopSequentialPipelineBlocks):  # type: ignore[misc]
+    """The steps of all segments."""
+
+    model_name = MODEL
+    block_classes = [SegmentDenoiser, SolverStep, NextSegment]  # noqa: RUF012  diffusers' form
+    block_names = ["denoiser", "update", "next_segment"]  # noqa: RUF012
 
     @property
     def loop_inputs(self) -> list[InputParam]:
@@ -228,18 +329,19 @@ class SegmentLoop(LoopSequentialPipelineBlocks):  # type: ignore[misc]
     @torch.no_grad()
     def __call__(self, components: Any, state: PipelineState) -> tuple[Any, PipelineState]:
         block_state = self.get_block_state(state)
-        for i, t in enumerate(block_state.timesteps):
-            components, block_state = self.loop_step(components, block_state, i=i, t=t)
+        for k in range(len(block_state.driving_video_latents)):
+            for i, t in enumerate(block_state.timesteps):
+                components, block_state = self.loop_step(components, block_state, k=k, i=i, t=t)
         self.set_block_state(state, block_state)
         return components, state
 
 
 class DistilledSegmentLoop(SegmentLoop):
-    block_classes = [DistilledSegmentDenoiser, SolverStep]  # noqa: RUF012
+    block_classes = [DistilledSegmentDenoiser, SolverStep, NextSegment]  # noqa: RUF012
 
 
 class CoreDenoise(SequentialPipelineBlocks):  # type: ignore[misc]
-    """Preparation and steps of a segment."""
+    """Preparation and steps of all segments."""
 
     model_name = MODEL
     block_classes = [PrepareSegment, SegmentLoop]  # noqa: RUF012
@@ -250,8 +352,11 @@ class DistilledCoreDenoise(CoreDenoise):
     block_classes = [PrepareSegment, DistilledSegmentLoop]  # noqa: RUF012
 
 
-class DecodeSegment(WanAnimate2DecodeStep):  # type: ignore[misc]
-    """Decode the segment, whose first latent frame is the picture's and no part of the clip."""
+class DecodeSegments(WanAnimate2DecodeStep):  # type: ignore[misc]
+    """Decode all segments. The first latent frame of each is the picture's and no part of the clip.
+
+    Frames beyond the end of the clip are not decoded: each depends on earlier ones only.
+    """
 
     @property
     def expected_components(self) -> list[ComponentSpec]:
@@ -260,16 +365,28 @@ class DecodeSegment(WanAnimate2DecodeStep):  # type: ignore[misc]
     @property
     def inputs(self) -> list[InputParam]:
         own = [param for param in super().inputs if param.name != "segment_frames"]
-        return [InputParam(LATENTS, required=True), *own]
+        return [*(InputParam(name, required=True) for name in (LATENTS, FINISHED)), *own]
 
     @torch.no_grad()
     def __call__(self, components: Any, state: PipelineState) -> tuple[Any, PipelineState]:
-        pixels_BCFHW = decode_vae(components.vae, state.get(LATENTS)[:, 1:])
+        vae, num_frames = components.vae, state.get("real_frame_len")
+        finished, last_CFHW = state.get(FINISHED), state.get(LATENTS)[:, 1:]
+        left = num_frames - sum(self._num_own(components, one) for one in finished)
+        last_CFHW = last_CFHW[:, : num_latent_frames(left, components.vae_scale_factor_temporal)]
+        segments = [*(one[:, 1:].to(last_CFHW) for one in finished), last_CFHW]
+        latents_BCFHW = to_decode(vae, torch.cat(segments, dim=1)[None])
+        pixels_BCFHW = decode_segments(vae, latents_BCFHW, [one.shape[1] for one in segments])
         top, left, height, width = state.get("crop_region")
-        pixels_BCFHW = pixels_BCFHW[:, :, : state.get("real_frame_len"), top : top + height, left : left + width]
+        pixels_BCFHW = pixels_BCFHW[:, :, :num_frames, top : top + height, left : left + width]
         postprocess = components.video_processor.postprocess_video
         state.set("videos", postprocess(pixels_BCFHW, output_type=state.get("output_type")))
         return components, state
+
+    @staticmethod
+    def _num_own(components: Any, latents_CFHW: Tensor) -> int:
+        """Return the frames up to the one that the next segment begins with."""
+        num_frames: int = components.vae_scale_factor_temporal * (latents_CFHW.shape[1] - 2)
+        return num_frames
 
 
 def patch_blocks(blocks: Any) -> None:
@@ -277,7 +394,9 @@ def patch_blocks(blocks: Any) -> None:
     loop = block_at(blocks, ("denoise", "denoise"))
     is_distilled = WanAnimate2DistilledSegmentDenoiseInner in map(type, loop.sub_blocks.values())
     replace_blocks(blocks, WanAnimate2ProcessImagesInputStep, KeepPictureSize)
+    replace_blocks(blocks, WanAnimate2ProcessVideosInputStep, ClipOnHost)
+    replace_blocks(blocks, WanAnimate2VideoClipEncoderStep, DrivingPictureEncoder)
     names = list(blocks.sub_blocks)
     blocks.sub_blocks.insert("driving_encoder", DrivingClipEncoder(), names.index("denoise"))
     blocks.sub_blocks["denoise"] = DistilledCoreDenoise() if is_distilled else CoreDenoise()
-    blocks.sub_blocks["decode"] = DecodeSegment()
+    blocks.sub_blocks["decode"] = DecodeSegments()

@@ -1,8 +1,8 @@
 """Wan Animate 2: a character's picture, moved like the person in a driving clip (base model and distilled).
 
 The driving clip's keys and values are computed once a job, whole on every rank. The result's tokens are divided. They
-are ordered by place, then by frame (see ``attention``). Diffusers makes long clips in segments of 81 frames, each of
-which continues the pixels of the one before; here a clip is one segment.
+are ordered by place, then by frame (see ``attention``). Long clips are made in segments of 81 frames, each of which
+continues the pixels of the one before: ranks have the auto-encoder too. A shorter clip is one segment of its length.
 """
 
 from __future__ import annotations
@@ -14,10 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
-from pipelines.directory import read_config, read_index
+from pipelines.directory import FILE_NAME, read_config, read_index, read_own
 from pipelines.image_sizes import latent_sizes, space_time_scales
 from pipelines.models.spec import CLIP, Config, ModelSpec, distilled, lazy
-from pipelines.models.wan_animate2.call import DRIVING, DRIVING_PICTURE, DRIVING_TEXT, NEGATIVE, num_tokens
+from pipelines.models.wan_animate2.call import (
+    DRIVING,
+    DRIVING_PICTURE,
+    DRIVING_TEXT,
+    DRIVING_VIDEO,
+    FINISHED,
+    NEGATIVE,
+    REFERENCE,
+    num_tokens,
+)
 from pipelines.request import InputPictures, MediaRequest
 
 if TYPE_CHECKING:
@@ -27,12 +36,14 @@ if TYPE_CHECKING:
 
 VIDEO = "video"
 MAX_TOKENS = 512
-MASK_CHANNELS = 4
-"""Channels that say which frames are known, one for each frame of a latent one."""
 PICTURE_TOKENS, PICTURE_DIM = 257, 1280
 """Tokens of a picture by CLIP: 16 x 16 patches and one token for all (arXiv:2103.00020, ViT-H/14 at 224)."""
 SEGMENT = 81
-"""Frames of a segment: the default of diffusers' blocks."""
+"""Frames of a segment: the default of diffusers' blocks. A folder may have another number (``troupe.json``)."""
+OVERLAP = 1
+"""Frames of a segment that the next one continues: the default of diffusers' blocks."""
+MAX_FRAMES = SEGMENT + 11 * (SEGMENT - OVERLAP)
+"""40 s at 24 frames a second."""
 
 BASE = replace(
     CLIP,
@@ -41,15 +52,17 @@ BASE = replace(
     num_frames=SEGMENT,
     num_inference_steps=40,
     true_cfg_scale=3.0,
-    max_frames=SEGMENT,
+    max_frames=MAX_FRAMES,
     min_pictures=1,
     max_pictures=1,
     needs_video=True,
-    max_video_frames=SEGMENT,
+    max_video_frames=MAX_FRAMES,
     takes_both=True,
     keeps_length=True,
     shaped_by_picture=True,
     max_tokens=MAX_TOKENS,
+    frames_per_chunk=SEGMENT,
+    chunk_overlap=OVERLAP,
 )
 """Defaults of diffusers' blocks."""
 DISTILLED = distilled(BASE, 10)
@@ -77,6 +90,7 @@ class WanAnimate2Spec(ModelSpec):
     fits_pictures = True
     decodes_frames_apart = True
     float32_parts = ("vae", "image_encoder")
+    rank_parts = ("vae",)
     eager_only = "passes over the driving clip before its first step"
     forward = lazy("pipelines.models.wan_animate2.attention:forward")
     set_kernel = lazy("pipelines.models.wan_animate2.attention:set_kernel")
@@ -111,7 +125,7 @@ class WanAnimate2Spec(ModelSpec):
         channels = config["in_dim"] - config["out_dim"]
         return {
             "encoder_hidden_states_image": torch.zeros(1, PICTURE_TOKENS, PICTURE_DIM),
-            "reference_latents": torch.zeros(channels, frames + 1, *sides),
+            REFERENCE: torch.zeros(channels, frames + 1, *sides),
             "crop_region": (0, 0, request.height, request.width),
         }
 
@@ -119,20 +133,23 @@ class WanAnimate2Spec(ModelSpec):
         import torch
 
         config, sizes = read_config(path, "transformer"), self._latent_sizes(path, request)
-        channels = config["out_dim"]
+        num_segments = self.defaults(path).num_chunks(request.num_frames)
         return {
-            "driving_video_latents": torch.zeros(1, channels, *sizes),
-            "driving_video_condition": torch.zeros(channels + MASK_CHANNELS, *sizes),
+            DRIVING_VIDEO: torch.zeros(num_segments, config["out_dim"], *sizes),
             "condition_clip_context": torch.zeros(1, PICTURE_TOKENS, PICTURE_DIM),
             "real_frame_len": request.num_frames,
         }
 
     def _latent_sizes(self, path: Path, request: MediaRequest) -> tuple[int, ...]:
-        return latent_sizes(request, space_time_scales(path))
+        segment = replace(request, num_frames=self._segment(path, request))
+        return latent_sizes(segment, space_time_scales(path))
+
+    def _segment(self, path: Path, request: MediaRequest) -> int:
+        return min(request.num_frames, self.defaults(path).frames_per_chunk)
 
     def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
-        """Return a segment as long as the clip."""
-        return {"segment_frame_length": request.num_frames}
+        """Return a segment as long as the clip, if that is short enough."""
+        return {"segment_frame_length": self._segment(path, request)}
 
     def place_pictures(self, path: Path, request: MediaRequest, pictures: InputPictures) -> Mapping[str, Any]:
         """Return the character's picture and the driving clip."""
@@ -141,11 +158,14 @@ class WanAnimate2Spec(ModelSpec):
         return {"image": pictures.pictures[0].on_white(), "driving_video": pictures.video.frames()}
 
     def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the picture's latents, which are not decoded, and those of the first frame."""
-        return {"latents": latents["latents"][:, :2]}
+        """Return the picture's latents, which are not decoded, and those of the first frame, of the newest segment."""
+        return {"latents": latents["latents"][:, :2], FINISHED: []}
 
     def defaults(self, path: Path) -> Defaults:
-        """Return the defaults of diffusers' blocks, for the model that the index names."""
+        """Return the defaults of diffusers' blocks, for the model that the index names.
+
+        ValueError for a segment whose frames are no whole number of latent ones.
+        """
         is_distilled = "Distilled" in str(read_index(path)["_class_name"])
         (spatial, temporal), patch = space_time_scales(path), read_config(path, "transformer")["patch_size"]
         return replace(
@@ -154,7 +174,17 @@ class WanAnimate2Spec(ModelSpec):
             frame_multiple=temporal,
             min_frames=1 + temporal,
             min_video_frames=1 + temporal,
+            frames_per_chunk=self._own_segment(path, temporal),
         )
+
+    def _own_segment(self, path: Path, temporal: int) -> int:
+        length = read_own(path).get("frames_per_chunk", SEGMENT)
+        if not isinstance(length, int) or length <= OVERLAP or (length - OVERLAP) % temporal:
+            raise ValueError(
+                f"{path / FILE_NAME}: frames_per_chunk is {length!r}; it must be {OVERLAP} more than a multiple of "
+                f"{temporal}, as {SEGMENT} is"
+            )
+        return length
 
 
 SPEC = WanAnimate2Spec()

@@ -42,6 +42,7 @@ from tests.pipelines.support.checkpoints import (
     tiny_models,
     tiny_others,
     tiny_pictures,
+    tiny_vace,
 )
 
 CPU = torch.device("cpu")
@@ -152,6 +153,7 @@ IN_PARTS: dict[str, Callable[[Path], Path]] = {
     "krea2": tiny_others.krea2,
     "minimax": tiny_minimax.minimax_h3,
     "wan_animate2": tiny_animate.wan_animate2,
+    "wan_vace": tiny_vace.wan_vace,
 }
 """Families whose class keeps some modules in float32."""
 READERS = (read_whole, read_as_on_gpus, read_sliced)

@@ -26,6 +26,7 @@ from pipelines.request import MediaRequest
 from pipelines.size import Size
 from pipelines.solver import Solver
 from tests.engines.support.gloo import gang
+from tests.pipelines.blocks import test_solver as solver
 from tests.pipelines.support.checkpoints import tiny_models, tiny_others
 from tests.pipelines.support.references.own_call import own_latents
 
@@ -152,3 +153,38 @@ def test_without_the_exchange_they_do_not(
     request = request_of(CASES[name], folder)
     for latents in gang(2).run(without_exchange, folder, request, "ulysses", encoded(folder, request)):
         assert relative_difference(latents, own(name)) > 10 * TOLERANCE
+
+
+SOLVERS = ("wan, dpm++", "wan, shift")
+"""A second-order solver, with predictions of earlier steps beside the latents, and the shift of a clip's schedule."""
+
+
+@pytest.fixture(scope="module")
+def own_solved(folders: Callable[[Any], Path]) -> Callable[[str], Tensor]:
+    """The latents of diffusers with the scheduler that a user gives it."""
+
+    def of(name: str) -> Tensor:
+        case, checkpoint = solver.CASES[name], Checkpoint(folders(solver.CASES[name].make))
+        request, max_tokens = solver.request_of(case, checkpoint), checkpoint.text_encoder().max_tokens
+        latents: Tensor = solver.theirs(case, checkpoint.path, request, max_tokens)
+        return latents
+
+    return cache(of)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "strategy"),
+    [(name, num_ranks, CONTEXT[place]) for name in SOLVERS for place, num_ranks in enumerate((1, 2, 4))],
+)
+def test_every_team_has_the_solver_of_a_request(
+    name: str, num_ranks: int, strategy: str, folders: Callable[[Any], Path], own_solved: Callable[[str], Tensor]
+) -> None:
+    folder = folders(solver.CASES[name].make)
+    request = solver.request_of(solver.CASES[name], Checkpoint(folder))
+    for latents in gang(num_ranks).run(denoised, folder, request, strategy, encoded(folder, request)):
+        assert relative_difference(latents, own_solved(name)) <= TOLERANCE
+
+
+def test_solvers_differ(own_solved: Callable[[str], Tensor]) -> None:
+    second, other = map(own_solved, SOLVERS)
+    assert relative_difference(second, other) > 10 * TOLERANCE

@@ -1,9 +1,13 @@
-"""Krea 2, ERNIE-Image and Stable Diffusion 3: their variants on one rank, and what else jobs and gangs make of them."""
+"""Krea 2, ERNIE-Image and Stable Diffusion 3: their variants on one rank, and what else jobs and gangs make of them.
+
+So does Anima, which no family here knows.
+"""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from engines.core.packing import pack
 from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.registry import load_spec
+from pipelines.request import InputPicture, InputPictures
 from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import (
@@ -26,8 +31,9 @@ from tests.pipelines.models.test_gangs import (
     encoded,
     request_of,
 )
-from tests.pipelines.support.checkpoints import tiny_others
-from tests.pipelines.support.references.own_call import own_latents
+from tests.pipelines.support.checkpoints import tiny_others, tiny_unknown
+from tests.pipelines.support.references.own_call import own_latents, own_state
+from tests.pipelines.support.references.video import picture
 
 NAMES = ("krea 2", "ernie", "sd 3", "sd 3.5 large")
 """Of cases whose latents ``test_gangs.py`` compares."""
@@ -35,6 +41,7 @@ ALONE = {
     "krea 2 turbo": Case(make=tiny_others.krea2_turbo),
     "sd 3.5 medium": Case(make=tiny_others.sd35_medium, changes=NEGATIVE),
     "ernie without guidance": Case(make=tiny_others.ernie_image, changes={"true_cfg_scale": 1.0}),
+    "anima": Case(make=tiny_unknown.anima, changes=NEGATIVE),
 }
 
 
@@ -45,6 +52,19 @@ def test_one_rank_gives_the_pipelines_own(name: str, folders: Callable[[Any], Pa
     request = request_of(case, folder)
     (latents,) = gang(1).run(denoised, folder, request, "ulysses", encoded(folder, request))
     assert relative_difference(latents, own_latents(folder, request)) <= TOLERANCE
+
+
+def test_a_text_conditioner_is_the_encoders(folders: Callable[[Any], Path]) -> None:
+    """Diffusers calls it among the blocks of ranks, which have no weights of it; with a picture, in another block."""
+    folder = folders(tiny_unknown.anima)
+    request = request_of(ALONE["anima"], folder)
+    request = replace(request, num_pictures=1, strength=0.5, num_inference_steps=4)
+    image, pipeline = picture(request.width, request.height, seed=7), load_pipeline(Checkpoint(folder))
+    inputs = InputPictures(pictures=(InputPicture.of(image),))
+    latents = pipeline.denoise(request, inputs)["latents"]
+    own = own_state(folder, request, image=image, strength=0.5).get("latents")
+    assert relative_difference(latents, own) <= TOLERANCE
+    assert relative_difference(latents, pipeline.denoise(replace(request, prompt="a fox"), inputs)["latents"]) > 0.001
 
 
 def test_blocks_that_attend_twice_are_not_divided(folders: Callable[[Any], Path]) -> None:

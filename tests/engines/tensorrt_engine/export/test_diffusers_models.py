@@ -27,6 +27,7 @@ from tests.pipelines.support.checkpoints import (
     tiny_others,
     tiny_pictures,
     tiny_qwen,
+    tiny_vace,
     tiny_video,
 )
 from tests.pipelines.support.checkpoints.first_steps import first_step
@@ -41,6 +42,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "minimax": tiny_minimax.minimax_h3,
     "qwen": tiny_qwen.qwen,
     "sd3": tiny_others.sd3,
+    "vace": tiny_vace.wan_vace,
     "wan from a picture": tiny_video.wan_picture,
 }
 TENSOR_ALONE = ("flux3",)

@@ -12,6 +12,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from diffusers.loaders.lora_pipeline import WanLoraLoaderMixin
+from diffusers.modular_pipelines.wan_animate_2 import denoise as animate
 from torch import Tensor
 
 from engines.torch_engine.engine import TorchEngine
@@ -19,8 +21,9 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.lora.lora_cache import LoraCache
 from pipelines.lora.source import LoraLimits, LoraSource
 from pipelines.models.helios import spec as helios
-from pipelines.request import Lora, MediaRequest
+from pipelines.request import InputPicture, InputPictures, Lora, MediaRequest
 from tests.pipelines.support.checkpoints import (
+    tiny_animate,
     tiny_cosmos,
     tiny_flux3,
     tiny_helios,
@@ -31,12 +34,13 @@ from tests.pipelines.support.checkpoints import (
     tiny_pictures,
     tiny_qwen,
     tiny_unknown,
+    tiny_vace,
 )
 from tests.pipelines.support.references import own_clips
 from tests.pipelines.support.references.own_call import Change, own_state
 from tests.pipelines.support.references.own_clips import Images
 from tests.pipelines.support.references.picture_cases import small_pictures
-from tests.pipelines.support.references.video import Clip, Latents, pictures_of
+from tests.pipelines.support.references.video import Clip, Latents, picture, pictures_of
 
 World = Callable[[], AbstractContextManager[Any]]
 
@@ -53,6 +57,21 @@ class Model(Clip):
     divided: str | None = "ulysses"
     world: World = nullcontext
     is_long: bool = False
+
+    def inputs(self, request: MediaRequest) -> InputPictures:
+        return pictures_of(self.images(request))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Animated(Model):
+    """A character's picture and a driving clip come along."""
+
+    num_pictures: int = 1
+    num_video_frames: int = 5
+
+    def inputs(self, request: MediaRequest) -> InputPictures:
+        character = picture(request.width, request.height, 3)
+        return replace(super().inputs(request), pictures=(InputPicture.of(character),))
 
 
 def as_given(folder: Path, request: MediaRequest, images: Images, change: Change) -> Latents:
@@ -82,6 +101,21 @@ def one_step_more(folder: Path, request: MediaRequest, images: Images, change: C
     return {name: state.get(name) for name in ("latents", "audio_latents")}
 
 
+def animated(folder: Path, request: MediaRequest, images: Images, change: Change) -> Latents:
+    """Without the picture's latent frame."""
+    inputs = {"image": picture(request.width, request.height, 3), "driving_video": list(images)}
+    latents: list[Tensor] = []
+
+    def decode(vae: Any, segment: Tensor) -> Any:
+        latents.append(segment)
+        return decoded(vae, segment)
+
+    decoded = animate.decode_vae
+    with patch.object(animate, "decode_vae", decode):
+        own_state(folder, request, change=change, segment_frame_length=request.num_frames, **inputs)
+    return {"latents": torch.cat(latents, dim=1)}
+
+
 def loading(name: str, make: Callable[[], Any]) -> World:
     """``make()`` in place of the processor that needs torchvision."""
 
@@ -91,6 +125,17 @@ def loading(name: str, make: Callable[[], Any]) -> World:
             yield
 
     return world
+
+
+@contextmanager
+def loading_for_words() -> Any:
+    """Of Wan Animate 2: diffusers' loader looks for a setting of Wan's transformer, which this one has not."""
+
+    def as_it_is(cls: type, transformer: Any, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+        return state_dict
+
+    with patch.object(WanLoraLoaderMixin, "_maybe_expand_t2v_lora_for_i2v", classmethod(as_it_is)):
+        yield
 
 
 ALONE = {"true_cfg_scale": 1.0}
@@ -132,6 +177,13 @@ MODELS = {
         world=loading(tiny_minimax.LOAD_PROCESSOR, tiny_minimax.MiniMaxProcessor),
         is_long=True,
     ),
+    "wan animate 2": Animated(
+        make=tiny_animate.wan_animate2, reference=animated, num_latent_frames=2, world=loading_for_words
+    ),
+    "anima": Model(make=tiny_unknown.anima, divided=None),
+    "wan vace": Model(
+        make=tiny_vace.wan_vace, reference=own_clips.vace_pipeline, num_latent_frames=2, num_video_frames=5
+    ),
     "cosmos 3": Model(make=tiny_cosmos.cosmos, reference=own_clips.guided_blocks, num_latent_frames=3),
 }
 
@@ -153,7 +205,7 @@ def painted(
     engine = TorchEngine(denoiser, strategy=model.divided or "ulysses")
     request, sampler = model.request(folder), checkpoint.sampler()
     with model.world():
-        encoded = checkpoint.text_encoder().encode(request, pictures_of(model.images(request)))
+        encoded = checkpoint.text_encoder().encode(request, model.inputs(request))
     conditioning = pickle.loads(pickle.dumps(encoded))
     requests = [replace(request, loras=mix) for mix in mixes]
     held = [denoiser.additions.for_request(one) for one in requests if isinstance(denoiser.additions, LoraCache)]
@@ -169,4 +221,7 @@ def latents_of(values: Mapping[str, Any]) -> dict[str, Tensor]:
     """By name; of a clip that is made in chunks all in one."""
     if "latent_chunks" in values:
         return {"latents": torch.cat(values["latent_chunks"], dim=2)}
+    if "finished_segments" in values:
+        segments = (*values["finished_segments"], values["latents"])
+        return {"latents": torch.cat([segment[:, 1:] for segment in segments], dim=1)}
     return {name: x for name, x in values.items() if name.endswith("latents") and isinstance(x, Tensor)}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.loaders.lora_base import LoraBaseMixin
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict
@@ -47,9 +48,12 @@ def write_lora(folder: Path, path: Path, seed: int, *, says_alpha: bool = True, 
     if not hasattr(pipeline_class, "save_lora_weights"):
         return write_peft(transformer, path)
     part = getattr(pipeline_class, "transformer_name", "unet")
-    said = {f"{part}_lora_adapter_metadata": transformer.peft_config["default"].to_dict()} if says_alpha else {}
-    layers = {f"{part}_lora_layers": get_peft_model_state_dict(transformer)}
-    pipeline_class.save_lora_weights(path, **layers, **said)
+    config, layers = transformer.peft_config["default"].to_dict(), get_peft_model_state_dict(transformer)
+    if pipeline_class.save_lora_weights.__func__ is LoraBaseMixin.save_lora_weights.__func__:  # it only loads them
+        pipeline_class._save_lora_weights(path, {part: layers}, {part: config} if says_alpha else {})
+        return path
+    said = {f"{part}_lora_adapter_metadata": config} if says_alpha else {}
+    pipeline_class.save_lora_weights(path, **{f"{part}_lora_layers": layers}, **said)
     return path
 
 

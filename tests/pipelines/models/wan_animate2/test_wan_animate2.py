@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,9 +28,10 @@ from engines.tensorrt_engine.export.trace import offline_team
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.options import TorchOptions
 from pipelines.checkpoint import Checkpoint
-from pipelines.models.wan_animate2 import attention
+from pipelines.models.wan_animate2 import attention, patches
 from pipelines.models.wan_animate2.attention import KEYS_VALUES
 from pipelines.models.wan_animate2.call import NEGATIVE, SKIPPED_BLOCK
+from pipelines.models.wan_animate2.patches import last_frames
 from pipelines.request import InputPicture, InputPictures, InputVideo, MediaRequest
 from pipelines.run import load_pipeline
 from pipelines.size import Size
@@ -59,9 +60,12 @@ CASES = {
     "the last chunk is filled up": Case((48, 80), 5),
     "chunks are whole places": Case((64, 64), 5),
     "distilled": Case((48, 80), 9, tiny_animate.wan_animate2_distilled, {}),
+    "two segments": Case((48, 80), 17, tiny_animate.wan_animate2_segments),
+    "three segments, distilled": Case((48, 80), 21, tiny_animate.wan_animate2_distilled_segments, {}),
 }
-"""15 places of 4 latent frames, 15 of 3, and 16 of 3; the picture's is among the frames."""
-SOME = "chunks begin amid a place"
+"""15 places of 4 latent frames, 15 of 3, and 16 of 3; the picture's is among the frames. Segments have 15 places of 4,
+and the clip of three is a segment of 9 frames, 8 more of another, and 4 of one that is filled up."""
+SOME, TWO, THREE = "chunks begin amid a place", "two segments", "three segments, distilled"
 QUICK = {
     (SOME, 1, "ulysses"),
     (SOME, 2, "guidance"),
@@ -69,6 +73,8 @@ QUICK = {
     ("the last chunk is filled up", 2, "ulysses"),
     ("chunks are whole places", 4, "allgather_kv"),
     ("distilled", 1, "ulysses"),
+    (TWO, 2, "ulysses"),
+    (THREE, 1, "ulysses"),
 }
 GANGS = [
     pytest.param(name, num_ranks, strategy, marks=() if (name, num_ranks, strategy) in QUICK else pytest.mark.slow)
@@ -103,12 +109,18 @@ def driving_of(request: MediaRequest) -> list[Image.Image]:
 @dataclass(frozen=True)
 class Made:
     latents: Tensor
-    """Without the picture's frame."""
+    """Without the picture's frames; those of several segments after each other."""
     pixels_FCHW: Tensor
+
+
+def latents_of(values: Mapping[str, Any]) -> Tensor:
+    """Return the same of what the decoder gets."""
+    return torch.cat([segment[:, 1:] for segment in (*values["finished_segments"], values["latents"])], dim=1)
 
 
 def own(folder: Path, request: MediaRequest) -> Made:
     """Return diffusers' own result. Its pipeline forgets the latents of a segment when it has decoded them."""
+    length = min(request.num_frames, Checkpoint(folder).defaults.frames_per_chunk)
     latents: list[Tensor] = []
 
     def decode(vae: Any, segment: Tensor) -> Tensor:
@@ -119,9 +131,8 @@ def own(folder: Path, request: MediaRequest) -> Made:
     decoded = denoise.decode_vae
     inputs: dict[str, Any] = {"image": character_of(request), "driving_video": driving_of(request)}
     with patch.object(denoise, "decode_vae", decode):
-        state = own_state(folder, request, **inputs, segment_frame_length=request.num_frames)
-    (segment,) = latents
-    return Made(segment, torch.as_tensor(state.get("videos"))[0])
+        state = own_state(folder, request, **inputs, segment_frame_length=length)
+    return Made(torch.cat(latents, dim=1), torch.as_tensor(state.get("videos"))[0])
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +153,7 @@ def test_latents_equal_diffusers(
     request = request_of(name, folder)
     assert expected(name).latents.std() > 0.1
     for values in gang(num_ranks).run(denoised_with, folder, request, inputs_of(request), strategy):
-        assert relative_difference(values["latents"][:, 1:], expected(name).latents) <= TOLERANCE
+        assert relative_difference(latents_of(values), expected(name).latents) <= TOLERANCE
 
 
 def without_exchange(folder: Path, request: MediaRequest, inputs: InputPictures) -> dict[str, Any]:
@@ -154,7 +165,7 @@ def without_exchange(folder: Path, request: MediaRequest, inputs: InputPictures)
 def test_without_the_exchange_they_do_not(folder: Path, expected: Callable[[str], Made]) -> None:
     request = request_of(SOME, folder)
     for values in gang(2).run(without_exchange, folder, request, inputs_of(request)):
-        assert relative_difference(values["latents"][:, 1:], expected(SOME).latents) > 10 * TOLERANCE
+        assert relative_difference(latents_of(values), expected(SOME).latents) > 10 * TOLERANCE
 
 
 def offloaded(folder: Path, request: MediaRequest, inputs: InputPictures) -> tuple[Tensor, list[str]]:
@@ -180,18 +191,64 @@ def test_the_driving_clip_is_passed_over_once_with_blocks_in_host_memory(
         assert passes == ["extract", "cached", "cached"]
 
 
-def test_frames_equal_diffusers_and_a_preview_is_one_of_them(folder: Path, expected: Callable[[str], Made]) -> None:
-    request, pipeline = request_of(SOME, folder), load_pipeline(Checkpoint(folder))
+@pytest.mark.parametrize("name", [SOME, TWO, THREE])
+def test_frames_equal_diffusers_and_a_preview_is_one_of_them(
+    name: str, folders: Callable[[Any], Path], expected: Callable[[str], Made]
+) -> None:
+    """The end of the last segment of three is beyond the clip."""
+    folder = folders(CASES[name].kind)
+    request, pipeline = request_of(name, folder), load_pipeline(Checkpoint(folder))
     *_, before, state = pipeline.states(request, inputs_of(request))
     made = pipeline.decoder.decode(pipeline.sampler.latents(state), request)
     assert (made.shape, made.dtype) == ((request.num_frames, request.height, request.width, 3), np.dtype(np.uint8))
-    own_FHWC = (255 * expected(SOME).pixels_FCHW).permute(0, 2, 3, 1).numpy()
+    own_FHWC = (255 * expected(name).pixels_FCHW).permute(0, 2, 3, 1).numpy()
     assert np.abs(made - own_FHWC).max() < 0.51
     parts = [one.frames_FHWC for one in pipeline.decoder.decode_chunks(pipeline.sampler.latents(state), request)]
-    assert len(parts) > 1
+    assert [len(one) for one in parts] == [1, *[4] * ((request.num_frames - 1) // 4)]
     assert np.abs(np.concatenate(parts).astype(int) - made).max() <= 1
     preview = pipeline.decoder.preview(pipeline.sampler.preview(before), request)
     assert preview.shape == (1, request.height, request.width, 3)
+
+
+def test_steps_of_all_segments_are_counted(folders: Callable[[Any], Path]) -> None:
+    """By requests, before a job begins, and by the job itself; a job that is sent after each gives the same bytes."""
+    folder = folders(CASES[THREE].kind)
+    request, pipeline, checkpoint = request_of(THREE, folder), load_pipeline(Checkpoint(folder)), Checkpoint(folder)
+    states = list(pipeline.states(request, inputs_of(request)))
+    assert checkpoint.num_steps(request) == pipeline.sampler.num_steps(states[0]) == 3 * 2
+    expected, sampler = pipeline.sampler.latents(states[-1]), checkpoint.sampler()
+    state = sampler.begin(
+        request, pickle.loads(pickle.dumps(checkpoint.text_encoder().encode(request, inputs_of(request))))
+    )
+    for _ in range(6):
+        state = pickle.loads(
+            pickle.dumps(sampler.advance(state, pipeline.engine.predict(sampler.branches(state), (0,))))
+        )
+    assert torch.equal(latents_of(sampler.latents(state)), latents_of(expected))
+    lengths = {(num_frames, checkpoint.defaults.num_chunks(num_frames)) for num_frames in (5, 9, 13, 17, 21, 25, 29)}
+    assert lengths == {(5, 1), (9, 1), (13, 2), (17, 2), (21, 3), (25, 3), (29, 4)}
+
+
+def test_a_segment_continues_the_pixels_of_the_one_before(
+    folders: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without them, the first segment is the same, and the second one is not."""
+    folder = folders(CASES[TWO].kind)
+    request, pipeline = request_of(TWO, folder), load_pipeline(Checkpoint(folder))
+    latents = pipeline.denoise(request, inputs_of(request))
+    monkeypatch.setattr(patches, "last_frames", lambda vae, one: torch.zeros_like(last_frames(vae, one)))
+    others = pipeline.denoise(request, inputs_of(request))
+    assert torch.equal(others["finished_segments"][0], latents["finished_segments"][0])
+    assert relative_difference(others["latents"], latents["latents"]) > 10 * TOLERANCE
+
+
+def test_each_segment_passes_once_over_its_part_of_the_clip(folders: Callable[[Any], Path]) -> None:
+    folder = folders(CASES[THREE].kind)
+    request, denoiser, passes = request_of(THREE, folder), Checkpoint(folder).denoiser(), list[str]()
+    block = denoiser.modules["transformer"].get_submodule("blocks.0")
+    block.register_forward_pre_hook(lambda _, args, call: passes.append(call["kv_cache_mode"]), with_kwargs=True)
+    load_pipeline(Checkpoint(folder), TorchEngine(denoiser, strategy="ulysses")).denoise(request, inputs_of(request))
+    assert passes == 3 * ["extract", "cached", "cached"]
 
 
 def test_picture_clip_and_negative_prompt_matter(folder: Path) -> None:
@@ -232,7 +289,7 @@ def test_a_job_moves_between_ranks_and_passes_once_over_its_clip(folder: Path) -
     assert torch.equal(latents, again)
 
 
-@pytest.mark.parametrize("name", [SOME, "distilled"])
+@pytest.mark.parametrize("name", [SOME, "distilled", TWO])
 def test_a_gang_prepares_with_blank_inputs(name: str, folders: Callable[[Any], Path]) -> None:
     """Steps that nobody asked for have the shapes of those that somebody does."""
     folder = folders(CASES[name].kind)
@@ -245,7 +302,20 @@ def test_a_gang_prepares_with_blank_inputs(name: str, folders: Callable[[Any], P
         assert shapes[0] == shapes[1]
     assert len(checkpoint.denoiser().probe()) == 2
     frames_FHWC = checkpoint.decoder().decode(checkpoint.first_latents(request), request)
-    assert frames_FHWC.shape == (request.num_frames, request.height, request.width, 3)
+    num_frames = min(request.num_frames, checkpoint.defaults.frames_per_chunk)
+    assert frames_FHWC.shape == (num_frames, request.height, request.width, 3)
+
+
+def test_an_estimate_counts_the_decode_of_each_segment(folders: Callable[[Any], Path]) -> None:
+    folder = folders(CASES[TWO].kind)
+    checkpoint = Checkpoint(folder, "meta")
+    one, two = (
+        checkpoint.footprint(replace(request_of(TWO, folder), num_frames=number, num_video_frames=number))
+        for number in (9, 17)
+    )
+    assert one.decode is not None
+    assert two.decode == one.decode.times(2)
+    assert two.decode_bytes == one.decode_bytes
 
 
 def test_blank_keys_have_the_shapes_of_real_ones(folder: Path) -> None:
@@ -296,5 +366,18 @@ def test_the_published_defaults_and_what_they_need(folders: Callable[[Any], Path
         base.request(num_pictures=0)
     with pytest.raises(ValueError, match="none came along: send one as video"):
         base.request(num_video_frames=0)
-    with pytest.raises(ValueError, match="num_frames is 85; it must be at most 81"):
-        base.request(Size(width=640, height=800, num_frames=85))
+    sizes = {num_frames: Size(width=640, height=800, num_frames=num_frames) for num_frames in (81, 85, 965)}
+    assert [base.num_steps_of(base.request(sizes[num_frames])) for num_frames in (81, 85)] == [40, 80]
+    assert base.request(sizes[81], cache="fast").cache == "fast"
+    with pytest.raises(ValueError, match="cache is 'fast'; this model makes clips in chunks"):
+        base.request(sizes[85], cache="fast")
+    with pytest.raises(ValueError, match="num_frames is 965; it must be at most 961"):
+        base.request(sizes[965])
+
+
+def test_a_folder_may_have_segments_of_another_length(tmp_path: Path) -> None:
+    folder = tiny_animate.wan_animate2_segments(tmp_path / "model")
+    assert Checkpoint(folder).defaults.frames_per_chunk == 9
+    (folder / "troupe.json").write_text('{"frames_per_chunk": 10}')
+    with pytest.raises(ValueError, match="frames_per_chunk is 10; it must be 1 more than a multiple of 4, as 81 is"):
+        _ = Checkpoint(folder).defaults

@@ -119,3 +119,11 @@ def saved(parts: Mapping[str, Any], path: Path) -> dict[str, list[str]]:
     for name, part in parts.items():
         part.save_pretrained(path / name)
     return {name: [type(part).__module__.split(".")[0], type(part).__name__] for name, part in parts.items()}
+
+
+def places(entries: Mapping[str, list[str]], path: Path) -> dict[str, Any]:
+    """The same for a modular index: where each part is, too."""
+    return {
+        name: [*entry, {"pretrained_model_name_or_path": str(path), "subfolder": name, "type_hint": entry}]
+        for name, entry in entries.items()
+    }

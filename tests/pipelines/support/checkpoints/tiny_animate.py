@@ -7,7 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
-from tests.pipelines.support.checkpoints.parts import flow, saved, shake, t5, tokenizer
+from tests.pipelines.support.checkpoints.parts import flow, places, saved, shake, t5, tokenizer
 from tests.pipelines.support.checkpoints.tiny import wan_vae
 
 NUM_TOKENS = 32
@@ -42,15 +42,7 @@ def wan_animate2(path: Path, kind: str = "WanAnimate2") -> Path:
         },
         path,
     )
-    places = {
-        name: [
-            library,
-            kind,
-            {"pretrained_model_name_or_path": str(path), "subfolder": name, "type_hint": [library, kind]},
-        ]
-        for name, (library, kind) in entries.items()
-    }
-    index = {"_class_name": f"{kind}ModularPipeline", "_blocks_class_name": f"{kind}Blocks", **places}
+    index = {"_class_name": f"{kind}ModularPipeline", "_blocks_class_name": f"{kind}Blocks", **places(entries, path)}
     (path / "modular_model_index.json").write_text(json.dumps(index))
     return path
 
@@ -72,3 +64,17 @@ def without_weights(folder: Path, path: Path) -> Path:
 
 def wan_animate2_distilled(path: Path) -> Path:
     return wan_animate2(path, "WanAnimate2Distilled")
+
+
+def wan_animate2_segments(path: Path) -> Path:
+    """Return one whose clips are made in segments of three latent frames."""
+    return in_segments(wan_animate2(path))
+
+
+def wan_animate2_distilled_segments(path: Path) -> Path:
+    return in_segments(wan_animate2_distilled(path))
+
+
+def in_segments(folder: Path) -> Path:
+    (folder / "troupe.json").write_text(json.dumps({"frames_per_chunk": 9}))
+    return folder

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tests.pipelines.support.checkpoints.parts import (
+    ALPHABET,
+    HIDDEN,
     NUM_HEADS,
     auto_encoder,
     chat_tokenizer,
     clip,
     flow,
+    places,
+    qwen3,
+    saved,
     shake,
     t5,
     tokenizer,
 )
 from tests.pipelines.support.checkpoints.tiny_others import PROJECTED
+from tests.pipelines.support.checkpoints.tiny_qwen import qwen_auto_encoder
 
 
 def ltx(path: Path) -> Path:
@@ -81,4 +88,47 @@ def sdxl(path: Path, *, in_channels: int = 4) -> Path:
         text_encoder_2=clip(16, 2, PROJECTED),
         tokenizer_2=tokenizer(),
     ).save_pretrained(path)
+    return path
+
+
+def anima(path: Path) -> Path:
+    """Cosmos' transformer with a text conditioner of its own between it and the text encoder."""
+    from diffusers import AnimaTextConditioner, CosmosTransformer3DModel
+
+    conditioner = AnimaTextConditioner(
+        source_dim=HIDDEN,
+        target_dim=24,
+        model_dim=16,
+        num_layers=1,
+        num_attention_heads=2,
+        target_vocab_size=len(ALPHABET),
+        min_sequence_length=16,
+    )
+    transformer = CosmosTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=24,
+        num_layers=2,
+        mlp_ratio=2.0,
+        text_embed_dim=24,
+        adaln_lora_dim=8,
+        max_size=(4, 32, 32),
+        extra_pos_embed_type=None,
+        concat_padding_mask=False,  # the published model has one, for which the class needs torchvision
+    )
+    entries = saved(
+        {
+            "text_encoder": qwen3(num_layers=1).model,
+            "tokenizer": tokenizer(),
+            "t5_tokenizer": tokenizer(),
+            "text_conditioner": shake(conditioner),
+            "transformer": shake(transformer),
+            "vae": qwen_auto_encoder(),
+            "scheduler": flow(use_dynamic_shifting=False),
+        },
+        path,
+    )
+    index = {"_class_name": "AnimaModularPipeline", "_blocks_class_name": "AnimaAutoBlocks", **places(entries, path)}
+    (path / "modular_model_index.json").write_text(json.dumps(index))
     return path

@@ -355,33 +355,6 @@ def wan_over(path: Path) -> Path:
     return path
 
 
-def wan_vace(path: Path) -> Path:
-    """Wan with a second stack of layers for a control clip."""
-    from diffusers import WanVACEPipeline, WanVACETransformer3DModel
-
-    transformer = WanVACETransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=24,
-        in_channels=4,
-        out_channels=4,
-        text_dim=48,
-        freq_dim=32,
-        ffn_dim=64,
-        num_layers=2,
-        rope_max_seq_len=64,
-        vace_layers=[0, 1],
-        vace_in_channels=4 + 4 + 64,
-    )
-    WanVACEPipeline(
-        tokenizer=tokenizer(512),
-        text_encoder=t5("UMT5"),
-        transformer=shake(transformer),
-        vae=wan_vae(),
-        scheduler=multistep(),
-    ).save_pretrained(path)
-    return path
-
-
 def flux_controlled(path: Path) -> Path:
     """FLUX with a control network."""
     from diffusers import FluxControlNetModel, FluxControlNetPipeline, FluxPipeline

@@ -187,6 +187,29 @@ def wan_pipeline(folder: Path, request: MediaRequest, images: Images) -> Latents
     return {"latents": latents}
 
 
+def vace_pipeline(
+    folder: Path, request: MediaRequest, images: Images, change: Change = as_it_is, **call: Any
+) -> Latents:
+    """Wan VACE with a clip, and what else is in ``call``; without the latent frames of reference pictures."""
+    from diffusers import WanVACEPipeline
+
+    pipeline = _classic(WanVACEPipeline, folder)
+    change(pipeline)
+    frames = pipeline(
+        prompt=request.prompt,
+        negative_prompt=request.negative_prompt,
+        height=request.height,
+        width=request.width,
+        num_frames=request.num_frames,
+        num_inference_steps=request.num_inference_steps,
+        guidance_scale=request.true_cfg_scale,
+        generator=torch.Generator().manual_seed(request.seed),
+        video=list(images) or None,
+        **{"output_type": "latent", **call},
+    ).frames
+    return {"latents": frames[:, :, request.num_pictures :] if isinstance(frames, Tensor) else frames}
+
+
 def _classic(pipeline: Any, folder: Path) -> Any:
     classic = pipeline.from_pretrained(folder, dtype=torch.float32)
     classic.set_progress_bar_config(disable=True)
