@@ -117,6 +117,8 @@ class RankContext:
     rank: int
     num_ranks: int
     device: str
+    num_hosts: int = 1
+    """Each host has the same number of ranks, in host order."""
 
 
 State = TypeVar("State")
