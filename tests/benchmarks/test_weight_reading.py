@@ -33,6 +33,7 @@ def measured(file: Path, is_wrong: bool) -> dict[str, Any]:
         return measure((file,), torch.device("cpu"), axes, 1)
 
 
+@pytest.mark.slow  # the ranks import torch and more, which no other test of this folder needs
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_both_ways_are_timed_and_compared(tmp_path: Path, is_wrong: bool) -> None:
     save_file({"one": torch.randn(100, 7), "other": torch.arange(9)}, tmp_path / "some.safetensors")
