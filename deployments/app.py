@@ -16,7 +16,7 @@ from ray.serve.config import DEFAULT_METRICS_INTERVAL_S
 
 from deployments.autoscaling import DECIDE_EVERY_S, LOOK_BACK_S
 from deployments.config import AppConfig, ShareConfig
-from deployments.forked_workers import Level, Pythons, worker_pythons
+from deployments.forked_workers import Level, Pythons, application_environment, worker_pythons
 from deployments.ingress import Ingress
 from deployments.model_config import ModelConfig
 from deployments.names import ACCOUNTS, CODEC, INGRESS, STAGES, deployment_name
@@ -119,9 +119,14 @@ def _share_spec(model: ModelConfig, args: AppConfig) -> ShareSpec | None:
 
 
 def _actor(level: Level, pythons: Pythons, **options: Any) -> dict[str, Any]:
-    """Return ``ray_actor_options`` for a process with the libraries of ``level``."""
+    """Return ``ray_actor_options`` for a process with the libraries of ``level``.
+
+    Serve gives the application's ``runtime_env`` to deployments without one only, so it is merged here.
+    """
     python = {"py_executable": pythons[level]} if pythons else {}
-    runtime_env = {**python, **options.pop("runtime_env", {})}
+    own, of_application = options.pop("runtime_env", {}), application_environment()
+    variables = {**of_application.get("env_vars", {}), **own.get("env_vars", {})}
+    runtime_env = {**of_application, **python, **own, **({"env_vars": variables} if variables else {})}
     return {**options, **({"runtime_env": runtime_env} if runtime_env else {})}
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import ray
 
@@ -32,9 +32,14 @@ SOCKETS_WITHIN_S, END_WITHIN_S = 10.0, 15.0
 logger = logging.getLogger("troupe.serving")
 
 
+def application_environment() -> dict[str, Any]:
+    """Return Ray's ``runtime_env`` of this process, in which Serve builds the application."""
+    return dict(ray.get_runtime_context().runtime_env) if ray.is_initialized() else {}
+
+
 def worker_pythons() -> Pythons:
     """Return the command that runs a worker of each level; empty if the job selects another interpreter."""
-    if ray.is_initialized() and OWN_PYTHON & ray.get_runtime_context().runtime_env.keys():
+    if OWN_PYTHON & application_environment().keys():
         return {}
     return {level: forking_python(level) for level in LEVELS}
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # reading defaults must not import torch
     import torch
     from torch import nn
 
+    from engines.parallel.collectives import Axis
     from pipelines.blocks.decoder import BlocksDecoder
     from pipelines.blocks.encoder import BlocksEncoder
     from pipelines.blocks.footprint import Footprint
@@ -181,16 +182,17 @@ class Checkpoint:
         quantised: bool = False,
         num_offloaded: int = 0,
         typical: MediaRequest | None = None,
+        axis: Axis | None = None,
     ) -> DenoiserModel:
         """Return the transformers. An "auto" strategy is chosen for steps like those of ``typical``.
 
         With ``sliced``, no weight is read yet: each rank reads its share, for models that fit no single device. With
         ``quantised``, weights stay on the host until the engine quantises them, those of ``num_offloaded`` blocks for
-        ever.
+        ever. The ranks of ``axis`` read whole weights together: all make this call.
         """
         if self.spec.is_whole:
             return self._whole_denoiser()
-        load = self._loader(quantised=quantised, num_offloaded=num_offloaded)
+        load = self._loader(quantised=quantised, num_offloaded=num_offloaded, axis=axis)
         model = self._without_weights() if sliced else self._as_denoiser(load)
         if self.loras:
             from pipelines.lora.model import with_loras
@@ -206,19 +208,21 @@ class Checkpoint:
             return model
         return replace(model, typical_lengths=model.stream_lengths(self.first_step(typical)[0].arguments))
 
-    def _loader(self, *, quantised: bool, num_offloaded: int) -> Callable[[str], Any]:
+    def _loader(self, *, quantised: bool, num_offloaded: int, axis: Axis | None = None) -> Callable[[str], Any]:
+        from engines.parallel.mesh import ALONE
         from engines.parallel.offload import offloaded_weights
         from engines.quantization.linear import weights_to_quantise
 
+        load_part = partial(self._opened.load_part, axis=axis or ALONE)
         if not (quantised or num_offloaded):
-            return self._opened.load_part
+            return load_part
         plan = self.spec.shard_plan(self._opened.part_config(self._opened.transformers[0]))
 
         def stays(module: nn.Module) -> frozenset[str]:
             offloaded = offloaded_weights(module, plan, num_offloaded) if num_offloaded else frozenset[str]()
             return offloaded | (weights_to_quantise(module, plan) if quantised else frozenset())
 
-        return partial(self._opened.load_part, stays=stays)
+        return partial(load_part, stays=stays)
 
     def own_engine(self, *, compiled: bool = False) -> WholeEngine | None:
         """Return the engine that a whole pipeline needs; None for models that run on any engine.

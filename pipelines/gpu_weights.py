@@ -1,23 +1,17 @@
-"""Load weights from safetensors files onto a GPU with several threads.
+"""Load weights from safetensors files onto a GPU, by ``engines.parallel.file_reading``.
 
-A copy from a mapped file uses the driver's small buffer in one thread, far below the bandwidth of the bus. Here each
-thread reads pieces into pinned memory and copies one piece while it reads the next. The format:
-https://huggingface.co/docs/safetensors/index#format.
+The format: https://huggingface.co/docs/safetensors/index#format.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Lock
 from typing import Any
 
@@ -25,6 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from engines.core.logs import log_phase
+from engines.parallel.collectives import Axis
+from engines.parallel.file_reading import Span, SpanReader
+from engines.parallel.mesh import ALONE
 from engines.parallel.weight_files import tensor_names
 from engines.quantization.scaled_files import check_format, find_scales, multiplied
 
@@ -44,31 +42,33 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 MAX_HEADER_BYTES = 10**8
 """The format's limit; other files (a pointer of Git LFS) may start with any length."""
-NUM_THREADS = 8
-PIECE_BYTES = 2**23
 GROUP_BYTES = 2**30
 """Read at a time where a library casts tensors: enough for all threads."""
-NUM_BUFFERS = 2
-"""Per thread: one is filled while the GPU copies the other."""
 
 
-def fill(module: nn.Module, files: Iterable[Path], device: torch.device, on_host: Collection[str] = ()) -> None:
+def fill(
+    module: nn.Module, files: Iterable[Path], device: torch.device, on_host: Collection[str] = (), axis: Axis = ALONE
+) -> None:
     """Load ``files`` into ``module``, whose parameters are on "meta", on ``device`` and in the parameters' dtypes.
 
     The weights ``on_host`` stay in the mapped files, which take no memory, until a layer is quantised. Scaled eight-bit
-    weights are dequantised (``engines.quantization.scaled_files``). ValueError if tensors and parameters do not match;
-    discard ``module`` then.
+    weights are dequantised (``engines.quantization.scaled_files``). The ranks of ``axis`` read the files together: all
+    make this call. ValueError, on all ranks, if tensors and parameters do not match; discard ``module`` then.
     """
     dtypes = {name: value.dtype for name, value in module.state_dict().items()}
     every = tuple(files)
     scales = find_scales(name for file in every for name, *_ in _contents(file))
     values: dict[str, Tensor] = {}
-    for file in every:  # one at a time: tensors of other dtypes take double memory until their conversion
-        read = read_tensors(file, device, on_host)
-        while read:
-            name, value = read.popitem()
-            is_scaled = name in scales.of_weight or name in scales.beside  # a scale may be in another file
-            values[name] = value if is_scaled else value.to(dtypes.get(name, value.dtype))
+    with SpanReader(device, axis) as reader:
+        for file in every:  # one at a time: tensors of other dtypes take double memory until their conversion
+            read = read_spans(file, reader, on_host)
+            while read:
+                name, value = read.popitem()
+                is_scaled = name in scales.of_weight or name in scales.beside  # a scale may be in another file
+                values[name] = value if is_scaled else value.to(dtypes.get(name, value.dtype))
+    log_phase("load: files", reader.read_s, num_bytes=reader.read_bytes)
+    if axis.size > 1:
+        log_phase("load: exchange", reader.exchange_s, num_bytes=reader.exchanged_bytes, num_ranks=axis.size)
     for name in scales.formats:
         check_format(name, values[name])
     for name, scale in scales.of_weight.items():
@@ -89,18 +89,6 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
             setattr(part, name, buffer.to(device))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
-    """A byte range of an open file, and where it goes."""
-
-    file: int
-    """Descriptor."""
-    offset: int
-    """First byte."""
-    target: Tensor
-    """uint8, on the device; its size is the range's."""
-
-
 def read_tensors(
     path: Path, device: torch.device, on_host: Collection[str] = (), only: Collection[str] | None = None
 ) -> dict[str, Tensor]:
@@ -108,24 +96,27 @@ def read_tensors(
 
     OSError, or ValueError if the file is invalid or truncated.
     """
+    with SpanReader(device) as reader:
+        return read_spans(path, reader, on_host, only)
+
+
+def read_spans(
+    path: Path, reader: SpanReader, on_host: Collection[str] = (), only: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """Do as ``read_tensors``. Ranks that read together find the same fault before any of them waits for another."""
     contents = [one for one in _contents(path) if only is None or one[0] in only]
     tensors = _mapped(path, [name for name, *_ in contents if name in on_host])
-    pieces: SimpleQueue[_Piece | None] = SimpleQueue()
+    spans: list[Span] = []
     with path.open("rb", buffering=0) as file:
         for name, dtype, shape, offset in contents:
-            if name in tensors:
-                continue
-            tensors[name] = torch.empty(shape, dtype=dtype, device=device)
-            for piece in _pieces(file.fileno(), offset, tensors[name].view(-1).view(torch.uint8)):
-                pieces.put(piece)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # freed memory may be in use until here
-        read = partial(_read_on_gpu, device) if device.type == "cuda" else _read
-        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weights") as pool:
-            for _ in range(NUM_THREADS):
-                pieces.put(None)
-            for done in [pool.submit(read, pieces) for _ in range(NUM_THREADS)]:
-                done.result()
+            if name not in tensors:
+                tensors[name] = torch.empty(shape, dtype=dtype, device=reader.device)
+                target_B = tensors[name].view(-1).view(torch.uint8)
+                spans.append(Span(file=file.fileno(), offset=offset, target_B=target_B))
+        missing = max((span.offset + span.num_bytes for span in spans), default=0) - os.fstat(file.fileno()).st_size
+        if missing > 0:
+            raise ValueError(f"a file of weights ends {missing} bytes before its last tensor does")
+        reader.read(spans)
     return tensors
 
 
@@ -209,40 +200,3 @@ def _contents(path: Path) -> Iterator[tuple[str, torch.dtype, list[int], int]]:
                 yield name, DTYPES[entry["dtype"]], entry["shape"], 8 + length + begin
         except (struct.error, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} is no safetensors file of a known format ({error!r})") from error
-
-
-def _pieces(file: int, offset: int, target: Tensor) -> Iterator[_Piece]:
-    for begin in range(0, target.numel(), PIECE_BYTES):
-        yield _Piece(file=file, offset=offset + begin, target=target[begin : begin + PIECE_BYTES])
-
-
-def _read(pieces: SimpleQueue[_Piece | None]) -> None:
-    while (piece := pieces.get()) is not None:
-        _read_into(piece.target, piece)
-
-
-def _read_on_gpu(device: torch.device, pieces: SimpleQueue[_Piece | None]) -> None:
-    """Copy pieces to the GPU in a separate stream."""
-    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(NUM_BUFFERS)]
-    turns = itertools.cycle([(buffer, torch.cuda.Event()) for buffer in buffers])  # type: ignore[no-untyped-call]
-    while (piece := pieces.get()) is not None:
-        buffer, copied = next(turns)
-        copied.synchronize()
-        part = buffer[: piece.target.numel()]
-        _read_into(part, piece)
-        with torch.cuda.stream(stream):
-            piece.target.copy_(part, non_blocking=True)
-            copied.record(stream)
-    stream.synchronize()
-
-
-def _read_into(target: Tensor, piece: _Piece) -> None:
-    """Read ``piece`` into ``target`` on the CPU, without the interpreter lock."""
-    view = target.numpy().data
-    num_read = 0
-    while num_read < len(view):
-        num = os.preadv(piece.file, [view[num_read:]], piece.offset + num_read)
-        if not num:
-            raise ValueError(f"a file of weights ends {len(view) - num_read} bytes before its last tensor does")
-        num_read += num

@@ -29,8 +29,16 @@ BLOCK_BYTES = 1 << 20
 """Size of one read."""
 CHECK_NAME = ".check"
 TIMEOUTS: dict[str, Any] = {"connect_timeout": 5, "read_timeout": 20, "retries": {"max_attempts": 2}}
-OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": TIMEOUTS}}
-"""Options of fsspec by the scheme of the URL. All others are in the environment, as each provider has them."""
+CONTENT_TYPE_KEYS = {
+    "s3": "ResponseContentType",
+    "s3a": "ResponseContentType",
+    "gs": "response_type",
+    "gcs": "response_type",
+}
+"""Argument of ``sign`` for the type that the storage answers with."""
+GOOGLE = ("gs", "gcs")
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5.0, 20.0
+"""Of one attempt. gcsfs makes six, with half a minute of pauses between them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +91,7 @@ class Bucket:
 
         scheme = self._url.partition("://")[0]
         try:
-            return fsspec.filesystem(scheme, use_listings_cache=False, **OPTIONS.get(scheme, {}))
+            return fsspec.filesystem(scheme, use_listings_cache=False, **_options(scheme))
         except (ImportError, ValueError) as error:
             raise ValueError(f"storage is {self._url!r}, which cannot be used: {error}") from None
 
@@ -156,7 +164,8 @@ class Bucket:
     def sign(self, name: str, lifetime_s: float, content_type: str) -> str:
         """Return a URL of an object at its provider, which needs no key for ``lifetime_s``."""
         with self.available():
-            options = {"ResponseContentType": content_type} if "s3" in self.files.protocol else {}
+            key = CONTENT_TYPE_KEYS.get(self._url.partition("://")[0])
+            options = {} if key is None else {key: content_type}
             url: str = self.files.sign(self.path(name), expiration=int(lifetime_s), **options)
             return url
 
@@ -178,6 +187,17 @@ class Bucket:
         modified_s = modified.timestamp() if isinstance(modified, datetime) else float(modified)
         name = str(info["name"]).removeprefix(self.path(""))
         return StoredObject(bucket=self, name=name, num_bytes=int(info["size"]), modified_s=modified_s)
+
+
+def _options(scheme: str) -> dict[str, Any]:
+    """Return options of fsspec for a URL. All others are in the environment, as each provider has them."""
+    if scheme == "s3":
+        return {"config_kwargs": TIMEOUTS}
+    if scheme in GOOGLE:  # gcsfs would wait for ever
+        from aiohttp import ClientTimeout
+
+        return {"requests_timeout": ClientTimeout(sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)}
+    return {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,6 +25,7 @@ from pipelines.lora.source import named
 from pipelines.request import mix_of
 
 if TYPE_CHECKING:
+    from engines.parallel.collectives import Axis
     from pipelines.lora.lora_cache import LoraCache
 
 
@@ -68,6 +69,7 @@ class LoadRankParts:
                 quantised=is_quantised(self.model.denoiser),
                 num_offloaded=self.model.denoiser.num_offloaded,
                 typical=checkpoint.defaults.request(),
+                axis=reading_axis(self.model.denoiser, context),
             )
             beside = checkpoint.rank_parts()
         for module in (*denoiser.modules.values(), *beside):
@@ -158,6 +160,16 @@ def choosing_of(model: ModelConfig, checkpoint: Checkpoint) -> Choosing:
 def is_quantised(config: DenoiserConfig) -> bool:
     """Return whether ranks replace the weights by quantised ones. TensorRT reads the original ones."""
     return config.engine == "torch" and scheme_of(config.precision) is not None
+
+
+def reading_axis(config: DenoiserConfig, context: RankContext) -> Axis:
+    """Return the ranks that read whole weights together with this one: those of its host, or itself alone."""
+    from engines.parallel.collectives import Axis
+    from engines.parallel.early_start import host_axis
+
+    is_on = config.reading == "together" or (config.reading == "auto" and context.device != "cpu")
+    is_alone = not is_on or context.num_ranks == context.num_hosts
+    return Axis(ranks=(context.rank,), index=0) if is_alone else host_axis(context)
 
 
 def is_sliced(config: DenoiserConfig, checkpoint: Checkpoint) -> bool:

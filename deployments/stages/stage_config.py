@@ -216,6 +216,12 @@ class DenoiserConfig(ScaledConfig, GangConfig):
     It needs the engine torch and a strategy that divides weights. ``auto``: ``sliced`` for such a strategy, or if the
     strategy is "auto" and whole weights would not fit.
     """
+    reading: Literal["auto", "together", "each"] = "auto"
+    """Reading of whole weights.
+
+    ``together``: each rank reads a share of the files, and ranks of one host exchange the rest. ``each``: every rank
+    reads everything. ``auto``: ``together`` on GPUs, since ranks on CPUs use the mapped files themselves.
+    """
     warm_sizes: tuple[WrittenSize, ...] = ()
     """Sizes that are compiled and captured at start; on TensorRT one engine file takes all sizes between them."""
     compile: bool = False
@@ -235,6 +241,11 @@ class DenoiserConfig(ScaledConfig, GangConfig):
                     "or change the other"
                 )
         self.check_engine("auto")
+        if self.reading == "together" and (self.num_ranks == self.num_nodes or self.load == "sliced"):
+            raise ValueError(
+                "reading: together is for whole weights and several ranks on a node, not for load: "
+                f"{self.load} and num_ranks {self.num_ranks} on {self.num_nodes} node(s): remove reading"
+            )
 
     @property
     def max_batch(self) -> int:

@@ -128,6 +128,8 @@ class RankContext:
     """Ranks of the gang."""
     device: str
     """"cuda:0", or "cpu"."""
+    num_hosts: int = 1
+    """Each host has the same number of ranks, in host order."""
 
 
 State = TypeVar("State")

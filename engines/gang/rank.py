@@ -66,7 +66,7 @@ class Rank:
     def __init__(self, config: GangConfig, rank: int) -> None:
         device = "cuda:0" if config.gpus_per_rank else "cpu"  # Ray shows a rank its own GPU only
         self._config = config
-        self._context = RankContext(rank=rank, num_ranks=config.num_ranks, device=device)
+        self._context = RankContext(rank=rank, num_ranks=config.num_ranks, device=device, num_hosts=config.num_nodes)
         self._build: BuildRank | None = None
         self._runner: RankJobs | None = None
 

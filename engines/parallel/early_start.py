@@ -20,6 +20,7 @@ from threading import Thread
 import torch
 import torch.distributed as dist
 
+from engines.core.engine import RankContext
 from engines.core.resources import rank_resources
 from engines.core.spec import aligned_runs, tiling_sizes
 from engines.parallel.collectives import EXCHANGES, Axis
@@ -48,8 +49,9 @@ class EarlyStart:
 def start_early(device: torch.device) -> None:
     """Start the thread. Call it after ``torch.distributed`` is initialised (a single rank needs no such call).
 
-    Every rank of the gang makes the call. Until ``wait_for_early_start`` or ``gang_groups`` returns, no other code of
-    this process may exchange or make a process group. Code that needs an attention kernel waits for its choice.
+    Every rank of the gang makes the call. Until ``wait_for_first_exchanges``, ``wait_for_early_start`` or
+    ``gang_groups`` returns, no other code of this process may exchange or make a process group. Code that needs an
+    attention kernel waits for its choice.
     """
     start = rank_resources().get(EarlyStart)
     assert start.future is None or start.future.done(), "the early start is under way already"
@@ -63,6 +65,19 @@ def wait_for_first_exchanges() -> None:
     start = rank_resources().get(EarlyStart)
     if start.exchanges is not None:
         start.exchanges.result()
+
+
+def host_axis(context: RankContext) -> Axis:
+    """Return the ranks on the caller's host, for exchanges before the early start is done. All ranks make the call.
+
+    Only the main thread may exchange or make a process group from here on: the early start has ended its exchanges.
+    """
+    wait_for_first_exchanges()
+    groups, size = Groups.of_gang(), context.num_ranks // context.num_hosts
+    hosts = [tuple(range(first, first + size)) for first in range(0, context.num_ranks, size)]
+    names = {ranks: groups.name(ranks) for ranks in hosts}
+    own = hosts[context.rank // size]
+    return Axis(ranks=own, index=own.index(context.rank), group=names[own])
 
 
 def wait_for_early_start() -> dict[str, float]:

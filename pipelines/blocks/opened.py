@@ -23,6 +23,8 @@ from PIL.Image import Image
 from torch import nn
 
 from engines.core.logs import timed
+from engines.parallel.collectives import Axis
+from engines.parallel.mesh import ALONE
 from engines.parallel.weight_files import files_of
 from engines.quantization.linear import move_from_host
 from pipelines.blocks.offloaded_layers import ENCODERS
@@ -223,15 +225,16 @@ class OpenedPipeline:
             self._rank_parts[name] = self.load_part(name)
         return self._rank_parts[name]
 
-    def load_part(self, name: str, stays: WeightsOnHost | None = None) -> Any:
+    def load_part(self, name: str, stays: WeightsOnHost | None = None, axis: Axis = ALONE) -> Any:
         """Return the loaded part, a transformer with its control network as a submodule.
 
-        Weights whose names ``stays`` returns of both stay on the host.
+        Weights whose names ``stays`` returns of both stay on the host. The ranks of ``axis`` read files in diffusers'
+        layout together: all make this call.
         """
         of_network = None if stays is None else partial(self._network_stays, name, stays)
         with timed(f"load: {name}"):
-            part = self._load_part(name, stays)
-        return self._with_control(name, part, lambda network: self._load_part(network, of_network))
+            part = self._load_part(name, stays, axis)
+        return self._with_control(name, part, lambda network: self._load_part(network, of_network, axis))
 
     def _network_stays(self, name: str, stays: WeightsOnHost, network: nn.Module) -> frozenset[str]:
         """Return what ``stays`` returns of a control network in the transformer ``name``, by the network's names."""
@@ -240,7 +243,7 @@ class OpenedPipeline:
         prefix = f"{self.control_part}."
         return frozenset(one.removeprefix(prefix) for one in stays(whole) if one.startswith(prefix))
 
-    def _load_part(self, name: str, stays: WeightsOnHost | None = None) -> Any:
+    def _load_part(self, name: str, stays: WeightsOnHost | None = None, axis: Axis = ALONE) -> Any:
         spec = self.pipeline.get_component_spec(name)
         if not issubclass(spec.type_hint, nn.Module):
             return _load_small_part(spec)
@@ -255,9 +258,10 @@ class OpenedPipeline:
             needs_gpu = quantiser == "bitsandbytes"
             device = self.models_device if needs_gpu else self._loading_device(stays)
             return self._placed(load_folder(spec, folder, device, self.dtype), stays)
-        is_on_gpu = self.models_device.type == "cuda" and name in (*self.transformers, self.control_part)
-        is_read_here = issubclass(spec.type_hint, ModelMixin) and (is_on_gpu or has_scales(folder))
-        if is_read_here and (model := self._read_part(name, folder, stays)) is not None:
+        is_of_ranks = name in (*self.transformers, self.control_part)
+        is_fast = is_of_ranks and (self.models_device.type == "cuda" or axis.size > 1)
+        is_read_here = issubclass(spec.type_hint, ModelMixin) and (is_fast or has_scales(folder))
+        if is_read_here and (model := self._read_part(name, folder, stays, axis)) is not None:
             return model
         if stays and (quantiser := quantiser_of(folder)):
             raise ValueError(
@@ -268,12 +272,12 @@ class OpenedPipeline:
         model = load_folder(spec, folder, self._loading_device(stays), dtype).eval().requires_grad_(False)
         return self._moved(model, stays) if stays else model
 
-    def _read_part(self, name: str, folder: Path, stays: WeightsOnHost | None) -> Any:
+    def _read_part(self, name: str, folder: Path, stays: WeightsOnHost | None, axis: Axis = ALONE) -> Any:
         """Return the model as diffusers loads it, but faster; None for files that only diffusers can read."""
         with init_empty_weights():
             model = self._part_outline(name)
         try:
-            fill(model, files_of(folder), self.models_device, stays(model) if stays else ())
+            fill(model, files_of(folder), self.models_device, stays(model) if stays else (), axis)
         except ValueError as error:
             if has_scales(folder):
                 raise ValueError(f"{folder} cannot be read: {error}") from error

@@ -16,6 +16,7 @@ from deployments.config import ApiConfig, AppConfig, ProvenanceConfig, ShareConf
 from deployments.door.haproxy import PictureQueue
 from deployments.model_config import ModelConfig
 from deployments.stages.common import StageSpec
+from deployments.stages.devices import ALL_GPUS
 from deployments.stages.stage_config import ApiScalingConfig, AutoscalingConfig
 from deployments.usage.quotas import KeyLimits
 
@@ -102,6 +103,23 @@ def test_changed_code_restarts_everything(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(app, "code_digest", lambda package: "other code")
     after = versions()
     assert [name for name in before if before[name] == after[name]] == []
+
+
+def test_replicas_have_the_environment_of_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve passes it on to deployments without a ``runtime_env`` only, and forked workers have one."""
+    own = {"env_vars": {"RELEASE": "2"}, "py_modules": ["s3://bucket/more.zip"]}
+    monkeypatch.setattr(app, "application_environment", lambda: own)
+    stages = {"decoder": {"num_gpus": 0.5, "num_devices": 2}, "denoiser": {"gpus_per_rank": 0.6}}
+    args = AppConfig.model_validate({"models": [{"name": "a", "path": "flux-shapes", **stages}]})
+    built = {one.name: one.ray_actor_options for one in build_serve_app(build_app(args), name="troupe").deployments}
+    assert len(built) == 4
+    for name, options in built.items():
+        assert options is not None
+        environment = options["runtime_env"]
+        more = dict(ALL_GPUS) if name == "VaeDecoder-a" else {}
+        assert environment["env_vars"] == {"RELEASE": "2", **more}
+        assert environment["py_modules"] == own["py_modules"]
+        assert "worker_shim" in environment["py_executable"]
 
 
 @pytest.mark.parametrize(

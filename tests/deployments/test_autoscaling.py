@@ -15,10 +15,12 @@ from tests.deployments.support.live import asked_for, config_of, is_healthy, pic
 
 pytestmark = pytest.mark.ray
 
-MODELS = dict.fromkeys(("pictures", "wide"), ROOT / "pipelines" / "checkpoints" / "flux-shapes")
+MODELS = dict.fromkeys(("pictures", "wide", "apart"), ROOT / "pipelines" / "checkpoints" / "flux-shapes")
+FIRST = ("pictures", "wide")
 GANGS = "Denoiser-pictures"
 ON_ONE_NODE = {"num_ranks": 1, "cpus_per_rank": 40}
 """Finds room on a node of the type gpu4, and on no smaller one."""
+ON_ANY_NODE = {"num_ranks": 1, "cpus_per_rank": 10}
 ON_TWO_NODES = {"num_ranks": 2, "cpus_per_rank": 20, "num_nodes": 2}
 SCALING = {
     "min_replicas": 0,
@@ -28,6 +30,8 @@ SCALING = {
     "upscale_delay_s": 0.5,
     "downscale_delay_s": 2,
 }
+STAGE_SCALING = SCALING | {"max_replicas": 1}
+STAGES_OF_APART = ("TextEncoder-apart", "Denoiser-apart", "VaeDecoder-apart")
 BY_WORK = {"min_replicas": 0, "max_replicas": 2, "target_wait_s": 1.0, "idle_s": 3.0}
 IDLE_TIMEOUT_S = 3.0
 NUM_CLIENTS = 4
@@ -47,11 +51,14 @@ def cluster(ray_cluster: None) -> Iterator[FakeNodes]:
 @pytest.fixture(scope="module")
 def url(cluster: FakeNodes) -> Iterator[str]:
     document = config_of(MODELS, autoscaling=SCALING).model_dump(mode="json")
-    pictures, wide = document["applications"][0]["args"]["models"]
+    pictures, wide, apart = document["applications"][0]["args"]["models"]
     pictures["denoiser"] |= ON_ONE_NODE
     wide["denoiser"] |= {**ON_TWO_NODES, "autoscaling": BY_WORK}
     for model in (pictures, wide):
         model["stages"] = "together"
+    apart["denoiser"] |= ON_ANY_NODE
+    for stage in ("text_encoder", "decoder"):  # as ones with a GPU: there is no room for them on the head
+        apart[stage] |= {"num_cpus": 10, "autoscaling": STAGE_SCALING}
     with reserved_port(HOST) as port:
         cluster.deploy(parse_config(document).with_http(port=port))
         url = f"http://{HOST}:{port}"
@@ -61,11 +68,12 @@ def url(cluster: FakeNodes) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def first(cluster: FakeNodes, url: str) -> dict[str, bytes]:
-    """A picture of each model, both asked for at once where there is neither a gang nor a node."""
+    """A picture of two models, both asked for at once where there is neither a gang nor a node."""
     wait_until(lambda: not cluster.workers(), "no node but the head")
     assert not any(cluster.gangs(f"Denoiser-{model}") for model in MODELS)
     with ThreadPoolExecutor() as threads:
-        return dict(zip(MODELS, threads.map(lambda model: picture(url, model=model, seed=0), MODELS), strict=True))
+        made = threads.map(lambda model: picture(url, model=model, seed=0), FIRST)
+        return dict(zip(FIRST, made, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +134,21 @@ def test_nodes_and_gangs_follow_the_load_and_lose_no_request(
         wait_until(lambda: len(cluster.gangs(GANGS)) == 1, "one gang goes, in the midst of work")
     wait_until(lambda: not cluster.gangs(GANGS), "nobody asks, and there is no gang")
     wait_until(lambda: not cluster.workers(), "no node but the head")
+
+
+@pytest.mark.slow
+def test_nodes_of_encoder_and_decoder_end_while_the_api_stays(cluster: FakeNodes, url: str) -> None:
+    wait_until(lambda: not cluster.workers(), "no node but the head")
+    api = cluster.gangs("Ingress")
+    (head,) = api.values()
+    made = picture(url, model="apart", seed=0)
+    assert_right(made, seed=0)
+    with asked_for(url, [made], model="apart"):
+        stages = {name: wait_until(lambda: cluster.gangs(name), f"a replica of {name}") for name in STAGES_OF_APART}  # noqa: B023
+        nodes = {node_id for replicas in stages.values() for node_id in replicas.values()}
+        assert head not in nodes
+        assert nodes <= {node.node_id for node in cluster.workers()}
+    wait_until(lambda: not any(map(cluster.gangs, STAGES_OF_APART)), "nobody asks, and no stage has a replica")
+    wait_until(lambda: not cluster.workers(), "no node but the head")
+    assert is_healthy(url)
+    assert cluster.gangs("Ingress") == api

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
+from numpy.typing import NDArray
 
 from deployments.cli.serving import parse_config, reserved_port
+from deployments.names import own_version
 from tests.deployments.support.bare import assert_same_picture, bare_frames
 from tests.deployments.support.commands import short_folder
 from tests.deployments.support.fake_nodes import HOST, ROOT, FakeNodes, fake_nodes
@@ -24,6 +29,13 @@ MODELS = dict.fromkeys(("changed", "kept"), ROOT / "pipelines" / "checkpoints" /
 SHARING = ("one", "other")
 NUM_GANGS = 2
 LONG = {"num_inference_steps": 24}
+NUM_CLIENTS = 2
+NEW_VERSION = "99.0"
+CHANGES = {
+    "deployments/names.py": ("        return version(DISTRIBUTION)", f"        return {NEW_VERSION!r}"),
+    "pipelines/blocks/opened.py": (".manual_seed(request.seed)", ".manual_seed(request.seed + 1)"),
+}
+"""What the next release changes: a version that the API tells, and the noise that gangs begin with."""
 ROLLOUT_S = 3 * PATIENCE_S
 """One gang after the other starts its processes on busy cores."""
 
@@ -180,3 +192,82 @@ def test_models_that_share_are_added_and_replaced_together(
             (gang,) = own[name]
             wait_until(lambda: cluster.gangs(f"Denoiser-{name}").keys() - {gang}, "another", patience_s=ROLLOUT_S)  # noqa: B023
     assert gangs(cluster, "kept", num=2) == before
+
+
+def write_next_release(folder: Path) -> None:
+    """Copy the packages with ``CHANGES``."""
+    for package in ("engines", "pipelines", "deployments"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "checkpoints"))
+    (folder / "pipelines" / "checkpoints").symlink_to(ROOT / "pipelines" / "checkpoints")
+    for name, (old, new) in CHANGES.items():
+        text = (folder / name).read_text()
+        assert text.count(old) == 1
+        (folder / name).write_text(text.replace(old, new))
+
+
+@contextmanager
+def clients(url: str) -> Iterator[list[bytes]]:
+    """Clients that ask for one picture until the block ends. Yields the answers, none of which may be an error."""
+    enough, answers = threading.Event(), list[bytes]()
+
+    def ask() -> None:
+        while not enough.is_set():
+            answers.append(picture(url, model="changed", seed=0, **LONG))
+
+    with ThreadPoolExecutor(NUM_CLIENTS) as threads:
+        asking = [threads.submit(ask) for _ in range(NUM_CLIENTS)]
+        try:
+            yield answers
+        finally:
+            enough.set()
+    for client in asking:
+        client.result()
+
+
+def version_of(url: str) -> str:
+    return str(httpx.get(f"{url}/openapi.json", timeout=PATIENCE_S).json()["info"]["version"])
+
+
+def test_the_next_release_of_the_code_replaces_every_process_and_loses_no_request(
+    cluster: FakeNodes, url: str, document: dict[str, Any], tmp_path: Path
+) -> None:
+    """Two gangs; while they are replaced, answers are those of one release or of the other."""
+    document["applications"][0]["args"]["models"] = [model_of(document, "changed")]
+    model_of(document, "changed")["denoiser"]["num_replicas"] = NUM_GANGS
+    cluster.deploy(parse_config(document))
+    before = gangs(cluster, "changed", num=NUM_GANGS)
+    others = {name: cluster.gangs(name).keys() for name in ("Ingress", "Codec-changed")}
+    old_HWC, new_HWC = (bare_frames(MODELS, seed=seed, **LONG)[0] for seed in (0, 1))
+    old, old_version = picture(url, model="changed", seed=0, **LONG), version_of(url)
+    assert_same_picture(pixels_of(old), old_HWC)
+    write_next_release(tmp_path)
+    document["applications"][0]["runtime_env"] = {"env_vars": {"PYTHONPATH": str(tmp_path)}}
+    with clients(url) as answers, most_gangs(cluster, "changed") as most:
+        cluster.deploy(parse_config(document))
+
+        def is_replaced() -> bool:
+            now = cluster.gangs("Denoiser-changed")
+            is_of_gangs = len(now) == NUM_GANGS and not now.keys() & before.keys()
+            rest = {name: cluster.gangs(name).keys() for name in others}
+            return is_of_gangs and all(rest[name] and not rest[name] & others[name] for name in others)
+
+        wait_until(is_replaced, "all processes are of the next release", patience_s=2 * ROLLOUT_S)
+        num_before = len(answers)
+        wait_until(lambda: len(answers) > num_before + NUM_CLIENTS, "answers of the next release")
+    assert most == [NUM_GANGS], "never more at once"
+    assert (old_version, version_of(url)) == (own_version(), NEW_VERSION)
+    pixels = [pixels_of(data) for data in answers]
+    is_new = [is_same(one, new_HWC) for one in pixels]
+    assert all(new or is_same(one, old_HWC) for new, one in zip(is_new, pixels, strict=True))
+    assert not is_new[0]
+    assert is_new[-1]
+    assert_same_picture(pixels_of(picture(url, model="changed", seed=0, **LONG)), new_HWC)
+
+
+def is_same(one_HWC: NDArray[Any], other_HWC: NDArray[Any]) -> bool:
+    """See ``assert_same_picture``."""
+    try:
+        assert_same_picture(one_HWC, other_HWC)
+    except AssertionError:
+        return False
+    return True

@@ -1,16 +1,22 @@
-"""Clips and pictures in a real S3 server: whole, in ranges, signed, and 503 while it is away."""
+"""Clips and pictures in servers of S3 and of Google's storage API: whole, in ranges, signed, and 503 while away."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 from uuid import uuid4
 
 import httpx
 import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from s3fs import S3FileSystem
 
 from deployments.clips import objects
@@ -24,7 +30,7 @@ from tests.deployments.clips.test_inputs import INPUTS
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.routes.test_videos import finished, make
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support import s3
+from tests.deployments.support import gcs, s3
 from tests.deployments.support.fake_studio import CLIPS, FakeStudio, clip
 from tests.support.patience import PATIENCE_S
 
@@ -38,9 +44,33 @@ def endpoint() -> Iterator[str]:
         yield endpoint
 
 
+@pytest.fixture(scope="module")
+def google_endpoint() -> Iterator[str]:
+    if missing := gcs.missing():
+        pytest.skip(f"{', '.join(missing)} not installed: install the dev extra")
+    with gcs.server() as endpoint:
+        yield endpoint
+
+
 @pytest.fixture
-def storage(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def s3_storage(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return new_bucket(endpoint, monkeypatch)
+
+
+@pytest.fixture
+def google_storage(google_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name, value in gcs.environment(google_endpoint).items():
+        monkeypatch.setenv(name, value)
+    bucket = f"b{uuid4().hex}"
+    gcs.make_bucket(google_endpoint, bucket)
+    return f"gs://{bucket}/troupe/"
+
+
+@pytest.fixture(params=["s3", "google"])
+def storage(request: pytest.FixtureRequest) -> str:
+    """An empty storage of each provider."""
+    url: str = request.getfixturevalue(f"{request.param}_storage")
+    return url
 
 
 def new_bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -112,7 +142,8 @@ async def test_pictures_by_url_are_of_their_key(storage: str, tmp_path: Path) ->
         assert (read["a"].headers["content-type"], read["a"].content[:4]) == ("image/png", b"\x89PNG")
 
 
-async def test_signed_urls_lead_to_the_storage(storage: str, endpoint: str, tmp_path: Path) -> None:
+async def test_signed_urls_lead_to_the_storage(s3_storage: str, endpoint: str, tmp_path: Path) -> None:
+    storage = s3_storage
     async with client_of(api_on(storage, tmp_path, signed_urls=True)) as client, httpx.AsyncClient() as anybody:
         url = (await client.post(IMAGES, json=AS_URL)).json()["data"][0]["url"]
         assert url.startswith(f"{endpoint}/")
@@ -197,9 +228,53 @@ async def test_while_the_storage_is_away_it_is_503_and_afterwards_as_before(
     S3FileSystem.clear_instance_cache()
 
 
-def test_a_file_whose_upload_is_cut_is_not_there(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signed_urls_of_google_lead_to_the_storage(
+    google_storage: str, google_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server does not check signatures; who signs has the key of a service account."""
+    from google.auth.crypt import RSASigner
+    from google.oauth2 import service_account
+
+    bucket = Bucket(google_storage)
+    bucket.write("files/a.png", b"a picture")
+    key = rsa.generate_private_key(65537, 2048)
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    signer: Any = RSASigner
+    credentials: Any = service_account.Credentials
+    signing = credentials(signer.from_string(pem), "a@tests", "")
+    monkeypatch.setattr(bucket.files.credentials, "credentials", signing)
+    url = urlsplit(bucket.sign("files/a.png", 600, "image/png"))
+    query = parse_qs(url.query)
+    assert f"{url.scheme}://{url.netloc}" == google_endpoint
+    assert query["response-content-type"] == ["image/png"]
+    assert 0 < int(query["Expires"][0]) - time.time() <= 600
+    assert httpx.get(url.geturl()).content == b"a picture"
+
+
+def test_a_google_server_that_hangs_is_unavailable(
+    google_endpoint: str, google_storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a limit, gcsfs waits for ever. Its own attempts follow without pauses here."""
+    import gcsfs
+
+    async def at_once(_: float) -> None:
+        """Pause for no time."""
+
+    monkeypatch.setattr("gcsfs.retry.asyncio", SimpleNamespace(sleep=at_once))
+    monkeypatch.setattr(objects, "READ_TIMEOUT_S", 0.05)
+    gcsfs.GCSFileSystem.clear_instance_cache()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and never answers
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        bucket = Bucket(google_storage)
+        with pytest.raises(StorageLostError, match="cannot be used"):
+            bucket.read("a")
+        assert isinstance(bucket.problem(), StorageLostError)
+    gcsfs.GCSFileSystem.clear_instance_cache()
+
+
+def test_a_file_whose_upload_is_cut_is_not_there(s3_storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large ones go up in parts, and are there once all of them are."""
-    bucket, parts = Bucket(storage), list[str]()
+    bucket, parts = Bucket(s3_storage), list[str]()
     call = bucket.files._call_s3
 
     async def cut(method: str, *args: Any, **options: Any) -> Any:
@@ -217,8 +292,9 @@ def test_a_file_whose_upload_is_cut_is_not_there(storage: str, monkeypatch: pyte
 
 
 def test_a_bucket_that_does_not_exist_is_unavailable(storage: str) -> None:
-    bucket = Bucket("s3://b-of-nobody/x")
-    with pytest.raises(StorageLostError, match="s3://b-of-nobody/x"):
+    url = f"{storage.partition('://')[0]}://b-of-nobody/x"
+    bucket = Bucket(url)
+    with pytest.raises(StorageLostError, match=url):
         bucket.write("a", b"")
     assert isinstance(bucket.problem(), StorageLostError)
 

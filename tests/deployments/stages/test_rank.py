@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from deployments.model_config import ModelConfig
-from deployments.stages.rank import LoadRankParts, is_sliced
+from deployments.stages.rank import LoadRankParts, is_sliced, reading_axis
 from deployments.stages.stage_config import DenoiserConfig
 from engines.core.engine import RankContext
 from engines.core.model import Branch, Mix
+from engines.parallel.collectives import Axis
 from engines.parallel.early_start import EarlyStart
 from engines.planner.cost_model import USABLE
 from engines.torch_engine.engine import TorchEngine
@@ -42,6 +43,7 @@ NAMES = {"ink": 1, "oil": 2, "quick": 3}
         ({"strategy": "tensor"}, (2,), False),
         ({"strategy": "tensor", "load": "whole", "warm_sizes": ["64x64"]}, (1, 2), True),
         ({"strategy": "ulysses", "warm_sizes": ["64x48", "64x64"], "elastic": True}, (1, 2), True),
+        ({"strategy": "ulysses", "reading": "together", "warm_sizes": ["64x64"]}, (1, 2), True),
     ],
 )
 def test_ranks_of_a_gang(pictures: Path, options: dict[str, Any], team_sizes: tuple[int, ...], is_warm: bool) -> None:
@@ -206,6 +208,37 @@ def test_quantised_weights_need_less_room(pictures: Path, monkeypatch: pytest.Mo
     for precision, expected in (("native", True), ("fp8", False), ("int8", False)):
         config = DenoiserConfig(num_ranks=4, precision=precision)
         assert is_sliced(config, Checkpoint(pictures)) is expected
+
+
+@pytest.mark.parametrize(
+    ("reading", "device", "num_ranks", "num_hosts", "expected"),
+    [
+        ("auto", "cuda:0", 2, 1, True),
+        ("auto", "cpu", 2, 1, False),
+        ("together", "cpu", 2, 1, True),
+        ("each", "cuda:0", 2, 1, False),
+        ("auto", "cuda:0", 1, 1, False),
+        ("auto", "cuda:0", 2, 2, False),
+        ("auto", "cuda:0", 4, 2, True),
+    ],
+)
+def test_ranks_of_a_host_read_together_on_gpus(
+    reading: Any, device: str, num_ranks: int, num_hosts: int, expected: bool
+) -> None:
+    of_host = Axis(ranks=(0, 1), index=0, group="host")
+    context = RankContext(rank=0, num_ranks=num_ranks, device=device, num_hosts=num_hosts)
+    config = DenoiserConfig(num_ranks=num_ranks, num_nodes=num_hosts, reading=reading)
+    with patch("engines.parallel.early_start.host_axis", return_value=of_host):
+        axis = reading_axis(config, context)
+    assert axis == (of_host if expected else Axis(ranks=(0,), index=0))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"num_ranks": 1}, {"num_ranks": 2, "num_nodes": 2}, {"num_ranks": 2, "load": "sliced"}]
+)
+def test_reading_together_needs_several_ranks_and_whole_weights(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="reading: together is for whole weights and several ranks on a node"):
+        DenoiserConfig(reading="together", **fields)
 
 
 def test_slices_need_ranks_to_share_them(pictures: Path) -> None:

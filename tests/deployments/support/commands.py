@@ -52,7 +52,14 @@ def assert_one_line(result: Result, *parts: str) -> None:
 class Command:
     """A running ``program``. Its output, its data and those of its Ray cluster are all in ``folder``."""
 
-    def __init__(self, *args: str, folder: Path, env: Mapping[str, str], program: tuple[str, ...] = COMMAND) -> None:
+    def __init__(
+        self,
+        *args: str,
+        folder: Path,
+        env: Mapping[str, str],
+        program: tuple[str, ...] = COMMAND,
+        cwd: Path | None = None,
+    ) -> None:
         self._folder = folder
         self._log = folder / f"{args[0]}.log"
         own = {"TROUPE_DATA_DIR": str(folder / "data"), "RAY_TMPDIR": str(folder)}
@@ -64,6 +71,7 @@ class Command:
                 stdout=file,
                 stderr=file,
                 env={**os.environ, **own, **terminal, **env},
+                cwd=cwd,
                 start_new_session=True,
                 # A test run in the background of a script has Ctrl-C ignored, and children inherit that.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -149,10 +157,14 @@ def kill_all_in(folder: Path) -> None:
 
 @contextmanager
 def command(
-    *args: str, folder: Path, env: Mapping[str, str] = MappingProxyType({}), program: tuple[str, ...] = COMMAND
+    *args: str,
+    folder: Path,
+    env: Mapping[str, str] = MappingProxyType({}),
+    program: tuple[str, ...] = COMMAND,
+    cwd: Path | None = None,
 ) -> Iterator[Command]:
-    """``troupe ARGS``, or another program; whatever is left of it at the end is killed."""
-    running = Command(*args, folder=folder, env=env, program=program)
+    """``troupe ARGS``, or another program, in ``cwd``; whatever is left of it at the end is killed."""
+    running = Command(*args, folder=folder, env=env, program=program, cwd=cwd)
     try:
         yield running
     finally:

@@ -165,7 +165,8 @@ def fake_nodes(folder: Path, *, idle_timeout_s: float) -> Iterator[FakeNodes]:
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
     environment = {**SERVE_ENVIRONMENT, **ENVIRONMENT}
-    with command("start", "--head", "--block", *flags, folder=folder, env=environment, program=RAY) as head:
+    # In another folder than the sources: workers would import from it before all that their environment names.
+    with command("start", "--head", "--block", *flags, folder=folder, env=environment, program=RAY, cwd=folder) as head:
         head.wait_for("Ray runtime started")
         yield FakeNodes(folder=folder, dashboard=f"http://{HOST}:{dashboard_port}", address=f"{HOST}:{port}")
 

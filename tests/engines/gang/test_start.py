@@ -241,6 +241,34 @@ def load_stopped(pid_file: Path, context: RankContext) -> BuildRank:
     return load_fake(context)
 
 
+def read_with_a_bad_disk(file: Path, context: RankContext) -> BuildRank:
+    """Ranks read a file together, and rank 1 cannot read its share, which rank 0 waits for."""
+    import torch
+
+    from engines.parallel import file_reading
+    from engines.parallel.early_start import host_axis
+
+    def refuse(target_B: torch.Tensor, piece: file_reading.Span) -> None:
+        raise OSError(f"the disk of rank {context.rank} is broken")
+
+    if context.rank == 1:
+        file_reading._read_into = refuse
+    cpu, target_B = torch.device("cpu"), torch.empty(file.stat().st_size, dtype=torch.uint8)
+    with file.open("rb") as opened, file_reading.SpanReader(cpu, host_axis(context)) as reader:
+        reader.read([file_reading.Span(file=opened.fileno(), offset=0, target_B=target_B)])
+    return load_fake(context)
+
+
+async def test_a_rank_that_cannot_read_its_share_ends_the_start_with_its_own_error(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    """No deadline passes, since the clock is set."""
+    (tmp_path / "weights").write_bytes(bytes(1000))
+    load = partial(read_with_a_bad_disk, tmp_path / "weights")
+    with group_for(CONFIG) as group, pytest.raises(OSError, match="the disk of rank 1 is broken"):
+        await Gang.start(CONFIG, load, placement_group=group, clock=SetClock())
+
+
 async def test_a_process_that_is_stopped_while_it_loads_ends_the_start(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import T5Config, T5EncoderModel
 
+from engines.parallel import file_reading
 from engines.parallel.weight_files import files_of
 from engines.quantization.linear import weights_to_quantise
 from pipelines import component_weights, gpu_weights
@@ -72,7 +73,7 @@ def devices() -> list[object]:
 def test_tensors_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: torch.device, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(gpu_weights, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(file_reading, "PIECE_BYTES", piece_bytes)
     save_file(tensors(), tmp_path / "some.safetensors", metadata={"format": "pt"})
     read, expected = read_tensors(tmp_path / "some.safetensors", device), load_file(tmp_path / "some.safetensors")
     assert read.keys() == expected.keys()

@@ -37,7 +37,7 @@ def test_weights_to_quantise_stay_on_the_host_in_the_network_too(folder: Path) -
     checkpoint = Checkpoint(folder)
     on_device = dict[str, int]()
 
-    def fill(model: nn.Module, files: Iterable[Path], _: torch.device, on_host: Collection[str] = ()) -> None:
+    def fill(model: nn.Module, files: Iterable[Path], _: torch.device, on_host: Collection[str], *_axis: Any) -> None:
         gpu_weights.fill(model, files, CPU, on_host)
         sizes = {name: x.nbytes for name, x in model.named_parameters() if name not in on_host}
         on_device[type(model).__name__] = sum(sizes.values())
