@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.distributed import start_distributed
+from benchmarks.timing import start_distributed
 from engines.core.engine import RankContext
 from engines.parallel.collectives import Axis
 from engines.parallel.early_start import host_axis

@@ -28,9 +28,8 @@ from typing import Any
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # read when Ray is imported
 
-from benchmarks.load.arrivals import Arrival
 from benchmarks.load.client import Outcome, send_all
-from benchmarks.load.mix import Mix, RequestClass
+from benchmarks.load.mix import Arrival, Mix, RequestClass
 from benchmarks.simulate_cluster.cluster import Cluster, ClusterSpec
 from benchmarks.simulate_cluster.replicas import Picture
 from benchmarks.simulate_cluster.strategies import ByWork, Observed

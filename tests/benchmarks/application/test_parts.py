@@ -6,11 +6,13 @@ import base64
 import json
 import os
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from benchmarks.application import parts
@@ -176,12 +178,12 @@ def test_a_request_waits_until_no_gang_runs(tmp_path: Path, monkeypatch: pytest.
     gang = {"time": "2026-11-23T00:00:00+00:00", "message": "gang is ready", "model": "full", "pids": [6, 7]}
     (tmp_path / "worker-1.err").write_text(json.dumps(gang))
     running = [True, True, False]
-    monkeypatch.setattr(parts.psutil, "pid_exists", lambda pid: pid == 7 and bool(running) and running.pop(0))
-    monkeypatch.setattr(parts.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(psutil, "pid_exists", lambda pid: pid == 7 and bool(running) and running.pop(0))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     server = Server()
     found = parts.zero(server.visit(tmp_path))["from_zero"]
     assert (running, len(server.asked), len(found["answered_s"]), found["same_bytes"]) == ([], 4, 3, True)
-    monkeypatch.setattr(parts.psutil, "pid_exists", lambda pid: True)
+    monkeypatch.setattr(psutil, "pid_exists", lambda pid: True)
     monkeypatch.setattr(parts, "GONE_WITHIN_S", 0.0)
     with pytest.raises(TimeoutError, match=r"denoiser\.autoscaling says when"):
         parts.zero(server.visit(tmp_path))

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks.load.arrivals import Arrival
+from benchmarks.load.mix import Arrival
 from benchmarks.simulate_cluster.fake_cluster import MIX, PAUSE_S, RECORDED, Recording, Run, simulated, waves
 from tests.deployments.support.fake_nodes import FakeNodes
 
