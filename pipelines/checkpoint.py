@@ -263,9 +263,10 @@ class Checkpoint:
     def first_latents(self, request: MediaRequest) -> Mapping[str, Any]:
         """Return the decoder's input before the first step of ``request``, for a clip in chunks before its first chunk.
 
-        ValueError outside the model's limits.
+        With two passes over the latents, it is that before the second. ValueError outside the model's limits.
         """
-        return self._sampler.preview(self._begin(request, self.defaults.max_tokens))
+        self.defaults.check(request)
+        return self._sampler.preview(self._begin(request.stages[-1], self.defaults.max_tokens))
 
     def footprint(self, request: MediaRequest) -> Footprint:
         """Return the memory and work of encoder and decoder for ``request``, of a checkpoint on "meta"."""

@@ -10,18 +10,19 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pipelines.caching import computed_steps
-from pipelines.request import MediaKind, MediaRequest
+from pipelines.directory import DEFAULTS_FILE, read_own
+from pipelines.request import MediaKind, MediaRequest, check_second_stage
 from pipelines.size import MAX_SIDES, Size, SizeLimits, check_frames, largest_num_frames
 from pipelines.solver import NO_SOLVER_LIMITS, SolverLimits
 from pipelines.wording import counted
 
 PICTURES = ("picture", "pictures")
-FILE_NAME = "troupe.json"
 CARD = "card"
 """The key of the model's description, which does not affect requests."""
 DIVISORS = ("size_multiple", "frame_multiple", "fps")
@@ -102,6 +103,8 @@ class Defaults:
     max_layers: int = 0
     make_sound: bool = False
     """Clips have sound unless the request disables it."""
+    stage_scale: float = 0.0
+    """Factor of a clip's sides between the passes of requests with a second one (0: there are none)."""
     max_tokens: int = 0
     """Prompt tokens that reach the model (0: the pipeline's own limit)."""
     solver_order: int = 1
@@ -168,8 +171,15 @@ class Defaults:
         words |= {"takes_both": False, "needs_source": False, "cuts_video": False, "max_reference_aspect": 0}
         words |= {"video_fps": 0, "takes_frame_indices": False, "video_needs_lora": False, "shaped_by_picture": False}
         whole = {"takes_strength": False, "frames_per_chunk": 0, "first_chunk_steps": 1, "make_sound": False}
-        changes: dict[str, Any] = {**size, **frame, **words, **whole}
+        changes: dict[str, Any] = {**size, **frame, **words, **whole, "stage_scale": 0.0}
         return replace(self, kind=kind, **changes)
+
+    @property
+    def enlarged(self) -> Defaults:
+        """The defaults of requests with a second pass: the first one has the model's own size."""
+        scale = Fraction(self.stage_scale).limit_denominator(100)
+        sides = {name: round(getattr(self, name) * scale) for name in ("width", "height", "min_side")}
+        return replace(self, **sides, size_multiple=self.size_multiple * scale.numerator)
 
     def with_adapters(self, *, has_merged: bool, has_named: bool) -> Defaults:
         """Return the defaults of the model as it is served.
@@ -242,7 +252,9 @@ class Defaults:
             yield from self.of(request.kind).checks(request)
             return
         number, has_mask = request.num_pictures, request.has_mask
-        yield "width", partial(self.check_size, request.width, request.height)
+        yield "second_stage", partial(check_second_stage, request, self.stage_scale)
+        own = self if request.second_stage is None else self.enlarged
+        yield "width", partial(own.check_size, request.width, request.height)
         yield "num_frames", partial(self.check_num_frames, request.num_frames)
         yield "num_inference_steps", partial(self.check_num_steps, request.num_inference_steps)
         yield "num_pictures", partial(self.check_num_pictures, number, has_video=request.num_video_frames > 0)
@@ -317,6 +329,8 @@ class Defaults:
         """
         if request.kind != self.kind:
             return self.of(request.kind).num_steps_of(request)
+        if request.second_stage is not None:
+            return sum(map(self.num_steps_of, request.stages))
         steps, strength = request.num_inference_steps, self.strength_of(request)
         if self.frames_per_chunk:
             return steps * (-(-request.num_frames // self.frames_per_chunk) - 1 + self.first_chunk_steps)
@@ -449,7 +463,7 @@ class Defaults:
         return f"exactly {many}" if few == many else f"from {few} to {many}"
 
 
-KEYS = tuple(field.name for field in fields(Defaults) if field.name not in ("kind", "solver"))
+KEYS = tuple(field.name for field in fields(Defaults) if field.name not in ("kind", "solver", "stage_scale"))
 
 
 def with_own_defaults(path: Path, defaults: Defaults) -> Defaults:
@@ -457,7 +471,7 @@ def with_own_defaults(path: Path, defaults: Defaults) -> Defaults:
 
     ValueError for unknown keys, for values of another type, and if the default request becomes invalid.
     """
-    file, own = path / FILE_NAME, read_own(path)
+    file, own = path / DEFAULTS_FILE, read_own(path)
     own.pop(CARD, None)
     if unknown := sorted(own.keys() - set(KEYS)):
         raise ValueError(f"{file} has unknown keys {', '.join(unknown)}; known: {', '.join((*KEYS, CARD))}")
@@ -481,19 +495,3 @@ def check(defaults: Defaults, file: Path) -> None:
             defaults.of(kind).request()
     except ValueError as error:
         raise ValueError(f"{file}: its values contradict each other: {error}") from None
-
-
-def read_own(path: Path) -> dict[str, Any]:
-    """Return the contents of ``path/troupe.json``, empty if there is none. ValueError if it is no JSON object."""
-    file = path / FILE_NAME
-    try:
-        own: Any = json.loads(file.read_text("utf-8"), parse_constant=_refuse) if file.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
-    if not isinstance(own, dict):
-        raise ValueError(f"{file} is no JSON object")
-    return own
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON number")

@@ -12,7 +12,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from pipelines.defaults import CARD, FILE_NAME, Defaults, read_own
+from pipelines.defaults import CARD, Defaults
+from pipelines.directory import DEFAULTS_FILE, read_own
 from pipelines.size import Size
 from pipelines.wording import counted
 
@@ -90,7 +91,7 @@ def read_description(path: Path, defaults: Defaults) -> Description:
 
     ValueError for unknown keys, values of other types, and invalid sizes.
     """
-    file, written = path / FILE_NAME, read_own(path).get(CARD, {})
+    file, written = path / DEFAULTS_FILE, read_own(path).get(CARD, {})
     names = [field.name for field in fields(Description)]
     if not isinstance(written, dict):
         raise ValueError(f"{file}: {CARD} is {json.dumps(written)}; it must be an object with {', '.join(names)}")

@@ -18,6 +18,8 @@ from typing import Any
 
 DENOISERS = ("transformer", "transformer_ref", "unet")
 """Parts that make predictions."""
+DEFAULTS_FILE = "troupe.json"
+"""Defaults of requests that a folder has in place of its family's."""
 CLASSIC_INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
 CONFIG_FILES = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
 PLACE, SUBFOLDER, CLASS = "pretrained_model_name_or_path", "subfolder", "type_hint"
@@ -244,3 +246,19 @@ def _modular_class(path: Path, name: str) -> Any:
 def _refusal(path: Path, name: str) -> str:
     known = ", ".join(pipelines_with_blocks())
     return f"diffusers has no blocks for the {name} in {path}; it has {known}, and for classic pipelines of these names"
+
+
+def read_own(path: Path) -> dict[str, Any]:
+    """Return the contents of ``path/troupe.json``, empty if there is none. ValueError if it is no JSON object."""
+    file = path / DEFAULTS_FILE
+    try:
+        own: Any = json.loads(file.read_text("utf-8"), parse_constant=_refuse) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(own, dict):
+        raise ValueError(f"{file} is no JSON object")
+    return own
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON number")

@@ -109,6 +109,8 @@ class ModelSpec(ABC):
     """Inputs that ``hoisted`` reads, if branches of guidance share what it computes (``DenoiserModel``)."""
     hoists_by_blocks: bool = False
     """Whether ``hoisted`` finds the weights of offloaded blocks (``DenoiserModel``)."""
+    latent_upsampler: Callable[..., Any] | None = None
+    """Opens what enlarges latents for a second pass (``ltx2.upsampler``); None: the family makes clips in one."""
     block_modules: tuple[str, ...] = ()
     """Submodules of the transformer, without weights, that diffusers' blocks use."""
     workflows: Mapping[str, tuple[str, ...]] = {}

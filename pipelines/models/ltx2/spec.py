@@ -6,6 +6,7 @@ which are split; all ranks compute the same from them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from engines.core.attention import Kernel
 
 VIDEO = "video"
+UPSAMPLER = "latent_upsampler"
+"""Folder of the model between two passes. It is no part of the pipeline's index."""
 MAX_TOKENS = 1024
 """The pipeline's own limit."""
 MAX_KEYFRAMES = 8
@@ -71,6 +74,24 @@ RECIPES: Mapping[str, Recipe] = {
 ``diffusers.pipelines.ltx2.utils`` (DISTILLED_SIGMA_VALUES), for a schedule without shift and stretch; one stage."""
 
 
+def stage_scale(path: Path) -> float:
+    """Return the factor of the sides between two passes; 0 for a folder without a latent upsampler.
+
+    ValueError for an upsampler that makes other clips than larger ones of the same length.
+    """
+    file = path / UPSAMPLER / "config.json"
+    if not file.is_file():
+        return 0.0
+    config = json.loads(file.read_text())
+    scale: float = config.get("rational_spatial_scale", 2.0) if config.get("use_rational_resampler", True) else 2.0
+    if config.get("temporal_upsample") or not config.get("spatial_upsample", True) or scale <= 1:
+        raise ValueError(
+            f"the {UPSAMPLER} of {path} does not enlarge the sides alone (temporal_upsample, spatial_upsample, "
+            f"rational_spatial_scale in its config.json): take a spatial upsampler, or remove the folder"
+        )
+    return scale
+
+
 def _context(frames: Sequence[Image]) -> list[Any]:
     """Return the frames of a clip as the pipeline's input."""
     from diffusers.pipelines.ltx2.pipeline_ltx2_ic_lora import LTX2ReferenceCondition
@@ -81,6 +102,7 @@ def _context(frames: Sequence[Image]) -> list[Any]:
 class LTX2Spec(SeveralOutputsSpec, LTXSpec):
     family = "ltx2"
     patch_blocks = lazy("pipelines.models.ltx2.patches:patch_blocks")
+    latent_upsampler = lazy("pipelines.models.ltx2.upsampler:LatentUpsampler")
     local_attention = TO_WHOLE
     counts_heads = True
     block_modules = ("rope", "audio_rope")
@@ -226,6 +248,7 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
             takes_both=True,
             keeps_length=True,
             make_sound=True,
+            stage_scale=stage_scale(path),
             max_tokens=MAX_TOKENS,
         )
 

@@ -76,6 +76,24 @@ ltx2_gated = partial(
 """With a gate a head, and all features of a token turned alike (the class' defaults), not head by head."""
 
 
+def ltx2_two_stages(path: Path) -> Path:
+    """With a latent upsampler, auto-encoders whose latents are not normal, and the scheduler that is published."""
+    import torch
+    from diffusers import AutoModel
+    from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
+
+    ltx2_few_layers(path)
+    flow(shift=1.0, shift_terminal=0.1).save_pretrained(path / "scheduler")
+    upsampler: Any = LTX2LatentUpsamplerModel(in_channels=4, mid_channels=32, num_blocks_per_stage=1)
+    shake(upsampler).save_pretrained(path / "latent_upsampler")
+    for part in ("vae", "audio_vae"):
+        model: Any = AutoModel.from_pretrained(str(path / part))
+        model.latents_mean.copy_(torch.linspace(-0.5, 0.4, len(model.latents_mean)))
+        model.latents_std.copy_(torch.linspace(0.7, 1.6, len(model.latents_std)))
+        model.save_pretrained(path / part)
+    return path
+
+
 def _ltx2_vae() -> Any:
     from diffusers import AutoencoderKLLTX2Video
 
