@@ -39,7 +39,7 @@ from deployments.stages.stage_config import (
     EncoderConfig,
 )
 from engines.core.spec import Attention
-from pipelines.control_network import with_network
+from pipelines.control_network import UPSAMPLER, with_network
 from pipelines.lora.source import LoraLimits, LoraSource, check_sources
 from pipelines.recipes import Recipe, check_recipe_name
 from pipelines.request import MetadataLevel
@@ -104,6 +104,8 @@ class ModelConfig(_Config):
     """All other parts of a model with a transformer file, as a directory, name or hub id."""
     controlnet: str = ""
     """A control network that is not in the model's directory, as a directory or hub id."""
+    upsampler: str = ""
+    """A latent upsampler that is not in the model's directory, as a directory or hub id."""
     workflow: str = ""
     """A use of the model that needs another of its transformers (MiniMax-H3: ref2va)."""
     aliases: tuple[ModelName, ...] = ()
@@ -202,6 +204,7 @@ class ModelConfig(_Config):
             ("base", self.base, ("",)),
             ("memory_gib", self.memory_gib, (None,)),
             ("controlnet", self.controlnet, ("",)),
+            ("upsampler", self.upsampler, ("",)),
             ("workflow", self.workflow, ("",)),
             ("text_encoder.compile", self.text_encoder.compile, (False,)),
             ("text_encoder.offloads_layers", self.text_encoder.offloads_layers, (False,)),
@@ -243,7 +246,9 @@ class ModelConfig(_Config):
     @property
     def source(self) -> str:
         model = with_workflow(with_base(self.path or self.name, self.base), self.workflow)
-        return with_network(model, self.controlnet)
+        if self.controlnet and self.upsampler:
+            raise ValueError("controlnet and upsampler are for different models: leave one of them out")
+        return with_network(with_network(model, self.controlnet), self.upsampler, UPSAMPLER)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

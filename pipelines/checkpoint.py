@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from engines.core.engine import Engine
 from engines.core.model import Branch, DenoiserModel
-from pipelines.control_network import split_network
+from pipelines.control_network import PART, SeparatePart, split_network
 from pipelines.defaults import Defaults, with_own_defaults
 from pipelines.description import Description, read_description
 from pipelines.directory import gguf_in, part_folder, quantiser_of
@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # reading defaults must not import torch
     from pipelines.blocks.sampler import BlocksSampler
     from pipelines.blocks.state import BlocksState
     from pipelines.models.generic.whole import WholeSpec
+    from pipelines.recipes import Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -72,18 +73,24 @@ class Checkpoint:
     ) -> Checkpoint:
         """Open a folder, a shipped checkpoint, a hub id (downloaded if needed), or ``FILE@BASE`` (``single_file``).
 
-        Each may have a control network apart (``control_network``). ``weights=False`` skips the download of weights.
-        ValueError names the attempts.
+        Each may have a part that is stored apart (``control_network``). ``weights=False`` skips the download of
+        weights. ValueError names the attempts.
         """
-        model, network = split_network(source)
+        model, part = split_network(source)
         file, _ = split_source(model)
         checkpoint = cls(resolve_path(source, weights=weights), device, dtype, loras, file, runtime_loras)
-        if network and (checkpoint.spec.is_whole or not checkpoint.defaults.takes_control):
+        if part is not None and (checkpoint.spec.is_whole or not checkpoint.takes(part)):
+            what = "a control network" if part.kind == PART else "a latent upsampler"
+            use = "follows none by its blocks" if part.kind == PART else "makes clips in one pass"
             raise ValueError(
-                f"{network} is a control network, and {checkpoint.spec.family} follows none by its blocks: leave "
-                "controlnet out, or take a folder that diffusers' ControlNet pipeline has saved"
+                f"{part.place} is {what}, and {checkpoint.spec.family} {use}: leave {part.kind} out"
+                + (", or take a folder that diffusers' ControlNet pipeline has saved" if part.kind == PART else "")
             )
         return checkpoint
+
+    def takes(self, part: SeparatePart) -> bool:
+        """Return whether requests can use a part that was stored apart."""
+        return self.defaults.takes_control if part.kind == PART else self.defaults.stage_scale > 0
 
     @classmethod
     def of_configuration(
@@ -110,6 +117,11 @@ class Checkpoint:
         scheduled = with_schedule(self.path, usual, spec.schedulers, spec.schedules, shifts=shifts)
         own = with_own_defaults(self.path, scheduled)
         return replace(own, takes_cache=own.takes_cache and not self.spec.is_whole)
+
+    @property
+    def recipes(self) -> Mapping[str, Recipe]:
+        """The recipes that ship with the model's family."""
+        return self.spec.recipes(self.path)
 
     def eager_only(self, *, is_split: bool) -> str:
         """Return the transformer's class and why only torch can run its forward; empty if it can be exported.

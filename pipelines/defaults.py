@@ -312,7 +312,7 @@ class Defaults:
             raise ValueError(f"cache is {request.cache!r}; this model runs all steps of its pipeline: it must be off")
         if self.frames_per_chunk and request.cache != "off":
             raise ValueError(f"cache is {request.cache!r}; this model makes clips in chunks, with which it must be off")
-        computed_steps(request.cache, self.num_steps_of(request))
+        computed_steps(request.cache, self.num_steps_of(request.stages[0]))
 
     def check_sound(self, request: MediaRequest) -> None:
         if not request.sound:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.control_network import joined_folder, split_network
+from pipelines.control_network import UPSAMPLER, UPSAMPLER_FOLDER, SeparatePart, joined_folder, split_network
 from pipelines.directory import CLASSIC_INDEX, MODULAR_INDEX, repositories
 from pipelines.models.registry import spec_of
 from pipelines.single_file import split_source
@@ -41,9 +41,9 @@ def resolve_path(source: str, *, weights: bool = True) -> Path:
     (``control_network``) resolves to a folder of both, and one for a ``workflow`` to a folder without what that leaves
     out. ValueError says what to change.
     """
-    source, network = split_network(source)
-    if network:
-        return joined_folder(resolve_path(source, weights=weights), _resolve_network(network, weights=weights))
+    source, part = split_network(source)
+    if part:
+        return joined_folder(resolve_path(source, weights=weights), _resolve_part(part, weights=weights), part.kind)
     _, source = split_source(source)
     source, workflow = split_workflow(source)
     if workflow:
@@ -68,12 +68,14 @@ def _resolve_workflow(source: str, workflow: str, *, weights: bool) -> Path:
     return _with_parts(workflow_folder(path, workflow), weights=weights)
 
 
-def _resolve_network(source: str, *, weights: bool) -> Path:
-    if Path(source).is_dir():
-        return Path(source)
-    if _HUB_ID.fullmatch(source):
-        return _download(source, [pattern for pattern in PART_FILES if weights or not pattern.endswith(".safetensors")])
-    raise ValueError(f"no control network {source!r}: give a folder of diffusers, or a hub id like owner/name")
+def _resolve_part(part: SeparatePart, *, weights: bool) -> Path:
+    if Path(part.place).is_dir():
+        return Path(part.place)
+    if _HUB_ID.fullmatch(part.place):
+        files = [pattern for pattern in PART_FILES if weights or not pattern.endswith(".safetensors")]
+        inner = [f"{UPSAMPLER_FOLDER}/{pattern}" for pattern in files] if part.kind == UPSAMPLER else []
+        return _download(part.place, files + inner)
+    raise ValueError(f"no {part.kind} {part.place!r}: give a folder of diffusers, or a hub id like owner/name")
 
 
 def resolve_configuration(source: str) -> Path:
@@ -82,9 +84,9 @@ def resolve_configuration(source: str) -> Path:
     ``source`` is a folder, a shipped checkpoint, a hub id, or a published model's name ("Wan2.1-T2V-14B", in any case).
     ValueError as for ``resolve_path``.
     """
-    source, network = split_network(source)
-    if network:
-        return joined_folder(resolve_configuration(source), _resolve_network(network, weights=False))
+    source, part = split_network(source)
+    if part:
+        return joined_folder(resolve_configuration(source), _resolve_part(part, weights=False), part.kind)
     _, source = split_source(source)
     source, workflow = split_workflow(source)
     if workflow:

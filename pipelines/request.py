@@ -160,7 +160,8 @@ class MediaRequest:
     @property
     def all_loras(self) -> tuple[Lora, ...]:
         """The adapters of all its steps."""
-        return tuple(dict.fromkeys(lora for stage in self.stages for lora in stage.loras))
+        second = () if self.second_stage is None else self.second_stage.loras
+        return tuple(dict.fromkeys((*self.loras, *second)))
 
     def computed_steps(self, num_steps: int) -> tuple[bool, ...]:
         """Return, for each of the ``num_steps`` of this request, whether it makes forwards.
@@ -218,11 +219,12 @@ class StepKind:
             f"experts={numbers}" if any(one is not None for one in experts) else "",
             "clip" if request.num_video_frames else "",
             request.attention or "",
+            "" if request.second_stage is None else f"second={len(request.second_stage.sigmas)}",
         )
         inputs = (
             f"pictures={request.num_pictures}" if request.num_pictures else "",
             "control" if request.has_control else "",
-            *sorted(lora.name for lora in request.loras),
+            *sorted({lora.name for lora in request.all_loras}),
         )
         silence = " silent" if request.sound is False else ""
         return cls(

@@ -79,7 +79,7 @@ def to_yaml(config: ServeConfig) -> str:
 
 def _source(name: str) -> str:
     """Return the ``path`` of the model ``name``. ValueError if there is no such model."""
-    model, network = split_network(name)
+    model, part = split_network(name)
     try:
         file, base = split_source(model)
         base, workflow = split_workflow(base)
@@ -89,7 +89,7 @@ def _source(name: str) -> str:
         problem = f"{name} is neither a file nor a shipped config ({shipped_configs()}), nor a model"
         raise ValueError(f"{problem}: {error}") from error
     model = with_workflow(with_base(str(file), base) if file else base, workflow)
-    return with_network(model, network)
+    return model if part is None else with_network(model, part.place, part.kind)
 
 
 def _on_gpus(source: str, num_ranks: int, own: dict[str, Any]) -> ServeConfig:
@@ -139,13 +139,13 @@ def _num_decoding(defaults: Defaults, num_ranks: int) -> int:
 
 
 def _config(source: str, model: dict[str, Any]) -> ServeConfig:
-    source, network = split_network(source)
+    source, part = split_network(source)
     file, base = split_source(source)
     base, workflow = split_workflow(base)
     title = file.stem if file else Path(base).resolve().name
     own: dict[str, Any] = {"name": _name(f"{title}-{workflow}" if workflow else title)}
     own |= {"path": str(file), "base": base} if file else {"path": base}
-    own |= {"controlnet": network} if network else {}
+    own |= {part.kind: part.place} if part else {}
     own |= {"workflow": workflow} if workflow else {}
     application = {
         "name": "troupe",

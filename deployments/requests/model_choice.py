@@ -125,7 +125,8 @@ def split_name(name: object) -> tuple[object, str | None]:
 def names_others(body: MediaBody, card: ModelCard) -> bool:
     """Return whether ``body`` names an adapter that is not on the model's card, nor a recipe: perhaps one that came."""
     behind = split_name(body.model)[1]
-    named = {name for name, _ in body.lora or ()} | (set() if behind is None else {behind})
+    later = body.second_stage_lora or () if isinstance(body, VideoBody) else ()
+    named = {name for name, _ in (*(body.lora or ()), *later)} | (set() if behind is None else {behind})
     return not named <= {*(lora.name for lora in card.loras), *card.recipes}
 
 

@@ -21,7 +21,7 @@ from deployments.requests.request_errors import RequestError, blaming, shown
 from deployments.service.interface import ModelCard
 from engines.core.spec import Attention
 from pipelines.defaults import Defaults
-from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaRequest, ServiceTier
+from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaRequest, SecondStage, ServiceTier
 from pipelines.size import PIXELS, Size, largest_num_frames
 from pipelines.solver import Solver
 
@@ -45,6 +45,7 @@ BODY_FIELDS = {
     "num_video_frames": "video",
     "num_layers": "layers",
     "sound": "generate_sound",
+    "second_stage": "second_stage_sigmas",
     "loras": "lora",
 }
 """Fields of ``MediaRequest`` that have another name in a body."""
@@ -161,6 +162,7 @@ class RequestRules:
             fps=fps,
             num_inference_steps=choose_steps(body, defaults),
             solver=choose_solver(body),
+            second_stage=choose_second_stage(body, self.card),
             guidance_scale=guidance_scale,
             true_cfg_scale=defaults.guidance_beside(body.negative_prompt, true_cfg_scale),
             seed=choose_seed(body),
@@ -181,7 +183,7 @@ class RequestRules:
 
 def checks(request: MediaRequest, card: ModelCard) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield every check of a request that depends on its model, each with the field of ``MediaRequest``."""
-    yield "loras", partial(check_loras, request.loras, card)
+    yield "loras", partial(check_loras, request.all_loras, card)
     yield "attention", partial(check_attention, request.attention, card)
     if 0 < request.num_video_frames < card.defaults.min_video_frames:  # before the length, which it may decide
         yield "num_video_frames", partial(card.defaults.check_video, request.num_video_frames)
@@ -307,6 +309,17 @@ def choose_solver(body: MediaBody) -> Solver:
     )
 
 
+def choose_second_stage(body: MediaBody, card: ModelCard) -> SecondStage | None:
+    """Return the second pass over the latents; None without one."""
+    if not isinstance(body, VideoBody) or not body.second_stage_sigmas:
+        if isinstance(body, VideoBody) and body.second_stage_lora:
+            message = "second_stage_lora is for a second pass: give second_stage_sigmas as well, or leave it out"
+            raise RequestError(message, "second_stage_lora")
+        return None
+    loras = choose_loras(None, body.second_stage_lora or (), card)
+    return SecondStage(scale=card.defaults.stage_scale, sigmas=body.second_stage_sigmas, loras=loras)
+
+
 def choose_steps(body: MediaBody, defaults: Defaults) -> int:
     """Return the number of steps: that of given sigmas or timesteps, the given number, or that of the quality."""
     if given := body.sigmas or body.timesteps:
@@ -406,6 +419,8 @@ def choose_size(body: MediaBody, defaults: Defaults, first: HasSize | None = Non
         return size
     if sides != (None, None):
         return both_sides(*sides)
+    if isinstance(body, VideoBody) and body.second_stage_sigmas and defaults.stage_scale:
+        defaults = defaults.enlarged
     return (defaults.width, defaults.height) if first is None else size_of(first, defaults)
 
 

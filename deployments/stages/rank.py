@@ -22,6 +22,7 @@ from engines.gang.gang_config import BuildRank, RankParts
 from pipelines.checkpoint import Checkpoint
 from pipelines.libraries import quick_imports
 from pipelines.lora.source import named
+from pipelines.recipes import merged
 from pipelines.request import mix_of
 
 if TYPE_CHECKING:
@@ -68,7 +69,10 @@ class LoadRankParts:
                 num_offloaded=self.model.denoiser.num_offloaded,
                 typical=checkpoint.defaults.request(),
             )
-        for module in denoiser.modules.values():
+            recipes = merged(self.model.recipes, checkpoint.recipes).values()
+            makes_two_passes = any(recipe.second_stage_sigmas for recipe in recipes)
+            others = [checkpoint.sampler().latent_upsampler.module] if makes_two_passes else []
+        for module in (*denoiser.modules.values(), *others):
             memory.hold(module)
         return denoiser
 
@@ -122,8 +126,9 @@ def _make_engine(
 def recipe_mixes(model: ModelConfig) -> tuple[Mix, ...]:
     """Return the additions to the weights that requests with the model's recipes ask for."""
     known = named(model.adapters)
-    mixes = dict.fromkeys(mix_of(recipe.loras(name, known)) for name, recipe in model.recipes.items())
-    return tuple(filter(None, mixes))
+    each = ((name, of) for name, one in model.recipes.items() for of in (one.loras, one.second_stage_loras))
+    mixes = [mix_of(loras_of(name, known)) for name, loras_of in each]
+    return tuple(filter(None, dict.fromkeys(mixes)))
 
 
 def choosing_of(model: ModelConfig, checkpoint: Checkpoint) -> Choosing:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LastStage:
-    """The last steps of a job whose first ones have another shape, or other additions to the weights."""
+    """The steps of a job from one on, if they have another shape, or other additions to the weights, than before."""
 
     num_steps: int
     shape: Hashable | None

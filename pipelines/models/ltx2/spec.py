@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, FeatureTable, ShardPlan, TokenGather, TokenShard
+from pipelines.control_network import UPSAMPLER_FOLDER
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
     from engines.core.attention import Kernel
 
 VIDEO = "video"
-UPSAMPLER = "latent_upsampler"
-"""Folder of the model between two passes. It is no part of the pipeline's index."""
+UPSAMPLER_CLASS = "LTX2LatentUpsamplerModel"
 MAX_TOKENS = 1024
 """The pipeline's own limit."""
 MAX_KEYFRAMES = 8
@@ -65,13 +65,16 @@ def gates(config: Config) -> tuple[ColumnLinear, ...]:
     return tuple(ColumnLinear(pattern=f"{BLOCKS}.*.{name}.to_gate_logits") for name in named)
 
 
-RECIPES: Mapping[str, Recipe] = {
-    "distilled-8": Recipe(
-        sigmas=(1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875), flow_shift=1.0, true_cfg_scale=1.0
-    ),
-}
+DISTILLED = Recipe(
+    sigmas=(1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875), flow_shift=1.0, true_cfg_scale=1.0
+)
+REFINED = Recipe(second_stage_sigmas=(0.909375, 0.725, 0.421875))
+RECIPES: Mapping[str, Recipe] = {"distilled-8": DISTILLED}
 """For ltx-2-19b-distilled-lora-384.safetensors of Lightricks/LTX-2: the sigmas of the distilled checkpoint are in
 ``diffusers.pipelines.ltx2.utils`` (DISTILLED_SIGMA_VALUES), for a schedule without shift and stretch; one stage."""
+STAGED_RECIPES: Mapping[str, Recipe] = {"two-stages": REFINED, "two-stages-distilled": REFINED.over(DISTILLED)}
+"""With STAGE_2_DISTILLED_SIGMA_VALUES in a second pass: the first one for the model, with that adapter in the second
+pass alone, the other one for a distilled checkpoint."""
 
 
 def stage_scale(path: Path) -> float:
@@ -79,14 +82,16 @@ def stage_scale(path: Path) -> float:
 
     ValueError for an upsampler that makes other clips than larger ones of the same length.
     """
-    file = path / UPSAMPLER / "config.json"
+    file = path / UPSAMPLER_FOLDER / "config.json"
     if not file.is_file():
         return 0.0
     config = json.loads(file.read_text())
+    if (kind := config.get("_class_name")) != UPSAMPLER_CLASS:
+        raise ValueError(f"the {UPSAMPLER_FOLDER} of {path} is a {kind}; it must be a {UPSAMPLER_CLASS}")
     scale: float = config.get("rational_spatial_scale", 2.0) if config.get("use_rational_resampler", True) else 2.0
     if config.get("temporal_upsample") or not config.get("spatial_upsample", True) or scale <= 1:
         raise ValueError(
-            f"the {UPSAMPLER} of {path} does not enlarge the sides alone (temporal_upsample, spatial_upsample, "
+            f"the {UPSAMPLER_FOLDER} of {path} does not enlarge the sides alone (temporal_upsample, spatial_upsample, "
             f"rational_spatial_scale in its config.json): take a spatial upsampler, or remove the folder"
         )
     return scale
@@ -221,8 +226,8 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
         return {"latents": latents["latents"][:, : num_tokens // frames], "num_frames": 1}
 
     def recipes(self, path: Path) -> Mapping[str, Recipe]:
-        """Return the distilled adapter's."""
-        return RECIPES
+        """Return the distilled adapter's, and those of two passes for a folder with a latent upsampler."""
+        return {**RECIPES, **(STAGED_RECIPES if stage_scale(path) else {})}
 
     def defaults(self, path: Path) -> Defaults:
         """Return the defaults of diffusers' pipeline, as on the model card (Lightricks/LTX-2).

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from engines.parallel.weight_files import files_of
 from pipelines.component_weights import load_folder
+from pipelines.control_network import UPSAMPLER_FOLDER
 from pipelines.directory import part_folder
-from pipelines.models.ltx2.spec import UPSAMPLER
 
 STATISTICS = ("latents_mean", "latents_std")
 """Buffers of an auto-encoder by which latents are normalised."""
@@ -46,10 +46,10 @@ class LatentUpsampler:
         self._pipeline, self._device = pipeline, pipeline.device
         for part in ("vae", "audio_vae"):
             _fill_statistics(getattr(pipeline, part), part_folder(path, part), self._device, dtype)
-        folder = path / UPSAMPLER
-        spec = ComponentSpec(UPSAMPLER, LTX2LatentUpsamplerModel, pretrained_model_name_or_path=str(folder))
+        folder = path / UPSAMPLER_FOLDER
+        spec = ComponentSpec(UPSAMPLER_FOLDER, LTX2LatentUpsamplerModel, pretrained_model_name_or_path=str(folder))
         model = load_folder(spec, folder, self._device, dtype)
-        self._model = model.eval().requires_grad_(False)
+        self.module = model.eval().requires_grad_(False)
 
     @torch.no_grad()
     def __call__(self, made: Mapping[str, Any]) -> Upsampled:
@@ -58,7 +58,7 @@ class LatentUpsampler:
         for name, value in {**made, "output_type": "latent"}.items():
             state.set(name, value)
         LTX2AutoDecoderStep()(self._pipeline, state)
-        enlarged: Tensor = self._model(state.get("videos").to(self._model.dtype))
+        enlarged: Tensor = self.module(state.get("videos").to(self.module.dtype))
         pipeline = self._pipeline
         normal = _normalize_latents(enlarged, pipeline.latents_mean, pipeline.latents_std, pipeline.vae_scaling_factor)
         patches = (pipeline.transformer_spatial_patch_size, pipeline.transformer_temporal_patch_size)
