@@ -157,7 +157,7 @@ class ModelSpec(ABC):
         return {}
 
     def unused_parts(self, path: Path) -> tuple[str, ...]:
-        """Return the transformers of the folder that no request needs; they are not loaded."""
+        """Return the parts of the folder that no request needs; they are not loaded."""
         return ()
 
     def shard_plan(self, config: Config) -> ShardPlan:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ColumnLinear, FeatureTable, ShardPlan, TokenGather, TokenShard
 from pipelines.control_network import UPSAMPLER_FOLDER
 from pipelines.defaults import Defaults
-from pipelines.directory import read_config
+from pipelines.directory import part_class, read_config
 from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
 from pipelines.models.ltx.spec import LTXSpec, vae_scales
 from pipelines.models.spec import CLIP, Config, SeveralOutputsSpec, blank_like, lazy
@@ -34,6 +34,8 @@ MAX_TOKENS = 1024
 """The pipeline's own limit."""
 MAX_KEYFRAMES = 8
 """Each adds the tokens of a frame of latents."""
+UNUSED = ("prompt_enhancer", "processor", "duration_head", "diffusion_decoder")
+"""Parts of LTX-2.5 that no request needs: a request has a length, and the auto-encoder decodes."""
 CONTEXT = "reference_conditions"
 """The pipeline's input for clips that an in-context adapter (IC-LoRA) attends to."""
 SOUND_RATE = 25
@@ -107,6 +109,7 @@ def _context(frames: Sequence[Image]) -> list[Any]:
 class LTX2Spec(SeveralOutputsSpec, LTXSpec):
     family = "ltx2"
     patch_blocks = lazy("pipelines.models.ltx2.patches:patch_blocks")
+    extend_blocks = lazy("pipelines.models.ltx2.patches:decode_by_vae")
     latent_upsampler = lazy("pipelines.models.ltx2.upsampler:LatentUpsampler")
     local_attention = TO_WHOLE
     counts_heads = True
@@ -134,6 +137,9 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
             tables=tuple(FeatureTable(pattern=name, dim=1 if by_head else 2) for name in POSITIONS),
             free=SWITCHES,
         )
+
+    def unused_parts(self, path: Path) -> tuple[str, ...]:
+        return tuple(part for part in UNUSED if part_class(path, part) is not None)
 
     def set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
         from pipelines.models.ltx2.patches import perturb_whole
@@ -234,6 +240,11 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
 
         The auto-encoder mirrors latents at their edges, which needs two in a row.
         """
+        if part_class(path, "vae") is None:
+            raise ValueError(
+                f"{path} has no vae, and its diffusion_decoder is not served: it needs NATTEN's kernels at real sizes; "
+                "take a folder with the vae as well"
+            )
         spatial, temporal = vae_scales(path)
         return replace(
             CLIP,

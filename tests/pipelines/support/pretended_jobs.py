@@ -18,6 +18,7 @@ from engines.torch_engine import steps
 from pipelines import whole_pipeline
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.models.generic.whole import WholeSpec
+from pipelines.models.ltx2 import upsampler
 from tests.pipelines.support.pretend_gpu import PretendGpu, put_on_gpu
 
 CPU = torch.device("cpu")
@@ -34,6 +35,7 @@ def pretended_gpu() -> Iterator[PretendGpu]:
             (steps.StepRunner, "__init__", runner),
             (OpenedPipeline, "load_part", _placed(OpenedPipeline.load_part)),
             (whole_pipeline, "load_whole", functools.partial(_load_whole, whole_pipeline.load_whole)),
+            (upsampler, "load_folder", functools.partial(_load_folder, upsampler.load_folder)),
             (whole_pipeline, "_call", functools.partial(_call, whole_pipeline._call)),
         ):
             stack.enter_context(patch.object(owner, name, value))
@@ -75,6 +77,12 @@ def _placed(load: Callable[..., Any]) -> Callable[..., Any]:
         return part
 
     return load_part
+
+
+def _load_folder(load: Callable[..., Any], spec: Any, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    part = load(spec, folder, CPU, dtype)
+    put_on_gpu(part)
+    return part
 
 
 def _load_whole(load: Callable[..., Any], spec: WholeSpec, path: Path, device: torch.device, dtype: torch.dtype) -> Any:

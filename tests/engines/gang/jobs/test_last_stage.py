@@ -138,7 +138,7 @@ def test_a_gang_measures_each_stage_and_tells_when_the_job_ends(
     assert [step for step, *_ in told] == [*range(1, num_first + num_last + 1)]
     for step, _, eta_s in told[2:-1]:
         left_s = sum(10.0 if later > num_first else 1.0 for later in range(step + 1, num_first + num_last + 1))
-        near = {"abs": 11.0} if step > num_first - 2 else {"rel": 0.2}  # a GPU's report comes a step early
-        assert eta_s == pytest.approx(left_s, **near), step
+        near = 11.0 if step > num_first - 2 else 0.2 * left_s  # a GPU's report comes a step early
+        assert eta_s == pytest.approx(left_s, abs=near), step
     measured = known.prediction().measured
     assert measured == {(shape_name(shape), 1): pytest.approx(step_s, rel=0.1) for shape, step_s in STEPS_S.items()}

@@ -213,14 +213,20 @@ def test_the_second_pass_has_its_own_adapters(num_ranks: int, folder: Path, adap
         check(folder, values, expected)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize(("num_pictures", "scale"), [(0, 3.0), (1, 1.0)], ids=["guided", "a picture begins"])
-def test_both_passes_equal_two_calls_of_the_blocks(
-    num_pictures: int, scale: float, num_ranks: int, folder: Path
-) -> None:
-    """The picture is encoded in the size of each pass."""
-    request = request_of(folder, true_cfg_scale=scale, num_pictures=num_pictures)
+BY_BLOCKS = {"guided": (0, 3.0), "a picture begins": (1, 1.0)}
+
+
+def by_blocks_case(name: str, folder: Path) -> tuple[MediaRequest, tuple[Image.Image, ...]]:
+    num_pictures, scale = BY_BLOCKS[name]
     images = tuple(picture(SIDES[1], SIDES[0], seed) for seed in range(num_pictures))
+    return request_of(folder, true_cfg_scale=scale, num_pictures=num_pictures), images
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", BY_BLOCKS)
+def test_both_passes_equal_two_calls_of_the_blocks(name: str, num_ranks: int, folder: Path) -> None:
+    """The picture is encoded in the size of each pass."""
+    request, images = by_blocks_case(name, folder)
     conditioning = encoded(folder, request, images)
     for values in gang(num_ranks).run(denoised, folder, request, conditioning, "ulysses"):
         check(folder, values, by_blocks(folder, request, images))
