@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from pipelines.directory import gguf_in, part_folder, quantiser_of
 from pipelines.loading import resolve_configuration, resolve_dtype, resolve_path
 from pipelines.lora.source import LoraLimits, LoraSource
 from pipelines.models.registry import spec_of, transformer_class
-from pipelines.request import MediaRequest
+from pipelines.request import MediaRequest, SecondStage
 from pipelines.schedules import with_schedule
 from pipelines.single_file import split_source
 from pipelines.size import Size
@@ -294,25 +295,38 @@ class Checkpoint:
         return self.first_step(self.defaults.request())
 
     def first_steps(
-        self, sizes: Iterable[Size], modules: Iterable[str], *, fills_prompts: bool = False
+        self,
+        sizes: Iterable[Size],
+        modules: Iterable[str],
+        *,
+        fills_prompts: bool = False,
+        second_stage: SecondStage | None = None,
     ) -> tuple[tuple[Branch, ...], ...]:
         """Return a step for each size and each of ``modules``, in order, with the model's usual number of branches.
 
         If requests may have a control picture, there is one with it and one without. If steps grow, there is one of
-        each kind. Models with prompt windows, or engines that pad (``fills_prompts``), add short prompts. Empty if
-        conditioning is unknown before a request (``ModelSpec.blank_conditioning``).
+        each kind. Models with prompt windows, or engines that pad (``fills_prompts``), add short prompts. So does a
+        ``second_stage`` with its steps in the sizes that results of two passes may have. Empty if conditioning is
+        unknown before a request (``ModelSpec.blank_conditioning``).
         """
         if not self.spec.has_known_conditioning:
             logger.info("no warm-up before the first request: conditioning of %s is unknown", self.spec.family)
             return ()
         short = (*self.spec.short_prompts, *(self.spec.windowed_prompts if fills_prompts else ()))
         names, prompts = tuple(modules), (self.defaults.max_tokens, *short)
-        defaults = self.defaults
+        defaults, sizes = self.defaults, tuple(sizes)
         controls = {defaults.takes_control, defaults.needs_control}
         requests = [defaults.request(size, has_control=one) for size in sizes for one in sorted(controls, reverse=True)]
+        requests += [] if second_stage is None else self._last_stages(sizes, second_stage)
         states = (self._begin(request, num_tokens) for request in requests for num_tokens in prompts)
         steps = [step for state in states for step in self._sampler.kinds(state)]
         return tuple(tuple(replace(branch, module=name) for branch in step) for step in steps for name in names)
+
+    def _last_stages(self, sizes: Iterable[Size], second_stage: SecondStage) -> Iterator[MediaRequest]:
+        """Yield the second pass of a request of each of ``sizes`` that allows two."""
+        for size in sizes:
+            with suppress(ValueError):
+                yield self.defaults.request(size, second_stage=second_stage).stages[-1]
 
     def _begin(self, request: MediaRequest, num_tokens: int) -> BlocksState:
         """Return the state of ``request`` before its first step, with blank prompts of ``num_tokens``."""

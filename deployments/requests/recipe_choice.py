@@ -6,13 +6,12 @@ from typing import Any, TypeVar
 
 from deployments.requests.bodies import ImageBody, MediaBody, VideoBody
 from deployments.requests.fields import AskedLora, Quality
-from deployments.requests.model_choice import split_name
+from deployments.requests.model_choice import choose_second_stage, split_name
 from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.rules import (
     QUALITIES,
     choose_attention,
     choose_scales,
-    choose_second_stage,
     choose_size,
     choose_solver,
     choose_steps,

@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeGuard, TypeVar
 
 from deployments.requests.bodies import EditBody, MediaBody, VideoBody
 from deployments.requests.fields import BLANK, RANDOM_SEED, Quality, WrittenQuality
-from deployments.requests.model_choice import check_loras, choose_loras, names_lora
+from deployments.requests.model_choice import check_loras, choose_loras, choose_second_stage, names_lora
 from deployments.requests.pictures.limits import check_shapes
 from deployments.requests.pictures.sources import Sources
 from deployments.requests.pictures.video import VideoForm, VideoHead
@@ -21,7 +21,7 @@ from deployments.requests.request_errors import RequestError, blaming, shown
 from deployments.service.interface import ModelCard
 from engines.core.spec import Attention
 from pipelines.defaults import Defaults
-from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaRequest, SecondStage, ServiceTier
+from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaRequest, ServiceTier
 from pipelines.size import PIXELS, Size, largest_num_frames
 from pipelines.solver import Solver
 
@@ -307,17 +307,6 @@ def choose_solver(body: MediaBody) -> Solver:
         guidance_scale_2=body.guidance_scale_2,
         boundary_ratio=body.boundary_ratio,
     )
-
-
-def choose_second_stage(body: MediaBody, card: ModelCard) -> SecondStage | None:
-    """Return the second pass over the latents; None without one."""
-    if not isinstance(body, VideoBody) or not body.second_stage_sigmas:
-        if isinstance(body, VideoBody) and body.second_stage_lora:
-            message = "second_stage_lora is for a second pass: give second_stage_sigmas as well, or leave it out"
-            raise RequestError(message, "second_stage_lora")
-        return None
-    loras = choose_loras(None, body.second_stage_lora or (), card)
-    return SecondStage(scale=card.defaults.stage_scale, sigmas=body.second_stage_sigmas, loras=loras)
 
 
 def choose_steps(body: MediaBody, defaults: Defaults) -> int:

@@ -23,7 +23,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.libraries import quick_imports
 from pipelines.lora.source import named
 from pipelines.recipes import merged
-from pipelines.request import mix_of
+from pipelines.request import SecondStage, mix_of
 
 if TYPE_CHECKING:
     from pipelines.lora.lora_cache import LoraCache
@@ -69,8 +69,7 @@ class LoadRankParts:
                 num_offloaded=self.model.denoiser.num_offloaded,
                 typical=checkpoint.defaults.request(),
             )
-            recipes = merged(self.model.recipes, checkpoint.recipes).values()
-            makes_two_passes = any(recipe.second_stage_sigmas for recipe in recipes)
+            makes_two_passes = second_stage_of(self.model, checkpoint) is not None
             others = [checkpoint.sampler().latent_upsampler.module] if makes_two_passes else []
         for module in (*denoiser.modules.values(), *others):
             memory.hold(module)
@@ -97,7 +96,12 @@ def _make_engine(
 
     config = model.denoiser
     start_s = time.monotonic()
-    steps = checkpoint.first_steps(config.warm_sizes, denoiser.modules, fills_prompts=config.fills_prompts)
+    steps = checkpoint.first_steps(
+        config.warm_sizes,
+        denoiser.modules,
+        fills_prompts=config.fills_prompts,
+        second_stage=second_stage_of(model, checkpoint),
+    )
     attentions = model.attentions[1:]
     engine = checkpoint.own_engine() or load_engine(
         config.engine,
@@ -129,6 +133,13 @@ def recipe_mixes(model: ModelConfig) -> tuple[Mix, ...]:
     each = ((name, of) for name, one in model.recipes.items() for of in (one.loras, one.second_stage_loras))
     mixes = [mix_of(loras_of(name, known)) for name, loras_of in each]
     return tuple(filter(None, dict.fromkeys(mixes)))
+
+
+def second_stage_of(model: ModelConfig, checkpoint: Checkpoint) -> SecondStage | None:
+    """Return the second pass of the first of the model's recipes that has one."""
+    recipes, scale = merged(model.recipes, checkpoint.recipes).values(), checkpoint.defaults.stage_scale
+    each = (SecondStage(scale=scale, sigmas=sigmas) for recipe in recipes if (sigmas := recipe.second_stage_sigmas))
+    return next(each, None)
 
 
 def choosing_of(model: ModelConfig, checkpoint: Checkpoint) -> Choosing:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,10 +19,10 @@ from engines.torch_engine import steps
 from pipelines import whole_pipeline
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.models.generic.whole import WholeSpec
-from pipelines.models.ltx2 import upsampler
 from tests.pipelines.support.pretend_gpu import PretendGpu, put_on_gpu
 
 CPU = torch.device("cpu")
+upsampler: Any = import_module("pipelines.models.ltx2.upsampler")
 
 
 @contextmanager

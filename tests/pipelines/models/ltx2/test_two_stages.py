@@ -269,6 +269,20 @@ def test_a_gang_knows_the_steps_of_both_passes(folder: Path) -> None:
     assert checkpoint.first_latents(request)["latents"].shape[1] == 72
 
 
+def test_a_gang_warms_up_for_both_passes(folder: Path) -> None:
+    """The second one in the sizes that results may have: 96 is no multiple of 64."""
+    checkpoint = Checkpoint(folder)
+    sizes = [Size(width=width, height=128, num_frames=5) for width in (96, 192)]
+    plain, staged = (
+        [step[0].inputs["hidden_states"].shape[1] for step in checkpoint.first_steps(sizes, ["a"], second_stage=one)]
+        for one in (None, SECOND)
+    )
+    assert plain == [36, 72]
+    assert staged == [36, 72, 72]
+    *_, last = checkpoint.first_steps(sizes, ["a"], second_stage=SECOND)
+    assert len(last) == 1, "without guidance"
+
+
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
