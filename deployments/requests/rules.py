@@ -24,6 +24,7 @@ from pipelines.defaults import Defaults
 from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaRequest, ServiceTier
 from pipelines.size import PIXELS, Size, largest_num_frames
 from pipelines.solver import Solver
+from pipelines.wording import decimal
 
 RANDOM_SEED_BITS = 32
 TIERS: Mapping[str, ServiceTier] = {"auto": "default", "default": "default", "flex": "flex", "priority": "priority"}
@@ -495,8 +496,3 @@ def longest(rate: int, defaults: Defaults) -> str:
 def clip_seconds(request: MediaRequest) -> str:
     """Return the duration of a clip, which may differ from the ``seconds`` of its body."""
     return decimal(request.num_frames / request.fps)
-
-
-def decimal(seconds: float) -> str:
-    """Return at most three decimals, without zeros at the end."""
-    return f"{seconds:.3f}".rstrip("0").rstrip(".")
