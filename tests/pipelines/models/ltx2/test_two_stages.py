@@ -203,7 +203,7 @@ def test_both_passes_equal_two_calls_of_the_classic_pipeline(num_ranks: int, fol
             assert torch.equal(values["latents"], ranks[0]["latents"])
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_second_pass_has_its_own_adapters(num_ranks: int, folder: Path, adapter: Path) -> None:
     request = request_of(folder, second_stage=REFINED)
     sources = (LoraSource(path=str(adapter), name=ADAPTER),)
@@ -222,7 +222,7 @@ def by_blocks_case(name: str, folder: Path) -> tuple[MediaRequest, tuple[Image.I
     return request_of(folder, true_cfg_scale=scale, num_pictures=num_pictures), images
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", BY_BLOCKS)
 def test_both_passes_equal_two_calls_of_the_blocks(name: str, num_ranks: int, folder: Path) -> None:
     """The picture is encoded in the size of each pass."""
