@@ -65,7 +65,7 @@ def make_cards(config: AppConfig, memory: Mapping[str, Mapping[str, Any]] = NO_M
             ),
             aliases=model.aliases,
             loras=named(model.adapters),
-            recipes=merged(model.recipes, checkpoint.spec.recipes(checkpoint.path)),
+            recipes=merged(model.recipes, checkpoint.recipes),
             qualities=model.qualities,
             description=checkpoint.description,
             enhances_prompts=enhancers[model.name].default if model.name in enhancers else None,

@@ -70,6 +70,8 @@ class ModelConfig(BaseModel):
     """All other parts of a model with a transformer file, as a directory, name or hub id."""
     controlnet: str = ""
     """A control network that is not in the model's directory, as a directory or hub id."""
+    upsampler: str = ""
+    """A latent upsampler that is not in the model's directory, as a directory or hub id."""
     workflow: str = ""
     """A use of the model that needs another of its transformers (MiniMax-H3: ref2va)."""
     aliases: tuple[ModelName, ...] = ()
@@ -183,6 +185,7 @@ class ModelConfig(BaseModel):
             ("base", self.base, ("",)),
             ("memory_gib", self.memory_gib, (None,)),
             ("controlnet", self.controlnet, ("",)),
+            ("upsampler", self.upsampler, ("",)),
             ("workflow", self.workflow, ("",)),
             ("text_encoder.compile", self.text_encoder.compile, (False,)),
             ("text_encoder.offloads_layers", self.text_encoder.offloads_layers, (False,)),
@@ -225,7 +228,10 @@ class ModelConfig(BaseModel):
     def source(self) -> str:
         path = self.path or self.name
         file, base = (path, self.base) if self.base else ("", path)
-        return str(ModelSource(base=base, file=file, workflow=self.workflow, network=self.controlnet))
+        if self.controlnet and self.upsampler:
+            raise ValueError("controlnet and upsampler are for different models: leave one of them out")
+        parts = {"network": self.controlnet, "upsampler": self.upsampler}
+        return str(ModelSource(base=base, file=file, workflow=self.workflow, **parts))
 
 
 def check_sleeping(model: ModelConfig) -> None:

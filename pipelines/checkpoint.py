@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from engines.core.model import Branch, DenoiserModel
+from pipelines.control_network import PART, SeparatePart
 from pipelines.defaults import Defaults
 from pipelines.description import Description, read_description
 from pipelines.directory import gguf_in, part_folder, quantiser_of
@@ -17,7 +19,7 @@ from pipelines.loading import ModelSource, resolve_configuration, resolve_dtype,
 from pipelines.lora.source import LoraLimits, LoraSource
 from pipelines.models.registry import spec_of, transformer_class
 from pipelines.own_defaults import with_own_defaults
-from pipelines.request import MediaRequest
+from pipelines.request import MediaRequest, SecondStage
 from pipelines.schedules import with_schedule
 from pipelines.size import Size
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:  # reading defaults must not import torch
     from pipelines.blocks.sampler import BlocksSampler
     from pipelines.blocks.state import BlocksState
     from pipelines.models.generic.whole import WholeSpec
+    from pipelines.recipes import Recipe
     from pipelines.whole_pipeline import WholeEngine
 
 logger = logging.getLogger(__name__)
@@ -75,14 +78,20 @@ class Checkpoint:
         ``weights=False`` skips the download of weights. ValueError names the attempts.
         """
         model = ModelSource.parse(source)
-        file, network = Path(model.file) if model.file else None, model.network
+        file, part = Path(model.file) if model.file else None, model.part
         checkpoint = cls(resolve_path(source, weights=weights), device, dtype, loras, file, runtime_loras)
-        if network and (checkpoint.spec.is_whole or not checkpoint.defaults.takes_control):
+        if part is not None and (checkpoint.spec.is_whole or not checkpoint.takes(part)):
+            what = "a control network" if part.kind == PART else "a latent upsampler"
+            use = "follows none by its blocks" if part.kind == PART else "makes clips in one pass"
             raise ValueError(
-                f"{network} is a control network, and {checkpoint.spec.family} follows none by its blocks: leave "
-                "controlnet out, or take a folder that diffusers' ControlNet pipeline has saved"
+                f"{part.place} is {what}, and {checkpoint.spec.family} {use}: leave {part.kind} out"
+                + (", or take a folder that diffusers' ControlNet pipeline has saved" if part.kind == PART else "")
             )
         return checkpoint
+
+    def takes(self, part: SeparatePart) -> bool:
+        """Return whether requests can use a part that was stored apart."""
+        return self.defaults.takes_control if part.kind == PART else self.defaults.stage_scale > 0
 
     @classmethod
     def of_configuration(
@@ -109,6 +118,11 @@ class Checkpoint:
         scheduled = with_schedule(self.path, usual, spec.schedulers, spec.schedules, shifts=shifts)
         own = with_own_defaults(self.path, scheduled)
         return replace(own, takes_cache=own.takes_cache and not self.spec.is_whole)
+
+    @property
+    def recipes(self) -> Mapping[str, Recipe]:
+        """The recipes that ship with the model's family."""
+        return self.spec.recipes(self.path)
 
     def eager_only(self, *, is_split: bool) -> str:
         """Return the transformer's class and why only torch can run its forward; empty if it can be exported.
@@ -281,9 +295,10 @@ class Checkpoint:
     def first_latents(self, request: MediaRequest) -> Mapping[str, Any]:
         """Return the decoder's input before the first step of ``request``, for a clip in chunks before its first chunk.
 
-        ValueError outside the model's limits.
+        With two passes over the latents, it is that before the second. ValueError outside the model's limits.
         """
-        return self._sampler.preview(self._begin(request, self.defaults.max_tokens))
+        self.defaults.check(request)
+        return self._sampler.preview(self._begin(request.stages[-1], self.defaults.max_tokens))
 
     def footprint(self, request: MediaRequest) -> Footprint:
         """Return the memory and work of encoder and decoder for ``request``, of a checkpoint on "meta"."""
@@ -302,25 +317,38 @@ class Checkpoint:
         return self.first_step(self.defaults.request())
 
     def first_steps(
-        self, sizes: Iterable[Size], modules: Iterable[str], *, fills_prompts: bool = False
+        self,
+        sizes: Iterable[Size],
+        modules: Iterable[str],
+        *,
+        fills_prompts: bool = False,
+        second_stage: SecondStage | None = None,
     ) -> tuple[tuple[Branch, ...], ...]:
         """Return a step for each size and each of ``modules``, in order, with the model's usual number of branches.
 
         If requests may have a control picture, there is one with it and one without. If steps grow, there is one of
-        each kind. Models with prompt windows, or engines that pad (``fills_prompts``), add short prompts. Empty if
-        conditioning is unknown before a request (``ModelSpec.blank_conditioning``).
+        each kind. Models with prompt windows, or engines that pad (``fills_prompts``), add short prompts. So does a
+        ``second_stage`` with its steps in the sizes that results of two passes may have. Empty if conditioning is
+        unknown before a request (``ModelSpec.blank_conditioning``).
         """
         if not self.spec.has_known_conditioning:
             logger.info("no warm-up before the first request: conditioning of %s is unknown", self.spec.family)
             return ()
         short = (*self.spec.short_prompts, *(self.spec.windowed_prompts if fills_prompts else ()))
         names, prompts = tuple(modules), (self.defaults.max_tokens, *short)
-        defaults = self.defaults
+        defaults, sizes = self.defaults, tuple(sizes)
         controls = {defaults.takes_control, defaults.needs_control}
         requests = [defaults.request(size, has_control=one) for size in sizes for one in sorted(controls, reverse=True)]
+        requests += [] if second_stage is None else self._last_stages(sizes, second_stage)
         states = (self._begin(request, num_tokens) for request in requests for num_tokens in prompts)
         steps = [step for state in states for step in self._sampler.kinds(state)]
         return tuple(tuple(replace(branch, module=name) for branch in step) for step in steps for name in names)
+
+    def _last_stages(self, sizes: Iterable[Size], second_stage: SecondStage) -> Iterator[MediaRequest]:
+        """Yield the second pass of a request of each of ``sizes`` that allows two."""
+        for size in sizes:
+            with suppress(ValueError):
+                yield self.defaults.request(size, second_stage=second_stage).stages[-1]
 
     def _begin(self, request: MediaRequest, num_tokens: int) -> BlocksState:
         """Return the state of ``request`` before its first step, with blank prompts of ``num_tokens``."""

@@ -1,20 +1,35 @@
-"""A model with a control network that is stored apart from it.
+"""A model with a control network or a latent upsampler that is stored apart from it.
 
-It is opened as one diffusers folder with links to the parts of the model and to the network, and an index of both.
+It is opened as one diffusers folder with links to the parts of the model and to that part, and an index of both.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipelines.directory import MODULAR_INDEX, has_part, linked_folder, part_class, read_index
 
 PART = "controlnet"
+UPSAMPLER = "upsampler"
+UPSAMPLER_FOLDER, UPSAMPLER_CLASS = "latent_upsampler", "LatentUpsamplerModel"
+SEPARATOR = re.compile(rf"\+({PART}|{UPSAMPLER})@")
 FOLDERS = "controlled"
 """Place of such folders in the Hugging Face cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeparatePart:
+    """A part that is stored apart from its model."""
+
+    place: str
+    """A folder or a hub id."""
+    kind: str = PART
+    """Its key in the configuration: ``controlnet`` or ``upsampler``."""
 
 
 def control_defaults(path: Path, network_class: str) -> Mapping[str, Any]:
@@ -29,14 +44,29 @@ def control_defaults(path: Path, network_class: str) -> Mapping[str, Any]:
     return {"takes_control": True, "control_scale": 1.0, "takes_control_guidance": True}
 
 
-def joined_folder(model: Path, network: Path) -> Path:
-    """Return the diffusers folder with the parts of ``model`` and the control network in ``network``.
+def joined_folder(model: Path, part: Path, kind: str = PART) -> Path:
+    """Return the diffusers folder with the parts of ``model`` and the control network or upsampler in ``part``.
 
     It is made at the first call, and the same for equal folders. ValueError if ``model`` has a modular index, or
-    ``network`` is not a model of diffusers.
+    ``part`` is not such a model of diffusers.
     """
-    model, network = model.resolve(), network.resolve()
-    return linked_folder(model, FOLDERS, f"{model}\n{network}", _index(model, network), {PART: network})
+    model, part = model.resolve(), part.resolve()
+    if kind == UPSAMPLER:
+        others = {UPSAMPLER_FOLDER: _upsampler_in(part)}
+        return linked_folder(model, FOLDERS, f"{model}\n{part}", read_index(model), others)
+    return linked_folder(model, FOLDERS, f"{model}\n{part}", _index(model, part), {PART: part})
+
+
+def _upsampler_in(folder: Path) -> Path:
+    """Return ``folder`` or the one inside it that holds the upsampler, as in a folder of its pipeline."""
+    for place in (folder, folder / UPSAMPLER_FOLDER):
+        file = place / "config.json"
+        if file.is_file() and str(json.loads(file.read_text()).get("_class_name")).endswith(UPSAMPLER_CLASS):
+            return place
+    raise ValueError(
+        f"{folder} holds no {UPSAMPLER_CLASS}: give a folder with its config.json and weights, one with a folder "
+        f"{UPSAMPLER_FOLDER}, or a hub id"
+    )
 
 
 def _index(model: Path, network: Path) -> dict[str, object]:

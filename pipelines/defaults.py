@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
 from pipelines.caching import computed_steps
-from pipelines.request import MediaKind, MediaRequest
+from pipelines.request import MediaKind, MediaRequest, check_second_stage
 from pipelines.size import MAX_SIDES, Size, SizeLimits, check_frames, largest_num_frames
 from pipelines.solver import NO_SOLVER_LIMITS, SolverLimits
 from pipelines.wording import counted
@@ -113,6 +114,8 @@ class Defaults:
     """Most layers of a request; 0: the model makes opaque pictures."""
     make_sound: bool = False
     """Clips have sound unless the request disables it."""
+    stage_scale: float = 0.0
+    """Factor of a clip's sides between the passes of requests with a second one (0: there are none)."""
     max_tokens: int = 0
     """Prompt tokens that reach the model (0: the pipeline's own limit)."""
     solver_order: int = 1
@@ -184,10 +187,22 @@ class Defaults:
         words |= {"max_video_frames": 0, "min_video_frames": 1, "needs_video": False, "keeps_length": False}
         words |= {"takes_both": False, "needs_source": False, "cuts_video": False, "max_reference_aspect": 0}
         words |= {"video_fps": 0, "takes_frame_indices": False, "video_needs_lora": False, "shaped_by_picture": False}
-        whole = {"takes_strength": False, "frames_per_chunk": 0, "first_chunk_steps": 1, "make_sound": False}
-        whole |= {"chunk_overlap": 0}
+        whole: dict[str, Any] = {
+            "takes_strength": False,
+            "frames_per_chunk": 0,
+            "first_chunk_steps": 1,
+            "make_sound": False,
+        }
+        whole |= {"chunk_overlap": 0, "stage_scale": 0.0}
         changes: dict[str, Any] = {**size, **frame, **words, **whole}
         return replace(self, kind=kind, **changes)
+
+    @property
+    def enlarged(self) -> Defaults:
+        """The defaults of requests with a second pass: the first one has the model's own size."""
+        scale = Fraction(self.stage_scale).limit_denominator(100)
+        sides = {name: round(getattr(self, name) * scale) for name in ("width", "height", "min_side")}
+        return replace(self, **sides, size_multiple=self.size_multiple * scale.numerator)
 
     def with_adapters(self, *, has_merged: bool, has_named: bool) -> Defaults:
         """Return the defaults of the model as it is served.
@@ -260,7 +275,9 @@ class Defaults:
             yield from self.of(request.kind).checks(request)
             return
         number, has_mask = request.num_pictures, request.has_mask
-        yield "width", partial(self.check_size, request.width, request.height)
+        yield "second_stage", partial(check_second_stage, request, self.stage_scale)
+        own = self if request.second_stage is None else self.enlarged
+        yield "width", partial(own.check_size, request.width, request.height)
         yield "num_frames", partial(self.check_num_frames, request.num_frames)
         yield "num_inference_steps", partial(self.check_num_steps, request.num_inference_steps)
         yield "num_pictures", partial(self.check_num_pictures, number, has_video=request.num_video_frames > 0)
@@ -319,7 +336,7 @@ class Defaults:
         in_rounds = self.frames_per_chunk > 0 and not self.chunk_overlap
         if request.cache != "off" and (in_rounds or self.num_chunks(request.num_frames) > 1):
             raise ValueError(f"cache is {request.cache!r}; this model makes clips in chunks, with which it must be off")
-        computed_steps(request.cache, self.num_steps_of(request))
+        computed_steps(request.cache, self.num_steps_of(request.stages[0]))
 
     def check_sound(self, request: MediaRequest) -> None:
         if not request.sound:
@@ -336,6 +353,8 @@ class Defaults:
         """
         if request.kind != self.kind:
             return self.of(request.kind).num_steps_of(request)
+        if request.second_stage is not None:
+            return sum(map(self.num_steps_of, request.stages))
         steps, strength = request.num_inference_steps, self.strength_of(request)
         if strength is not None:
             steps = int(steps * strength) if self.rounds_steps_down else steps - int(steps - steps * strength)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.defaults import Defaults
-from pipelines.directory import FILE_NAME, read_own
+from pipelines.directory import DEFAULTS_FILE, read_own
 from pipelines.own_defaults import CARD
 from pipelines.size import Size
 from pipelines.wording import counted
@@ -93,7 +93,7 @@ def read_description(path: Path, defaults: Defaults) -> Description:
 
     ValueError for unknown keys, values of other types, and invalid sizes.
     """
-    file, written = path / FILE_NAME, read_own(path).get(CARD, {})
+    file, written = path / DEFAULTS_FILE, read_own(path).get(CARD, {})
     names = [field.name for field in fields(Description)]
     if not isinstance(written, dict):
         raise ValueError(f"{file}: {CARD} is {json.dumps(written)}; it must be an object with {', '.join(names)}")

@@ -16,9 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-FILE_NAME = "troupe.json"
 DENOISERS = ("transformer", "transformer_ref", "unet")
 """Parts that make predictions."""
+DEFAULTS_FILE = "troupe.json"
+"""Defaults of requests that a folder has in place of its family's."""
 CLASSIC_INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
 CONFIG_FILES = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
 PLACE, SUBFOLDER, CLASS = "pretrained_model_name_or_path", "subfolder", "type_hint"
@@ -54,7 +55,7 @@ def read_index(path: Path) -> Mapping[str, Any]:
 
 def read_own(path: Path) -> dict[str, Any]:
     """Return the contents of ``path/troupe.json``, empty if there is none. ValueError if it is no JSON object."""
-    file = path / FILE_NAME
+    file = path / DEFAULTS_FILE
     try:
         own: Any = json.loads(file.read_text("utf-8"), parse_constant=_refuse) if file.is_file() else {}
     except ValueError as error:

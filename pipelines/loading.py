@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.control_network import joined_folder
+from pipelines.control_network import PART, UPSAMPLER, UPSAMPLER_FOLDER, SeparatePart, joined_folder
 from pipelines.directory import CLASSIC_INDEX, MODULAR_INDEX, repositories
 from pipelines.models.registry import spec_of
 from pipelines.single_file import split_source, with_base
@@ -31,13 +31,17 @@ PART_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 HUB_FILES = [*TOP_FILES, *(f"*/{pattern}" for pattern in PART_FILES)]
 """Files of the diffusers layout: hub repositories often repeat the weights as one large file at the top."""
 CONFIGURATION_FILES = [pattern for pattern in HUB_FILES if not pattern.endswith(".safetensors")]
-NETWORK, WORKFLOW = "+controlnet@", "+workflow@"
-"""Marks in a model's name, before its control network and its workflow."""
+WORKFLOW = "+workflow@"
+"""Mark in a model's name, before its workflow."""
+_SEPARATE = re.compile(rf"\+({PART}|{UPSAMPLER})@")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSource:
-    """A model's name by its parts: ``FILE@BASE+workflow@WORKFLOW+controlnet@NETWORK``, all but ``BASE`` optional."""
+    """A model's name by its parts: ``FILE@BASE+workflow@WORKFLOW+controlnet@NETWORK``, all but ``BASE`` optional.
+
+    It ends with ``+upsampler@UPSAMPLER`` in place of a control network for models with a latent upsampler.
+    """
 
     base: str
     """Folder, shipped checkpoint or hub id; where only a configuration is read, also a published model's name."""
@@ -47,20 +51,31 @@ class ModelSource:
     """Use of the base with another of its transformers (``workflow``); empty: its usual one."""
     network: str = ""
     """Folder or hub id of a control network (``control_network``); empty: none besides what the base has."""
+    upsampler: str = ""
+    """The same of a latent upsampler."""
 
     @classmethod
     def parse(cls, name: str) -> ModelSource:
         """Return the parts of ``name``. ValueError if a file in it has no base, or cannot be read."""
-        model, _, network = name.partition(NETWORK)
+        model, *apart = _SEPARATE.split(name, maxsplit=1)
+        parts = dict.fromkeys(apart[:1], apart[-1] if apart else "")
         file, model = split_source(model)
         base, _, workflow = model.partition(WORKFLOW)
-        return cls(base=base, file=str(file or ""), workflow=workflow, network=network)
+        apart_from_it = {"network": parts.get(PART, ""), "upsampler": parts.get(UPSAMPLER, "")}
+        return cls(base=base, file=str(file or ""), workflow=workflow, **apart_from_it)
 
     def __str__(self) -> str:
         """Return the name. ValueError if the file is not a safetensors or GGUF file."""
         name = with_base(self.file, self.base) if self.file else self.base
         name = f"{name}{WORKFLOW}{self.workflow}" if self.workflow else name
-        return f"{name}{NETWORK}{self.network}" if self.network else name
+        return f"{name}+{self.part.kind}@{self.part.place}" if self.part else name
+
+    @property
+    def part(self) -> SeparatePart | None:
+        """The part that is stored apart from the base; None without one."""
+        if self.upsampler:
+            return SeparatePart(self.upsampler, UPSAMPLER)
+        return SeparatePart(self.network) if self.network else None
 
 
 def resolve_path(source: str, *, weights: bool = True) -> Path:
@@ -72,12 +87,11 @@ def resolve_path(source: str, *, weights: bool = True) -> Path:
     ``ModelSource``). ValueError says what to change.
     """
     model = ModelSource.parse(source)
-    path = _resolve_model(model, weights=weights)
-    return joined_folder(path, _resolve_network(model.network, weights=weights)) if model.network else path
+    return _with_part(_resolve_model(model, weights=weights), model.part, weights=weights)
 
 
 def _resolve_model(model: ModelSource, *, weights: bool) -> Path:
-    """Return the folder of a model without its control network."""
+    """Return the folder of a model without a part that is stored apart."""
     if model.workflow:
         return _resolve_workflow(model.base, model.workflow, weights=weights)
     source = model.base
@@ -101,12 +115,18 @@ def _resolve_workflow(source: str, workflow: str, *, weights: bool) -> Path:
     return _with_parts(workflow_folder(path, workflow), weights=weights)
 
 
-def _resolve_network(source: str, *, weights: bool) -> Path:
-    if Path(source).is_dir():
-        return Path(source)
-    if _HUB_ID.fullmatch(source):
-        return _download(source, [pattern for pattern in PART_FILES if weights or not pattern.endswith(".safetensors")])
-    raise ValueError(f"no control network {source!r}: give a folder of diffusers, or a hub id like owner/name")
+def _with_part(path: Path, part: SeparatePart | None, *, weights: bool) -> Path:
+    return path if part is None else joined_folder(path, _resolve_part(part, weights=weights), part.kind)
+
+
+def _resolve_part(part: SeparatePart, *, weights: bool) -> Path:
+    if Path(part.place).is_dir():
+        return Path(part.place)
+    if _HUB_ID.fullmatch(part.place):
+        files = [pattern for pattern in PART_FILES if weights or not pattern.endswith(".safetensors")]
+        inner = [f"{UPSAMPLER_FOLDER}/{pattern}" for pattern in files] if part.kind == UPSAMPLER else []
+        return _download(part.place, files + inner)
+    raise ValueError(f"no {part.kind} {part.place!r}: give a folder of diffusers, or a hub id like owner/name")
 
 
 def resolve_configuration(source: str) -> Path:
@@ -118,7 +138,7 @@ def resolve_configuration(source: str) -> Path:
     model = ModelSource.parse(source)
     path = _base_configuration(model.base)
     path = workflow_folder(path, model.workflow) if model.workflow else path
-    return joined_folder(path, _resolve_network(model.network, weights=False)) if model.network else path
+    return _with_part(path, model.part, weights=False)
 
 
 def _base_configuration(source: str) -> Path:

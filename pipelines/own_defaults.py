@@ -11,12 +11,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from pipelines.defaults import Defaults
-from pipelines.directory import FILE_NAME, read_own
+from pipelines.directory import DEFAULTS_FILE, read_own
 
 CARD = "card"
 """The key of the model's description, which does not affect requests."""
 DIVISORS = ("size_multiple", "frame_multiple", "fps")
-KEYS = tuple(field.name for field in fields(Defaults) if field.name not in ("kind", "solver"))
+KEYS = tuple(field.name for field in fields(Defaults) if field.name not in ("kind", "solver", "stage_scale"))
 
 
 def with_own_defaults(path: Path, defaults: Defaults) -> Defaults:
@@ -24,7 +24,7 @@ def with_own_defaults(path: Path, defaults: Defaults) -> Defaults:
 
     ValueError for unknown keys, for values of another type, and if the default request becomes invalid.
     """
-    file, own = path / FILE_NAME, read_own(path)
+    file, own = path / DEFAULTS_FILE, read_own(path)
     own.pop(CARD, None)
     if unknown := sorted(own.keys() - set(KEYS)):
         raise ValueError(f"{file} has unknown keys {', '.join(unknown)}; known: {', '.join((*KEYS, CARD))}")

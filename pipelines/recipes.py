@@ -15,6 +15,7 @@ from pipelines.request import Lora
 FILES = ("path", "file", "path_2", "file_2", "scale")
 """Fields about the recipe's own adapter."""
 ABOUT = ("likeness",)
+LORAS = ("lora", "second_stage_lora")
 PARTS = ("transformer", "transformer_2")
 
 
@@ -52,6 +53,10 @@ class Recipe:
     """Noise levels of the steps before the shift, from high to low, without the final 0."""
     timesteps: tuple[float, ...] = ()
     """Timesteps of the steps, from high to low, instead of ``sigmas``."""
+    second_stage_sigmas: tuple[float, ...] = ()
+    """Noise levels of a second pass over enlarged latents. The recipe's own adapter is then for that pass alone."""
+    second_stage_lora: tuple[Lora, ...] = ()
+    """Further adapters of the second pass."""
     cache: CacheMode | None = None
     """Pattern of steps that reuse the previous prediction."""
     attention: Attention | None = None
@@ -78,7 +83,7 @@ class Recipe:
     @property
     def settings(self) -> dict[str, Any]:
         """The fields of a request that it changes, its adapters aside."""
-        return {name: value for name, value in self.values.items() if name not in (*FILES, *ABOUT, "lora")}
+        return {name: value for name, value in self.values.items() if name not in (*FILES, *ABOUT, *LORAS)}
 
     def sources(self, name: str) -> tuple[LoraSource, ...]:
         """Return its own adapter, one for each transformer, under ``name``."""
@@ -91,11 +96,20 @@ class Recipe:
         return (LoraSource(path=self.path, file=self.file, name=name, scale=scale, part=PARTS[0]), second)
 
     def loras(self, name: str, known: tuple[Lora, ...]) -> tuple[Lora, ...]:
-        """Return its adapters, given those of the model: the one of its name, if there is one, and its others."""
-        own = tuple(
+        """Return its adapters, given those of the model: the one of its name, if there is one, and its others.
+
+        With a second pass, these are those of the first.
+        """
+        return self.lora if self.second_stage_sigmas else (*self._own(name, known), *self.lora)
+
+    def second_stage_loras(self, name: str, known: tuple[Lora, ...]) -> tuple[Lora, ...]:
+        """Return the adapters of its second pass; none without one."""
+        return (*self._own(name, known), *self.second_stage_lora) if self.second_stage_sigmas else ()
+
+    def _own(self, name: str, known: tuple[Lora, ...]) -> tuple[Lora, ...]:
+        return tuple(
             lora if self.scale is None else replace(lora, scale=self.scale) for lora in known if lora.name == name
         )
-        return (*own, *self.lora)
 
 
 def check_recipe_name(name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from engines.core.model import Mix, normal_mix
@@ -44,6 +45,18 @@ class Lora:
     def key(self) -> str:
         """The name of its addition to the weights. It sorts like ``name``: sums have one order in every case."""
         return f"{self.name}{KEY_MARK}{self.folder.rpartition('/')[2]}" if self.folder else self.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SecondStage:
+    """A second pass over a clip's latents, whose sides grow between the two passes."""
+
+    scale: float
+    """Factor of the sides."""
+    sigmas: tuple[float, ...]
+    """Noise levels of its steps, falling. The enlarged latents get noise of the first one."""
+    loras: tuple[Lora, ...] = ()
+    """Adapters of its steps, in place of those of the first pass."""
 
 
 def mix_of(loras: Iterable[Lora]) -> Mix:
@@ -119,6 +132,8 @@ class MediaRequest:
     """Precision of attention; None: the gang's own."""
     solver: Solver = AS_THE_MODEL
     """Scheduler and schedule."""
+    second_stage: SecondStage | None = None
+    """A second pass, which has the size of the request; all other settings of steps are those of the first."""
     sound: bool | None = None
     """True if the clip has sound; None: the model's default."""
     service_tier: ServiceTier = "default"
@@ -131,6 +146,33 @@ class MediaRequest:
     """Hash of the API key; empty without keys."""
     weight: float = 1.0
     """The key's share of a gang."""
+
+    @property
+    def stages(self) -> tuple[MediaRequest, ...]:
+        """A request for each pass over the latents: itself alone, or a smaller one and one in its size.
+
+        The second pass has no guidance, and a schedule without a shift.
+        """
+        second = self.second_stage
+        if second is None:
+            return (self,)
+        width, height = (round(side / second.scale) for side in (self.width, self.height))
+        last = replace(
+            self,
+            second_stage=None,
+            num_inference_steps=len(second.sigmas),
+            solver=Solver(flow_shift=1.0, sigmas=second.sigmas),
+            true_cfg_scale=1.0,
+            loras=second.loras,
+            cache="off",
+        )
+        return replace(self, second_stage=None, width=width, height=height), last
+
+    @property
+    def all_loras(self) -> tuple[Lora, ...]:
+        """The adapters of all its steps."""
+        second = () if self.second_stage is None else self.second_stage.loras
+        return tuple(dict.fromkeys((*self.loras, *second)))
 
     def computed_steps(self, num_steps: int) -> tuple[bool, ...]:
         """Return, for each of the ``num_steps`` of this request, whether it makes forwards.
@@ -146,6 +188,26 @@ class MediaRequest:
     def revised_prompt(self) -> str | None:
         """The rewritten prompt, if there is one."""
         return None if self.given_prompt is None else self.prompt
+
+
+def check_second_stage(request: MediaRequest, scale: float) -> None:
+    """Raise ValueError if ``scale``, the model's factor between two passes, does not allow those of ``request``."""
+    second = request.second_stage
+    if second is None:
+        return
+    if not scale:
+        raise ValueError(
+            "second_stage_sigmas need a model with a latent upsampler, and this one has none: leave them out"
+        )
+    if scale != second.scale:
+        raise ValueError(f"the sides grow by {second.scale:g} between both passes; this model's factor is {scale:g}")
+    falls = all(after < before for before, after in pairwise(second.sigmas))
+    if not second.sigmas or not falls or not 0 < second.sigmas[-1] <= second.sigmas[0] <= 1:
+        raise ValueError("second_stage_sigmas must fall from at most 1 to a last value above 0")
+    if request.num_video_frames:
+        raise ValueError("a clip came along, for which there is one pass: leave out video, or the second_stage_sigmas")
+    if request.num_frames == 1:
+        raise ValueError("num_frames is 1, and a second pass is for clips: make it larger, or leave that out")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,11 +231,12 @@ class StepKind:
             f"experts={numbers}" if any(one is not None for one in experts) else "",
             _clip_kind(request),
             request.attention or "",
+            "" if request.second_stage is None else f"second={len(request.second_stage.sigmas)}",
         )
         inputs = (
             f"pictures={request.num_pictures}" if request.num_pictures else "",
             "control" if request.has_control else "",
-            *sorted(lora.name for lora in request.loras),
+            *sorted({lora.name for lora in request.all_loras}),
         )
         silence = " silent" if request.sound is False else ""
         return cls(

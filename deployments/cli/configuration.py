@@ -138,7 +138,7 @@ def _config(source: str, model: dict[str, Any]) -> ServeConfig:
     title = Path(name.file).stem if name.file else Path(name.base).resolve().name
     own: dict[str, Any] = {"name": _name(f"{title}-{name.workflow}" if name.workflow else title)}
     own |= {"path": name.file, "base": name.base} if name.file else {"path": name.base}
-    own |= {"controlnet": name.network} if name.network else {}
+    own |= {name.part.kind: name.part.place} if name.part else {}
     own |= {"workflow": name.workflow} if name.workflow else {}
     application = {
         "name": "troupe",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from deployments.clips.webhooks import Webhook, webhook_from_json
 from deployments.database.tables import ClipRow
 from deployments.service.interface import StageTimes
-from pipelines.request import Lora, MediaRequest
+from pipelines.request import Lora, MediaRequest, SecondStage
 from pipelines.solver import Solver
 
 ClipStatus = Literal["queued", "in_progress", "completed", "failed"]
@@ -124,5 +125,13 @@ def request_from_json(text: str) -> MediaRequest:
         name: tuple(value) if isinstance(value, list) else value for name, value in written.items()
     }
     solver = Solver(**settings)
+    second = second_stage_of(fields.get("second_stage"))
     lists = {name: tuple(fields.get(name, ())) for name in ("preview_steps", "frame_indices")}
-    return MediaRequest(**fields | lists | {"loras": loras, "solver": solver})
+    return MediaRequest(**fields | lists | {"loras": loras, "solver": solver, "second_stage": second})
+
+
+def second_stage_of(fields: Mapping[str, Any] | None) -> SecondStage | None:
+    if fields is None:
+        return None
+    loras = tuple(Lora(**one) for one in fields["loras"])
+    return SecondStage(scale=fields["scale"], sigmas=tuple(fields["sigmas"]), loras=loras)

@@ -264,6 +264,15 @@ class VideoBody(MediaBody):
         None, ge=0, le=10, description="Weight of the clip that comes along, for models that have one."
     )
     strength: Strength | None = Field(None, description=STRENGTH)
+    second_stage_sigmas: Steps | None = Field(
+        None,
+        description="Noise levels of a second pass over the enlarged clip, falling; for models with a stage_scale. In "
+        "a form: the text of the JSON.",
+        examples=[[0.909375, 0.725, 0.421875]],
+    )
+    second_stage_lora: Loras | None = Field(
+        None, description="Adapters of the second pass, as in lora, which are those of the first."
+    )
     seconds: Seconds | None = Field(None, description="Length of the clip; the nearest that the model can make.")
     num_frames: Count | None = Field(None, description="Length in frames, instead of seconds.")
     fps: int | None = Field(None, ge=1, le=120, description="Frames a second.")

@@ -10,7 +10,7 @@ from deployments.requests.fields import AskedLora
 from deployments.requests.request_errors import RequestError, shown
 from deployments.service.interface import ModelCard
 from pipelines.defaults import Defaults
-from pipelines.request import Lora, MediaKind
+from pipelines.request import Lora, MediaKind, SecondStage
 
 MAX_LORAS = 8
 """Limit for one request: more adapters drown each other."""
@@ -132,7 +132,8 @@ def split_name(name: object) -> tuple[object, str | None]:
 def names_others(body: MediaBody, card: ModelCard) -> bool:
     """Return whether ``body`` names an adapter that is not on the model's card, nor a recipe: perhaps one that came."""
     behind = split_name(body.model)[1]
-    named = {name for name, _ in body.lora or ()} | (set() if behind is None else {behind})
+    later = body.second_stage_lora or () if isinstance(body, VideoBody) else ()
+    named = {name for name, _ in (*(body.lora or ()), *later)} | (set() if behind is None else {behind})
     return not named <= {*(lora.name for lora in card.loras), *card.recipes}
 
 
@@ -153,6 +154,17 @@ def choose_loras(model: str | None, asked: Iterable[AskedLora], card: ModelCard)
     own = {lora.name: lora for lora in card.loras}
     loras = (own[name] if scale is None else replace(own[name], scale=scale) for name, scale, _ in wanted)
     return tuple(sorted(loras, key=lambda lora: lora.name))
+
+
+def choose_second_stage(body: MediaBody, card: ModelCard) -> SecondStage | None:
+    """Return the second pass over the latents; None without one."""
+    if not isinstance(body, VideoBody) or not body.second_stage_sigmas:
+        if isinstance(body, VideoBody) and body.second_stage_lora:
+            message = "second_stage_lora is for a second pass: give second_stage_sigmas as well, or leave it out"
+            raise RequestError(message, "second_stage_lora")
+        return None
+    loras = choose_loras(None, body.second_stage_lora or (), card)
+    return SecondStage(scale=card.defaults.stage_scale, sigmas=body.second_stage_sigmas, loras=loras)
 
 
 def names_lora(body: MediaBody) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from deployments.requests.bodies import ImageBody, MediaBody, VideoBody
-from deployments.requests.fields import Quality
-from deployments.requests.model_choice import split_name
+from deployments.requests.fields import AskedLora, Quality
+from deployments.requests.model_choice import choose_second_stage, split_name
 from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.rules import (
     QUALITIES,
@@ -16,9 +16,11 @@ from deployments.requests.rules import (
     choose_steps,
     quality_steps,
 )
+from deployments.requests.size_choice import choose_size
 from deployments.requests.validation import validated
 from deployments.service.interface import ModelCard
 from pipelines.recipes import NO_RECIPE, Recipe
+from pipelines.request import Lora
 
 B = TypeVar("B", bound=MediaBody)
 GROUPS = (("guidance_scale", "true_cfg_scale"), ("num_inference_steps", "sigmas", "timesteps"))
@@ -38,12 +40,19 @@ def with_recipe(body: B, card: ModelCard) -> B:
     for group in GROUPS:
         given |= set(group) if given & set(group) else set()
     changes = {field: value for field, value in recipe.settings.items() if field not in given}
-    asked = {lora for lora, _ in body.lora or ()}
-    loras = [(lora.name, lora.scale) for lora in recipe.loras(name, card.loras) if lora.name not in asked]
-    changes |= {"lora": (*loras, *(body.lora or ())), "model": model if behind == name else body.model}
+    changes |= {"lora": _joined(recipe.loras(name, card.loras), body.lora)}
+    if isinstance(body, VideoBody) and (later := recipe.second_stage_loras(name, card.loras)):
+        changes |= {"second_stage_lora": _joined(later, body.second_stage_lora)}
+    changes |= {"model": model if behind == name else body.model}
     if body.recipe is None and behind != name:
         changes["quality"] = QUALITIES[body.quality or "auto"]
     return body.model_copy(update=changes | {"recipe": body.recipe or (name if behind == name else None)})
+
+
+def _joined(loras: tuple[Lora, ...], asked: tuple[AskedLora, ...] | None) -> tuple[AskedLora, ...]:
+    """Return the adapters of a recipe that were not asked for otherwise, then those that were."""
+    names = {lora for lora, _ in asked or ()}
+    return (*((lora.name, lora.scale) for lora in loras if lora.name not in names), *(asked or ()))
 
 
 def recipe_name(body: MediaBody, card: ModelCard) -> str | None:
@@ -76,9 +85,10 @@ def steps_of_quality(quality: Quality, card: ModelCard) -> int:
 
 def recipe_document(name: str, recipe: Recipe, card: ModelCard) -> dict[str, Any]:
     """Return the settings of a recipe as a JSON object, with its adapters."""
-    loras = [{"name": lora.name, "scale": lora.scale} for lora in recipe.loras(name, card.loras)]
+    each = {"lora": recipe.loras(name, card.loras), "second_stage_lora": recipe.second_stage_loras(name, card.loras)}
+    named = {key: [{"name": lora.name, "scale": lora.scale} for lora in loras] for key, loras in each.items() if loras}
     likeness = {} if recipe.likeness is None else {"likeness": recipe.likeness}
-    return {**recipe.settings, **({"lora": loras} if loras else {}), **likeness}
+    return {**recipe.settings, **named, **likeness}
 
 
 def check_recipes(card: ModelCard) -> None:
@@ -91,7 +101,7 @@ def check_recipes(card: ModelCard) -> None:
     known = [lora.name for lora in card.loras]
     for name, recipe in card.recipes.items():
         try:
-            if missing := [lora.name for lora in recipe.lora if lora.name not in known]:
+            if missing := [lora.name for lora in (*recipe.lora, *recipe.second_stage_lora) if lora.name not in known]:
                 raise ValueError(f"the model has no adapter {missing[0]}; its adapters: {', '.join(known) or 'none'}")
             body = with_recipe(validated(kind, {"prompt": "a", "recipe": name}), card)
             validated(kind, {"prompt": "a", **recipe.settings})
@@ -101,8 +111,16 @@ def check_recipes(card: ModelCard) -> None:
                 num_inference_steps=choose_steps(body, card.defaults),
                 guidance_scale=guidance_scale,
                 true_cfg_scale=true_cfg_scale,
+                **_staged(body, card),
                 solver=choose_solver(body),
                 cache=body.cache or "off",
             )
         except (RequestError, ValueError) as error:
             raise ValueError(f"the recipe {name} of {card.name}: {error}") from None
+
+
+def _staged(body: MediaBody, card: ModelCard) -> dict[str, Any]:
+    """Return the second pass of a recipe, and the size that requests have by default with it."""
+    width, height = choose_size(body, card.defaults)
+    second = choose_second_stage(body, card)
+    return {} if second is None else {"second_stage": second, "width": width, "height": height}

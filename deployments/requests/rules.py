@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from deployments.requests.bodies import EditBody, MediaBody, VideoBody
 from deployments.requests.fields import BLANK, RANDOM_SEED, Quality, WrittenQuality
-from deployments.requests.model_choice import check_loras, choose_loras, names_lora
+from deployments.requests.model_choice import check_loras, choose_loras, choose_second_stage, names_lora
 from deployments.requests.pictures.limits import check_shapes
 from deployments.requests.pictures.sources import Sources
 from deployments.requests.pictures.video import VideoForm, VideoHead
@@ -43,6 +43,7 @@ BODY_FIELDS = {
     "num_video_frames": "video",
     "num_layers": "layers",
     "sound": "generate_sound",
+    "second_stage": "second_stage_sigmas",
     "loras": "lora",
 }
 """Fields of ``MediaRequest`` that have another name in a body."""
@@ -161,6 +162,7 @@ class RequestRules:
             fps=fps,
             num_inference_steps=choose_steps(body, defaults),
             solver=choose_solver(body),
+            second_stage=choose_second_stage(body, self.card),
             guidance_scale=guidance_scale,
             true_cfg_scale=defaults.guidance_beside(body.negative_prompt, true_cfg_scale),
             seed=choose_seed(body),
@@ -181,7 +183,7 @@ class RequestRules:
 
 def checks(request: MediaRequest, card: ModelCard) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield every check of a request that depends on its model, each with the field of ``MediaRequest``."""
-    yield "loras", partial(check_loras, request.loras, card)
+    yield "loras", partial(check_loras, request.all_loras, card)
     yield "attention", partial(check_attention, request.attention, card)
     if 0 < request.num_video_frames < card.defaults.min_video_frames:  # before the length, which it may decide
         yield "num_video_frames", partial(card.defaults.check_video, request.num_video_frames)

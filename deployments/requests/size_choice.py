@@ -11,6 +11,7 @@ from deployments.requests.request_errors import RequestError, shown
 from pipelines.defaults import Defaults
 from pipelines.request import InputVideo, MediaRequest
 from pipelines.size import PIXELS, Size, largest_num_frames
+from pipelines.wording import decimal
 
 
 class HasSize(Protocol):
@@ -39,6 +40,8 @@ def choose_size(body: MediaBody, defaults: Defaults, first: HasSize | None = Non
         return size
     if sides != (None, None):
         return both_sides(*sides)
+    if isinstance(body, VideoBody) and body.second_stage_sigmas and defaults.stage_scale:
+        defaults = defaults.enlarged
     return (defaults.width, defaults.height) if first is None else size_of(first, defaults)
 
 
@@ -124,8 +127,3 @@ def longest(rate: int, defaults: Defaults) -> str:
 def clip_seconds(request: MediaRequest) -> str:
     """Return the duration of a clip, which may differ from the ``seconds`` of its body."""
     return decimal(request.num_frames / request.fps)
-
-
-def decimal(seconds: float) -> str:
-    """Return at most three decimals, without zeros at the end."""
-    return f"{seconds:.3f}".rstrip("0").rstrip(".")

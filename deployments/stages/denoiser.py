@@ -35,7 +35,7 @@ from engines.core.resources import MemoryUse
 from engines.gang.arbiter import Demand
 from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.gang import Gang
-from engines.gang.jobs.job import Job, JobDone
+from engines.gang.jobs.job import Job, JobDone, LastStage
 from engines.gang.share_group import GANG
 from engines.registry import rank_environment
 from pipelines.checkpoint import Checkpoint
@@ -179,17 +179,18 @@ class Denoiser:
 
     def _job(self, job_id: str, request: MediaRequest, encoding: Encoded) -> Job:
         """Return the job of a request, without what only this run of it has."""
-        num_steps = self._checkpoint.num_steps(request)
+        first, *later = (self._stage(stage, encoding) for stage in request.stages)
         return Job(
             job_id=job_id,
             request=request,
             conditioning=None,
-            num_steps=num_steps,
-            idle_steps=idle_steps(request, num_steps),
+            num_steps=self._checkpoint.num_steps(request),
+            idle_steps=idle_steps(request.stages[0], first.num_steps),
             preview_steps=frozenset(request.preview_steps),
-            shape=shape_of(request, encoding.shapes),
-            additions=mix_of(request.loras),
-            estimates_s=self._estimates_s(request, encoding.shapes),
+            shape=first.shape,
+            additions=first.additions,
+            estimates_s=first.estimates_s,
+            last_stage=later[0] if later else None,
             request_id=request.request_id,
             priority=PRIORITIES[request.service_tier],
             deadline_s=request.deadline_s,
@@ -197,8 +198,13 @@ class Denoiser:
             weight=request.weight,
         )
 
-    def _estimates_s(self, request: MediaRequest, encoded: Shapes) -> dict[int, float]:
-        return estimates_s_of(request, encoded, self._gang.estimates, self._checkpoint.spec.reference_latents)
+    def _stage(self, request: MediaRequest, encoding: Encoded) -> LastStage:
+        return LastStage(
+            num_steps=self._checkpoint.num_steps(request),
+            shape=shape_of(request, encoding.shapes),
+            estimates_s=estimates_s_of(request, encoding.shapes, self._gang.estimates, references),
+            additions=mix_of(request.loras),
+        )
 
     async def spent_s(self, job_id: str) -> float:
         """Return the GPU seconds of a cancelled or failed job, once reported; 0 if unknown or the gang broke."""

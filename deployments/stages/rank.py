@@ -22,7 +22,8 @@ from engines.gang.gang_config import BuildRank, RankParts
 from pipelines.checkpoint import Checkpoint
 from pipelines.libraries import quick_imports
 from pipelines.lora.source import named
-from pipelines.request import mix_of
+from pipelines.recipes import merged
+from pipelines.request import SecondStage, mix_of
 
 if TYPE_CHECKING:
     from engines.parallel.collectives import Axis
@@ -71,7 +72,9 @@ class LoadRankParts:
                 typical=checkpoint.defaults.request(),
                 axis=reading_axis(self.model.denoiser, context),
             )
-            beside = checkpoint.rank_parts()
+            beside = [*checkpoint.rank_parts()]
+            if second_stage_of(self.model, checkpoint) is not None:
+                beside.append(checkpoint.sampler().latent_upsampler.module)
         for module in (*denoiser.modules.values(), *beside):
             memory.hold(module)
         return denoiser
@@ -97,7 +100,7 @@ def _make_engine(
 
     config = model.denoiser
     start_s = time.monotonic()
-    own, steps = checkpoint.own_engine(compiled=config.compile), _first_steps(config, checkpoint, denoiser)
+    own, steps = checkpoint.own_engine(compiled=config.compile), _first_steps(model, checkpoint, denoiser)
     attentions = model.attentions[1:]
     engine = own or load_engine(
         config.engine,
@@ -129,20 +132,32 @@ def _make_engine(
     )
 
 
-def _first_steps(
-    config: DenoiserConfig, checkpoint: Checkpoint, denoiser: DenoiserModel
-) -> tuple[tuple[Branch, ...], ...]:
+def _first_steps(model: ModelConfig, checkpoint: Checkpoint, denoiser: DenoiserModel) -> tuple[tuple[Branch, ...], ...]:
     """Return the steps of the warm-up."""
+    config = model.denoiser
     if not checkpoint.spec.is_whole:
-        return checkpoint.first_steps(config.warm_sizes, denoiser.modules, fills_prompts=config.fills_prompts)
+        return checkpoint.first_steps(
+            config.warm_sizes,
+            denoiser.modules,
+            fills_prompts=config.fills_prompts,
+            second_stage=second_stage_of(model, checkpoint),
+        )
     return tuple(checkpoint.trial_steps(config.warm_sizes)) if config.compile else ()
 
 
 def recipe_mixes(model: ModelConfig) -> tuple[Mix, ...]:
     """Return the additions to the weights that requests with the model's recipes ask for."""
     known = named(model.adapters)
-    mixes = dict.fromkeys(mix_of(recipe.loras(name, known)) for name, recipe in model.recipes.items())
-    return tuple(filter(None, mixes))
+    each = ((name, of) for name, one in model.recipes.items() for of in (one.loras, one.second_stage_loras))
+    mixes = [mix_of(loras_of(name, known)) for name, loras_of in each]
+    return tuple(filter(None, dict.fromkeys(mixes)))
+
+
+def second_stage_of(model: ModelConfig, checkpoint: Checkpoint) -> SecondStage | None:
+    """Return the second pass of the first of the model's recipes that has one."""
+    recipes, scale = merged(model.recipes, checkpoint.recipes).values(), checkpoint.defaults.stage_scale
+    each = (SecondStage(scale=scale, sigmas=sigmas) for recipe in recipes if (sigmas := recipe.second_stage_sigmas))
+    return next(each, None)
 
 
 def choosing_of(model: ModelConfig, checkpoint: Checkpoint) -> Choosing:

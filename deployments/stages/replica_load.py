@@ -32,7 +32,8 @@ def adapters_of(mix: object) -> str:
 def new_work(request: MediaRequest) -> NewWork:
     """Return what a router knows of a request."""
     priority, adapters = PRIORITIES[request.service_tier], adapters_of(mix_of(request.loras))
-    return NewWork(kind_of(request), request.num_inference_steps, priority, adapters)
+    num_steps = sum(stage.num_inference_steps for stage in request.stages)
+    return NewWork(kind_of(request), num_steps, priority, adapters)
 
 
 class ReplicaLoad:

@@ -209,7 +209,7 @@ class Ledger:
         for job_step, job in zip(step.work.job_steps, step.jobs, strict=True):
             job.gpu_s += step_s * num_ranks / len(step.jobs)
             if step.was_warm and job_step.step not in job.job.idle_steps:
-                job.warm_step_s = step_s
+                job.warm_step_s, job.warm_step = step_s, job_step.step
 
     def _hear_interval(self, step: InFlightStep, work: Work, reports: Sequence[StepReport]) -> None:
         """Measure a step as the time between the ends of the job's previous step and its own.
@@ -226,9 +226,11 @@ class Ledger:
             return
         if not all(report.was_warm and report.predicted for report in reports):  # a job that failed makes no forwards
             return
-        job = step.jobs[0].job
-        if not job.idle_steps:  # reports run a step ahead of the GPU: the interval may be that of an idle step
-            self._step_times.hear_step(job, work.num_ranks, step.reported_s - last.reported_s)
+        job, number = step.jobs[0].job, work.job_steps[0].step
+        is_alike = job.at(number).shape == job.at(number - 1).shape
+        # Reports run a step ahead of the GPU: the interval may be that of an idle step, or of one in an earlier stage.
+        if not job.idle_steps and is_alike:
+            self._step_times.hear_step(job.at(number), work.num_ranks, step.reported_s - last.reported_s)
 
     # Events of jobs.
 

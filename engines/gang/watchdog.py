@@ -113,8 +113,8 @@ class Watchdog:
 
 
 def _shapes(work: Work, jobs: Mapping[str, Job]) -> set[Hashable]:
-    """Return the shapes of the jobs that have one."""
-    return {jobs[job_id].shape for job_id in work.job_ids} - {None}
+    """Return the shapes of the steps that have one."""
+    return {jobs[step.job_id].at(step.step).shape for step in work.job_steps} - {None}
 
 
 async def answer_of(rank: int, ref: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,6 +91,7 @@ def blank_conditioning(
 
     ValueError if its shapes are unknown.
     """
+    request, *others = request.stages
 
     def prompt() -> dict[str, Any]:
         blank = opened.spec.blank_conditioning(opened.part_config(opened.transformers[0]), num_tokens)
@@ -104,12 +106,20 @@ def blank_conditioning(
     if negative is not None and _has_guiders(opened):
         values |= {f"negative_{name}": x for name, x in negative.items()}
         negative = None
+    values |= _blank_inputs(opened, request, generator)
+    later = _blank_inputs(opened, others[0], generator) if others else None
+    return Conditioning(values=values, kinds={}, dtype=torch.float32, negative=negative, later=later)
+
+
+def _blank_inputs(
+    opened: OpenedPipeline, request: MediaRequest, generator: torch.Generator | None
+) -> Mapping[str, Any]:
+    """Return what comes along with ``request``, in the shapes of encoded pictures and clips."""
     has_video = request.num_video_frames > 0 or opened.spec.has_video_values
     inputs = dict(opened.spec.blank_video(opened.path, request)) if has_video else {}
     if request.num_pictures or request.has_control:
         inputs |= opened.spec.blank_pictures(opened.path, request)
-    values |= {name: _fill(x, generator) for name, x in inputs.items()}
-    return Conditioning(values=values, kinds={}, dtype=torch.float32, negative=negative)
+    return {name: _fill(x, generator) for name, x in inputs.items()}
 
 
 def _has_guiders(opened: OpenedPipeline) -> bool:

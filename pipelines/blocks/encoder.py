@@ -47,6 +47,12 @@ class Conditioning:
     """Values of the negative prompt, if the pipeline itself supports one prompt only."""
     noise: NoiseState | None = None
     """The generator's state, if an encoder drew from it."""
+    later: Mapping[str, Any] | None = None
+    """Values that a second pass over the latents has in place of these: pictures in its size."""
+
+    def of_second_stage(self) -> Conditioning:
+        """Return the conditioning of a second pass over the latents."""
+        return replace(self, values={**self.values, **(self.later or {})}, later=None)
 
     @property
     def shapes(self) -> Shapes:
@@ -107,18 +113,28 @@ class BlocksEncoder:
 
     @torch.no_grad()
     def encode(self, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> Conditioning:
+        request, *later = request.stages
         state, noise = self._encode(request, pictures)
         negative, avoided = None, request.negative_prompt
         if avoided is not None and request.true_cfg_scale > 1 and not self._has_guidance():
             other, _ = self._encode(replace(request, prompt=avoided), pictures)
             negative = self._values(other)
+        values = self._values(state)
         return Conditioning(
-            values=self._values(state),
+            values=values,
             kinds={kind: tuple(names) for kind, names in state.kwargs_mapping.items()},
             dtype=self._opened.dtype,
             negative=negative,
             noise=noise,
+            later=self._later_values(later[0], pictures, values) if later and pictures.pictures else None,
         )
+
+    def _later_values(
+        self, request: MediaRequest, pictures: InputPictures, values: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
+        """Return what differs from ``values`` in a second pass: pictures in its size."""
+        state, _ = self._encode(request, pictures)
+        return {name: value for name, value in self._values(state).items() if not _equal(value, values.get(name))}
 
     def _encode(self, request: MediaRequest, pictures: InputPictures) -> tuple[PipelineState, NoiseState | None]:
         """Return the blocks' values, and the generator's state if they changed it."""
@@ -177,6 +193,13 @@ class BlocksEncoder:
 def _pixels(image: Image) -> Tensor:
     """Return an RGB picture as (1, 3, height, width), from 0 to 1."""
     return torch.from_numpy(np.asarray(image, dtype=np.float32) / 255).permute(2, 0, 1)[None]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two values, with the tensors in their lists and dicts, are equal."""
+    (tensors, constants), (others, other_constants) = (arguments.split({"": value}) for value in (one, other))
+    is_alike = tensors.keys() == others.keys() and constants == other_constants
+    return is_alike and all(torch.equal(x, others[name]) for name, x in tensors.items())
 
 
 def on_cpu(value: Any) -> Any:

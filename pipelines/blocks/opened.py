@@ -349,7 +349,8 @@ class OpenedPipeline:
         Transformers and control networks are the gang's: blocks outside the loop read their configuration or
         positions only.
         """
-        return tuple(name for name in self.parts_of(sections) if name not in (*self._denoisers, self.control_part))
+        others = (*self._denoisers, self.control_part, *self.spec.unused_parts(self.path))
+        return tuple(name for name in self.parts_of(sections) if name not in others)
 
     def _is_in_folder(self, name: str) -> bool:
         spec = self.pipeline.get_component_spec(name)

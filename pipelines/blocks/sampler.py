@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +17,7 @@ from diffusers.modular_pipelines.modular_pipeline import BlockState, PipelineSta
 from torch import Tensor
 
 from engines.core.engine import JobFailedError
+from engines.core.logs import timed
 from engines.core.model import Branch, Schedule
 from engines.core.resources import LRUCache
 from engines.parallel.division import shape_of
@@ -28,6 +30,8 @@ from pipelines.blocks.stand_in import Call
 from pipelines.blocks.state import (
     BlocksState,
     KeptPredictions,
+    LaterStage,
+    NoiseState,
     Steps,
     attach_generators,
     detach_generators,
@@ -77,10 +81,30 @@ class BlocksSampler:
         """By the id of a job's steps; the entry holds them, so that the id stays unique."""
 
     def begin(self, request: MediaRequest, conditioning: Conditioning) -> BlocksState:
+        first, *later = request.stages
+        return self._begin(first, conditioning, later=later[0] if later else None)
+
+    @cached_property
+    def latent_upsampler(self) -> Any:
+        """What makes the inputs of a second pass of the latents of the first; it is loaded at the first call."""
+        assert self._spec.latent_upsampler is not None
+        with timed("load: latent upsampler"):
+            return self._spec.latent_upsampler(self._opened.path, self._pipeline, self._opened.dtype)
+
+    def _begin(
+        self,
+        request: MediaRequest,
+        conditioning: Conditioning,
+        inputs: Mapping[str, Any] = MappingProxyType({}),
+        later: MediaRequest | None = None,
+    ) -> BlocksState:
+        """Return the state before the first step of a pass. ``inputs`` are those of its blocks beside the request's."""
         pipeline = with_parts(self._pipeline_of(request), own_parts(self._pipeline))
         set_scale(pipeline, request.true_cfg_scale, request.solver.guidance_scale_2)
         set_solver(pipeline, request.solver)
         values = self._values(request, conditioning)
+        for name, value in inputs.items():
+            values.set(name, value)
         reached = tree.run_until_loop(self._blocks, (self._opened.sections.denoise,), pipeline, values)
         assert reached is not None, "a pipeline without a loop was opened"
         loop, left = reached
@@ -93,6 +117,7 @@ class BlocksSampler:
             steps = tuple(step for step, _ in dry_run)
         elif getattr(loop_state, COUNTED, len(steps)) < len(steps):
             setattr(loop_state, COUNTED, len(steps))
+        generator = values.get("generator")
         values.set("generator", None)
         return BlocksState(
             request=request,
@@ -105,10 +130,18 @@ class BlocksSampler:
             is_over_rounds=is_over_rounds,
             negative=self._here(conditioning.negative, conditioning.dtype),
             computed=request.computed_steps(len(steps)),
+            later=None if later is None else self._later(later, conditioning, generator),
         )
 
+    def _later(self, request: MediaRequest, conditioning: Conditioning, generator: torch.Generator) -> LaterStage:
+        own = conditioning.of_second_stage()
+        values, negative = self._here(own.values, own.dtype), self._here(own.negative, own.dtype)
+        here = replace(own, values=values or {}, negative=negative, dtype=self._opened.dtype)
+        return LaterStage(request=request, conditioning=here, noise=NoiseState.of(generator))
+
     def num_steps(self, state: BlocksState) -> int:
-        return len(state.steps)
+        """Return the steps of the whole job, at its begin."""
+        return len(state.steps) + (0 if state.later is None else state.later.request.num_inference_steps)
 
     def branches(self, state: BlocksState) -> tuple[Branch, ...]:
         branches = self._branches(state)
@@ -117,6 +150,9 @@ class BlocksSampler:
 
     def kinds(self, state: BlocksState) -> tuple[tuple[Branch, ...], ...]:
         """Return one step of each shape of the job's steps, in order, as far as it is known at its start."""
+        if state.later is not None:
+            then = self._begin(state.later.request, state.later.conditioning)
+            return (*self.kinds(replace(state, later=None)), *self.kinds(then))
         if not state.is_over_rounds:
             return (self.branches(state),)
         loop, pipeline = tree.block_at(self._blocks, state.loop), self._pipeline_of(state.request)
@@ -144,7 +180,15 @@ class BlocksSampler:
         answers = tuple(self._spec.to_output(config, call, prediction) for (_, call), prediction in pairs)
         loop, pipeline = tree.block_at(self._blocks, state.loop), self._pipeline_of(state.request)
         changes = passes.finish_step(loop, pipeline, record, answers)
-        return replace(state, **changes, step=state.step + 1, kept=kept)
+        state = replace(state, **changes, step=state.step + 1, kept=kept, enlarged=None)
+        return self._begin_later(state, state.later) if state.later and state.step == len(state.steps) else state
+
+    def _begin_later(self, state: BlocksState, later: LaterStage) -> BlocksState:
+        """Return the state before the first step of the second pass."""
+        upsampled = self.latent_upsampler(self._finished(state, state.loop_state))
+        conditioning = replace(later.conditioning, noise=later.noise)
+        inputs = {**upsampled.inputs, "noise_scale": later.request.solver.sigmas[0]}
+        return replace(self._begin(later.request, conditioning, inputs), enlarged=upsampled.latents)
 
     def latents(self, state: BlocksState) -> Mapping[str, Any]:
         """Return the decoder's inputs, on the CPU. ValueError or JobFailedError if they are not finite.
@@ -160,8 +204,11 @@ class BlocksSampler:
     def preview(self, state: BlocksState) -> Mapping[str, Any]:
         """Return the decoder's inputs of a running job, with an estimate of the final latents.
 
-        The latents are returned as they are if the solver has no sigmas, or there is no prediction yet.
+        The latents are returned as they are if the solver has no sigmas, or there is no prediction yet. Before the
+        first step of a second pass, they have no noise.
         """
+        if state.enlarged is not None:
+            return _on_cpu(self._finished(state, state.loop_state, state.enlarged))
         if state.is_over_rounds and state.step < len(state.steps):
             record, *_ = self._record(state)
             in_round = self._spec.round_values(record.loop_state, record.call)

@@ -42,6 +42,17 @@ class KeptPredictions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LaterStage:
+    """A second pass over a job's latents that has not begun."""
+
+    request: MediaRequest
+    conditioning: Any
+    """Its ``Conditioning``, on the job's device."""
+    noise: NoiseState
+    """The generator after the preparation of the first pass."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class BlocksState:
     """A job before its next step."""
 
@@ -71,6 +82,10 @@ class BlocksState:
     """Each round of the loop takes several steps (see ``passes``)."""
     answers: tuple[Any, ...] = ()
     """The transformer's answers in this round, each as large as latents."""
+    later: LaterStage | None = None
+    """The pass that follows these steps."""
+    enlarged: Mapping[str, Tensor] | None = None
+    """Latents without noise that a second pass begins with, before its first step."""
 
     @property
     def ends_round(self) -> bool:

@@ -85,7 +85,7 @@ class LoraCache(Mapping[str, Addition]):
 
     def for_request(self, request: MediaRequest) -> tuple[LoadedLora, ...]:
         """See ``AdditionLoader``."""
-        return tuple(self._load(lora) for lora in request.loras if lora.folder)
+        return tuple(self._load(lora) for lora in request.all_loras if lora.folder)
 
     def load(self, source: Lora) -> int:
         """See ``AdditionLoader``."""

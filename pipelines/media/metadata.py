@@ -20,7 +20,7 @@ from typing import Any
 from PIL import ExifTags, Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
-from pipelines.request import MediaRequest, MetadataLevel
+from pipelines.request import Lora, MediaRequest, MetadataLevel, SecondStage
 
 Texts = Mapping[str, str]
 NO_TEXTS: Texts = MappingProxyType({})
@@ -88,10 +88,11 @@ def _fields(request: MediaRequest, layer: int | None) -> dict[str, Any]:
         "num_inference_steps": request.num_inference_steps,
         "guidance_scale": request.guidance_scale or None,
         "true_cfg_scale": request.true_cfg_scale,
-        "lora": [{"name": lora.name, "scale": lora.scale} for lora in request.loras] or None,
+        "lora": _named(request.loras),
         "cache": None if request.cache == "off" else request.cache,
         "attention": request.attention,
         **{name: value for name, value in asdict(request.solver).items() if value not in ("", ())},
+        **_second_stage(request.second_stage),
         "strength": request.strength,
         "generate_sound": request.sound,
         "num_pictures": request.num_pictures or None,
@@ -106,6 +107,14 @@ def _fields(request: MediaRequest, layer: int | None) -> dict[str, Any]:
         "layer": layer,
     }
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _named(loras: tuple[Lora, ...]) -> list[dict[str, Any]] | None:
+    return [{"name": lora.name, "scale": lora.scale} for lora in loras] or None
+
+
+def _second_stage(second: SecondStage | None) -> dict[str, Any]:
+    return {} if second is None else {"second_stage_sigmas": second.sigmas, "second_stage_lora": _named(second.loras)}
 
 
 def parameters(fields: Mapping[str, Any]) -> str:

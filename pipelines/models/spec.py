@@ -111,6 +111,8 @@ class ModelSpec(ABC):
     """Inputs that ``hoisted`` reads, if branches of guidance share what it computes (``DenoiserModel``)."""
     hoists_by_blocks: bool = False
     """Whether ``hoisted`` finds the weights of offloaded blocks (``DenoiserModel``)."""
+    latent_upsampler: Callable[..., Any] | None = None
+    """Opens what enlarges latents for a second pass (``ltx2.upsampler``); None: the family makes clips in one."""
     block_modules: tuple[str, ...] = ()
     """Submodules of the transformer, without weights, that diffusers' blocks use."""
     workflows: Mapping[str, tuple[str, ...]] = {}
@@ -163,7 +165,7 @@ class ModelSpec(ABC):
         return {}
 
     def unused_parts(self, path: Path) -> tuple[str, ...]:
-        """Return the transformers of the folder that no request needs; they are not loaded."""
+        """Return the parts of the folder that no request needs; they are not loaded."""
         return ()
 
     def shard_plan(self, config: Config) -> ShardPlan:

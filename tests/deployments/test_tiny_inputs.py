@@ -50,6 +50,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "drawing": tiny.flux,
     "painting": tiny_pictures.flux2_klein,
     "filming": CLIP.make,
+    "enlarging": tiny_ltx.ltx2_two_stages,
     "extending": tiny_helios.helios,
     "changing": tiny_whole.wan_over,
     "masking": tiny_vace.wan_vace,
@@ -158,6 +159,26 @@ def test_a_clip_with_sound_begins_with_a_picture(url: str, folders: Mapping[str,
         (sound,) = container.streams.audio
         played_s = float(sum(frame.samples for frame in container.decode(sound)) / sound.rate)
     assert played_s == pytest.approx(request.num_frames / request.fps, abs=0.2)
+
+
+def test_a_clip_is_made_in_two_passes_of_one_job(url: str, folders: Mapping[str, Path]) -> None:
+    """The gang tells of the steps of both."""
+    body: dict[str, Any] = {"model": "enlarging", "prompt": "a red circle", "seed": 5, "size": "192x128", "fps": FPS}
+    body |= {"num_frames": 5, "num_inference_steps": 2, "guidance_scale": 1, "second_stage_sigmas": [0.9, 0.7, 0.4]}
+    record = httpx.post(f"{url}/v1/videos", json=body, timeout=TIMEOUT_S).json()
+    progress = set()
+    while record["status"] in ("queued", "in_progress"):
+        progress.add(record["progress"])
+        time.sleep(0.01)
+        record = httpx.get(f"{url}/v1/videos/{record['id']}", timeout=TIMEOUT_S).json()
+    assert (record["status"], record["size"]) == ("completed", "192x128"), record
+    assert progress <= {0, 20, 40, 60, 80, 99}
+    content = httpx.get(f"{url}/v1/videos/{record['id']}/content", timeout=TIMEOUT_S).content
+    served, expected = np.stack(frames_of(content)), bare_frames(dict(folders), **body)
+    assert served.shape == expected.shape == (5, 128, 192, 3)
+    assert np.abs(served.mean((1, 2)) - expected.mean((1, 2))).max() < 12, "but for lossy compression"
+    plain = bare_frames(dict(folders), **{name: body[name] for name in body if name != "second_stage_sigmas"})
+    assert not np.array_equal(plain, expected)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from tests.pipelines.models.cosmos import test_cosmos as cosmos
 from tests.pipelines.models.helios import test_helios as helios
 from tests.pipelines.models.ltx2 import test_in_context as in_context
 from tests.pipelines.models.ltx2 import test_keyframes as keyframes
+from tests.pipelines.models.ltx2 import test_two_stages as two_stages
 from tests.pipelines.models.mini_max_h3 import test_references as minimax
 from tests.pipelines.models.qwen_image import test_control as qwen_control
 from tests.pipelines.models.wan_animate2 import test_wan_animate2 as animate
@@ -107,6 +108,16 @@ def guided_keyframes_job(folder: Path) -> Job:
         inputs=clip_inputs(keyframes.images_of(name)),
         read=base_tokens,
         own=lambda one: own_clips.sounding_blocks(folder, one, (), conditions=keyframes.conditions_of(name)),
+    )
+
+
+def two_stages_job(name: str, folder: Path) -> Job:
+    request, images = two_stages.by_blocks_case(name, folder)
+    return Job(
+        request=request,
+        inputs=clip_inputs(images),
+        read=all_latents,
+        own=lambda one: two_stages.normal(folder, two_stages.by_blocks(folder, one, images)),
     )
 
 
@@ -205,6 +216,10 @@ CASES: dict[str, GpuCase] = {
     **{
         f"ltx 2 at frames, {name}": GpuCase(make=tiny_ltx.ltx2_few_layers, job=partial(keyframes_job, name))
         for name in keyframes.PLACES
+    },
+    **{
+        f"ltx 2 in two passes, {name}": GpuCase(make=tiny_ltx.ltx2_two_stages, job=partial(two_stages_job, name))
+        for name in two_stages.BY_BLOCKS
     },
     "ltx 2 at frames, guided": GpuCase(make=tiny_ltx.ltx2_few_layers, job=guided_keyframes_job),
     **{

@@ -25,6 +25,7 @@ from tests.pipelines.test_whole_pipeline import folders as folders
 
 QUICK = (
     "ltx 2 in context, pictures too",
+    "ltx 2 in two passes, guided",
     "ltx 2 at frames, guided",
     "minimax h3 with references, all",
     "qwen control",

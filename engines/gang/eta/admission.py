@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from engines.gang.arbiter import Demand
 from engines.gang.autoscaling import GangReport
 from engines.gang.errors import DEADLINE, TooLateError
-from engines.gang.eta.prediction import StepPrediction
+from engines.gang.eta.prediction import StepPrediction, forwards_left
 from engines.gang.gang_config import Clock
 from engines.gang.jobs.job import Job
 from engines.gang.jobs.job_table import JobTable, OpenJob
@@ -96,7 +96,7 @@ class JobAdmission:
 
         A job of a new shape is predicted by its own warm steps while no other job is open.
         """
-        num_left, step_s = open_job.job.num_forwards_after(step), open_job.warm_step_s
+        num_left, step_s = forwards_left(open_job.job, step, open_job.warm_step), open_job.warm_step_s
         own_s = 0.0 if not num_left else None if step_s is None else num_left * step_s
         now_s = self._clock.now_s()
         every_s = RENEW_EVERY_S + RENEW_PER_JOB_S * self._table.num_open
@@ -198,9 +198,9 @@ class JobAdmission:
         return sum(self._scheduler.prediction.step_s(job, work.num_ranks) for job in self._jobs_with_forwards(work))
 
     def _jobs_with_forwards(self, work: Work) -> list[Job]:
-        """Return the jobs whose step in ``work`` makes forwards."""
+        """Return the jobs whose step in ``work`` makes forwards, as they are in this step."""
         steps = [(self._table.get(step.job_id).job, step.step) for step in work.job_steps]
-        return [job for job, step in steps if step not in job.idle_steps]
+        return [job.at(step) for job, step in steps if step not in job.idle_steps]
 
 
 class Arrivals:

@@ -72,10 +72,13 @@ class StepPrediction:
         return {team_size: self.step_s(job, team_size) for team_size in team_sizes}
 
     def knows(self, job: Job) -> bool:
-        """Return whether the prediction is based on measured steps of the job's shape, or of one that is ``NEAR``.
+        """Return whether the prediction is based on measured steps of the job's shapes, or of ones that are ``NEAR``.
 
         Anything else is a guess: good enough for an order, but not for clients.
         """
+        return all(self._knows(stage) for stage, _ in job.stages_after(0))
+
+    def _knows(self, job: Job) -> bool:
         name = shape_name(job.shape)
         if job.shape is not None and any(measured == name for measured, _ in self.measured):
             return True
@@ -114,6 +117,13 @@ def estimated_s(job: Job, team_size: int) -> float | None:
         return None
     nearest = min(job.estimates_s, key=lambda size: (abs(size - team_size), size))
     return job.estimates_s[nearest] * speedup(nearest) / speedup(team_size)
+
+
+def forwards_left(job: Job, step: int, unit: int) -> float:
+    """Return the forwards after ``step``, in forwards of the stage of step ``unit``, as far as there are estimates."""
+    own_s = estimated_s(job.at(unit), 1)
+    stages = ((number, estimated_s(stage, 1)) for stage, number in job.stages_after(step))
+    return sum(number * (stage_s / own_s if stage_s and own_s else 1) for number, stage_s in stages)
 
 
 def speedup(team_size: int) -> float:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engines.core.parcel import Parcel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LastStage:
+    """The steps of a job from one on, if they have another shape, or other additions to the weights, than before."""
+
+    num_steps: int
+    shape: Hashable | None
+    estimates_s: Mapping[int, float] = field(default_factory=dict)
+    additions: Hashable = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +60,22 @@ class Job:
     """Key of the additions to the weights in its steps; () for none. Ranks change weights for a job with others."""
     idle_steps: frozenset[int] = frozenset()
     """Steps without forwards, counted from 1; they take next to no time."""
+    last_stage: LastStage | None = None
+    """The steps at its end to which ``shape``, ``estimates_s`` and ``additions`` do not apply."""
+
+    def at(self, step: int) -> Job:
+        """Return the job with the shape, the estimates and the additions that it has in ``step``, counted from 1."""
+        last = self.last_stage
+        if last is None or step <= self.num_steps - last.num_steps:
+            return self
+        return replace(self, shape=last.shape, estimates_s=last.estimates_s, additions=last.additions, last_stage=None)
+
+    def stages_after(self, step: int) -> tuple[tuple[Job, int], ...]:
+        """Return the job as it is in each stage with forwards after ``step``, and their number."""
+        num_last = 0 if self.last_stage is None else self.last_stage.num_steps
+        last = self.num_forwards_after(max(step, self.num_steps - num_last))
+        stages = ((self, self.num_forwards_after(step) - last), (self.at(self.num_steps), last))
+        return tuple((stage, number) for stage, number in stages if number)
 
     def num_forwards_after(self, step: int) -> int:
         """Return the number of steps with forwards after ``step`` (0: in the whole job)."""

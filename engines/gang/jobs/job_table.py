@@ -39,7 +39,8 @@ class OpenJob:
     gpu_s: float = 0.0
     """Rank-seconds of all measured steps."""
     warm_step_s: float | None = None
-    """Time of the newest measured step that was warm and made a forward."""
+    """Time of the newest measured step that was warm and made a forward; ``warm_step`` is its number."""
+    warm_step: int = 0
     outcome: Outcome | None = None
     """How it ended; None while it is open."""
     forgotten: asyncio.Event = field(default_factory=asyncio.Event)

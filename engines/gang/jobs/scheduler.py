@@ -15,18 +15,28 @@ from engines.gang.policies.policy import Candidate, GangShape, Policy, Ranks, li
 from engines.gang.policies.shortest import Shortest
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Times:
+    """Predicted seconds of a job."""
+
+    step_s: Mapping[int, float]
+    """Of a step of the current stage by team size; ``fastest_s``: on the fastest team."""
+    fastest_s: float
+    whole_s: float
+    """Of all steps of the job on the fastest teams; ``later_s``: of those after the current stage."""
+    later_s: float
+
+
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A job with steps to plan; other fields are as in ``Candidate``."""
+    """A job with steps to plan; other fields are as in ``Candidate``. Times are those of the next step's stage."""
 
     job: Job
     """The request as the gang admitted it."""
     number: int
     """Its place in order of arrival."""
     due_s: float | None
-    step_s: Mapping[int, float]
-    fastest_s: float
-    whole_s: float
+    times: _Times
     num_planned: int = 0
     """Steps in plans so far."""
     ranks: Ranks = ()
@@ -35,6 +45,18 @@ class _Entry:
     @property
     def num_left(self) -> int:
         return self.job.num_steps - self.num_planned
+
+    @property
+    def current(self) -> Job:
+        """The job as it is in the next step."""
+        return self.job.at(self.num_planned + 1)
+
+    @property
+    def num_forwards(self) -> float:
+        """Forwards that are left, in those of the current stage."""
+        stages = self.job.stages_after(self.num_planned)
+        number = next((number for stage, number in stages if stage.last_stage is self.current.last_stage), 0)
+        return number + (self.times.later_s / self.times.fastest_s if self.times.later_s else 0)
 
     def plan_step(self) -> JobStep:
         self.num_planned += 1
@@ -95,7 +117,7 @@ class Scheduler:
         self._prediction = prediction
         self._gang = replace(self._gang, move_s=prediction.move_s, switch_s=prediction.switch_s)
         for entry in self._entries.values():
-            entry.step_s, entry.fastest_s, entry.whole_s = self._predicted_s(entry.job)
+            entry.times = self._times(entry.job, entry.num_planned)
         self._teams_are_current = False
 
     def forget_additions(self) -> None:
@@ -147,26 +169,24 @@ class Scheduler:
 
     def lone_s(self, job: Job) -> float:
         """Return the predicted time of all steps of ``job`` without other jobs."""
-        *_, whole_s = self._predicted_s(job)
-        return whole_s
+        return self._times(job).whole_s
 
     def work_s(self, job: Job) -> float:
         """Return the predicted gang-seconds of all steps of ``job``.
 
         A gang under load divides itself, if it is elastic, into the teams on which steps take the fewest gang-seconds.
         """
-        step_s, *_ = self._predicted_s(job)
-        return job.num_forwards_after(0) * self._gang_s(step_s)
+        return self._work_s(job, 0)
 
     def left_s(self) -> dict[str, float]:
         """Return the same of the steps that are not planned yet, by job."""
-        entries = self._entries.items()
-        return {
-            job_id: entry.job.num_forwards_after(entry.num_planned) * self._gang_s(entry.step_s)
-            for job_id, entry in entries
-        }
+        return {job_id: self._work_s(entry.job, entry.num_planned) for job_id, entry in self._entries.items()}
 
-    def _gang_s(self, step_s: Mapping[int, float]) -> float:
+    def _work_s(self, job: Job, step: int) -> float:
+        return sum(number * self._gang_s(stage) for stage, number in job.stages_after(step))
+
+    def _gang_s(self, job: Job) -> float:
+        step_s = self._prediction.by_size(job, self._gang.team_sizes)
         return min(one_s * size for size, one_s in step_s.items()) / self._gang.num_ranks
 
     def finish_times_s(self, now_s: float = 0.0, *, beside: Sequence[Job] = ()) -> dict[str, float]:
@@ -219,13 +239,24 @@ class Scheduler:
 
     def _entry(self, job: Job, number: int, now_s: float) -> _Entry:
         due_s = None if job.left_s is None else now_s + job.left_s
-        return _Entry(job, number, due_s, *self._predicted_s(job))
+        return _Entry(job, number, due_s, self._times(job))
 
-    def _predicted_s(self, job: Job) -> tuple[Mapping[int, float], float, float]:
-        """Return the seconds of a step by team size, of a step on the fastest team, and of all steps there."""
-        step_s = self._prediction.by_size(job, self._gang.team_sizes)
-        fastest_s = min(step_s.values())
-        return step_s, fastest_s, job.num_forwards_after(0) * fastest_s
+    def _times(self, job: Job, num_planned: int = 0) -> _Times:
+        """Return the times of a job after ``num_planned`` steps. A later stage may begin with a change of weights."""
+        current, after = job.at(num_planned + 1), job.at(job.num_steps)
+        step_s = self._prediction.by_size(current, self._gang.team_sizes)
+        stages = [(stage, number * self._fastest_s(stage)) for stage, number in job.stages_after(0)]
+        later_s = sum(stage_s for stage, stage_s in stages if stage.last_stage is not current.last_stage)
+        switch_s = self._gang.switch_s if after.additions != current.additions else 0.0
+        return _Times(
+            step_s=step_s,
+            fastest_s=min(step_s.values()),
+            whole_s=sum(stage_s for _, stage_s in stages),
+            later_s=0.0 if current.last_stage is None else later_s + switch_s,
+        )
+
+    def _fastest_s(self, job: Job) -> float:
+        return min(self._prediction.by_size(job, self._gang.team_sizes).values())
 
     # Plans.
 
@@ -242,8 +273,8 @@ class Scheduler:
         waiting = [_candidate(entry) for entry in self._entries.values() if not entry.ranks and entry not in jobs]
         for entry in jobs:
             # Step time weighted by the team's share of the gang. Other jobs wait for a change of weights too.
-            team_s = entry.step_s[len(ranks)] + self._gang.switching_s(entry.job, ranks)
-            self._gang = self._gang.switched(entry.job, ranks)
+            team_s = entry.times.step_s[len(ranks)] + self._gang.switching_s(entry.current, ranks)
+            self._gang = self._gang.switched(entry.current, ranks)
             gang_s = team_s * len(ranks) / self._gang.num_ranks
             if self._policy.note(_candidate(entry), gang_s, waiting):
                 self._teams_are_current = False
@@ -253,6 +284,8 @@ class Scheduler:
             if not entry.num_left:
                 del self._entries[entry.job.job_id]
                 self._end(entry.job.job_id)
+            elif entry.current.shape != entry.job.at(entry.num_planned).shape:
+                entry.times, self._teams_are_current = self._times(entry.job, entry.num_planned), False
         return Work(job_steps=steps, ranks=ranks)
 
     def _end(self, job_id: str) -> None:
@@ -262,12 +295,12 @@ class Scheduler:
 
 def _candidate(entry: _Entry) -> Candidate:
     return Candidate(
-        job=entry.job,
+        job=entry.current,
         number=entry.number,
-        num_left=entry.job.num_forwards_after(entry.num_planned),
-        step_s=entry.step_s,
-        fastest_s=entry.fastest_s,
-        whole_s=entry.whole_s,
+        num_left=entry.num_forwards,
+        step_s=entry.times.step_s,
+        fastest_s=entry.times.fastest_s,
+        whole_s=entry.times.whole_s,
         ranks=entry.ranks,
         holders=entry.holders,
         due_s=entry.due_s,
@@ -275,8 +308,9 @@ def _candidate(entry: _Entry) -> Candidate:
 
 
 def _can_batch(other: _Entry, entry: _Entry) -> bool:
-    has_same_shape = entry.job.shape is not None and other.job.shape == entry.job.shape
-    has_same_weights = other.job.additions == entry.job.additions
+    one, same = entry.current, other.current
+    has_same_shape = one.shape is not None and same.shape == one.shape
+    has_same_weights = same.additions == one.additions
     return has_same_shape and has_same_weights and other is not entry and other.num_left > 0 and not other.ranks
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from diffusers.models.transformers.transformer_ltx2 import LTX2Attention, LTX2PerturbedAttnProcessor
 from diffusers.modular_pipelines.ltx2.denoise import LTX2ConditionLoopBeforeDenoiser, LTX2Image2VideoLoopBeforeDenoiser
+from diffusers.modular_pipelines.ltx2.modular_blocks_ltx2 import LTX2AutoDecoderStep
+from diffusers.modular_pipelines.ltx2.modular_blocks_ltx25 import LTX25AutoDecoderStep
 from torch import Tensor, nn
 
 from pipelines.blocks.tree import replace_blocks
@@ -23,6 +26,16 @@ class LTX2KeyframeLoopBeforeDenoiser(TimestepOnDevice, LTX2ConditionLoopBeforeDe
 def patch_blocks(blocks: Any) -> None:
     replace_blocks(blocks, LTX2Image2VideoLoopBeforeDenoiser, LTX2PictureLoopBeforeDenoiser)
     replace_blocks(blocks, LTX2ConditionLoopBeforeDenoiser, LTX2KeyframeLoopBeforeDenoiser)
+
+
+def decode_by_vae(blocks: Any, _path: Path) -> None:
+    """Decode LTX-2.5 with the auto-encoder, as diffusers suggests, in place of its diffusion decoder.
+
+    That one needs NATTEN's kernels at real sizes, and draws noise while it decodes.
+    """
+    for name, block in blocks.sub_blocks.items():
+        if type(block) is LTX25AutoDecoderStep:
+            blocks.sub_blocks[name] = LTX2AutoDecoderStep()
 
 
 class WholePerturbation(LTX2PerturbedAttnProcessor):  # type: ignore[misc]

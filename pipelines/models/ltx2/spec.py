@@ -6,14 +6,16 @@ which are split; all ranks compute the same from them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, FeatureTable, ShardPlan, TokenGather, TokenShard
+from pipelines.control_network import UPSAMPLER_FOLDER
 from pipelines.defaults import Defaults
-from pipelines.directory import read_config
+from pipelines.directory import part_class, read_config
 from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
 from pipelines.models.ltx.spec import LTXSpec, vae_scales
 from pipelines.models.spec import CLIP, Config, SeveralOutputsSpec, blank_like, lazy
@@ -27,10 +29,13 @@ if TYPE_CHECKING:
     from engines.core.attention import Kernel
 
 VIDEO = "video"
+UPSAMPLER_CLASS = "LTX2LatentUpsamplerModel"
 MAX_TOKENS = 1024
 """The pipeline's own limit."""
 MAX_KEYFRAMES = 8
 """Each adds the tokens of a frame of latents."""
+UNUSED = ("prompt_enhancer", "processor", "duration_head", "diffusion_decoder")
+"""Parts of LTX-2.5 that no request needs: a request has a length, and the auto-encoder decodes."""
 CONTEXT = "reference_conditions"
 """The pipeline's input for clips that an in-context adapter (IC-LoRA) attends to."""
 SOUND_RATE = 25
@@ -62,13 +67,36 @@ def gates(config: Config) -> tuple[ColumnLinear, ...]:
     return tuple(ColumnLinear(pattern=f"{BLOCKS}.*.{name}.to_gate_logits") for name in named)
 
 
-RECIPES: Mapping[str, Recipe] = {
-    "distilled-8": Recipe(
-        sigmas=(1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875), flow_shift=1.0, true_cfg_scale=1.0
-    ),
-}
+DISTILLED = Recipe(
+    sigmas=(1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875), flow_shift=1.0, true_cfg_scale=1.0
+)
+REFINED = Recipe(second_stage_sigmas=(0.909375, 0.725, 0.421875))
+RECIPES: Mapping[str, Recipe] = {"distilled-8": DISTILLED}
 """For ltx-2-19b-distilled-lora-384.safetensors of Lightricks/LTX-2: the sigmas of the distilled checkpoint are in
 ``diffusers.pipelines.ltx2.utils`` (DISTILLED_SIGMA_VALUES), for a schedule without shift and stretch; one stage."""
+STAGED_RECIPES: Mapping[str, Recipe] = {"two-stages": REFINED, "two-stages-distilled": REFINED.over(DISTILLED)}
+"""With STAGE_2_DISTILLED_SIGMA_VALUES in a second pass: the first one for the model, with that adapter in the second
+pass alone, the other one for a distilled checkpoint."""
+
+
+def stage_scale(path: Path) -> float:
+    """Return the factor of the sides between two passes; 0 for a folder without a latent upsampler.
+
+    ValueError for an upsampler that makes other clips than larger ones of the same length.
+    """
+    file = path / UPSAMPLER_FOLDER / "config.json"
+    if not file.is_file():
+        return 0.0
+    config = json.loads(file.read_text())
+    if (kind := config.get("_class_name")) != UPSAMPLER_CLASS:
+        raise ValueError(f"the {UPSAMPLER_FOLDER} of {path} is a {kind}; it must be a {UPSAMPLER_CLASS}")
+    scale: float = config.get("rational_spatial_scale", 2.0) if config.get("use_rational_resampler", True) else 2.0
+    if config.get("temporal_upsample") or not config.get("spatial_upsample", True) or scale <= 1:
+        raise ValueError(
+            f"the {UPSAMPLER_FOLDER} of {path} does not enlarge the sides alone (temporal_upsample, spatial_upsample, "
+            f"rational_spatial_scale in its config.json): take a spatial upsampler, or remove the folder"
+        )
+    return scale
 
 
 def _context(frames: Sequence[Image]) -> list[Any]:
@@ -81,6 +109,8 @@ def _context(frames: Sequence[Image]) -> list[Any]:
 class LTX2Spec(SeveralOutputsSpec, LTXSpec):
     family = "ltx2"
     patch_blocks = lazy("pipelines.models.ltx2.patches:patch_blocks")
+    extend_blocks = lazy("pipelines.models.ltx2.patches:decode_by_vae")
+    latent_upsampler = lazy("pipelines.models.ltx2.upsampler:LatentUpsampler")
     local_attention = TO_WHOLE
     counts_heads = True
     block_modules = ("rope", "audio_rope")
@@ -107,6 +137,9 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
             tables=tuple(FeatureTable(pattern=name, dim=1 if by_head else 2) for name in POSITIONS),
             free=SWITCHES,
         )
+
+    def unused_parts(self, path: Path) -> tuple[str, ...]:
+        return tuple(part for part in UNUSED if part_class(path, part) is not None)
 
     def set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
         from pipelines.models.ltx2.patches import perturb_whole
@@ -199,14 +232,19 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
         return {"latents": latents["latents"][:, : num_tokens // frames], "num_frames": 1}
 
     def recipes(self, path: Path) -> Mapping[str, Recipe]:
-        """Return the distilled adapter's."""
-        return RECIPES
+        """Return the distilled adapter's, and those of two passes for a folder with a latent upsampler."""
+        return {**RECIPES, **(STAGED_RECIPES if stage_scale(path) else {})}
 
     def defaults(self, path: Path) -> Defaults:
         """Return the defaults of diffusers' pipeline, as on the model card (Lightricks/LTX-2).
 
         The auto-encoder mirrors latents at their edges, which needs two in a row.
         """
+        if part_class(path, "vae") is None:
+            raise ValueError(
+                f"{path} has no vae, and its diffusion_decoder is not served: it needs NATTEN's kernels at real sizes; "
+                "take a folder with the vae as well"
+            )
         spatial, temporal = vae_scales(path)
         return replace(
             CLIP,
@@ -226,6 +264,7 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
             takes_both=True,
             keeps_length=True,
             make_sound=True,
+            stage_scale=stage_scale(path),
             max_tokens=MAX_TOKENS,
         )
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
-from pipelines.directory import FILE_NAME, read_config, read_index, read_own
+from pipelines.directory import DEFAULTS_FILE, read_config, read_index, read_own
 from pipelines.image_sizes import latent_sizes, space_time_scales
 from pipelines.models.spec import CLIP, Config, ModelSpec, distilled, lazy
 from pipelines.models.wan_animate2.call import (
@@ -181,7 +181,7 @@ class WanAnimate2Spec(ModelSpec):
         length = read_own(path).get("frames_per_chunk", SEGMENT)
         if not isinstance(length, int) or length <= OVERLAP or (length - OVERLAP) % temporal:
             raise ValueError(
-                f"{path / FILE_NAME}: frames_per_chunk is {length!r}; it must be {OVERLAP} more than a multiple of "
+                f"{path / DEFAULTS_FILE}: frames_per_chunk is {length!r}; it must be {OVERLAP} more than a multiple of "
                 f"{temporal}, as {SEGMENT} is"
             )
         return length

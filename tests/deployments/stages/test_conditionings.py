@@ -20,7 +20,7 @@ from pipelines.blocks.state import NoiseState
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_path
 from pipelines.media.encode import encode_frames
-from pipelines.request import InputPicture, InputPictures, InputVideo, Lora, MediaRequest
+from pipelines.request import InputPicture, InputPictures, InputVideo, Lora, MediaRequest, SecondStage
 from pipelines.run import load_pipeline
 from pipelines.solver import Solver
 from tests.deployments.stages.test_stages import spec_of, tensors
@@ -68,6 +68,7 @@ MATTERS: dict[str, Any] = {
     "num_layers": 3,
     "loras": (Lora(name="ink"),),
     "sound": False,
+    "second_stage": SecondStage(scale=2.0, sigmas=(0.5,)),
     "cache": "medium",
     "key": "somebody else",
 }

@@ -85,7 +85,8 @@ class DeviceRank:
             state = sampler.advance(state, self.engine.predict(sampler.branches(state), (0,)))
             if step == 0:  # it moves to another rank
                 state = self._sent(state)
-                self._check_size(self._pipeline.decoder.preview(sampler.preview(state), job.request), job.request)
+                first = job.request.stages[0]
+                self._check_size(self._pipeline.decoder.preview(sampler.preview(state), first), first)
         return sampler.latents(state)
 
     def decode(self, latents: Mapping[str, Any], request: MediaRequest) -> None:

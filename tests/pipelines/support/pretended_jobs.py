@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ from pipelines.models.generic.whole import WholeSpec
 from tests.pipelines.support.pretend_gpu import PretendGpu, put_on_gpu
 
 CPU = torch.device("cpu")
+upsampler: Any = import_module("pipelines.models.ltx2.upsampler")
 
 
 @contextmanager
@@ -34,6 +36,7 @@ def pretended_gpu() -> Iterator[PretendGpu]:
             (steps.StepRunner, "__init__", runner),
             (OpenedPipeline, "load_part", _placed(OpenedPipeline.load_part)),
             (whole_pipeline, "load_whole", functools.partial(_load_whole, whole_pipeline.load_whole)),
+            (upsampler, "load_folder", functools.partial(_load_folder, upsampler.load_folder)),
             (whole_pipeline, "_call", functools.partial(_call, whole_pipeline._call)),
         ):
             stack.enter_context(patch.object(owner, name, value))
@@ -75,6 +78,12 @@ def _placed(load: Callable[..., Any]) -> Callable[..., Any]:
         return part
 
     return load_part
+
+
+def _load_folder(load: Callable[..., Any], spec: Any, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    part = load(spec, folder, CPU, dtype)
+    put_on_gpu(part)
+    return part
 
 
 def _load_whole(load: Callable[..., Any], spec: WholeSpec, path: Path, device: torch.device, dtype: torch.dtype) -> Any:

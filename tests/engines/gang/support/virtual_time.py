@@ -17,7 +17,7 @@ from engines.core.spec import tiling_sizes
 from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang import Gang
 from engines.gang.gang_config import Clock, GangConfig
-from engines.gang.jobs.step_plan import StepPlan, StepReport
+from engines.gang.jobs.step_plan import JobStep, StepPlan, StepReport
 from engines.gang.jobs.step_timer import CudaStepTimer
 from tests.engines.gang.support.set_clock import actor, remote
 
@@ -103,8 +103,8 @@ class GpuRanks:
     from when all of them have been given it and have done what they were given before. A rank reports of a step when
     the one before it has ended, and of one whose latents it hands out when that has: these are the ``JobStep`` that
     they are of. What it tells of times is what ``CudaStepTimer`` makes of its device's marks. ``shapes`` are those of
-    jobs, ``plans`` those that were sent, to dead ranks as well, each once. ``rank_s`` is how long devices were at each
-    job's steps, all of a team added up."""
+    jobs, or functions of the step, ``plans`` those that were sent, to dead ranks as well, each once. ``rank_s`` is how
+    long devices were at each job's steps, all of a team added up."""
 
     def __init__(self, num_ranks: int, steps: Mapping[Any, Mapping[int, float]], shapes: Mapping[str, Any]) -> None:
         self._steps, self._shapes = steps, shapes
@@ -165,7 +165,7 @@ class GpuRanks:
             if work is not None:
                 pace.begin(plan.sequence)
                 await asyncio.sleep(LAUNCH_S)
-                ends_s = await self._device_end_s(plan.sequence, work.ranks, work.job_ids[0])
+                ends_s = await self._device_end_s(plan.sequence, work.ranks, work.job_steps[0])
                 pace.end()
                 await self._until(ends_s if latents else before_s)
                 before_s = ends_s
@@ -184,12 +184,13 @@ class GpuRanks:
         await asyncio.sleep(MOVE_S * len(plan.moves))
         return 1e3 * (self._loop.time() - started_s) / len(plan.moves)
 
-    async def _device_end_s(self, sequence: int, ranks: tuple[int, ...], job_id: str) -> float:
+    async def _device_end_s(self, sequence: int, ranks: tuple[int, ...], job_step: JobStep) -> float:
         begin_s = await self._met((sequence, ranks), len(ranks), max(self._device_ends_s[rank] for rank in ranks))
-        step_s = self._steps[self._shapes[job_id]][len(ranks)]
+        shape = self._shapes[job_step.job_id]
+        step_s = self._steps[shape(job_step.step) if callable(shape) else shape][len(ranks)]
         for rank in ranks:
             self._device_ends_s[rank] = begin_s + step_s
-        self.rank_s[job_id] += step_s  # by each rank of the team
+        self.rank_s[job_step.job_id] += step_s  # by each rank of the team
         return begin_s + step_s
 
     async def _met(self, key: Any, num_ranks: int, ready_s: float) -> float:

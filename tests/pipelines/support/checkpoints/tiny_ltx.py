@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,64 @@ ltx2_gated = partial(
     ltx2, num_layers=2, gated_attn=True, audio_gated_attn=True, rope_type="interleaved", cross_attn_mod=True
 )
 """With a gate a head, and all features of a token turned alike (the class' defaults), not head by head."""
+
+
+def ltx2_two_stages(path: Path) -> Path:
+    """With a latent upsampler, auto-encoders whose latents are not normal, and the scheduler that is published."""
+    import torch
+    from diffusers import AutoModel
+    from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
+
+    ltx2_few_layers(path)
+    flow(shift=1.0, shift_terminal=0.1).save_pretrained(path / "scheduler")
+    upsampler: Any = LTX2LatentUpsamplerModel(in_channels=4, mid_channels=32, num_blocks_per_stage=1)
+    shake(upsampler)
+    upsampler.save_pretrained(path / "latent_upsampler")
+    for part in ("vae", "audio_vae"):
+        model: Any = AutoModel.from_pretrained(str(path / part))
+        model.latents_mean.copy_(torch.linspace(-0.5, 0.4, len(model.latents_mean)))
+        model.latents_std.copy_(torch.linspace(0.7, 1.6, len(model.latents_std)))
+        model.save_pretrained(path / part)
+    return path
+
+
+def ltx25(path: Path) -> Path:
+    """LTX-2.5 in small, with both decoders and the parts that no request needs."""
+    from diffusers import LTX2VideoDiffusionDecoderModel
+    from diffusers.pipelines.ltx2.duration_head import LTX2DurationHead
+
+    ltx2(path, num_layers=2, gated_attn=True, audio_gated_attn=True, cross_attn_mod=True, ff_bias=False)
+    head: Any = LTX2DurationHead(video_cross_attention_dim=32, audio_cross_attention_dim=16, pooler_hidden_dim=16)
+    decoder: Any = LTX2VideoDiffusionDecoderModel(
+        latent_channels=4, decoder_head_dim=8, decoder_stage_channels=(64, 32, 16, 16, 8), decoder_stage_depths=(1,) * 5
+    )
+    for name, part in (("duration_head", head), ("diffusion_decoder", decoder)):
+        shake(part)
+        part.save_pretrained(path / name)
+    file = path / "model_index.json"
+    more = {
+        "duration_head": ["ltx2", "LTX2DurationHead"],
+        "diffusion_decoder": ["diffusers", "LTX2VideoDiffusionDecoderModel"],
+    }
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    return path
+
+
+def ltx25_modular(path: Path) -> Path:
+    """The same with the index of modular blocks."""
+    ltx25(path)
+    file = path / "model_index.json"
+    parts = {
+        name: entry for name, entry in json.loads(file.read_text()).items() if isinstance(entry, list) and entry[1]
+    }
+    places = {
+        name: [*entry, {"pretrained_model_name_or_path": str(path), "subfolder": name, "type_hint": entry}]
+        for name, entry in parts.items()
+    }
+    index = {"_class_name": "LTX25ModularPipeline", "_blocks_class_name": "LTX25AutoBlocks", **places}
+    (path / "modular_model_index.json").write_text(json.dumps(index))
+    file.unlink()
+    return path
 
 
 def _ltx2_vae() -> Any:

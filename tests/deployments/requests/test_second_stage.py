@@ -1,0 +1,177 @@
+"""Clips in two passes, as clients ask for them: by fields of their own, or by a recipe."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployments.clips.database import request_from_json, to_json
+from deployments.clips.eta import duration_key
+from deployments.config import AppConfig
+from deployments.ingress import make_cards
+from deployments.model_config import ModelConfig
+from deployments.requests.handle import handle_request
+from deployments.requests.recipe_choice import recipe_document
+from deployments.requests.request_errors import RequestError
+from deployments.requests.rules import check_kept
+from deployments.service.interface import ModelCard
+from deployments.stages.replica_load import kind_of, new_work
+from pipelines.checkpoint import Checkpoint
+from pipelines.loading import PUBLISHED, resolve_path
+from pipelines.media.metadata import TROUPE, MetadataWriter
+from pipelines.request import Lora, MediaRequest, SecondStage, mix_of
+from pipelines.solver import Solver
+
+SIGMAS = [0.909375, 0.725, 0.421875]
+UPSAMPLER = {"_class_name": "LTX2LatentUpsamplerModel", "rational_spatial_scale": 2.0}
+ADAPTERS = [{"name": "distilled", "path": "a.safetensors"}, {"name": "ink", "path": "b.safetensors", "scale": 0.5}]
+RECIPES: dict[str, Any] = {
+    "two-stages": {"path": "c.safetensors", "scale": 0.8, "lora": [{"name": "ink"}]},
+    "two-stages-distilled": {"second_stage_lora": [{"name": "ink", "scale": 0.3}]},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = shutil.copytree(PUBLISHED / "LTX-2", tmp_path_factory.mktemp("model") / "LTX-2")
+    (made / "latent_upsampler").mkdir()
+    (made / "latent_upsampler" / "config.json").write_text(json.dumps(UPSAMPLER))
+    return made
+
+
+@pytest.fixture(scope="module")
+def card(folder: Path) -> ModelCard:
+    return cards_of(folder)["ltx"]
+
+
+def cards_of(folder: Path, **changes: Any) -> dict[str, ModelCard]:
+    model = {"name": "ltx", "path": str(folder), "loras": ADAPTERS, "recipes": RECIPES, **changes}
+    return dict(make_cards(AppConfig(models=(ModelConfig(**model),))))
+
+
+def asked(card: ModelCard, **fields: Any) -> MediaRequest:
+    request, *_ = handle_request({"ltx": card}, "id", {"prompt": "a", "kind": "video", **fields})
+    return request
+
+
+def test_a_recipe_makes_two_passes(card: ModelCard) -> None:
+    request = asked(card, recipe="two-stages")
+    distilled = Lora(name="two-stages", scale=0.8)
+    assert request.second_stage == SecondStage(scale=2.0, sigmas=tuple(SIGMAS), loras=(distilled,))
+    assert (request.width, request.height) == (2 * card.defaults.width, 2 * card.defaults.height)
+    first, last = request.stages
+    assert (first.width, first.height) == (card.defaults.width, card.defaults.height)
+    assert (first.loras, first.solver) == ((Lora(name="ink"),), Solver())
+    assert (first.num_inference_steps, first.true_cfg_scale) == (card.defaults.num_inference_steps, 3.0)
+    assert (last.width, last.height, last.loras) == (request.width, request.height, (distilled,))
+    assert (last.num_inference_steps, last.true_cfg_scale) == (3, 1.0)
+    assert last.solver == Solver(flow_shift=1.0, sigmas=tuple(SIGMAS))
+    assert card.defaults.num_steps_of(request) == card.defaults.num_inference_steps + 3
+
+
+def test_a_distilled_checkpoint_has_a_recipe_of_its_own(card: ModelCard) -> None:
+    request = asked(card, recipe="two-stages-distilled")
+    assert [len(stage.solver.sigmas) for stage in request.stages] == [8, 3]
+    assert [stage.loras for stage in request.stages] == [(), (Lora(name="ink", scale=0.3),)]
+    assert card.defaults.num_steps_of(request) == 8 + 3
+
+
+def test_requests_may_say_it_themselves(card: ModelCard) -> None:
+    plain = asked(card)
+    assert (plain.second_stage, plain.stages) == (None, (plain,))
+    fields: dict[str, Any] = {"second_stage_sigmas": [0.5], "second_stage_lora": [{"name": "ink"}]}
+    request = asked(card, size="1024x768", **fields)
+    assert (request.width, request.height) == (1024, 768)
+    assert request.second_stage == SecondStage(scale=2.0, sigmas=(0.5,), loras=(Lora(name="ink", scale=0.5),))
+    named = asked(card, recipe="two-stages", **fields)
+    ink, own = Lora(name="ink", scale=0.5), Lora(name="two-stages", scale=0.8)
+    assert named.second_stage == SecondStage(scale=2.0, sigmas=(0.5,), loras=(ink, own))
+
+
+def test_recipes_are_listed_with_the_adapters_of_each_pass(card: ModelCard) -> None:
+    assert recipe_document("two-stages", card.recipes["two-stages"], card) == {
+        "second_stage_sigmas": tuple(SIGMAS),
+        "lora": [{"name": "ink", "scale": 1.0}],
+        "second_stage_lora": [{"name": "two-stages", "scale": 0.8}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "told"),
+    [
+        ({"second_stage_sigmas": [0.5, 0.7]}, "second_stage_sigmas", "second_stage_sigmas must fall from at most 1"),
+        ({"second_stage_lora": [{"name": "ink"}]}, "second_stage_lora", "give second_stage_sigmas as well"),
+        ({"recipe": "two-stages", "second_stage_lora": [{"name": "oil"}]}, "lora", "without an adapter 'oil'"),
+        ({"recipe": "two-stages", "size": "1056x768"}, "size", "positive multiples of 64"),
+        ({"recipe": "two-stages", "num_frames": 1}, "second_stage_sigmas", "num_frames is 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(fields: dict[str, Any], param: str, told: str, card: ModelCard) -> None:
+    with pytest.raises(RequestError, match=told) as caught:
+        asked(card, **fields)
+    assert caught.value.param == param
+
+
+def test_a_clip_that_comes_along_has_one_pass(card: ModelCard) -> None:
+    request = replace(asked(card, recipe="two-stages"), num_video_frames=25)
+    with pytest.raises(ValueError, match="a clip came along, for which there is one pass"):
+        card.defaults.check(request)
+
+
+def test_a_model_without_an_upsampler_refuses_it() -> None:
+    card = cards_of(PUBLISHED / "LTX-2", recipes={})["ltx"]
+    assert card.defaults.stage_scale == 0
+    with pytest.raises(RequestError, match="need a model with a latent upsampler, and this one has none"):
+        asked(card, second_stage_sigmas=SIGMAS)
+    with pytest.raises(ValueError, match="the recipe two-stages changes nothing"):
+        cards_of(PUBLISHED / "LTX-2", recipes={"two-stages": {}})
+
+
+def test_a_kept_request_is_the_same_after_a_restart(card: ModelCard) -> None:
+    request = asked(card, recipe="two-stages")
+    assert request_from_json(to_json(request)) == request
+    check_kept(request, card)
+    gone = replace(card, loras=tuple(lora for lora in card.loras if lora.name != "two-stages"))
+    with pytest.raises(ValueError, match="would refuse it: ltx is served without an adapter 'two-stages'"):
+        check_kept(request, gone)
+
+
+def test_the_file_says_how_it_was_made(card: ModelCard) -> None:
+    request = asked(card, recipe="two-stages")
+    written = json.loads(MetadataWriter(level="full", software="troupe").texts(request)[TROUPE])
+    assert written["size"] == "1536x1024"
+    assert written["lora"] == [{"name": "ink", "scale": 1.0}]
+    assert written["second_stage_sigmas"] == SIGMAS
+    assert written["second_stage_lora"] == [{"name": "two-stages", "scale": 0.8}]
+    again = asked(card, **{name: written[name] for name in written if name.startswith("second") or name == "size"})
+    assert again.second_stage == request.second_stage
+
+
+def test_both_passes_count_where_requests_are_told_apart(card: ModelCard) -> None:
+    one, two = asked(card, size="1536x1024"), asked(card, recipe="two-stages", lora=[{"name": "ink", "scale": 0.0}])
+    assert kind_of(one) != kind_of(replace(two, loras=()))
+    assert duration_key(one) != duration_key(two)
+    assert new_work(two).num_steps == new_work(one).num_steps + 3
+    assert mix_of(two.all_loras) == mix_of(two.second_stage.loras)  # type: ignore[union-attr]
+
+
+def test_the_upsampler_may_lie_apart(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own folder, or that of its pipeline."""
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
+    for apart in (folder / "latent_upsampler", folder):
+        model = {"path": str(PUBLISHED / "LTX-2"), "upsampler": str(apart)}
+        (card,) = cards_of(PUBLISHED / "LTX-2", **model).values()
+        assert asked(card, recipe="two-stages").second_stage is not None
+        joined = resolve_path(f"{PUBLISHED / 'LTX-2'}+upsampler@{apart}")
+        assert (joined / "latent_upsampler").resolve() == folder / "latent_upsampler"
+    with pytest.raises(ValueError, match="holds no LatentUpsamplerModel"):
+        Checkpoint.open(f"{folder}+upsampler@{PUBLISHED / 'LTX-2' / 'vae'}", weights=False)
+    with pytest.raises(ValueError, match="is a latent upsampler, and wan makes clips in one pass"):
+        Checkpoint.open(f"wan-shapes+upsampler@{folder}", weights=False)
+    with pytest.raises(ValueError, match="controlnet and upsampler are for different models"):
+        cards_of(folder, controlnet="a", upsampler="b")
