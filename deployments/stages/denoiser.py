@@ -199,6 +199,7 @@ class Denoiser:
         )
 
     def _stage(self, request: MediaRequest, encoding: Encoded) -> LastStage:
+        references = self._checkpoint.spec.reference_latents
         return LastStage(
             num_steps=self._checkpoint.num_steps(request),
             shape=shape_of(request, encoding.shapes),
