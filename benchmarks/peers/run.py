@@ -126,6 +126,8 @@ def perform(
 ) -> dict[str, str]:
     """Return for each run "exit ... after ...", or why it was stopped or skipped. ``out`` is current all the time."""
     outcome = {run.name: f"skipped: {len(gpus)} GPUs" for run in runs if run.gpus > len(gpus)}
+    threads = max(4, (os.cpu_count() or 1) // max(1, len(gpus)))  # ranks on all GPUs may compile at one time
+    environment = {**environment, "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
     waiting, free, started = [run for run in runs if run.name not in outcome], list(gpus), list[Started]()
     beside: dict[str, int] = {}
     print(f"{sum(run.likely_s * run.gpus for run in waiting) // max(1, len(gpus))} s are likely", flush=True)
