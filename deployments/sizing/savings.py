@@ -178,6 +178,7 @@ class _Step:
     """Settings of ranks."""
 
     precision: str
+    """Of the linears."""
     blocks: int
     """Blocks of each transformer in host memory."""
     originals: bool

@@ -35,11 +35,14 @@ BUCKET_BYTES = 2**28
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A byte range of an open ``file`` from ``offset``, and its target: as many contiguous bytes of a device."""
+    """A byte range of an open file, and where it goes."""
 
     file: int
+    """Descriptor."""
     offset: int
+    """First byte."""
     target_B: Tensor
+    """Contiguous uint8 of a device; its size is that of the range."""
 
     @property
     def num_bytes(self) -> int:
