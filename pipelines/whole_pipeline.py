@@ -294,6 +294,8 @@ class WholeSampler(BlocksSampler):
         scales[DISTILLED_SCALE] = request.guidance_scale
         if pictures.control is not None and self._whole.control == "image":
             inputs["image"] = pictures.control.cut_to(request.width, request.height).image()
+        if self._whole.lists_pictures and pictures.pictures:
+            inputs["image"] = [picture.on_white() for picture in pictures.pictures]
         if REFERENCES in names and pictures.pictures:
             inputs[REFERENCES] = [picture.on_white() for picture in pictures.pictures]
         if VIDEO_MASK in names and pictures.video_mask is not None:

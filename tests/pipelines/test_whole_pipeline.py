@@ -25,10 +25,11 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.directory import read_index
 from pipelines.models import registry
 from pipelines.models.generic import whole as generic
+from pipelines.models.generic.whole import LISTED
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest
 from pipelines.run import load_pipeline
 from pipelines.size import Size
-from pipelines.whole_pipeline import CALL, CallProgress, PausedCall, follow
+from pipelines.whole_pipeline import CALL, CallProgress, PausedCall, WholeSampler, follow
 from tests.pipelines.support.checkpoints import tiny_vace, tiny_whole, tiny_whole_qwen
 from tests.pipelines.support.references.video import frames, named, picture
 from tests.pipelines.support.references.video import pictures_of as clip_pictures
@@ -56,8 +57,8 @@ CLIPS = (tiny_whole.cogvideox_over, tiny_whole.wan_over)
 """They take a clip."""
 CONTROLLED = (tiny_whole.flux_controlled, tiny_whole.sdxl_controlled)
 """They follow a control picture."""
-LARGE = (tiny_whole.hidream, tiny_whole_qwen.kandinsky5)
-"""They draw 512x512 or 1024x1024 whatever size a request has, which takes seconds."""
+LARGE = (tiny_whole.hidream, tiny_whole_qwen.kandinsky5, tiny_whole_qwen.glm_image)
+"""They draw 512x512 or 1024x1024 whatever size a request has, or write 261 tokens first, which takes seconds."""
 CONTROLS = {"FluxControlNetPipeline": "control_image", "StableDiffusionXLControlNetPipeline": "image"}
 Make = Callable[[Path], Path]
 MAKES = [*QUICK, tiny_whole.cogvideox_over, *(pytest.param(make, marks=pytest.mark.slow) for make in LARGE)]
@@ -110,7 +111,9 @@ def frames_by(pipeline: Any, request: MediaRequest, **arguments: Any) -> NDArray
     takes_length = "num_frames" in inspect.signature(type(pipeline).__call__).parameters
     arguments |= {"num_frames": request.num_frames} if takes_length else {}
     arguments |= named(frames(SIDE, SIDE, request.num_video_frames)) if request.num_video_frames else {}
-    arguments |= {"image": pictures_of(request).pictures[0].image()} if request.num_pictures else {}
+    if request.num_pictures:
+        picture = pictures_of(request).pictures[0].image()
+        arguments |= {"image": [picture] if type(pipeline).__name__ in LISTED else picture}
     if request.has_control:
         arguments |= {CONTROLS[type(pipeline).__name__]: pictures_of(request).control.image()}  # type: ignore[union-attr]
     made = pipeline(
@@ -265,6 +268,17 @@ def test_a_distilled_scale_beside_a_guider_reaches_the_call(folders: Callable[[M
     own = own_frames(distilled.path, request, distilled_guidance_scale=7.0)
     assert np.array_equal(load_pipeline(distilled).run(request), own)
     assert not np.array_equal(own, own_frames(distilled.path, request))
+
+
+def test_a_pipeline_that_takes_a_list_has_a_single_picture_in_one(folders: Callable[[Make], Path]) -> None:
+    """Its call asks for the list's length. What follows there fails with pictures, in diffusers' own call too."""
+    checkpoint = Checkpoint(folders(tiny_whole_qwen.glm_image))
+    assert checkpoint.defaults.max_pictures == 4
+    request = request_of(checkpoint, num_pictures=1)
+    sampler = checkpoint.sampler()
+    assert isinstance(sampler, WholeSampler)
+    (picture,) = sampler._inputs(request, pictures_of(request))["image"]
+    assert picture.size == (SIDE, SIDE)
 
 
 def test_the_size_is_that_of_the_call(folders: Callable[[Make], Path]) -> None:

@@ -38,6 +38,8 @@ REFERENCES, MAX_REFERENCES = "reference_images", 4
 """The input for pictures of what the clip shows, and how many are taken."""
 DISTILLED_SCALE = "distilled_guidance_scale"
 """The input for a distilled scale beside a guider (HunyuanImage), where the transformer embeds it."""
+LISTED = ("GlmImagePipeline",)
+"""Pipelines whose ``image`` is a list of pictures, however many there are."""
 VIDEO_MASK = "mask"
 """The input for a mask of each frame of the clip."""
 CONTROL, CONTROL_SCALE, VIDEO_SCALE = "control_image", "controlnet_conditioning_scale", "conditioning_scale"
@@ -88,6 +90,11 @@ class WholeSpec(GenericSpec):
         return "image" if CONTROL_SCALE in self.inputs and "image" in self.inputs else None
 
     @property
+    def lists_pictures(self) -> bool:
+        """True if the call takes pictures as a list, even a single one."""
+        return self.family in LISTED
+
+    @property
     def _has_picture(self) -> bool:
         return "image" in self.inputs and self.control != "image"
 
@@ -115,7 +122,7 @@ class WholeSpec(GenericSpec):
             max_pixels=max(1280 * 720 if is_video else 2048 * 2048, width * height),
             max_frames=max_frames,
             max_steps=max(100, int(inputs.get("num_inference_steps") or 0)),
-            max_pictures=MAX_REFERENCES if REFERENCES in inputs else int(has_picture),
+            max_pictures=MAX_REFERENCES if REFERENCES in inputs or self.lists_pictures else int(has_picture),
             min_pictures=int(has_picture and self._needs_picture),
             takes_mask=has_picture and "mask_image" in inputs,
             needs_mask=has_picture and "mask_image" in inputs and self._needs_picture,

@@ -26,7 +26,6 @@ from engines.core.engine import RankContext
 from engines.core.parcel import Parcel
 from engines.gang.gang_config import RankParts
 from pipelines.checkpoint import Checkpoint
-from pipelines.models.generic import compiled_forwards
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
 from pipelines.size import Size
@@ -90,20 +89,23 @@ def test_its_card_says_so(folder: Path, pictures: Path) -> None:
 def test_a_rank_compiles_its_pipeline_and_says_so(
     folder: Path, fails: bool, forwards: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    num_compiled: list[int] = []
+    """The compiler itself is at work in tests/pipelines/test_whole_compiled.py."""
+    num_calls: list[int] = []
 
-    def backend(graph: Any, inputs: Any) -> Any:
-        num_compiled.append(len(inputs))
-        if fails:
-            raise RuntimeError("no code for this processor")
-        return graph.forward
+    def compiled(forward: Any, **_: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            num_calls.append(len(args))
+            if fails:
+                raise RuntimeError("no code for this processor")
+            return forward(*args, **options)
 
-    torch._dynamo.reset()
-    monkeypatch.setattr(compiled_forwards, "with_real_products", lambda name: backend)
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
     model = model_of(folder, denoiser={"num_ranks": 1, "compile": True, "warm_sizes": ["64x64"]})
     with separate_rank_resources():
         parts = LoadRankParts(model=model)(CONTEXT)()
-    assert (parts.forwards, len(num_compiled) > 0) == (forwards, True)
+    assert (parts.forwards, len(num_calls) > 0) == (forwards, True)
     request = Checkpoint(folder).defaults.request(Size(width=64, height=64), prompt="a fox", num_inference_steps=2)
     state = parts.sampler.begin(request, Checkpoint(folder).text_encoder().encode(request))
     parts.engine.predict(parts.sampler.branches(state), (0,))

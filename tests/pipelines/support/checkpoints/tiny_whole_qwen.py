@@ -1,4 +1,4 @@
-"""Tiny checkpoints of pipelines without modular blocks whose prompts Qwen2.5-VL reads: random weights."""
+"""Tiny checkpoints of pipelines without modular blocks whose prompts a vision language model reads: random weights."""
 
 from __future__ import annotations
 
@@ -148,3 +148,84 @@ def hunyuan_image(path: Path, *, is_distilled: bool = False) -> Path:
 
 def hunyuan_image_distilled(path: Path) -> Path:
     return hunyuan_image(path, is_distilled=True)
+
+
+GLM_TOKENS = {
+    "image_token": "<|image|>",
+    "grid_bos_token": "<sop>",
+    "grid_eos_token": "<eop>",
+    "bos_token": "<|begin|>",
+}
+GLM_END = "<|end|>"
+GLM_CHAT = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}<|begin|><|image|><|end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+GLM_CODES = 64
+"""Vision tokens that the language model writes, and the transformer reads."""
+
+
+def glm_image(path: Path) -> Path:
+    """GLM-Image, whose language model draws tokens of the picture by chance first."""
+    from diffusers import GlmImagePipeline, GlmImageTransformer2DModel
+    from transformers import ByT5Tokenizer, GlmImageProcessor
+    from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil
+
+    images = GlmImageImageProcessorPil(patch_size=16, temporal_patch_size=1, merge_size=1)
+    letters = chat_tokenizer(GLM_CHAT)
+    letters.add_special_tokens({"additional_special_tokens": [*GLM_TOKENS.values(), GLM_END]})
+    letters.init_kwargs |= GLM_TOKENS
+    for name, token in GLM_TOKENS.items():
+        setattr(letters, name, token)
+    transformer = GlmImageTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        text_embed_dim=48,
+        time_embed_dim=16,
+        condition_dim=8,
+        prior_vq_quantizer_codebook_size=GLM_CODES,
+    )
+    GlmImagePipeline(
+        tokenizer=ByT5Tokenizer(),
+        processor=GlmImageProcessor(images, letters, chat_template=GLM_CHAT),
+        text_encoder=byt5(),
+        vision_language_encoder=_glm(letters),
+        vae=auto_encoder(4, 4, latents_mean=[0.0] * 4, latents_std=[1.0] * 4),
+        transformer=shake(transformer),
+        scheduler=flow(use_dynamic_shifting=True, time_shift_type="linear", base_shift=0.25, max_shift=0.75),
+    ).save_pretrained(path)
+    return path
+
+
+def _glm(letters: Any) -> Any:
+    from transformers import GlmImageConfig, GlmImageForConditionalGeneration
+
+    text = {
+        "vocab_size": len(letters),
+        "vision_vocab_size": GLM_CODES,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "intermediate_size": 16,
+        "image_size": 64,
+        "patch_size": 16,
+    }
+    vq = {"embed_dim": 16, "num_embeddings": GLM_CODES, "latent_channels": 16}
+    names = {"image": GLM_TOKENS["image_token"], "image_start": GLM_TOKENS["bos_token"], "image_end": GLM_END}
+    ids = {f"{name}_token_id": letters.convert_tokens_to_ids(token) for name, token in names.items()}
+    config = GlmImageConfig(text_config=text, vision_config=vision, vq_config=vq, **ids)
+    return shake(GlmImageForConditionalGeneration(config))
