@@ -36,7 +36,8 @@ PEFT_PREFIX = "base_model.model."
 TRANSFORMER = "transformer"
 OTHER_KINDS = {"dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", ".hada_": "LoHa"}
 """Unsupported kinds of adapters, by a part of their keys."""
-OTHER_PARTS = ("text_encoder", "text_model", "transformer", "unet", "connectors", "image_encoder", "vae", "controlnet")
+TEXT_PARTS = ("text_encoder", "text_model", "text_conditioner")
+OTHER_PARTS = (*TEXT_PARTS, "transformer", "unet", "connectors", "image_encoder", "vae", "controlnet")
 """Prefixes of the names of pipeline parts."""
 
 

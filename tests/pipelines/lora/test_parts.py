@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusers.loaders.lora_pipeline import CosmosLoraLoaderMixin
 from peft.utils import get_peft_model_state_dict
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engines.core.tensors import relative_difference
@@ -109,6 +109,19 @@ def test_text_encoders_are_left_out_if_the_u_net_is_named(sdxl: Path, tmp_path: 
         painted(sdxl, LoraSource(path=str(both)))
     expected = painted(sdxl, LoraSource(path=str(alone)))
     assert painted(sdxl, LoraSource(path=str(both), part="unet")).equal(expected)
+
+
+def test_a_text_conditioner_is_left_out_if_the_transformer_is_named(tmp_path: Path) -> None:
+    """Diffusers' loader of Anima has a place for both."""
+    folder = tiny_unknown.anima(tmp_path / "model")
+    alone = write_lora(folder, tmp_path / "alone", seed=1, says_alpha=False) / "pytorch_lora_weights.safetensors"
+    pair = {f"text_conditioner.blocks.0.cross_attn.q_proj.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}
+    both = tmp_path / "both.safetensors"
+    save_file({**load_file(alone), **pair}, both)
+    with pytest.raises(ValueError, match=r"not for the transformer alone: text_conditioner\..*say part: transformer"):
+        painted(folder, LoraSource(path=str(both)))
+    expected = painted(folder, LoraSource(path=str(alone)))
+    assert painted(folder, LoraSource(path=str(both), part="transformer")).equal(expected)
 
 
 CONFIG = {"r": RANK, "lora_alpha": 6}
