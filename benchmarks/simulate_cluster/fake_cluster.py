@@ -223,7 +223,10 @@ def simulated(arrivals: Sequence[Arrival], times: Mapping[str, Any]) -> Run:
     )
     strategy = Observed(ByWork(RULES))
     cluster = Cluster(spec, strategy)
-    pictures = [Picture(one.at_s, one.kind.name, STEPS[one.kind.name]) for one in arrivals]
+    pictures = [
+        Picture(one.at_s, one.kind.name, STEPS[one.kind.name], pace)
+        for one, pace in zip(arrivals, times["paces"], strict=True)
+    ]
     cluster.run(pictures, warm_gangs=0)
     latencies_s = [latency_s + times["beside_s"] for latency_s in cluster.latencies_s]
     return Run(latencies_s=latencies_s, moments=strategy.moments, num_starts=cluster.num_starts)
@@ -232,12 +235,14 @@ def simulated(arrivals: Sequence[Arrival], times: Mapping[str, Any]) -> Run:
 def times_of(recording: Recording, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return the measured times: of a step by kind, of starts, and beside the steps of a request.
 
-    Steps count with the gaps between them: the median of a kind, since other jobs overtake some.
+    A step of a kind is the median of its requests. ``paces`` has each request's own steps as a multiple of it: this
+    machine's speed changes. Steps count with the gaps between them, which jobs that nothing overtakes show.
     """
-    denoise_s = {name: [one.stages_ms["denoise"] / 1e3 for one in outcomes if one.name == name] for name in STEPS}
-    step_s = {name: median(denoise_s[name]) / num_steps for name, num_steps in STEPS.items()}
+    gap = median(one.stages_ms["denoise"] / 1e3 / one.gpu_s for one in outcomes)
+    step_s = {name: gap * median(one.gpu_s for one in outcomes if one.name == name) / STEPS[name] for name in STEPS}
+    paces = [gap * one.gpu_s / STEPS[one.name] / step_s[one.name] for one in outcomes]
     beside_s = median(one.latency_s - (one.stages_ms["queue"] + one.stages_ms["denoise"]) / 1e3 for one in outcomes)
-    return {"step_s": step_s, "beside_s": beside_s, **recording.starts()}
+    return {"step_s": step_s, "paces": paces, "beside_s": beside_s, **recording.starts()}
 
 
 def changes(moments: Sequence[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
