@@ -15,7 +15,7 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = ROOT / "notebooks"
-DEADLINE_S = 300
+DEADLINE_S = 600
 
 
 def cleaned(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:

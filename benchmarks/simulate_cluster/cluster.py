@@ -143,10 +143,10 @@ class Cluster:
 
     def _arrive(self) -> None:
         assert self._picture is not None
-        at_s, size, num_steps = self._picture
+        at_s, size, num_steps, pace = self._picture
         self.num_open += 1
         lone_s = num_steps * self._step_s[size]
-        self._assign(PictureJob(next(self._numbers), size, num_steps, lone_s, at_s))
+        self._assign(PictureJob(next(self._numbers), size, num_steps, lone_s, at_s, pace))
         self._next_arrival()
 
     # Jobs.

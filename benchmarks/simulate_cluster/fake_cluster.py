@@ -1,6 +1,6 @@
 """A real cluster beside the simulated one: Ray's autoscaler on fake nodes, under a load that rises and falls.
 
-    python -m benchmarks.simulate_cluster.fake_cluster [--waves 2] [--wave-s 100] [--load 1.2] [--seed 1]
+    python -m benchmarks.simulate_cluster.fake_cluster [--waves 1] [--wave-s 120] [--load 1.2] [--seed 1]
 
 Nodes are processes of this machine, gangs have one CPU rank each and paint with a shipped model. Arrivals, starts of
 nodes and gangs, and waits are recorded. Then the simulation runs with the same arrivals and the measured times of steps
@@ -59,7 +59,7 @@ IDLE_TIMEOUT_S = 5.0
 LOOK_EVERY_S = 0.5
 END_S = 180.0
 """Time for gangs and nodes to go."""
-PAUSE_S = 60.0
+PAUSE_S = 120.0
 """Time between two waves of load: all gangs and nodes go."""
 
 
@@ -80,6 +80,8 @@ class Recording:
 
     begin_s: float = 0.0
     gangs: dict[str, GangRecord] = field(default_factory=dict)
+    nodes_s: dict[str, float] = field(default_factory=dict)
+    """When each node that runs was seen first."""
     moments: list[tuple[float, int, int]] = field(default_factory=list)
     """Time from ``begin_s``, number of running gangs and number of nodes, as in ``Observed``."""
     idle_s: list[float] = field(default_factory=list)
@@ -88,19 +90,19 @@ class Recording:
     def look(self, cluster: FakeNodes, now_s: float) -> None:
         """Note the gangs and nodes of this moment."""
         replicas, nodes = cluster.replicas(GANGS), cluster.workers()
-        began_s = {node.node_id: node.raylet.create_time() for node in nodes if node.raylet.is_running()}
+        self.nodes_s = {node.node_id: self.nodes_s.get(node.node_id, now_s) for node in nodes}
         running = {one["replica_id"] for one in replicas if one["state"] == "RUNNING"}
         for one in replicas:
             gang = self.gangs.setdefault(one["replica_id"], GangRecord(one["start_time_s"]))
             if one["state"] == "RUNNING" and gang.ready_s is None:
-                node_s = began_s.get(one["node_id"], 0.0)
+                node_s = self.nodes_s.get(one["node_id"], 0.0)
                 gang.ready_s, gang.node_s = now_s, node_s if node_s > gang.ordered_s else None
         gone = [gang for name, gang in self.gangs.items() if name not in {one["replica_id"] for one in replicas}]
         for gang in gone:
             gang.ended_s = gang.ended_s or now_s
-        if self.moments and len(began_s) < self.moments[-1][2]:
+        if self.moments and len(nodes) < self.moments[-1][2]:
             self.idle_s += [now_s - max(gang.ended_s for gang in gone if gang.ended_s)] if gone else []
-        self.moments.append((now_s - self.begin_s, len(running), len(began_s)))
+        self.moments.append((now_s - self.begin_s, len(running), len(nodes)))
 
     def starts(self) -> dict[str, Any]:
         """Return seconds: starts of nodes and of gangs on them, in order, and the mean of nodes without a gang."""
@@ -222,7 +224,10 @@ def simulated(arrivals: Sequence[Arrival], times: Mapping[str, Any]) -> Run:
     )
     strategy = Observed(ByWork(RULES))
     cluster = Cluster(spec, strategy)
-    pictures = [Picture(one.at_s, one.kind.name, STEPS[one.kind.name]) for one in arrivals]
+    pictures = [
+        Picture(one.at_s, one.kind.name, STEPS[one.kind.name], pace)
+        for one, pace in zip(arrivals, times["paces"], strict=True)
+    ]
     cluster.run(pictures, warm_gangs=0)
     latencies_s = [latency_s + times["beside_s"] for latency_s in cluster.latencies_s]
     return Run(latencies_s=latencies_s, moments=strategy.moments, num_starts=cluster.num_starts)
@@ -231,12 +236,14 @@ def simulated(arrivals: Sequence[Arrival], times: Mapping[str, Any]) -> Run:
 def times_of(recording: Recording, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return the measured times: of a step by kind, of starts, and beside the steps of a request.
 
-    Steps count with the gaps between them: the median of a kind, since other jobs overtake some.
+    A step of a kind is the median of its requests. ``paces`` has each request's own steps as a multiple of it: this
+    machine's speed changes. Steps count with the gaps between them, which jobs that nothing overtakes show.
     """
-    denoise_s = {name: [one.stages_ms["denoise"] / 1e3 for one in outcomes if one.name == name] for name in STEPS}
-    step_s = {name: median(denoise_s[name]) / num_steps for name, num_steps in STEPS.items()}
+    gap = median(one.stages_ms["denoise"] / 1e3 / one.gpu_s for one in outcomes)
+    step_s = {name: gap * median(one.gpu_s for one in outcomes if one.name == name) / STEPS[name] for name in STEPS}
+    paces = [gap * one.gpu_s / STEPS[one.name] / step_s[one.name] for one in outcomes]
     beside_s = median(one.latency_s - (one.stages_ms["queue"] + one.stages_ms["denoise"]) / 1e3 for one in outcomes)
-    return {"step_s": step_s, "beside_s": beside_s, **recording.starts()}
+    return {"step_s": step_s, "paces": paces, "beside_s": beside_s, **recording.starts()}
 
 
 def changes(moments: Sequence[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
@@ -300,8 +307,8 @@ def compare(num_waves: int, wave_s: float, load: float, seed: int) -> Comparison
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--waves", type=int, default=2)
-    parser.add_argument("--wave-s", type=float, default=100.0)
+    parser.add_argument("--waves", type=int, default=1)
+    parser.add_argument("--wave-s", type=float, default=120.0)
     parser.add_argument("--load", type=float, default=1.2, help="gangs that the middle of a wave keeps busy")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()

@@ -23,6 +23,8 @@ class Picture(NamedTuple):
     at_s: float
     size: str
     num_steps: int = NUM_STEPS
+    pace: float = 1.0
+    """See ``Arrival.pace``. Only gangs with the scheduler of a real one have it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +37,7 @@ class PictureJob:
     lone_s: float
     """Seconds of its steps alone."""
     arrived_s: float
+    pace: float = 1.0
     left_s: float = 0.0
 
 
@@ -144,7 +147,8 @@ class StepReplica(SimulatedReplica):
         return self._simulation.next_s
 
     def _add(self, job: PictureJob) -> None:
-        self._simulation.add(Arrival(at_s=self.now_s, shape=job.size, num_steps=job.num_steps), job.number)
+        arrival = Arrival(at_s=self.now_s, shape=job.size, num_steps=job.num_steps, pace=job.pace)
+        self._simulation.add(arrival, job.number)
         self._simulation.advance(self.now_s)
 
     def _work(self, now_s: float) -> list[int]:

@@ -65,6 +65,14 @@ def test_by_arrival_short_pictures_wait_for_the_long_one(by_steps: bool) -> None
     assert sorted(cluster.waits_s) == pytest.approx([0.0, 9.0, 10.0])
 
 
+def test_a_picture_may_take_another_time_than_predicted() -> None:
+    """The scheduler runs it as the short one that it is taken for: it delays the others by all its time."""
+    cluster = Cluster(BY_HAND, FixedSize(1))
+    slow, other = (Picture(0.0, "1024x1024", round(lone_s / STEP_S), pace) for lone_s, pace in ((2.0, 3.0), (4.0, 1.0)))
+    cluster.run([slow, other], warm_gangs=1)
+    assert sorted(cluster.latencies_s) == pytest.approx([6.0, 10.0], abs=6 * STEP_S)
+
+
 def test_a_gang_has_the_scheduler_of_a_real_one() -> None:
     """Waits are those of ``benchmarks.policies``, whose step sent ahead delays who comes meanwhile."""
     arrivals = list(DayTraffic(peak_load=0.8, num_ranks=2, from_hour=20.0, hours=0.1, seed=2).arrivals())

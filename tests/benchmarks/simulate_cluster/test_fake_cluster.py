@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -39,28 +39,24 @@ def test_starts_and_ends_of_gangs_and_nodes_are_told_apart() -> None:
     """A gang is ordered at 100 s, its node begins at 103 and it runs at 110; another one needs no new node."""
     recording = Recording(begin_s=100.0)
 
-    def look(at_s: float, replicas: dict[str, tuple[str, float]], node_s: float | None) -> None:
+    def look(at_s: float, replicas: dict[str, tuple[str, float]], *nodes: str) -> None:
         seen = SimpleNamespace(
             replicas=lambda deployment: [
                 {"replica_id": name, "node_id": "a", "state": state, "start_time_s": ordered_s}
                 for name, (state, ordered_s) in replicas.items()
             ],
-            workers=lambda: [] if node_s is None else [node_of("a", node_s)],
+            workers=lambda: [SimpleNamespace(node_id=node) for node in nodes],
         )
         recording.look(cast(FakeNodes, seen), at_s)
 
-    def node_of(name: str, began_s: float) -> Any:
-        raylet = SimpleNamespace(is_running=lambda: True, create_time=lambda: began_s)
-        return SimpleNamespace(node_id=name, raylet=raylet)
-
-    look(101.0, {"first": ("STARTING", 100.0)}, None)
-    look(104.0, {"first": ("STARTING", 100.0)}, 103.0)
-    look(110.0, {"first": ("RUNNING", 100.0)}, 103.0)
-    look(120.0, {}, 103.0)
-    look(121.0, {"second": ("STARTING", 121.0)}, 103.0)
-    look(126.0, {"second": ("RUNNING", 121.0)}, 103.0)
-    look(140.0, {}, 103.0)
-    look(145.0, {}, None)
+    look(101.0, {"first": ("STARTING", 100.0)})
+    look(103.0, {"first": ("STARTING", 100.0)}, "a")
+    look(110.0, {"first": ("RUNNING", 100.0)}, "a")
+    look(120.0, {}, "a")
+    look(121.0, {"second": ("STARTING", 121.0)}, "a")
+    look(126.0, {"second": ("RUNNING", 121.0)}, "a")
+    look(140.0, {}, "a")
+    look(145.0, {})
     assert recording.starts() == {"node_starts_s": [3.0], "gang_starts_s": [7.0, 5.0], "node_idle_s": 5.0}
     assert recording.moments[2] == (10.0, 1, 1)
     run = Run(latencies_s=[1.0, 3.0], moments=recording.moments, num_starts=2)
@@ -68,7 +64,7 @@ def test_starts_and_ends_of_gangs_and_nodes_are_told_apart() -> None:
         "mean_latency_s": 2.0,
         "p90_latency_s": 3.0,
         "gang_s": 10.0 + 14.0,
-        "node_s": 41.0,
+        "node_s": 42.0,
         "num_starts": 2,
         "most_gangs": 1,
     }
