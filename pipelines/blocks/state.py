@@ -46,6 +46,7 @@ class LaterStage:
     """A second pass over a job's latents that has not begun."""
 
     request: MediaRequest
+    """The request of this pass, with its own size and sigmas."""
     conditioning: Any
     """Its ``Conditioning``, on the job's device."""
     noise: NoiseState

@@ -15,9 +15,13 @@ class LastStage:
     """The steps of a job from one on, if they have another shape, or other additions to the weights, than before."""
 
     num_steps: int
+    """Steps of this part of the job."""
     shape: Hashable | None
+    """As ``Job.shape``."""
     estimates_s: Mapping[int, float] = field(default_factory=dict)
+    """As ``Job.estimates_s``."""
     additions: Hashable = ()
+    """As ``Job.additions``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,8 +39,9 @@ class OpenJob:
     gpu_s: float = 0.0
     """Rank-seconds of all measured steps."""
     warm_step_s: float | None = None
-    """Time of the newest measured step that was warm and made a forward; ``warm_step`` is its number."""
+    """Time of the newest measured step that was warm and made a forward."""
     warm_step: int = 0
+    """Number of that step."""
     outcome: Outcome | None = None
     """How it ended; None while it is open."""
     forgotten: asyncio.Event = field(default_factory=asyncio.Event)

@@ -133,11 +133,11 @@ def hunyuan_image(path: Path, *, is_distilled: bool = False) -> Path:
         text_embed_2_dim=48,
         rope_axes_dim=(8, 8),
     )
+    texts = {"text_encoder": qwen_vl(), "tokenizer": chat_tokenizer()}
     HunyuanImagePipeline(
+        **texts,
         scheduler=flow(use_dynamic_shifting=False, shift=5.0),
         vae=shake(vae),
-        text_encoder=qwen_vl(),
-        tokenizer=chat_tokenizer(),
         text_encoder_2=byt5(),
         tokenizer_2=ByT5Tokenizer(),
         transformer=shake(transformer),
