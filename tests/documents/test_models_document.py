@@ -90,7 +90,8 @@ def test_proofs_are_found_by_what_tests_build(program: ModuleType) -> None:
     assert "`models/test_gangs.py` (1, 2, 4)" in found["ZImageModularPipeline"]
     layered = ["`models/test_layers.py` (1)", "`models/test_picture_inputs.py` (1, 2, 4)"]
     assert found["QwenImageLayeredModularPipeline"] == layered
-    assert "AnimaModularPipeline" not in found
+    assert found["AnimaModularPipeline"] == ["`models/test_others.py` (1)"]
+    assert "LTX25ModularPipeline" not in found
     assert not any("test_start" in file for files in found.values() for file in files), "it compares with nothing"
 
 
