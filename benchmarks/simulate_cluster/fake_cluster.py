@@ -17,6 +17,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -155,12 +156,18 @@ def running_cluster() -> Iterator[tuple[FakeNodes, str]]:
         yield cluster, url
 
 
+def sent(url: str, arrivals: Sequence[Arrival]) -> list[Outcome]:
+    """Send each at its time, from a thread of its own: a notebook's has a loop already."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(send_all(url, arrivals, {}))).result()
+
+
 def warmed_up(url: str) -> dict[str, Outcome]:
     """Return the last of three answers to each kind of request, one after the other."""
     last = {}
     for _ in range(3):
         for kind in MIX.classes:
-            (last[kind.name],) = asyncio.run(send_all(url, [Arrival(at_s=0.0, kind=kind, seed=0)], {}))
+            (last[kind.name],) = sent(url, [Arrival(at_s=0.0, kind=kind, seed=0)])
     return last
 
 
@@ -203,7 +210,7 @@ class Run:
 def measured(cluster: FakeNodes, url: str, arrivals: Sequence[Arrival]) -> tuple[Recording, list[Outcome]]:
     """Send the arrivals and record the cluster until all nodes are gone."""
     with recorded(cluster) as recording:
-        outcomes = asyncio.run(send_all(url, arrivals, {}))
+        outcomes = sent(url, arrivals)
         wait_until(lambda: recording.moments[-1][1:] == (0, 0), "no node but the head", patience_s=END_S)
     assert all(one.is_right for one in outcomes), "a request failed"
     return recording, outcomes
