@@ -103,22 +103,10 @@ def longcat_image(path: Path) -> Path:
 
 def hunyuan_image(path: Path, *, is_distilled: bool = False) -> Path:
     """HunyuanImage 2.1, whose guider has the weights of guidance; the distilled one has a scale of its own."""
-    from diffusers import AutoencoderKLHunyuanImage, HunyuanImagePipeline, HunyuanImageTransformer2DModel
+    from diffusers import HunyuanImagePipeline, HunyuanImageTransformer2DModel
     from diffusers.guiders import AdaptiveProjectedMixGuidance
     from transformers import ByT5Tokenizer
 
-    vae = AutoencoderKLHunyuanImage(
-        in_channels=3,
-        out_channels=3,
-        latent_channels=16,
-        block_out_channels=(32, 32, 32, 32),
-        layers_per_block=1,
-        spatial_compression_ratio=8,
-        sample_size=64,
-        scaling_factor=0.75,
-        downsample_match_channel=False,
-        upsample_match_channel=False,
-    )
     transformer = HunyuanImageTransformer2DModel(
         in_channels=16,
         out_channels=16,
@@ -135,7 +123,7 @@ def hunyuan_image(path: Path, *, is_distilled: bool = False) -> Path:
     )
     HunyuanImagePipeline(
         scheduler=flow(use_dynamic_shifting=False, shift=5.0),
-        vae=shake(vae),
+        vae=_hunyuan_vae(),
         text_encoder=qwen_vl(),
         tokenizer=chat_tokenizer(),
         text_encoder_2=byt5(),
@@ -144,6 +132,24 @@ def hunyuan_image(path: Path, *, is_distilled: bool = False) -> Path:
         guider=None if is_distilled else AdaptiveProjectedMixGuidance(guidance_scale=3.5),
     ).save_pretrained(path)
     return path
+
+
+def _hunyuan_vae() -> Any:
+    from diffusers import AutoencoderKLHunyuanImage
+
+    vae = AutoencoderKLHunyuanImage(
+        in_channels=3,
+        out_channels=3,
+        latent_channels=16,
+        block_out_channels=(32, 32, 32, 32),
+        layers_per_block=1,
+        spatial_compression_ratio=8,
+        sample_size=64,
+        scaling_factor=0.75,
+        downsample_match_channel=False,
+        upsample_match_channel=False,
+    )
+    return shake(vae)
 
 
 def hunyuan_image_distilled(path: Path) -> Path:
