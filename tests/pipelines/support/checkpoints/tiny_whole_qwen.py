@@ -103,9 +103,39 @@ def longcat_image(path: Path) -> Path:
 
 def hunyuan_image(path: Path, *, is_distilled: bool = False) -> Path:
     """HunyuanImage 2.1, whose guider has the weights of guidance; the distilled one has a scale of its own."""
-    from diffusers import AutoencoderKLHunyuanImage, HunyuanImagePipeline, HunyuanImageTransformer2DModel
+    from diffusers import HunyuanImagePipeline, HunyuanImageTransformer2DModel
     from diffusers.guiders import AdaptiveProjectedMixGuidance
     from transformers import ByT5Tokenizer
+
+    transformer = HunyuanImageTransformer2DModel(
+        in_channels=16,
+        out_channels=16,
+        num_attention_heads=2,
+        attention_head_dim=16,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        mlp_ratio=2.0,
+        guidance_embeds=is_distilled,
+        text_embed_dim=HIDDEN,
+        text_embed_2_dim=48,
+        rope_axes_dim=(8, 8),
+    )
+    HunyuanImagePipeline(
+        scheduler=flow(use_dynamic_shifting=False, shift=5.0),
+        vae=_hunyuan_vae(),
+        text_encoder=qwen_vl(),
+        tokenizer=chat_tokenizer(),
+        text_encoder_2=byt5(),
+        tokenizer_2=ByT5Tokenizer(),
+        transformer=shake(transformer),
+        guider=None if is_distilled else AdaptiveProjectedMixGuidance(guidance_scale=3.5),
+    ).save_pretrained(path)
+    return path
+
+
+def _hunyuan_vae() -> Any:
+    from diffusers import AutoencoderKLHunyuanImage
 
     vae = AutoencoderKLHunyuanImage(
         in_channels=3,
@@ -119,29 +149,7 @@ def hunyuan_image(path: Path, *, is_distilled: bool = False) -> Path:
         downsample_match_channel=False,
         upsample_match_channel=False,
     )
-    transformer = HunyuanImageTransformer2DModel(
-        in_channels=16,
-        out_channels=16,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        **dict.fromkeys(("num_layers", "num_single_layers", "num_refiner_layers"), 1),
-        mlp_ratio=2.0,
-        guidance_embeds=is_distilled,
-        text_embed_dim=HIDDEN,
-        text_embed_2_dim=48,
-        rope_axes_dim=(8, 8),
-    )
-    texts = {"text_encoder": qwen_vl(), "tokenizer": chat_tokenizer()}
-    HunyuanImagePipeline(
-        **texts,
-        scheduler=flow(use_dynamic_shifting=False, shift=5.0),
-        vae=shake(vae),
-        text_encoder_2=byt5(),
-        tokenizer_2=ByT5Tokenizer(),
-        transformer=shake(transformer),
-        guider=None if is_distilled else AdaptiveProjectedMixGuidance(guidance_scale=3.5),
-    ).save_pretrained(path)
-    return path
+    return shake(vae)
 
 
 def hunyuan_image_distilled(path: Path) -> Path:
