@@ -17,7 +17,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from tests.pipelines import test_whole_pipeline as whole
-from tests.pipelines.support.checkpoints import tiny_whole
+from tests.pipelines.support.checkpoints import tiny_whole, tiny_whole_qwen
 from tests.pipelines.support.device_jobs import OTHER
 from tests.pipelines.test_whole_compiled import ROUNDING, latents_of, warm
 from tests.pipelines.test_whole_pipeline import folders as folders
@@ -39,8 +39,8 @@ SETTINGS: dict[Any, tuple[Settings, Settings]] = {
     **dict.fromkeys(whole.CONTROLLED, CONTROLLED),
 }
 """Settings of requests, and the arguments of the call that say the same."""
-NOT_COMPILED = (tiny_whole.hidream,)
-"""What Dynamo has been seen to refuse on a CPU."""
+NOT_COMPILED = (tiny_whole.hidream, tiny_whole_qwen.kandinsky5, tiny_whole_qwen.kandinsky5_clips)
+"""What Dynamo has been seen to refuse on a CPU, and what computed other values on a GPU."""
 MAKES = (*whole.QUICK, *whole.CLIPS, *whole.CONTROLLED, *whole.LARGE)
 
 

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.generic.compiled_forwards import (
+    INEXACT,
     CompiledForwards,
     blank_pictures,
     compiled_modules,
@@ -177,3 +178,13 @@ def test_the_warm_up_has_what_must_come_along(make: Any, folders: Callable[[Any]
     sizes = {(one.width, one.height) for one in (*pictures.pictures, pictures.control, pictures.video) if one}
     assert sizes == {(whole.SIDE, whole.SIDE)}
     assert np.asarray(pictures.pictures[0].image() if pictures.pictures else 128).mean() == 128
+
+
+def test_a_class_whose_compiled_blocks_are_inexact_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    inexact = type(next(iter(INEXACT)), (nn.Linear,), {})(2, 2)
+    forwards = CompiledForwards({"transformer": inexact, "vae": nn.Linear(2, 2)}, "eager")
+    with forwards.warming():
+        inexact(torch.ones(1, 2))
+    assert forwards.forwards == "eager"
+    assert "forward" not in vars(inexact)
+    assert "run eagerly: on an H200" in caplog.text
