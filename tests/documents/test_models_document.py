@@ -91,7 +91,7 @@ def test_proofs_are_found_by_what_tests_build(program: ModuleType) -> None:
     layered = ["`models/test_layers.py` (1)", "`models/test_picture_inputs.py` (1, 2, 4)"]
     assert found["QwenImageLayeredModularPipeline"] == layered
     assert found["AnimaModularPipeline"] == ["`models/test_others.py` (1)"]
-    assert "LTX25ModularPipeline" not in found
+    assert found["LTX25ModularPipeline"] == ["`models/ltx2/test_ltx25.py` (1, 2)"]
     assert not any("test_start" in file for files in found.values() for file in files), "it compares with nothing"
 
 
