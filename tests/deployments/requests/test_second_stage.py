@@ -24,6 +24,7 @@ from deployments.stages.replica_load import kind_of, new_work
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import PUBLISHED, resolve_path
 from pipelines.media.metadata import TROUPE, MetadataWriter
+from pipelines.preconditions import weight_problems
 from pipelines.request import Lora, MediaRequest, SecondStage, mix_of
 from pipelines.solver import Solver
 
@@ -196,3 +197,10 @@ def test_the_hub_sends_the_upsampler_alone(
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     resolve_path(f"{folder}+upsampler@owner/model")
     assert sent == set(needed)
+
+
+def test_an_upsampler_without_weights_is_a_problem_before_the_start(folder: Path) -> None:
+    """The first request of two passes would fail. The index of the model does not name it."""
+    absent = [one for one in weight_problems(Checkpoint.open(str(folder), weights=False)) if "latent_upsampler" in one]
+    told = f"{folder / 'latent_upsampler'} has no weights: download the whole model, not only its configuration"
+    assert absent == [told]
