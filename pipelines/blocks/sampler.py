@@ -184,8 +184,10 @@ class BlocksSampler:
         return self._begin_later(state, state.later) if state.later and state.step == len(state.steps) else state
 
     def _begin_later(self, state: BlocksState, later: LaterStage) -> BlocksState:
-        """Return the state before the first step of the second pass."""
-        upsampled = self.latent_upsampler(self._finished(state, state.loop_state))
+        """Return the state before the first step of the second pass. Errors are those of ``latents``."""
+        made = self._finished(state, state.loop_state)
+        check_finite(finite_flags(made), state.request, "latents")  # the second pass has adapters of its own
+        upsampled = self.latent_upsampler(made)
         conditioning = replace(later.conditioning, noise=later.noise)
         inputs = {**upsampled.inputs, "noise_scale": later.request.solver.sigmas[0]}
         return replace(self._begin(later.request, conditioning, inputs), enlarged=upsampled.latents)
