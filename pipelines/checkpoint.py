@@ -308,7 +308,9 @@ class Checkpoint:
         one = footprint(self._opened, self._opened.max_tokens(self.defaults.max_tokens), latents)
         if one.decode is None or not self.defaults.chunk_overlap:
             return one
-        return replace(one, decode=one.decode.times(self.defaults.num_chunks(request.num_frames)))
+        number = self.defaults.num_chunks(request.num_frames)
+        rank_decode_bytes = one.decode_bytes or 0 if number > 1 and one.ranks else 0
+        return replace(one, decode=one.decode.times(number), rank_decode_bytes=rank_decode_bytes)
 
     def typical_step(self) -> tuple[Branch, ...]:
         """Return the branches of a step of the default request; none if the conditioning is unknown."""

@@ -124,8 +124,11 @@ def _resolve_part(part: SeparatePart, *, weights: bool) -> Path:
         return Path(part.place)
     if _HUB_ID.fullmatch(part.place):
         files = [pattern for pattern in PART_FILES if weights or not pattern.endswith(".safetensors")]
-        inner = [f"{UPSAMPLER_FOLDER}/{pattern}" for pattern in files] if part.kind == UPSAMPLER else []
-        return _download(part.place, files + inner)
+        if part.kind == UPSAMPLER:  # "*.safetensors" matches those of all folders: of a pipeline or a whole model
+            path = _download(part.place, [f"{UPSAMPLER_FOLDER}/{pattern}" for pattern in files])
+            if (path / UPSAMPLER_FOLDER).is_dir():
+                return path
+        return _download(part.place, files)
     raise ValueError(f"no {part.kind} {part.place!r}: give a folder of diffusers, or a hub id like owner/name")
 
 

@@ -1,6 +1,6 @@
 """Overrides of a model's defaults, in an optional ``troupe.json`` of its directory.
 
-The file's keys are those of ``Defaults`` (all but ``kind``) and ``card`` (see ``description``). All are optional; an
+The file's keys are those of ``Defaults`` (all but ``FIXED``) and ``card`` (see ``description``). All are optional; an
 unknown key is an error.
 """
 
@@ -16,7 +16,9 @@ from pipelines.directory import DEFAULTS_FILE, read_own
 CARD = "card"
 """The key of the model's description, which does not affect requests."""
 DIVISORS = ("size_multiple", "frame_multiple", "fps")
-KEYS = tuple(field.name for field in fields(Defaults) if field.name not in ("kind", "solver", "stage_scale"))
+FIXED = ("kind", "solver", "stage_scale", "chunk_overlap")
+"""Values that the family's code fixes."""
+KEYS = tuple(field.name for field in fields(Defaults) if field.name not in FIXED)
 
 
 def with_own_defaults(path: Path, defaults: Defaults) -> Defaults:

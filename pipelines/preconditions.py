@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 from safetensors import SafetensorError, safe_open
 
 from pipelines.checkpoint import Checkpoint
+from pipelines.control_network import UPSAMPLER_FOLDER
 from pipelines.directory import DENOISERS, GGUF, gguf_in, part_class, part_folder, quantiser_of, read_config, read_index
 from pipelines.loading import local_path, resolve_file
 from pipelines.lora.source import ADAPTER_FILES, LoraSource
@@ -42,6 +43,8 @@ def _files_problems(checkpoint: Checkpoint) -> Iterator[str]:
         is_replaced = checkpoint.file is not None and part in DENOISERS
         if part not in unused and not is_replaced:
             yield from _folder_problems(part_folder(checkpoint.path, part))
+    if checkpoint.defaults.stage_scale:  # no index of a pipeline names it
+        yield from _folder_problems(checkpoint.path / UPSAMPLER_FOLDER)
     if checkpoint.file is not None:
         yield from _file_problems(checkpoint.file, is_transformer=True)
 

@@ -55,6 +55,10 @@ class StageMemory:
     """Memory in which these layers take turns."""
     prompt: int = 0
     """Layers that are copied for a prompt."""
+    rank: int = 0
+    """Weights on each rank beside the transformers."""
+    rank_decode: int = 0
+    """One decode by each rank, between segments of a clip."""
 
     @classmethod
     def of(cls, found: Footprint, *, limits: bool, usual_limit_gib: int, copies: bool = False) -> StageMemory:
@@ -73,6 +77,8 @@ class StageMemory:
             layers=found.layers.layers,
             buffers=found.layers.buffers,
             prompt=found.layers.prompt,
+            rank=sum(size or 0 for size in found.ranks.values()),
+            rank_decode=found.rank_decode_bytes,
         )
 
     def encoder_bytes(self, *, offloaded: bool) -> int:
@@ -90,6 +96,7 @@ class StageMemory:
 
         ``offloaded``: the layers of text encoders are in host memory.
         """
+        rank_bytes += self.rank + self.rank_decode
         decode = self.decoder + self.copied + (self.limited if limited else self.decode) + PROCESS_BYTES
         encoder = self.encoder_bytes(offloaded=offloaded)
         rank, encode = rank_bytes + PROCESS_BYTES, encoder + PROCESS_BYTES
@@ -154,12 +161,14 @@ class Fit:
 
     def asleep_bytes(self, cost: Cost, *, offloaded: bool = False) -> int:
         """Return the host memory of all weights while ranks with ``cost`` and the other parts are asleep."""
-        return self.num_ranks * cost.weight_bytes + self.parts.weight_bytes(offloaded=offloaded)
+        ranks = self.num_ranks * (cost.weight_bytes + self.parts.rank)
+        return ranks + self.parts.weight_bytes(offloaded=offloaded)
 
     @property
     def wake_s(self) -> float:
         """Seconds of a wake-up, the fullest GPU's."""
-        return (self.step.chosen.weight_bytes + self.parts.weight_bytes()) / self.machine.host_bytes_per_s
+        weight_bytes = self.step.chosen.weight_bytes + self.parts.rank + self.parts.weight_bytes()
+        return weight_bytes / self.machine.host_bytes_per_s
 
     def changes(self) -> list[Change]:
         """Return changes with which all parts fit, one for each number of GPUs, fewest first."""
@@ -229,6 +238,8 @@ class Fit:
         sizes: dict[str, int | None] = {
             "transformer": chosen.weight_bytes,
             "steps": chosen.memory_bytes - chosen.weight_bytes,
+            **{f"rank: {name}": size for name, size in found.ranks.items()},
+            **({"rank: decode": parts.rank_decode} if parts.rank_decode else {}),
             **{f"encoder: {name}": size for name, size in found.encoder.items()},
             **{f"decoder: {name}": size for name, size in found.decoder.items()},
             **({"decoder: copy for compile": parts.copied} if parts.copied else {}),

@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -178,6 +178,10 @@ class Footprint:
     """Memory of that decode beside the weights."""
     layers: LayerBytes = NO_LAYERS
     """Layers of the text encoders, if they can be in host memory."""
+    ranks: Mapping[str, int | None] = field(default_factory=dict)
+    """Bytes of weights by part that each rank has beside the transformers."""
+    rank_decode_bytes: int = 0
+    """Memory of a decode on each rank, between the segments of a clip."""
 
     @property
     def unknown(self) -> tuple[str, ...]:
@@ -209,6 +213,7 @@ def footprint(opened: OpenedPipeline, num_tokens: int, latents: Mapping[str, Any
         decode=work,
         decode_bytes=decode_bytes,
         layers=sum(map(layer_bytes, readers.values()), NO_LAYERS) if can_move else NO_LAYERS,
+        ranks=_sizes({name: _outline(opened, name) for name in opened.spec.rank_parts}),
     )
 
 

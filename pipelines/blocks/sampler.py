@@ -61,8 +61,8 @@ def check_finite(flags: tuple[Tensor, ...], request: MediaRequest, what: str) ->
     if all(map(bool, flags)):
         return
     problem = f"the {what} of this request are not finite (NaN or infinite)"
-    if request.loras:
-        names = ", ".join(lora.name for lora in request.loras)
+    if request.all_loras:
+        names = ", ".join(lora.name for lora in request.all_loras)
         raise ValueError(f"{problem} with the adapters {names}: leave them out, or give them smaller scales")
     raise JobFailedError(f"{problem}: weights may be damaged, or the dtype too narrow (float16)")
 
@@ -184,8 +184,10 @@ class BlocksSampler:
         return self._begin_later(state, state.later) if state.later and state.step == len(state.steps) else state
 
     def _begin_later(self, state: BlocksState, later: LaterStage) -> BlocksState:
-        """Return the state before the first step of the second pass."""
-        upsampled = self.latent_upsampler(self._finished(state, state.loop_state))
+        """Return the state before the first step of the second pass. Errors are those of ``latents``."""
+        made = self._finished(state, state.loop_state)
+        check_finite(finite_flags(made), state.request, "latents")  # the second pass has adapters of its own
+        upsampled = self.latent_upsampler(made)
         conditioning = replace(later.conditioning, noise=later.noise)
         inputs = {**upsampled.inputs, "noise_scale": later.request.solver.sigmas[0]}
         return replace(self._begin(later.request, conditioning, inputs), enlarged=upsampled.latents)
@@ -205,7 +207,7 @@ class BlocksSampler:
         """Return the decoder's inputs of a running job, with an estimate of the final latents.
 
         The latents are returned as they are if the solver has no sigmas, or there is no prediction yet. Before the
-        first step of a second pass, they have no noise.
+        first step of a second pass, they have no noise; between two chunks of a clip, they are those of the first.
         """
         if state.enlarged is not None:
             return _on_cpu(self._finished(state, state.loop_state, state.enlarged))
@@ -216,7 +218,8 @@ class BlocksSampler:
         solver = state.parts.get("scheduler")
         sigmas, place = (getattr(solver, name, None) for name in ("sigmas", "step_index"))
         if sigmas is None or place is None:
-            return self.latents(state)
+            chunk = self._spec.finished_chunk(state.loop_state)
+            return _on_cpu(self._finished(state, state.loop_state, chunk)) if chunk else self.latents(state)
         # The solver's own index: with strength, its schedule starts in the middle.
         expected = self._spec.estimate_final(state.loop_state, float(sigmas[min(place, len(sigmas) - 1)]))
         return _on_cpu(self._finished(state, state.loop_state, expected or {}))

@@ -261,6 +261,10 @@ class ModelSpec(ABC):
         velocity, latents = getattr(loop_state, "noise_pred", None), loop_state.latents
         return None if velocity is None else {"latents": (latents.float() - sigma * velocity.float()).to(latents.dtype)}
 
+    def finished_chunk(self, loop_state: Any) -> Mapping[str, Any]:
+        """Return what a preview shows between two chunks of a clip, since the next one is noise; empty: no chunks."""
+        return {}
+
     def round_values(self, loop_state: Any, call: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return intermediate values of a loop with several steps a round. Needs torch."""
         return {}

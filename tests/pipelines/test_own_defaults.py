@@ -23,6 +23,7 @@ from pipelines.own_defaults import with_own_defaults
         ("[]", "troupe.json is no JSON object"),
         ('{"size_multiple": 0}', "troupe.json: size_multiple is 0; it must be at least 1"),
         ('{"width": 1000}', "troupe.json: its values contradict each other: size is 1000x1024: width and height must"),
+        ('{"chunk_overlap": 5}', "troupe.json has unknown keys chunk_overlap; known: width"),
         ('{"max_steps": 10}', "num_inference_steps is 50; it must be from 1 to 10"),
     ],
 )

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import AnimateDiffPipeline
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -279,6 +280,15 @@ def test_a_pipeline_that_takes_a_list_has_a_single_picture_in_one(folders: Calla
     assert isinstance(sampler, WholeSampler)
     (picture,) = sampler._inputs(request, pictures_of(request))["image"]
     assert picture.size == (SIDE, SIDE)
+
+
+def test_clips_have_the_size_of_their_transformer(tmp_path: Path) -> None:
+    """As in the pipeline's own call: AnimateDiff's adapters were trained with models of 512 x 512."""
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet" / "config.json").write_text('{"sample_size": 64}')
+    (tmp_path / "model_index.json").write_text('{"unet": ["diffusers", "UNetMotionModel"]}')
+    defaults = generic.WholeSpec(AnimateDiffPipeline).defaults(tmp_path)
+    assert (defaults.kind, defaults.width, defaults.height) == ("video", 512, 512)
 
 
 def test_the_size_is_that_of_the_call(folders: Callable[[Make], Path]) -> None:

@@ -183,8 +183,9 @@ class WholeSpec(GenericSpec):
             return int(width), int(height)
         if len(sides) == len(SIDES):
             return sides[0] * scale, sides[1] * scale
-        side = side if isinstance(side, int) else self._sample_size
-        return usual if side is None or usual == CLIP else (side * scale, side * scale)
+        if not isinstance(side, int):
+            side = self._sample_size if usual == PICTURE else None
+        return usual if side is None else (side * scale, side * scale)
 
     @cached_property
     def _sample_size(self) -> int | None:

@@ -161,6 +161,11 @@ class WanAnimate2Spec(ModelSpec):
         """Return the picture's latents, which are not decoded, and those of the first frame, of the newest segment."""
         return {"latents": latents["latents"][:, :2], FINISHED: []}
 
+    def finished_chunk(self, loop_state: Any) -> Mapping[str, Any]:
+        """Return the latents of the newest segment that is finished; empty before there is one."""
+        finished = loop_state.finished_segments
+        return {"latents": finished[-1], FINISHED: finished[:-1]} if finished else {}
+
     def defaults(self, path: Path) -> Defaults:
         """Return the defaults of diffusers' blocks, for the model that the index names.
 

@@ -14,6 +14,7 @@ from typer.testing import Result
 
 from pipelines.loading import published_models
 from tests.deployments.support.commands import troupe
+from tests.pipelines.support.checkpoints import tiny_animate
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +144,18 @@ def test_parts_together_take_no_more_than_was_held(args: tuple[str, ...], measur
     memory = document(*args)["memory"]
     assert 0.65 * measured_gib < memory["total_gib"] <= measured_gib
     assert sum(memory["gib"].values()) == pytest.approx(memory["total_gib"])
+
+
+def test_ranks_that_decode_have_memory_for_it(tmp_path: Path) -> None:
+    """Between the segments of a clip, each rank decodes the last one, beside the decoder's own GPU memory."""
+    small = tiny_animate.wan_animate2(tmp_path / "small")
+    folder = str(tiny_animate.without_weights(small, tmp_path / "full"))
+    one, two = (document("--model", folder, "--machine", "h200", "--frames", str(number)) for number in (81, 161))
+    for found in (one["memory"], two["memory"]):
+        assert found["gib"]["rank: vae"] == found["gib"]["decoder: vae"] > 0.2
+        assert sum(found["gib"].values()) == pytest.approx(found["total_gib"])
+    assert "rank: decode" not in one["memory"]["gib"]
+    assert two["memory"]["gib"]["rank: decode"] == two["memory"]["gib"]["decode"] > 1
 
 
 def test_a_model_that_fits() -> None:

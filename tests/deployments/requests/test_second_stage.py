@@ -24,6 +24,7 @@ from deployments.stages.replica_load import kind_of, new_work
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import PUBLISHED, resolve_path
 from pipelines.media.metadata import TROUPE, MetadataWriter
+from pipelines.preconditions import weight_problems
 from pipelines.request import Lora, MediaRequest, SecondStage, mix_of
 from pipelines.solver import Solver
 
@@ -175,3 +176,31 @@ def test_the_upsampler_may_lie_apart(folder: Path, tmp_path: Path, monkeypatch: 
         Checkpoint.open(f"wan-shapes+upsampler@{folder}", weights=False)
     with pytest.raises(ValueError, match="controlnet and upsampler are for different models"):
         cards_of(folder, controlnet="a", upsampler="b")
+
+
+@pytest.mark.parametrize("inner", ["latent_upsampler/", ""], ids=["in a model", "alone"])
+def test_the_hub_sends_the_upsampler_alone(
+    inner: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the files of Lightricks/LTX-2, or of a repository of its own."""
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
+
+    monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path))
+    others = ["ltx-2-19b-dev.safetensors", "transformer/diffusion_pytorch_model-00001-of-00008.safetensors"]
+    needed = [f"{inner}config.json", f"{inner}diffusion_pytorch_model.safetensors"]
+    sent = set[str]()
+
+    def download(_hub_id: str, allow_patterns: list[str]) -> str:
+        sent.update(filter_repo_objects(needed + (others if inner else []), allow_patterns=allow_patterns))
+        return str(folder if inner else folder / "latent_upsampler")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    resolve_path(f"{folder}+upsampler@owner/model")
+    assert sent == set(needed)
+
+
+def test_an_upsampler_without_weights_is_a_problem_before_the_start(folder: Path) -> None:
+    """The first request of two passes would fail. The index of the model does not name it."""
+    absent = [one for one in weight_problems(Checkpoint.open(str(folder), weights=False)) if "latent_upsampler" in one]
+    told = f"{folder / 'latent_upsampler'} has no weights: download the whole model, not only its configuration"
+    assert absent == [told]

@@ -11,7 +11,7 @@ import torch
 
 from engines.core.engine import JobFailedError
 from pipelines.checkpoint import Checkpoint
-from pipelines.request import Lora
+from pipelines.request import Lora, SecondStage
 from pipelines.run import Pipeline, load_pipeline
 from tests.pipelines.support.sample_requests import picture
 
@@ -49,3 +49,6 @@ def test_pixels_that_are_not_finite_fail_their_job(pipeline: Pipeline) -> None:
         pipeline.decoder.decode(broken, request)
     with pytest.raises(JobFailedError, match="the pixels"):
         pipeline.decoder.decode_all(broken, request)
+    second = SecondStage(scale=2.0, sigmas=(0.9,), loras=(Lora(name="hat"),))
+    with pytest.raises(ValueError, match="with the adapters hat: leave them out"):
+        pipeline.decoder.decode(broken, replace(request, second_stage=second))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import shutil
 from collections.abc import Callable, Mapping
@@ -254,6 +255,17 @@ def test_previews_have_the_size_of_their_pass_and_no_noise_between_both(folder: 
     made = pipeline.sampler.latent_upsampler(first)
     assert torch.equal(previews[2]["latents"], made.latents["latents"])
     assert torch.equal(previews[2]["audio_latents"], first["audio_latents"])
+
+
+def test_adapters_of_the_first_pass_are_blamed_for_what_it_made(folder: Path) -> None:
+    """The second one has others."""
+    pipeline, request = load_pipeline(Checkpoint(folder)), request_of(folder)
+    state = list(pipeline.states(request))[1]
+    predictions = pipeline.engine.predict(pipeline.sampler.branches(state), (0,))
+    broken = tuple(torch.full_like(one, math.nan) for one in predictions)
+    state = replace(state, request=replace(state.request, loras=(Lora(name="ink"),)))
+    with pytest.raises(ValueError, match=r"the latents of this request are not finite .* with the adapters ink"):
+        pipeline.sampler.advance(state, broken)
 
 
 def test_a_gang_knows_the_steps_of_both_passes(folder: Path) -> None:

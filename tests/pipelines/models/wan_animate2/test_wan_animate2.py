@@ -210,6 +210,17 @@ def test_frames_equal_diffusers_and_a_preview_is_one_of_them(
     assert preview.shape == (1, request.height, request.width, 3)
 
 
+def test_a_preview_between_segments_shows_the_finished_one(folders: Callable[[Any], Path]) -> None:
+    """The next one is noise then."""
+    folder = folders(CASES[TWO].kind)
+    request, pipeline = request_of(TWO, folder), load_pipeline(Checkpoint(folder))
+    states = list(pipeline.states(request, inputs_of(request)))
+    between, end = states[request.num_inference_steps], pipeline.sampler.latents(states[-1])
+    preview = pipeline.decoder.preview(pipeline.sampler.preview(between), request)
+    (first,) = end["finished_segments"]
+    assert np.array_equal(preview, pipeline.decoder.preview({**end, "latents": first}, request))
+
+
 def test_steps_of_all_segments_are_counted(folders: Callable[[Any], Path]) -> None:
     """By requests, before a job begins, and by the job itself; a job that is sent after each gives the same bytes."""
     folder = folders(CASES[THREE].kind)
