@@ -205,7 +205,7 @@ class _Parameters:
     device: torch.device | None = None
     """Where sums are computed; None: where the parameters are."""
     on_host: bool = False
-    """Values at load are copied to host memory."""
+    """Values at load are copied to pinned host memory, those of replaced layers as well."""
 
     def low_ranks(self, addition: Addition) -> Iterator[tuple[str, LowRank]]:
         """Yield the low-rank products of ``addition`` by the parameters of this share, on their device."""
@@ -222,9 +222,10 @@ class _Parameters:
         """
         found = {own: self.loaded[own] for own in names}
         writers = {own: self._writers(own) for own in found}
-        in_place = {own: each.detach() for own, each in found.items() if not writers[own]}
         bases = {own: each.detach() for own, each in found.items()}
-        bases |= dict(zip(in_place, _copies(list(in_place.values()), on_host=self.on_host), strict=True))
+        copied = [own for own in found if self.on_host or not writers[own]]
+        copies = _copies([bases[own] for own in copied], on_host=self.on_host)
+        bases |= dict(zip(copied, copies, strict=True))
         return {
             own: _Weight(base=bases[own], writers=writers[own] or (each.copy_,), device=self.device or each.device)
             for own, each in found.items()
@@ -293,7 +294,7 @@ class WeightSwitch:
     must be able to undo in common memory what another one did.
 
     ``device``: sums are computed there, for parameters that may be in host memory. ``on_host``: loaded values of
-    weights that change in place are stored in pinned host memory.
+    weights that change are stored in pinned host memory.
     """
 
     def __init__(

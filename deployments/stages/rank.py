@@ -195,6 +195,8 @@ def is_sliced(config: DenoiserConfig, checkpoint: Checkpoint) -> bool:
     if (is_decided := must_slice(config)) is not None:
         return is_decided
     held_bytes = checkpoint.weights_bytes(quantised=is_quantised(config))
-    if named(checkpoint.loras) or checkpoint.runtime_loras is not None:  # adapters switch in the original weights
+    originals_on_host = config.torch is not None and config.torch.originals_on_host
+    switches = bool(named(checkpoint.loras)) or checkpoint.runtime_loras is not None
+    if switches and not originals_on_host:  # adapters switch in the original weights
         held_bytes += checkpoint.weights_bytes()
     return held_bytes > USABLE * memory_bytes(checkpoint.device)

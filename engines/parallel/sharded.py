@@ -78,7 +78,8 @@ class ShardedModel:
         self._weights = {name: block_weights(module, model.plan) for name, module in model.modules.items()}
         self._shares: dict[_Key, _Share] = {}
         self._num_offloaded, self._offloads = num_offloaded, list[BlockOffload]()
-        device = model.device if num_offloaded else None
+        self._originals_on_host = originals_on_host
+        device = model.device if num_offloaded or originals_on_host else None
         self._switch = WeightSwitch(
             model.additions, grows=model.additions_change, device=device, on_host=originals_on_host
         )
@@ -176,7 +177,9 @@ class ShardedModel:
             weights.fill(name, module, slices, leave_out=left_out, on_host=on_host)
         changed = {*changed_parameters(module, self._model, name, slices)}
         loaded = {own: parameter for own, parameter in module.named_parameters() if parameter in changed}
-        stay = offloaded_weights(module, plan, self._num_offloaded) if self._num_offloaded else ()
+        stay = offloaded_weights(module, plan, self._num_offloaded) if self._num_offloaded else frozenset[str]()
+        if self._originals_on_host and self._quantises:
+            stay |= weights_to_quantise(module, plan)
         move_from_host((each for own, each in loaded.items() if own not in stay), self._model.device)
         if module is whole:
             linears = ((own, layer) for own, layer in whole.named_modules() if isinstance(layer, nn.Linear))

@@ -36,12 +36,14 @@ def choose_specs(
     groups: Groups,
     precision: str,
     attention: str = "auto",
+    originals_on_host: bool = False,
 ) -> TeamSpecs:
     """Return the divisions of one branch, and of two, that ``forecasts`` predicts to be fastest."""
     if num_ranks == 1:
         return TeamSpecs(by_size={1: (ParallelSpec(), ParallelSpec())})
     gang: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "groups": groups}
-    plans = forecasts(model, device=device, precision=precision, attention=attention, **gang)
+    how: dict[str, Any] = {"precision": precision, "attention": attention, "originals_on_host": originals_on_host}
+    plans = forecasts(model, device=device, **how, **gang)
     return as_predicted(plans)
 
 
@@ -60,12 +62,16 @@ def forecasts(
     precision: str,
     attention: str = "auto",
     num_branches: int = 2,
+    originals_on_host: bool = False,
 ) -> dict[int, tuple[StepForecast, ...]]:
     """Return the costs of dividing 1 to ``num_branches`` branches, by team size. All ranks make the call.
 
     All get the same answer, which matches ``forecast`` for this machine and step. Figures and table are logged.
+    ``originals_on_host``: loaded values of weights that additions change need no room on the device.
     """
     counted = profile(model)
+    if originals_on_host:
+        counted = replace(counted, changed_weight_bytes=0)
     lines = [ParallelSpec(ulysses=team_size) for team_size in tiling_sizes(num_ranks)]
     machine = measure(counted, Teams(rank=rank, num_ranks=num_ranks, specs=lines, groups=groups), device, attention)
     lengths = lengths_of_choice(model, device)

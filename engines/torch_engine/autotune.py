@@ -84,14 +84,14 @@ def autotuned_engine(
         logger.info("strategy of an earlier start: %s", decision.describe(), extra={"file": str(file.path)})
         return _configured(make(strategy=decision.specs), decision, options)
     step, lock = choosing.typical_step(), GangLock(choosing.lock)
+    gang |= {"device": model.device, "attention": attention, "originals_on_host": options.originals_on_host}
     with lock.held():
-        gang |= {"device": model.device, "num_branches": max(len(step), MIN_BRANCHES)}
-        plans = forecasts(model, precision=scheme_of(precision) or "native", attention=attention, **gang)
+        gang |= {"precision": scheme_of(precision) or "native", "num_branches": max(len(step), MIN_BRANCHES)}
+        plans = forecasts(model, **gang)
     branches = step if model.weights is None else ()
     sizes = [size for size in plans if size > 1 and (choosing.every_team or size == max(plans))] if branches else []
     candidates = (spec for size in sizes for plan in plans[size] for spec in plan.shortlist())
-    engine = make(strategy=as_predicted(plans), others=candidates)
-    tuner = Autotuner(model, engine, branches, plans, lock)
+    tuner = Autotuner(model, engine := make(strategy=as_predicted(plans), others=candidates), branches, plans, lock)
     for size in sizes:
         tuner.tune_strategy(size)
     exchange, specs = tuner.fastest_exchange(peer_memory=options.peer_memory == "auto"), engine.division.specs
@@ -211,7 +211,9 @@ def _decision_file(
         "peer_memory": str(options.peer_memory is not False),
         "tokens": str(dict(lengths_of_choice(model, model.device))),
         "every_team": str(choosing.every_team),
-        **({} if attention == "auto" else {"attention": attention}),  # else the name of files before there was a choice
+        # Without a choice, files have the name that they had before there was one.
+        **({} if attention == "auto" else {"attention": attention}),
+        **({"originals_on_host": "True"} if options.originals_on_host else {}),
     }
     facts, check = {**choosing.facts, **facts}, partial(check_spec, model)
     return DecisionFile(folder=choosing.folder, name=choosing.name, facts=facts, check=check)

@@ -114,6 +114,7 @@ def divide(
     groups: Groups,
     precision: str,
     attention: str = "auto",
+    originals_on_host: bool = False,
 ) -> TeamSpecs:
     """Return the divisions of a model's steps over a gang. All ranks make the call. ``ValueError`` if there are none.
 
@@ -126,7 +127,8 @@ def divide(
         return TeamSpecs.of_sizes(possible_team_sizes(model, num_ranks), lambda size: _named(model, strategy, size))
     scheme = scheme_of(precision) or "native"  # the precisions that machines are measured in
     gang: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "groups": groups}
-    return choose_specs(model, device=device, precision=scheme, attention=attention, **gang)
+    how: dict[str, Any] = {"precision": scheme, "attention": attention, "originals_on_host": originals_on_host}
+    return choose_specs(model, device=device, **how, **gang)
 
 
 def check_divisible(model: DenoiserModel, strategy: str, num_ranks: int) -> None:

@@ -90,9 +90,8 @@ class TorchEngine:
         how: dict[str, Any] = {"compiled": compiled, "fast": fast, "capture": capture}
         self.config = resolve(model, self.device, precision=precision, attention=attention, options=options, **how)
         gang: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "groups": gang_groups()}
-        specs = divide(
-            model, strategy, device=self.device, precision=self.config.precision, attention=attention, **gang
-        )
+        how = {"precision": self.config.precision, "originals_on_host": self.config.originals_on_host}
+        specs = divide(model, strategy, device=self.device, attention=attention, **how, **gang)
         self.division = Division(specs, model.plan, others=others, **gang)
         self._model = model
         self._memory = memory_floor(model, self.config.precision, self.config.offloaded_blocks)

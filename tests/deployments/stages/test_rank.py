@@ -23,6 +23,7 @@ from engines.parallel.collectives import Axis
 from engines.parallel.early_start import EarlyStart
 from engines.planner.cost_model import USABLE
 from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.options import TorchOptions
 from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource
 from pipelines.recipes import Recipe
@@ -200,6 +201,8 @@ def test_weights_that_change_from_job_to_job_need_room_twice(pictures: Path, mon
     for name, expected in (("", False), ("ink", True)):
         checkpoint = Checkpoint(pictures, loras=[LoraSource(path="ink.safetensors", name=name)])
         assert is_sliced(DenoiserConfig(num_ranks=4), checkpoint) is expected
+    on_host = DenoiserConfig(num_ranks=4, torch=TorchOptions(originals_on_host=True))
+    assert not is_sliced(on_host, checkpoint), "loaded values are in host memory"
 
 
 def test_quantised_weights_need_less_room(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:

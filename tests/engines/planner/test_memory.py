@@ -7,8 +7,10 @@ import warnings
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
-from unittest.mock import patch
+from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 from engines.core.layout import TokenLayout
 from engines.core.model import Addition, LowRank
 from engines.core.spec import ParallelSpec
+from engines.planner import auto
+from engines.planner.forecast import forecast
 from engines.planner.machine import H200
 from engines.planner.profile import profile
 from engines.planner.step_cost import MemoryFloor, StepCost
@@ -156,3 +160,16 @@ def test_quantised_weights_need_no_room_for_those_that_are_read() -> None:
         assert fp8.memory_bytes() < 0.75 * native.memory_bytes()
     changed = replace(counted, changed_weight_bytes=10**6)
     assert replace(fp8, profile=changed).weight_bytes() == fp8.weight_bytes() + 10**6
+
+
+@pytest.mark.parametrize(("on_host", "divides_weights"), [(False, True), (True, False)])
+def test_auto_divides_no_weights_for_loaded_values_in_host_memory(on_host: bool, divides_weights: bool) -> None:
+    model = models.model("flux")
+    whole = profile(model)
+    counted = replace(whole, changed_weight_bytes=100 * whole.weight_bytes)
+    machine = replace(H200, memory_bytes=50 * whole.weight_bytes)
+    ranks: dict[str, Any] = {"rank": 1, "num_ranks": 2, "groups": Mock(), "device": torch.device("cpu")}
+    one_rank = {"profile": Mock(return_value=counted), "measure": Mock(return_value=machine), "Teams": Mock()}
+    with patch.multiple(auto, **one_rank), patch.object(auto, "forecast", partial(forecast, must_fit=False)):
+        specs = auto.choose_specs(model, precision="native", originals_on_host=on_host, **ranks)
+    assert all(spec.divides_weights is divides_weights for spec in specs.of(2))

@@ -227,6 +227,8 @@ def test_attention_in_float8_is_decided_on_apart(tmp_path: Path, monkeypatch: py
     assert "attention" not in auto.facts
     assert fp8.facts == {**auto.facts, "attention": "fp8"}
     assert fp8.path != auto.path
+    on_host = autotune._decision_file(model, how, "native", "auto", TorchOptions(originals_on_host=True))
+    assert on_host.facts == {**auto.facts, "originals_on_host": "True"}, "other strategies fit"
 
 
 def race(folder: Path) -> str:

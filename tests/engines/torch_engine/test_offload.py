@@ -21,6 +21,7 @@ from engines.core.host_copy import pinned_memory
 from engines.core.model import Addition, DenoiserModel, LowRank
 from engines.core.shard_plan import ShardPlan
 from engines.core.weight_memory import WeightMemory
+from engines.parallel import sharded
 from engines.parallel.offload import BlockOffload, offloaded_blocks, offloaded_weights
 from engines.torch_engine.config import resolve
 from engines.torch_engine.engine import TorchEngine
@@ -65,20 +66,24 @@ def test_the_same_bits_as_without(precision: str, number: int) -> None:
     assert equal(whole, offloaded)
 
 
-def test_the_same_bits_with_loaded_values_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned = Mock(side_effect=pinned_memory)
+@pytest.mark.parametrize("precision", ["native", "int8"])
+def test_the_same_bits_with_loaded_values_in_host_memory(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned, moved = Mock(side_effect=pinned_memory), Mock()
     monkeypatch.setattr(additions, "pinned_memory", pinned)
+    monkeypatch.setattr(sharded, "move_from_host", lambda parameters, device: moved([*parameters]))
     model = replace(models.model.__wrapped__("flux"), additions=ADDITIONS)
     mixes: tuple[Any, ...] = ((), (("one", 1.0),), (("one", 0.5),), ())
     found = []
     for option in (TorchOptions(), TorchOptions(originals_on_host=True)):
-        with closing(TorchEngine(model, options=option)) as engine:
+        with closing(TorchEngine(model, precision=precision, options=option)) as engine:
             steps = [
                 tuple(replace(branch, additions=mix) for branch in models.branches("flux", "uneven")) for mix in mixes
             ]
             found.append([engine.predict(step, (0,))[0] for step in steps])
     weights = dict(model.modules["transformer"].named_parameters())
     assert {call.args[0] for call in pinned.call_args_list} == {weights[name].nbytes for name in ADDED}
+    num_moved = [len(call.args[0]) for call in moved.call_args_list]
+    assert num_moved == ([2, 2] if precision == "native" else [2, 0]), "what is quantised stays on the host as loaded"
     assert equal(*found)
     with pytest.raises(ValueError, match=r"torch\.originals_on_host is for models whose steps change weights in place"):
         resolve(model, torch.device("cpu"), precision="native", options=option, fast=True)
