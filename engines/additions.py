@@ -367,6 +367,8 @@ class WeightSwitch:
     def _change(self, new: Mapping[str, Addition], gone: Collection[str]) -> None:
         shares = [share for by_key in self._shares.values() for share in by_key.values()]
         self._reset_those_with(gone)
+        if gone:
+            self._wait_for_copies()
         try:
             for share in shares:
                 share.forget(gone)
@@ -410,7 +412,13 @@ class WeightSwitch:
     def clear(self) -> None:
         """Restore the loaded weights in all modules, and forget them."""
         self.reset_all()
+        self._wait_for_copies()
         self._shares.clear()
+
+    def _wait_for_copies(self) -> None:
+        """Wait for copies from host memory, before that is released: torch records no events for it."""
+        if self._on_host and torch.cuda.is_available():
+            torch.cuda.synchronize()
 
 
 def _copies(tensors: Sequence[Tensor], *, on_host: bool) -> list[Tensor]:
