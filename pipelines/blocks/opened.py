@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from weakref import proxy
 
 import numpy as np
 import torch
@@ -215,7 +216,8 @@ class OpenedPipeline:
             setattr(pipeline, name, self._stand_in(name))
         if self.control_part:
             getattr(pipeline, self.control_part).forward = _RecordedControl(self.spec)
-        pipeline.rank_part = self.rank_part
+        opened = proxy(self)  # in a cycle, all weights would wait for the garbage collector
+        pipeline.rank_part = lambda name: opened.rank_part(name)
         return pipeline
 
     def rank_part(self, name: str) -> Any:

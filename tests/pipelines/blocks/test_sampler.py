@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipelines.blocks.opened import OpenedPipeline
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import InputPicture, InputPictures
 from pipelines.run import Pipeline, load_pipeline
@@ -180,3 +183,16 @@ def test_a_jobs_timesteps_are_found_when_they_are_asked_for(pipeline: Pipeline, 
         moved = sampler.branches(pickle.loads(pickle.dumps(later)))[0].schedule
         assert moved is not None
         assert torch.equal(moved.timesteps_S, first)
+
+
+def test_a_pipeline_without_users_is_released_at_once(tiny_flux: Path) -> None:
+    """Without the garbage collector: else weights that nothing uses stay until it runs."""
+    opened = OpenedPipeline(tiny_flux, CPU, torch.float32)
+    assert opened.for_ranks is not None
+    gone = weakref.ref(opened)
+    gc.disable()
+    try:
+        del opened
+        assert gone() is None
+    finally:
+        gc.enable()
