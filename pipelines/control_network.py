@@ -6,7 +6,6 @@ It is opened as one diffusers folder with links to the parts of the model and to
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ from pipelines.directory import MODULAR_INDEX, has_part, linked_folder, part_cla
 PART = "controlnet"
 UPSAMPLER = "upsampler"
 UPSAMPLER_FOLDER, UPSAMPLER_CLASS = "latent_upsampler", "LatentUpsamplerModel"
-SEPARATOR = re.compile(rf"\+({PART}|{UPSAMPLER})@")
 FOLDERS = "controlled"
 """Place of such folders in the Hugging Face cache."""
 
