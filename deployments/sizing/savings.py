@@ -158,6 +158,7 @@ def _budgets(fit: Fit, times: RequestTimes, memory_gib: float, rules: BudgetRule
     for cost, step in steps:
         extra_s = times.num_steps * (cost.total_ms - base_ms) / 1e3
         of_step = (*_of_step(cost, step, rules, extra_s), *_originals(fit, step, rules))
+        originals = _original_bytes(fit, cost.spec) if step.originals else 0
         for stage in stages:
             host_bytes = fit.parts.layers if stage.offloaded else 0
             host_bytes += fit.asleep_bytes(cost, offloaded=stage.offloaded) if stage.place == TURNS else 0
@@ -166,7 +167,7 @@ def _budgets(fit: Fit, times: RequestTimes, memory_gib: float, rules: BudgetRule
                 num_bytes=fit.parts.fullest_bytes(
                     cost.memory_bytes, stage.place, limited=stage.limited, offloaded=stage.offloaded
                 ),
-                host_bytes=fit.num_ranks * cost.host_bytes + host_bytes,
+                host_bytes=fit.num_ranks * (cost.host_bytes + originals) + host_bytes,
                 savings=(*_beside(fit, times, cost, stage, rules), *of_step),
                 unknown=fit.unknown,
                 figures=fit.machine.name,
@@ -220,14 +221,19 @@ def _steps(fit: Fit, rules: BudgetRules) -> Iterator[tuple[Cost, _Step]]:
         for spec in specs:
             for blocks in _numbers_of_blocks(counted.num_repeated, rules) if not spec.divides_weights else (0,):
                 for originals in rules.originals if _has_originals(fit) else rules.originals[:1]:
-                    places: dict[str, Any] = {"offloaded_blocks": blocks, "originals_on_host": originals}
-                    cost = predict(counted, work, spec, machine, precision, **places)
+                    held = counted.without_originals if originals else counted
+                    cost = predict(held, work, spec, machine, precision, offloaded_blocks=blocks)
                     yield cost, _Step(precision, blocks, originals)
 
 
 def _has_originals(fit: Fit) -> bool:
     """Return whether loaded values of weights may be in host memory: hand-ordered steps have copies of their own."""
     return fit.step.counted.changed_weight_bytes > 0 and not fit.step.counted.has_fast_path
+
+
+def _original_bytes(fit: Fit, spec: ParallelSpec) -> int:
+    """Return a rank's share of the loaded values of weights that adapters change."""
+    return int(fit.step.counted.changed_weight_bytes / spec.tensor / spec.pipeline)
 
 
 def _numbers_of_blocks(num_blocks: int, rules: BudgetRules) -> list[int]:

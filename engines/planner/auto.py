@@ -69,9 +69,7 @@ def forecasts(
     All get the same answer, which matches ``forecast`` for this machine and step. Figures and table are logged.
     ``originals_on_host``: loaded values of weights that additions change need no room on the device.
     """
-    counted = profile(model)
-    if originals_on_host:
-        counted = replace(counted, changed_weight_bytes=0)
+    counted = profile(model).without_originals if originals_on_host else profile(model)
     lines = [ParallelSpec(ulysses=team_size) for team_size in tiling_sizes(num_ranks)]
     machine = measure(counted, Teams(rank=rank, num_ranks=num_ranks, specs=lines, groups=groups), device, attention)
     lengths = lengths_of_choice(model, device)

@@ -93,18 +93,16 @@ def predict(
     precision: str = "native",
     *,
     offloaded_blocks: int = 0,
-    originals_on_host: bool = False,
 ) -> Cost:
     """Predict one step: time of its parts on one rank, and of exchanges that nothing hides.
 
     A pipeline of s stages takes n + s - 1 turns for n forwards, each as long as a stage's share of the blocks. With
     parallel branches, the part of the team with most branches counts. ``offloaded_blocks`` of each module are copied
-    from the host for each forward. ``originals_on_host``: loaded values of weights that additions change
-    are there, too.
+    from the host for each forward.
     """
     assert not (offloaded_blocks and spec.divides_weights), "ranks with divided weights offload none"
     layout = TokenLayout(lengths=work.lengths, num_chunks=spec.context)
-    step = StepCost(profile, layout, spec, machine, precision, offloaded_blocks, originals_on_host)
+    step = StepCost(profile, layout, spec, machine, precision, offloaded_blocks)
     forwards = -(-work.num_branches // spec.guidance) * work.batch
     turns = (forwards + spec.pipeline - 1) / spec.pipeline
     handing_on_s = (spec.pipeline - 1) * step.handing_on_s()

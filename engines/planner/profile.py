@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -86,6 +86,11 @@ class ModelProfile:
     """Whether the family has a hand-ordered step."""
     divides_tokens: bool = True
     """Whether ranks may have a share of the tokens each."""
+
+    @property
+    def without_originals(self) -> ModelProfile:
+        """The costs with loaded values of changed weights in host memory: no device holds them."""
+        return replace(self, changed_weight_bytes=0)
 
     @property
     def element_bytes(self) -> int:

@@ -54,8 +54,6 @@ class StepCost:
     """Of the linears: "native", or a measured scheme."""
     offloaded_blocks: int = 0
     """Blocks of each module that are in host memory and copied for each forward."""
-    originals_on_host: bool = False
-    """Whether loaded values of weights that additions change are in host memory, too."""
 
     @property
     def own_tokens(self) -> int:
@@ -178,14 +176,10 @@ class StepCost:
         Quantised layers replace the original ones. The loaded values of weights that additions change stay as well.
         Offloaded blocks take the memory of two, one of which is copied while the other runs.
         """
-        changed = 0.0 if self.originals_on_host else self.original_bytes()
+        changed = self.profile.changed_weight_bytes / self.spec.tensor
         blocks = (self._block_bytes() + changed) / self.spec.pipeline
         whole = self.profile.weight_bytes - self.profile.block_weight_bytes + blocks
         return whole - self._offloaded_share * blocks + self._buffer_bytes()
-
-    def original_bytes(self) -> float:
-        """Return a rank's share of the loaded values of weights that additions change, for all stages of a pipeline."""
-        return self.profile.changed_weight_bytes / self.spec.tensor
 
     def streaming_s(self) -> float:
         """Return the time to copy the offloaded blocks of one forward from the host."""
@@ -193,11 +187,8 @@ class StepCost:
         return offloaded_bytes / self.machine.host_bytes_per_s
 
     def host_bytes(self) -> float:
-        """Return the host memory of the offloaded blocks of all modules, and of the loaded values there."""
-        originals = self.original_bytes() / self.spec.pipeline
-        return self._offloaded_share * self._block_bytes() + originals * (
-            1.0 if self.originals_on_host else self._offloaded_share
-        )
+        """Return the host memory of the offloaded blocks of all modules."""
+        return self._offloaded_share * (self._block_bytes() + self.profile.changed_weight_bytes)
 
     @property
     def _offloaded_share(self) -> float:
