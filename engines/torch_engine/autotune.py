@@ -81,24 +81,24 @@ def autotuned_engine(
     file = _decision_file(model, choosing, precision, attention, options)
     decision = from_rank_0(lambda: file.read(possible_team_sizes(model, context.num_ranks)))
     if decision is not None:
-        logger.info("strategy of an earlier start: %s", decision.describe(), extra={"file": str(file.path)})
+        _log("strategy of an earlier start", decision, file)
         return _configured(make(strategy=decision.specs), decision, options)
     step, lock = choosing.typical_step(), GangLock(choosing.lock)
-    gang |= {"device": model.device, "attention": attention, "originals_on_host": options.originals_on_host}
+    gang |= {"device": model.device, "originals_on_host": options.originals_on_host}
+    gang |= {"precision": scheme_of(precision) or "native", "num_branches": max(len(step), MIN_BRANCHES)}
     with lock.held():
-        gang |= {"precision": scheme_of(precision) or "native", "num_branches": max(len(step), MIN_BRANCHES)}
-        plans = forecasts(model, **gang)
+        plans = forecasts(model, attention=attention, **gang)
     branches = step if model.weights is None else ()
     sizes = [size for size in plans if size > 1 and (choosing.every_team or size == max(plans))] if branches else []
     candidates = (spec for size in sizes for plan in plans[size] for spec in plan.shortlist())
-    tuner = Autotuner(model, engine := make(strategy=as_predicted(plans), others=candidates), branches, plans, lock)
+    engine = make(strategy=as_predicted(plans), others=candidates)
+    tuner = Autotuner(model, engine, branches, plans, lock)
     for size in sizes:
         tuner.tune_strategy(size)
     exchange, specs = tuner.fastest_exchange(peer_memory=options.peer_memory == "auto"), engine.division.specs
     fastest = Decision(specs=specs, exchange=exchange, estimates=estimates_of(plans, specs))
     decision = from_rank_0(lambda: file.write(fastest, tuner.times_ms))
-    fields = {"file": str(file.path), "times_ms": tuner.times_ms}
-    logger.info("strategy is decided: %s", decision.describe(), extra=fields)
+    _log("strategy is decided", decision, file, times_ms=tuner.times_ms)
     if engine.division.has_teams_for(decision.specs):
         engine.division.use(decision.specs)
     else:  # another gang decided first, for a strategy that was no candidate here
@@ -106,6 +106,10 @@ def autotuned_engine(
         engine.close()
         engine = make(strategy=decision.specs, fast_weights=fast_weights)
     return _configured(engine, decision, options)
+
+
+def _log(message: str, decision: Decision, file: DecisionFile, **fields: object) -> None:
+    logger.info("%s: %s", message, decision.describe(), extra={"file": str(file.path), **fields})
 
 
 def _configured(engine: TorchEngine, decision: Decision, options: TorchOptions) -> TorchEngine:

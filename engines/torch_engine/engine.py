@@ -86,7 +86,6 @@ class TorchEngine:
         check(EngineChoice(**choice, options=options, num_ranks=num_ranks, switches=model.switches))
         module = next(iter(model.modules.values()))
         self.device, self.dtype = model.device, dtype_of(module)
-        modules: dict[str, Any]
         how: dict[str, Any] = {"compiled": compiled, "fast": fast, "capture": capture}
         self.config = resolve(model, self.device, precision=precision, attention=attention, options=options, **how)
         gang: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "groups": gang_groups()}
@@ -96,14 +95,25 @@ class TorchEngine:
         self._model = model
         self._memory = memory_floor(model, self.config.precision, self.config.offloaded_blocks)
         self._fitting_shapes, self._run_shapes = (LRUCache[None](MAX_SEEN_SHAPES) for _ in range(2))
-        self._was_warm, quantises = False, self.config.precision != "native"
-        make_kernel = kernel_by_length(self.config.exchange, self.device, self.dtype)
-        config, modules = self.config, {"quantises": quantises, "make_kernel": make_kernel, "attention": attention}
-        modules |= {"num_offloaded": config.offloaded_blocks, "originals_on_host": config.originals_on_host}
-        self._sharded = ShardedModel(model, self._prepare_module, **modules)
-        self._steps = StepRunner(model, self._sharded, config=config, device=self.device, weights=fast_weights)
-        if quantises and model.weights is None:
+        self._was_warm, self._sharded = False, self._make_sharded(attention)
+        self._steps = StepRunner(model, self._sharded, config=self.config, device=self.device, weights=fast_weights)
+        if self._quantises and model.weights is None:
             self._quantise_weights()
+
+    @property
+    def _quantises(self) -> bool:
+        return self.config.precision != "native"
+
+    def _make_sharded(self, attention: str) -> ShardedModel:
+        return ShardedModel(
+            self._model,
+            self._prepare_module,
+            make_kernel=kernel_by_length(self.config.exchange, self.device, self.dtype),
+            quantises=self._quantises,
+            attention=attention,
+            num_offloaded=self.config.offloaded_blocks,
+            originals_on_host=self.config.originals_on_host,
+        )
 
     @torch.no_grad()
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
