@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from benchmarks.policies.h200 import NUM_STEPS
@@ -12,7 +13,7 @@ from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation
 from engines.gang.autoscaling import GangReport
 from engines.gang.jobs.job import Job
 from engines.gang.load import GangLoad, OpenWork
-from engines.gang.policies.policy import Candidate, make_policy
+from engines.gang.policies.policy import Candidate, Policy, make_policy
 
 ROUNDING_S = 1e-9
 
@@ -53,7 +54,15 @@ class ClusterNode:
 class SimulatedReplica(ABC):
     """A gang on the clock of its caller, which tells it every time."""
 
-    def __init__(self, name: str, number: int, node: ClusterNode, step_s: Mapping[str, float], now_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        node: ClusterNode,
+        step_s: Mapping[str, float],
+        now_s: float,
+        policy: str = "shortest",
+    ) -> None:
         """``step_s``: seconds of a step by size."""
         self.name, self.number, self.node, self.now_s = name, number, node, now_s
         self.jobs: dict[int, PictureJob] = {}
@@ -66,6 +75,8 @@ class SimulatedReplica(ABC):
         self._warm_step_s: dict[str, float] = {}
         """Step times of sizes that it has run."""
         self._sums = (0, 0.0, 0.0)
+        self._policy_name = policy
+        self._forget()
 
     def take(self, job: PictureJob) -> None:
         """Add a job now."""
@@ -128,19 +139,6 @@ class SimulatedReplica(ABC):
 class StepReplica(SimulatedReplica):
     """A gang with the scheduler of a real one, which sends steps ahead."""
 
-    def __init__(
-        self,
-        name: str,
-        number: int,
-        node: ClusterNode,
-        step_s: Mapping[str, float],
-        now_s: float,
-        policy: str = "shortest",
-    ) -> None:
-        super().__init__(name, number, node, step_s, now_s)
-        self._policy = policy
-        self._forget()
-
     @property
     def next_s(self) -> float | None:
         """See ``SimulatedReplica.next_s``."""
@@ -161,25 +159,18 @@ class StepReplica(SimulatedReplica):
 
     def _forget(self) -> None:
         gang = SimulatedGang(steps={size: {1: step_s} for size, step_s in self._step_s.items()}, num_ranks=1)
-        self._simulation = Simulation(gang, make_policy(self._policy), keeps_records=False)
+        self._simulation = Simulation(gang, make_policy(self._policy_name), keeps_records=False)
 
 
 class JobReplica(SimulatedReplica):
     """A gang with the policy of a real one, which orders whole jobs. It takes less time to simulate."""
 
-    def __init__(
-        self,
-        name: str,
-        number: int,
-        node: ClusterNode,
-        step_s: Mapping[str, float],
-        now_s: float,
-        policy: str = "shortest",
-    ) -> None:
-        super().__init__(name, number, node, step_s, now_s)
-        self._policy = make_policy(policy)
-        self.first: PictureJob | None = None
-        """The job that is worked on."""
+    first: PictureJob | None
+    """The job that is worked on."""
+
+    @cached_property
+    def _policy(self) -> Policy:
+        return make_policy(self._policy_name)
 
     @property
     def next_s(self) -> float | None:
