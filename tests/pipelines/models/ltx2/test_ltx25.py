@@ -26,7 +26,6 @@ from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import TOLERANCE
 from tests.pipelines.support.checkpoints import tiny_ltx
 from tests.pipelines.support.references import own_clips
-from tests.pipelines.support.references.own_call import silence
 from tests.pipelines.support.references.video import denoised, picture, pictures_of
 
 SIDES = (64, 96)
@@ -68,29 +67,12 @@ def test_a_clip_and_its_sound_are_those_of_the_blocks_with_the_other_decoder(num
     images = tuple(picture(SIDES[1], SIDES[0], seed) for seed in range(num_pictures))
     blocks = LTX25AutoBlocks()
     blocks.sub_blocks["decode"] = LTX2AutoDecoderStep()
-    pipe = blocks.init_pipeline(str(modular))
-    pipe.load_components(dtype=torch.float32)
-    pipe.guider.guidance_scale = request.true_cfg_scale
-    for block in pipe.blocks.sub_blocks.values():
-        silence(block)
-    own = pipe(
-        prompt=request.prompt,
-        negative_prompt=request.negative_prompt,
-        width=request.width,
-        height=request.height,
-        num_frames=request.num_frames,
-        frame_rate=request.fps,
-        num_inference_steps=request.num_inference_steps,
-        max_sequence_length=pipe.tokenizer.model_max_length,
-        generator=torch.Generator().manual_seed(request.seed),
-        output_type="pt",
-        **({"image": images[0]} if images else {}),
-    )
+    own = own_clips.sounding_blocks(modular, request, images, pipeline=blocks.init_pipeline(str(modular)))
     pipeline = load_pipeline(Checkpoint(modular))
     made = pipeline.denoise(request, pictures_of(images))
-    assert torch.equal(made["latents"], own.get("latents"))
-    assert torch.equal(made["audio_latents"], own.get("audio_latents"))
-    frames = 255 * own.get("videos")[0].movedim(1, -1).float().numpy()
+    assert torch.equal(made["latents"], own["latents"])
+    assert torch.equal(made["audio_latents"], own["audio_latents"])
+    frames = 255 * own["videos"][0].movedim(1, -1).float().numpy()
     assert np.abs(pipeline.decoder.decode(made, request).astype(float) - frames).max() <= 1
 
 

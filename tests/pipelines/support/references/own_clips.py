@@ -31,12 +31,20 @@ def timed_blocks(folder: Path, request: MediaRequest, images: Images, change: Ch
 
 
 def sounding_blocks(
-    folder: Path, request: MediaRequest, images: Images, change: Change = as_it_is, **inputs: Any
+    folder: Path,
+    request: MediaRequest,
+    images: Images,
+    change: Change = as_it_is,
+    pipeline: Any = None,
+    **inputs: Any,
 ) -> Latents:
-    """The same with sound, and with all passes of its own guiders, which have a scale each. ``inputs`` are added."""
+    """The same with sound, and with all passes of its own guiders, which have a scale each. ``inputs`` are added.
+
+    ``pipeline`` is LTX-2's of ``folder`` by default.
+    """
     from diffusers import LTX2ModularPipeline
 
-    pipeline = LTX2ModularPipeline(pretrained_model_name_or_path=str(folder))
+    pipeline = pipeline or LTX2ModularPipeline(pretrained_model_name_or_path=str(folder))
     pipeline.load_components(dtype=torch.float32)
     change(pipeline)
     pipeline.guider.guidance_scale = request.true_cfg_scale
