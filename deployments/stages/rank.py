@@ -72,9 +72,8 @@ class LoadRankParts:
                 typical=checkpoint.defaults.request(),
                 axis=reading_axis(self.model.denoiser, context),
             )
-            beside = [*checkpoint.rank_parts()]
-            if second_stage_of(self.model, checkpoint) is not None:
-                beside.append(checkpoint.sampler().latent_upsampler.module)
+            has_second_stage = second_stage_of(self.model, checkpoint) is not None
+            beside = checkpoint.rank_parts(has_second_stage=has_second_stage)
         for module in (*denoiser.modules.values(), *beside):
             memory.hold(module)
         return denoiser
