@@ -227,7 +227,7 @@ class ServeConfig(_Config):
     http_options: HttpOptions
     """Address and timeouts of the proxy."""
     logging_config: dict[str, Any] = {}
-    """Of Ray Serve."""
+    """Ray Serve's options of logging."""
     applications: tuple[ApplicationConfig, ...] = Field(min_length=1, max_length=1)
     """One alone."""
 

@@ -77,7 +77,7 @@ class ModelConfig(BaseModel):
     aliases: tuple[ModelName, ...] = ()
     """Further names in requests, for clients with a fixed one ("gpt-image-1")."""
     dtype: DataType = "auto"
-    """Of weights and activations; "auto": bfloat16 on GPUs, float32 on CPUs."""
+    """Dtype of weights and activations; "auto": bfloat16 on GPUs, float32 on CPUs."""
     loras: tuple[LoraSource, ...] = ()
     """Adapters: merged without a name, else for the requests that name them."""
     runtime_loras: LoraLimits | None = None

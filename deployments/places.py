@@ -26,7 +26,7 @@ class OwnedFolder:
     """A private temporary folder, owned by this process until it deletes, releases or forgets the object, or ends."""
 
     path: Path
-    """Of mode 700, with a file for the lock."""
+    """Folder of mode 700, with a file for the lock."""
     _lock: TextIO
     """Open file in it, locked while the folder is owned."""
 

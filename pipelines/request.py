@@ -99,7 +99,7 @@ class MediaRequest:
     true_cfg_scale: float
     """Above 1: a second branch with ``negative_prompt`` (Ho & Salimans 2022, arXiv:2207.12598)."""
     seed: int
-    """Of the initial noise; equal requests with equal seeds have equal results."""
+    """Seed of the initial noise; equal requests with equal seeds have equal results."""
     preview_steps: tuple[int, ...] = ()
     """Steps (1 = after the first) whose latents become previews."""
     num_pictures: int = 0

@@ -83,7 +83,7 @@ class Simulation:
     num_moves: int = 0
     _scheduler: Scheduler = field(init=False)
     _arrivals: dict[int, Arrival] = field(default_factory=dict)
-    """Of pictures that are not done."""
+    """Arrivals of pictures that are not done, by number."""
     _now_s: float = 0.0
     _under_way: list[Work] = field(default_factory=list)
     _ready_s: list[float] = field(default_factory=list)

@@ -56,7 +56,7 @@ MIX = Mix(
 STEPS = {one.name: int(one.body["num_inference_steps"]) for one in MIX.classes}
 RULES = ScalingRules(target_wait_s=3.0, min_gangs=0, max_gangs=3, idle_s=5.0)
 IDLE_TIMEOUT_S = 5.0
-"""Of nodes."""
+"""A node without work ends after so long."""
 LOOK_EVERY_S = 0.5
 END_S = 180.0
 """Time for gangs and nodes to go."""

@@ -117,7 +117,7 @@ class EngineBuildOptions:
     num_ranks: int
     """Ranks of the gang."""
     precision: str
-    """Of the linears; "auto" is the model's dtype."""
+    """Precision of the linears; "auto" is the model's dtype."""
     target: str
     """Compute capability, such as "sm90"; "auto" is this machine's GPU."""
     sizes: tuple[str, ...] = ()

@@ -38,7 +38,7 @@ CONTENT_TYPE_KEYS = {
 """Argument of ``sign`` for the type that the storage answers with."""
 GOOGLE = ("gs", "gcs")
 CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 5.0, 20.0
-"""Of one attempt. gcsfs makes six, with half a minute of pauses between them."""
+"""Timeouts of one attempt. gcsfs makes six, with half a minute of pauses between them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

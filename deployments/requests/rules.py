@@ -54,7 +54,7 @@ class Requester:
     """Sender and arrival of a request."""
 
     request_id: str
-    """Of the HTTP request: the client's, or a new one."""
+    """Id of the HTTP request: the client's, or a new one."""
     key: str = ""
     """Hash of the API key; empty without keys."""
     weight: float = 1.0

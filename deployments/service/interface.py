@@ -28,7 +28,7 @@ class Output:
     """How the bytes should come out."""
 
     format: MediaFormat
-    """Of the file."""
+    """Format of the file."""
     compression: int = 100
     """Quality of JPEG and WebP, 0 to 100 as in OpenAI's API."""
 
@@ -126,7 +126,7 @@ class Media:
     data: bytes
     """The file; for a picture in layers, that of the lowest one."""
     format: MediaFormat
-    """Of the file."""
+    """Format of the file."""
     seed: int
     """The seed that made it, given or random."""
     timings: StageTimes

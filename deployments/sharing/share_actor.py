@@ -41,7 +41,7 @@ class ShareSpec:
     """A share group and its models."""
 
     name: str
-    """Of the share, unique in the application."""
+    """Name of the group, unique in the application."""
     config: ShareConfig
     """GPUs and limits of the share."""
     models: tuple[ModelConfig, ...]

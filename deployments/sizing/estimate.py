@@ -48,9 +48,9 @@ class EstimateOptions:
     guided: bool | None = None
     """Whether there is classifier-free guidance."""
     dtype: str = "auto"
-    """Of the weights; "auto" is bfloat16."""
+    """Dtype of the weights; "auto" is bfloat16."""
     precision: str = "native"
-    """Of the linears."""
+    """Precision of the linears."""
     attention: str = "auto"
     """Precision of attention."""
     machine: str | None = None
@@ -112,7 +112,7 @@ class Estimate:
     request: MediaRequest
     """What is estimated."""
     dtype: torch.dtype
-    """Of the weights."""
+    """Dtype of the weights."""
     forecast: StepForecast
     """Costs of a step by every way to divide it."""
     origin: str
@@ -134,11 +134,11 @@ class WeightsAlone:
     model: str
     """The model's name."""
     dtype: torch.dtype
-    """Of the weights."""
+    """Dtype of the weights."""
     num_parameters: int
-    """Of the transformers."""
+    """Parameters of the transformers."""
     weight_bytes: int
-    """Of the transformers."""
+    """Bytes of the transformers."""
     parts: Footprint
     """Parts beside the transformer."""
     memory_bytes: int

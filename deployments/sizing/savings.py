@@ -179,7 +179,7 @@ class _Step:
     """Settings of ranks."""
 
     precision: str
-    """Of the linears."""
+    """Precision of the linears."""
     blocks: int
     """Blocks of each transformer in host memory."""
     originals: bool

@@ -75,7 +75,7 @@ class Blocks:
     singles: tuple[SingleBlock, ...]
     """Single-stream blocks, which follow them."""
     precision: Precision
-    """Of the GEMMs."""
+    """Precision of the GEMMs."""
 
     @property
     def quantizes(self) -> bool:
@@ -182,9 +182,9 @@ class PrePostNormStep:
     batch: int
     """Rows of a token: entries of the batch."""
     eps: float
-    """Of all norms."""
+    """Epsilon of all norms."""
     precision: Precision
-    """Of the GEMMs, which decides the form of normed rows."""
+    """Precision of the GEMMs, which decides the form of normed rows."""
 
     def run(self, x_RC: Tensor) -> Tensor:
         """Return the rows after all blocks, in the memory of ``x_RC``."""

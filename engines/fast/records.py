@@ -79,7 +79,7 @@ class HeadNorms:
     bias_3HD: Tensor | None = None
     """Added to q, k and v before the norm; None: the GEMM has added it, or there is none."""
     eps: float = EPS
-    """Of the RMS norms."""
+    """Epsilon of the RMS norms."""
 
     def run(self, start: int, stop: int, batch: int) -> HeadNorms:
         """Return the norms of the rows from ``start`` to ``stop`` alone."""

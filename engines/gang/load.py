@@ -62,7 +62,7 @@ class GangLoad:
     backlog_s: float = field(init=False, compare=False)
     """Predicted seconds until all open jobs are done."""
     urgencies_s: Sequence[float] = field(init=False, repr=False, compare=False)
-    """Those of the jobs, in order."""
+    """The jobs' urgencies, in order."""
     left_sums_s: Sequence[float] = field(init=False, repr=False, compare=False)
     """Seconds left of none, one, two ... of the most urgent jobs together."""
 

@@ -28,9 +28,9 @@ class StepForecast:
     work: Workload
     """The step."""
     precision: str
-    """Of the linears: "native", or a quantised one."""
+    """Precision of the linears: "native", or a quantised one."""
     costs: tuple[Cost, ...]
-    """Of every candidate, fastest first."""
+    """Costs of every candidate, fastest first."""
     chosen: Cost
     """The fastest that fits the memory."""
 

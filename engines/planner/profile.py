@@ -51,7 +51,7 @@ class ModelProfile:
     num_attentions: int
     """Attentions of a forward; one per block for a model with its own attention."""
     dtype: torch.dtype
-    """Of the weights."""
+    """Dtype of the weights."""
     streams: dict[str, StreamCost]
     """Costs that grow with the tokens, by stream."""
     once_flops: float

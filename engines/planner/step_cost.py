@@ -51,7 +51,7 @@ class StepCost:
     machine: Machine
     """Speeds of devices and exchanges."""
     precision: str = "native"
-    """Of the linears: "native", or a measured scheme."""
+    """Precision of the linears: "native", or a measured scheme."""
     offloaded_blocks: int = 0
     """Blocks of each module that are in host memory and copied for each forward."""
 

@@ -158,7 +158,7 @@ class _TimedFrame:
     """A decoded frame and when it is shown."""
 
     frame: av.VideoFrame
-    """As PyAV decoded it."""
+    """The frame that PyAV decoded."""
     start_s: float
     """When it begins in the clip."""
     end_s: float

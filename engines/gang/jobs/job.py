@@ -17,11 +17,11 @@ class LastStage:
     num_steps: int
     """Steps of this part of the job."""
     shape: Hashable | None
-    """As ``Job.shape``."""
+    """``Job.shape`` of these steps."""
     estimates_s: Mapping[int, float] = field(default_factory=dict)
-    """As ``Job.estimates_s``."""
+    """``Job.estimates_s`` of these steps."""
     additions: Hashable = ()
-    """As ``Job.additions``."""
+    """``Job.additions`` of these steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,11 +20,13 @@ class _Times:
     """Predicted seconds of a job."""
 
     step_s: Mapping[int, float]
-    """Of a step of the current stage by team size; ``fastest_s``: on the fastest team."""
+    """Time of a step of the current stage, by team size."""
     fastest_s: float
+    """The same on the fastest team."""
     whole_s: float
-    """Of all steps of the job on the fastest teams; ``later_s``: of those after the current stage."""
+    """Time of all steps of the job on the fastest teams."""
     later_s: float
+    """Time of the steps after the current stage, with the change of weights before them."""
 
 
 @dataclass(slots=True, eq=False)

@@ -68,7 +68,7 @@ class CachedEngine:
     engine_file: bytes
     """Its bytes, as TensorRT serialized it."""
     sha256: str
-    """Of the bytes; ranks of a gang compare it."""
+    """SHA-256 of the bytes; ranks of a gang compare it."""
     key: EngineKey
     """What it was built for."""
     build_s: float

@@ -70,7 +70,7 @@ class EngineReport:
     path: str
     """Where it lies."""
     sha256: str
-    """Of its bytes."""
+    """SHA-256 of its bytes."""
 
     def lines(self) -> list[str]:
         """Return the report for a terminal."""

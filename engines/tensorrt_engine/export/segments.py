@@ -59,7 +59,7 @@ class _TracedSegment:
     outputs: tuple[str, ...]
     """Names of values, in order."""
     attention: tuple[str, str, str, str] | None
-    """As in ``Segment``."""
+    """See ``Segment.attention``."""
 
 
 def segment_core(parts: Parts, num_ranks: int) -> tuple[tuple[Segment, ...], tuple[EngineGraph, ...]]:

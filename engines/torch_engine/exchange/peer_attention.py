@@ -51,9 +51,9 @@ class Part:
     """Slices of one rank's heads, which are sent together."""
 
     queries: slice
-    """Of its query heads."""
+    """Range of its query heads."""
     keys: slice
-    """Of its key heads."""
+    """Range of its key heads."""
 
     @property
     def qkv(self) -> tuple[slice, slice, slice]:
