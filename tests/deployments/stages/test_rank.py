@@ -195,6 +195,18 @@ def test_auto_slices_what_does_not_fit(pictures: Path, monkeypatch: pytest.Monke
     assert is_sliced(DenoiserConfig(num_ranks=4), Checkpoint(pictures))
 
 
+@pytest.mark.parametrize(("rooms", "expected"), [((1000, 2**40), True), ((2**40, 1000), True), ((2**40, 2**41), False)])
+def test_ranks_of_unlike_gpus_load_alike(pictures: Path, rooms: tuple[int, int], expected: bool) -> None:
+    """Ranks that read together would wait for ever for one that reads slices."""
+    assert gang(2).run(slices_with, pictures, rooms) == [expected] * 2
+
+
+def slices_with(folder: Path, rooms: tuple[int, int]) -> bool:
+    room = rooms[dist.get_rank()]
+    with patch("engines.planner.measure.memory_bytes", return_value=room):
+        return is_sliced(DenoiserConfig(num_ranks=2, reading="together"), Checkpoint(folder))
+
+
 def test_weights_that_change_from_job_to_job_need_room_twice(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     room = 1.5 * Checkpoint(pictures).weights_bytes() / USABLE
     monkeypatch.setattr("engines.planner.measure.memory_bytes", lambda device: room)
