@@ -72,8 +72,7 @@ class LoadRankParts:
                 typical=checkpoint.defaults.request(),
                 axis=reading_axis(self.model.denoiser, context),
             )
-            has_second_stage = second_stage_of(self.model, checkpoint) is not None
-            beside = checkpoint.rank_parts(has_second_stage=has_second_stage)
+            beside = checkpoint.rank_parts()
         for module in (*denoiser.modules.values(), *beside):
             memory.hold(module)
         return denoiser
