@@ -156,7 +156,7 @@ def variables_of(shared: Path) -> dict[str, str]:
         **SERVE_ENVIRONMENT,
         MODE: "token",
         TOKEN: secrets.token_hex(16),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "PYTHONUSERBASE": site.getuserbase(),  # else below the home folder, which nodes have for themselves
         "TROUPE_KERNEL_CACHE": str(shared.resolve()),
     }

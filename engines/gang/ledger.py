@@ -38,6 +38,8 @@ class InFlightStep:
     """When all earlier steps of its ranks were reported; None where ranks report early."""
     reported_s: float = 0.0
     """When the last of its ranks reported; 0 before."""
+    running_s: float = 0.0
+    """How long its ranks' devices had been in it by then."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when all ranks have reported."""
     jobs: tuple[OpenJob, ...] = ()
@@ -47,6 +49,11 @@ class InFlightStep:
     took_ms: list[float] = field(default_factory=list)
     """Step time of each rank that has reported it."""
 
+    @property
+    def begun_s(self) -> float:
+        """When its ranks' devices began it, once all have reported; on CPUs, when the last reported."""
+        return self.reported_s - self.running_s
+
     def left_s(self, expected_s: float, now_s: float) -> float:
         return max(0.0, expected_s - (0.0 if self.started_s is None else now_s - self.started_s))
 
@@ -54,7 +61,8 @@ class InFlightStep:
 class Ledger:
     """Processes every report once.
 
-    Ranks on GPUs report a step early: when the step before it has ended. A later report then carries its time.
+    Ranks on GPUs report a step early: when the step before it has ended and its own calls have returned. A later report
+    then carries its time.
     Ranks run their steps in the order of sending.
     """
 
@@ -139,7 +147,7 @@ class Ledger:
         step = self._reported.get(rank)
         if step is None or not self._reports_early:
             return 0.0
-        return max(0.0, step.reported_s + step.predicted_s - now_s)
+        return max(0.0, step.begun_s + step.predicted_s - now_s)
 
     def interrupt(self) -> None:
         """Record that no step follows its predecessor without a gap: the gang was asleep between them."""
@@ -167,6 +175,7 @@ class Ledger:
         if step.work is not None:
             step.jobs = tuple(self._table.get(job_id) for job_id in step.work.job_ids)
             step.was_warm = all(report.was_warm for report in reports.values())
+            step.running_s = min(report.running_ms for report in reports.values()) / 1e3
             self._untimed |= {(report.sequence, report.rank): step for report in reports.values()}
         for report in reports.values():
             self._hear_times(report)
@@ -214,8 +223,8 @@ class Ledger:
     def _hear_interval(self, step: InFlightStep, work: Work, reports: Sequence[StepReport]) -> None:
         """Measure a step as the time between the ends of the job's previous step and its own.
 
-        A GPU reports a step when the previous one has ended, but a step with latents at its own end. Intervals next to
-        such a report cover two steps, or none, and are skipped.
+        On GPUs it is the time between the begins of the two. A step with latents is reported at its own end: intervals
+        next to such a report are skipped.
         """
         lasts = [self._reported.get(rank) for rank in work.ranks]
         self._reported.update(dict.fromkeys(work.ranks, step))
@@ -230,7 +239,7 @@ class Ledger:
         is_alike = job.at(number).shape == job.at(number - 1).shape
         # Reports run a step ahead of the GPU: the interval may be that of an idle step, or of one in an earlier stage.
         if not job.idle_steps and is_alike:
-            self._step_times.hear_step(job.at(number), work.num_ranks, step.reported_s - last.reported_s)
+            self._step_times.hear_step(job.at(number), work.num_ranks, step.begun_s - last.begun_s)
 
     # Events of jobs.
 

@@ -61,7 +61,7 @@ class SpanReader:
     """
 
     def __init__(self, device: torch.device, axis: Axis = ALONE) -> None:
-        self.device, self.axis = device, axis
+        self.device, self.axis = _with_index(device), axis
         self.read_bytes = self.exchanged_bytes = 0
         self.read_s = self.exchange_s = 0.0
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weights")
@@ -136,6 +136,13 @@ class SpanReader:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Return ``device``; ``cuda`` alone becomes the current GPU of this thread, which other threads do not share."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def cut(spans: Iterable[Span], num_bytes: int) -> Iterator[Span]:

@@ -173,6 +173,7 @@ class RankJobs:
             rank=self._context.rank,
             sequence=plan.sequence,
             ended_ms=self._timer.ended_ms(),
+            running_ms=self._timer.running_ms(),
             move_ms=move_ms,
             switch_ms=self._switch_times.take_ms(),
             was_warm=self._was_warm,

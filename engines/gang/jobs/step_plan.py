@@ -109,6 +109,8 @@ class StepReport:
     ended_ms: Mapping[int, float] = field(default_factory=dict)
     """Times of newly ended steps by the sequence of their plans: on a CPU this step, else earlier ones
     (``CudaStepTimer``)."""
+    running_ms: float = 0.0
+    """Time since the device began the plan's step; 0 if it has not, and on a CPU."""
     move_ms: float = 0.0
     """Mean time of the plan's moves, including the wait for other ranks; 0 without moves."""
     switch_ms: float = 0.0

@@ -41,6 +41,10 @@ class StepTimer:
         sequence, self._sequence = self._sequence, None
         return {} if sequence is None else {sequence: (time.perf_counter() - self._arrived_s) * 1e3}
 
+    def running_ms(self) -> float:
+        """Return the time since the device began the last step; 0 before, and if the step ends with its calls."""
+        return 0.0
+
 
 class Mark(Protocol):
     """An event in the queue of a device, as ``torch.cuda.Event``: reached when all work queued before it is done."""
@@ -74,27 +78,36 @@ class CudaStepTimer(StepTimer):
     A rank continues when the previous step has ended or, if it returns latents, its own. The time is that of the device
     alone, from the moment when it can begin a step to the step's end. A mark recorded before a step's calls is reached
     when the previous step has ended, or at once. So neither waits of the host nor idle time of the device count. Moves
-    come before the mark, because all ranks meet for them.
+    come before the mark, because all ranks meet for them. ``now_s`` is a clock of the host.
     """
 
-    def __init__(self, new_mark: Callable[[], Mark]) -> None:
+    def __init__(self, new_mark: Callable[[], Mark], now_s: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
-        self._new_mark = new_mark
+        self._new_mark, self._now_s = new_mark, now_s
         self._in_flight: deque[TimedStep] = deque()
+        self._last: TimedStep | None = None
+        self._reached: tuple[Mark, float] | None = None
+        """A mark, and when the device reached it by the host's clock."""
 
     def arrive(self) -> None: ...
 
     def begin(self, sequence: int) -> None:
         timed = TimedStep(sequence, self._new_mark(), self._new_mark())
+        is_idle = self._last is None or self._last.end.query()
         timed.begin.record()
+        if is_idle:
+            self._reached = timed.begin, self._now_s()
         self._in_flight.append(timed)
+        self._last = timed
 
     def end(self) -> None:
         self._in_flight[-1].end.record()
 
     def wait(self, num_in_flight: int) -> None:
         for timed in list(self._in_flight)[: max(0, len(self._in_flight) - num_in_flight)]:
-            timed.end.synchronize()
+            if not timed.end.query():
+                timed.end.synchronize()
+                self._reached = timed.end, self._now_s()
 
     def settle(self) -> None:
         mark = self._new_mark()
@@ -108,6 +121,14 @@ class CudaStepTimer(StepTimer):
             timed = self._in_flight.popleft()
             ended[timed.sequence] = timed.begin.elapsed_time(timed.end)
         return ended
+
+    def running_ms(self) -> float:
+        """See ``StepTimer.running_ms``. A host that launches slowly reports a step when the device is well in it."""
+        if self._last is None or self._reached is None or not self._last.begin.query():
+            return 0.0
+        mark, reached_s = self._reached
+        since_ms = 1e3 * (self._now_s() - reached_s)
+        return max(0.0, since_ms - mark.elapsed_time(self._last.begin))
 
 
 def step_timer(device: torch.device) -> StepTimer:

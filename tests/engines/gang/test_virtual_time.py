@@ -97,6 +97,33 @@ def test_a_load_ends_and_takes_what_is_simulated(policy: str, elastic: bool, mon
     assert median(errors) < 0.015, "who comes later may pass some of them"
 
 
+@pytest.mark.parametrize("preview_steps", [frozenset[int](), frozenset({2, 4})])
+@pytest.mark.parametrize("launch_share", [0.01, 0.5, 0.95])
+def test_devices_work_all_the_time(
+    launch_share: float, preview_steps: frozenset[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if a step's calls take as long as its kernels (no graph is captured), and between two jobs."""
+    monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
+    step_s, num_jobs = STEPS["2048x2048"][1], 3
+
+    async def jobs() -> float:
+        ranks = GpuRanks(1, STEPS, dict.fromkeys("abc", "2048x2048"), launch_s=launch_share * step_s)
+        config = GangConfig(num_ranks=1, gpus_per_rank=1.0)
+        async with virtual_gang(config, ranks, model="load", step_times=known_times()) as gang:
+
+            async def one(name: str) -> None:
+                request = FakeRequest(seed=0, num_steps=NUM_STEPS)
+                job = fake_job(name, request, shape="2048x2048", preview_steps=preview_steps)
+                async for _ in gang.submit_grouped(job, every_s=0.0):
+                    pass
+
+            await asyncio.gather(*map(one, "abc"))
+            return asyncio.get_running_loop().time()
+
+    took_s = run_in_virtual_time(jobs())
+    assert took_s == pytest.approx(num_jobs * NUM_STEPS * step_s, rel=0.05)
+
+
 @pytest.mark.parametrize("preview_steps", [frozenset[int](), frozenset({7, 14, 21})])
 def test_what_steps_take_is_learned(preview_steps: frozenset[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a team that has a job for its last steps alone."""

@@ -65,7 +65,15 @@ def tensors() -> dict[str, Tensor]:
 
 
 def devices() -> list[object]:
-    return [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
+    gpus = torch.device("cuda", 0), torch.device("cuda")
+    return [CPU, *(pytest.param(gpu, id=str(gpu), marks=pytest.mark.gpu) for gpu in gpus)]
+
+
+def test_a_gpu_without_an_index_is_the_current_one_on_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage's device is "cuda", which ``torch.cuda.set_device`` refuses."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    with file_reading.SpanReader(torch.device("cuda")) as reader:
+        assert reader.device == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize("device", devices())

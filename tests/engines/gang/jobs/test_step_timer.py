@@ -86,9 +86,10 @@ class DeviceRank:
     def __init__(self) -> None:
         self.device = Device()
         parts = RankParts(engine=DeviceEngine(self.device), sampler=DeviceSampler(self.device))
-        timer = CudaStepTimer(lambda: SetMark(self.device))
+        timer = CudaStepTimer(lambda: SetMark(self.device), lambda: self.device.now_s)
         self._jobs = RankJobs(parts, RankContext(rank=0, num_ranks=1, device="cpu"), timer)
         self.told_ms: dict[int, float] = {}
+        self.running_ms: list[float] = []
         self.moved_ms: list[float] = []
         self._steps: dict[str, int] = {}
 
@@ -104,6 +105,7 @@ class DeviceRank:
         sequence = sum(self._steps.values())
         report, _ = self._jobs.execute(StepPlan(sequence=sequence, works=(Work(job_steps=(step,), ranks=(0,)),)))
         assert not set(report.ended_ms) & set(self.told_ms), "each step once"
+        self.running_ms.append(report.running_ms)
         self.told_ms |= report.ended_ms
         return dict(report.ended_ms)
 
@@ -146,6 +148,25 @@ def test_a_step_is_told_of_with_the_next_and_the_last_at_once() -> None:
     rank.admit("a", SHORT_S)
     told = [rank.step("a", at_s=0.0) for _ in range(NUM_STEPS)]
     assert [sorted(each) for each in told] == [[], [1], [2], [3], [4], [5, 6]]
+
+
+def test_a_report_says_how_long_the_device_has_been_in_the_step() -> None:
+    """The first launch is a part of its step. Later steps begin with the reports, and the last one has ended."""
+    rank = DeviceRank()
+    rank.admit("a", SHORT_S)
+    for _ in range(NUM_STEPS):
+        rank.step("a", at_s=0.0)
+    expected = [1e3 * LAUNCH_S, *[0.0] * (NUM_STEPS - 2), 1e3 * SHORT_S]
+    assert rank.running_ms == pytest.approx(expected)
+
+
+def test_calls_that_take_longer_than_the_rest_of_the_step_before_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.engines.gang.jobs.test_step_timer.LAUNCH_S", 2 * SHORT_S)
+    rank = DeviceRank()
+    rank.admit("a", SHORT_S)
+    rank.step("a", at_s=0.0)
+    rank.step("a", at_s=0.0)  # launched while the first runs, which ends in the middle
+    assert rank.running_ms == pytest.approx([1e3 * 2 * SHORT_S, 1e3 * SHORT_S])
 
 
 def test_what_a_device_idles_belongs_to_no_step() -> None:

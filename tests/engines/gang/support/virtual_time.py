@@ -104,10 +104,18 @@ class GpuRanks:
     the one before it has ended, and of one whose latents it hands out when that has: these are the ``JobStep`` that
     they are of. What it tells of times is what ``CudaStepTimer`` makes of its device's marks. ``shapes`` are those of
     jobs, or functions of the step, ``plans`` those that were sent, to dead ranks as well, each once. ``rank_s`` is how
-    long devices were at each job's steps, all of a team added up."""
+    long devices were at each job's steps, all of a team added up. ``launch_s`` are the seconds of a step's calls, while
+    the device is in the step already."""
 
-    def __init__(self, num_ranks: int, steps: Mapping[Any, Mapping[int, float]], shapes: Mapping[str, Any]) -> None:
-        self._steps, self._shapes = steps, shapes
+    def __init__(
+        self,
+        num_ranks: int,
+        steps: Mapping[Any, Mapping[int, float]],
+        shapes: Mapping[str, Any],
+        *,
+        launch_s: float = LAUNCH_S,
+    ) -> None:
+        self._steps, self._shapes, self._launch_s = steps, shapes, launch_s
         self._plans: list[asyncio.Queue[Any]] = [asyncio.Queue() for _ in range(num_ranks)]
         self._meetings: dict[Any, tuple[asyncio.Future[float], list[int]]] = {}
         self._device_ends_s = [0.0] * num_ranks
@@ -155,7 +163,7 @@ class GpuRanks:
         return future
 
     async def _work(self, rank: int) -> None:
-        before_s, pace = 0.0, CudaStepTimer(partial(VirtualMark, self._device_ends_s, rank))
+        before_s, pace = 0.0, CudaStepTimer(partial(VirtualMark, self._device_ends_s, rank), self._loop.time)
         while True:
             plan, (report, *latents) = await self._plans[rank].get()
             if plan.drops or plan.moves:
@@ -164,13 +172,14 @@ class GpuRanks:
             work = plan.work_of(rank)
             if work is not None:
                 pace.begin(plan.sequence)
-                await asyncio.sleep(LAUNCH_S)
                 ends_s = await self._device_end_s(plan.sequence, work.ranks, work.job_steps[0])
+                await asyncio.sleep(self._launch_s)
                 pace.end()
                 await self._until(ends_s if latents else before_s)
                 before_s = ends_s
-            told = {"ended_ms": pace.ended_ms(), "move_ms": move_ms, "predicted": work is not None}
-            done = StepReport(rank=rank, sequence=plan.sequence, **told)  # type: ignore[arg-type]
+            times = {"running_ms": pace.running_ms(), "ended_ms": pace.ended_ms(), "move_ms": move_ms}
+            predicted = work is not None
+            done = StepReport(rank=rank, sequence=plan.sequence, predicted=predicted, **times)  # type: ignore[arg-type]
             self._loop.call_later(CALL_S, _settle, report, done)
             for each, job_step in zip(latents, plan.emits_of(rank), strict=True):
                 self._loop.call_later(CALL_S, _settle, each, job_step)
@@ -187,7 +196,7 @@ class GpuRanks:
     async def _device_end_s(self, sequence: int, ranks: tuple[int, ...], job_step: JobStep) -> float:
         begin_s = await self._met((sequence, ranks), len(ranks), max(self._device_ends_s[rank] for rank in ranks))
         shape = self._shapes[job_step.job_id]
-        step_s = self._steps[shape(job_step.step) if callable(shape) else shape][len(ranks)]
+        step_s = max(self._launch_s, self._steps[shape(job_step.step) if callable(shape) else shape][len(ranks)])
         for rank in ranks:
             self._device_ends_s[rank] = begin_s + step_s
         self.rank_s[job_step.job_id] += step_s  # by each rank of the team
