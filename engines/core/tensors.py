@@ -1,17 +1,13 @@
-"""Difference of two tensors, and a digest of a module's weights."""
+"""Difference of two tensors, digest of a module's weights, and a device with its index."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def relative_difference(given: Tensor, expected: Tensor) -> float:
@@ -54,3 +50,10 @@ def _bit_sums(tensor: Tensor) -> list[int]:
         whole = functional.pad(wide, (0, -len(wide) % _WEIGHTS)).view(-1, _WEIGHTS)
         sums += torch.stack((wide.sum(), (whole.sum(dim=0) * places).sum()))
     return sums.tolist()
+
+
+def device_with_index(device: torch.device) -> torch.device:
+    """Return ``device``; ``cuda`` alone becomes the current GPU of this thread, which other threads do not share."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from engines.core.host_copy import HostCopy
 from engines.core.resources import MemoryUse
+from engines.core.tensors import device_with_index
 from engines.core.weight_spans import CpuSpans, CudaSpans, WeightSpans
 
 logger = logging.getLogger(__name__)
@@ -47,9 +48,7 @@ class WeightMemory:
         Call it before weights are loaded. ValueError if a GPU host lacks the package.
         """
         assert self._spans is None, "weights may have been loaded already"
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = device_with_index(torch.device(device))
         self._spans = CudaSpans(device) if device.type == "cuda" else CpuSpans()
         self._host, self._device = HostCopy(device, folder), device
 

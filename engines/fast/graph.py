@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engines.core.model import StepTensors
+from engines.core.tensors import device_with_index
 from engines.fast.interface import named_stream
 
 NUM_WARM_UP_RUNS = 2
@@ -20,8 +21,8 @@ class GraphPool:
     """Memory shared by all graphs of a process. Such graphs must not run at the same time."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = named_stream(device, "graphs", priority=-1)  # side streams use what this one leaves
+        self.device = device_with_index(device)
+        self.stream = named_stream(self.device, "graphs", priority=-1)  # side streams use what this one leaves
         self.handle: Any = torch.cuda.graph_pool_handle()
         self._inputs: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
         """Buffers that at least one graph reads."""

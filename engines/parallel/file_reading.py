@@ -22,6 +22,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from engines.core.tensors import device_with_index
 from engines.parallel.collectives import Axis, all_gather
 from engines.parallel.mesh import ALONE
 
@@ -61,7 +62,7 @@ class SpanReader:
     """
 
     def __init__(self, device: torch.device, axis: Axis = ALONE) -> None:
-        self.device, self.axis = _with_index(device), axis
+        self.device, self.axis = device_with_index(device), axis
         self.read_bytes = self.exchanged_bytes = 0
         self.read_s = self.exchange_s = 0.0
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="weights")
@@ -136,13 +137,6 @@ class SpanReader:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """Return ``device``; ``cuda`` alone becomes the current GPU of this thread, which other threads do not share."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 def cut(spans: Iterable[Span], num_bytes: int) -> Iterator[Span]:
