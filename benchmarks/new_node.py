@@ -4,15 +4,15 @@
     python -m benchmarks.new_node FOLDER --ranks 1 --repeats 3 [--set KEY=VALUE] [--out FILE]
 
 All nodes are Ray nodes of this host. The head runs the API, the encoder and the decoder. A second node runs the gang,
-which scales to zero when it is idle, and starts again for the next request: first with empty caches everywhere, then
-``--repeats`` times on the warm node. Then that node ends, and a new one takes its place, ``--repeats`` times. A new node
-has empty folders for all that processes cache, and the cluster's shared cache of kernels and decisions. The last new
-node has no shared cache. The model is a folder or a shipped one, with the settings of ``troupe serve MODEL``.
+which scales to zero when it is idle, and starts again for the next request. The first start has empty caches, and
+``--repeats`` others a warm node. Then that node ends, and a new one takes its place, ``--repeats`` times. A new node
+has empty folders for all that processes cache, and the cluster's shared cache of kernels and decisions. It has imported
+libraries when it is asked, as the commands of a cluster file make it do. Two more new nodes lack one of these: the
+imports, or the shared cache. The model is a folder or a shipped one, with the settings of ``troupe serve MODEL``.
 
-What counts as a start: from Serve's order for a replica until the gang is ready. On a new node that includes the import
-of libraries, since no process there can be forked before. A node's own start does not count: the request is sent
-``REST_S`` after the node has joined. Libraries and weights are in the host's page cache each time. The last line is one
-JSON document.
+A start lasts from Serve's order for a replica until the gang is ready. A node's own start does not count: the request
+is sent ``REST_S`` after the node has joined. Libraries and weights are in the host's page cache each time. The last
+line is one JSON document.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ from deployments.app import REPLICA_CPUS
 from deployments.cli.configuration import config_for
 from deployments.config import ServeConfig
 
-FIRST, WARM, NEW, ALONE = "first of all", "warm node", "new node", "new node without the shared cache"
+FIRST, AGAIN, NEW = "first of all", "warm node", "new node"
+COLD, ALONE = "new node without imports", "new node without the shared cache"
 FROM_ZERO = "denoiser.autoscaling={min_replicas: 0, max_replicas: 1, target_wait_s: 10, idle_s: 2}"
 LOAD = "gang: load"
 """The phase in which ranks read weights."""
 ORDER = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) .*Starting Replica\(.*deployment='Denoiser-")
 """A line of Serve's controller."""
-REST_S = 10.0
-"""Until a node that has joined is at rest: its agents import libraries of Ray."""
+REST_S = 20.0
+"""Until a node that has joined is at rest: its processes import libraries."""
 GONE_WITHIN_S, POLL_S = 120.0, 0.2
 SETTLED_S = 3.0
 """Until Serve has forgotten a gang whose processes have ended."""
@@ -66,8 +67,10 @@ class Starts:
         self._num_gpus = math.ceil(gang.num_ranks * gang.gpus_per_rank)
         self._expected: bytes | None = None
 
-    def node(self, **variables: str) -> Node:
+    def node(self, *, is_warm: bool = True, **variables: str) -> Node:
         node = self._cluster.add(num_cpus=self._num_cpus, num_gpus=self._num_gpus, variables=variables)
+        if is_warm:
+            node.warm()
         time.sleep(REST_S)
         return node
 
@@ -108,11 +111,14 @@ def each_start(starts: Starts, num_repeats: int) -> Iterator[dict[str, Any]]:
     node = starts.node()
     yield starts.measured(FIRST)
     for _ in range(num_repeats):
-        yield starts.measured(WARM)
+        yield starts.measured(AGAIN)
     for _ in range(num_repeats):
         node.end()
         node = starts.node()
         yield starts.measured(NEW)
+    node.end()
+    node = starts.node(is_warm=False)
+    yield starts.measured(COLD)
     node.end()
     starts.node(TROUPE_KERNEL_CACHE="")
     yield starts.measured(ALONE)
@@ -168,8 +174,8 @@ def summary_of(starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "start_s": {name: round(value, 2) for name, value in whole.items()},
         "without_weights_s": {name: round(value, 2) for name, value in apart.items()},
-        "ratio": {name: round(value / whole[WARM], 2) for name, value in whole.items()},
-        "ratio_without_weights": {name: round(value / apart[WARM], 2) for name, value in apart.items()},
+        "ratio": {name: round(value / whole[AGAIN], 2) for name, value in whole.items()},
+        "ratio_without_weights": {name: round(value / apart[AGAIN], 2) for name, value in apart.items()},
         "same_bytes": all(one["same_bytes"] for one in starts),
     }
 

@@ -7,6 +7,9 @@ A runtime environment with it as ``py_executable`` runs ``worker_shim.py LEVEL S
 ``setup_worker.py``, which imports all of Ray, it runs as
 ``worker_shim.py SCRIPT ARGUMENTS… --serialized-runtime-env-context=JSON``.
 
+``RAY_RAYLET_PID=PID worker_shim.py --warm`` starts the zygotes of a node ahead of its first worker, which then waits
+for no imports.
+
 It imports little, and of the standard library only: it runs once per worker.
 """
 
@@ -31,7 +34,8 @@ if TYPE_CHECKING:
 CONTEXT = "--serialized-runtime-env-context="
 LANGUAGE = "--language="
 BASE, MODEL = LEVELS = ("base", "model")
-DIRECTORY_VARIABLE = "TROUPE_ZYGOTES"
+WARM = "--warm"
+DIRECTORY_VARIABLE, RAYLET_VARIABLE = "TROUPE_ZYGOTES", "RAY_RAYLET_PID"
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 LIMITS = tuple(name for name in dir(resource) if name.startswith("RLIMIT_"))
 LENGTH = struct.Struct("!I")
@@ -62,9 +66,32 @@ def main() -> None:
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
         del sys.path[0]  # the project's modules are no libraries
     command = sys.argv[1:]
+    if command == [WARM]:
+        warm()
+        return
     if command[0] in LEVELS:
         run(command[0], command[1:], fallback=[sys.executable, *command[1:]])
     set_up(command)
+
+
+def warm() -> None:
+    """Start the zygotes of the raylet whose process id is in the environment, which imports in the background.
+
+    They have the variables that the raylet gives its workers. Nothing is started where ``TROUPE_ZYGOTES`` names others.
+    """
+    raylet = os.environ.get(RAYLET_VARIABLE, "")
+    try:
+        with open(f"/proc/{int(raylet)}/environ", "rb") as file:
+            variables = dict(one.split(b"=", 1) for one in file.read().split(b"\0") if b"=" in one)
+    except (OSError, ValueError):
+        sys.exit(f"worker_shim: {RAYLET_VARIABLE} is {raylet!r}; set it to the process id of a raylet of this user")
+    if variables.get(b"RAY_LD_PRELOAD_ON_WORKERS", b"0") == b"0":
+        variables.pop(b"LD_PRELOAD", None)  # Ray's allocator for the raylet
+    os.environb.clear()
+    os.environb.update({**variables, os.fsencode(RAYLET_VARIABLE): os.fsencode(raylet)})
+    directory = zygote_directory()
+    for level in LEVELS:
+        connect(directory, level).close()
 
 
 def set_up(command: list[str]) -> None:
@@ -114,7 +141,7 @@ def run(level: str, command: list[str], fallback: list[str]) -> None:
 def zygote_directory() -> str:
     """Return the folder of this node's sockets: that of the environment, or one named after the raylet."""
     given = os.environ.get(DIRECTORY_VARIABLE)
-    return given or node_folder(os.environ.get("RAY_RAYLET_PID", str(os.getppid())))
+    return given or node_folder(os.environ.get(RAYLET_VARIABLE, str(os.getppid())))
 
 
 def node_folder(raylet: str) -> str:

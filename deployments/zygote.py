@@ -89,7 +89,7 @@ TRITON_LIBRARIES = ("engines.fast.triton_kernels", "engines.fast.triton_group_no
 IDLE_S = 30.0
 """Time without workers after which a zygote without a lifeline ends."""
 END_WITHIN_S = 3.0
-"""Time for workers to end once the application's process is gone."""
+"""Time for workers to end once the application's process, or the raylet, is gone."""
 ANSWER_WITHIN_S = 5.0
 LOOK_EVERY_S = 1.0
 MAX_WAITING_CALLS = 128
@@ -99,8 +99,8 @@ NUM_STREAMS = 3
 class Zygote:
     """Accepts calls at ``listener`` and forks, in ``run``, without threads.
 
-    ``lifeline`` is the reading end of a pipe, which closes when the application's process ends. ``environment`` are the
-    variables at the imports.
+    ``lifeline`` can be read when the application's process, or the node's raylet, has ended. Without one it ends after
+    ``IDLE_S`` without workers. ``environment`` are the variables at the imports.
     """
 
     def __init__(self, listener: socket.socket, lifeline: int | None, environment: Mapping[str, str]) -> None:
@@ -295,12 +295,21 @@ def sweep_nodes(own: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def raylet_end(directory: Path) -> int | None:
+    """Return a descriptor that can be read when the raylet that ``directory`` is named after ends; None without one."""
+    raylet = directory.name.split("_")[2:3]
+    try:
+        return os.pidfd_open(int(*raylet))
+    except (OSError, ValueError):
+        return None
+
+
 def main() -> None:
     """Serve until the end, or run a worker in a fork."""
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("levels", nargs="+", choices=LEVELS)
-    parser.add_argument("--lifeline", type=int)
+    parser.add_argument("--lifeline", type=int, help="the reading end of a pipe; by default the node's raylet")
     chosen = parser.parse_args()
     environment = dict(os.environ)
     os.environ.update(OWN_VARIABLES)
@@ -308,7 +317,8 @@ def main() -> None:
         sweep_nodes(chosen.directory)
     else:  # without one, nothing removes the folder
         keep_bytecode(chosen.directory)
-    worker = serve(chosen.directory, chosen.levels, chosen.lifeline, environment)
+    lifeline = raylet_end(chosen.directory) if chosen.lifeline is None else chosen.lifeline
+    worker = serve(chosen.directory, chosen.levels, lifeline, environment)
     if worker is not None:
         worker.run({name: value for name, value in os.environ.items() if name not in environment})
 

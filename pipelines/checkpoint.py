@@ -167,9 +167,12 @@ class Checkpoint:
         """Return the sampler, the same object at every call."""
         return self._sampler
 
-    def rank_parts(self, *, has_second_stage: bool = False) -> tuple[nn.Module, ...]:
-        """Return the models that a rank calls beside the transformers, loaded: in steps, and between two stages."""
-        between = (self._sampler.latent_upsampler.module,) if has_second_stage else ()
+    def rank_parts(self) -> tuple[nn.Module, ...]:
+        """Return the models that a rank calls beside the transformers, loaded: in steps, and between two stages.
+
+        A request may ask for two stages wherever the checkpoint has a latent upsampler, with or without a recipe.
+        """
+        between = (self._sampler.latent_upsampler.module,) if self.defaults.stage_scale else ()
         return (*(self._opened.rank_part(name) for name in self.spec.rank_parts), *between)
 
     def decoder(

@@ -16,7 +16,9 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 
 from deployments.cli.cluster import SERVE_ENVIRONMENT
 from deployments.config import ServeConfig
+from deployments.forked_workers import SHIM
 from deployments.model_config import ModelConfig
+from deployments.worker_shim import WARM
 
 ROOT = Path(__file__).parents[1]
 AWS, HOSTS = ROOT / "ray_cluster.yaml", ROOT / "ray_cluster_hosts.yaml"
@@ -87,6 +89,16 @@ def test_every_node_starts_with_token_authentication(prepared: dict[str, Any], w
 def test_serve_runs_on_every_node_as_it_does_in_a_cluster_of_our_own(prepared: dict[str, Any], when: str) -> None:
     starts = [command for command in prepared[when] if "ray start" in command]
     assert all(f"{name}={value} " in command for command in starts for name, value in SERVE_ENVIRONMENT.items())
+
+
+def test_nodes_for_gangs_import_libraries_ahead(prepared: dict[str, Any]) -> None:
+    (command,) = [one for one in prepared["worker_start_ray_commands"] if WARM in one]
+    start = next(one for one in prepared["worker_start_ray_commands"] if "ray start" in one)
+    assert prepared["worker_start_ray_commands"].index(command) > prepared["worker_start_ray_commands"].index(start)
+    (script,) = [Path(word).relative_to("~/troupe") for word in command.split() if word.startswith("~/troupe/")]
+    assert ROOT / script == SHIM
+    assert start.startswith("ulimit -n 65536;"), "a zygote with lower limits forks no workers of other users than root"
+    assert command.startswith("ulimit -n 65536;")
 
 
 def test_nothing_but_ssh_is_open_to_the_world(path: Path, prepared: dict[str, Any], aws: dict[str, Any]) -> None:

@@ -17,10 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from benchmarks.serving.application import STOPPED_WITHIN_S, free_port, wait_ready
 from deployments.cli.cluster import SERVE_ENVIRONMENT
 from deployments.cli.local import MODE, TOKEN
 from deployments.config import ServeConfig
+from deployments.forked_workers import SHIM
+from deployments.worker_shim import RAYLET_VARIABLE, WARM
 
 ROOT = Path(__file__).parents[2]
 HOST = "127.0.0.1"
@@ -50,6 +54,12 @@ class Node:
     """Folder of its caches."""
     process: subprocess.Popen[bytes]
     """`ray start --block`."""
+
+    def warm(self) -> None:
+        """Start what forks the node's workers, as the commands of a cluster file do."""
+        (raylet,) = [one for one in psutil.Process(self.process.pid).children() if one.name() == "raylet"]
+        environment = {**os.environ, RAYLET_VARIABLE: str(raylet.pid)}
+        subprocess.run([sys.executable, str(SHIM), WARM], env=environment, check=True)
 
     def end(self) -> None:
         """Send SIGTERM to `ray start`, which ends all processes of the node."""

@@ -72,8 +72,7 @@ class LoadRankParts:
                 typical=checkpoint.defaults.request(),
                 axis=reading_axis(self.model.denoiser, context),
             )
-            has_second_stage = second_stage_of(self.model, checkpoint) is not None
-            beside = checkpoint.rank_parts(has_second_stage=has_second_stage)
+            beside = checkpoint.rank_parts()
         for module in (*denoiser.modules.values(), *beside):
             memory.hold(module)
         return denoiser
@@ -187,9 +186,12 @@ def reading_axis(config: DenoiserConfig, context: RankContext) -> Axis:
 
 
 def is_sliced(config: DenoiserConfig, checkpoint: Checkpoint) -> bool:
-    """Return whether weights are loaded sliced. ValueError if the engine cannot do that."""
+    """Return whether weights are loaded sliced, the same on all ranks: they read and exchange weights together.
+
+    Every rank makes the call, after the first exchanges. ValueError if the engine cannot do that.
+    """
     from engines.planner.cost_model import USABLE
-    from engines.planner.measure import memory_bytes
+    from engines.planner.measure import smallest_memory_bytes
 
     if (is_decided := must_slice(config)) is not None:
         return is_decided
@@ -198,4 +200,4 @@ def is_sliced(config: DenoiserConfig, checkpoint: Checkpoint) -> bool:
     switches = bool(named(checkpoint.loras)) or checkpoint.runtime_loras is not None
     if switches and not originals_on_host:  # adapters switch in the original weights
         held_bytes += checkpoint.weights_bytes()
-    return held_bytes > USABLE * memory_bytes(checkpoint.device)
+    return held_bytes > USABLE * smallest_memory_bytes(checkpoint.device)

@@ -41,7 +41,7 @@ def measure(profile: ModelProfile, teams: Teams, device: torch.device, attention
         products=tuple((n, _product_rate(n, profile, device)) for n in rows),
         attention=tuple((n, _attention_rate(n, profile, device, attention)) for n in rows),
         copy_bytes_per_s=_copy_rate(device),
-        memory_bytes=memory_bytes(device),
+        memory_bytes=smallest_memory_bytes(device),
         exchanges=_exchange_lines(teams, device),
         quantised=_quantised_rates(rows, profile, device),
         attention_precision=attention,
@@ -110,6 +110,14 @@ def memory_bytes(device: torch.device) -> int:
         return int(torch.cuda.get_device_properties(device).total_memory)
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1  # ranks share the host's memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
+
+
+def smallest_memory_bytes(device: torch.device) -> int:
+    """Return the memory of the rank that has least. Every rank of the gang makes the call: GPUs may be unlike."""
+    own = torch.tensor(memory_bytes(device), device=device)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(own, dist.ReduceOp.MIN)
+    return int(own)
 
 
 def _exchange_lines(teams: Teams, device: torch.device) -> dict[str, Line]:

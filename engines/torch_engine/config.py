@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from engines.core.model import DenoiserModel, dtype_of
@@ -18,7 +17,7 @@ from engines.parallel.offload import offloaded_weights
 from engines.parallel.pipeline import pipeline_blocks
 from engines.parallel.tensor import split_features
 from engines.planner.auto import choose_specs, possible_team_sizes
-from engines.planner.measure import memory_bytes
+from engines.planner.measure import smallest_memory_bytes
 from engines.planner.step_cost import MemoryFloor
 from engines.torch_engine.exchange.choose import ExchangeRules
 from engines.torch_engine.options import TorchOptions
@@ -160,14 +159,11 @@ def memory_floor(model: DenoiserModel, precision: str, num_offloaded: int = 0) -
 
     Quantised weights count one byte each, those of offloaded blocks none.
     """
-    available = torch.tensor(memory_bytes(model.device), device=model.device)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(available, op=dist.ReduceOp.MIN)
     modules = model.modules.values()
     dtype_bytes = dtype_of(next(iter(modules))).itemsize
     weight_bytes = sum(_held_bytes(module, model, num_offloaded) for module in modules)
     return MemoryFloor(
-        available_bytes=int(available),
+        available_bytes=smallest_memory_bytes(model.device),
         weight_bytes=weight_bytes if precision == "native" else weight_bytes // dtype_bytes,
         token_bytes=model.num_heads * model.head_dim * dtype_bytes,
         hoisted_token_bytes=model.hoisted_features * dtype_bytes,

@@ -18,12 +18,13 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 
 from deployments import forked_worker, forked_workers, worker_shim
 from deployments.forked_worker import ROOT
 from deployments.forked_workers import SHIM, forking_cluster
 from deployments.settings import process_environment
-from deployments.worker_shim import DIRECTORY_VARIABLE, level_of, node_folder
+from deployments.worker_shim import DIRECTORY_VARIABLE, WARM, level_of, node_folder
 from deployments.zygote import LIBRARIES, keep_bytecode, libraries_of
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
@@ -366,6 +367,59 @@ def test_the_first_shims_of_a_node_start_one_zygote_and_do_without_a_dead_one(tm
         end_of(shim)
     wait_until(lambda: not any(worker.is_running() for worker in workers), "signals reach them")
     shutil.rmtree(directory)
+
+
+@pytest.fixture
+def raylet() -> Iterator[subprocess.Popen[bytes]]:
+    """What has the process id, and the environment, of a raylet: Ray gives that an allocator, but not its workers."""
+    environment = {name: value for name, value in process_environment().items() if name != DIRECTORY_VARIABLE}
+    allocator = Path(ray.__file__).parent / "core" / "libjemalloc.so"
+    environment |= {"LD_PRELOAD": str(allocator), "RAY_LD_PRELOAD_ON_WORKERS": "0", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(["sleep", "600"], env=environment) as process:
+        yield process
+        process.kill()
+
+
+def warmed(raylet: int | str) -> subprocess.CompletedProcess[str]:
+    environment = with_environment(RAY_RAYLET_PID=str(raylet))
+    return subprocess.run([sys.executable, str(SHIM), WARM], env=environment, capture_output=True, text=True)
+
+
+def test_a_node_s_zygotes_start_ahead_of_its_workers_and_end_with_its_raylet(
+    raylet: subprocess.Popen[bytes], tmp_path: Path
+) -> None:
+    (tmp_path / "wait.py").write_text(WAIT)
+    assert warmed(raylet.pid).returncode == 0
+    folder = Path(node_folder(str(raylet.pid)))
+    assert warmed(raylet.pid).returncode == 0, "a second time it finds them"
+    found = [one for one in psutil.process_iter() if str(folder) in cmdline(one)]
+    assert sorted(cmdline(one)[-1] for one in found) == ["base", "model"]
+    environment = {name: value for name, value in process_environment().items() if name != DIRECTORY_VARIABLE}
+    environment |= {"RAY_RAYLET_PID": str(raylet.pid), "PYTHONPATH": str(ROOT)}
+    shim = lone(str(tmp_path / "wait.py"), environment)
+    assert shim.stdout is not None
+    worker = psutil.Process(int(shim.stdout.readline()))
+    assert worker.ppid() in [one.pid for one in found]
+    raylet.kill()
+    wait_until(lambda: not any(one.is_running() for one in (*found, worker)), "they end, and a worker that is left")
+    wait_until(lambda: not folder.exists(), "no folder is left")
+    end_of(shim)
+
+
+def cmdline(process: psutil.Process) -> list[str]:
+    try:
+        words: list[str] = process.cmdline()
+    except psutil.Error:
+        return []
+    return words
+
+
+@pytest.mark.parametrize("raylet", ["", "raylet", NO_PID])
+def test_what_is_no_raylet_is_said_to_be_none(raylet: str) -> None:
+    refused = warmed(raylet)
+    assert refused.returncode == 1
+    assert f"RAY_RAYLET_PID is {raylet!r}" in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 @pytest.mark.parametrize("with_zygotes", [False, True])

@@ -13,12 +13,15 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers import LTX2VideoTransformer3DModel
+from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 
 from deployments.model_config import ModelConfig
 from deployments.stages.rank import LoadRankParts, is_sliced, reading_axis
 from deployments.stages.stage_config import DenoiserConfig
 from engines.core.engine import RankContext
 from engines.core.model import Branch, Mix
+from engines.core.weight_memory import WeightMemory
 from engines.parallel.collectives import Axis
 from engines.parallel.early_start import EarlyStart
 from engines.planner.cost_model import USABLE
@@ -32,6 +35,7 @@ from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.engines.support.rank_resources import separate_rank_resources
 from tests.pipelines.lora.support.tiny_lora import write_lora
+from tests.pipelines.support.checkpoints import tiny_ltx
 
 CPU = torch.device("cpu")
 NAMES = {"ink": 1, "oil": 2, "quick": 3}
@@ -97,6 +101,16 @@ def test_the_adapters_of_recipes_have_run_before_the_first_request(
         assert [mix for mix in mixes if mix] == [(("ink", 0.8), ("quick", 0.5))]
         assert mixes[-1] == ()
         engine.close()
+
+
+def test_a_latent_upsampler_is_there_from_the_start_and_sleeps(tmp_path: Path) -> None:
+    """Any request may ask for two passes, also where no recipe does."""
+    held: list[Any] = []
+    source = str(tiny_ltx.ltx2_two_stages(tmp_path))
+    model = ModelConfig(name="clips", path=source, denoiser=DenoiserConfig(num_ranks=1, strategy="ulysses"))
+    with separate_rank_resources(), patch.object(WeightMemory, "hold", lambda _self, module: held.append(module)):
+        LoadRankParts(model=model)(RankContext(rank=0, num_ranks=1, device="cpu"))
+    assert [type(module) for module in held] == [LTX2VideoTransformer3DModel, LTX2LatentUpsamplerModel]
 
 
 def test_auto_is_decided_once_by_steps_of_the_models_default_size(pictures: Path, tmp_path: Path) -> None:
@@ -193,6 +207,18 @@ def test_weights_are_read_in_slices_where_the_strategy_divides_them(
 def test_auto_slices_what_does_not_fit(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engines.planner.measure.memory_bytes", lambda device: 1000)
     assert is_sliced(DenoiserConfig(num_ranks=4), Checkpoint(pictures))
+
+
+@pytest.mark.parametrize(("rooms", "expected"), [((1000, 2**40), True), ((2**40, 1000), True), ((2**40, 2**41), False)])
+def test_ranks_of_unlike_gpus_load_alike(pictures: Path, rooms: tuple[int, int], expected: bool) -> None:
+    """Ranks that read together would wait for ever for one that reads slices."""
+    assert gang(2).run(slices_with, pictures, rooms) == [expected] * 2
+
+
+def slices_with(folder: Path, rooms: tuple[int, int]) -> bool:
+    room = rooms[dist.get_rank()]
+    with patch("engines.planner.measure.memory_bytes", return_value=room):
+        return is_sliced(DenoiserConfig(num_ranks=2, reading="together"), Checkpoint(folder))
 
 
 def test_weights_that_change_from_job_to_job_need_room_twice(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:

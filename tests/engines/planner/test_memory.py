@@ -73,7 +73,7 @@ def refused(family: str) -> tuple[str, bool]:
     between = weights + 5 * row * (min(tokens) + max(tokens)) // 4
     available = between if dist.get_rank() else 10 * between + few
     with (
-        patch("engines.torch_engine.config.memory_bytes", lambda _: available),
+        patch("engines.planner.measure.memory_bytes", lambda _: available),
         closing(TorchEngine(model, strategy="ulysses")) as engine,
     ):
         smaller, larger = (small, large) if tokens[0] < tokens[1] else (large, small)
