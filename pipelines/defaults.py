@@ -70,6 +70,10 @@ class Defaults:
     """Fewest frames of a clip that comes along, at ``video_fps``."""
     video_fps: int = 0
     """Rate at which the model takes a clip that comes along; 0: that of the result."""
+    max_videos: int = 1
+    """Most clips that come along, if it takes any."""
+    video_sound_rate: int = 0
+    """Samples a second of the sound of clips that the model hears (``keep_audio``); 0: it hears none."""
     needs_video: bool = False
     """Requests must have a clip."""
     video_needs_lora: bool = False
@@ -186,6 +190,7 @@ class Defaults:
         words = {"max_pictures": 0, "min_pictures": 0, "takes_mask": False, "needs_mask": False, "masks_video": False}
         words |= {"max_video_frames": 0, "min_video_frames": 1, "needs_video": False, "keeps_length": False}
         words |= {"takes_both": False, "needs_source": False, "cuts_video": False, "max_reference_aspect": 0}
+        words |= {"max_videos": 1, "video_sound_rate": 0}
         words |= {"video_fps": 0, "takes_frame_indices": False, "video_needs_lora": False, "shaped_by_picture": False}
         whole: dict[str, Any] = {
             "takes_strength": False,
@@ -284,6 +289,8 @@ class Defaults:
         yield "frame_indices", partial(self.check_frame_indices, request)
         yield "has_mask", partial(self.check_mask, number, has_mask, has_video=request.num_video_frames > 0)
         yield "num_video_frames", partial(self.check_video, request.num_video_frames, number, request.num_frames)
+        yield "further_video_frames", partial(self.check_further_videos, request)
+        yield "sound_samples", partial(self.check_kept_sound, request)
         yield "has_control", partial(self.check_control, request.has_control)
         yield "control_scale", partial(self.check_control_scale, request)
         yield "control_guidance_start", partial(self.check_control_guidance, request)
@@ -426,11 +433,44 @@ class Defaults:
             raise ValueError("a clip came along; this model takes none: leave video out, or take another model")
         if num_pictures and not self.takes_both:
             raise ValueError("a clip and a picture came along; this model takes one of them")
+        self._check_video_length(num_video_frames)
+        if num_frames == 1 < num_video_frames:
+            raise ValueError("a clip came along, and num_frames is 1; make it larger, or leave video out")
+
+    def _check_video_length(self, num_video_frames: int) -> None:
         if not self.min_video_frames <= num_video_frames <= self.max_video_frames:
             allowed = f"from {self.min_video_frames} to {self.max_video_frames}"
             raise ValueError(f"video has {num_video_frames} frames at the clip's rate; this model takes {allowed}")
-        if num_frames == 1 < num_video_frames:
-            raise ValueError("a clip came along, and num_frames is 1; make it larger, or leave video out")
+
+    def check_num_videos(self, number: int) -> None:
+        if number > 1 and number > self.max_videos:
+            raise ValueError(f"{number} clips came along; this model takes {self.max_videos} at most")
+
+    def check_further_videos(self, request: MediaRequest) -> None:
+        self.check_num_videos(1 + len(request.further_video_frames))
+        for number in request.further_video_frames:
+            self._check_video_length(number)
+
+    def check_keep_audio(self, sound: bool | None = None) -> None:
+        """Raise ValueError if the sound of clips cannot be kept. ``sound``: what the request says of the result's."""
+        if self.video_sound_rate:
+            return
+        if not self.max_video_frames:
+            raise ValueError("keep_audio is true; this model takes no clip whose sound it could keep: leave it out")
+        if self.make_sound if sound is None else sound:
+            raise ValueError("keep_audio is true; this model makes a sound of its own, and hears none: leave it out")
+        if not self.keeps_length:
+            raise ValueError(
+                "keep_audio is true; the result of this model does not run beside the clip, and it hears none: leave "
+                "it out"
+            )
+
+    def check_kept_sound(self, request: MediaRequest) -> None:
+        if not request.sound_samples:
+            return
+        self.check_keep_audio(request.sound)
+        if not any(request.sound_samples):
+            raise ValueError("keep_audio is true, and no clip with a sound came along: leave it out, or send one")
 
     def check_control(self, has_control: bool) -> None:
         if has_control and not self.takes_control:

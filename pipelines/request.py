@@ -110,6 +110,12 @@ class MediaRequest:
     """A mask comes with the input pictures, or with the clip."""
     num_video_frames: int = 0
     """Frames of the ``InputVideo``, which only the encoder receives; 0: none."""
+    further_video_frames: tuple[int, ...] = ()
+    """Frames of each further clip, in the client's order."""
+    sound_samples: tuple[int, ...] = ()
+    """Samples a channel of each clip's sound, 0 without one; empty: the request keeps no sound of clips."""
+    copies_sound: bool = False
+    """The result gets the sound of its clip, which the model does not hear."""
     has_control: bool = False
     """A control picture comes along, such as edges or depths."""
     control_scale: float | None = None
@@ -249,8 +255,10 @@ class StepKind:
 
 def _clip_kind(request: MediaRequest) -> str:
     """Return what tells how long the clip is that came along; "clip" if as long as the result."""
-    number = request.num_video_frames
-    return f"clip={number}" if number not in (0, request.num_frames) else "clip" * bool(number)
+    number, further = request.num_video_frames, "".join(f"+{one}" for one in request.further_video_frames)
+    sounds = "" if request.copies_sound else "".join(f",{one}" for one in request.sound_samples)
+    first = f"clip={number}" if number not in (0, request.num_frames) else "clip" * bool(number)
+    return f"{first}{further}{sounds}"
 
 
 Mode = Literal["RGB", "RGBA", "L"]
@@ -305,8 +313,29 @@ class InputPicture:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class InputSound:
+    """The validated, decoded sound of a clip. It begins with the clip and ends no later."""
+
+    num_channels: int
+    """1 or 2."""
+    rate: int
+    """Samples a second: the model's, or ``COPIED_RATE``."""
+    data: bytes
+    """32-bit float samples in [-1, 1], one channel after another."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples a channel."""
+        return len(self.data) // 4 // self.num_channels
+
+
+COPIED_RATE = 48_000
+"""Samples a second of a sound that becomes that of the result."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class InputVideo:
-    """A validated, decoded clip without sound: upright RGB frames at a constant rate, in the size of the request."""
+    """A validated, decoded clip: upright RGB frames at a constant rate, in the size of the request."""
 
     width: int
     """Pixels of a row."""
@@ -318,6 +347,8 @@ class InputVideo:
     """Rate of the request, unless the model takes clips at its own (``Defaults.video_fps``)."""
     data: bytes
     """8-bit RGB pixels of all frames, one after another."""
+    sound: InputSound | None = None
+    """Its sound, if the request keeps it and the file has one."""
 
     def frames(self) -> list[Image]:
         from PIL import Image
@@ -337,15 +368,23 @@ class InputPictures:
     """Mode "L", white where to paint."""
     video: InputVideo | None = None
     """Clip that came along; None: there is none."""
+    further_videos: tuple[InputVideo, ...] = ()
+    """Clips after the first, in the client's order."""
     video_mask: InputVideo | None = None
     """Mask with the frames and size of the clip, white where the clip is made anew."""
     control: InputPicture | None = None
     """Edges, depths or poses that the result follows."""
 
     @property
+    def videos(self) -> tuple[InputVideo, ...]:
+        """All clips, in the client's order."""
+        return () if self.video is None else (self.video, *self.further_videos)
+
+    @property
     def num_bytes(self) -> int:
-        """Memory of all pixels."""
-        others = (self.mask, self.video, self.video_mask, self.control)
+        """Memory of all pixels and samples."""
+        sounds = (one.sound for one in self.videos)
+        others = (self.mask, *self.videos, *sounds, self.video_mask, self.control)
         return sum(len(one.data) for one in (*self.pictures, *others) if one is not None)
 
     def over(self, colour: str) -> InputPictures:
