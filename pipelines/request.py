@@ -11,6 +11,7 @@ from engines.core.model import Mix, normal_mix
 from engines.core.spec import Attention
 from pipelines.caching import CacheMode, computed_steps, control_changes
 from pipelines.solver import AS_THE_MODEL, Solver
+from pipelines.wording import counted
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -216,6 +217,61 @@ def check_second_stage(request: MediaRequest, scale: float) -> None:
         raise ValueError("num_frames is 1, and a second pass is for clips: make it larger, or leave that out")
 
 
+def check_sound_samples(sound_samples: tuple[int, ...]) -> None:
+    """Raise ValueError if all clips of a request that keeps their sound have none."""
+    if not any(sound_samples):
+        raise ValueError("keep_audio is true, and no clip with a sound came along: leave it out, or send one")
+
+
+def check_keep_audio(takes_clips: bool, hears_clips: bool, makes_sound: bool, keeps_length: bool) -> None:
+    """Raise ValueError if a model can neither hear the sound of a clip nor copy it into the result."""
+    if hears_clips:
+        return
+    if not takes_clips:
+        raise ValueError("keep_audio is true; this model takes no clip whose sound it could keep: leave it out")
+    if makes_sound:
+        raise ValueError("keep_audio is true; this model makes a sound of its own, and hears none: leave it out")
+    if not keeps_length:
+        beside = "the result of this model does not run beside the clip, and it hears none"
+        raise ValueError(f"keep_audio is true; {beside}: leave it out")
+
+
+def check_frame_indices(request: MediaRequest, places: tuple[int, ...], frame_multiple: int) -> None:
+    """Raise ValueError unless the input pictures have different ``places``, one for ``frame_multiple`` frames each."""
+    indices, number = request.frame_indices, request.num_pictures
+    if not indices and number > 2:
+        raise ValueError(f"{number} pictures came along: say in frame_indices to which frames they belong")
+    if indices and len(indices) != number:
+        came = counted(number, "picture", "pictures")
+        raise ValueError(f"frame_indices has {len(indices)} numbers, and {came} came along")
+    if wrong := [one for one in indices if not -request.num_frames <= one < request.num_frames]:
+        allowed = f"from 0 to {request.num_frames - 1}, or from -{request.num_frames} to -1, counted from the end"
+        raise ValueError(f"frame_indices has {wrong[0]}; it must be {allowed}")
+    if len(set(places)) < number:
+        raise ValueError(
+            f"two pictures belong to one place of the clip: frame 0 is one, then each {frame_multiple} frames "
+            "are; give frame_indices further apart, a longer clip, or fewer pictures"
+        )
+
+
+def check_control_guidance(request: MediaRequest, *, is_taken: bool) -> None:
+    """Raise ValueError if ``request`` has shares of the steps for a control that are wrong, or not ``is_taken``."""
+    start, end = request.control_guidance_start, request.control_guidance_end
+    if (start, end) == (None, None):
+        return
+    if not is_taken:
+        raise ValueError("control_guidance_start and control_guidance_end are not for this model; leave them out")
+    if not request.has_control:
+        raise ValueError(
+            "control_guidance_start and control_guidance_end are for a control picture, and none came along: send "
+            "one as control_image, or leave them out"
+        )
+    start, end = start or 0.0, 1.0 if end is None else end
+    if not 0 <= start < end <= 1:
+        allowed = "it must be from 0 to 1 and below control_guidance_end"
+        raise ValueError(f"control_guidance_start is {start:g} and control_guidance_end {end:g}; {allowed}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepKind:
     """All of a request that decides how long one of its steps takes. Steps of equal kinds take equally long."""
@@ -256,7 +312,7 @@ class StepKind:
 def _clip_kind(request: MediaRequest) -> str:
     """Return what tells how long the clip is that came along; "clip" if as long as the result."""
     number, further = request.num_video_frames, "".join(f"+{one}" for one in request.further_video_frames)
-    sounds = "" if request.copies_sound else "".join(f",{one}" for one in request.sound_samples)
+    sounds = ",sound" if any(request.sound_samples) and not request.copies_sound else ""
     first = f"clip={number}" if number not in (0, request.num_frames) else "clip" * bool(number)
     return f"{first}{further}{sounds}"
 

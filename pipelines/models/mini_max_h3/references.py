@@ -85,10 +85,11 @@ class ReferenceSizes:
         shapes = ((1, channels, frames, height // unit, width // unit) for frames, height, width in sizes)
         sounds = self.request.sound_samples or (0,) * len(clips)
         kinds = [kind_of("video", has_sound=samples > 0) for samples in sounds]
+        rows = [self._num_sound_rows(samples) for samples in sounds if samples]
         sound_channels = self.audio_vae.get("latent_channels", 32)
         return {
             "condition_latents": [torch.zeros(shape) for shape in shapes],
-            "audio_condition_latents": [torch.zeros(self._num_sound_rows(one), sound_channels) for one in sounds if one],
+            "audio_condition_latents": [torch.zeros(number, sound_channels) for number in rows],
             "normalized_references": ["image"] * self.request.num_pictures + kinds,
             "num_frames": self.num_frames,
         }
