@@ -31,8 +31,8 @@ from deployments.requests.fields import (
     Steps,
     Strength,
     Text,
-    Video,
     VideoMask,
+    Videos,
     WrittenQuality,
 )
 from deployments.requests.pictures.sources import Sources
@@ -252,8 +252,15 @@ class VideoBody(MediaBody):
         description="The frame of each picture, counted from 0, or from the end with -1; for models that take it. In a "
         "form: the text of the JSON.",
     )
-    video: Video | None = Field(
-        None, description="The clip to change or to continue: MP4, MOV, WebM or GIF, or the id of a file or a clip."
+    video: Videos | None = Field(
+        None,
+        description="The clip to change or to continue: MP4, MOV, WebM or GIF, or the id of a file or a clip; several "
+        "for models that take them.",
+    )
+    keep_audio: bool | None = Field(
+        None,
+        description="Whether the sound of video is kept: models that hear it take it as a reference, others put it "
+        "into the result.",
     )
     mask: VideoMask | None = Field(
         None,
@@ -291,7 +298,14 @@ class VideoBody(MediaBody):
     def sources(self) -> Sources:
         """See ``MediaBody.sources``."""
         pictures = self.input_reference or ()
-        return Sources(param="input_reference", pictures=pictures, video=self.video, video_mask=self.mask)
+        video, *further = self.video or (None,)
+        return Sources(
+            param="input_reference",
+            pictures=pictures,
+            video=video,
+            further_videos=tuple(one for one in further if one is not None),
+            video_mask=self.mask,
+        )
 
 
 class PageQuery(BaseModel):

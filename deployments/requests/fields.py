@@ -82,6 +82,10 @@ def _video(written: object) -> bytes | str:
     raise PydanticCustomError("video", VIDEO_SENTENCE)
 
 
+def _videos(written: object) -> tuple[bytes | str, ...]:
+    return tuple(map(_video, written if isinstance(written, list | tuple) else (written,)))
+
+
 def _video_mask(written: object) -> bytes | str:
     """Return the same as ``_video``, or a picture."""
     if isinstance(written, Mapping) and set(written) == {"image_url"}:
@@ -251,6 +255,9 @@ VIDEO_SCHEMA = {
 }
 Video = Annotated[bytes | str, PlainValidator(_video), WithJsonSchema(VIDEO_SCHEMA)]
 """A clip as it was written."""
+VIDEOS_SCHEMA = {"anyOf": [*VIDEO_SCHEMA["anyOf"], {"type": "array", "items": VIDEO_SCHEMA}]}
+Videos = Annotated[tuple[bytes | str, ...], PlainValidator(_videos), WithJsonSchema(VIDEOS_SCHEMA)]
+"""One clip, or several in their order."""
 VIDEO_MASK_SCHEMA = {"anyOf": [VIDEO_SCHEMA, PICTURE_SCHEMA]}
 VideoMask = Annotated[bytes | str, PlainValidator(_video_mask), WithJsonSchema(VIDEO_MASK_SCHEMA)]
 """A mask of a clip."""
