@@ -21,7 +21,6 @@ from tests.pipelines.support.device_jobs import DeviceRank
 from tests.pipelines.support.pretend_gpu import GPU, GpuTensor
 from tests.pipelines.support.pretended_jobs import RecordedStep, pretended_gpu
 from tests.pipelines.test_gpu_jobs import CASES
-from tests.pipelines.test_whole_pipeline import folders as folders
 
 BOTH, SINGLE, HALF = ("float32", "bfloat16"), ("float32",), ("bfloat16",)
 QUICK = {

@@ -6,8 +6,10 @@ layer that runs outside its block shows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,8 +79,8 @@ def leave_nothing(block: _HostBlock) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT])
-def test_jobs_have_the_same_bytes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = CASES[name].make(tmp_path / "model")
+def test_jobs_have_the_same_bytes(name: str, folders: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folders(CASES[name].make)
     expected, num_copies = made(name, folder, 0)
     assert num_copies == 0
     monkeypatch.setattr(_HostBlock, "leave", leave_nothing)
