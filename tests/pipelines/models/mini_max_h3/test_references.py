@@ -67,8 +67,8 @@ def world() -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return minimax_h3_references(tmp_path_factory.mktemp("minimax_references"))
+def folder(folders: Callable[[Any], Path]) -> Path:
+    return folders(minimax_h3_references)
 
 
 def request_of(name: str, folder: Path, **changes: Any) -> MediaRequest:
