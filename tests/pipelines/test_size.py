@@ -93,7 +93,7 @@ def test_a_size_may_reach_each_limit_and_exceed_none() -> None:
         (16, 64): "size is 16x64; width and height must be at least 32",
     }
     for (width, height), text in refused.items():
-        with pytest.raises(ValueError, match="^size is") as caught:
+        with pytest.raises(ValueError, match=r"^size is") as caught:
             limits.check(width, height)
         assert str(caught.value) == text
 
