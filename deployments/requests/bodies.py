@@ -14,6 +14,7 @@ from deployments.requests.fields import (
     MAX_SEED,
     RANDOM_SEED,
     RESULT_BACKGROUNDS,
+    WITHOUT_NUL,
     Background,
     Count,
     FrameIndices,
@@ -30,7 +31,6 @@ from deployments.requests.fields import (
     Size,
     Steps,
     Strength,
-    Text,
     VideoMask,
     Videos,
     WrittenQuality,
@@ -233,8 +233,10 @@ class WebhookBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    url: Annotated[Text, StringConstraints(max_length=2048)] = Field(description="At a host that the server allows.")
-    secret: Annotated[Text, StringConstraints(max_length=128)] = Field(
+    url: Annotated[str, StringConstraints(max_length=2048), WITHOUT_NUL] = Field(
+        description="At a host that the server allows."
+    )
+    secret: Annotated[str, StringConstraints(max_length=128), WITHOUT_NUL] = Field(
         description="whsec_ and the base64 of 24 to 64 random bytes, by which messages are signed."
     )
 

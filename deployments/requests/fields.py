@@ -203,18 +203,19 @@ class NoEffect:
     """What clients send."""
 
 
-Text = Annotated[str, AfterValidator(_without_nul)]
+WITHOUT_NUL = AfterValidator(_without_nul)
+"""Comes after a limit of the length: pydantic counts "items after validation" otherwise."""
 Prompt = Annotated[
     str,
     StringConstraints(max_length=MAX_PROMPT_CHARS),
-    AfterValidator(_without_nul),
+    WITHOUT_NUL,
     AfterValidator(_says_something),
     WithJsonSchema({"type": "string", "maxLength": MAX_PROMPT_CHARS, "minLength": 1}),
 ]
-OptionalPrompt = Annotated[str, StringConstraints(max_length=MAX_PROMPT_CHARS), AfterValidator(_without_nul)]
+OptionalPrompt = Annotated[str, StringConstraints(max_length=MAX_PROMPT_CHARS), WITHOUT_NUL]
 """Whether it must say something is looked at together with the model."""
-NegativePrompt = Annotated[Text, StringConstraints(max_length=MAX_PROMPT_CHARS)]
-Name = Annotated[Text, StringConstraints(max_length=512)]
+NegativePrompt = Annotated[str, StringConstraints(max_length=MAX_PROMPT_CHARS), WITHOUT_NUL]
+Name = Annotated[str, StringConstraints(max_length=512), WITHOUT_NUL]
 Size = Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^({PIXELS}|auto)?$"})]
 """Checked together with the model, whose own sizes make better examples."""
 Count = Annotated[int, AfterValidator(_countable), WithJsonSchema({"type": "integer", "minimum": 1})]
