@@ -154,8 +154,7 @@ class RequestRules:
             width, height = video.width, video.height
         guidance_scale, true_cfg_scale = choose_scales(body, self.card)
         return MediaRequest(
-            # Clients may send one id twice; in the gang each job needs its own.
-            request_id=f"{requester.request_id}-{secrets.token_hex(4)}",
+            **_requester_fields(requester),
             model=self.card.name,
             kind=defaults.kind,
             prompt=choose_prompt(body, defaults),
@@ -180,10 +179,18 @@ class RequestRules:
             sound=body.generate_sound if isinstance(body, VideoBody) else None,
             service_tier=TIERS[body.service_tier or "auto"],
             deadline_s=body.deadline_s,
-            key=requester.key,
-            weight=requester.weight,
-            waited_s=requester.waited_s,
         )
+
+
+def _requester_fields(requester: Requester) -> dict[str, Any]:
+    """Return who asks, and since when. Clients may send one id twice; in the gang each job needs its own."""
+    request_id = f"{requester.request_id}-{secrets.token_hex(4)}"
+    return {
+        "request_id": request_id,
+        "key": requester.key,
+        "weight": requester.weight,
+        "waited_s": requester.waited_s,
+    }
 
 
 def checks(request: MediaRequest, card: ModelCard) -> Iterator[tuple[str, Callable[[], None]]]:
