@@ -249,6 +249,7 @@ class RankJobs:
         idle_jobs: list[tuple[ResidentJob, tuple[Tensor, ...]]] = [(job, ()) for job, of_job in forwards if not of_job]
         if not branches:
             return idle_jobs
+        self._timer.launch()
         try:
             predictions = iter(self._engine.predict(branches, ranks))
             self._was_warm, self._predicted = self._engine.was_warm, True

@@ -110,7 +110,7 @@ class StepReport:
     """Times of newly ended steps by the sequence of their plans: on a CPU this step, else earlier ones
     (``CudaStepTimer``)."""
     running_ms: float = 0.0
-    """Time since the device began the plan's step; 0 if it has not, and on a CPU."""
+    """Time since the device began the forwards of the plan's step; 0 if it has not, and on a CPU."""
     move_ms: float = 0.0
     """Mean time of the plan's moves, including the wait for other ranks; 0 without moves."""
     switch_ms: float = 0.0

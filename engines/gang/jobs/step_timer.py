@@ -27,6 +27,9 @@ class StepTimer:
         """Begin the plan's step, to which all following calls belong."""
         self._sequence = sequence
 
+    def launch(self) -> None:
+        """Note that the step's forwards begin. What comes before, such as a job's begin, may leave the device idle."""
+
     def end(self) -> None:
         """End the calls of the step."""
 
@@ -42,7 +45,7 @@ class StepTimer:
         return {} if sequence is None else {sequence: (time.perf_counter() - self._arrived_s) * 1e3}
 
     def running_ms(self) -> float:
-        """Return the time since the device began the last step; 0 before, and if the step ends with its calls."""
+        """Return the time since the device began the forwards of the last step; 0 before, and on a CPU."""
         return 0.0
 
 
@@ -88,6 +91,7 @@ class CudaStepTimer(StepTimer):
         self._last: TimedStep | None = None
         self._reached: tuple[Mark, float] | None = None
         """A mark, and when the device reached it by the host's clock."""
+        self._launched_s = 0.0
 
     def arrive(self) -> None: ...
 
@@ -95,10 +99,14 @@ class CudaStepTimer(StepTimer):
         timed = TimedStep(sequence, self._new_mark(), self._new_mark())
         is_idle = self._last is None or self._last.end.query()
         timed.begin.record()
+        self._launched_s = self._now_s()
         if is_idle:
-            self._reached = timed.begin, self._now_s()
+            self._reached = timed.begin, self._launched_s
         self._in_flight.append(timed)
         self._last = timed
+
+    def launch(self) -> None:
+        self._launched_s = self._now_s()
 
     def end(self) -> None:
         self._in_flight[-1].end.record()
@@ -127,8 +135,8 @@ class CudaStepTimer(StepTimer):
         if self._last is None or self._reached is None or not self._last.begin.query():
             return 0.0
         mark, reached_s = self._reached
-        since_ms = 1e3 * (self._now_s() - reached_s)
-        return max(0.0, since_ms - mark.elapsed_time(self._last.begin))
+        begun_s = reached_s + mark.elapsed_time(self._last.begin) / 1e3
+        return max(0.0, 1e3 * (self._now_s() - max(begun_s, self._launched_s)))
 
 
 def step_timer(device: torch.device) -> StepTimer:

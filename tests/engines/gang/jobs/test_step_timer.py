@@ -169,6 +169,22 @@ def test_calls_that_take_longer_than_the_rest_of_the_step_before_are_counted(mon
     assert rank.running_ms == pytest.approx([1e3 * 2 * SHORT_S, 1e3 * SHORT_S])
 
 
+def test_the_begin_of_a_job_is_no_part_of_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step's report, which comes as this one ends, would measure it with this one otherwise."""
+    rank = DeviceRank()
+
+    begin = DeviceSampler.begin
+
+    def slow_begin(sampler: DeviceSampler, *given: Any) -> FakeState:
+        rank.device.now_s += LONG_S
+        return begin(sampler, *given)
+
+    monkeypatch.setattr(DeviceSampler, "begin", slow_begin)
+    rank.admit("a", SHORT_S)
+    rank.step("a", at_s=0.0)
+    assert rank.running_ms == pytest.approx([1e3 * LAUNCH_S])
+
+
 def test_what_a_device_idles_belongs_to_no_step() -> None:
     rank = DeviceRank()
     rank.admit("a", SHORT_S)
